@@ -49,8 +49,8 @@ from benchmarks.context_memory import Peak, _step
 from titanplans import FSDP2Config, apply_plan, kernels, modeling, parallelize
 from titanplans.loss import cross_entropy
 from titanplans.modeling.samples import build_real
-from titanplans.observe.places import fsdp_units
 from titanplans.observe.recorder import record_collectives
+from titanplans.observe.tracker import fsdp_units
 from titanplans.parallel.mesh.mesh import Mesh, mesh_of_one
 from titanplans.plan.degrees import Degrees
 from titanplans.proof.ranks.fake import fake_ranks

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 from titanplans import kernels, modeling
-from titanplans.cli.async_tp.decide import decide
-from titanplans.cli.async_tp.screen import to_dict
+from titanplans.cli.async_tp import decide
 from titanplans.cli.verify.arguments import parse
 from titanplans.cli.verify.subject import Subject, every_model
 from titanplans.errors import VerifyError
@@ -30,25 +29,18 @@ def line(name):
         decision = decided(name, "--batch-size", "1")
     except VerifyError as error:
         return failed(name, error), None
-    return row(name, to_dict(decision)), decision
+    return row(name, decision), decision
 
 
 def row(name, decision):
-    """Return a row of the table from a decision as JSON has it."""
-    blocks = [blocks for blocks in decision["blocks"] if blocks["names"]]
-    all_of_them = [verdict for held in blocks for verdict in held["collectives"]]
+    """Return a row of the table."""
+    verdicts = [verdict for blocks in decision.blocks for verdict in blocks.collectives]
     counts = []
     for backward in (False, True):
-        those = [v for v in all_of_them if v["backward"] == backward]
-        overlapped = sum(bool(v["overlapped"]) for v in those)
-        fused = sum(v["fused"] for v in those)
-        counts.append(
-            f"{fused + overlapped}/{len(those)}" + (f", {overlapped} overlapped" if overlapped else "")
-        )
-    meanwhile = [f"{_where(v)}: {', '.join(v['overlapped'])}" for v in all_of_them if v["overlapped"]]
-    neither = [
-        f"{_where(v)}: {_short(v['obstacle'])}" for v in all_of_them if not v["fused"] and not v["overlapped"]
-    ]
+        fused, overlapped, total = decision.count(backward=backward).values()
+        counts.append(f"{fused + overlapped}/{total}" + (f", {overlapped} overlapped" if overlapped else ""))
+    meanwhile = [f"{_where(v)}: {', '.join(v.overlapped)}" for v in verdicts if v.overlapped]
+    neither = [f"{_where(v)}: {_short(v.obstacle)}" for v in verdicts if not v.hidden]
     return _line(name, *counts, "; ".join(dict.fromkeys(meanwhile)), "; ".join(dict.fromkeys(neither)))
 
 
@@ -63,15 +55,13 @@ def _line(name, *cells):
 
 
 def _where(verdict):
-    operation = verdict["operation"].replace("_", "-")
-    of = [] if operation in ("all-gather", "reduce-scatter") else [operation]
-    return " ".join(filter(None, ["" if verdict["backward"] else "forward", verdict["place"], *of]))
+    words = ["" if verdict.backward else "forward", verdict.module, verdict.operation.replace("_", "-")]
+    return " ".join(filter(None, words))
 
 
 def _short(obstacle):
-    """Leave out what the page says once: why nothing is overlapped, and that some operators are never fused."""
-    why = obstacle.partition("; not overlapped: ")[0]
-    return "alone" if why.endswith("never fused") else why
+    """Leave out what the page says once: that some operators are never fused."""
+    return "alone" if obstacle.endswith("never fused") else obstacle
 
 
 def main():

@@ -10,14 +10,12 @@ from torch import nn
 from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
 
 from titanplans import apply_plan, modeling
-from titanplans.cli.async_tp.decide import _prepare_block, decide
-from titanplans.cli.async_tp.gpu_breaks import graphs_end_as_on_a_gpu
+from titanplans.cli.async_tp import decide, graphs_end_as_on_a_gpu, prepare_block
 from titanplans.cli.verify.arguments import parse
 from titanplans.cli.verify.main import main
 from titanplans.cli.verify.subject import Subject, every_model
-from titanplans.observe.async_tp.capture import capture
-from titanplans.observe.async_tp.verdict import FUSED, verdicts
-from titanplans.observe.graphs import recording_graphs
+from titanplans.observe.fusible import capture
+from titanplans.observe.graphs import install_record
 from titanplans.proof.ranks.fake import fake_ranks
 
 DIFFERENT = ("gla", "qwen2", "phi3", "mixtral")
@@ -36,24 +34,18 @@ def quietly(words):
 )
 def test_the_page_has_what_is_decided(name):
     lines = async_tp_page.PAGE.read_text().splitlines()
-    with recording_graphs() as record:
+    with torch._inductor.config.patch(post_grad_custom_post_pass=None):
+        record = install_record()
         line, decision = async_tp_page.line(name)
     assert line in lines
     if decision is None:
         return
     # The record of a training run says the same of the captured blocks: the first, and one of each kind.
     verdicts = [v for blocks in decision.blocks for v in blocks.collectives]
-    for hidden, recorded in (
-        (
-            {(v.operation, v.backward) for v in verdicts if v.fused},
-            {c for c in record.collectives() if c.fused},
-        ),
-        (
-            {(v.operation, v.backward) for v in verdicts if v.overlapped and v.overlapped != (FUSED,)},
-            {c for c in record.collectives() if c.overlapped},
-        ),
-    ):
-        assert {(c.operation, c.phase == "backward") for c in recorded} == hidden
+    recorded = [c for graph in record.graphs for c in graph]
+    for became in ("fused", "overlapped"):
+        expected = {(v.operation, v.backward) for v in verdicts if getattr(v, became)}
+        assert {(c.operation, c.phase == "backward") for c in recorded if getattr(c, became)} == expected
 
 
 def test_every_registered_architecture_is_on_the_page():
@@ -66,8 +58,10 @@ def test_every_registered_architecture_is_on_the_page():
 def test_a_length_that_the_degree_does_not_divide_is_padded_and_nothing_is_fused(capsys):
     assert main(["async-tp", "qwen3", "--seq-len", "33", "--vocab-size", "64", "--batch-size", "1"]) == 1
     out = capsys.readouterr().out
-    assert "not fused: slice, reshape between it and q_proj, k_proj, v_proj" in out
-    assert "not fused: cat, reshape between it and o_proj" in out
+    assert (
+        "not fused: slice, reshape between it and self_attn.q_proj, self_attn.k_proj, self_attn.v_proj" in out
+    )
+    assert "not fused: cat, reshape between it and self_attn.o_proj" in out
     assert "NOT all is fused or overlapped that could be: forward 0 of 4" in out
 
 
@@ -77,10 +71,9 @@ def test_json_is_all_of_stdout_and_nothing_of_a_capture_stays(capsys):
     found = json.loads(capsys.readouterr().out)
     assert (found["complete"], found["degree"]) == (True, 2)
     assert found["forward"] == {"fused": 4, "overlapped": 0, "total": 4}
-    assert found["backward"] == {"fused": 2, "overlapped": 2, "total": 5}
-    blocks, begin = found["blocks"]
-    assert blocks["collectives"][0]["products"] == ["q_proj", "k_proj", "v_proj"]
-    assert begin["title"] == "model.layers.0, where the sharded stream begins"
+    assert found["backward"] == {"fused": 2, "overlapped": 2, "total": 4}
+    (blocks,) = found["blocks"]
+    assert blocks["collectives"][0]["products"] == [f"self_attn.{name}_proj" for name in "qkv"]
     assert (torch.distributed.is_nccl_available, torch._inductor.config._micro_pipeline_tp) == before
     with fake_ranks(2) as mesh:
         assert not is_symm_mem_enabled_for_group(mesh.get_group().group_name)
@@ -153,9 +146,11 @@ def test_what_stands_between_is_said_in_words():
     )
     assert not decision.complete
     verdicts = [v for blocks in decision.blocks for v in blocks.collectives]
-    said = {(v.place, v.backward): v.obstacle.partition(";")[0] for v in verdicts if not v.fused}
-    assert said["mlp in", False] == ("mlp.norm, reshape between it and gate_proj, up_proj")
-    assert said["mlp out", False] == "mul, reshape between it and down_proj"
+    said = {v.obstacle for v in verdicts if not v.fused and not v.backward}
+    assert said == {
+        "mlp.norm, reshape between it and mlp.gate_proj, mlp.up_proj",
+        "mul, reshape between it and mlp.down_proj",
+    }
 
 
 def test_a_product_beyond_a_graph_break_is_told_from_one_behind_other_operators():
@@ -170,13 +165,10 @@ def test_a_product_beyond_a_graph_break_is_told_from_one_behind_other_operators(
             model(**inputs).logits.sum().backward()
 
         with graphs_end_as_on_a_gpu():
-            graphs = capture(model, [name], run, group, _prepare_block)[name]
-    block = model.get_submodule(name)
-    found = verdicts(graphs, {str(id(module)): path for path, module in block.named_modules()})
+            graphs = capture(model, [name], run, group, prepare_block)[name]
     # Not prepared: the MLP's last product is within FLA's swiglu_linear.
-    said = {(v.place, v.backward): v.obstacle.partition(";")[0] for v in found if not v.hidden and v.possible}
-    assert said == {
-        ("mlp out", False): "a graph break parts it from its product",
-        ("mlp out", True): "a graph break parts it from its product",
-    }
+    apart = [v for graph in graphs for v in graph.verdicts if not v.hidden and v.possible]
+    assert [(v.operation, v.backward) for v in apart] == [("reduce_scatter", False), ("all_gather", True)]
+    assert {v.obstacle for v in apart} == {"a graph break parts it from its product"}
+    block = model.get_submodule(name)
     assert block.mlp.fuse_swiglu is True

@@ -14,9 +14,9 @@ from torch._C._dynamo.eval_frame import set_guard_complete_hook
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from titanplans.observe.places import fsdp_units
 from titanplans.observe.recorder import record_collectives
 from titanplans.observe.summary import after_step, at_start
+from titanplans.observe.tracker import fsdp_units
 from titanplans.parallel import DDPConfig, Degrees, FSDP2Config, ParallelError, ParallelManager
 
 TOKENS = torch.arange(32).reshape(2, 16)
@@ -201,16 +201,13 @@ def eager_errors():
     return errors
 
 
-STEP = {"step", "blocks", "other_modules"}
 FAILURES = {
-    "operators": ("titanplans.observe.recorder.describe", STEP | {"graphs"}),
-    "start": ("titanplans.observe.recorder.follow", STEP | {"graphs"}),
-    "places": ("titanplans.observe.places.RowRanges.leave", STEP | {"graphs"}),
-    "compiler": ("titanplans.observe.compilation.CompileRecord.book", {"graphs"}),
-    "tables": ("titanplans.observe.report._rows", STEP),
-    "model": ("titanplans.parallel.report.fsdp_units", {"data_parallel"}),
+    "operators": "titanplans.observe.recorder.describe",
+    "start": "titanplans.observe.recorder.follow",
+    "places": "titanplans.observe.tracker.ModuleTracker.leave",
+    "compiler": "titanplans.observe.compilation.CompileRecord.book",
 }
-"""What fails in the observer, and the fields that are null for it."""
+"""What fails in the recorder."""
 
 
 def fail(*args, **kwargs):
@@ -223,7 +220,7 @@ def observer_failures():
     manager, model, optimizer = prepared(*case)
     expected, path = step(manager, model, optimizer), in_the_path(model)
     found = {}
-    for name, (where, _) in FAILURES.items():
+    for name, where in FAILURES.items():
         manager, model, optimizer = prepared(*case)
         with mock.patch(where, fail):
             report = manager.parallelism_report()
@@ -459,10 +456,10 @@ def test_a_compiled_block_that_ran_eagerly_is_an_error(two, name):
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_a_failure_of_the_observer_does_not_end_the_run(two, name):
+def test_a_failure_of_the_recorder_does_not_end_the_run(two, name):
     same, null, clean, words = two["failures"][name]
     assert same, "loss and norm, to the last bit"
-    assert null == FAILURES[name][1]
+    assert null == {"step", "blocks", "other_modules", "graphs"}
     assert clean, "no hook, mode or wrapped function is left"
     assert any("the observer failed: KeyError: 'no such name in this torch'" in line for line in words)
 

@@ -155,7 +155,7 @@ REFUSED = {
     "model is a str": (FSDP2Config(), None, lambda: "model"),
     "temperature has no dimension": (FSDP2Config(), None, lambda: with_number()),
     'autocast_dtype = "float32": on a CPU': (FSDP2Config(autocast_dtype="float32"), None),
-    "parameters and buffers are on meta": (
+    "embed.weight is on meta and the mesh on cpu": (
         DDPConfig(activation_checkpoint={"mode": "full"}),
         None,
         lambda: on_meta(),

@@ -8,7 +8,7 @@ ran, and at each later frame whether compiled code was found.
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +18,7 @@ from torch import nn
 
 from titanplans.errors import ParallelError
 from titanplans.observe.guard import Guard
-from titanplans.observe.places import RowRanges
+from titanplans.observe.tracker import ModuleTracker
 from titanplans.torch_private.compile import (
     compilations,
     compiler_counters,
@@ -34,6 +34,7 @@ _AT_BREAKS = ("Unsupported", "SkipFrame")
 """Code next to a graph break that the compiler can't trace: it has to run eagerly."""
 
 _LIMIT = "Dynamo recompile limit exceeded"
+_AFTER = "replace, copy or wrap a block before it is compiled, not after; or switch compile off"
 
 
 @dataclass
@@ -46,11 +47,7 @@ class Compilation:
     found: int = 0
     """Pieces of code for which something compiled before was found, and ran. Some may hold no graph."""
 
-    missed: int = 0
-    """Pieces of code for which nothing that was there fitted."""
-
     recompilations: int = 0
-    """Of these, how often one was compiled for them then."""
 
     breaks: Counter[str] = field(default_factory=Counter)
     """Reasons why graphs ended before the block did, as often as they were met while it was traced."""
@@ -63,14 +60,12 @@ class Compilation:
         """Why the block ran eagerly, or something in it that could have been compiled; None if nothing did."""
         if serious := [failure for failure in self.failures if not failure.startswith(_AT_BREAKS)]:
             return f"torch.compile gave up: {serious[0]}"
-        if self.missed > self.recompilations + len(self.failures):
-            return "no graph that torch.compile had fitted, and it made no other: it was at its limit of recompilations"
-        if not self.graphs and not self.found:
-            return (
-                "torch.compile made no graph of it: see that neither TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE nor a "
-                "stance switches it off, and that its forward is not marked torch.compiler.disable"
-            )
-        return None
+        if self.graphs or self.found:
+            return None
+        return (
+            "torch.compile made no graph of it: see that neither TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE nor a "
+            "stance switches it off, and that its forward is not marked torch.compiler.disable"
+        )
 
 
 class CompileRecord:
@@ -78,12 +73,10 @@ class CompileRecord:
 
     Attributes:
         by_module: by the module's name; None for code outside of the model.
-        guard: of the record's own code; after a failure the record is incomplete.
     """
 
     def __init__(self) -> None:
         self.by_module: dict[str | None, Compilation] = {}
-        self.guard = Guard()
         self._graphs = 0
         self._compilations = 0
         self._breaks: Counter[str] = Counter()
@@ -100,9 +93,8 @@ class CompileRecord:
     def book(self, module: str | None) -> None:
         """Book on `module` what torch has counted since the last time."""
         counters = compiler_counters()
-        graphs = counters["stats"]["unique_graphs"]
+        graphs, made_so_far = counters["stats"]["unique_graphs"], compilations()
         breaks = Counter(counters["graph_break"])
-        made_so_far = compilations()
         if len(made_so_far) == self._compilations and graphs == self._graphs and breaks == self._breaks:
             return
         entry = self.of(module)
@@ -118,31 +110,35 @@ class CompileRecord:
                 entry.recompilations += 1
         self._graphs, self._compilations, self._breaks = graphs, len(made_so_far), breaks
 
+    def outside(self, blocks: Iterable[str]) -> Compilation:
+        """Return the compiler's work outside of `blocks`, in the model or not: the head may compute the loss."""
+        inside = tuple(f"{block}." for block in blocks)
+        entries = [e for name, e in self.by_module.items() if not f"{name}.".startswith(inside)]
+        return Compilation(sum(e.graphs for e in entries), sum(e.found for e in entries))
+
 
 @contextmanager
-def record_compilation(places: RowRanges) -> Iterator[CompileRecord]:
-    """Record the compiler's work in the step that `places` follows."""
+def record_compilation(places: ModuleTracker, guard: Guard) -> Iterator[CompileRecord]:
+    """Record the compiler's work in the step that `places` follows; the record's own code runs through `guard`."""
     record = CompileRecord()
     previous: Any = None
 
-    def note(cache_hit: bool) -> None:
-        entry = record.of(places.module)
-        entry.found += cache_hit
-        entry.missed += not cache_hit
+    def note(found: bool) -> None:
+        record.of(places.module).found += found
 
-    def guards_checked(cache_hit: bool) -> bool:
-        record.guard(note, cache_hit)
-        return cache_hit if previous is None else previous(cache_hit)
+    def guards_checked(found: bool) -> bool:
+        guard(note, found)
+        return found if previous is None else previous(found)
 
     remember_compilations(_EVERY_COMPILATION)
-    record.guard(record.skip)
-    places.on_change = partial(record.guard, record.book)
+    guard(record.skip)
+    places.on_change = partial(guard, record.book)
     previous = set_guard_hook(guards_checked)
     try:
         yield record
     finally:
         set_guard_hook(previous)
-        record.guard(record.book, places.module)
+        guard(record.book, places.module)
         remember_compilations(None)
 
 
@@ -153,68 +149,38 @@ def is_compiled(block: nn.Module) -> bool:
 
 
 def check_still_compiled(model: nn.Module, blocks: Iterable[str]) -> None:
-    """Raise an error if one of `blocks`, all compiled, has lost its compiled call.
-
-    Raises:
-        ParallelError: naming the first.
-    """
+    """Raise ParallelError if one of `blocks`, all compiled, has lost its compiled call."""
     if lost := [block for block in blocks if not is_compiled(model.get_submodule(block))]:
-        raise ParallelError(
-            f"compile: {lost[0]} was to be compiled, but has no compiled call: replace, copy or wrap a block before it "
-            "is compiled, not after; or switch compile off"
-        )
+        raise ParallelError(f"compile: {lost[0]} was to be compiled, but has no compiled call: {_AFTER}")
 
 
 def check_compiled(
-    blocks: Iterable[str], optional: Sequence[str], places: RowRanges, record: CompileRecord
+    blocks: Iterable[str], optional: Sequence[str], places: ModuleTracker, record: CompileRecord
 ) -> None:
-    """Raise an error if one of `blocks`, all to be compiled, ran eagerly.
+    """Raise ParallelError if one of `blocks`, all to be compiled, ran eagerly in the recorded step.
 
     Args:
         blocks: fully qualified names.
         optional: those among them that may not run at all: a vision tower's, to which no image came.
         places: of the step.
         record: of the step.
-
-    Raises:
-        ParallelError: naming the first such block, and why.
     """
     for name in blocks:
         why = None
         if not places.compiled_calls[name] and (places.calls[name] or name not in optional):
-            why = "its compiled form was never called: replace, copy or wrap a block before it is compiled, not after"
-        elif places.calls[name]:
-            why = record.by_module.get(name, Compilation()).eager
+            why = f"its compiled form was never called: {_AFTER}"
+        elif places.calls[name] and (eager := record.of(name).eager) is not None:
+            why = f"{eager}; or switch compile off"
         if why is not None:
-            raise ParallelError(
-                f"compile: {name} was to be compiled, but ran eagerly: {why}; or switch compile off"
-            )
+            raise ParallelError(f"compile: {name} was to be compiled, but ran eagerly: {why}")
 
 
-def outside_blocks(record: CompileRecord, blocks: Collection[str]) -> Compilation:
-    """Return the compiler's work outside of `blocks`, in the model or not: the head may compute the loss."""
-    outside = Compilation()
-    for name, entry in record.by_module.items():
-        if name is None or not any(name == block or name.startswith(f"{block}.") for block in blocks):
-            outside.graphs += entry.graphs
-            outside.found += entry.found
-    return outside
-
-
-def check_outside_blocks(record: CompileRecord, components: Sequence[str], blocks: Collection[str]) -> None:
-    """Refuse that the loss, or the optimizer's step, was to be compiled and ran eagerly, where that is certain.
+def check_outside_blocks(record: CompileRecord, components: Sequence[str], blocks: Iterable[str]) -> None:
+    """Raise ParallelError if fewer graphs ran outside of `blocks` than there are `components`: the loss, the optimizer.
 
     Which of the two a graph is of is not known; each is one graph at least.
-
-    Args:
-        record: of the step.
-        components: those of the two that were to be compiled.
-        blocks: the names of the model's.
-
-    Raises:
-        ParallelError: fewer graphs ran than there are such components.
     """
-    outside = outside_blocks(record, blocks)
+    outside = record.outside(blocks)
     if outside.graphs + outside.found < len(components):
         raise ParallelError(
             f"compile.components has {' and '.join(components)}, but outside the blocks {outside.graphs} graphs were made: "

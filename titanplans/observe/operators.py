@@ -15,7 +15,7 @@ from titanplans.torch_private.dispatch import schema, tree_leaves
 from titanplans.torch_private.distributed import resolve_process_group
 
 Phase = Literal["forward", "backward", "recomputed", "update", "log"]
-"""recomputed: a forward again, for the backward. update: after the last backward. log: see `RowRanges.log_begins`."""
+"""recomputed: a forward again, for the backward. update: after the last backward. log: see `ModuleTracker.log_begins`."""
 
 NAMESPACES = ("_c10d_functional", "c10d_functional", "c10d", "_dtensor", "symm_mem")
 """Where these operators are registered."""

@@ -19,7 +19,7 @@ from torch import nn
 
 from titanplans.observe.guard import Guard
 from titanplans.observe.operators import NAMESPACES, Collective, describe
-from titanplans.observe.places import RowRanges, follow
+from titanplans.observe.tracker import ModuleTracker, follow
 from titanplans.torch_private.dispatch import FakeTensor, TorchDispatchMode, fake_mode_is_on
 
 
@@ -34,7 +34,7 @@ class CollectiveRecord:
 
     def __init__(self) -> None:
         self.collectives: list[Collective] = []
-        self.places: RowRanges | None = None
+        self.places: ModuleTracker | None = None
         self.guard = Guard()
 
     def log_begins(self) -> None:
@@ -63,7 +63,7 @@ def _start(model: nn.Module, record: CollectiveRecord, stack: ExitStack) -> None
 class _Mode(TorchDispatchMode):
     supports_higher_order_operators = True
 
-    def __init__(self, record: CollectiveRecord, places: RowRanges):
+    def __init__(self, record: CollectiveRecord, places: ModuleTracker):
         super().__init__()
         self.record, self.places = record, places
         # Otherwise fake tensors are those of DTensor, which asks for shapes, and of a compiler.

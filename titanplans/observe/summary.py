@@ -10,17 +10,12 @@ Report = dict[str, Any]
 
 def at_start(report: Report) -> list[str]:
     """Return the static part of the report as lines."""
-    meshes = [
-        f"{name} {mesh['ranks']} ({mesh['backend']})" for name, mesh in (report["meshes"] or {}).items()
-    ]
+    meshes = [f"{name} {mesh['ranks']} ({mesh['backend']})" for name, mesh in report["meshes"].items()]
     where = ", ".join([f"{report['strategy']} on {counted(report['world_size'], 'rank')}", *meshes])
-    absent = []
-    for name in ("tensor_parallel", "data_parallel", "recomputation", "compile", "float8"):
-        if report[name] is None:
-            why = report["reasons"].get(name)
-            absent.append(f"no {name.replace('_', ' ')}" if why is None else f"{name} unknown: {why}")
+    parts = ("tensor_parallel", "recomputation", "compile", "float8")
+    absent = [f"no {name.replace('_', ' ')}" for name in parts if report[name] is None]
     lines = [
-        f"Parallelism: {where}; applied in order: {', '.join(report['steps_taken'] or ()) or 'nothing'}",
+        f"Parallelism: {where}; applied in order: {', '.join(report['steps_taken']) or 'nothing'}",
         f"Parallelism: {'; '.join([*_done(report), *absent])}",
     ]
     if (compiled := report["compile"]) is not None:
@@ -39,8 +34,7 @@ def _done(report: Report) -> Iterator[str]:
         yield f"{context['plan']} over tokens, exchanged for heads in {counted(len(context['regions']), 'mixer')}"
     if (experts := report["expert_parallel"]) is not None:
         yield f"{experts['plan']} with experts shared out in {counted(len(experts['experts']), 'mixture')}"
-    if (data := report["data_parallel"]) is not None:
-        yield _data_parallel(data)
+    yield _data_parallel(report["data_parallel"])
     if (recomputed := report["recomputation"]) is not None:
         policy = str(recomputed["policy"]).partition("(")[0]
         yield f"{recomputed['blocks']} of {counted(recomputed['of'], 'block')} recomputed ({policy})"
@@ -56,23 +50,17 @@ def after_step(report: Report) -> list[str]:
     """Return the measured part of the report as lines."""
     step, number = report["step"], report["measured_after_step"]
     if step is None:
-        lines = [f"Step {number}: collectives not counted: {report['reasons']['step']}"]
-    else:
-        groups = ", ".join(f"{sums['collectives']} over {name}" for name, sums in step["by_group"].items())
-        total = (
-            f"{counted(step['collectives'], 'collective')}, {in_bytes(step['bytes'])} received by this rank"
-        )
-        fused = f"; {step['fused']} fused with matrix products" if step["collectives"] else ""
-        lines = [f"Step {number}: {total}" + (f" ({groups})" if groups else "") + fused]
-    for kind in report["blocks"] or ():
+        return [f"Step {number}: collectives and graphs not counted: {report['reasons']['step']}"]
+    groups = ", ".join(f"{sums['collectives']} over {name}" for name, sums in step["by_group"].items())
+    total = f"{counted(step['collectives'], 'collective')}, {in_bytes(step['bytes'])} received by this rank"
+    fused = f"; {step['fused']} fused with matrix products" if step["collectives"] else ""
+    lines = [f"Step {number}: {total}" + (f" ({groups})" if groups else "") + fused]
+    for kind in report["blocks"]:
         if kind["collectives"]:
             size = sum(row["bytes"] for row in kind["collectives"])
             name = kind["names"][0] if len(kind["names"]) == 1 else f"each of {len(kind['names'])}"
             lines.append(f"{kind['class']}, {name}: {_phases(kind['collectives'])}, {in_bytes(size)}")
-    if (graphs := report["graphs"]) is None:
-        return lines + [
-            f"Step {number}: graphs unknown: {why}" for why in (report["reasons"].get("graphs"),) if why
-        ]
+    graphs = report["graphs"] or {"blocks": (), "outside_blocks": 0}
     for kind in graphs["blocks"]:
         parts = [counted(kind["graphs"], "graph"), counted(kind["graph_breaks"], "graph break")]
         if kind["recompilations"]:

@@ -28,14 +28,12 @@ from torch.distributed.tensor import DTensor
 
 from titanplans.config import DDPConfig
 from titanplans.errors import ParallelError
-from titanplans.parallel.activation_checkpoint import is_recomputed
 from titanplans.parallel.mesh.degrees import NOT_FOR_DDP
 from titanplans.precision.autocast import apply_autocast
 from titanplans.text import class_name
 from titanplans.torch_private.compile import is_compiled_whole
 from titanplans.torch_private.ddp import DDP, has_static_graph, hide_ddp_from_compiler, replicate, start_ddp
 from titanplans.torch_private.dispatch import tree_leaves
-from titanplans.torch_private.modules import compiled_call
 
 
 def apply_ddp(model: nn.Module, mesh: DeviceMesh, config: DDPConfig) -> None:
@@ -58,7 +56,6 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, config: DDPConfig) -> None:
             'different data, get_mesh("dp")'
         )
     refuse_model(model, mesh)
-    _refuse_unfinished(model, config)
     group = mesh.get_group()
     if config.autocast_dtype is not None:
         apply_autocast(model, mesh.device_type, getattr(torch, config.autocast_dtype))
@@ -119,34 +116,27 @@ def refuse_model(model: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         ParallelError: it is split, replicated, compiled as a whole, frozen, on meta or on another device.
     """
-    tensors = dict([*model.named_parameters(), *model.named_buffers()])
-    name_of = f"ddp of {class_name(model)}"
-    for name, tensor in tensors.items():
+    ddp = f"ddp of {class_name(model)}"
+    if isinstance(model, DDP):
+        raise ParallelError(f"{ddp}: it is already replicated by DDP; remove the second call")
+    if is_compiled_whole(model):
+        raise ParallelError(
+            f"{ddp}: it is compiled as a whole, and the reducer's hooks must stay outside of a graph; compile its "
+            "blocks one by one (titanplans.parallel.compile)"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ParallelError(
+            f"{ddp}: all parameters are frozen, so there is no gradient to sum; leave DDP out"
+        )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(tensor, DTensor):
             axes = tensor.device_mesh.mesh_dim_names
             raise ParallelError(f"ddp with {name} split over the mesh {axes}: {NOT_FOR_DDP}")
-    if isinstance(model, DDP):
-        raise ParallelError(f"{name_of}: it is already replicated by DDP; remove the second call")
-    meta = [name for name, tensor in tensors.items() if tensor.is_meta]
-    if meta:
-        raise ParallelError(
-            f"{name_of}: {len(meta)} parameters and buffers are on meta, {', '.join(meta[:3])}{', …' * (len(meta) > 3)}; "
-            "give them values first, since DDP sends rank 0's to all"
-        )
-    for name, tensor in tensors.items():
         if tensor.device.type != mesh.device_type:
             raise ParallelError(
-                f"{name_of}: {name} is on {tensor.device} and the mesh on {mesh.device_type}; move the model there first"
+                f"{ddp}: {name} is on {tensor.device} and the mesh on {mesh.device_type}; move the model there first, or "
+                "from meta give it values, since DDP sends rank 0's to all"
             )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ParallelError(
-            f"{name_of}: all parameters are frozen, so there is no gradient to sum; leave DDP out"
-        )
-    if is_compiled_whole(model):
-        raise ParallelError(
-            f"{name_of}: it is compiled as a whole, and the reducer's hooks must stay outside of a graph; compile its "
-            "blocks one by one (titanplans.parallel.compile)"
-        )
 
 
 def _broadcast(group: dist.ProcessGroup, model: nn.Module) -> None:
@@ -158,22 +148,6 @@ def _broadcast(group: dist.ProcessGroup, model: nn.Module) -> None:
 def _broadcast_in_training(group: dist.ProcessGroup, model: nn.Module, inputs: Any) -> None:
     if model.training and torch.is_grad_enabled():
         _broadcast(group, model)
-
-
-def _refuse_unfinished(model: nn.Module, config: DDPConfig) -> None:
-    """Refuse a model that lacks a step which `config` names: taken after DDP, the step would have no effect."""
-    if config.compile.blocks and not any(compiled_call(m) is not None for m in model.modules()):
-        raise ParallelError(
-            "ddp with compile.enable = true, but no block of the model is compiled: call apply_compile "
-            "first, or set compile.enable to false"
-        )
-    mode = config.activation_checkpoint.mode
-    recomputes = any(map(is_recomputed, model.modules()))
-    if mode != "none" and not recomputes:
-        raise ParallelError(
-            f'ddp with activation_checkpoint.mode = "{mode}", but no module is checkpointed: apply the policy '
-            "first, or set the mode to none"
-        )
 
 
 def _refuse_hidden_outputs(model: nn.Module, inputs: Any, output: Any) -> None:

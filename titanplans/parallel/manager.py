@@ -19,7 +19,6 @@ from torch import nn
 from titanplans.config import Compile, DDPConfig, FSDP2Config, MegatronFSDPConfig, Strategy
 from titanplans.errors import ParallelError
 from titanplans.loss import count_tokens, cross_entropy
-from titanplans.observe.report import ParallelismReport
 from titanplans.parallel import ddp, megatron_fsdp
 from titanplans.parallel.compile import async_tp, compile_loss, compile_optimizer
 from titanplans.parallel.fsdp import gradient_sync
@@ -30,7 +29,7 @@ from titanplans.parallel.optimizers.carry_over import carry_over
 from titanplans.parallel.optimizers.muon import Muon
 from titanplans.parallel.parallelize import apply_steps, check_compatible, on_meta
 from titanplans.parallel.replica_check import check_equal_values
-from titanplans.parallel.report import parallelism_report
+from titanplans.parallel.report import ParallelismReport
 from titanplans.plan.degrees import Degrees
 from titanplans.split import gradients
 from titanplans.text import class_name
@@ -231,7 +230,7 @@ class ParallelManager:
 
     def parallelism_report(self) -> ParallelismReport:
         """Return the report on the model; its `measuring` adds what one step does."""
-        return parallelism_report(self._parallel(), self.mesh, self.config)
+        return ParallelismReport(self._parallel(), self.mesh, self.config)
 
     def clip_gradients(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the model's gradients to `max_norm` and return their norm before, over all ranks; see `gradients`."""

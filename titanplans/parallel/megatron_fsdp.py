@@ -30,8 +30,6 @@ from titanplans.parallel.activation_checkpoint import is_recomputed
 from titanplans.plan.decoder import find_decoder
 from titanplans.torch_private.modules import compiled_call
 
-_INSTEAD = "take FSDP2Config"
-_EXTRA = "the package megatron-fsdp, which is not installed: pip install titanplans[megatron-fsdp]"
 _SET_HERE = {"init_model_with_meta_device", "sync_model_each_microbatch"}
 """Switches of the package's that are no `options`: the model and `accumulate` decide them."""
 
@@ -59,22 +57,22 @@ def apply_megatron_fsdp(model: nn.Module, mesh: DeviceMesh, config: MegatronFSDP
 
 def check_available() -> None:
     """Raise ParallelError unless there are CUDA and the package."""
-    missing = [] if torch.cuda.is_available() else [f"CUDA, and torch sees no such device: {_INSTEAD}"]
-    missing += [] if importlib.util.find_spec("megatron_fsdp") else [_EXTRA]
-    if missing:
-        raise ParallelError(f"megatron_fsdp needs {'; and '.join(missing)}")
+    cuda = "" if torch.cuda.is_available() else "CUDA, and torch sees no such device: take FSDP2Config"
+    package = "the package megatron-fsdp, which is not installed: pip install titanplans[megatron-fsdp]"
+    missing = [cuda, "" if importlib.util.find_spec("megatron_fsdp") else package]
+    if any(missing):
+        raise ParallelError(f"megatron_fsdp needs {'; and '.join(filter(None, missing))}")
 
 
 def refuse_mesh(mesh: DeviceMesh) -> None:
     """Raise ParallelError unless "dp_shard" is above 1, and all other dimensions of `mesh` are 1."""
     for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True):
         if name == "dp_shard" and size == 1:
-            why = "over one rank it doubles gradients in each micro batch; raise it"
-        elif name != "dp_shard" and size > 1:
-            why = "it is not known to be right but for sharding alone; set it to 1"
-        else:
-            continue
-        raise ParallelError(f"megatron_fsdp with {name} = {size}: {why}, or {_INSTEAD}")
+            why = "over one rank it doubles gradients in each micro batch; raise it, or take FSDP2Config"
+            raise ParallelError(f"megatron_fsdp with {name} = {size}: {why}")
+        if name != "dp_shard" and size > 1:
+            why = "it is not known to be right but for sharding alone; set it to 1, or take FSDP2Config"
+            raise ParallelError(f"megatron_fsdp with {name} = {size}: {why}")
 
 
 def arguments(
@@ -83,30 +81,38 @@ def arguments(
     """Return the arguments of `library.fully_shard_model`.
 
     Raises:
-        ParallelError: the package does not take an option, or the model can't be sharded by it.
-        PlanError: `model` has no list of blocks, and `config` names no classes.
+        ParallelError, PlanError: as `apply_megatron_fsdp`.
     """
-    _refuse_model(model)
+    tensors = (name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor))
+    modules = (name for name, m in model.named_modules() if is_recomputed(m) or compiled_call(m))
+    for name in (*tensors, *modules):
+        raise ParallelError(
+            f"megatron_fsdp: {name or 'the model'} is split, recomputed or compiled, which is not tested; leave it out, or "
+            "take FSDP2Config"
+        )
     parameters = inspect.signature(library.fully_shard_model).parameters.values()
     switches = {p.name for p in parameters if isinstance(p.default, bool)} - _SET_HERE
     dtypes = {item.name for item in dataclasses.fields(library.MixedPrecisionPolicy)}
-    for name, value in config.options.items():
-        if name not in switches | dtypes:
-            why = f"megatron-fsdp {library.__version__} has no such option; there are {', '.join(sorted(switches | dtypes))}"
-        elif name in switches and not isinstance(value, bool):
-            why = "expected true or false"
-        elif (
-            name in dtypes
-            and value != "none"
-            and not isinstance(getattr(torch, str(value), None), torch.dtype)
-        ):
-            why = 'expected the name of a dtype such as "float32", or "none"'
-        else:
-            continue
-        raise OptionError(f"options.{name}", value, why)
-    policy = {name: getattr(torch, str(v), None) for name, v in config.options.items() if name in dtypes}
     # Gradients are summed over ranks: all loops here divide the loss by the tokens of the whole batch.
-    given = {"calculate_per_token_loss": True} | {n: v for n, v in config.options.items() if n in switches}
+    given, policy = {"calculate_per_token_loss": True}, {}
+    for name, value in config.options.items():
+        if name in switches and isinstance(value, bool):
+            given[name] = value
+        elif name in dtypes and (
+            value == "none" or isinstance(getattr(torch, str(value), None), torch.dtype)
+        ):
+            policy[name] = getattr(torch, str(value), None)
+        else:
+            known = ", ".join(sorted(switches | dtypes))
+            why = f"megatron-fsdp {library.__version__} has no such option; there are {known}"
+            if name in switches | dtypes:
+                kind = (
+                    "true or false"
+                    if name in switches
+                    else 'the name of a dtype such as "float32", or "none"'
+                )
+                why = f"expected {kind}"
+            raise OptionError(f"options.{name}", value, why)
     return given | {
         "module": model,
         "device_mesh": mesh,
@@ -122,11 +128,9 @@ def unit_classes(model: nn.Module, config: MegatronFSDPConfig) -> list[type[nn.M
     """Return the classes of the modules that are gathered at once: those named, or those of the decoder's blocks.
 
     Raises:
-        ParallelError: no module is of a class that is named.
-        PlanError: `model` has no list of blocks, and `config` names no classes.
+        ParallelError, PlanError: as `apply_megatron_fsdp`.
     """
-    names = config.fsdp_unit_modules
-    if names is None:
+    if (names := config.fsdp_unit_modules) is None:
         return list(dict.fromkeys(type(block.module) for block in find_decoder(model).blocks))
     classes = dict.fromkeys(type(module) for module in model.modules())
     there = {cls.__name__ for cls in classes}
@@ -135,16 +139,6 @@ def unit_classes(model: nn.Module, config: MegatronFSDPConfig) -> list[type[nn.M
             why = f'no module of the model is of class "{name}"; give one of {", ".join(sorted(there))}'
             raise config.error("fsdp_unit_modules", why)
     return [cls for cls in classes if cls.__name__ in names]
-
-
-def _refuse_model(model: nn.Module) -> None:
-    split = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
-    done = [name for name, module in model.named_modules() if is_recomputed(module) or compiled_call(module)]
-    if split or done:
-        raise ParallelError(
-            f"megatron_fsdp: {(split + done)[0] or 'the model'} is split, recomputed or compiled, which is not tested with "
-            f"Megatron-FSDP; leave it out, or {_INSTEAD}"
-        )
 
 
 def register_optimizer(optimizer: torch.optim.Optimizer) -> None:

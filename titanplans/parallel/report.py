@@ -1,9 +1,18 @@
-"""The static part of a model's parallelism report: read off the model and its strategy, once it is parallel.
+"""The parallelism report: how a model was made parallel, and how one training step communicated and compiled.
 
-The report itself, and its part that a step measures, are in `titanplans.observe.report`.
+    report = ParallelismReport(model, mesh, config)     # once the model is parallel
+    with report.measuring(step=1):
+        ...                                             # a whole training step
+    report.values                                       # plain dicts, lists, numbers: docs/observe.md
+
+Its values are read off the model, counted as they happen, or given by torch. A step that can't be recorded is None,
+and `reasons` says why: a failure of the recorder never ends the run. When the report is written is the
+training loop's matter, in which words it is logged `titanplans.observe.summary`'s.
 """
 
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,87 +21,260 @@ from torch import nn
 
 from titanplans.apply.apply import AppliedPlan
 from titanplans.config import DDPConfig, Strategy
-from titanplans.observe.compilation import is_compiled
-from titanplans.observe.places import fsdp_units
-from titanplans.observe.report import ParallelismReport
+from titanplans.observe.compilation import (
+    CompileRecord,
+    check_compiled,
+    check_outside_blocks,
+    check_still_compiled,
+    is_compiled,
+    record_compilation,
+)
+from titanplans.observe.guard import reason
+from titanplans.observe.operators import Collective
+from titanplans.observe.recorder import CollectiveRecord, record_collectives
+from titanplans.observe.tracker import ModuleTracker, fsdp_units
 from titanplans.parallel.activation_checkpoint import Kept, memory_budget
 from titanplans.parallel.record import ParallelRecord, record_of
 from titanplans.plan.decoder import find_decoder
 from titanplans.plan.styles.experts import ByExpert
 from titanplans.plan.token_regions import token_regions
 from titanplans.precision.float8.conversion import float8_report
-from titanplans.torch_private.modules import ActivationWrapper
+from titanplans.text import class_name
+from titanplans.torch_private.modules import ActivationWrapper, checkpointed
+
+SCHEMA = 2
+"""Of the report: counted up when a key changes its meaning or goes."""
 
 _DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
+_OF_DATA = ("fsdp", "dp_replicate", "dp", "dp_cp")
+"""Names of meshes over which gradients are summed; of two over the same ranks the first names them."""
 
-def parallelism_report(model: nn.Module, mesh: Any, config: Strategy) -> ParallelismReport:
-    """Return the report on `model`, which is parallel, and under DDP has its values.
+_OF_MODEL = ("tp", "cp", "ep", "pp")
+"""Names of meshes over which the model's own code communicates."""
+
+_OF_STEP = ("step", "blocks", "other_modules", "graphs")
+
+_Row = tuple[tuple[str, Any], ...]
+
+
+class ParallelismReport:
+    """The report on one model; `measuring` fills in the part of a step.
 
     Args:
-        model: parallelised.
+        model: parallelised; under DDP with its values.
         mesh: a `Mesh`, or torchtitan's ParallelDims.
-        config: the strategy by which it was.
+        config: the strategy that was applied.
+
+    Attributes:
+        values: the report.
 
     Raises:
         ParallelError: a block that was to be compiled is not.
     """
-    record = record_of(model)
-    decoder = record.plan.decoder if record.plan is not None else find_decoder(model)
-    blocks = [*decoder.names, *(name for names in decoder.towers for name in names)]
-    return ParallelismReport(
-        model,
-        mesh,
-        decoder,
-        {
-            "strategy": lambda: config.title,
-            "world_size": dist.get_world_size,
-            "degrees": lambda: {name: getattr(mesh, name) for name in _DEGREES},
-            "steps_taken": lambda: list(record.steps),
-            "tensor_parallel": lambda: _tensor_parallel(record),
-            "context_parallel": lambda: _context_parallel(record),
-            "expert_parallel": lambda: _expert_parallel(record),
-            "float8": lambda: float8_report(
-                model, record.float8, record.plan.crossings if record.plan else {}
-            ),
-            "adapters": lambda: _adapters(record),
-            "recomputation": lambda: _recomputation(model, blocks, record),
-            "compile": lambda: _compile(model, blocks, config),
-            "autocast": lambda: getattr(config, "autocast_dtype", None),
-            "data_parallel": lambda: _data_parallel(model, mesh, config),
-        },
-    )
+
+    def __init__(self, model: nn.Module, mesh: Any, config: Strategy):
+        self.model, self.mesh = model, mesh
+        record = record_of(model)
+        decoder = record.plan.decoder if record.plan is not None else find_decoder(model)
+        self._towers = [name for names in decoder.towers for name in names]
+        self.blocks = [*decoder.names, *self._towers]
+        self.values: dict[str, Any] = {
+            "schema": SCHEMA,
+            "measured_after_step": None,
+            "torch": torch.__version__,
+            "strategy": config.title,
+            "world_size": dist.get_world_size(),
+            "degrees": {name: getattr(mesh, name) for name in _DEGREES},
+            "steps_taken": list(record.steps),
+            **_plan(record.plan),
+            "float8": float8_report(model, record.float8, record.plan.crossings if record.plan else {}),
+            "adapters": _adapters(record),
+            "recomputation": _recomputation(model, self.blocks, record),
+            "compile": _compile(model, self.blocks, config),
+            "autocast": getattr(config, "autocast_dtype", None),
+            "data_parallel": _data_parallel(model, mesh, config),
+        }
+        self.values["meshes"] = {
+            name: {"ranks": found.size(), "backend": dist.get_backend(found.get_group())}
+            for name, found in self._named_meshes()
+        }
+        if self._to_compile("model"):
+            check_still_compiled(model, self.blocks)
+        self.not_measured("no step was measured yet")
+
+    def not_measured(self, why: str) -> None:
+        """State why there is no step in the report."""
+        self.values |= dict.fromkeys(_OF_STEP)
+        unknown = _OF_STEP if self.values["compile"] is not None else _OF_STEP[:-1]
+        self.values["reasons"] = dict.fromkeys(unknown, why)
+
+    @contextmanager
+    def measuring(self, step: int) -> Iterator[CollectiveRecord]:
+        """Measure the training step that runs inside, and put it into the report; on every rank, or on none.
+
+        The step computes the same, a little slower; nothing stays in the model.
+
+        Args:
+            step: its number, for the report.
+
+        Raises:
+            ParallelError: a component that was to be compiled ran eagerly.
+        """
+        compilation = None
+        with ExitStack() as stack:
+            record = stack.enter_context(record_collectives(self.model))
+            if self.values["compile"] is not None and record.places is not None:
+                compilation = stack.enter_context(record_compilation(record.places, record.guard))
+            yield record
+        self.values["measured_after_step"] = step
+        if record.guard.failure is not None or record.places is None:
+            assert record.guard.failure is not None  # without it there are places
+            self.not_measured(reason(record.guard.failure))
+            return
+        self.values |= self._communication(record) | {"reasons": {}}
+        if compilation is not None:
+            if self._to_compile("model"):
+                check_compiled(self.blocks, self._towers, record.places, compilation)
+            components = [name for name in ("loss", "optimizer") if self._to_compile(name)]
+            check_outside_blocks(compilation, components, self.blocks)
+            self.values["graphs"] = self._graphs(record.places, compilation)
+
+    def _to_compile(self, component: str) -> bool:
+        return component in (self.values["compile"] or {"components": ()})["components"]
+
+    def _named_meshes(self) -> list[tuple[str, Any]]:
+        """The 1-D meshes of more than one rank; of several of data over the same ranks, the first."""
+        found: dict[tuple[Any, ...], tuple[str, Any]] = {}
+        for axis in (*_OF_DATA, *_OF_MODEL):
+            # There may be no mesh of experts, and of FSDP one that DDP does not use.
+            if (axis == "ep" and self.mesh.ep == 1) or (axis == "fsdp" and self.values["strategy"] == "ddp"):
+                continue
+            # torchtitan's names of two of them.
+            one = self.mesh.get_optional_mesh({"dp": "batch", "dp_cp": "loss"}.get(axis, axis))
+            if one is not None and one.size() > 1:
+                found.setdefault((_ranks(one), axis in _OF_MODEL and axis), (axis, one))
+        return list(found.values())
+
+    def _communication(self, record: CollectiveRecord) -> dict[str, Any]:
+        """The step's communication: in all (`step`), each kind of block (`blocks`), and `other_modules`."""
+        groups = {name: _ranks(mesh) for name, mesh in self._named_meshes()}
+        groups["world"] = tuple(range(dist.get_world_size()))
+        every_step = [(c, self._group(c, groups)) for c in record.collectives if c.phase != "log"]
+        step: dict[str, Any] = _sums(c for c, _ in every_step)
+        for key in ("group", "phase", "operation"):
+            held: dict[str, list[Collective]] = {}
+            for c, group in every_step:
+                held.setdefault(group if key == "group" else getattr(c, key), []).append(c)
+            step[f"by_{key}"] = {value: _sums(those) for value, those in held.items()}
+        step["log"] = _sums(c for c in record.collectives if c.phase == "log")
+        parts: dict[str | None, list[tuple[Collective, str]]] = {block: [] for block in self.blocks}
+        for c, group in every_step:
+            # The block that the module stands in, or else its own name; None for the model itself, and outside.
+            inside = next((b for b in self.blocks if f"{c.module}.".startswith(f"{b}.")), c.module or None)
+            parts.setdefault(inside, []).append((c, group))
+        kinds: dict[tuple[str, tuple[_Row, ...]], list[str]] = {}
+        for block in self.blocks:
+            kinds.setdefault((self._class(block), _rows(parts.pop(block))), []).append(block)
+        return {
+            "step": step,
+            "blocks": [
+                {"class": kind, "names": names, "collectives": [dict(row) for row in rows]}
+                for (kind, rows), names in kinds.items()
+            ],
+            "other_modules": [
+                {"name": name, "collectives": [dict(row) for row in _rows(issued)]}
+                for name, issued in parts.items()
+            ],
+        }
+
+    def _group(self, collective: Collective, groups: Mapping[str, tuple[int, ...]]) -> str:
+        """The name of the mesh for whose sake `collective` is issued, where several have the same ranks."""
+        experts = (self.values["expert_parallel"] or {}).get("experts", ())
+        of_experts = any(f"{collective.module}.".startswith(f"{held}.") for held in experts)
+        of_model = [*(["ep"] if of_experts else []), *_OF_MODEL]
+        # DDP sums buckets, outside of any module; no gradient is summed by an all-to-all.
+        by_data = collective.of_unit or (collective.module is None and collective.operation != "all_to_all")
+        order = [*_OF_DATA, *of_model] if by_data else [*of_model, *_OF_DATA]
+        named = {name: groups[name] for name in (*order, "world") if name in groups}
+        ranks = set(collective.group)
+        return next((name for name, held in named.items() if ranks == set(held)), None) or next(
+            f"part of {name}" for name, held in named.items() if ranks <= set(held)
+        )
+
+    def _graphs(self, places: ModuleTracker, record: CompileRecord) -> dict[str, Any]:
+        """The compiler's graphs: of the blocks, class by class, and outside of them."""
+        kinds: dict[str, list[str]] = {}
+        for block in self.blocks if self._to_compile("model") else ():
+            kinds.setdefault(self._class(block), []).append(block)
+        tables = []
+        for kind, names in kinds.items():
+            made = [record.of(name) for name in names]
+            breaks: Counter[str] = sum((entry.breaks for entry in made), Counter())
+            tables.append(
+                {
+                    "class": kind,
+                    "blocks": len(names),
+                    "ran_compiled": sum(places.calls[name] > 0 for name in names),
+                    "graphs": sum(entry.graphs for entry in made),
+                    "graph_breaks": breaks.total(),
+                    "break_reasons": dict(breaks),
+                    "recompilations": sum(entry.recompilations for entry in made),
+                    "left_eager": sorted({why for entry in made for why in entry.failures}),
+                }
+            )
+        return {"blocks": tables, "outside_blocks": record.outside(self.blocks).graphs}
+
+    def _class(self, block: str) -> str:
+        module = self.model.get_submodule(block)
+        while isinstance(module, ActivationWrapper):
+            module = checkpointed(module)
+        return class_name(module).removeprefix("FSDP")
 
 
-def _tensor_parallel(record: ParallelRecord) -> dict[str, Any] | None:
-    if record.plan is None or record.plan.plan.options.degree == 1:
-        return None
-    options = record.plan.plan.options
+def _ranks(mesh: Any) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(mesh.get_group()))
+
+
+def _sums(collectives: Iterable[Collective]) -> dict[str, int]:
+    found = list(collectives)
     return {
-        **_plan(record.plan),
-        "sequence_parallel": options.sequence_parallel,
-        "loss_parallel": options.loss_parallel,
+        "collectives": len(found),
+        "bytes": sum(c.received or 0 for c in found),
+        "fused": sum(c.fused for c in found),
     }
 
 
-def _context_parallel(record: ParallelRecord) -> dict[str, Any] | None:
-    if record.plan is None or record.plan.plan.options.degrees.cp == 1:
-        return None
-    return {**_plan(record.plan), "regions": sorted(token_regions(record.plan.resolved))}
+def _rows(collectives: Iterable[tuple[Collective, str]]) -> tuple[_Row, ...]:
+    """Equal collectives as one row, in the order of the first; a row is a dict's items, so that tables compare."""
+    rows: dict[tuple[Any, ...], list[int]] = {}
+    for c, group in collectives:
+        row = rows.setdefault((c.phase, c.operation, group, c.fused), [0, 0])
+        row[0] += 1
+        row[1] += c.received or 0
+    keys = ("phase", "operation", "group", "fused", "count", "bytes")
+    return tuple(tuple(zip(keys, (*row, *counts), strict=True)) for row, counts in rows.items())
 
 
-def _expert_parallel(record: ParallelRecord) -> dict[str, Any] | None:
-    if record.plan is None or record.plan.plan.options.degrees.ep == 1:
-        return None
-    experts = [entry.key for entry in record.plan.resolved.entries if isinstance(entry.style, ByExpert)]
-    return {**_plan(record.plan), "experts": experts}
-
-
-def _plan(applied: AppliedPlan) -> dict[str, Any]:
-    return {
+def _plan(applied: AppliedPlan | None) -> dict[str, Any]:
+    """The fields of the plan's cuts: by weights, by tokens, by experts; None where it does not cut so."""
+    fields: dict[str, Any] = dict.fromkeys(("tensor_parallel", "context_parallel", "expert_parallel"))
+    if applied is None:
+        return fields
+    options = applied.plan.options
+    plan = {
         "plan": type(applied.plan).__name__,
         "styles": dict(Counter(type(style).__name__ for style in applied.styles.values())),
     }
+    if options.degrees.tp > 1:
+        names = ("sequence_parallel", "loss_parallel")
+        fields["tensor_parallel"] = plan | {name: getattr(options, name) for name in names}
+    if options.degrees.cp > 1:
+        fields["context_parallel"] = plan | {"regions": sorted(token_regions(applied.resolved))}
+    if options.degrees.ep > 1:
+        experts = [entry.key for entry in applied.resolved.entries if isinstance(entry.style, ByExpert)]
+        fields["expert_parallel"] = plan | {"experts": experts}
+    return fields
 
 
 def _adapters(record: ParallelRecord) -> dict[str, Any] | None:
@@ -111,20 +293,15 @@ def _adapters(record: ParallelRecord) -> dict[str, Any] | None:
 
 
 def _recomputation(model: nn.Module, blocks: list[str], record: ParallelRecord) -> dict[str, Any] | None:
-    recomputed, kept = Counter(), 0
+    recomputed, kept = set(), 0
     for block in blocks:
         for module in model.get_submodule(block).modules():
             kept += isinstance(module, Kept)
             wrapped = isinstance(module, ActivationWrapper) and not isinstance(module, Kept)
-            recomputed[block] += wrapped or memory_budget(module) is not None
-    if not recomputed.total():
+            recomputed |= {block} if wrapped or memory_budget(module) is not None else set()
+    if not recomputed:
         return None
-    return {
-        "policy": record.policy,
-        "blocks": len(+recomputed),
-        "of": len(blocks),
-        "kept_mixers": kept,
-    }
+    return {"policy": record.policy, "blocks": len(recomputed), "of": len(blocks), "kept_mixers": kept}
 
 
 def _compile(model: nn.Module, blocks: list[str], config: Strategy) -> dict[str, Any] | None:

@@ -129,11 +129,6 @@ def set_guard_hook(hook: Callable[[bool], bool] | None) -> Callable[[bool], bool
     return set_guard_complete_hook(hook)  # pyrefly: ignore[bad-argument-type]
 
 
-def compile_id() -> str:
-    """Return dynamo's number of the compilation that runs, such as "0/0"; "" outside of one."""
-    return str(torch._guards.CompileContext.current_compile_id() or "")
-
-
 def is_compiled_whole(model: nn.Module) -> bool:
     """Whether `model` is what `torch.compile(module)` returns, or was compiled in place."""
     from torch._dynamo import OptimizedModule

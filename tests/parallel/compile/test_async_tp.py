@@ -14,7 +14,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 from titanplans import kernels, modeling
-from titanplans.observe.graphs import install_record, recording_graphs
+from titanplans.observe.graphs import install_record
 from titanplans.parallel import Degrees, FSDP2Config, Mesh, ParallelError
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.compile.fla_graphs import end_graphs_at_kernels
@@ -68,23 +68,19 @@ def test_options_that_wait_for_nothing_are_refused():
 
 
 def test_the_collectives_of_compiled_graphs_are_recorded_with_their_bytes(border, mesh, caplog):
-    """By a record that lasts and by one that does not, beside a hook of the user's own; and none of them is fused."""
+    """Beside a hook of the user's own; and none of them is fused."""
     own = Own()
     inductor.post_grad_custom_post_pass = own
     with pytest.raises(ParallelError, match="inductor's graphs are not recorded"):
         async_tp.check_fused(mesh)
-    installed = install_record()
-    assert install_record() is installed
-    with recording_graphs() as record:
-        run(border)
-    assert own_passes(LAST_PASSES) == (own, installed)
+    record = install_record()
+    assert install_record() is record
+    run(border)
+    assert own_passes(LAST_PASSES) == (own, record)
     assert own.calls == len(record.graphs)
-    assert record.graphs == installed.graphs
-    assert [(g.backward, [c.operation for c in g.collectives]) for g in record.graphs] == [
-        (False, ["all_gather", "reduce_scatter"]),
-        (True, ["all_gather", "reduce_scatter"]),
+    assert [[(c.operation, c.phase) for c in graph] for graph in record.graphs] == [
+        [("all_gather", phase), ("reduce_scatter", phase)] for phase in ("forward", "backward")
     ]
-    assert len({g.compile_id for g in record.graphs}) == 1
     found = record.collectives(tuple(range(RANKS)))
     assert len(found) == 4
     assert all(c.received == WHOLE // RANKS and not c.fused for c in found)
@@ -94,9 +90,8 @@ def test_the_collectives_of_compiled_graphs_are_recorded_with_their_bytes(border
     with caplog.at_level(logging.WARNING):
         assert async_tp.check_fused(mesh, "warn") == (0, 0, 4)
     assert "titanplans async-tp names each obstacle" in caplog.text
-    with recording_graphs() as record:
-        run(border)  # the same again, after dynamo has forgotten it
-    assert len(record.graphs) == 2, "no graph came unseen out of a compile cache"
+    run(border)  # the same again, after dynamo has forgotten it
+    assert len(record.graphs) == 4, "no graph came unseen out of a compile cache"
 
 
 def gated(border, x, gate, up, down):
@@ -114,12 +109,12 @@ def test_inductor_keeps_products_between_a_scatter_and_its_wait(border):
         x = torch.randn(TOKENS // RANKS, BATCH, WIDTH, requires_grad=True)
         weights = [torch.randn(WIDTH, WIDTH, requires_grad=True) for _ in range(3)]
         compiled = torch.compile(gated, fullgraph=True)
-        with recording_graphs() as record:
-            _, (_, backward) = run_and_get_code(lambda: compiled(border, x, *weights).sum().backward())  # noqa: B023
+        record = install_record()
+        _, (_, backward) = run_and_get_code(lambda: compiled(border, x, *weights).sum().backward())  # noqa: B023
         body = backward[backward.rindex("def call(") :]
         start = body.index("reduce_scatter_tensor.default(")
         between.append(body[start : body.index("wait_tensor.default(", start)].count("mm("))
-        kinds = {(c.operation, c.phase): c.overlapped for c in record.collectives()}
+        kinds = {(c.operation, c.phase): c.overlapped for graph in record.graphs for c in graph}
         assert kinds["reduce_scatter", "backward"] == bool(between[-1])
     assert between == [0, 2]
 
@@ -146,11 +141,6 @@ class Own(CustomGraphPass):
 
     def uuid(self):
         return "own"
-
-
-def test_a_record_that_was_replaced_is_an_error(border):
-    with pytest.raises(ParallelError, match="was replaced while graphs were recorded"), recording_graphs():
-        inductor.post_grad_custom_post_pass = Own()
 
 
 def test_prepared_blocks_of_fla_compute_the_same():

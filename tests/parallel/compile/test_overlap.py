@@ -14,10 +14,9 @@ import zoo
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from titanplans import apply_plan
-from titanplans.cli.async_tp.decide import _prepare_block
-from titanplans.cli.async_tp.gpu_breaks import graphs_end_as_on_a_gpu
-from titanplans.observe.async_tp.capture import _Alone, capture
-from titanplans.observe.async_tp.chains import name_of, operation, overlapped, wait_of
+from titanplans.cli.async_tp import graphs_end_as_on_a_gpu, prepare_block
+from titanplans.observe.chains import name_of, operation, overlapped, wait_of
+from titanplans.observe.fusible import _Alone, capture
 from titanplans.parallel.compile import async_tp
 from titanplans.proof.ranks.fake import fake_ranks
 
@@ -71,7 +70,7 @@ def graphs(name):
             [BLOCK],
             lambda: model(**inputs).logits.sum().backward(),
             mesh.get_group().group_name,
-            _prepare_block,
+            prepare_block,
             install,
         )
         yield from zip(before.kept, after.kept, strict=True)

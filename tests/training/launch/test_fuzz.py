@@ -15,6 +15,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import hypothesis
 import pytest
 import tomli
 import tomli_w
@@ -240,30 +241,6 @@ def _is_written(value):
     )
 
 
-@drawing(400)
-@given(some_lines)
-def test_a_job_file(folder, lines):
-    a_file(folder, lines)
-
-
-@drawing(350)
-@given(st.lists(words(), max_size=3))
-def test_a_command_line(folder, drawn):
-    a_command_line(folder, drawn)
-
-
-@drawing(150)
-@given(st.binary(max_size=40) | cut)
-def test_a_file_that_is_hardly_a_job(folder, content):
-    some_bytes(folder, content)
-
-
-@drawing(150)
-@given(environments)
-def test_an_environment(folder, variables):
-    an_environment(folder, variables)
-
-
 @pytest.mark.parametrize(
     "path", ["empty", "binary", "fifo", "loop", "nowhere", "file/x", "x" * 300, "a\0b", "/proc/self/mem"]
 )
@@ -480,45 +457,26 @@ def test_the_job_that_is_damaged_is_right(folder):
     a_damaged_file(folder, ("text.txt", FILES["text.txt"]))
 
 
-@drawing(80)
-@given(a_place)
-def test_a_path(folder, drawn):
-    a_path(folder, drawn)
+DRAWN = {
+    "job file": (a_file, some_lines, 400, 2000),
+    "command line": (a_command_line, st.lists(words(), max_size=3), 350, 2000),
+    "hardly a job": (some_bytes, st.binary(max_size=40) | cut, 150, 2000),
+    "environment": (an_environment, environments, 150, 2000),
+    "path": (a_path, a_place, 80, 300),
+    "job": (a_job, options(), 120, 300),
+    "damaged file": (a_damaged_file, a_file_of_it, 120, 300),
+}
+"""What is done with what is drawn, and how often: always, and in an exhaustive run for each of five seeds."""
 
 
-@drawing(120)
-@given(options())
-def test_a_job(folder, values):
-    a_job(folder, values)
+@pytest.mark.parametrize("seed", [None, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(5))])
+@pytest.mark.parametrize("name", DRAWN)
+def test_what_is_drawn(folder, name, seed):
+    check, strategy, few, many = DRAWN[name]
 
-
-@drawing(120)
-@given(a_file_of_it)
-def test_a_damaged_file(folder, drawn):
-    a_damaged_file(folder, drawn)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize(
-    ("number", "check", "strategy"),
-    [
-        (2000, a_file, some_lines),
-        (2000, a_command_line, st.lists(words(), max_size=3)),
-        (2000, some_bytes, st.binary(max_size=40) | cut),
-        (2000, an_environment, environments),
-        (300, a_path, a_place),
-        (300, a_job, options()),
-        (300, a_damaged_file, a_file_of_it),
-    ],
-)
-def test_more_of_the_same(folder, number, check, strategy, seed):
-    from hypothesis import seed as seeded
-
-    @seeded(seed)
-    @settings(drawing(number), derandomize=False)
+    @settings(drawing(few if seed is None else many), derandomize=seed is None)
     @given(strategy)
-    def more(drawn):
-        check(folder, drawn)
+    def drawn(value):
+        check(folder, value)
 
-    more()
+    (drawn if seed is None else hypothesis.seed(seed)(drawn))()

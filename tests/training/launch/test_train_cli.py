@@ -6,13 +6,12 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from jobs import Job
+from jobs import Job, descendants, gone
 
 from titanplans.cli.main import main, run
 
@@ -24,43 +23,21 @@ def job(tmp_path):
     return Job(tmp_path)
 
 
-def start(job: Job, *options: str) -> subprocess.Popen:
-    """Start it as a user does: a new process, which imports everything."""
-    return subprocess.Popen(
-        [sys.executable, str(TRAIN), *options],
-        cwd=job.folder,
-        stdout=(job.folder / "stdout").open("w"),
-        stderr=(job.folder / "stderr").open("w"),
-        env={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")},
-    )
-
-
-def wait_for_step(job: Job, process: subprocess.Popen, step: int) -> None:
-    deadline = time.monotonic() + 300
-    while max(dict(job.losses), default=0) < step:
-        assert process.poll() is None, job.err
-        assert time.monotonic() < deadline, job.out
-        time.sleep(0.05)
-
-
-def ranks_of(process: subprocess.Popen) -> list[int]:
-    """The processes of the ranks, which the launcher forks."""
-    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+def as_a_user(words):
+    """Become a process that imports everything."""
+    os.execv(sys.executable, [sys.executable, str(TRAIN), *words[1:]])
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the children of a process from /proc")
 def test_killed_rank_ends_the_job_and_the_restarted_job_repeats_its_losses(job):
-    process = start(job, "job.toml", "--checkpoint.keep_latest_k=0")
-    try:
-        wait_for_step(job, process, 13)
-        first, second = ranks_of(process)
-        os.kill(second, signal.SIGKILL)
-        killed = time.monotonic()
-        assert process.wait(timeout=30) == 1
-        assert time.monotonic() - killed < 10
-    finally:
-        process.kill()
-    assert not Path(f"/proc/{first}").exists(), "the other rank lives on"
+    process = job.start("--checkpoint.keep_latest_k=0", by=as_a_user)
+    job.wait_for_steps(process, 13)
+    first, second = descendants(process.pid)
+    os.kill(second, signal.SIGKILL)
+    killed = time.monotonic()
+    assert job.end(process) == 1
+    assert time.monotonic() - killed < 10
+    assert gone([first], 0), "the other rank lives on"
     *others, last = job.err.splitlines()
     assert last.startswith(f"error: rank 1 (pid {second}) was killed by SIGKILL")
     assert all(line.startswith("rank 0 failed: ") for line in others), others

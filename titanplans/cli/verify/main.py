@@ -42,7 +42,9 @@ def main(argv: list[str], *, alone: bool = False) -> int:
                 print(listing(request.model_types))
                 return 0
             if request.command == "async-tp":
-                from titanplans.cli.async_tp.main import main as async_tp
+                with redirect_stdout(sys.stderr):  # stdout is the result's
+                    init_logging(0)
+                from titanplans.cli.async_tp import main as async_tp
 
                 return async_tp(request)
             return _verify(request, rank, alone)

@@ -17,8 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 from titanplans.errors import ParallelError
-from titanplans.parallel.compile.expose import Expose
-from titanplans.parallel.compile.overlap import Overlap
 from titanplans.torch_private.compile import (
     ASYNC_TP_SETTING,
     FIRST_PASSES,
@@ -60,26 +58,27 @@ def enable(model: nn.Module, mesh: Any) -> None:
         model: split by its plan.
         mesh: a `Mesh`, or torchtitan's ParallelDims.
     """
-    from titanplans.observe.graphs import install_record
-
     enable_symmetric_memory(mesh.get_mesh("tp").get_group())
     setattr(inductor_config(), ASYNC_TP_SETTING, True)
     install_passes()
-    install_record()
     prepare(model)
 
 
 def install_passes() -> None:
-    """Let inductor's pass find more products, and overlap the remaining collectives; the user's own hooks run before.
+    """Let inductor's pass find more products, overlap the remaining collectives, and record the finished graphs.
 
-    See `expose` and `overlap`. Records of finished graphs stay the last.
+    The user's own hooks run before.
     """
-    from titanplans.observe.graphs import GraphRecord
+    # Not at the top: their class is inductor's, which takes two seconds to import.
+    from titanplans.observe.graphs import GraphRecord, install_record
+    from titanplans.parallel.compile.expose import Expose
+    from titanplans.parallel.compile.overlap import Overlap
 
     for setting, own in ((FIRST_PASSES, Expose), (LAST_PASSES, Overlap)):
-        hooks = [hook for hook in own_passes(setting) if not isinstance(hook, own)]
-        others = [hook for hook in hooks if not isinstance(hook, GraphRecord)]
-        set_own_passes(setting, [*others, own(), *hooks[len(others) :]])
+        others = [hook for hook in own_passes(setting) if not isinstance(hook, own | GraphRecord)]
+        records = [hook for hook in own_passes(setting) if isinstance(hook, GraphRecord)]
+        set_own_passes(setting, [*others, own(), *records])
+    install_record()
 
 
 def prepare(model: nn.Module) -> None:
@@ -111,7 +110,6 @@ def check_fused(mesh: Any, unfused: str = "error") -> Fused:
         ParallelError: nothing was fused; or it can't be known.
     """
     from titanplans.observe.graphs import installed_record
-    from titanplans.observe.guard import reason
 
     record = installed_record()
     if record is None:
@@ -124,16 +122,11 @@ def check_fused(mesh: Any, unfused: str = "error") -> Fused:
     found = [c for c in record.collectives(group) if c.operation in ("all_gather", "reduce_scatter")]
     result = Fused(sum(c.fused for c in found), sum(c.overlapped for c in found), len(found))
     if result.fused:
-        neither = result.total - result.fused - result.overlapped
-        rest = f"; {neither} neither, and titanplans async-tp says of each why" if neither else ""
         _log.info(
-            f"Async TP: {result.fused} of {result.total} gathers and scatters in the compiled graphs are fused with matrix "
-            f"products (equal blocks count once), {result.overlapped} more overlapped with products that are independent "
-            f"of them{rest}"
+            f"Async TP: of {result.total} gathers and scatters in the compiled graphs (equal blocks count once) "
+            f"{result.fused} are fused with matrix products, {result.overlapped} more overlapped; titanplans async-tp "
+            "says why not the others"
         )
-        return result
-    if (failure := record.guard.failure) is not None:
-        _log.warning(f"Async TP: fused collectives were not counted: {reason(failure)}")
         return result
     there = f"none of {result.total} gathers and scatters" if found else "no gather and no scatter"
     message = (

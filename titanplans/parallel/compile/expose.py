@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from titanplans.observe.async_tp.chains import edge, name_of, operation
+from titanplans.observe.chains import edge, name_of, operation
 from titanplans.torch_private.compile import graph_pass
 
 _aten = torch.ops.aten

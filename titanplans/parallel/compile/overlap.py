@@ -15,15 +15,14 @@ from typing import Any
 
 import torch.fx
 
-from titanplans.observe.async_tp.chains import (
+from titanplans.observe.chains import (
     VIEWS,
-    ancestors,
-    descendants,
+    chains,
     is_long,
     name_of,
-    nearest_products,
     operation,
     overlapped,
+    reached,
     wait_of,
 )
 from titanplans.observe.operators import is_fused
@@ -56,24 +55,19 @@ def overlap(graph: torch.fx.Graph) -> None:
             windows.append((start, wait))
     after: dict[torch.fx.Node, list[torch.fx.Node]] = {}
     for start, wait in windows:
-        if held := _between(start):
+        if held := overlapped(start):
             # The first and the last hold the others between them.
             after.setdefault(held[0], []).append(start)
             after[wait] = [held[-1]]
     keep_order(graph, after)
 
 
-def _between(start: torch.fx.Node) -> list[torch.fx.Node]:
-    """Return the products between a collective and its wait, but for those fused with another."""
-    return [node for node in overlapped(start) if is_long(node)]
-
-
 def _sink(start: torch.fx.Node, wait: torch.fx.Node) -> None:
     """Wait where the result is first read; where no product needs it, and none stands before, at the end."""
     order = _order(wait.graph)
     min(wait.users, key=order.__getitem__).prepend(wait)
-    made = descendants(wait)
-    if _between(start) or any(is_long(node) or operation(node) for node in made):
+    made = reached(wait, "users")
+    if overlapped(start) or any(is_long(node) or operation(node) for node in made):
         return
     (output,) = wait.graph.find_nodes(op="output")
     for node in (wait, *sorted(made - {output}, key=order.__getitem__)):
@@ -90,7 +84,7 @@ def _fill(start: torch.fx.Node, windows: Sequence[tuple[torch.fx.Node, torch.fx.
         start: issues a collective.
         windows: other collectives, each with its wait, between which products stand already.
     """
-    order, needed, held = _order(start.graph), ancestors(start), _between(start)
+    order, needed, held = _order(start.graph), reached(start, "all_input_nodes"), overlapped(start)
     before = [node for node in order if order[node] < order[start]]
     free = [node for node in before if is_long(node) and node not in needed]
     if not any(is_long(node) or operation(node) for node in needed):
@@ -99,9 +93,12 @@ def _fill(start: torch.fx.Node, windows: Sequence[tuple[torch.fx.Node, torch.fx.
         return
     border = max((order[node] for node in before if operation(node) in _BORDERS), default=-1)
     # What hides another collective stays before the wait for that.
-    bound = {product for other, wait in windows if order[wait] < order[start] for product in _between(other)}
+    bound = {
+        product for other, wait in windows if order[wait] < order[start] for product in overlapped(other)
+    }
     free = [node for node in free if order[node] > border and node not in bound]
-    read = {source for product in nearest_products(start) for source in _sources(product)}
+    nearest = chains(start.all_input_nodes, "all_input_nodes")
+    read = {source for chain in nearest for source in _sources(chain.product)}
     same = [product for product in free if read & _sources(product)]
     _delay(start, same if same or held else free, order)
 
@@ -125,7 +122,7 @@ def _delay(
     start: torch.fx.Node, products: Collection[torch.fx.Node], order: Mapping[torch.fx.Node, int]
 ) -> None:
     """Move `products`, and their descendants before `start`, behind `start`."""
-    made = {*products, *(node for product in products for node in descendants(product))}
+    made = {*products, *(node for product in products for node in reached(product, "users"))}
     for node in sorted(made, key=order.__getitem__, reverse=True):
         if order[node] < order[start]:
             start.append(node)

@@ -1,21 +1,19 @@
 """One job in a folder: who writes there locks it, and another that wants to is refused.
 
 The lock is the system's, on `titanplans.lock` in the folder, and goes with the process that holds it, however that ends.
-The file's content only names the holder, or the last one. The lock belongs to a process (lockf, not flock), so a fork does
+The file's content only names the holder. The lock belongs to a process (lockf, not flock), so a fork does
 not hold it, and most network file systems support it.
 """
 
 import contextlib
 import errno
 import fcntl
-import json
 import logging
 import os
 import platform
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from titanplans.config import ConfigError, JobConfig
 from titanplans.text import show
@@ -47,55 +45,25 @@ def locked(job: JobConfig) -> Iterator[None]:
 @contextlib.contextmanager
 def _lock(folder: Path, what: str) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        before = _read(descriptor)
+    # It stays there: another job may have opened it, and would lock what no longer has a name.
+    with open(folder / LOCK, "a+") as file:
+        file.seek(0)
+        holder = file.read().strip() or "whose process is not recorded yet"
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _HELD:
                 raise ConfigError(
-                    f"{what}: another job writes to {folder.absolute()}, {_words(before)}; stop it, wait for it, or "
-                    "name another folder"
+                    f"{what}: another job writes to {folder.absolute()}, {holder}; stop it, wait for it, or name another "
+                    "folder"
                 ) from error
             if error.errno not in _NO_LOCKS:
                 raise
-            last = f"; the last job there: {_words(before)}" if before else ""
             _log.warning(
-                f"{folder} can't be locked ({error.strerror}), so another job could write to it, too{last}"
+                f"{folder} can't be locked ({error.strerror}), so another job could write to it, too"
             )
-        else:
-            if before and before.get("host") != platform.node():
-                _log.warning(
-                    f"{folder} was left by {_words(before)}, without a lock: it has ended, or locks do not reach from "
-                    "machine to machine there; if it still runs, stop one of the two jobs"
-                )
-        _write(descriptor, json.dumps({"host": platform.node(), "pid": os.getpid(), "since": _now()}))
+        file.truncate(0)
+        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        print(f"process {os.getpid()} on {platform.node()} since {since}", file=file, flush=True)
         yield
-        _write(descriptor, "")
-    finally:
-        os.close(descriptor)
-
-
-def _read(descriptor: int) -> dict[str, Any]:
-    """Return the holder that the file names; nothing if it is empty or being written."""
-    with contextlib.suppress(ValueError):
-        found = json.loads(os.pread(descriptor, 4096, 0))
-        if isinstance(found, dict):
-            return found
-    return {}
-
-
-def _words(owner: dict[str, Any]) -> str:
-    if not owner:
-        return "whose process is not recorded yet"
-    return f"process {owner.get('pid')} on {owner.get('host')} since {owner.get('since')}"
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S %z")
-
-
-def _write(descriptor: int, text: str) -> None:
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, text.encode(), 0)
+        file.truncate(0)

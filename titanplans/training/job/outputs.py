@@ -31,10 +31,8 @@ def outputs(job: JobConfig) -> Iterator[Output]:
     """Yield what `job` writes. Every path but dump_folder itself is relative to dump_folder."""
     dump = Path(job.job.dump_folder)
     yield Output("job.dump_folder", dump, False)
-    yield Output("job.dump_folder", dump / FILE, True)
-    yield Output("job.dump_folder", dump / LOCK, True)
-    if job.metrics.enable_jsonl:
-        yield Output("job.dump_folder", dump / FILE_NAME, True)
+    for name in (FILE, LOCK, *([FILE_NAME] if job.metrics.enable_jsonl else [])):
+        yield Output("job.dump_folder", dump / name, True)
     if job.job.save_config_file is not None:
         yield Output("job.save_config_file", dump / job.job.save_config_file, True)
     folders = {
@@ -44,9 +42,8 @@ def outputs(job: JobConfig) -> Iterator[Output]:
         "profiling.save_memory_snapshot_folder": job.profiling.enable_memory_snapshot,
         "comm.save_traces_folder": trace_buf_size(job) > 0,
     }
-    for key, wanted in folders.items():
-        if wanted:
-            yield Output(key, dump / attrgetter(key)(job), False)
+    for key in (key for key, wanted in folders.items() if wanted):
+        yield Output(key, dump / attrgetter(key)(job), False)
     if folders["checkpoint.folder"]:
         yield Output("checkpoint.folder", dump / job.checkpoint.folder / LOCK, True)
 
@@ -59,7 +56,7 @@ def check_outputs(job: JobConfig) -> None:
     """
     for key, path, is_file in outputs(job):
         try:
-            why = _try_file(path) if is_file else _try_folder(path)
+            why = _obstacle(path, is_file)
         except OSError as error:
             why = f"{path} can't be made ({error.strerror})"
         if why is not None:
@@ -70,20 +67,16 @@ def check_outputs(job: JobConfig) -> None:
                 read_rows(rows)
 
 
-def _try_file(path: Path) -> str | None:
-    if path.is_dir():
+def _obstacle(path: Path, is_file: bool) -> str | None:
+    """Return why the file, or a file in the folder, can't be written; None if it can."""
+    if is_file and path.is_dir():
         return f"{path} is a directory, where a file must be written"
-    if path.exists() and not path.is_file():
-        return f"{path} is not a regular file"
-    if path.exists():
+    if is_file and path.exists():
+        if not path.is_file():
+            return f"{path} is not a regular file"
         return None if os.access(path, os.W_OK) else f"{path} may not be written"
-    return _try_folder(path.parent, path.name)
-
-
-def _try_folder(path: Path, name: str = "file") -> str | None:
-    """Return why the folder, and a file of that name in it, can't be made; None if they can."""
-    path = Path(os.path.abspath(path))
-    there = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
+    inside = Path(os.path.abspath(path if is_file else path / "file"))
+    there = next(folder for folder in inside.parents if os.path.lexists(folder))
     if there.is_symlink() and not there.exists():
         there.stat()  # raises where it leads in a circle
         return f"{there} is a link"
@@ -91,7 +84,7 @@ def _try_folder(path: Path, name: str = "file") -> str | None:
         return f"{there} is a file, not a directory"
     # A folder of its own: ranks of torchrun ask at the same time.
     with tempfile.TemporaryDirectory(prefix=".titanplans-", dir=there) as probe:
-        folder = Path(probe) / path.relative_to(there)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).touch()
+        file = Path(probe) / inside.relative_to(there)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
     return None

@@ -16,6 +16,11 @@ from titanplans.training.launch.failures import REPORTS, leave_report
 from titanplans.versions import blamed
 
 
+def say(words: str) -> None:
+    """Print to stderr at once."""
+    print(words, file=sys.stderr, flush=True)
+
+
 def refuse(error: UserError | RunError, rank: int) -> int:
     """Say the error on one line and return 2. Our launcher prints it; else the rank does.
 
@@ -24,11 +29,11 @@ def refuse(error: UserError | RunError, rank: int) -> int:
     line = as_line(f"{error}{blamed(error)}")
     if REPORTS in os.environ:
         leave_report(rank, line=line)
-        return 2
-    if rank != 0:
-        # Rank 0 mostly has the same error; torchrun stops this rank as soon as it has exited.
-        time.sleep(3.0)
-    print(f"error: {line}" if rank == 0 else f"error: rank {rank}: {line}", file=sys.stderr, flush=True)
+    elif rank == 0:
+        say(f"error: {line}")
+    else:
+        time.sleep(3.0)  # rank 0 mostly has the same error; torchrun stops this rank as soon as it has exited
+        say(f"error: rank {rank}: {line}")
     return 2
 
 
@@ -49,8 +54,8 @@ def fail(error: Exception, rank: int) -> int:
         time.sleep(1.0)
         get_error_handler().record_exception(error)
     else:
-        print(f"rank {rank}: {lines}", file=sys.stderr, end="")
-        print(f"error: rank {rank} failed: {what}", file=sys.stderr)
+        say(f"rank {rank}: {lines.rstrip()}")
+        say(f"error: rank {rank} failed: {what}")
     return 1
 
 

@@ -22,9 +22,9 @@ class Failure(NamedTuple):
     rank: int
     status: int
     """The process's exit code; negative: the signal that killed it."""
+    how: str
     time: int = 0
     """When it wrote its report, in nanoseconds; 0: it wrote none."""
-    how: str = ""
     line: str = ""
     """All that there is to say, of a job that can't be run or go on; else there is a traceback."""
     traceback: str = ""
@@ -32,7 +32,7 @@ class Failure(NamedTuple):
 
 def leave_report(rank: int, *, how: str = "", line: str = "", traceback: str = "") -> None:
     """Write what `failures` reads of this rank, in the folder that REPORTS names."""
-    path = _path(Path(os.environ[REPORTS]), rank)
+    path = Path(os.environ[REPORTS]) / f"rank_{rank}.json"
     report = {"time": time.time_ns(), "how": how, "line": line, "traceback": traceback}
     path.with_suffix(".writing").write_text(json.dumps(report))
     path.with_suffix(".writing").rename(path)
@@ -46,13 +46,10 @@ def failures(processes: list[BaseProcess], folder: Path) -> list[Failure]:
     """
     found = []
     for rank, process in enumerate(processes):
-        status, path = process.exitcode, _path(folder, rank)
-        if not status:
-            continue
-        if path.exists():
-            found.append(Failure(rank, status, **json.loads(path.read_text())))
-        else:
-            found.append(Failure(rank, status, how=_how(status)))
+        if status := process.exitcode:
+            path = folder / f"rank_{rank}.json"
+            report = json.loads(path.read_text()) if path.exists() else {"how": _how(status)}
+            found.append(Failure(rank, status, **report))
     found.sort(key=lambda failure: failure.time)
     if found and found[0].line:
         found.sort(key=lambda failure: (not failure.line, failure.rank))
@@ -62,10 +59,6 @@ def failures(processes: list[BaseProcess], folder: Path) -> list[Failure]:
 def is_decided(found: list[Failure]) -> bool:
     """Whether no rank that still runs can turn out to be the one to report."""
     return found[0].time == 0 or (found[0].line != "" and found[0].rank == 0)
-
-
-def _path(folder: Path, rank: int) -> Path:
-    return folder / f"rank_{rank}.json"
 
 
 def _how(status: int) -> str:

@@ -4,29 +4,30 @@ One process per rank, each with the environment that torchrun would give it. Whe
 rank that failed first is reported with its traceback, the others in a line each. Jobs on several machines need torchrun.
 """
 
+import contextlib
 import importlib
 import math
+import multiprocessing
 import os
 import shutil
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
-from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import multiprocessing
 from torch.distributed import TCPStore
 
 from titanplans.config import JobConfig
 from titanplans.errors import UserError
 from titanplans.parallel.mesh.process_group import default_device_type
-from titanplans.training.launch.exit_status import finish
+from titanplans.training.launch.exit_status import finish, say
 from titanplans.training.launch.failures import REPORTS, Failure, failures, is_decided
 from titanplans.training.launch.orphans import end_with_parent
 from titanplans.training.launch.rank import run_rank
@@ -81,42 +82,28 @@ def launch(job: JobConfig, ranks: int, restarts: int = 0) -> int:
     method = start_method(job)
     if method == "fork":
         importlib.import_module("titanplans.training.job.torchtitan_config")  # the Trainer, once for all
-    for restart in range(restarts + 1):
-        left = restarts - restart
-        folder = Path(tempfile.mkdtemp(prefix="titanplans-"))
-        try:
-            asked, processes, failed = _run_ranks(job, ranks, restart, store.port, folder, method)
-        finally:
-            shutil.rmtree(folder)
+    for left in range(restarts, -1, -1):
+        asked, failed, pids = _run_ranks(job, ranks, restarts - left, store.port, method)
         if not failed:
             return 0
         first = failed[0]
         if first.line:
-            print(
-                f"error: rank {first.rank}: {first.line}" if first.rank else f"error: {first.line}",
-                file=sys.stderr,
-            )
+            say(f"error: rank {first.rank}: {first.line}" if first.rank else f"error: {first.line}")
             return first.status
-        which = f"rank {first.rank} (pid {processes[first.rank].pid}) {first.how}"
+        which = f"rank {first.rank} (pid {pids[first.rank]}) {first.how}"
         if asked or not left:
             break
         if (last := finished(job, restarted=True)) is not None:
-            print(f"{which} after {last} was saved: the job is finished", file=sys.stderr)
+            say(f"{which} after {last} was saved: the job is finished")
             return 0
         origin = "the newest checkpoint" if job.checkpoint.enable else "step 1, as checkpoint.enable = false"
-        print(
-            f"{which}: all ranks start again, from {origin}; {left - 1} restarts left",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"{which}: all ranks start again, from {origin}; {left - 1} restarts left")
     if first.traceback:
-        print(f"rank {first.rank}: {first.traceback}", file=sys.stderr, end="")
+        say(f"rank {first.rank}: {first.traceback.rstrip()}")
     for failure in failed[1:]:
-        print(f"rank {failure.rank} {failure.how}", file=sys.stderr)
-    line = f"error: {which}; the other ranks were stopped"
-    if job.checkpoint.enable:
-        line += ". Finished checkpoints are complete: the same command resumes from the newest"
-    print(line, file=sys.stderr)
+        say(f"rank {failure.rank} {failure.how}")
+    resumes = ". Finished checkpoints are complete: the same command resumes from the newest"
+    say(f"error: {which}; the other ranks were stopped{resumes if job.checkpoint.enable else ''}")
     return 1
 
 
@@ -129,46 +116,49 @@ def _local_store() -> TCPStore:
 
 
 def _run_ranks(
-    job: JobConfig, ranks: int, restart: int, port: int, folder: Path, method: str
-) -> tuple[bool, list[BaseProcess], list[Failure]]:
-    """Start the ranks and wait for their end; return whether SIGTERM arrived, the processes, and which failed."""
+    job: JobConfig, ranks: int, restart: int, port: int, method: Literal["fork", "spawn"]
+) -> tuple[bool, list[Failure], list[int | None]]:
+    """Start the ranks and wait for their end; return whether SIGTERM arrived, which failed, and their processes' ids."""
+    asked = threading.Event()
     processes: list[BaseProcess] = []
-    asked = False
 
     def forward_sigterm() -> None:
-        nonlocal asked
-        asked = True
+        asked.set()
         for process in processes:
             process.terminate()
 
-    with stop_on_signals(first_sigterm=forward_sigterm if job.checkpoint.save_on_signal else None):
+    # No TemporaryDirectory: a fork that exits removes it.
+    folder = tempfile.mkdtemp(prefix="titanplans-")
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder)
+        request = forward_sigterm if job.checkpoint.save_on_signal else None
+        stack.enter_context(stop_on_signals(first_sigterm=request))
+        context: Any = multiprocessing.get_context(method)
+        place = (job, ranks, restart, port, folder, os.getpid())
         try:
             # A signal that arrives meanwhile waits: a fork has the handlers of its parent.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
             try:
-                context = multiprocessing.start_processes(
-                    _rank_process,
-                    args=(job, ranks, restart, port, folder, os.getpid()),
-                    nprocs=ranks,
-                    join=False,
-                    start_method=method,
-                )
-                assert context is not None
-                processes += context.processes
+                for rank in range(ranks):
+                    process = context.Process(target=_rank_process, args=(rank, *place))
+                    process.start()
+                    processes.append(process)
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            if asked.is_set():
+                forward_sigterm()  # to those that had not started
             _wait_until(processes, lambda codes: any(codes) or None not in codes)
-            failed = failures(processes, folder)
+            failed = failures(processes, Path(folder))
             if failed and not is_decided(failed):
                 _wait_until(processes, lambda codes: None not in codes, _GRACE_SECONDS)
-                failed = failures(processes, folder)
+                failed = failures(processes, Path(folder))
         except Stopped as stopped:
             _terminate(processes, 3 * _GRACE_SECONDS)  # they have 5 seconds to finish what they write
-            print(f"stopped by {stopped}; finished checkpoints are complete", file=sys.stderr)
+            say(f"stopped by {stopped}; finished checkpoints are complete")
             stopped.said = True
             raise
-    _terminate(processes, _GRACE_SECONDS)
-    return asked, processes, failed
+        _terminate(processes, _GRACE_SECONDS)
+        return asked.is_set(), failed, [process.pid for process in processes]
 
 
 def start_method(job: JobConfig) -> Literal["fork", "spawn"]:
@@ -183,7 +173,7 @@ def start_method(job: JobConfig) -> Literal["fork", "spawn"]:
 
 
 def _rank_process(
-    local_rank: int, job: JobConfig, ranks: int, restart: int, port: int, folder: Path, launcher: int
+    local_rank: int, job: JobConfig, ranks: int, restart: int, port: int, folder: str, launcher: int
 ) -> None:
     """The environment is torchrun's: https://docs.pytorch.org/docs/stable/elastic/run.html."""
     end_with_parent(launcher)
@@ -200,11 +190,10 @@ def _rank_process(
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",
         TORCHELASTIC_RESTART_COUNT=str(restart),
-        **{REPORTS: str(folder)},
+        **{REPORTS: folder},
     )
-    if Path(
-        "/sys/class/net/lo"
-    ).exists():  # gloo takes the address of the host's name, which others may reach
+    if Path("/sys/class/net/lo").exists():
+        # gloo takes the address of the host's name, which others may reach
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     finish(run_rank(job))
 
@@ -214,13 +203,8 @@ def _wait_until(
 ) -> None:
     """Wait until `enough` accepts the exit codes (None: running), or until the time is over."""
     deadline = time.monotonic() + seconds
-    while not enough(codes := [process.exitcode for process in processes]):
-        if (left := deadline - time.monotonic()) <= 0:
-            return
-        # Of those that ran a moment ago: asked anew, all may have ended, and waiting for none of them never ends.
-        # The sentinel is a pipe, which a rank's loader workers hold open until they have ended: so ask, too.
-        running = [process.sentinel for process, code in zip(processes, codes, strict=True) if code is None]
-        connection.wait(running, timeout=min(_SECONDS_TO_LOOK, left))
+    while not enough([process.exitcode for process in processes]) and time.monotonic() < deadline:
+        time.sleep(_SECONDS_TO_LOOK)
 
 
 def _terminate(processes: list[BaseProcess], seconds: float) -> None:

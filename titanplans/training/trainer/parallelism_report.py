@@ -1,12 +1,12 @@
 """Write and log a job's parallelism report: the applied parallelism at the start, the measured one after a step.
 
-Rank 0 writes it to `parallelism.json` in the job's dump folder. `titanplans.observe.report` says what it contains.
+Rank 0 writes it to `parallelism.json` in the job's dump folder. `titanplans.parallel.report` says what it contains.
 """
 
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from titanplans.config import rename_option_errors
 from titanplans.disk import naming
 from titanplans.observe.summary import after_step, at_start
 from titanplans.parallel import DDPConfig, FSDP2Config
-from titanplans.parallel.report import parallelism_report
+from titanplans.parallel.report import ParallelismReport
 
 FILE = "parallelism.json"
 
@@ -53,7 +53,7 @@ class JobReport:
         measure: bool,
     ):
         with rename_option_errors():
-            self.report = parallelism_report(model, mesh, config)
+            self.report = ParallelismReport(model, mesh, config)
         self.report.values["micro_batches"] = micro_batches
         self.file = Path(dump_folder) / FILE
         # After the first step DDP's reducer sorts its buckets anew, by the order in which gradients came.
@@ -80,12 +80,13 @@ class JobReport:
             ConfigError: a block that was to be compiled ran eagerly.
         """
         self.steps_to_measure -= 1
-        with (
-            rename_option_errors(),
-            self.report.measuring(step) as record,
-            _after(schedulers, "step", record.log_begins),
-        ):
-            yield
+        own = schedulers.step
+        with rename_option_errors(), self.report.measuring(step) as record:
+            schedulers.step = lambda: (own(), record.log_begins())
+            try:
+                yield
+            finally:
+                del schedulers.step
         self._write()
         if not self.steps_to_measure:
             for line in after_step(self.report.values):
@@ -100,20 +101,3 @@ class JobReport:
         with naming(part):
             part.write_text(json.dumps(self.report.values, indent=1) + "\n")
         os.replace(part, self.file)
-
-
-@contextmanager
-def _after(owner: Any, method: str, call: Callable[[], None]) -> Iterator[None]:
-    """Let `call` follow each call of the method of `owner`."""
-    own = getattr(owner, method)
-
-    def followed(*args: Any, **kwargs: Any) -> Any:
-        result = own(*args, **kwargs)
-        call()
-        return result
-
-    setattr(owner, method, followed)
-    try:
-        yield
-    finally:
-        delattr(owner, method)

@@ -29,7 +29,7 @@ from titanplans.torch_private.fsdp import fsdp_group
 from titanplans.torch_private.modules import CHECKPOINTED, COMPILED_CALL, compiled_call, plain_call
 
 
-class RowRanges:
+class ModuleTracker:
     """Where the step is. Made by `follow`.
 
     Autograd numbers its nodes in the order in which the forward makes them. Remembering at which number each module was
@@ -114,7 +114,7 @@ class RowRanges:
         return self._modules[place - 1] if place else None
 
 
-def follow(model: nn.Module, stack: ExitStack, guard: Guard) -> RowRanges:
+def follow(model: nn.Module, stack: ExitStack, guard: Guard) -> ModuleTracker:
     """Follow the forwards and backwards of `model` until `stack` closes. Not twice at a time.
 
     Args:
@@ -122,7 +122,7 @@ def follow(model: nn.Module, stack: ExitStack, guard: Guard) -> RowRanges:
         stack: unwraps everything when it closes.
         guard: of the observer.
     """
-    places = RowRanges(model)
+    places = ModuleTracker(model)
     for name, module in list(_outside_of_graphs(model)):
         compiled = compiled_call(module)
         enter, leave = (places.enter, name, compiled is not None), (places.leave,)
