@@ -1,4 +1,4 @@
-"""DDP: a whole model on each rank, whose gradients are summed during the backward.
+"""DDP: the model is replicated, and its gradients are all-reduced during the backward.
 
 This is torch's C++ reducer in its composable form: the model is not wrapped, so parameter names, state dicts and
 the model's own methods stay as they are. Three things differ from torch's DDP:
@@ -45,9 +45,9 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, config: DDPConfig) -> None:
     replaced, moved or cast from here on.
 
     Args:
-        model: with its values, on the mesh's device; recomputed and compiled block by block, if at all, before this.
+        model: with its values, on the mesh's device; activation checkpointing and compile of blocks come before this.
         mesh: 1-D: the ranks that read different data.
-        config: the options; recomputation and compile have been applied already.
+        config: the options.
 
     Raises:
         ParallelError: the model can't be replicated. Before anything is sent.
@@ -80,7 +80,7 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, config: DDPConfig) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(partial(torch.mul, other=mesh.size()))
-    # Now, not in the first forward: a copy of the parameters taken before it must hold rank 0's values.
+    # Now, not in the first forward: whoever copies parameters before it needs rank 0's values.
     start_ddp(model)
     if not config.split_compiled_blocks:
         model.register_forward_pre_hook(_hide_from_compiler)
@@ -161,7 +161,7 @@ def _broadcast_in_training(group: dist.ProcessGroup, model: nn.Module, inputs: A
 
 
 def _refuse_unfinished(model: nn.Module, config: DDPConfig) -> None:
-    """Refuse a model that lacks a step which `config` names: taken after DDP, the step would have no effect."""
+    """Refuse a model without the checkpointing or compile that `config` names: after DDP they would have no effect."""
     if config.compile.blocks and not any(compiled_call(m) is not None for m in model.modules()):
         raise ParallelError(
             "ddp with compile.enable = true, but no block of the model is compiled: call apply_compile "
@@ -177,7 +177,7 @@ def _refuse_unfinished(model: nn.Module, config: DDPConfig) -> None:
 
 
 def _refuse_hidden_outputs(model: nn.Module, inputs: Any, output: Any) -> None:
-    """Refuse outputs in which torch finds no tensor: it would take every parameter for unused, and sum nothing."""
+    """Refuse outputs in which torch finds no tensor: it would take every parameter for unused, and reduce nothing."""
     if torch.is_grad_enabled() and not any(
         isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(output)
     ):
@@ -188,5 +188,5 @@ def _refuse_hidden_outputs(model: nn.Module, inputs: Any, output: Any) -> None:
 
 
 def _hide_from_compiler(*args: Any) -> None:
-    """Let the compiler forget which DDP runs: it would cut graphs at its buckets."""
+    """Hide the running DDP from the compiler, which would cut graphs at its buckets."""
     hide_ddp_from_compiler()

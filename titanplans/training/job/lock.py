@@ -1,7 +1,7 @@
-"""One job in a folder: who writes there locks it, and another that wants to is refused.
+"""A lock on the folders that a job writes to: a second job that would write there is refused.
 
-The lock is the system's, on `titanplans.lock` in the folder, and goes with the process that holds it, however that ends.
-The file's content only names the holder, or the last one. The lock belongs to a process (lockf, not flock), so a fork does
+The operating system's lock on `titanplans.lock` in the folder ends with the process that holds it, however that ends. The
+file's content only names the current or the last holder. The lock belongs to a process (lockf, not flock), so a fork does
 not hold it, and most network file systems support it.
 """
 
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def locked(job: JobConfig) -> Iterator[None]:
-    """Hold the folders that `job` writes to, which are made: dump_folder, and that of the checkpoints if it saves any.
+    """Make and lock the folders that `job` writes to: dump_folder, and that of the checkpoints if it saves any.
 
     Raises:
         ConfigError: another process holds one; which, on which machine, and since when.
