@@ -10,7 +10,7 @@ from .transformer import TransformerPlan
 
 @register_plan("mamba3", mixer="fla.layers.mamba3.Mamba3")
 class Mamba3Plan(TransformerPlan):
-    """Gate, x, B, C (of each rank of MIMO), three numbers a head, and angles for all heads come from one projection."""
+    """`in_proj` packs gate, x, B and C (each `mimo_rank` times), three numbers a head, and angles that all heads share."""
 
     def attn_plan(self, attn: Any) -> Plan:
         width, groups, heads = attn.intermediate_size, attn.n_groups, attn.num_heads

@@ -1,7 +1,7 @@
-"""What mixtures of experts share: experts split by their width or given to ranks whole, and the router on every rank.
+"""The base plan of mixture-of-experts models: experts under tensor or expert parallelism, and a replicated router.
 
-Every rank of a layer sees all tokens and routes them alike. Of each expert it has a share of the width, so nothing is sent
-but the sum at the end; or, with expert parallelism, it has some experts whole, and tokens are sent to them.
+Every rank sees all tokens and routes them alike. Under tensor parallelism it holds a shard of each expert's width, and only
+the sum of the outputs is sent; under expert parallelism it holds whole experts, and an all-to-all sends them their tokens.
 """
 
 from typing import Any
@@ -16,16 +16,16 @@ from .llama import LlamaPlan
 class ExpertsPlan(LlamaPlan):
     """A Llama with mixtures of experts in place of some MLPs.
 
-    A mixture holds its experts as `experts`: three-dimensional weights, gate and up in one, or a list of MLPs.
+    A mixture's `experts` are 3-D weights, gate and up packed in one, or a ModuleList of MLPs.
     """
 
     router: str = "gate"
     shared_mlp: str | None = None
-    """The experts that every token goes to: an MLP."""
+    """Name of the MLP of shared experts, which every token goes to."""
     in_region: tuple[str, ...] = ()
-    """What else a mixture holds: replicated."""
+    """Names of the rest of a mixture: replicated."""
     balance: str | None = "load_balancing_loss_func"
-    """The function by which the model adds a loss that keeps experts equally busy (`output_router_logits`)."""
+    """Name of the function that computes the load-balancing loss (`output_router_logits`); None: there is none."""
 
     def mlp_plan(self, mlp: nn.Module) -> Plan:
         experts = getattr(mlp, "experts", None)
@@ -46,12 +46,12 @@ class ExpertsPlan(LlamaPlan):
         return plan | self._for_all_tokens()
 
     def _by_expert(self) -> Plan:
-        """Plan a mixture whose experts are shared out whole."""
+        """Plan a mixture under expert parallelism."""
         region = self.mlp_region("hidden_states", float8_input=False)
         return region | {"experts": self.by_expert()} | self._for_all_tokens()
 
     def _for_all_tokens(self) -> Plan:
-        """Plan what of a mixture every token goes to: the router, and shared experts."""
+        """Plan the router and the shared experts, which every token goes to."""
         shared = {} if self.shared_mlp is None else self._by_width(self.shared_mlp)
         return shared | {name: self.replicated_in_region() for name in (self.router, *self.in_region)}
 

@@ -1,4 +1,4 @@
-"""The plan of GPT-2: weights are [inputs, outputs], queries, keys and values are packed, positions are learned."""
+"""The plan of GPT-2: weights are [inputs, outputs]; queries, keys and values are packed; positions are learned."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from titanplans import Plan, TPPlan, register_plan
 
 @register_plan("gpt2")
 class GPT2Plan(TPPlan):
-    """Positions are added to whole embeddings. The model views the final norm's output by the shape of the token ids."""
+    """Positions are added before the stream begins. It ends at the final norm, whose output is viewed by the ids' shape."""
 
     def model_plan(self, model: nn.Module) -> Plan:
         return super().model_plan(model) | {

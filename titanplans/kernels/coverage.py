@@ -1,9 +1,8 @@
-"""Whether a model can run on a CPU: no code of it may lead to a kernel of flash-linear-attention that needs a GPU.
+"""Whether a model can run on a CPU: its code must not reach a kernel of flash-linear-attention that needs a GPU.
 
-That is read off the code, not off a list of models: from the `forward` of each FLA module, through the names that
-the code mentions, to Triton kernels, flash-attn and FlexAttention. What `install` has replaced ends the search.
-Nothing runs, so a branch that is never taken counts too, and a function that is hidden from names (in a table, behind
-`getattr`) does not. Modules of transformers itself are plain PyTorch and are not looked at.
+The search is static: from the `forward` of each FLA module, through the names in its bytecode, to Triton kernels,
+flash-attn and FlexAttention. It stops at what `install` has replaced. A branch that is never taken counts, too; a
+function in a table or behind `getattr` is missed. Modules of transformers are plain PyTorch, and not searched.
 """
 
 import dis
@@ -44,13 +43,13 @@ def check_cpu(model: "PreTrainedModel") -> None:
 
 
 def _needed(value: Any, cls: type | None, seen: set[int], via: str) -> Iterator[tuple[str, str]]:
-    """What `value`, which a name in FLA's code stands for, needs: (what the module calls, the kernel it ends in).
+    """Yield the GPU kernels that `value` reaches: (the name that the module's own code calls, the kernel).
 
     Args:
-        value: a function, a class, a kernel; anything else needs nothing.
+        value: a function, a class or a kernel; anything else reaches none.
         cls: the class that `value` is a method of, to follow `self.method`.
-        seen: ids of values that were looked at.
-        via: the name by which the module's own code calls it; empty for the code of the module itself.
+        seen: ids of the values searched so far.
+        via: the name by which the module's own code calls `value`; empty for that code itself.
     """
     if id(value) in seen or hasattr(value, MARK):
         return
@@ -69,8 +68,8 @@ def _needed(value: Any, cls: type | None, seen: set[int], via: str) -> Iterator[
 
 
 def _gpu_kernel(value: Any) -> str | None:
-    """What a value needs beyond PyTorch on a CPU, if it is itself a kernel."""
-    # By name: Triton need not be imported for it. Autotuners and heuristics wrap the kernel itself.
+    """Return which kernel `value` itself is, in words; None if it is none."""
+    # By name, so that Triton need not be imported. Autotuners and heuristics wrap the kernel.
     if any(cls.__name__ == "KernelInterface" for cls in type(value).__mro__):
         while not hasattr(value, "__name__"):
             value = value.fn
@@ -84,7 +83,7 @@ def _gpu_kernel(value: Any) -> str | None:
 
 
 def _mentioned(function: FunctionType, cls: type | None) -> Iterator[tuple[str, Any, type | None]]:
-    """Name, value and owner (for a method of `cls`) of what a function's code mentions and its closure holds."""
+    """Yield name, value and owner (None but for methods of `cls`) of what a function's code and closure refer to."""
     for opcode, name in _names(function.__code__):
         if opcode == "LOAD_GLOBAL" and name in function.__globals__:
             yield name, function.__globals__[name], None
@@ -95,7 +94,7 @@ def _mentioned(function: FunctionType, cls: type | None) -> Iterator[tuple[str, 
 
 
 def _names(code: CodeType) -> Iterator[tuple[str, str]]:
-    """(opcode, name) of every global and attribute in some code and the functions defined in it."""
+    """Yield (opcode, name) of every global and attribute in `code` and in the functions defined in it."""
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD"):
             yield instruction.opname, instruction.argval
@@ -105,7 +104,7 @@ def _names(code: CodeType) -> Iterator[tuple[str, str]]:
 
 
 def _undecorated(value: Any) -> Any:
-    """The function inside decorators that keep it (functools.wraps, torch.compiler.disable)."""
+    """Return the function inside decorators that keep it (functools.wraps, torch.compiler.disable)."""
     while (inner := getattr(value, "__wrapped__", enabled_function(value))) is not None:
         value = inner
     return value

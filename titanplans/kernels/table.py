@@ -1,8 +1,8 @@
-"""Which function computes what on a CPU: {place in FLA: reference}.
+"""The table of CPU replacements: {place in FLA: reference}. Another mixer is another line.
 
-A place is a function or an autograd.Function; the reference takes the same arguments (of a Function: those of `apply`)
-and is differentiated by torch. Of a recurrence it is a `Recurrence`, a formula that `recurrence` calls; of attention in one
-of its forms a `Naive`, FLA's own reference in `fla/ops/*/naive.py`, which `naive` calls: another mixer is a line here.
+A place is a function or an autograd.Function; its reference takes the same arguments (for a Function, those of `apply`)
+and is differentiated by torch. A recurrence has a `Recurrence`, a formula that `recurrence` calls; a form of attention has
+a `Naive`, FLA's own reference in `fla/ops/*/naive.py`, which `naive` calls.
 """
 
 from collections.abc import Callable
@@ -53,7 +53,7 @@ FORMULAS = {
     "rwkv7": (rwkv.rwkv7, "chunk"),
     "simple_gla": (formulas.simple_gla, "chunk", "fused_chunk", "fused_recurrent", "parallel"),
 }
-"""Folder of fla.ops -> the formula, and the kernels that it stands for: `chunk_delta_rule`, ..."""
+"""Folder of fla.ops -> the formula, and the kinds of the kernels that it replaces: `chunk_delta_rule`, ..."""
 
 _ATTENTION = {
     f"fla.ops.{place}": Naive(f"fla.ops.{reference}", attention_parts.check_nsa if "nsa" in place else None)
@@ -132,7 +132,7 @@ REFERENCES: dict[str, Reference] = {
         for kind in kinds
     },
 }
-"""Place in FLA, "module:name" -> what computes CPU tensors there."""
+"""Place in FLA, "module:name" -> its replacement for CPU tensors."""
 
 NOT_TRITON = frozenset(
     (
@@ -152,4 +152,4 @@ NOT_TRITON = frozenset(
         "fla.ops.nsa.naive:naive_nsa_selection",
     )
 )
-"""Places whose originals are no Triton kernels of FLA: of packages, of torch, or code around kernels that refuses a CPU."""
+"""Places whose originals are no Triton kernels of FLA: those of packages and of torch, and wrappers that refuse a CPU."""

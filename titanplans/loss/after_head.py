@@ -1,6 +1,6 @@
-"""What a model does to its logits behind its head, by its config: the loss is computed before that code runs.
+"""Elementwise functions that models apply to logits after the head, by config: the fused loss applies them itself.
 
-It is compared with what the code does, at each forward (`stand_in`): a model that does something else is refused.
+`DeferredLogits.check` compares them with the model's code at each forward, and refuses a model that does something else.
 """
 
 from functools import partial
@@ -12,7 +12,7 @@ from titanplans.loss.fused import Elementwise
 
 
 def after_head(config: Any) -> Elementwise | None:
-    """Return what a model with this config does to its logits behind its head; None for nothing."""
+    """Return what a model with this config applies to its logits after the head; None: nothing."""
     for name, function in _FUNCTIONS.items():
         if (number := getattr(config, name, None)) is not None:
             return partial(function, number=number)

@@ -1,4 +1,4 @@
-"""The statistics of a rank's logits, and their gradient, by operators of torch; `kernels` has the same for a GPU."""
+"""Softmax statistics of a rank's logits, and their gradient, by torch operators; `kernels` has the same for a GPU."""
 
 from collections.abc import Callable
 
@@ -8,24 +8,23 @@ Statistics = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 Read = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, bool], tuple[Statistics, Callable[..., torch.Tensor]]
 ]
-"""`read_by_operators`, or the same by kernels."""
+"""`read_by_operators`, or `kernels.read`."""
 
 
 def read_by_operators(
     logits: torch.Tensor, mine: torch.Tensor, index: torch.Tensor, summed: bool
 ) -> tuple[Statistics, Callable[..., torch.Tensor]]:
-    """Return the statistics of `logits` that a rank sends, and the function that gives their gradient, in their place.
+    """Return the statistics of `logits` that a rank sends, and a function that overwrites them by their gradient.
 
     Args:
         logits: [tokens, share of the vocabulary]; overwritten where they are float32 or wider.
-        mine: [tokens], whether the label is one of this share.
-        index: [tokens], which one; 0 where it is not.
-        summed: the sums of logits are asked for.
+        mine: [tokens], whether the label is in this share.
+        index: [tokens], its column here; 0 where it is not.
+        summed: whether to return the sums of logits.
 
     Returns:
-        The logarithm of the sum of exponentials, the label's logit or 0, and the sum of logits or None, [tokens] each; and a
-        function of four such: the logarithm over all shares, the weight of the probabilities, what the label's logit gets
-        less, and what each logit gets less.
+        The logsumexp, the label's logit or 0, and the sum of logits or None, [tokens] each; and a function of four such: the
+        logsumexp over all shares, the factor of the probabilities, and what to subtract at the label and at each logit.
     """
     dtype, width = logits.dtype, logits.shape[-1]
     logits = logits.to(torch.promote_types(dtype, torch.float32))

@@ -7,7 +7,7 @@ The package needs CUDA. This file works around its known silent errors:
   `register_optimizer` suppresses that step. `megatron_fsdp.fully_shard` also drops parameter groups: not used.
 - Under strategies 0 and 1 each micro batch would reduce the accumulated gradients again: `accumulate`.
 
-Tensor parallelism, copies (HSDP), and recomputed or compiled blocks are refused: nobody has shown them to be right.
+Tensor parallelism, HSDP, and checkpointed or compiled blocks are refused: they are untested.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from titanplans.plan.decoder import find_decoder
 from titanplans.torch_private.modules import compiled_call
 
 _SET_HERE = {"init_model_with_meta_device", "sync_model_each_microbatch"}
-"""Switches of the package's that are no `options`: the model and `accumulate` decide them."""
+"""Switches of the package that `options` may not set: the model and `accumulate` decide them."""
 
 
 def apply_megatron_fsdp(model: nn.Module, mesh: DeviceMesh, config: MegatronFSDPConfig) -> nn.Module:
@@ -125,7 +125,7 @@ def arguments(
 
 
 def unit_classes(model: nn.Module, config: MegatronFSDPConfig) -> list[type[nn.Module]]:
-    """Return the classes of the modules that are gathered at once: those named, or those of the decoder's blocks.
+    """Return the classes of the FSDP units: those that `config` names, or those of the decoder's blocks.
 
     Raises:
         ParallelError, PlanError: as `apply_megatron_fsdp`.
@@ -142,9 +142,9 @@ def unit_classes(model: nn.Module, config: MegatronFSDPConfig) -> list[type[nn.M
 
 
 def register_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Let `optimizer`, built on the parameters of a model of `apply_megatron_fsdp`, step and zero its gradients.
+    """Let Megatron-FSDP manage `optimizer`, built on the parameters of what `apply_megatron_fsdp` returned.
 
-    States are made in the first step, not here. Build a learning-rate schedule afterwards.
+    Its state is made in its first step, not here. Build a learning-rate schedule afterwards.
 
     Raises:
         ParallelError: parameters that are not such a model's.
@@ -164,7 +164,7 @@ def register_optimizer(optimizer: torch.optim.Optimizer) -> None:
         importlib.import_module("megatron_fsdp").fully_shard_optimizer(optimizer)
     finally:
         if optimizer.step is take_no_step:
-            del optimizer.step  # the class's is there again
+            del optimizer.step  # uncovers the class's
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Which modules of a model torchao has converted to float8, and by which recipe.
 
-They are converted before a plan is applied (`titanplans.precision.float8`). Its `linear` has the product of
-a split module, `border` the crossing of a region's border in float8, `checks` the refusals and which borders are crossed
-so. torchao is imported only if a model holds one of its modules.
+`titanplans.precision.float8` converts them before a plan is applied. Its `linear` multiplies in a split module, its
+`border` carries a sequence across a region's border in float8, its `checks` refuses plans and chooses these borders.
+torchao is imported only if a model holds one of its modules.
 """
 
 from functools import cache
@@ -23,7 +23,7 @@ _PLAIN = "_plain_border"
 
 
 class Crossing(NamedTuple):
-    """How a sequence crosses the border of a region, or of the head: None for in float8, or why it does not."""
+    """How a sequence crosses the border of a region or of the head: None: in float8; else the reason why not."""
 
     enter: str | None
     """The activations, cast once for all projections behind the border and gathered as bytes."""
@@ -33,12 +33,12 @@ class Crossing(NamedTuple):
 
 
 def keep_border_plain(module: nn.Module, reason: str) -> None:
-    """Let the sequence enter `module` in high precision, and give `reason` for it, when a plan is applied."""
+    """Mark `module`: under a plan the sequence enters it in high precision, for this `reason`."""
     module.__dict__[_PLAIN] = reason
 
 
 def plain_border(module: nn.Module) -> str | None:
-    """Return why the sequence is to enter `module` in high precision; None if it need not."""
+    """Return the reason that `keep_border_plain` gave for `module`; None: none."""
     return module.__dict__.get(_PLAIN)
 
 
@@ -51,12 +51,12 @@ def is_float8(module: nn.Module) -> bool:
 
 
 def is_cast(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is torchao's tensor of float8 numbers and their scale."""
+    """Whether `tensor` is torchao's tensor of float8 values and a scale."""
     return type(tensor).__name__ == "Float8TrainingTensor"
 
 
 def is_quantised_by_torchao(param: torch.Tensor) -> bool:
-    """Whether `param` is torchao's in place of a plain tensor; not what casts a weight when FSDP2 gathers it."""
+    """Whether `param` is a quantised tensor of torchao; the one that casts when FSDP2 gathers it is not."""
     names = {cls.__name__ for cls in type(param).__mro__ if cls.__module__.partition(".")[0] == "torchao"}
     return bool(names) and "WeightWithDynamicFloat8CastTensor" not in names
 
@@ -70,7 +70,7 @@ def recipe_of(model: nn.Module) -> Recipe | Literal["none"]:
     """Return the recipe by which the Linear modules of `model` were converted.
 
     Raises:
-        PlanError: there are several recipes, or a config that is none of them, whose scales no style knows.
+        PlanError: there are several recipes, or a config that is none of `RECIPES`.
     """
     found: dict[str, str] = {}
     for name, module in float8_linears(model).items():

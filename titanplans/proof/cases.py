@@ -1,4 +1,4 @@
-"""The cases of one model and one plan: chosen, and proved group by group, one reference for each."""
+"""The cases of one model and one plan: chosen, and proved in groups that share a reference."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,10 +27,10 @@ CONDITIONS = ("pairs", "each", "plain")
 Case = tuple[TPOptions, Scenario]
 
 _FURTHER = ("float32", "bfloat16")
-"""Dtypes of a few cases, besides the proof's own."""
+"""Further dtypes, of a few cases."""
 
 _LONGEST = 640
-"""Tokens of a block at most: attention over a long sequence is quadratic."""
+"""Tokens of a block at most, since attention is quadratic in them."""
 
 
 class Proof:
@@ -115,7 +115,7 @@ class Proof:
             for at in members:
                 results[at] = self._prove(reference, *cases[at])
                 tell((at, results[at]))
-            # Last: a failing case may have its units measured again.
+            # After all cases of the group: a failing one may have drawn more perturbed runs.
             if reference.draws > DRAWS:
                 unreached.append(
                     f"{whole.dtype}, some trainings: differences below those of {reference.draws} perturbed runs of the "
@@ -133,7 +133,7 @@ class Proof:
             for dtype, names in hidden.items()
             if names
         ]
-        # Of the plain scenario and the newest: the explanation of one failing case is tried on the next.
+        # Two: the plain scenario's and the newest, since one explanation is tried on the next failing case.
         recorded = lru_cache(2)(lambda whole: self._reference(whole, recording=True, further=True))
         blame = Blame(
             lambda options, scenario: self._prove(recorded(scenario.whole), options, scenario), plain
@@ -156,7 +156,7 @@ class Proof:
                 self.progress("more perturbed runs of the whole model")
                 reference.draw(number)
                 result = self.worlds.run(options.degrees.sharing, prove)
-        # A plan that asks for a rank's number in the world may act differently in the other replica.
+        # A plan that calls dist.get_rank() may act differently in the other replica.
         if result.passed and result.notes:
             result = self.worlds.run(options.degrees.sharing, prove, replica=0)
         return result

@@ -31,7 +31,7 @@ from titanplans.proof.report import Report
 from titanplans.proof.result import CaseResult, Refusal, keywords
 
 CUTS = (*(Degrees(tp=tp) for tp in (2, 4, 8)), Degrees(cp=2), Degrees(tp=2, cp=2))
-"""Proved where none is named."""
+"""Proved by default."""
 BOTH = (True, False)
 
 
@@ -73,12 +73,12 @@ def verify(
         model_fn: makes the model, with real weights, on the CPU (over a process group on the
             device of its rank). Called once.
         plan: as in `apply_plan`; None for the registered one.
-        degrees: to prove; None for those of 2, 4 and 8 that the model allows, or over a process group its size. A
-            group of 1 runs the split model's code and kernels, and splits nothing.
-        contexts: degrees of context parallelism to prove, each with each of `degrees`, or alone if these are None. None for
-            1, and if `degrees` are None for 2, too, where the model allows it.
-        experts: degrees of expert parallelism to prove, each with each of `degrees` and `contexts`; if both are None, over
-            as many ranks of tensor parallelism and over as many of context parallelism. None: 1.
+        degrees: of tensor parallelism; None for those of 2, 4 and 8 that the model allows, or over a process group its
+            size. A group of 1 runs the split model's code and kernels, and splits nothing.
+        contexts: degrees of context parallelism, each with each of `degrees`, or alone if these are None. None: 1, and
+            without `degrees` also 2 where the model allows it.
+        experts: degrees of expert parallelism, each with each of `degrees` and `contexts`; if both are None, ep with
+            tp = ep and with cp = ep. None: 1.
         loss_parallel: True or False; None for both where weights are cut, else they are the same.
         sequence_parallel: likewise.
         sequence_dim: the sequence's dimension in the hidden states.
@@ -86,11 +86,11 @@ def verify(
             arguments, tensors on any device; or fixed keyword arguments, the same for every batch; None for token ids.
         seq_len: tokens in a plain sequence; some are longer and some shorter.
         batch_size: sequences in a plain batch; some have one more, some only one.
-        dtype: of weights and activations: float64 or float32. A few cases have fewer bits.
+        dtype: of weights and activations: float64 or float32. A few cases are in lower precision.
         seed: of weights, tokens and labels.
-        losses: further ones, by name, each a function of logits, labels and the number of labels. Our loss goes
-            backward through the model (`titanplans.parallel.cross_entropy`); of these the value and the gradient at
-            the logits are compared.
+        losses: further ones, by name, each a function of logits, labels and the number of labels: their values and
+            their gradients at the logits are compared. The loss whose backward runs through the model is
+            `titanplans.parallel.cross_entropy`.
         ranks: "threads": all ranks in this process, on a CPU; each begins with a whole copy of the model: of a
             large one, prove fewer blocks and a smaller vocabulary; "process_group": one rank in each process of the
             default group; each calls this and gets the same report.
@@ -137,7 +137,7 @@ def verify(
     if any(param.is_meta for param in model.parameters()):
         raise PlanError(f"{type(model).__name__} has parameters on meta: let model_fn make real ones")
     with exact_float8(model, dtype), Worlds(ranks, model) as worlds:
-        # A plan is code: the whole model of the proof must stay as it is.
+        # On a copy: a plan is code, and must not change the whole model.
         accepted, refused = accepted_cases(
             _without_values(model), plan, cuts, loss_parallel, sequence_parallel, sequence_dim, named=named
         )
@@ -231,7 +231,7 @@ def cuts_of(
 
 
 def _choices(asked: bool | None, cut: Degrees) -> tuple[bool, ...]:
-    """Return the values of an option to prove: unless asked, both; one where no weight is cut, since it changes nothing."""
+    """Return the values of an option to prove: the one asked for, else both, or one where it changes nothing (no TP)."""
     if asked is not None:
         return (asked,)
     return (True,) if cut.tp == 1 and cut.cp > 1 else BOTH
@@ -250,6 +250,6 @@ def _without_values(model: nn.Module) -> nn.Module:
 
 
 def _share(model: nn.Module) -> None:
-    """Give every rank the first one's parameters and buffers: `model_fn` may draw different ones."""
+    """Broadcast rank 0's parameters and buffers: `model_fn` may draw different ones on each rank."""
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         dist.broadcast(tensor.detach(), src=0)

@@ -1,6 +1,6 @@
-"""What a style sends for a call of its module: the collectives that a step of a split model needs, and no more.
+"""The collectives that a split model needs for a call of a module with a style, and no more.
 
-The rule of a style says it (`Rule.expect`); what a step really sends is counted and held against it in `titanplans.observe`.
+A style's rule returns them (`Rule.expect`); `titanplans.observe` compares them with those that a step issues.
 """
 
 import math
@@ -12,7 +12,7 @@ from titanplans.plan.layout import shard_size
 
 
 class ExpectedCollective(NamedTuple):
-    """A collective of the forward and the one that is its backward."""
+    """A collective of the forward, and that of its backward."""
 
     forward: tuple[str, ...]
     """The operation, or alternatives to it; () for none."""
@@ -30,11 +30,11 @@ class Call(NamedTuple):
     """The dimension in which the input is a shard of the sequence; None if it is whole."""
     degree: int
     exchanged: int = 0
-    """The rows of all ranks that this product's all-to-all of own tokens moves, in or out; 0 if there is none."""
+    """Rows, over all ranks, of this product's all-to-all of tokens for heads, in or out; 0 if there is none."""
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of the whole input [..., width], filled up to even shards."""
+        """Return the tokens of the whole input [..., width], padded to even shards."""
         return math.prod(self.given[0][:-1]) * (1 if self.dim is None else self.degree)
 
     @property
@@ -68,10 +68,10 @@ def gathered_inside(elements: int) -> ExpectedCollective:
 
 
 def exchanged(call: Call) -> int:
-    """Return the elements of the all-to-all by which tokens are exchanged for heads, of a product's rows in or out."""
+    """Return the elements of the all-to-all of tokens for heads at the input or the output of a product."""
     return call.tokens * call.exchanged
 
 
 def even(length: int, degree: int) -> int:
-    """Return `length` filled up to even shards."""
+    """Return `length` padded to even shards."""
     return shard_size(length, degree) * degree

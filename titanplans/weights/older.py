@@ -1,7 +1,7 @@
-"""What older releases of flash-linear-attention have stored otherwise, in the form of transformers' conversions.
+"""Conversions of weights that older releases of flash-linear-attention stored differently, as transformers writes them.
 
-transformers' own table has no models of FLA, and FLA's own conversions run in its `load_state_dict` alone, or in scripts.
-Where a release computes differently (norms over all heads, `norm_first`), names do not help: its shapes are refused.
+transformers' own table has no models of FLA, and FLA's own conversions run only in its `load_state_dict`, or in scripts.
+A release that computes differently (norms over all heads, `norm_first`) can't be converted: its shapes are refused.
 """
 
 from collections.abc import Collection
@@ -11,19 +11,19 @@ from transformers.core_model_loading import Chunk, WeightConverter, WeightRenami
 
 
 class Older(NamedTuple):
-    """A way of storing, and how a folder that has it is known."""
+    """An older format, and how its folders are recognised."""
 
     lacks: str
-    """In no name of such a folder."""
+    """A part of a name that such a folder does not have."""
 
     conversion: WeightTransform
 
     models: tuple[str, ...] = ()
-    """Their `model_type`; none is all of FLA."""
+    """Their `model_type`; () for all of FLA."""
 
 
 class _Mixes(Chunk):
-    """RWKV-7's six ways of mixing with the token before, [6, hidden], as six tensors [1, 1, hidden]."""
+    """Splits RWKV-7's weights of the token shift, [6, hidden], into six tensors [1, 1, hidden]."""
 
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
         converted = super().convert(input_dict, *args, **kwargs)
@@ -32,9 +32,9 @@ class _Mixes(Chunk):
 
 _GATE, _UP = "mlp.gate_proj.weight", "mlp.up_proj.weight"
 OLDER = (
-    # fla-org/flash-linear-attention b48ca31d (February 2025) has made two matrices of one, the gate's rows first.
+    # fla-org/flash-linear-attention b48ca31d (February 2025) split one matrix into two, the gate's rows first.
     Older(_UP, WeightConverter([_GATE], [_GATE, _UP], [Chunk(dim=0)])),
-    # 2d251bb3 (April 2025): g_proj is the output's gate since.
+    # 2d251bb3 (April 2025): g_proj is the output gate since.
     Older(".f_proj.", WeightRenaming(r"\.attn\.g_proj\.", ".attn.f_proj."), ("forgetting_transformer",)),
     # 6b673e6b (April 2025).
     Older(
@@ -42,7 +42,7 @@ OLDER = (
         WeightConverter(["attn.x_x"], [f"attn.x_{each}" for each in "rwkvag"], [_Mixes(dim=0)]),
         ("rwkv7",),
     ),
-    # As the models' load hooks: the name that state-spaces' own folders have.
+    # As in the models' load hooks: the name in state-spaces' own folders.
     Older(
         "backbone.embeddings.",
         WeightRenaming(r"^backbone\.embedding\.", "backbone.embeddings."),

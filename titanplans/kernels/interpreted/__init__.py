@@ -1,10 +1,10 @@
-"""FLA's own Triton kernels on a CPU, by Triton's interpreter: slow, and an oracle for what stands in for them.
+"""FLA's own Triton kernels on a CPU, by Triton's interpreter: slow, and the reference for their replacements.
 
     TRITON_INTERPRET=1 python ...        # read when Triton is imported
 
     interpreted.start()                  # in place of kernels.install: CPU tensors go to Triton's kernels from here on
 
-What it can't tell: compilation, shared memory, races between programs, rounding in tensor cores, what an autotuner picks.
+It does not cover compilation, shared memory, races between programs, rounding in tensor cores, and autotuning.
 """
 
 import os
@@ -26,15 +26,15 @@ def start() -> None:
     from titanplans.kernels.interpreted import fla, language
 
     language.complete()
-    fla.accept_a_cpu()  # of functions that `install` then has in hand
+    fla.accept_a_cpu()  # before `install`, which wraps the same functions
     install("cpu")
     use_interpreter()
 
 
 def widen(on: bool = True) -> None:
-    """From here on let kernels compute in float32 what they round to 16 bits on the way, and MesaNet's solve to the end.
+    """Let kernels keep 16-bit intermediates in float32, and MesaNet's solve to convergence; `on` False: no longer.
 
-    `on` False: no longer. So it shows whether a difference is a kernel's own rounding, and a plan's error is not lost in it.
+    This separates the kernels' own rounding from a plan's error.
     """
     from titanplans.kernels.interpreted import fla, language
 

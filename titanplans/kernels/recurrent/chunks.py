@@ -1,10 +1,10 @@
-"""Linear attention with decays and corrections of rank one, by chunks of tokens: few operators, all of them matrix products.
+"""Chunked linear attention with decays and rank-one corrections: few operators, mostly matrix products.
 
     S_t = diag(exp(g_t)) S_(t-1) + b_t (a_t^T S_(t-1)) + k_t v_t^T,     o_t = q_t^T S_t        S [K, V], for each head
 
-Within a chunk, u_t = a_t^T S_(t-1) is the solution of a triangular system: it reads what earlier tokens of the chunk wrote,
-which is k_s v_s^T + b_s u_s^T, and the state that entered. All chunks are computed at once, but for their states, one after
-the other. All decays are products of numbers in [0, 1]: nothing is divided, and no exponential overflows.
+Within a chunk, u_t = a_t^T S_(t-1) solves a triangular system: it reads the initial state of the chunk and what its
+earlier tokens wrote, k_s v_s^T + b_s u_s^T. Chunks are computed in parallel, only their states one after the other. All
+decays are products of numbers in [0, 1]: nothing is divided, and no exponential overflows.
 """
 
 import math
@@ -15,12 +15,12 @@ import torch
 from titanplans.errors import KernelError
 
 CHUNK_SIZE = 64
-"""At most; a power of two. Measured: benchmarks/cpu_kernels.py."""
+"""Tokens of a chunk at most, a power of two; chosen by benchmarks/cpu_kernels.py."""
 BLOCK_OF_VECTORS = 2
-"""Where each element of a key has its decay: so many tokens have decays between each two, [h, h, K]. Measured, too."""
+"""Tokens of a block whose pairwise decays are stored, [h, h, K], where each element of a key decays by itself."""
 
 CHUNK_SIZE_OF_SLOTS = 16
-"""Of slots, decays between tokens are [C, C, M]."""
+"""Small, since `slot_attention` stores pairwise decays [C, C, M]."""
 
 
 def linear_attention(
@@ -39,9 +39,9 @@ def linear_attention(
         q, k: [B, T, G, K], G groups of neighbouring heads.
         v: [B, T, H, V].
         g: logarithms of decays, at most 0, [B, T, H] or [B, T, H, K]; None: no decay.
-        state: the first one; None: zeros.
-        a: what reads the state for the correction, [B, T, H, K]; None: no correction.
-        b: where it is written, [B, T, H, K].
+        state: the initial one; None: zeros.
+        a: reads the state for the correction, [B, T, H, K]; None: no correction.
+        b: writes the correction, [B, T, H, K].
 
     Raises:
         KernelError: shapes that don't agree.
@@ -74,7 +74,7 @@ def linear_attention(
         known = torch.cat([_products(a, k, before) @ v, a * before.from_start], -1)
         system = -_products(a, b, before)
         solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
-        u, of_state = solved.split([values, keys], -1)  # without the state that enters a chunk, and by it
+        u, of_state = solved.split([values, keys], -1)  # u without the initial state, and by it
         read, written = _products(q, b, decays), _written(b, decays)
         outputs, reading, new = outputs + read @ u, reading + read @ of_state, new + written @ u
         corrections = [*zip(of_state.unbind(2), written.unbind(2), strict=True)]
@@ -95,19 +95,19 @@ def _chunked(x: torch.Tensor, size: int) -> torch.Tensor:
 
 
 class _Decays(NamedTuple):
-    """Between the tokens of chunks: within blocks of h, and over the boundary between two blocks of h, 2h, 4h, .., C / 2."""
+    """Decays in a chunk: within blocks of h tokens, and across the boundary of two blocks of h, 2h, 4h, .., C / 2."""
 
     within: torch.Tensor
     """From each token of a block to each later one, its own included, [.., C / h, h, h, D]."""
     across: list[tuple[torch.Tensor, torch.Tensor]]
-    """From the boundary to each token of the second block, its own included, and from those of the first to the boundary."""
+    """From the boundary to each token of the second block, its own included; from each of the first to the boundary."""
     from_start: torch.Tensor
-    """Up to each token, its own included, [.., C, D]."""
+    """From the start of the chunk to each token, its own included, [.., C, D]."""
     to_end: torch.Tensor
-    """After each token, [.., C, D]."""
+    """From each token, its own excluded, to the end of the chunk, [.., C, D]."""
 
     def before_own(self) -> "_Decays":
-        """Return the decays up to each token without its own: those of the token before."""
+        """Return the decays up to each token, its own excluded: those of the token before."""
         across = [(_shifted(second), first) for second, first in self.across]
         within = torch.cat([torch.zeros_like(self.within[..., :1, :, :]), self.within[..., :-1, :, :]], -3)
         return _Decays(within, across, _shifted(self.from_start), self.to_end)
@@ -118,7 +118,7 @@ def _shifted(x: torch.Tensor) -> torch.Tensor:
 
 
 def _decays(g: torch.Tensor) -> _Decays:
-    """Return the decays of their logarithms [.., C, D]."""
+    """Return the decays whose logarithms are `g` [.., C, D]."""
     size = g.shape[-2] if g.shape[-1] == 1 else BLOCK_OF_VECTORS
     from_start = g.exp()[..., None, :]
     to_end, within, across = torch.ones_like(from_start), torch.ones_like(from_start[..., None, :]), []
@@ -134,7 +134,7 @@ def _decays(g: torch.Tensor) -> _Decays:
 
 
 def _joined(blocks: torch.Tensor, across: torch.Tensor) -> torch.Tensor:
-    """Return blocks of 2h, of two neighbours of `blocks` [.., 2n, h, h, D] and what lies between them [.., n, h, h, D]."""
+    """Return blocks of 2h: neighbours in `blocks` [.., 2n, h, h, D], joined by what is `across` them [.., n, h, h, D]."""
     first, second = blocks.unflatten(-4, (-1, 2)).unbind(-4)
     rows = torch.cat([first, torch.zeros_like(first)], -2), torch.cat([across, second], -2)
     return torch.cat(rows, -3)
@@ -164,7 +164,7 @@ def slot_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return o [B, T, H, M] and the last state [B, H, K, M] of S_t = S_(t-1) diag(exp(g_t)) + k_t s_t^T, o_t = S_t^T q_t.
 
-    q, k are [B, T, H, K], s and g [B, T, H, M]: here what is written decays, not what it is written to.
+    q, k are [B, T, H, K], s and g [B, T, H, M]: the decay is that of the state's value dimension, not of its key dimension.
     """
     if state is None:
         state = s.new_zeros(*s.shape[:1], *k.shape[2:], s.shape[-1])
@@ -184,12 +184,12 @@ def scan(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return h_t = exp(g_t) h_(t-1) + x_t [B, T, ...], and the last one [B, ...].
 
-    In log2(C) steps a chunk; each adds the values half as far back as the next (Hillis and Steele 1986).
+    By chunks, each in log2(C) steps of doubling distance (Hillis and Steele 1986).
 
     Args:
         x: [B, T, ...].
         g: logarithms of decays, at most 0, which broadcast to x.
-        state: the first one, [B, ...]; None: zeros.
+        state: the initial one, [B, ...]; None: zeros.
     """
     outputs = []
     for h, decay in zip(*(y.split(CHUNK_SIZE, 1) for y in (x, g.exp())), strict=True):
@@ -207,12 +207,12 @@ def scan(
 
 
 def between(past: torch.Tensor) -> torch.Tensor:
-    """Return the decay [.., C, C, D] from each token to each row, 0 from later tokens, of sums of logarithms [.., C, D]."""
+    """Return the decay [.., C, C, D] from each token to each row, 0 from later ones; `past`: cumulative logs [.., C, D]."""
     seen = torch.ones(2 * past.shape[-2:-1], dtype=torch.bool, device=past.device).tril()
     differences = past[..., None, :] - past[..., None, :, :]
     return differences.masked_fill(~seen[..., None], -torch.inf).exp()
 
 
 def _finite(g: torch.Tensor) -> torch.Tensor:
-    """Return g without -inf, whose differences are no numbers: what is lower than this decays to 0 all the same."""
+    """Return `g` without -inf, whose differences are NaN: below the bound a decay is 0 all the same."""
     return g.clamp(min=1.25 * math.log(torch.finfo(g.dtype).tiny))

@@ -18,15 +18,15 @@ def chunk_global_cumsum(
 ) -> torch.Tensor:
     """Return the sums over the tokens of s [B, T, ...], from the first on, or from the last with `reverse`.
 
-    They are accumulated as wide as any kernel's: where float32 is asked for, sums of float64 stay so.
+    Sums of float64 stay float64 where `output_dtype` is float32.
 
     Args:
         s: the summands.
         reverse: from the last token to the first.
         cu_seqlens: bounds of packed sequences.
-        scale: by which the sums are multiplied.
+        scale: factor of the sums.
         output_dtype: dtype of the sums; None: that of s.
-        chunks: how a kernel splits its work.
+        chunks: a kernel's chunks; ignored.
     """
     wide = s.to(accumulation_dtype(s))
     parts = [part["s"] for _, part in sequences({"s": wide}, cu_seqlens)]

@@ -1,4 +1,4 @@
-"""For a CPU: gates that FLA's kernels compute before a recurrence."""
+"""Gates that FLA's kernels compute before a recurrence, on a CPU."""
 
 import torch
 
@@ -13,7 +13,7 @@ def fused_additive_gate(
     output_dtype: torch.dtype | None = None,
     gate_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return exp(x_t - z_t), z_{t-1} - z_t and the last z, where z_t is the log of the sum of exp(x_s), s <= t.
+    """Return exp(x_t - z_t), z_(t-1) - z_t and the last z, where z_t is the logsumexp of x_s, s <= t.
 
     Args:
         x: logits [B, T, H, K].

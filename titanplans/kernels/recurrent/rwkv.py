@@ -24,7 +24,7 @@ def rwkv6(
     scale: float,
     initial_state: torch.Tensor | None = None,
 ) -> Result:
-    """RWKV-6 with the bonus u [H, K]. A token reads what the one before it left: so that one is given its query."""
+    """RWKV-6 with the bonus u [H, K]. A token reads the state before it, so queries are shifted back by one token."""
     r = r * scale
     o, final = linear_attention(torch.cat([r[:, 1:], r[:, :1]], 1), k, v, w, initial_state)
     first = torch.zeros_like(v[:, :1])
@@ -69,8 +69,7 @@ def token_shift(
     output_cache: bool = False,
     chunk_indices: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The token before less each token, of x [B, T, D], and the last tokens [N, D]; `cache` [N, D] came before the first."""
-
+    """Return x_(t-1) - x_t of x [B, T, D], and the last tokens [N, D]; `cache` [N, D] precedes the first tokens."""
     deltas, lasts = [], []
     for n, part in sequences({"x": x}, cu_seqlens):
         own, before = part["x"], None if cache is None else cache if n is None else cache[n : n + 1]
@@ -81,17 +80,17 @@ def token_shift(
 
 
 def addcmul(hidden_states: torch.Tensor, delta: torch.Tensor, *weights: torch.Tensor | None) -> Any:
-    """hidden_states + delta * weight for each weight; None stays None."""
+    """Return hidden_states + delta * weight for each weight; None stays None."""
     return tuple(None if w is None else torch.addcmul(hidden_states, delta, w) for w in weights)
 
 
 def k_update(k: torch.Tensor, a: torch.Tensor, ka: torch.Tensor, *split_of_work: Any) -> torch.Tensor:
-    """k (1 + (a - 1) ka)."""
+    """Return k (1 + (a - 1) ka)."""
     return k.addcmul(k * (a - 1), ka)
 
 
 def gate_output_correction(
     o: torch.Tensor, r: torch.Tensor, k: torch.Tensor, r_k: torch.Tensor, v: torch.Tensor, g: torch.Tensor
 ) -> torch.Tensor:
-    """(o + (sum of r k r_k) v) g of r, k, v [B, T, H, D], r_k [H, D] and o, g [B, T, H D]."""
+    """Return (o + (sum of r k r_k) v) g of r, k, v [B, T, H, D], r_k [H, D] and o, g [B, T, H D]."""
     return (o + ((r * k * r_k).sum(-1, keepdim=True) * v).flatten(-2)) * g

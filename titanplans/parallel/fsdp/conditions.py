@@ -1,4 +1,4 @@
-"""FSDP units by a user's own conditions, for models that are not decoders or should be cut elsewhere."""
+"""FSDP units by a user's conditions, for models that are not decoders or need other units."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -22,19 +22,19 @@ def shard_model(
     mesh: DeviceMesh,
     config: FSDP2Config | None = None,
 ) -> list[FSDPUnit]:
-    """Shard each module of `model` for which a condition holds, and the root with the rest; in place.
+    """Shard, in place, each module of `model` for which a condition holds, and the root with the rest.
 
-    A unit may stand inside another one, which then holds only the rest. Modules without parameters
-    are no units. With fsdp_reshard_after_forward = "default" every unit is freed after its forward but the
-    root and the last of the model's blocks, where these are found.
+    Units may be nested; the outer one then holds only the rest. Modules without parameters are no units. With
+    fsdp_reshard_after_forward = "default" every unit is resharded after its forward but the root and, if blocks
+    are found, the last one.
 
     Args:
         model: any module, before its first forward, on meta or not.
-        conditions: functions of a module's fully qualified name and the module; in a mapping, by a name
-            of their own for errors.
+        conditions: functions of a module's fully qualified name and the module; a mapping names them
+            for errors.
         mesh: as for `fsdp.shard`.
-        config: the options, as for `fsdp.shard`; None: the defaults. Not prefetch and towers: conditions say nothing of
-            the order of execution.
+        config: the options, as for `fsdp.shard`; None: the defaults. Prefetch and towers are refused: they need the
+            order of execution.
 
     Returns:
         The units, the root first, then in the order in which the model names them.

@@ -1,4 +1,4 @@
-"""An optimizer that was made before its model was split or sharded, brought to the parameters that there are now."""
+"""Moves an optimizer that was made before `parallelize` to the parameters that have replaced its own."""
 
 import torch
 from torch import nn
@@ -10,14 +10,14 @@ from titanplans.split.parameters.replaced import successor_of
 
 
 def carry_over(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Let the groups of `optimizer` hold the tensors that have replaced their parameters; their options stay.
+    """Replace the parameters in the groups of `optimizer` by their successors; the options of the groups stay.
 
     Args:
         optimizer: any; before its first step, if it was made before `parallelize`.
         model: as `parallelize` returned it.
 
     Raises:
-        ParallelError: it has a state, whose tensors are those of whole parameters; or adapters came after it was made.
+        ParallelError: it has state of the replaced parameters; or adapters were added after it was made.
     """
     name, instead = (
         type(optimizer).__name__,

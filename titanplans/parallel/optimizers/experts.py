@@ -1,4 +1,4 @@
-"""After each step's backward: biases that keep experts equally busy are moved, and it is known how busy they were."""
+"""Load balancing of experts without an auxiliary loss: after a step's backward, move the routers' biases."""
 
 from typing import Any
 
@@ -8,16 +8,16 @@ from torch import nn
 from titanplans.split.experts.loads import Loads
 
 PUBLISHED = 1e-3
-"""DeepSeek-V3's, and torchtitan's."""
+"""The coefficient of DeepSeek-V3, and of torchtitan."""
 
 
 class Experts:
-    """How busy the experts of `model` are, evened out step by step.
+    """The loads of the experts of `model`, balanced step by step.
 
     Args:
         model: parallelised, with values.
         dims: torchtitan's ParallelDims.
-        coefficient: by which biases move; None: `PUBLISHED`.
+        coefficient: by which a step moves a bias; None: `PUBLISHED`.
     """
 
     def __init__(self, model: nn.Module, dims: Any, coefficient: float | None):
@@ -28,7 +28,7 @@ class Experts:
             if (mesh := dims.get_optional_mesh(name)) is not None and mesh.size() > 1:
                 self._groups.append(mesh.get_group())
         self.newest: torch.Tensor | None = None
-        """The rows of each expert [mixtures, experts] in the newest step, over all ranks."""
+        """Rows routed to each expert [mixtures, experts] in the newest step, over all ranks."""
 
     def after_backward(self, *, skipped: bool) -> None:
         """Move the biases, unless the step was `skipped`. Collective."""
@@ -39,7 +39,7 @@ class Experts:
             self.loads.move_biases(self.newest, self._coefficient)
 
     def figures(self) -> dict[str, float]:
-        """Return how busy experts were in the newest step, and the largest bias."""
+        """Return metrics of the newest loads, and the largest bias."""
         if self.newest is None:
             return {}
         busiest = self.newest.amax(1) / self.newest.mean(1).clamp_min(1)
@@ -53,7 +53,7 @@ class Experts:
         return found
 
     def picture(self) -> torch.Tensor | None:
-        """Return the newest loads as an image [1, mixtures, experts]: black is none, white the busiest of a mixture."""
+        """Return the newest loads as an image [1, mixtures, experts]: black is 0, white the largest of a mixture."""
         if self.newest is None:
             return None
         return (self.newest / self.newest.amax(1, keepdim=True).clamp_min(1))[None].cpu()

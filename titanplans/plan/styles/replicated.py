@@ -1,4 +1,4 @@
-"""Styles of parameters that every rank holds whole; they differ in which share of the work a rank's gradient is."""
+"""Styles that replicate parameters; they differ in the placement of the gradient: Partial, Replicate, or the stream's."""
 
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate
@@ -9,7 +9,7 @@ from titanplans.plan.styles.base import ParameterStyle, Style
 
 
 class ReplicatedInRegion(ParameterStyle):
-    """Replicate a module's parameters inside a region: their gradient is a sum over the ranks.
+    """Replicate a module's parameters inside a region: their gradient is Partial.
 
     For modules between the region's entry and its `Rowwise`, such as a norm over each head. A module that
     works on the sum, after the `Rowwise`, is on the stream again: `ReplicatedOnStream`.
@@ -23,7 +23,7 @@ class ReplicatedInRegion(ParameterStyle):
 
 
 class AddedToSum(ParameterStyle):
-    """Replicate what each rank adds to its part of a sum, such as experts' biases; each adds an even part of it.
+    """Replicate what every rank adds before the all-reduce, such as experts' biases: each reads it divided by `degree`.
 
     Args:
         degree: number of ranks.
@@ -71,7 +71,7 @@ class Whole(ReplicatedOffStream):
     """Run a module whole on every rank, off the stream: a mixer that can't be split by heads.
 
     Its input is the whole sequence, and its output is laid out as the stream again. Under sequence parallelism that
-    takes a gather in the forward and one in the backward; nothing is summed.
+    takes an all-gather in the forward and one in the backward, and no reduction.
 
     Args:
         input_name: keyword under which the input comes if it is not the first positional argument.

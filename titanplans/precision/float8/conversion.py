@@ -33,10 +33,10 @@ from titanplans.torch_private.modules import hooks_of
 from titanplans.torch_private.torchao import gains_by_float8, is_float8_gathered
 
 SMALL = "auto_filter_small_kn"
-"""A word among the filters, torchtitan's: leave out what torchao's figures say is slower in float8 than in bfloat16."""
+"""torchtitan's special filter: leave out modules that by torchao's figures are slower in float8 than in bfloat16."""
 
 _CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0), "rowwise_with_gw_hp": (9, 0)}
-"""Of CUDA, for the kernels of each recipe: cuBLAS's from Ada on, CUTLASS's from Hopper on."""
+"""Lowest CUDA capability for the kernels of each recipe: Ada for cuBLAS's, Hopper for CUTLASS's."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class Conversion:
     """Fully qualified names."""
 
     filtered: dict[str, str]
-    """Those left as they were, and why."""
+    """Those not converted, and why."""
 
     unfused: tuple[str, ...]
-    """Modules that called a fused kernel on a converted one's weight, and now call the module."""
+    """Parents that passed a converted module's weight to a fused kernel, and now call the module."""
 
 
 def convert_to_float8(model: nn.Module, options: Float8, device_type: str = "cpu") -> Conversion:
-    """Let the Linear modules of `model` multiply in float8; in place, before a plan, compile and FSDP.
+    """Convert the Linear modules of `model` to float8; in place, before a plan, compile and FSDP.
 
     Names and parameters stay as they are, on meta or not.
 
@@ -124,7 +124,7 @@ def check_float8_options(options: Float8, device_type: str) -> None:
 
 
 def _filtered(linears: dict[str, nn.Linear], options: Float8) -> dict[str, str]:
-    """Return the names that the filters match, and by which of them."""
+    """Return the names that filters match, and the filter of each."""
     filtered = {}
     for part in options.filter_fqns:
         if part == SMALL:
@@ -154,7 +154,7 @@ def _unaligned(module: nn.Linear) -> str:
 
 
 def _check_plain(name: str, module: nn.Linear, options: Float8) -> None:
-    """Refuse a module that would lose something in the conversion."""
+    """Refuse a module whose own forward or hooks the conversion would drop."""
     if type(module).forward is not nn.Linear.forward:
         raise options.error(
             "filter_fqns",
@@ -194,13 +194,13 @@ def _swap(model: nn.Module, chosen: dict[str, nn.Linear], options: Float8) -> No
 def check_calls(model: nn.Module) -> None:
     """Let the first forward of `model` raise a ParallelError if a converted module is not called where its parent is.
 
-    A parent that reads its weight instead, for a fused kernel, computes in high precision without a word.
+    A parent that passes its weight to a fused kernel instead computes in high precision, silently.
     """
     Calls(model, float8_linears(model), _read_weight)
 
 
 def refuse_read_weights(model: nn.Module) -> None:
-    """Refuse converted modules whose parent reads their weight in its own forward, by its source.
+    """Refuse converted modules whose weight is read in the forward of their parent, by its source.
 
     For compiled blocks, which can't be watched as `check_calls` does.
 
@@ -222,10 +222,10 @@ def _read_weight(found: list[Found]) -> ParallelError:
 
 
 def keep_plain_between_graphs(model: nn.Module) -> None:
-    """Let plans gather in high precision in blocks that are to be compiled into several graphs, FLA's.
+    """Let plans gather in high precision in FLA's blocks, which are compiled into several graphs.
 
     A float8 tensor that one graph hands to another has a gradient in high precision, which the compiler does not
-    expect: GLA's `g_proj` reads the sequence behind the graph break that its kernel makes.
+    expect: GLA's `g_proj` reads the sequence after the graph break at its kernel.
     """
     for block in find_decoder(model, required=False).blocks:
         if holds_fla(block.module):
@@ -240,8 +240,8 @@ def float8_report(
 ) -> dict[str, Any] | None:
     """Return what became of each Linear of `model` as JSON has it; None if nothing is float8.
 
-    The `borders` are those of tensor-parallel regions, by plan key: what crosses them "in float8", or why not. Those of
-    calls with a mask [batch, sequence] are entered plainly (docs/float8.md).
+    The `borders` are those of tensor-parallel regions, by plan key: what crosses them "in float8", or why not. Calls with
+    a mask [batch, sequence] enter in high precision (docs/float8.md).
 
     Args:
         model: parallelised.

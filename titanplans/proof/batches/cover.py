@@ -10,8 +10,8 @@ from titanplans.proof.batches.conditions import FROZEN, MicroBatch, Scenario
 
 # Every pair of two columns is in one of the rows ("block" counts as long); the two batches of a step differ in length.
 # Columns: sequences, length, padding or documents, ignored labels, repeated tokens, text alone.
-# tests/proof/test_proof_conditions.py counts the pairs. No training begins with a long sequence: in bfloat16 rounding may
-# hide its gradients and all that follows.
+# tests/proof/test_proof_conditions.py counts the pairs. No training begins with a long sequence: bfloat16's rounding may
+# hide its gradients, and with them all later steps.
 _ROWS = (
     ((2, "even", "", 0, 0, 0), (3, "odd", "left", 1, 0, 0)),
     ((2, "long", "right", 1, 1, 0), (3, "short", "documents", 1, 1, 1)),
@@ -24,21 +24,21 @@ _ROWS = (
     ((1, "long", "left", 0, 0, 1), (1, "short", "", 0, 1, 0)),
 )
 _EVALUATED = ((1, "long", "right", 0, 0, 0), (1, "short", "", 0, 0, 0))
-"""The first and the second training are evaluated on one of these each, and on a batch that they have had before."""
+"""The first two trainings are evaluated on one of these each, and on a batch like one of their first step."""
 STEPS = (3, 2, 2, 2)
-"""Of each training; together they take all rows. The first is the longest: a quick proof takes it alone."""
+"""Steps of each training, all rows in total. The first is the longest: a quick proof takes it alone."""
 SHORT = 3
-"""Tokens: fewer than ranks at degrees 4 and 8, so that some hold none."""
+"""Tokens: fewer than ranks at degrees 4 and 8, so that some ranks hold none."""
 
 
 def trainings(batch: MicroBatch, block: int) -> tuple[Scenario, ...]:
-    """Return trainings, of steps of two micro batches, which together hold every pair of a batch's conditions.
+    """Return trainings of steps of two micro batches, which together cover every pair of a batch's conditions.
 
     The first two are evaluated, and the first is called with a cache.
 
     Args:
         batch: the plain one.
-        block: tokens in the largest window or chunk. One sequence is as long; long ones have two tokens more.
+        block: tokens in the largest window or chunk; one sequence is as long, long ones have two more.
     """
     odd = batch.length - (1 if batch.length % 2 == 0 else 2)
     lengths = {"even": batch.length, "odd": max(odd, 1), "short": SHORT, "long": block + 2, "block": block}
@@ -85,8 +85,8 @@ def cover(
         grid: choices of options; each is proved in the first dtype.
         trained: trainings, as `trainings` makes them.
         dtypes: of weights and activations; the first is the proof's own.
-        recompute: the model has blocks.
-        fuse: its head can compute the loss, and does so in every second case: no case is added for that.
+        recompute: the model has blocks to recompute.
+        fuse: its head can compute the loss; it does so in every second case, and no case is added for that.
         quick: every condition once instead of every pair, at the smallest degree alone.
     """
     blocks = (False, True) if recompute else (False,)
@@ -127,7 +127,7 @@ def cover(
 
 
 def _apart(options: TPOptions, grid: Sequence[TPOptions]) -> int:
-    """Return how far `options` are from the first of `grid`: an even number away lie each degree and each choice."""
+    """Return the distance of `options` from the first of `grid`: in a full grid each degree and choice has even ones."""
     first, degrees = grid[0], list(dict.fromkeys(one.degrees for one in grid))
     others = (
         options.loss_parallel != first.loss_parallel,

@@ -16,8 +16,8 @@ class Recorder:
 
     `tensors` has "name" for a module's output and "name'" for the gradient of that output, detached;
     a module that runs again has a number after its name. `order` lists the names as they finished. `names` restricts the
-    modules. Of a batch of several `sequences` the tokens of an output [tokens, hidden], as a router's, are put apart by
-    sequence: a rank may have a part of each.
+    modules. With several `sequences`, an output [tokens, hidden], such as a router's, is unflattened by sequence, since a
+    rank may hold a shard of each.
     """
 
     def __init__(self, model: nn.Module, names: Collection[str] | None = None, sequences: int = 1):
@@ -25,7 +25,7 @@ class Recorder:
         self.tensors: dict[str, torch.Tensor] = {}
         self.order: list[str] = []
         self.running: list[str] = []
-        """Modules that began and have not ended: after an exception, the last is where it happened."""
+        """Modules whose forward has begun and not ended: after an exception, the last has raised it."""
         self.model = model
         self._times: Counter[str] = Counter()
         self._handles: list[Any] = []
@@ -55,7 +55,7 @@ class Recorder:
 
     @property
     def place(self) -> str:
-        """The place in the newest step, or where it broke off, in words."""
+        """Where the newest step stopped, in words."""
         if self.running:
             last = self.running[-1]
             inside = bool(self.order) and (not last or self.order[-1].startswith(f"{last}."))
@@ -69,7 +69,7 @@ class Recorder:
         tensor = _first_tensor(output)
         if not name or tensor is None or isinstance(tensor, DeferredLogits) or not tensor.is_floating_point():
             return
-        tensor = getattr(tensor, "shard", tensor)  # of a sequence that looks whole, this rank's tokens
+        tensor = getattr(tensor, "shard", tensor)  # of a ShardedSequence, this rank's tokens
         self._times[name] += 1
         key = name if self._times[name] == 1 else f"{name} (run {self._times[name]})"
         self.order.append(key)

@@ -1,4 +1,4 @@
-"""Which conditions a failing case needs, and where it goes wrong under those alone."""
+"""Which conditions a failing case needs, and where its error is under those alone."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from titanplans.proof.result import CaseResult
 T = TypeVar("T")
 
 Prove = Callable[[TPOptions, Scenario], CaseResult]
-"""Proves one case, and searches it for the place where it goes wrong."""
+"""Proves one case, and locates its error."""
 
 
 class Blame:
@@ -29,7 +29,7 @@ class Blame:
         self.known: list[Scenario] = [plain]
 
     def explain(self, case: CaseResult) -> CaseResult:
-        """Return the simplest case that fails as `case` does, under its name, with the conditions that it needs."""
+        """Return the simplest scenario that fails as `case` does, under its name, with the conditions that it needs."""
         found: dict[Scenario, CaseResult] = {}
 
         def fails(scenario: Scenario) -> bool:

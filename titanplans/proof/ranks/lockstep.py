@@ -1,4 +1,4 @@
-"""Where ranks that are threads wait for each other and take turns; ranks that do different things are detected."""
+"""Collectives of ranks that are threads, which run in turns; ranks that call different collectives are detected."""
 
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -11,7 +11,7 @@ _END = "the end of its work"
 
 
 class RanksDiverged(RuntimeError):
-    """The ranks lost each other: they called different collectives, or one on tensors that don't match."""
+    """The ranks called different collectives, or one on tensors that don't match."""
 
 
 class RankStopped(BaseException):
@@ -19,12 +19,12 @@ class RankStopped(BaseException):
 
 
 class Lockstep:
-    """Where the ranks wait for each other, and hand over to the next.
+    """Where the ranks meet at a collective, and hand the turn to the next.
 
     Args:
         ranks: their number.
         replica: their replica in the world, 0 or 1.
-        drawing: each rank has its own state of the default generator, as it would in a process.
+        drawing: whether each rank has its own state of the default generator, as in a process.
     """
 
     def __init__(self, ranks: int, replica: int, *, drawing: bool = False):
@@ -32,14 +32,14 @@ class Lockstep:
         self.in_world = list(range(replica * ranks, (replica + 1) * ranks))
         """The ranks' numbers in the world."""
         self.asked: dict[str, None] = {}
-        """Python modules, other than torch's and ours, that asked for a rank's number in the world."""
-        # An item is a rank's turn. Semaphores would do, but those of threading are written in Python.
+        """Python modules, other than torch's and ours, that called `dist.get_rank()`."""
+        # An item is a rank's turn. Semaphores would do, but threading's are written in Python.
         self._turns: list[SimpleQueue[None]] = [SimpleQueue() for _ in range(ranks)]
         self._turns[0].put(None)
         self._all = tuple(range(ranks))
         self._waiting: dict[int, _Brought] = {}
         self._outcomes: dict[int, _Outcome] = {}
-        """Of the collective that each rank has brought something to last, if that took place."""
+        """Of the collective that each rank waits for, once it has run."""
         self._depths = [0] * ranks
         self._failure: BaseException | None = None
         self._stopped = False
@@ -52,9 +52,9 @@ class Lockstep:
         act: Callable[[list], Any],
         ranks: tuple[int, ...] | None = None,
     ) -> Any:
-        """Bring `value`, wait for the other `ranks`, all unless given, and return `act` of their values, in that order.
+        """Wait for the other `ranks`, all unless given, and return `act` of the values of each, in that order.
 
-        Ranks whose `what` differs have lost each other, and so have all if each waits for another; then all fail.
+        All ranks fail if `what` differs among those that meet, or if every rank waits for another.
         """
         outcome = self._arrive(rank, _Brought(self._all if ranks is None else ranks, what, value, act))
         if self._failure is not None:
@@ -85,12 +85,12 @@ class Lockstep:
             raise RankStopped
 
     def hand_over(self, rank: int) -> None:
-        """Let the next rank run that waits for no other."""
+        """Give the turn to the next rank that waits at no collective."""
         following = ((rank + n) % self.ranks for n in range(1, self.ranks + 1))
         self._turns[next(r for r in following if r not in self._waiting)].put(None)
 
     def stop(self) -> None:
-        """End every rank's work at its next collective."""
+        """Raise RankStopped in every rank at its next collective."""
         self._stopped = True
         for turn in self._turns:
             turn.put(None)
@@ -102,7 +102,7 @@ class Lockstep:
             if outcome.ended:
                 return outcome.result
             if outcome.shallowest is not None and outcome.shallowest < depth:
-                raise RankStopped  # the others have left this work for good
+                raise RankStopped  # the others have left this `together`
 
     def _arrive(self, rank: int, brought: "_Brought") -> "_Outcome":
         self._waiting[rank] = brought
@@ -110,8 +110,8 @@ class Lockstep:
         if len(here) == len(brought.ranks):
             self._settle(brought.ranks)
         elif len(self._waiting) == self.ranks:
-            self._settle(self._all)  # nobody can go on
-        # The process has one default generator, and each rank draws its own numbers.
+            self._settle(self._all)  # a deadlock
+        # The ranks share the process's default generator: restore this one's state when its turn comes.
         state = torch.get_rng_state() if self.drawing else None
         self.hand_over(rank)
         self.wait(rank)
@@ -120,7 +120,7 @@ class Lockstep:
         return self._outcomes.pop(rank, _Outcome())
 
     def _settle(self, ranks: tuple[int, ...]) -> None:
-        """Do the collective of `ranks`, and let them go on, or all if it has failed. Called by the last to arrive."""
+        """Run the collective of `ranks`, and release them, or all if it has failed. Called by the last to arrive."""
         came = [self._waiting[rank] for rank in ranks]
         whats = [one.what for one in came]
         ends = [what[1] for what in whats if what[0] == _END]
@@ -149,7 +149,7 @@ class _Brought(NamedTuple):
     """What a rank brings to a collective."""
 
     ranks: tuple[int, ...]
-    """Those that meet."""
+    """The group of the collective."""
     what: tuple
     value: Any
     act: Callable[[list], Any]
@@ -160,9 +160,9 @@ class _Outcome(NamedTuple):
 
     result: Any = None
     ended: bool = False
-    """It was the end of all ranks' work."""
+    """All ranks have ended the same `together`."""
     shallowest: int | None = None
-    """Where all ranks are at an end, not of the same work: the depth of the outermost."""
+    """The least depth, if every rank has ended a `together`, of whatever depth."""
 
 
 def _words(what: tuple) -> str:

@@ -1,7 +1,7 @@
-"""Random numbers in a split model: refused, since no rank knows which of its numbers the others have to draw too.
+"""Dropout in a split model: refused, since ranks would have to draw alike for replicas and apart for shards.
 
-Ranks that draw alike drop the same places of heads, or of tokens, that are not the same; ranks that don't drift apart where
-they should be equal. Megatron-LM keeps two generators apart for this; here no model with dropout is split for training.
+Ranks with one seed drop the same positions of different heads or tokens; ranks with different seeds diverge where they
+are replicas. Megatron-LM keeps two generators for this; here no model with dropout is split for training.
 """
 
 from collections.abc import Iterator
@@ -17,9 +17,9 @@ REMEDY = f"set it to 0, or {WHOLE}"
 
 
 def dropouts(model: nn.Module) -> Iterator[str]:
-    """Yield each probability above 0 with which a module of `model` drops something, by name: "layers.0.attn.dropout = 0.1".
+    """Yield each dropout probability above 0 of `model`, by name: "layers.0.attn.dropout = 0.1".
 
-    Read off the modules: `p` of torch's Dropout, and what a module calls its dropout itself, or the jitter of a router.
+    Found by the names of modules' attributes: `p` of torch's Dropout, *dropout*, *pdrop, and a router's *jitter*.
     """
     for path, module in model.named_modules():
         if draws_alike(module):
@@ -32,7 +32,7 @@ def dropouts(model: nn.Module) -> Iterator[str]:
 
 
 def draws_alike(module: nn.Module) -> bool:
-    """Whether `module` draws the same numbers however the model is split, as the dropout of an adapter."""
+    """Whether `module` draws the same numbers however the model is split, as an adapter's dropout does."""
     return getattr(module, "draws_alike", False)
 
 
@@ -50,7 +50,7 @@ def check_dropout(model: nn.Module, degree: int) -> None:
 
 
 def generator_state(mesh: DeviceMesh) -> torch.Tensor:
-    """Return the state of the default generator of this rank's device, on the CPU; nothing waits for the device."""
+    """Return the state of the default generator of this rank's device, on the CPU, without a synchronisation."""
     if mesh.device_type == "cpu":
         return torch.get_rng_state()
     return torch.get_device_module(mesh.device_type).get_rng_state()

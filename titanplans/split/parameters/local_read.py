@@ -1,8 +1,8 @@
-"""From parameters, DTensors, to this rank's local tensors, and from their gradients back to the parameters': DTensors.
+"""Reads parameters (DTensors) as local tensors, whose gradients return as DTensors: `to_local` at a lower host cost.
 
-`to_local` does the same for one. Its backward makes a spec for each gradient, which is hashed when the gradient is detached
-to be accumulated: three quarters of what a parameter costs the host in a step. Here a spec is made once, and several
-parameters may be read by one autograd node.
+The backward of `to_local` makes a spec for each gradient, which is hashed when the gradient is detached to be accumulated:
+three quarters of a parameter's host time in a step. Here a spec is made once, and one autograd node may read several
+parameters.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from titanplans.torch_private.threads import DTensorSpec
 
 
 class LocalRead:
-    """Remembers the spec of the gradient of one parameter, which FSDP2 and a change of its dtype replace."""
+    """Caches the spec of one parameter's gradient until the parameter's own changes, by FSDP2 or a change of dtype."""
 
     __slots__ = ("_made", "_of", "_placements")
 
@@ -30,7 +30,7 @@ class LocalRead:
         self._made: DTensorSpec | None = None
 
     def spec(self, param: DTensor, placements: tuple[Placement, ...]) -> DTensorSpec:
-        """Return the spec of the gradient of `param`, which lies as `placements` say."""
+        """Return the spec of the gradient of `param` with these `placements`."""
         of = spec_of(param)
         if of is not self._of or placements is not self._placements or self._made is None:
             self._of, self._placements, self._made = of, placements, spec_as(of, *placements)
@@ -41,21 +41,21 @@ class LocalRead:
 
 
 class MixerPart(NamedTuple):
-    """What a rank of context parallelism uses, in a mixer, of what its rank of tensor parallelism has of a parameter."""
+    """The part of a parameter's tensor-parallel shard that a rank of context parallelism uses in a mixer."""
 
     dim: int
     ranges: tuple[tuple[int, int], ...]
-    """The first row and the number of each run; () for all rows."""
+    """First row and length of each run of rows; () for all rows."""
     divided_by: int = 1
-    """It is added to so many times as many parts of a sum."""
+    """Every rank of context parallelism adds it before the all-reduce, too, so it is divided by their number as well."""
 
 
 class Reading(NamedTuple):
-    """The data that reading a parameter takes, apart from the parameter."""
+    """What reading a parameter takes, but the parameter."""
 
     layout: Layout
     gradient: tuple[Placement, ...]
-    """How its gradient lies on the mesh of the parameter; () where that is a plain tensor."""
+    """Placements of the gradient on the mesh of the parameter; () where the parameter is a plain tensor."""
     uneven: bool
     rank: int
     group: Group
@@ -69,8 +69,8 @@ def read(
     """Return the local tensor of `param`, whose gradient goes back with the placements `gradient`.
 
     Args:
-        uneven: the shards are not equally large, so that `to_local` can't tell the whole shape by this rank's.
-        local_read: the one of this parameter.
+        uneven: shards differ in size, so that `to_local` can't infer the global shape from this rank's.
+        local_read: this parameter's.
     """
     local = local_tensor(param)
     plain = is_plain(local)
@@ -82,12 +82,12 @@ def read(
 
 
 def is_plain(local: torch.Tensor) -> bool:
-    """Whether `local` is an eager tensor and no other subclass: fake tensors, float8."""
+    """Whether `local` is an eager tensor of no subclass, such as fake tensors and float8."""
     return type(local) is torch.Tensor and not torch.compiler.is_compiling()
 
 
 def needs_gradient(param: torch.Tensor) -> bool:
-    """Whether a tensor read of `param` now is to be differentiated."""
+    """Whether autograd records a read of `param` now."""
     return param.requires_grad and torch.is_grad_enabled()
 
 
@@ -99,8 +99,8 @@ def read_all(params: Sequence[DTensor], specs: Sequence[DTensorSpec]) -> Sequenc
 class _Read(torch.autograd.Function):
     """`to_local` with the specs of the gradients.
 
-    The backward of DTensor's own also takes the size of this rank's shard for everyone's, and lets two parameters share one
-    gradient, where autograd has one tensor for both (of the parts of a sum).
+    DTensor's own backward also assumes that all shards have this rank's size, and lets two parameters share one gradient
+    where autograd passes one tensor to both (the terms of a sum).
     """
 
     @staticmethod
@@ -112,7 +112,7 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads):  # pyrefly: ignore[bad-override]
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():  # as one is to be differentiated again
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():  # traced, or create_graph
             return None, *map(_as_dtensor, grads, ctx.specs)
         hand_over = handed if accumulates(ctx) else with_spec
         return None, *[_handed(grad, spec, hand_over) for grad, spec in zip(grads, ctx.specs, strict=True)]

@@ -1,8 +1,8 @@
-"""What reading a parameter of a split module gives: this rank's tensor, whose flags and hooks are the parameter's.
+"""The local tensor that reading a parameter of a split module returns; its flags and hooks are the parameter's.
 
-The values are local, and results computed from them are plain tensors. An attribute that a user sets (`requires_grad`,
-`grad`, hooks) goes to the parameter itself, the DTensor that optimizers and state dicts hold: on the local tensor, which
-is made anew at each reading, it would be lost.
+Results computed from it are plain tensors. An attribute that a user sets (`requires_grad`, `grad`, hooks) goes to the
+parameter itself, the DTensor that optimizers and state dicts hold: on the local tensor, which is made anew at each
+reading, it would be lost.
 """
 
 from typing import Any
@@ -29,8 +29,8 @@ def _refusing(name: str) -> Any:
 class LocalPart(torch.Tensor):
     """This rank's part of a parameter. It computes as a plain tensor, without the cost of a `__torch_function__`.
 
-    It takes no random numbers, as `torch.nn.init` would draw them: heads would be equal on all ranks where seeds are, and
-    replicas would differ where they are not.
+    It refuses random fills, such as those of `torch.nn.init`: with one seed all ranks would have equal heads, with
+    different seeds unequal replicas.
     """
 
     __torch_function__ = disabled_torch_function  # pyrefly: ignore[bad-override]
@@ -44,7 +44,7 @@ class LocalPart(torch.Tensor):
 
 
 class LocalWeight(LocalPart):
-    """What `module.weight` is."""
+    """What `module.weight` returns."""
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
@@ -91,13 +91,13 @@ class LocalWeight(LocalPart):
 
 
 def as_weight(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return `local`, this rank's part of `parameter`, as its `LocalWeight`; it is not the tensor inside of the DTensor.
+    """Turn `local`, this rank's part of `parameter` but not the DTensor's own tensor, into a `LocalWeight`, in place.
 
-    What a compiler traces stays as it is, and so does another subclass of Tensor (fake tensors, float8).
+    A traced tensor or another subclass of Tensor (fake tensors, float8) is returned as it is.
     """
     if type(local) is not torch.Tensor or torch.compiler.is_compiling():
         return local
     weight: Any = local
-    weight.__class__ = LocalWeight  # no operation: it records no gradient of its own
+    weight.__class__ = LocalWeight  # no operation, so autograd records nothing
     weight.parameter = parameter
     return weight

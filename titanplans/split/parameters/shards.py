@@ -1,8 +1,7 @@
-"""Which part of a full tensor a rank holds, without communication.
+"""This rank's shard of a full tensor, without communication.
 
-`distribute_tensor` has no way for the strided shards of FSDP2 over tensor parallelism when sizes are
-uneven; this follows what the two did: TP cut the full tensor, FSDP2 cut TP's shard, both with
-`torch.chunk`.
+`distribute_tensor` can't make the uneven strided shards of FSDP2 over tensor parallelism. This repeats what the
+two did: TP cut the full tensor, FSDP2 cut TP's shard, both with `torch.chunk`.
 """
 
 import math
@@ -49,9 +48,9 @@ def copy_shard(destination: torch.Tensor, full: torch.Tensor, *, name: str) -> N
 
 
 def take_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
-    """Before `load_state_dict`: replace whole tensors for the DTensors of `module` by DTensors of this rank's parts.
+    """Replace whole tensors in `state` by DTensors where `module` has such: a pre-hook of `load_state_dict`.
 
-    A whole tensor has the parameter's shape, and the same values on every rank; no communication. One of another shape
+    Whole tensors have the same values on every rank, so nothing is communicated. One of another shape than the parameter
     is left for `load_state_dict` to refuse.
     """
     assigns = metadata.get("assign_to_params_buffers", False)
@@ -76,7 +75,7 @@ def take_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
 def local_shard(
     full: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], *, name: str
 ) -> torch.Tensor:
-    """This rank's view of `full` under `placements`: empty where it holds nothing."""
+    """Return this rank's view of `full` under `placements`: empty where it holds nothing."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ModelError(f"{name}: this rank is not in the mesh {mesh}")
@@ -89,9 +88,9 @@ def local_shard(
 
 
 def cut_axes(mesh: DeviceMesh, placements: tuple[Placement, ...], *, name: str) -> list[tuple[int, int]]:
-    """Return the axes of the mesh by which a tensor is cut, and the dimension that each cuts, in their order.
+    """Return the axes of the mesh that shard a tensor, each with the dimension that it shards, in order.
 
-    Each cuts what those before it have left, as `torch.chunk` does.
+    Each cuts the shard that those before it have left, as `torch.chunk` does.
 
     Raises:
         ModelError: a placement that is neither Replicate, Shard nor StridedShard, or a strided one of another order.

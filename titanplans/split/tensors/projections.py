@@ -1,4 +1,4 @@
-"""Products, cut by weights: by outputs nothing is sent, by inputs the ranks' parts are summed."""
+"""Linear modules, cut by weights: column-wise nothing is sent, row-wise the ranks' partial outputs are summed."""
 
 from functools import cache, partial
 from typing import Any
@@ -52,9 +52,9 @@ def _sum(group: Group, module: nn.Module, args: Any, output: torch.Tensor) -> to
 
 @cache
 def _with_bias_apart(cls: type[nn.Module]) -> type[nn.Module]:
-    """Subclass a Linear, under the same name, so that a compiled graph has its product and its bias apart.
+    """Subclass a Linear, under the same name, so that a compiled graph has a product and an addition of the bias.
 
-    Only a product by itself is fused with the gather before it: inductor's pass knows no `addmm`.
+    Inductor's pass fuses an all-gather with a product (`mm`) only, not with `addmm`.
     """
 
     def forward(module: Any, input: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Files of the user's that a library reads: whatever it raises for them becomes one line.
+"""Turns whatever a library raises for a user's file into an error of one line.
 
-Readers of Arrow, pickles and tokenizers raise what their own code happens to meet: TypeError, KeyError, a bare Exception.
+Readers of Arrow, pickles and tokenizers raise anything: TypeError, KeyError, a bare Exception.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def refusing(what: str, remedy: str, error: type[UserError] = DataError) -> Iter
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Turn the system's refusal to read `file` into a DataError."""
+    """Turn an OSError of reading `file` into a DataError."""
     try:
         yield
     except OSError as error:

@@ -33,14 +33,14 @@ def prepare_device() -> str:
 
     Raises:
         ConfigError: torchtitan's Trainer does not run here.
-        RuntimeError: torchtitan was imported before, and has chosen another device by then.
+        RuntimeError: torchtitan was imported before, and has chosen another device.
     """
     if (why := no_trainer()) is not None:
         raise ConfigError(why)
     device_type = default_device_type()
     if not hasattr(torch.distributed, "set_timeout"):
-        # torchtitan 0.3.0 lowers the timeouts after the first step by the name that torch gives this
-        # function after 2.13; without it, that step is the last, on any device.
+        # torchtitan 0.3.0 lowers the timeouts after the first step by a function that torch makes public
+        # after 2.13; without it every job ends there, on any device.
         setattr(torch.distributed, "set_timeout", set_group_timeout)  # noqa: B010
     if device_type == "cpu":
         _use_host_device()
@@ -116,7 +116,7 @@ def _use_host_device() -> None:
 
         titan_utils.device_type = "cpu"
         titan_utils.device_module = HostDevice()  # pyrefly: ignore[bad-assignment]  a module in all but type
-        titan_utils.get_peak_flops = lambda device_name: math.nan  # which else is an A100's, with a warning
+        titan_utils.get_peak_flops = lambda device_name: math.nan  # else an A100's, with a warning
     elif not isinstance(sys.modules["torchtitan.tools.utils"].device_module, HostDevice):
         raise RuntimeError(
             "torchtitan was imported before prepare_device(): its modules have chosen "
@@ -125,7 +125,7 @@ def _use_host_device() -> None:
 
 
 def _share_cores(local_world_size: int) -> None:
-    """One policy for the CPU threads of an operator: the ranks of a machine share its cores evenly.
+    """Share the cores of a machine evenly among its ranks, for the CPU threads of an operator.
 
     A single process keeps torch's default, every core. Several would each take every core, and
     torchrun's remedy (OMP_NUM_THREADS=1 for each) leaves most of a large machine idle.

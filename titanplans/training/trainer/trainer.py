@@ -48,7 +48,7 @@ class Trainer(torchtitan.trainer.Trainer):
     """`Trainer(config).train()`, then `close()`.
 
     Attributes:
-        asked_to_end: whether this rank was asked to, under checkpoint.save_on_signal.
+        asked_to_end: returns whether this rank got a signal to end, under checkpoint.save_on_signal.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -67,7 +67,7 @@ class Trainer(torchtitan.trainer.Trainer):
         skip_nan_inf_limit: int = 20
         """Steps in a row that may be skipped."""
 
-    # What `titanplans.training.trainer.model` and `titanplans.training.trainer.metrics` have put into the config.
+    # The types that `titanplans.training.trainer.model` and `titanplans.training.trainer.metrics` put into the config.
     model_config: LanguageModel.Config  # pyrefly: ignore[bad-override-mutable-attribute]
     metrics_processor: MetricsProcessor  # pyrefly: ignore[bad-override-mutable-attribute]
     config: Config  # pyrefly: ignore[bad-override-mutable-attribute]
@@ -77,7 +77,7 @@ class Trainer(torchtitan.trainer.Trainer):
         self._batches_done = 0  # of this step
         self._losses: list[torch.Tensor] = []  # likewise
         self._checked_async_tp = False
-        self._has_trained = False  # a step, since it was started
+        self._has_trained = False  # a step, in this run
         self.skipped = Skipped()
         self.asked_to_end: Callable[[], bool] = lambda: False
         super().__init__(config)
@@ -101,7 +101,7 @@ class Trainer(torchtitan.trainer.Trainer):
         self.metrics_processor.of_data = self.dataloader.take_figures  # pyrefly: ignore[missing-attribute]
         self.metrics_processor.experts = self.experts
         if config.strategy.float8.recipe_name is not None:
-            # The peak that is known is bfloat16's, and only some products run at another.
+            # torchtitan knows bfloat16's peak, and only some products run in float8.
             self.metrics_processor.peak_flops = None
         with rename_option_errors():
             for optimizer in self.optimizers:
@@ -116,7 +116,7 @@ class Trainer(torchtitan.trainer.Trainer):
         )
 
     def init_distributed(self) -> ParallelDims:
-        """torchtitan's, by a store that ranks of an earlier start have not written to."""
+        """torchtitan's, with a store that ranks of an earlier start have not written to."""
         if torch.distributed.is_initialized():
             dims = super().init_distributed()
         else:
@@ -125,10 +125,10 @@ class Trainer(torchtitan.trainer.Trainer):
         return WholeSequences.from_config(self.config.parallelism, dims.world_size)
 
     def should_continue_training(self) -> bool:
-        """True while steps are left. Under checkpoint.save_on_signal saves and ends where a rank was asked to.
+        """Return True while steps are left. Under checkpoint.save_on_signal save and end once a rank got a signal.
 
         Raises:
-            TrainingDone: none are, for `train`.
+            TrainingDone: no step is left, or the job ends by a signal; `train` catches it.
         """
         if not super().should_continue_training():
             self._say_what_was_read()
@@ -154,7 +154,7 @@ class Trainer(torchtitan.trainer.Trainer):
             self.report.start()
             with contextlib.suppress(TrainingDone):
                 super().train()
-            torch.distributed.barrier()  # all end together: rank 0 may keep the store
+            torch.distributed.barrier()  # all end together: rank 0 may host the store
 
     def batch_generator(self, data_iterable: Iterable[_Batch]) -> Iterator[_Batch]:
         """torchtitan's, which on a resumed run starts with the random generators of the checkpoint.
@@ -181,7 +181,7 @@ class Trainer(torchtitan.trainer.Trainer):
             ConfigError: in this run's first step async tensor parallelism fused nothing, or a block that was to be
                 compiled ran eagerly.
         """
-        self.step -= 1  # the last whole one
+        self.step -= 1  # the last complete step
         try:
             with self._saved_before_a_data_error():
                 batches = [next(data_iterator) for _ in range(self.gradient_accumulation_steps)]
@@ -215,7 +215,7 @@ class Trainer(torchtitan.trainer.Trainer):
 
     @contextlib.contextmanager
     def _saved_before_a_data_error(self) -> Iterator[None]:
-        """Save the step before a DataError of the body, which all ranks have, ends the run."""
+        """Save the last step before a DataError of the body, raised on all ranks, ends the run."""
         try:
             yield
         except DataError as error:
@@ -253,20 +253,20 @@ class Trainer(torchtitan.trainer.Trainer):
             # torchtitan's train_step itself raises for a loss that is not finite, once the step is over.
             if not _raised_in(error, torchtitan.trainer.Trainer.train_step):
                 raise
-            if not self.skipped.in_a_row:  # else it was left out
+            if not self.skipped.in_a_row:  # else the step was skipped
                 raise self._diverged("loss") from error
-        # No later loss says so of the last step. One that is not logged waits for nothing.
+        # After the last step no loss would show it. A step that is not logged does not synchronise.
         logged = self.metrics_processor.should_log(self.step)
         if logged and not skips and not all(norm.isfinite() for norm in norms):
             raise self._diverged("gradient's norm")
         if not self.skipped.in_a_row:
             numbers = torch.stack([number.float() for number in (*norms, *self._losses)])
-            self._finite *= numbers.isfinite().all()  # waits for nothing
+            self._finite *= numbers.isfinite().all()  # without a synchronisation
 
     def _all_finite(self) -> bool:
-        """Whether all weights are finite, on every rank, and losses and norms were, but for steps that were left out."""
+        """Whether all weights are finite, on every rank, and losses and norms were, but for skipped steps. Collective."""
         every = [parameter.detach() for part in self.model_parts for parameter in part.parameters()]
-        weights = [weight for weight in every if weight.is_floating_point()]  # codes always are
+        weights = [weight for weight in every if weight.is_floating_point()]  # NF4 codes always are
         local = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
         self._finite *= torch.nn.utils.get_total_norm(local, torch.inf).isfinite()
         torch.distributed.all_reduce(self._finite, torch.distributed.ReduceOp.MIN)
@@ -293,7 +293,7 @@ class Trainer(torchtitan.trainer.Trainer):
         return loss
 
     def post_dataloading_process(self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor) -> Any:
-        """torchtitan's, which also tells the model the labels of the forward that comes."""
+        """torchtitan's, which also gives the model the labels of its next forward."""
         inputs, labels, extra = super().post_dataloading_process(input_dict, labels)
         part: Any = self.model_parts[0]
         part.labels = labels

@@ -1,7 +1,7 @@
 """Local corpora: the files that a path stands for, and text files cut into documents.
 
-Documents are indexed (a number of them, each read when it is asked for) and split by the rules of `split.py`. Rows of .jsonl
-and .parquet files are in `rows.py`. The order over an epoch is decided in `sources.py`.
+Documents are indexed, read on access, and split by the rules of `split.py`. Rows of .jsonl and .parquet files are in
+`rows.py`. The order over an epoch is decided in `sources.py`.
 """
 
 import codecs
@@ -24,7 +24,7 @@ FORMATS = {"text": (".txt", ".md", ".py"), "json": (".jsonl", ".json"), "parquet
 
 
 def find_files(path: str, wanted: str | None = None) -> tuple[Path, list[Path], str]:
-    """The files that `path` (a file, a folder or a glob; `**` descends) stands for.
+    """Return the files that `path` (a file, a folder or a glob; `**` descends) stands for.
 
     Args:
         path: the job's `dataset_path`.
@@ -71,7 +71,7 @@ def find_files(path: str, wanted: str | None = None) -> tuple[Path, list[Path], 
 
 
 def _below(path: str) -> tuple[Path, list[Path]]:
-    """The folder that `path` starts from, and every file that it stands for; hidden ones in a folder are left out."""
+    """Return the folder that `path` starts from, and every file that it stands for, but hidden ones in a folder."""
     given = Path(path)
     if given.is_file():
         return given.parent, [given]
@@ -92,7 +92,7 @@ def _below(path: str) -> tuple[Path, list[Path]]:
 
 
 def walk(folder: Path) -> Iterator[Path]:
-    """The files in a folder and below, hidden ones left out; none if there is no such folder."""
+    """Yield the files in a folder and below, but hidden ones; none if there is no such folder."""
     if not folder.is_dir():
         return
 
@@ -115,7 +115,7 @@ def _parts_before_magic(path: Path) -> list[str]:
 
 @cache
 def _check_utf8(file: Path, written: int) -> None:
-    """Refuse a file that is not UTF-8; one last `written` then is read once, though its data train and validate."""
+    """Refuse a file that is not UTF-8. Cached by `written`, its mtime: training and validation read it once."""
     decoder, before = codecs.getincrementaldecoder("utf-8")(), 0
     with reading(file), file.open("rb") as stream:
         for block in itertools.chain(iter(lambda: stream.read(1 << 20), b""), [b""]):
@@ -132,9 +132,9 @@ def _check_utf8(file: Path, written: int) -> None:
 class TextFiles:
     """Documents cut from UTF-8 text files, about `piece_bytes` each, at line ends.
 
-    Opening asks for the files' sizes, and reads them only to `check` that they are UTF-8. A piece holds the lines that begin
-    in its range of bytes (a line longer than that is cut), so the pieces of a file, put together, are the
-    file. Twenty files or more are split by file; of fewer, every twentieth piece is for validation.
+    The constructor reads only the files' sizes, unless it is to `check` that they are UTF-8. A piece holds the lines that
+    begin in its range of bytes (a longer line is cut), so that the pieces of a file concatenate to the file. Twenty files
+    or more are split by file; of fewer, every twentieth piece is for validation.
 
     Raises:
         DataError: a file is not UTF-8: names it and its first such byte.
@@ -169,7 +169,7 @@ class TextFiles:
         return len(self._pieces)
 
     def document(self, i: int) -> str:
-        """Document `i`. Raises DataError if it can't be read, is not UTF-8, or the file was cut since it was opened."""
+        """Return document `i`. Raises DataError if it can't be read, is not UTF-8, or the file has become shorter."""
         file, start = self._pieces[i]
         size = self._sizes[file]
 

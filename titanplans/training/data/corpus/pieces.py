@@ -4,20 +4,20 @@ import itertools
 from collections.abc import Callable, Iterator
 
 PIECE_BYTES = 64 * 1024
-"""About how much of a text file or a row a document has at most; it is cut at a line end."""
+"""Bytes of a document at most, about; longer text files and rows are cut at a line end."""
 
 
 def cut(read: Callable[[int, int], bytes | memoryview], place: int, most: int, size: int) -> int:
-    """Return where the first line that begins at byte `place` or later does, at most `most` bytes away from there.
+    """Return the offset of the first line that begins at byte `place` or later, at most `most` bytes further.
 
-    A longer line, or a last one that has no end, is cut after its first space from `place` on, or else before its first
-    character from there on.
+    If there is none, cut after the first space from `place` on, else at the end of the text if that is as near, else
+    before the first character.
 
     Args:
-        read: gives the bytes from a place on, as many as asked for or as there are.
-        place: in the text.
+        read: returns the bytes from an offset on, as many as asked for or as there are.
+        place: an offset in the text.
         most: the length of a piece.
-        size: of the text, in bytes; what lies beyond is `size`.
+        size: of the text, in bytes; no cut lies beyond.
     """
     if place <= 0 or place >= size:
         return min(max(place, 0), size)
@@ -31,7 +31,7 @@ def cut(read: Callable[[int, int], bytes | memoryview], place: int, most: int, s
 
 
 def pieces(text: str) -> Iterator[str]:
-    """The documents that a row's text is cut into: the text itself, if it isn't long."""
+    """Yield the documents that a row's text is cut into: the text itself, if it isn't long."""
     if len(text) * 4 <= PIECE_BYTES or len(row := text.encode()) <= PIECE_BYTES:
         yield text
         return
