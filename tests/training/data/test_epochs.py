@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 from collections import Counter
-from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -78,7 +77,7 @@ def wanted(names, epochs) -> Counter:
     st.sampled_from(["a", "abc"]), st.integers(0, 40),
 )  # fmt: skip
 def test_every_document_is_read_once_an_epoch(data, batch, other, packing, epochs, names, stop):
-    data = replace(data, packing=packing, sources=tuple(of for of in data.sources if of.name in names))
+    data = data.replace(packing=packing, sources=tuple(of for of in data.sources if of.name in names))
     first = build(data, batch, epochs=epochs)
     batches = iter(first)
     read = predicted(islice(batches, stop))
@@ -120,7 +119,7 @@ def on_two_ranks(rank: int) -> list[dict]:
     multiprocessing.set_start_method("fork", force=True)  # of workers, as in a job
     data, found = write(Path(os.environ["TEST_FOLDER"]) / str(rank)), {}
     for batch, workers, packing in ((2, 0, "cut"), (10, 0, "best_fit"), (6, 2, "cut"), (4, 1, "best_fit")):
-        of = replace(data, packing=packing)
+        of = data.replace(packing=packing)
         whole = predicted(build(of, batch, rank=rank, ranks=2, workers=workers))
         for stop in (0, 3, 11):
             first = build(of, batch, rank=rank, ranks=2, workers=workers)

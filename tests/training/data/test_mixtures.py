@@ -1,7 +1,6 @@
 """Mixtures: each row is one source's, by weight, the same on any layout; best fit; the end of a source."""
 
 import json
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -61,7 +60,7 @@ def of_source(tokenizer, row):
 @pytest.mark.parametrize("packing", ["cut", "best_fit"])
 @pytest.mark.parametrize(("ranks", "workers"), [(2, 0), (4, 0), (2, 2)])
 def test_a_global_batch_is_the_same_on_any_layout(build, data, packing, ranks, workers):
-    data = replace(data, packing=packing)
+    data = data.replace(packing=packing)
     whole = global_batches([build(data, workers=0)], 9)
     if workers:  # other streams
         whole = global_batches([build(data, workers=workers)], 9)
@@ -72,7 +71,7 @@ def test_a_global_batch_is_the_same_on_any_layout(build, data, packing, ranks, w
 
 @pytest.mark.parametrize("packing", ["cut", "best_fit"])
 def test_it_resumes_on_another_layout_at_any_step(build, data, packing):
-    data = replace(data, packing=packing)
+    data = data.replace(packing=packing)
     whole = global_batches([build(data)], 12)
     for stop in (1, 5, 8):
         first = build(data)
@@ -94,7 +93,7 @@ def test_rows_are_of_the_sources_by_weight_in_each_batch_and_stream(build, data,
 def test_weights_may_change_and_count_from_there_on(build, data, tokenizer, caplog):
     first = build(data)
     before = global_batches([first], 8)
-    even = replace(data, sources=tuple(replace(source, weight=1.0) for source in data.sources))
+    even = data.replace(sources=tuple(source.replace(weight=1.0) for source in data.sources))
     second = build(even)
     second.load_state_dict(first.state_dict())
     after = global_batches([second], 8)
@@ -119,29 +118,29 @@ def test_what_is_not_resumed(build, data):
     with pytest.raises(
         DataError, match=r"^packing of a = 'best_fit': the checkpoint's data loader had 'cut'"
     ):
-        build(replace(data, packing="best_fit")).load_state_dict(state)
-    few = replace(data.sources[0], name="few", dataset_split="validation")  # 4 documents
+        build(data.replace(packing="best_fit")).load_state_dict(state)
+    few = data.sources[0].replace(name="few", dataset_split="validation")  # 4 documents
     with pytest.raises(DataError, match=r"^data.sources, few: it has fewer documents than the 8 streams"):
-        build(replace(data, sources=(*data.sources, few))).load_state_dict(state)
-    other = (replace(data.sources[0], dataset_split="train"), data.sources[1])
+        build(data.replace(sources=(*data.sources, few))).load_state_dict(state)
+    other = (data.sources[0].replace(dataset_split="train"), data.sources[1])
     with pytest.raises(DataError, match=r"^split of a = 'train': the checkpoint's data loader had 'all'"):
-        build(replace(data, sources=other)).load_state_dict(state)
+        build(data.replace(sources=other)).load_state_dict(state)
 
 
 def test_sources_come_go_move_and_pause_by_name(build, data, tokenizer):
     """What is read of a source goes on where it was, whichever the others are; a line says what has changed."""
     a, b = data.sources
-    alone = {of.name: global_batches([build(replace(data, sources=(of,)))], 14) for of in (a, b)}
+    alone = {of.name: global_batches([build(data.replace(sources=(of,)))], 14) for of in (a, b)}
     taken, state = [], None
     for sources, said in (
         ((a,), None),
         ((b, a), "b is new, of weight 1"),
         ((a, b), None),
-        ((replace(a, weight=0.0), b), "a has weight 0, and had 3"),
-        ((replace(a, weight=1.0), b), "a has weight 1, and had 0"),
-        ((replace(a, weight=1.0),), "b is left out, and its place given up"),
+        ((a.replace(weight=0.0), b), "a has weight 0, and had 3"),
+        ((a.replace(weight=1.0), b), "a has weight 1, and had 0"),
+        ((a.replace(weight=1.0),), "b is left out, and its place given up"),
     ):
-        loader = build(replace(data, sources=sources))
+        loader = build(data.replace(sources=sources))
         if state is not None:
             assert loader.check_state(state)[1] == ([f"data.sources from here on: {said}"] if said else [])
             loader.load_state_dict(state)
@@ -160,12 +159,12 @@ def test_a_pass_reads_every_source_whole(build, data, tokenizer):
         return sorted(row for x, y in batches for row in x["input"][(y != IGNORED).any(1)].tolist())
 
     seen = read(data)
-    assert seen == sorted(row for source in data.sources for row in read(replace(data, sources=(source,))))
+    assert seen == sorted(row for source in data.sources for row in read(data.replace(sources=(source,))))
     assert {of_source(tokenizer, row) for row in seen} == {"a", "b"}
 
 
 def test_figures_count_tokens_of_each_source_padding_and_what_is_long(build, data):
-    loader = build(replace(data, packing="best_fit", long_documents="drop"), seq_len=56)
+    loader = build(data.replace(packing="best_fit", long_documents="drop"), seq_len=56)
     batches = list(islice(iter(loader), 20))
     found = loader.take_figures()
     tokens = sum(int((inputs["positions"] >= 0).sum()) for inputs, _ in batches)
@@ -175,11 +174,11 @@ def test_figures_count_tokens_of_each_source_padding_and_what_is_long(build, dat
     assert 0 < found["data/padding(%)"] < 40
     assert found["data/long_documents/b"] > 0
     assert loader.take_figures()["data/tokens/a"] == 0
-    assert build(replace(data, sources=data.sources[:1])).take_figures() == {}
+    assert build(data.replace(sources=data.sources[:1])).take_figures() == {}
 
 
 def test_a_source_of_nothing_but_long_documents_is_refused(build, data):
-    dropping = replace(data, packing="best_fit", long_documents="drop")
+    dropping = data.replace(packing="best_fit", long_documents="drop")
     with pytest.raises(DataError, match=r"holds no document within seq_len = 2 tokens"):
         next(iter(build(dropping, seq_len=2)))
 
