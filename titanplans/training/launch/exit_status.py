@@ -42,8 +42,9 @@ def fail(error: Exception, rank: int) -> int:
 
     Of a rank that our launcher or torchrun has started, these print it.
     """
-    what, lines = first_line(f"{type(error).__name__}: {error}"), "".join(traceback.format_exception(error))
-    what += blamed(error)
+    # Libraries go on with advice and stack frames.
+    what = f"{type(error).__name__}: {error}".strip().partition("\n")[0] + blamed(error)
+    lines = "".join(traceback.format_exception(error))
     if REPORTS in os.environ:
         leave_report(rank, how=f"failed: {what}", traceback=lines)
     elif "TORCHELASTIC_ERROR_FILE" in os.environ:
@@ -57,11 +58,6 @@ def fail(error: Exception, rank: int) -> int:
         say(f"rank {rank}: {lines.rstrip()}")
         say(f"error: rank {rank} failed: {what}")
     return 1
-
-
-def first_line(text: str) -> str:
-    """Return the first line of a message, which libraries continue with advice and stack frames."""
-    return text.strip().partition("\n")[0]
 
 
 def mute_stdout() -> None:
