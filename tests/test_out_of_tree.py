@@ -96,7 +96,7 @@ def test_async_tp_is_decided(installed):
     """Its weights lie on meta until the model is split, as those of a model of transformers."""
     out = said(installed, is_decided)
     assert "2 x Block (Mixer, MLP), 1 graph" in out
-    assert "forward   all-gather      mixer in        fused with qkv_proj" in out
+    assert re.search(r"forward +all-gather .*  fused with mixer.qkv_proj", out)
 
 
 def test_it_trains_on_two_ranks(installed):

@@ -239,51 +239,59 @@ def names():
     }
 
 
+def split(model, line):
+    from titanplans import apply_plan
+
+    apply_plan(model, line, loss_parallel=False, plan=TinyPlan)
+
+
+def deferred(model, line):
+    apply_ddp(model, line, STATIC)
+    with accumulate(model, last=False):
+        pass
+
+
+def run(model, line, config):
+    """Run a model that returns what torch can't look into."""
+    apply_ddp(model, line, config)
+    loss_of(model)
+
+
+STATIC = DDPConfig(static_graph=True, defer_grad_sync=False)
+LOOKED_FOR = DDPConfig(find_unused_parameters=True)
+REFUSALS = {
+    "tp": (split, "take FSDP2Config with dp_replicate"),
+    "fsdp": (
+        lambda model, line: torch.distributed.fsdp.fully_shard(model, mesh=line),
+        "take FSDP2Config with dp_replicate",
+    ),
+    "meta": (lambda model, line: model.to("meta"), "embed.weight"),
+    "twice": (lambda model, line: apply_ddp(model, line, DDPConfig()), "already replicated"),
+    "frozen": (lambda model, line: model.requires_grad_(False), "all parameters are frozen"),
+    "whole": (lambda model, line: model.compile(), "compile its blocks one by one"),
+    "wrapped": (lambda model, line: torch.compile(model), "compile its blocks one by one"),
+    "deferred": (deferred, "loses count"),
+    "hidden, unused": (lambda model, line: run(model, line, LOOKED_FOR), "a SimpleNamespace"),
+    "hidden, static": (lambda model, line: run(model, line, STATIC), "a SimpleNamespace"),
+    "2-D": (lambda model, line: None, 'get_mesh("dp")'),
+}
+"""What is done to a model, which then can't be replicated, and words of the error."""
+
+
 def refusals():
     mesh = dist.device_mesh.init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("x", "dp"))
-    line = mesh["dp"]
 
-    def refusal(prepare, config=None, on=line):
-        try:
-            model = build()
-            result = prepare(model)
-            apply_ddp(result if isinstance(result, nn.Module) else model, on, config or DDPConfig())
-        except ParallelError as error:
-            return str(error)
+    def replicated(name, model):
+        result = REFUSALS[name][0](model, mesh["dp"])
+        whole = result if isinstance(result, nn.Module) else model
+        apply_ddp(whole, mesh if name == "2-D" else mesh["dp"], DDPConfig())
 
-    def split(model):
-        from titanplans import apply_plan
-
-        apply_plan(model, line, loss_parallel=False, plan=TinyPlan)
-
-    def sharded(model):
-        torch.distributed.fsdp.fully_shard(model, mesh=line)
-
-    def hidden(**options):
-        model = prepared(DDPConfig(**options))
-        try:
-            loss_of(model)
-        except ParallelError as error:
-            return str(error)
-
-    def deferred(model):
-        apply_ddp(model, line, DDPConfig(static_graph=True, defer_grad_sync=False))
-        with accumulate(model, last=False):
-            pass
-
-    return {
-        "deferred": refusal(deferred),
-        "tp": refusal(split),
-        "fsdp": refusal(sharded),
-        "meta": refusal(lambda model: model.to("meta")),
-        "twice": refusal(lambda model: apply_ddp(model, line, DDPConfig())),
-        "frozen": refusal(lambda model: model.requires_grad_(False)),
-        "whole": refusal(lambda model: model.compile()),
-        "wrapped": refusal(lambda model: torch.compile(model)),
-        "2-D": refusal(lambda model: None, on=mesh),
-        "hidden, unused": hidden(find_unused_parameters=True),
-        "hidden, static": hidden(static_graph=True, defer_grad_sync=False),
-    }
+    said = {}
+    for name in REFUSALS:
+        with pytest.raises(ParallelError) as refused:
+            replicated(name, build())
+        said[name] = str(refused.value)
+    return said
 
 
 @pytest.fixture(scope="module")
@@ -404,26 +412,10 @@ def test_names_are_the_model_s_and_options_reach_torch(results):
     assert results["names"]["static"]
 
 
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        ("tp", "take FSDP2Config with dp_replicate"),
-        ("fsdp", "take FSDP2Config with dp_replicate"),
-        ("meta", "embed.weight"),
-        ("twice", "already replicated"),
-        ("frozen", "all parameters are frozen"),
-        ("whole", "compile its blocks one by one"),
-        ("wrapped", "compile its blocks one by one"),
-        ("deferred", "loses count"),
-        ("2-D", 'get_mesh("dp")'),
-        ("hidden, unused", "a SimpleNamespace"),
-        ("hidden, static", "a SimpleNamespace"),
-    ],
-)
-def test_refusals_name_the_value_and_the_remedy(results, case, words):
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusals_name_the_value_and_the_remedy(results, case):
     message = results["refusals"][case]
-    assert message is not None
-    assert words in message
+    assert REFUSALS[case][1] in message
     assert "\n" not in message
 
 

@@ -27,11 +27,8 @@ def main(argv: list[str]) -> int:
         with stop_on_signals():
             _check_folders(command, arguments)
             print(_converted(command, arguments))
-    except UserError as error:
+    except (UserError, RunError) as error:
         return refuse(error, rank=0)
-    except RunError as error:
-        refuse(error, rank=0)
-        return 1
     return 0
 
 

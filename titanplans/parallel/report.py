@@ -55,8 +55,6 @@ _OF_MODEL = ("tp", "cp", "ep", "pp")
 
 _OF_STEP = ("step", "blocks", "other_modules", "graphs")
 
-_Row = tuple[tuple[str, Any], ...]
-
 
 class ParallelismReport:
     """The report on one model; `measuring` fills in the part of a step.
@@ -128,12 +126,11 @@ class ParallelismReport:
                 compilation = stack.enter_context(record_compilation(record.places, record.guard))
             yield record
         self.values["measured_after_step"] = step
-        if record.guard.failure is not None or record.places is None:
-            assert record.guard.failure is not None  # without it there are places
+        if record.guard.failure is not None:
             self.not_measured(reason(record.guard.failure))
             return
         self.values |= self._communication(record) | {"reasons": {}}
-        if compilation is not None:
+        if compilation is not None and record.places is not None:
             if self._to_compile("model"):
                 check_compiled(self.blocks, self._towers, record.places, compilation)
             components = [name for name in ("loss", "optimizer") if self._to_compile(name)]
@@ -173,20 +170,16 @@ class ParallelismReport:
             # The block that the module stands in, or else its own name; None for the model itself, and outside.
             inside = next((b for b in self.blocks if f"{c.module}.".startswith(f"{b}.")), c.module or None)
             parts.setdefault(inside, []).append((c, group))
-        kinds: dict[tuple[str, tuple[_Row, ...]], list[str]] = {}
+        kinds: list[dict[str, Any]] = []
         for block in self.blocks:
-            kinds.setdefault((self._class(block), _rows(parts.pop(block))), []).append(block)
-        return {
-            "step": step,
-            "blocks": [
-                {"class": kind, "names": names, "collectives": [dict(row) for row in rows]}
-                for (kind, rows), names in kinds.items()
-            ],
-            "other_modules": [
-                {"name": name, "collectives": [dict(row) for row in _rows(issued)]}
-                for name, issued in parts.items()
-            ],
-        }
+            name, rows = self._class(block), _rows(parts.pop(block))
+            same = next((k for k in kinds if (k["class"], k["collectives"]) == (name, rows)), None)
+            if same is None:
+                kinds.append({"class": name, "names": [block], "collectives": rows})
+            else:
+                same["names"].append(block)
+        others = [{"name": name, "collectives": _rows(issued)} for name, issued in parts.items()]
+        return {"step": step, "blocks": kinds, "other_modules": others}
 
     def _group(self, collective: Collective, groups: Mapping[str, tuple[int, ...]]) -> str:
         """The name of the mesh for whose sake `collective` is issued, where several have the same ranks."""
@@ -245,15 +238,15 @@ def _sums(collectives: Iterable[Collective]) -> dict[str, int]:
     }
 
 
-def _rows(collectives: Iterable[tuple[Collective, str]]) -> tuple[_Row, ...]:
-    """Equal collectives as one row, in the order of the first; a row is a dict's items, so that tables compare."""
-    rows: dict[tuple[Any, ...], list[int]] = {}
+def _rows(collectives: Iterable[tuple[Collective, str]]) -> list[dict[str, Any]]:
+    """Equal collectives as one row, in the order of the first."""
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for c, group in collectives:
-        row = rows.setdefault((c.phase, c.operation, group, c.fused), [0, 0])
-        row[0] += 1
-        row[1] += c.received or 0
-    keys = ("phase", "operation", "group", "fused", "count", "bytes")
-    return tuple(tuple(zip(keys, (*row, *counts), strict=True)) for row, counts in rows.items())
+        words = {"phase": c.phase, "operation": c.operation, "group": group, "fused": c.fused}
+        row = rows.setdefault(tuple(words.values()), words | {"count": 0, "bytes": 0})
+        row["count"] += 1
+        row["bytes"] += c.received or 0
+    return list(rows.values())
 
 
 def _plan(applied: AppliedPlan | None) -> dict[str, Any]:

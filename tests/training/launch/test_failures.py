@@ -21,8 +21,7 @@ def end(how, rank):
     if how == "refused":
         status = refuse(UserError("steps = 0:\nat least 1"), rank)
     elif how == "not finite":
-        refuse(RunError("the loss is not finite"), rank)
-        status = 1
+        status = refuse(RunError("the loss is not finite"), rank)
     elif how == "failed":
         try:
             raise KeyError("first", "second")

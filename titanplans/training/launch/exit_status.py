@@ -22,9 +22,10 @@ def say(words: str) -> None:
 
 
 def refuse(error: UserError | RunError, rank: int) -> int:
-    """Say the error on one line and return 2. Our launcher prints it; else the rank does.
+    """Say the error on one line; return 2 where the job can't be run, 1 where it can't go on.
 
-    Under torchrun, ranks other than 0 print it only if rank 0 has not ended the job.
+    A rank of our launcher leaves it for that. Under torchrun, ranks other than 0 print it only if rank 0 has not ended the
+    job.
     """
     line = as_line(f"{error}{blamed(error)}")
     if REPORTS in os.environ:
@@ -34,7 +35,7 @@ def refuse(error: UserError | RunError, rank: int) -> int:
     else:
         time.sleep(3.0)  # rank 0 mostly has the same error; torchrun stops this rank as soon as it has exited
         say(f"error: rank {rank}: {line}")
-    return 2
+    return 1 if isinstance(error, RunError) else 2
 
 
 def fail(error: Exception, rank: int) -> int:
@@ -42,8 +43,9 @@ def fail(error: Exception, rank: int) -> int:
 
     Of a rank that our launcher or torchrun has started, these print it.
     """
-    what, lines = first_line(f"{type(error).__name__}: {error}"), "".join(traceback.format_exception(error))
-    what += blamed(error)
+    # Libraries go on with advice and stack frames.
+    what = f"{type(error).__name__}: {error}".strip().partition("\n")[0] + blamed(error)
+    lines = "".join(traceback.format_exception(error))
     if REPORTS in os.environ:
         leave_report(rank, how=f"failed: {what}", traceback=lines)
     elif "TORCHELASTIC_ERROR_FILE" in os.environ:
@@ -57,11 +59,6 @@ def fail(error: Exception, rank: int) -> int:
         say(f"rank {rank}: {lines.rstrip()}")
         say(f"error: rank {rank} failed: {what}")
     return 1
-
-
-def first_line(text: str) -> str:
-    """Return the first line of a message, which libraries continue with advice and stack frames."""
-    return text.strip().partition("\n")[0]
 
 
 def mute_stdout() -> None:

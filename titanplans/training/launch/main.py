@@ -50,11 +50,8 @@ def main(argv: list[str]) -> int:
                 for note in job.notes:
                     logging.getLogger(__name__).info(note)  # rank 0's alone reach the screen
                 return _run(job, torchrun, restarts)
-    except UserError as error:
+    except (UserError, RunError) as error:
         return refuse(error, rank)
-    except RunError as error:
-        refuse(error, rank)
-        return 1
 
 
 def _run(job: JobConfig, torchrun: Ranks | None, restarts: int) -> int:

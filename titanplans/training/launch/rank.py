@@ -28,11 +28,8 @@ def run_rank(job: JobConfig) -> int:
         with stop_on_signals(first_sigterm=asked.set if job.checkpoint.save_on_signal else None):
             _train(job, rank, asked)
         return 0
-    except UserError as error:
+    except (UserError, RunError) as error:
         ended_by, status = error, refuse(error, rank)
-    except RunError as error:
-        refuse(error, rank)
-        ended_by, status = error, 1
     except Stopped as stopped:
         ended_by, status = stopped, stopped.exit_status
         if rank == 0 and REPORTS not in os.environ:  # our launcher says it
