@@ -229,13 +229,13 @@ def test_another_length_leaves_no_token_of_best_fit_out_and_reads_none_twice(len
 
 def test_a_job_of_best_fit_goes_on_at_another_length(build, data):
     """Whatever the length was before, `epochs` reads every token of every document once."""
-    data = replace(data, packing="best_fit")
+    data = data.replace(packing="best_fit")
 
     def pairs(batches):
         rows = [(x[y != IGNORED], y[y != IGNORED]) for inputs, y in batches for x in [inputs["input"]]]
         return [pair for x, y in rows for pair in zip(x.tolist(), y.tolist(), strict=True)]
 
-    once = replace(data, exhausted="end")
+    once = data.replace(exhausted="end")
     whole = sorted(pairs(build(once)))
     for steps in (1, 3):
         found, first = [], build(once)

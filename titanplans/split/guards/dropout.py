@@ -6,9 +6,7 @@ are replicas. Megatron-LM keeps two generators for this; here no model with drop
 
 from collections.abc import Iterator
 
-import torch
 from torch import nn
-from torch.distributed.tensor import DeviceMesh
 
 from titanplans.errors import PlanError
 
@@ -47,10 +45,3 @@ def check_dropout(model: nn.Module, degree: int) -> None:
             f"{found}: in a model that is split over {degree} ranks it would draw the same numbers for every rank's heads "
             f"and tokens, or other ones where ranks have to agree: {REMEDY}"
         )
-
-
-def generator_state(mesh: DeviceMesh) -> torch.Tensor:
-    """Return the state of the default generator of this rank's device, on the CPU, without a synchronisation."""
-    if mesh.device_type == "cpu":
-        return torch.get_rng_state()
-    return torch.get_device_module(mesh.device_type).get_rng_state()

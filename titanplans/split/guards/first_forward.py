@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from titanplans.errors import PlanError
 from titanplans.plan.checks.keys import ADAPTERS
 from titanplans.split.checksum import checksum
-from titanplans.split.guards.dropout import REMEDY, WHOLE, draws_alike, dropouts, generator_state
+from titanplans.split.guards.dropout import REMEDY, WHOLE, draws_alike, dropouts
 from titanplans.split.guards.inputs import positional
 from titanplans.split.parameters.replaced import parameters_of, retire_replaced
 from titanplans.text import class_name
@@ -84,7 +84,7 @@ class _First:
             _check_batch(module, args, kwargs, self.mesh)
         self.started = True
         if trains:
-            self.state, self.runs = generator_state(self.mesh), module
+            self.state, self.runs = _generator_state(self.mesh), module
             dropouts_of_adapters = [part for part in module.modules() if draws_alike(part)]
             if dropouts_of_adapters:
                 _check_seed(self.state, self.mesh)
@@ -96,17 +96,17 @@ class _First:
 
     def before_draw(self, *_: Any) -> None:
         """Before the dropout of an adapter draws, which may: note what has drawn until then."""
-        self.drew |= self.state is not None and not generator_state(self.mesh).equal(self.state)
+        self.drew |= self.state is not None and not _generator_state(self.mesh).equal(self.state)
 
     def after_draw(self, *_: Any) -> None:
-        self.state = generator_state(self.mesh)
+        self.state = _generator_state(self.mesh)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.runs is not module or self.state is None:
             return
         for handle in self.handles:
             handle.remove()
-        if self.drew or not generator_state(self.mesh).equal(self.state):
+        if self.drew or not _generator_state(self.mesh).equal(self.state):
             found = ", ".join(dropouts(module))
             raise PlanError(
                 f"the forward of {class_name(module)} drew random numbers "
@@ -192,3 +192,10 @@ def _essence(value: Any) -> Any:
         local = value.to_local() if isinstance(value, DTensor) else value
         return tuple(value.shape), str(value.dtype), None if isinstance(value, DTensor) else checksum(local)
     return value if isinstance(value, bool | int | float | str) else type(value).__name__
+
+
+def _generator_state(mesh: DeviceMesh) -> torch.Tensor:
+    """Return the state of the default generator of this rank's device, on the CPU, without a synchronisation."""
+    if mesh.device_type == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(mesh.device_type).get_rng_state()

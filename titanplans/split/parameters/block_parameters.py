@@ -65,7 +65,7 @@ def _begin(holders: Holders, block: nn.Module, args: Any) -> None:
             ):
                 found.append((known, name, reading))
                 params.append(param)
-                specs.append(reading.local_read.spec(param, reading.gradient))
+                specs.append(reading.gradient_spec.spec(param, reading.gradient))
     if params:
         for (known, name, reading), local, param in zip(found, read_all(params, specs), params, strict=True):
             known[name] = finish(local, param, reading)

@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 from titanplans.errors import ParallelError
 from titanplans.plan.layout import Layout, rows_read
 from titanplans.split.collectives import Group
-from titanplans.split.parameters.local_read import LocalRead, MixerPart, Reading, read
+from titanplans.split.parameters.local_read import GradientSpec, MixerPart, Reading, read
 from titanplans.split.parameters.local_weight import as_weight
 from titanplans.split.parameters.selection import of_ranges, selected
 from titanplans.split.parameters.shards import take_shards
@@ -117,7 +117,7 @@ def localize(
                 over.cut and _uneven(getattr(module, name), layout, group[1]),
                 rank,
                 group,
-                LocalRead(),
+                GradientSpec(),
                 parts.get(name),
             )
             for name, layout in layouts.items()
@@ -157,7 +157,7 @@ def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
     if not reading.gradient:
         return _part(param, param, reading, state)
     sharded = cast("DTensor", param)
-    local = read(sharded, reading.gradient, reading.uneven, reading.local_read)
+    local = read(sharded, reading.gradient, reading.uneven, reading.gradient_spec)
     return _part(finish(local, sharded, reading), param, reading, state)
 
 

@@ -19,7 +19,7 @@ from titanplans.torch_private.dtensor import handed, local_tensor, spec_as, spec
 from titanplans.torch_private.threads import DTensorSpec
 
 
-class LocalRead:
+class GradientSpec:
     """Caches the spec of one parameter's gradient until the parameter's own changes, by FSDP2 or a change of dtype."""
 
     __slots__ = ("_made", "_of", "_placements")
@@ -36,8 +36,8 @@ class LocalRead:
             self._of, self._placements, self._made = of, placements, spec_as(of, *placements)
         return self._made
 
-    def __deepcopy__(self, memo: Any) -> "LocalRead":
-        return LocalRead()  # a mesh has process groups, and is not copied
+    def __deepcopy__(self, memo: Any) -> "GradientSpec":
+        return GradientSpec()  # a mesh has process groups, and is not copied
 
 
 class MixerPart(NamedTuple):
@@ -59,25 +59,25 @@ class Reading(NamedTuple):
     uneven: bool
     rank: int
     group: Group
-    local_read: LocalRead
+    gradient_spec: GradientSpec
     part: MixerPart | None = None
 
 
 def read(
-    param: DTensor, gradient: tuple[Placement, ...], uneven: bool, local_read: LocalRead
+    param: DTensor, gradient: tuple[Placement, ...], uneven: bool, gradient_spec: GradientSpec
 ) -> torch.Tensor:
     """Return the local tensor of `param`, whose gradient goes back with the placements `gradient`.
 
     Args:
         uneven: shards differ in size, so that `to_local` can't infer the global shape from this rank's.
-        local_read: this parameter's.
+        gradient_spec: this parameter's.
     """
     local = local_tensor(param)
     plain = is_plain(local)
     if plain and not needs_gradient(param):
         return local.view_as(local)
     if plain or uneven:
-        return read_all([param], [local_read.spec(param, gradient)])[0]
+        return read_all([param], [gradient_spec.spec(param, gradient)])[0]
     return param.to_local(grad_placements=gradient)
 
 

@@ -162,7 +162,7 @@ def check_saved(
             raise _weights_alone(checkpoint, key, "checkpoint.last_save_in_hf")
         return
     index = CheckpointReader(checkpoint).read_metadata()
-    if (wrong := cut(checkpoint, index)) is not None:
+    if (wrong := truncated(checkpoint, index)) is not None:
         raise damaged(checkpoint, key, wrong)
     if has_card and (differing := changes(read_card(checkpoint).model, model_card(model.config), overrides)):
         raise _of_another(checkpoint, key, differing)
@@ -234,7 +234,7 @@ def damaged(checkpoint: Path, key: str, wrong: str) -> ConfigError:
     return ConfigError(f"{key}: {wrong}; {instead}")
 
 
-def cut(checkpoint: Path, index: Metadata) -> str | None:
+def truncated(checkpoint: Path, index: Metadata) -> str | None:
     """Return which file of a checkpoint is shorter than its index says, in words: one without a card has no checksums."""
     sizes: dict[str, int] = {}
     for entry in (index.storage_data or {}).values():

@@ -22,7 +22,7 @@ from titanplans import modeling
 from titanplans.errors import ConfigError
 from titanplans.precision.nf4 import CODES, SCALES, quantise
 from titanplans.training.checkpoint.card import CARD, damage, read_card
-from titanplans.training.checkpoint.match import OTHER_STATES, changes, cut, model_card, weighty
+from titanplans.training.checkpoint.match import OTHER_STATES, changes, model_card, truncated, weighty
 from titanplans.training.checkpoint.storage import CheckpointReader, Planner
 from titanplans.weights.adapters import WEIGHTS, check_adapter, peft_name, trained_names
 from titanplans.weights.folder import open_folder
@@ -52,7 +52,7 @@ def of_checkpoint(checkpoint: Path, what: str) -> Weights:
         raise ConfigError(f"{what}: it holds no distributed checkpoint (.metadata); {hint}")
     metadata = CheckpointReader(checkpoint).read_metadata()
     has_card = os.path.isfile(checkpoint / CARD)
-    if (wrong := damage(checkpoint) if has_card else cut(checkpoint, metadata)) is not None:
+    if (wrong := damage(checkpoint) if has_card else truncated(checkpoint, metadata)) is not None:
         raise ConfigError(f"{what}: {wrong}; take another checkpoint")
     reader = _ReadOnce(checkpoint, metadata)
     tensors = {

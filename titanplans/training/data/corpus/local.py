@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from titanplans.errors import DataError
-from titanplans.training.data.corpus.pieces import PIECE_BYTES, cut
+from titanplans.training.data.corpus.pieces import PIECE_BYTES, boundary
 from titanplans.training.data.split import VALIDATION_EVERY, check_split, in_split, split_names
 from titanplans.training.job.reading import reading
 
@@ -78,7 +78,7 @@ def _below(path: str) -> tuple[Path, list[Path]]:
     if given.is_dir():
         root, found = given, walk(given)
     elif glob.has_magic(path):
-        root = Path(*_parts_before_magic(given))
+        root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), given.parts))
         found = map(Path, glob.iglob(path, recursive=True))
     else:
         raise DataError(
@@ -102,15 +102,6 @@ def walk(folder: Path) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (Path(parent, name) for name in names if not name.startswith("."))
-
-
-def _parts_before_magic(path: Path) -> list[str]:
-    parts: list[str] = []
-    for part in path.parts:
-        if glob.has_magic(part):
-            break
-        parts.append(part)
-    return parts
 
 
 @cache
@@ -180,7 +171,8 @@ class TextFiles:
             descriptor = os.open(file, os.O_RDONLY)
             try:
                 begin, end = (
-                    cut(read, place, self.piece_bytes, size) for place in (start, start + self.piece_bytes)
+                    boundary(read, place, self.piece_bytes, size)
+                    for place in (start, start + self.piece_bytes)
                 )
                 raw = read(begin, end - begin)
             finally:

@@ -7,7 +7,7 @@ PIECE_BYTES = 64 * 1024
 """Bytes of a document at most, about; longer text files and rows are cut at a line end."""
 
 
-def cut(read: Callable[[int, int], bytes | memoryview], place: int, most: int, size: int) -> int:
+def boundary(read: Callable[[int, int], bytes | memoryview], place: int, most: int, size: int) -> int:
     """Return the offset of the first line that begins at byte `place` or later, at most `most` bytes further.
 
     If there is none, cut after the first space from `place` on, else at the end of the text if that is as near, else
@@ -36,7 +36,7 @@ def pieces(text: str) -> Iterator[str]:
         yield text
         return
     places = [
-        cut(lambda place, n: row[place : place + n], p, PIECE_BYTES, len(row))
+        boundary(lambda place, n: row[place : place + n], p, PIECE_BYTES, len(row))
         for p in range(0, len(row), PIECE_BYTES)
     ]
     for begin, end in itertools.pairwise([*places, len(row)]):
