@@ -205,12 +205,12 @@ def read_toml(path: Path, what: str = "job file") -> dict[str, Any]:
         ConfigError: it can't be read (with the others of its directory), or is not TOML (with line and column).
     """
     try:
-        return parse_toml(path.read_text(encoding="utf-8"), str(path))
+        if path.is_file():  # reading a pipe would wait
+            return parse_toml(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}), so not TOML") from None
     except OSError as error:
-        others = sorted(map(str, (path if path.is_dir() else path.parent).glob("*.toml")))
-        missing = isinstance(error, FileNotFoundError)
-        reason = f"no such {what}" if missing else f"this {what} can't be read ({error.strerror})"
-        there = f"; there are {', '.join(others)}" if others else ""
-        raise ConfigError(f"{path}: {reason}{there}") from None
+        raise ConfigError(f"{path}: this {what} can't be read ({error.strerror}); name another") from None
+    others = sorted(map(str, (path if path.is_dir() else path.parent).glob("*.toml")))
+    there = f"; there are {', '.join(others)}" if others else ""
+    raise ConfigError(f"{path}: no such {what}{there}")
