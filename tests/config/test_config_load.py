@@ -281,6 +281,16 @@ def test_a_word_with_half_of_its_letters_is_not_meant(word, meant):
     assert nearest(word, ["yoco", "llama", "gla"]) == meant
 
 
+def test_false_has_its_no_before_the_key(write):
+    line = refusal([write("[validation]\nenable = true"), "--no-validation.enable"])
+    assert line == "--no-validation.enable: no such option; false is --validation.no-enable"
+
+
+def test_a_job_in_yaml(tmp_path):
+    (tmp_path / "job.yaml").write_text("training:\n  steps: 1\n")
+    assert "a job file is TOML" in refusal([str(tmp_path / "job.yaml")])
+
+
 def test_no_job_file():
     assert "titanplans train JOB.toml" in refusal([])
     with pytest.raises(ConfigError, match=r"titanplans data JOB\.toml"):

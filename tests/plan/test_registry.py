@@ -5,14 +5,14 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import titanplans.plans
 import torch
 from tiny import Tiny, TinyPlan
+from titanplans.plans.hf.llama import LlamaPlan
 
-import titanplans.plans
 from titanplans import Degrees, PlanError, apply_plan, check_plan, register_plan, registered_plans
 from titanplans.cli.listing import listing
 from titanplans.plan import registry
-from titanplans.plans.hf.llama import LlamaPlan
 from titanplans.proof.ranks import threads
 
 PLAN = """

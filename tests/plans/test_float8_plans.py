@@ -7,6 +7,7 @@ import proofs
 import pytest
 import torch
 import zoo
+from titanplans.plans.hf.llama import LlamaPlan
 from torch import nn
 from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
 
@@ -19,7 +20,6 @@ from titanplans.parallel import Float8, convert_to_float8
 from titanplans.plan.converted import RECIPES, float8_linears, recipe_of
 from titanplans.plan.options import TPOptions
 from titanplans.plan.styles.replicated import ReplicatedInRegion
-from titanplans.plans.hf.llama import LlamaPlan
 from titanplans.precision.float8.linear import split_linear
 from titanplans.proof.compare.float8 import exact_float8
 from titanplans.proof.ranks.fake import fake_ranks

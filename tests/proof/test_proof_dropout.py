@@ -3,10 +3,10 @@
 import torch
 import zoo
 from faulty import installed
+from titanplans.plans.hf.qwen import Qwen3Plan
 
 from titanplans.config import LoRA
 from titanplans.parallel import add_adapters
-from titanplans.plans.hf.qwen import Qwen3Plan
 from titanplans.proof import verify
 
 

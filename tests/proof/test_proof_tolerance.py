@@ -10,10 +10,10 @@ from faulty import hooked
 from plainly import verify
 from test_proof_wrong import Unsummed, attn
 from tiny import Block, Tiny, TinyPlan
+from titanplans.plans.hf.qwen import Qwen3Plan
 from torch import nn
 
 from titanplans import proof
-from titanplans.plans.hf.qwen import Qwen3Plan
 from titanplans.proof.batches.conditions import PLAIN, MicroBatch
 from titanplans.proof.batches.cover import trainings
 from titanplans.proof.batches.sample import Sampler, randomise

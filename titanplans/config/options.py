@@ -204,6 +204,10 @@ def read_toml(path: Path, what: str = "job file") -> dict[str, Any]:
     Raises:
         ConfigError: it can't be read (with the others of its directory), or is not TOML (with line and column).
     """
+    if path.suffix in (".yaml", ".yml") and path.is_file():
+        raise ConfigError(
+            f"{path}: a {what} is TOML ([section], key = value), and this is YAML by its name; convert it"
+        )
     try:
         if path.is_file():  # reading a pipe would wait
             return parse_toml(path.read_text(encoding="utf-8"), str(path))
