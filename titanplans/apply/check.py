@@ -77,5 +77,5 @@ def check(
     check_tokens(plan, shared)
     check_degree(shared, dtype)
     attributes, functions = code_of_ranks(shared, of_width=False)
-    widths, others = code_of_ranks(plan, of_heads=False)
+    widths, others = code_of_ranks(plan, in_mixers=False)
     return Checked(plan, crossings, tied, attributes | widths, functions | others, shared)

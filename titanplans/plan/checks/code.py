@@ -14,13 +14,13 @@ from titanplans.user_code import as_user_error
 
 
 def code_of_ranks(
-    plan: ResolvedPlan, *, of_heads: bool = True, of_width: bool = True
+    plan: ResolvedPlan, *, in_mixers: bool = True, of_width: bool = True
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Functions]]:
     """Return the attributes and the functions of a rank's own code, by the name of the split module.
 
     Args:
         plan: resolved for the ranks that share what the code counts.
-        of_heads: the mixers' code, and what else of the model counts heads.
+        in_mixers: the mixers' code, and what else of the model counts heads.
         of_width: the MLPs'.
 
     Raises:
@@ -30,12 +30,12 @@ def code_of_ranks(
     attributes: dict[str, dict[str, Any]] = {}
     functions: dict[str, Functions] = {}
     with as_user_error(f"plan {type(source).__name__}"):
-        for key, make in source.model_functions(model).items() if of_heads else ():
+        for key, make in source.model_functions(model).items() if in_mixers else ():
             path, _, name = key.rpartition(".")
             functions[path] = {**functions.get(path, {}), name: make}
-        if of_heads:
+        if in_mixers:
             attributes[""] = source.model_attributes(model)
-    for name, mixer in decoder.mixers.items() if of_heads else ():
+    for name, mixer in decoder.mixers.items() if in_mixers else ():
         if plan.split_key(name) is not None:
             owner = source.plan_of(mixer)
             with as_user_error(f"plan {type(owner).__name__}"):

@@ -36,8 +36,8 @@ class Size(NamedTuple):
 def check_degree(plan: ResolvedPlan, dtype: torch.dtype | None) -> None:
     """Refuse a degree that does not suit every size, with the degrees that do; `dtype` is that of weights in products."""
     degree = plan.degree
-    of_heads = plan.source.options.in_mixers
-    sizes = [*_sizes(plan)] if of_heads else [*_sizes(plan), *_widths_of_experts(plan, dtype)]
+    in_mixers = plan.source.options.in_mixers
+    sizes = [*_sizes(plan)] if in_mixers else [*_sizes(plan), *_widths_of_experts(plan, dtype)]
     for size in sizes:
         if not size.suits(degree):
             largest = max(s.value for s in sizes)

@@ -14,8 +14,8 @@ from titanplans.plan.styles.region import Region
 from titanplans.plan.token_regions import token_regions
 
 
-def check_tokens(plan: ResolvedPlan, of_heads: ResolvedPlan) -> None:
-    """Refuse what can't be cut by tokens of `plan`; `of_heads` is the same for all ranks that share heads.
+def check_tokens(plan: ResolvedPlan, in_mixers: ResolvedPlan) -> None:
+    """Refuse what can't be cut by tokens of `plan`; `in_mixers` is the same for all ranks that share heads.
 
     Raises:
         PlanError: a model without blocks; a foreign style that would have to be exchanged; a style that another degree
@@ -49,9 +49,9 @@ def check_tokens(plan: ResolvedPlan, of_heads: ResolvedPlan) -> None:
                 style=style,
                 module=plan.module_at(key),
             )
-        if type(of_heads.styles.get(key)) is not type(style):
+        if type(in_mixers.styles.get(key)) is not type(style):
             raise PlanError(
-                f"its style is another one for {of_heads.degree} ranks, {of_heads.styles.get(key)}: a plan names the same "
+                f"its style is another one for {in_mixers.degree} ranks, {in_mixers.styles.get(key)}: a plan names the same "
                 "styles whatever the degree",
                 key=key,
                 style=style,

@@ -71,9 +71,9 @@ class CutByTokens:
         """Distribute the parameters of `entry`; in a mixer its module reads this rank's part of them."""
         layouts = dict(entry.layouts)
         if self.border.mesh is None:  # one rank has all rows
-            hides = not isinstance(entry.style, Rowwise) and self._is_inside(entry)
+            defers = not isinstance(entry.style, Rowwise) and self._is_inside(entry)
             layouts = {
-                name: layout._replace(rows=None, deferred=layout.deferred and hides)
+                name: layout._replace(rows=None, deferred=layout.deferred and defers)
                 for name, layout in layouts.items()
             }
         parts = {}
