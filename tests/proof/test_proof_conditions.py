@@ -120,15 +120,15 @@ def test_cases_over_two_dimensions_of_ranks_hold_every_pair_of_theirs():
 
 
 def test_with_context_parallelism_options_are_proved_where_weights_are_cut():
-    def chosen(cut, *asked):
-        accepted, _ = accepted_cases(Tiny(), TinyPlan, [cut], *asked, named=True)
+    def chosen(tp, cp, *asked):
+        accepted, _ = accepted_cases(Tiny(), TinyPlan, [Degrees(tp=tp, cp=cp)], *asked, named=True)
         return [(one.loss_parallel, one.sequence_parallel) for one in accepted]
 
     every = [*itertools.product((True, False), repeat=2)]
-    assert chosen((2, 1, 1), None, None) == chosen((2, 2, 1), None, None) == every
-    assert chosen((1, 2, 1), None, None) == [(True, True)], "the same computation, whatever they say"
-    assert chosen((1, 2, 1), False, None) == [(False, True)]
-    assert chosen((2, 2, 1), None, False) == [(True, False), (False, False)]
+    assert chosen(2, 1, None, None) == chosen(2, 2, None, None) == every
+    assert chosen(1, 2, None, None) == [(True, True)], "the same computation, whatever they say"
+    assert chosen(1, 2, False, None) == [(False, True)]
+    assert chosen(2, 2, None, False) == [(True, False), (False, False)]
 
 
 def test_a_plan_that_is_wrong_with_a_whole_sequence_alone_is_found_over_both_dimensions():

@@ -40,7 +40,7 @@ def test_two_processes():
     assert first == second, "every rank has the same report"
     right, wrong, breaking = first
     assert right["passed"]
-    assert [case["degree"] for case in right["cases"]] == [2] * 4
+    assert [case["tp"] for case in right["cases"]] == [2] * 4
     assert not wrong["passed"]
     finding = wrong["cases"][0]["finding"]
     assert finding["first"]["name"] == "layers.1.attn.q_norm.weight"

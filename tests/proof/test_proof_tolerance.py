@@ -85,13 +85,17 @@ def rounding(plan):
     return hooked(plan.rowwise(), lambda output: output.bfloat16().float())
 
 
-@pytest.mark.parametrize("seed", [13, 96])
-def test_what_a_rounding_moves_over_an_edge_is_rounding(seed):
-    """Of these weights' draws, three move no number over an edge, and the split model does: logits 245 and 134 units off."""
-    options = {"degrees": [2], "loss_parallel": True, "sequence_parallel": True, "seed": seed}
-    report = verify(quantised, TinyPlan, dtype=torch.float32, **options)
-    assert report.passed, report.table()
-    assert any("3 perturbed runs told too little" in words for words in report.unreached)
+def test_what_a_rounding_moves_over_an_edge_is_rounding():
+    """Of one seed in fifty, by CPU, three draws move no number over an edge, and the split model does."""
+    options = {"degrees": [2], "loss_parallel": True, "sequence_parallel": True}
+    for seed in range(400):
+        report = verify(quantised, TinyPlan, dtype=torch.float32, seed=seed, **options)
+        assert report.passed, report.table()
+        if any("3 perturbed runs told too little" in words for words in report.unreached):
+            break
+    else:
+        raise AssertionError("no seed moves a number over an edge")
+    options["seed"] = seed
     for wrong in ({"q_norm": lambda plan: Unsummed()}, {"o_proj": rounding}):
         assert not verify(quantised, attn(**wrong), dtype=torch.float32, **options).passed
 
