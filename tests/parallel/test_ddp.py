@@ -257,6 +257,10 @@ def run(model, line, config):
     loss_of(model)
 
 
+def unfinished(**options):
+    return lambda model, line: apply_ddp(model, line, DDPConfig(**options))
+
+
 STATIC = DDPConfig(static_graph=True, defer_grad_sync=False)
 LOOKED_FOR = DDPConfig(find_unused_parameters=True)
 REFUSALS = {
@@ -274,6 +278,8 @@ REFUSALS = {
     "hidden, unused": (lambda model, line: run(model, line, LOOKED_FOR), "a SimpleNamespace"),
     "hidden, static": (lambda model, line: run(model, line, STATIC), "a SimpleNamespace"),
     "2-D": (lambda model, line: None, 'get_mesh("dp")'),
+    "not compiled": (unfinished(compile={"enable": True}), "no block of the model is compiled"),
+    "not recomputed": (unfinished(activation_checkpoint={"mode": "full"}), "no module is checkpointed"),
 }
 """What is done to a model, which then can't be replicated, and words of the error."""
 

@@ -28,12 +28,14 @@ from torch.distributed.tensor import DTensor
 
 from titanplans.config import DDPConfig
 from titanplans.errors import ParallelError
+from titanplans.parallel.activation_checkpoint import is_recomputed
 from titanplans.parallel.mesh.degrees import NOT_FOR_DDP
 from titanplans.precision.autocast import apply_autocast
 from titanplans.text import class_name
 from titanplans.torch_private.compile import is_compiled_whole
 from titanplans.torch_private.ddp import DDP, has_static_graph, hide_ddp_from_compiler, replicate, start_ddp
 from titanplans.torch_private.dispatch import tree_leaves
+from titanplans.torch_private.modules import compiled_call
 
 
 def apply_ddp(model: nn.Module, mesh: DeviceMesh, config: DDPConfig) -> None:
@@ -56,6 +58,7 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, config: DDPConfig) -> None:
             'different data, get_mesh("dp")'
         )
     refuse_model(model, mesh)
+    _refuse_unfinished(model, config)
     group = mesh.get_group()
     if config.autocast_dtype is not None:
         apply_autocast(model, mesh.device_type, getattr(torch, config.autocast_dtype))
@@ -148,6 +151,22 @@ def _broadcast(group: dist.ProcessGroup, model: nn.Module) -> None:
 def _broadcast_in_training(group: dist.ProcessGroup, model: nn.Module, inputs: Any) -> None:
     if model.training and torch.is_grad_enabled():
         _broadcast(group, model)
+
+
+def _refuse_unfinished(model: nn.Module, config: DDPConfig) -> None:
+    """Refuse a model that lacks a step which `config` names: taken after DDP, the step would have no effect."""
+    if config.compile.blocks and not any(compiled_call(m) is not None for m in model.modules()):
+        raise ParallelError(
+            "ddp with compile.enable = true, but no block of the model is compiled: call apply_compile "
+            "first, or set compile.enable to false"
+        )
+    mode = config.activation_checkpoint.mode
+    recomputes = any(map(is_recomputed, model.modules()))
+    if mode != "none" and not recomputes:
+        raise ParallelError(
+            f'ddp with activation_checkpoint.mode = "{mode}", but no module is checkpointed: apply the policy '
+            "first, or set the mode to none"
+        )
 
 
 def _refuse_hidden_outputs(model: nn.Module, inputs: Any, output: Any) -> None:

@@ -15,10 +15,8 @@ class Untouched:
     distributes, sums = False, True
 
     def __init__(self, alone: DeviceMesh):
-        self.mesh, self.border = (
-            alone,
-            Border(CutMeshes(None, None, alone, alone), StreamLayout(sharded=False)),
-        )
+        self.mesh = alone
+        self.border = Border(CutMeshes(None, None, alone, alone), StreamLayout(sharded=False))
         self.ranks = HeadRanks(0, 1, (alone.get_group().group_name, 1), self.border, (0,))
 
     def lay_out(self, entry: Entry) -> None:

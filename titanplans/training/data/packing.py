@@ -220,15 +220,12 @@ class _PartIterator(DatasetIterator):
         found_long: Callable[[], None],
     ) -> None:
         super().__init__()
-        self._documents, self._seq_len, self._drop = documents, seq_len, drop
-        self._found_long = (
-            found_long if part == 0 else lambda: None
-        )  # a part of it was read, so it was counted
+        self._documents, self._seq_len, self._drop, self._found_long = documents, seq_len, drop, found_long
         self.position: Any = None
         self.pieces: list[np.ndarray] = []
         self.parts: list[np.ndarray] = []
-        self._read()
-        self._found_long, self._part = found_long, part
+        self._read(counts=part == 0)
+        self._part = part
 
     def __next__(self) -> dict[str, np.ndarray]:
         self._find()
@@ -243,15 +240,18 @@ class _PartIterator(DatasetIterator):
         while self._part >= len(self.parts) and self._read():
             self._part = 0
 
-    def _read(self) -> bool:
-        """Read a document, and cut pieces longer than a row into parts, or leave them out; False if there is none."""
+    def _read(self, *, counts: bool = True) -> bool:
+        """Read a document, and cut pieces longer than a row into parts, or leave them out; False if there is none.
+
+        `counts`: those pieces were not counted before.
+        """
         following = next(self._documents, None)
         if following is None:
             return False
         self.position, self.pieces = following
         self.parts = []
         for piece in self.pieces:
-            if is_long := len(piece) - 1 > self._seq_len:
+            if (is_long := len(piece) - 1 > self._seq_len) and counts:
                 self._found_long()
             if not (is_long and self._drop):
                 firsts = range(0, len(piece) - 1, self._seq_len)
