@@ -6,7 +6,7 @@ import pytest
 import torch
 import zoo
 
-from titanplans.loss import DeferredLogits, NotFused, Objective
+from titanplans.loss import DeferredLogits, NotFused
 from titanplans.training.trainer.device import prepare_device
 
 prepare_device()
@@ -18,22 +18,17 @@ TOKENS = torch.arange(24).reshape(2, 12)
 LABELS = TOKENS.roll(-1, 1)
 
 
-def language_model(objective=Objective()) -> LanguageModel:  # noqa: B008
+def language_model() -> LanguageModel:
     model = LanguageModel(LanguageModel.Config(hf_config=zoo.config("llama", options=False)))
     model.to_empty(device="cpu")
     model.init_states()
-    model.objective = objective
     return model
 
 
 def losses(fused, model):
     """The loss of a step, and that of a validation."""
     loss = CrossEntropyLoss.Config(fused=fused, label_smoothing=0.2, z_loss=0.1).build()
-    model.fused, model.objective, model.on_fusion_failed = (
-        loss.fuse(model.lm),
-        loss.objective,
-        loss.on_fusion_failed,
-    )
+    model.take_loss(loss, None)
     found = []
     for training, tokens in ((True, torch.tensor(24)), (False, None)):
         model.train(training)

@@ -26,7 +26,7 @@ from titanplans.loss import FusedLoss
 from titanplans.modeling.own import is_own
 from titanplans.parallel.mesh.process_group import default_device_type
 from titanplans.parallel.optimizers.build import group_parameters
-from titanplans.parallel.optimizers.experts import PUBLISHED
+from titanplans.parallel.optimizers.load_balance import PUBLISHED
 from titanplans.parallel.parallelize import dry_run
 from titanplans.plan.decoder import holds_fla
 from titanplans.plan.degrees import Degrees

@@ -21,7 +21,7 @@ from torchtitan.tools.logging import logger
 
 from titanplans.disk import naming
 from titanplans.errors import UserError
-from titanplans.parallel.optimizers.experts import Experts
+from titanplans.parallel.optimizers.load_balance import LoadBalancer
 from titanplans.training.trainer.jsonl import FILE_NAME, JsonlWriter
 
 _A100_PEAK_FLOPS = 312e12
@@ -51,7 +51,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         self.total_steps: int | None = None
         self.of_data: Callable[[], dict[str, float]] = dict
         """What the data loader tells about a logged interval; all ranks call it."""
-        self.experts: Experts | None = None
+        self.balancer: LoadBalancer | None = None
         self._first_step: int | None = None
         self._time_first_log = 0.0
         self._last_step = 0  # that was logged
@@ -121,9 +121,9 @@ class MetricsProcessor(titan.MetricsProcessor):
             fields.append((self.color.white, f"left {format_seconds(left)}"))
 
         extra = {**(extra_metrics or {}), **self.of_data()}
-        if self.experts is not None:
-            extra |= self.experts.figures()
-            self._show(self.experts.picture(), step)
+        if self.balancer is not None:
+            extra |= self.balancer.figures()
+            self._show(self.balancer.picture(), step)
         if "n_tokens_seen" in extra:  # summed over the ranks that share a sequence, too
             extra["n_tokens_seen"] //= self.parallel_dims.cp
         self._write(scalars | extra, step)

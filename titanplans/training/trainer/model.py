@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.protocols import BaseModel
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
@@ -25,8 +26,9 @@ from titanplans.loss import DeferredLogits, FusedLoss, NotFused, Objective, adde
 from titanplans.parallel import parallelize
 from titanplans.parallel.parallelize import apply_data_parallelism
 from titanplans.parallel.record import record_of
-from titanplans.split.collectives import Group
+from titanplans.split.collectives import Group, group_of
 from titanplans.training.trainer import documents
+from titanplans.training.trainer.loss import CrossEntropyLoss
 
 
 class LanguageModel(BaseModel):
@@ -70,14 +72,12 @@ class LanguageModel(BaseModel):
     lm: PreTrainedModel
     added: torch.Tensor | None = None
     """The router balance loss of the newest forward."""
+    loss: CrossEntropyLoss
+    """The job's, with the terms that are added in training to the cross entropy of a token."""
     fused: FusedLoss | None = None
     """What computes the loss in the head, chunk by chunk; None: the forward gives logits."""
-    objective: Objective = Objective()
-    """Terms that the fused loss adds to the cross entropy of a token in training."""
     labels: torch.Tensor | None = None
     """Of the next forward, for the fused loss: the trainer's and the validator's say them. Of others there are none."""
-    on_fusion_failed: Callable[[NotFused], None] | None = None
-    """Told why the loss can't be fused after all; it may raise."""
     data: Group | None = None
     """The ranks of data parallelism; None: there is one."""
     finish: Callable[[], None] | None = None
@@ -91,6 +91,16 @@ class LanguageModel(BaseModel):
         self._documents = config.documents
         for table in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
             self.__dict__[table] = lm.__dict__[table]
+
+    def take_loss(self, loss: CrossEntropyLoss, batch: DeviceMesh | None) -> None:
+        """Compute `loss` in the head where that can be, and add the router balance loss of the ranks of `batch`.
+
+        Raises:
+            NotFused: the job asks for a loss in the head, and it can't be computed there.
+        """
+        self.loss, self.fused = loss, loss.fuse(self.lm)
+        self.data = None if batch is None else group_of(batch)
+        loss.added = lambda: self.added
 
     def forward(self, tokens_BL: torch.Tensor, *, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Logits `[B, L, V]` of token ids `[B, L]`; under loss parallel a DTensor, `Shard(2)` on "tp".
@@ -120,7 +130,7 @@ class LanguageModel(BaseModel):
     def _fused(self, inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> Any:
         """Return the output of a forward whose head computes the loss; None if the model won't have it, now and later."""
         assert self.fused is not None
-        objective = self.objective if self.training else Objective()
+        objective = self.loss.objective if self.training else Objective()
         try:
             with self.fused(labels, **objective._asdict()):
                 output = self.lm(**inputs, use_cache=False)
@@ -128,8 +138,7 @@ class LanguageModel(BaseModel):
                 raise NotFused(f"{type(self.lm).__name__} returns other logits than its head")
             output.logits.check()
         except NotFused as error:
-            assert self.on_fusion_failed is not None
-            self.on_fusion_failed(error)
+            self.loss.on_fusion_failed(error)
             self.fused = None
             return None
         return output

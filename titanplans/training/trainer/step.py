@@ -1,15 +1,17 @@
-"""Gradient clipping in torchtitan's `train_step`, and skipping steps whose gradient is not finite.
+"""Gradient clipping in torchtitan's `train_step`, skipping steps whose gradient is not finite, and what was finite so far.
 
 `train_step` has no hook between the last backward and the optimizer. The norm is computed in
 `titanplans.split.gradients`.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torchtitan.distributed import utils as dist_utils
 
 from titanplans.split.gradients import clip_gradients, skip_nonfinite
@@ -47,6 +49,31 @@ class Skipped:
                 f"step {step}: the gradient's norm is {norm.item()}, so the step is skipped ({self.steps} in this run)"
             )
         return norm
+
+
+class FiniteSoFar:
+    """Whether losses, norms and weights of a run are finite: a checkpoint of others would be of no use.
+
+    Args:
+        models: whose weights they are.
+        device: of the flag, so that a step adds to it without a synchronisation.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], device: torch.device):
+        self.models, self._flag = models, torch.ones((), dtype=torch.int32, device=device)
+
+    def take(self, numbers: Iterable[torch.Tensor]) -> None:
+        """Add the losses and norms of a step that was not skipped."""
+        self._flag *= torch.stack([number.float() for number in numbers]).isfinite().all()
+
+    def everywhere(self) -> bool:
+        """Whether all weights are finite, and all that was added, on every rank. Collective."""
+        every = [parameter.detach() for model in self.models for parameter in model.parameters()]
+        weights = [weight for weight in every if weight.is_floating_point()]  # NF4 codes always are
+        local = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
+        self._flag *= torch.nn.utils.get_total_norm(local, torch.inf).isfinite()
+        torch.distributed.all_reduce(self._flag, torch.distributed.ReduceOp.MIN)
+        return bool(self._flag.item())
 
 
 @contextmanager

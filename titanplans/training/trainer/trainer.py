@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torchtitan.trainer
-from torch.distributed.tensor import DTensor
 from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
@@ -26,8 +25,7 @@ from titanplans.parallel import DDPConfig, FSDP2Config, clip_gradients, ddp
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.fsdp import gradient_sync
 from titanplans.parallel.mesh.rendezvous import own_rendezvous
-from titanplans.parallel.optimizers.experts import Experts
-from titanplans.split.collectives import group_of
+from titanplans.parallel.optimizers.load_balance import LoadBalancer
 from titanplans.training.launch.ending import Ending
 from titanplans.training.trainer.metrics import MetricsProcessor
 from titanplans.training.trainer.model import LanguageModel
@@ -35,7 +33,7 @@ from titanplans.training.trainer.optimizer import prepare_optimizer
 from titanplans.training.trainer.parallelism_report import JobReport
 from titanplans.training.trainer.random_state import get_rng_state, set_rng_state
 from titanplans.training.trainer.sequences import WholeSequences, whole_batches
-from titanplans.training.trainer.step import Skipped, clipping
+from titanplans.training.trainer.step import FiniteSoFar, Skipped, clipping
 
 _Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -76,30 +74,21 @@ class Trainer(torchtitan.trainer.Trainer):
         self._loaded_rng: dict[str, torch.Tensor] | None = None
         self._batches_done = 0  # of this step
         self._losses: list[torch.Tensor] = []  # likewise
-        self._checked_async_tp = False
         self._has_trained = False  # a step, in this run
         self.skipped = Skipped()
         self.asked_to_end: Callable[[], bool] = lambda: False
         super().__init__(config)
         (part,) = self.model_parts
-        loss: Any = self.loss_fn
-        loss.added = lambda: part.added
-        part.fused, part.objective, part.on_fusion_failed = (
-            loss.fuse(part.lm),
-            loss.objective,
-            loss.on_fusion_failed,
-        )
         asks = config.checkpoint.save_on_signal  # pyrefly: ignore[missing-attribute]
-        batch = self.parallel_dims.get_optional_mesh("batch")
         lm: Any = part.lm
-        part.data = None if batch is None else group_of(batch)  # pyrefly: ignore[bad-argument-type]
-        self.experts = Experts(lm, self.parallel_dims, config.load_balance_coeff)
+        part.take_loss(self.loss_fn, self.parallel_dims.get_optional_mesh("batch"))  # pyrefly: ignore[not-callable]
+        self.balancer = LoadBalancer(lm, self.parallel_dims, config.load_balance_coeff)
         self._ending = Ending(lambda: self.asked_to_end()) if asks else None
-        self._finite = torch.ones((), dtype=torch.int32, device=self.device)
-        self.checkpointer.finite = self._all_finite  # pyrefly: ignore[missing-attribute]
+        self.finite = FiniteSoFar(self.model_parts, self.device)
+        self.checkpointer.finite = self.finite.everywhere  # pyrefly: ignore[missing-attribute]
         self.metrics_processor.total_steps = config.training.steps
         self.metrics_processor.of_data = self.dataloader.take_figures  # pyrefly: ignore[missing-attribute]
-        self.metrics_processor.experts = self.experts
+        self.metrics_processor.balancer = self.balancer
         if config.strategy.float8.recipe_name is not None:
             # torchtitan knows bfloat16's peak, and only some products run in float8.
             self.metrics_processor.peak_flops = None
@@ -199,16 +188,11 @@ class Trainer(torchtitan.trainer.Trainer):
                 self._train_step(iter(batches))
         else:
             self._train_step(iter(batches))
-        self._has_trained = True
         strategy = self.config.strategy
-        if (
-            isinstance(strategy, FSDP2Config)
-            and strategy.enable_async_tensor_parallel
-            and not self._checked_async_tp
-        ):
+        if not self._has_trained and getattr(strategy, "enable_async_tensor_parallel", False):
             with rename_option_errors():
-                async_tp.check_fused(self.parallel_dims, strategy.async_tensor_parallel_unfused)
-            self._checked_async_tp = True
+                async_tp.check_fused(self.parallel_dims, strategy.async_tensor_parallel_unfused)  # pyrefly: ignore[missing-attribute]
+        self._has_trained = True
         if self.config.validator.enable and self.validator.should_validate(self.step):
             with self._saved_before_a_data_error():
                 self.validator.validate(self.model_parts, self.step)
@@ -237,7 +221,7 @@ class Trainer(torchtitan.trainer.Trainer):
             norms.append(
                 self.skipped.clip(parameters, most, self.step) if skips else clip_gradients(parameters, most)
             )
-            self.experts.after_backward(skipped=bool(self.skipped.in_a_row))  # before the step is logged
+            self.balancer.after_backward(skipped=bool(self.skipped.in_a_row))  # before the step is logged
             if self.skipped.in_a_row >= self.config.skip_nan_inf_limit:
                 raise Diverged(
                     f"step {self.step}: the gradient was not finite in {self.skipped.in_a_row} steps in a row "
@@ -260,17 +244,7 @@ class Trainer(torchtitan.trainer.Trainer):
         if logged and not skips and not all(norm.isfinite() for norm in norms):
             raise self._diverged("gradient's norm")
         if not self.skipped.in_a_row:
-            numbers = torch.stack([number.float() for number in (*norms, *self._losses)])
-            self._finite *= numbers.isfinite().all()  # without a synchronisation
-
-    def _all_finite(self) -> bool:
-        """Whether all weights are finite, on every rank, and losses and norms were, but for skipped steps. Collective."""
-        every = [parameter.detach() for part in self.model_parts for parameter in part.parameters()]
-        weights = [weight for weight in every if weight.is_floating_point()]  # NF4 codes always are
-        local = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
-        self._finite *= torch.nn.utils.get_total_norm(local, torch.inf).isfinite()
-        torch.distributed.all_reduce(self._finite, torch.distributed.ReduceOp.MIN)
-        return bool(self._finite.item())
+            self.finite.take((*norms, *self._losses))
 
     def _diverged(self, what: str) -> Diverged:
         return Diverged(

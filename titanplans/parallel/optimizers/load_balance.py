@@ -11,7 +11,7 @@ PUBLISHED = 1e-3
 """The coefficient of DeepSeek-V3, and of torchtitan."""
 
 
-class Experts:
+class LoadBalancer:
     """The loads of the experts of `model`, balanced step by step.
 
     Args:
