@@ -161,7 +161,7 @@ def work(rank: int, ranks: int, rounds: int, folder: str) -> None:
 def rows_elsewhere(module: Any, chosen: torch.Tensor, rank: int) -> torch.Tensor:
     """Return how many of this rank's pairs of a token and an expert have another rank's expert; and tokens, once a rank."""
     held = module._split.experts
-    owners = chosen.tensor_split(held.alike)[held.rank] // module.num_experts
+    owners = chosen.tensor_split(held.tp)[held.tp_rank] // module.num_experts
     there = nn.functional.one_hot(owners, held.group[1]).sum(1)
     there[:, rank] = 0
     return torch.stack([there.sum(), (there > 0).sum()])

@@ -455,7 +455,7 @@ def test_degree_1_of_a_job_splits_nothing(command, folder):
     ("size", "words", "said"),
     [
         ("2", (), "torchrun started 2 processes, and each"),
-        ("2", ("--process-group", "--tp", "4"), "--tp 4 x --cp 1: torchrun started 2 processes"),
+        ("2", ("--process-group", "--tp", "4"), "tp 4: torchrun started 2 processes"),
         ("1", ("--process-group",), "--process-group with 1 process splits nothing"),
     ],
 )

@@ -8,7 +8,7 @@ import torch
 from calls import differences, real, widened
 
 from models import build, families, inputs, packed, variants
-from titanplans import PlanError, verify
+from titanplans import Degrees, PlanError, verify
 
 TWO_BLOCKS = 5e-5
 """Relative, in float32: five times what one kernel may differ by."""
@@ -44,7 +44,6 @@ def test_a_model_is_that_of_the_stand_ins(name, kind):
 @pytest.mark.parametrize("cut", ["tp", "cp"])
 @pytest.mark.parametrize("name", families())
 def test_a_split_model_is_the_whole_one(name, cut):
-    given = dict(degrees=(2,)) if cut == "tp" else dict(contexts=(2,))
     with ExitStack() as stack:
         stack.enter_context(real())
         stack.enter_context(widened())
@@ -52,7 +51,7 @@ def test_a_split_model_is_the_whole_one(name, cut):
         try:
             report = verify(
                 lambda: build(name, variants(name)[0]),
-                **given,
+                degrees=[Degrees(**{cut: 2})],
                 loss_parallel=cut == "tp",
                 sequence_parallel=cut == "tp",
                 dtype=torch.float32,
@@ -66,14 +65,14 @@ def test_a_split_model_is_the_whole_one(name, cut):
     assert report.passed, str(report)
 
 
-@pytest.mark.parametrize("cut", [dict(degrees=(2,)), dict(contexts=(2,))], ids=["tp", "cp"])
+@pytest.mark.parametrize("cut", ["tp", "cp"])
 def test_with_documents_packed_and_a_fused_loss(cut):
     """Every condition of the proof: several batches, recomputation, a norm, AdamW."""
     small = variants("gla")[0] | dict(num_hidden_layers=1, num_heads=2, num_kv_heads=2)
     with real():
         report = verify(
             lambda: build("gla", small),
-            **cut,
+            degrees=[Degrees(**{cut: 2})],
             sequence_parallel=True,
             loss_parallel=True,
             dtype=torch.float32,

@@ -202,7 +202,7 @@ def wronged(name, degree, context=1):
     model, plan, key, change, place = FOUND[name]
     wrong = with_style(plan, key, change) if change else with_method(plan, key, lambda self, module: {})
     options = dict(sequence_parallel=True, loss_parallel=False)
-    return verify(model, wrong, degrees=[degree], contexts=[context], **options), place
+    return verify(model, wrong, degrees=[Degrees(tp=degree, cp=context)], **options), place
 
 
 def placed(report):

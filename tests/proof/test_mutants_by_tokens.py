@@ -7,7 +7,7 @@ import zoo
 from mutants.bugs import changed
 from plainly import verify
 
-from titanplans import registered_plans
+from titanplans import Degrees, registered_plans
 from titanplans.split.collectives import collect
 from titanplans.split.own_tokens import OwnTokens
 
@@ -19,8 +19,7 @@ def proved(name, plan, degree=1, context=2, **fields):
     return verify(
         lambda: zoo.build(name, **fields).double(),
         plan,
-        degrees=[degree],
-        contexts=[context],
+        degrees=[Degrees(tp=degree, cp=context)],
         loss_parallel=True,
         sequence_parallel=True,
         seq_len=8,

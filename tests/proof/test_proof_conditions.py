@@ -136,7 +136,7 @@ def test_a_plan_that_is_wrong_with_a_whole_sequence_alone_is_found_over_both_dim
         def layer_plan(self, layer):  # the gradient of a norm is summed in either case
             return super().layer_plan(layer) | {"mlp_norm": ReplicatedOnStream(stream=StreamLayout(1))}
 
-    report = verify(Tiny, Plan, degrees=[2], contexts=[2])
+    report = verify(Tiny, Plan, degrees=[Degrees(tp=2, cp=2)])
     wrong = {case.options.sequence_parallel for case in report.cases if not case.passed}
     assert wrong == {False}
     assert {case.finding.first.name for case in report.cases if not case.passed} == {

@@ -133,7 +133,7 @@ def test_a_plan_given_as_a_dict_is_cut_by_tokens():
         "model.norm": "replicated_on_stream",
         "lm_head": "vocab_head",
     }
-    assert verify(lambda: model, plan, degrees=[1], contexts=[2], seq_len=7).passed
+    assert verify(lambda: model, plan, degrees=[Degrees(cp=2)], seq_len=7).passed
 
 
 def test_rows_among_rows():

@@ -30,6 +30,7 @@ from titanplans.observe.fusible import Verdict, capture, graph_breaks
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.compile.fla_graphs import calls_kernels, end_graphs_at_kernels
 from titanplans.plan.decoder import find_decoder
+from titanplans.plan.degrees import Degrees
 from titanplans.precision.float8.conversion import keep_plain_between_graphs
 from titanplans.proof.ranks.fake import fake_ranks
 from titanplans.text import columns, counted
@@ -141,7 +142,7 @@ def main(request: Namespace) -> int:
     for name in every_model() if request.all else [request.subject or ""]:
         try:
             subject = find_subject(name, request)
-            for degree in subject.degrees or (2,):
+            for degree in [cut.tp for cut in subject.degrees or (Degrees(tp=2),)]:
                 with redirect_stdout(sys.stderr), progress(name, shown=True) as show:
                     decisions.append(decide(subject, request, degree, show))
                 if not request.json:

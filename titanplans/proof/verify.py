@@ -26,12 +26,12 @@ from titanplans.proof.compare.forward import Loss
 from titanplans.proof.compare.patches import unpatched
 from titanplans.proof.compare.tolerance import check_dtype
 from titanplans.proof.ranks.processes import side_by_side
-from titanplans.proof.ranks.world import Worlds, group_degree
+from titanplans.proof.ranks.world import Worlds, group_size
 from titanplans.proof.report import Report
 from titanplans.proof.result import CaseResult, Refusal, keywords
 
 CUTS = (*(Degrees(tp=tp) for tp in (2, 4, 8)), Degrees(cp=2), Degrees(tp=2, cp=2))
-"""Proved by default."""
+"""Proved by default, where the model allows them."""
 BOTH = (True, False)
 
 
@@ -39,9 +39,7 @@ def verify(
     model_fn: Callable[[], nn.Module],
     plan: PlanSource = None,
     *,
-    degrees: Sequence[int] | None = None,
-    contexts: Sequence[int] | None = None,
-    experts: Sequence[int] | None = None,
+    degrees: Sequence[int | Degrees] | None = None,
     loss_parallel: bool | None = None,
     sequence_parallel: bool | None = None,
     sequence_dim: int = 1,
@@ -73,12 +71,8 @@ def verify(
         model_fn: makes the model, with real weights, on the CPU (over a process group on the
             device of its rank). Called once.
         plan: as in `apply_plan`; None for the registered one.
-        degrees: of tensor parallelism; None for those of 2, 4 and 8 that the model allows, or over a process group its
-            size. A group of 1 runs the split model's code and kernels, and splits nothing.
-        contexts: degrees of context parallelism, each with each of `degrees`, or alone if these are None. None: 1, and
-            without `degrees` also 2 where the model allows it.
-        experts: degrees of expert parallelism, each with each of `degrees` and `contexts`; if both are None, ep with
-            tp = ep and with cp = ep. None: 1.
+        degrees: tp, cp and ep of each cut to prove; a number is that of tp alone. None: those of `CUTS` that the model
+            allows, or over a process group its size. A group of 1 runs the split model's code and kernels, and splits nothing.
         loss_parallel: True or False; None for both where weights are cut, else they are the same.
         sequence_parallel: likewise.
         sequence_dim: the sequence's dimension in the hidden states.
@@ -114,32 +108,20 @@ def verify(
             f"processes = {processes}: 1 or more; 1 over a process group, whose ranks are processes"
         )
     progress = progress or (lambda words: None)
-    named = any(given is not None for given in (degrees, contexts, experts)) or ranks == "process_group"
-    if ranks == "process_group" and contexts is None:
-        degrees = [group_degree(degrees)]
-    cuts = cuts_of(degrees, contexts, experts)
-    products = tuple(cut.sharing for cut in cuts)
-    for cut in cuts:
-        if cut.sharing % cut.ep:
-            works = [n for n in range(1, cut.sharing + 1) if cut.sharing % n == 0]
-            raise PlanError(
-                f"experts = {cut.ep}: it does not divide degrees x contexts = {cut.tp} x {cut.cp}, the proof's ranks: "
-                f"{either(works)} would work"
-            )
-    if ranks == "process_group":
-        group_degree(products)
-    if not cuts or min(products) < (1 if ranks == "process_group" else 2):
-        raise PlanError(
-            f"degrees = {list(degrees or ())}, contexts = {list(contexts or ())}: nothing is split, so nothing can be "
-            "proved: name degrees of 2 or more"
-        )
+    cuts = cuts_of(degrees, group_size() if ranks == "process_group" else None)
     model = model_fn().to(dtype).train()
     if any(param.is_meta for param in model.parameters()):
         raise PlanError(f"{type(model).__name__} has parameters on meta: let model_fn make real ones")
     with exact_float8(model, dtype), Worlds(ranks, model) as worlds:
         # On a copy: a plan is code, and must not change the whole model.
         accepted, refused = accepted_cases(
-            _without_values(model), plan, cuts, loss_parallel, sequence_parallel, sequence_dim, named=named
+            _without_values(model),
+            plan,
+            cuts,
+            loss_parallel,
+            sequence_parallel,
+            sequence_dim,
+            named=cuts is not CUTS,
         )
         name_head(model, head_of(next(iter(accepted.values())), dict(model.named_modules())))
         randomise(model, seed)
@@ -218,16 +200,33 @@ def accepted_cases(
     return accepted, refused
 
 
-def cuts_of(
-    degrees: Sequence[int] | None, contexts: Sequence[int] | None, experts: Sequence[int] | None = None
-) -> tuple[Degrees, ...]:
-    """Return the degrees of tensor, context and expert parallelism to prove; arguments as in `verify`."""
-    if degrees is None and contexts is None:
-        if experts is not None:
-            return tuple(Degrees(ep=ep, **{dim: ep}) for ep in experts for dim in ("tp", "cp"))
-        return CUTS
-    grid = itertools.product(degrees or (1,), contexts or (1,), experts or (1,))
-    return tuple(Degrees(tp=tp, cp=cp, ep=ep) for tp, cp, ep in grid)
+def cuts_of(degrees: Sequence[int | Degrees] | None, size: int | None = None) -> tuple[Degrees, ...]:
+    """Return the cuts to prove: those of `degrees`, as in `verify`; `size` is that of the process group, if there is one.
+
+    Raises:
+        PlanError: a cut splits nothing, is of another number of ranks, or of more experts than ranks.
+    """
+    if degrees is None:
+        return CUTS if size is None else (Degrees(tp=size),)
+    cuts = tuple(one if isinstance(one, Degrees) else Degrees(tp=one) for one in degrees)
+    for cut in cuts:
+        if cut.sharing % cut.ep:
+            works = [n for n in range(1, cut.sharing + 1) if cut.sharing % n == 0]
+            raise PlanError(
+                f"ep = {cut.ep}: it does not divide tp x cp = {cut.tp} x {cut.cp}, the proof's ranks: {either(works)} would "
+                "work"
+            )
+        if size is not None and cut.sharing != size:
+            raise PlanError(
+                f"degrees = {cut}, but the process group has {size} ranks and proves degree {size} only: start as many "
+                "processes as tp x cp, or leave ranks out"
+            )
+    if not cuts or (size is None and min(cut.sharing for cut in cuts) == 1):
+        raise PlanError(
+            f"degrees = [{', '.join(map(str, cuts))}]: nothing is split, so nothing can be proved: name degrees of 2 "
+            "or more"
+        )
+    return cuts
 
 
 def _choices(asked: bool | None, cut: Degrees) -> tuple[bool, ...]:

@@ -1,9 +1,10 @@
 """The command lines of `verify`, `list` and `async-tp`. Needs no torch. subject.py resolves a SUBJECT."""
 
 import argparse
+import itertools
 import shlex
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from os.path import abspath, dirname, isdir
 from typing import Any, NoReturn
 
@@ -12,6 +13,7 @@ from titanplans.config.families import check_plan, find_flavor, plan_names
 from titanplans.config.options import options_of
 from titanplans.config.values import from_text
 from titanplans.errors import VerifyError, nearest
+from titanplans.plan.degrees import Degrees
 from titanplans.user_code import check_package
 
 _EXAMPLES = """\
@@ -77,9 +79,7 @@ def add_commands(commands: Any) -> None:
         **shared,
     )
     _add_subject(async_tp, tokens="128, or more for an image", degrees="the job's, or 2")
-    async_tp.set_defaults(
-        contexts=None, experts=None, loss_parallel=None, sequence_parallel=None, ranks="threads"
-    )
+    async_tp.set_defaults(cp=None, ep=None, loss_parallel=None, sequence_parallel=None, ranks="threads")
 
 
 def parse(argv: list[str]) -> Namespace:
@@ -100,12 +100,9 @@ def parse(argv: list[str]) -> Namespace:
             if (known := plan_names()) and name not in known:
                 raise not_listed(name, known)
         return request
-    if (
-        1 in (request.degrees or ())
-        and request.contexts is None
-        and request.experts is None
-        and not (request.degrees == (1,) and request.ranks == "process_group")
-    ):
+    request.degrees = cuts(request.tp, request.cp, request.ep)
+    one_gpu = request.degrees == (Degrees(tp=1),) and request.ranks == "process_group"
+    if any(cut.sharing == 1 for cut in request.degrees or ()) and request.cp is None and not one_gpu:
         raise VerifyError(
             "--tp 1 splits nothing, so nothing can be proved: name degrees of 2 or more, or over one GPU --process-group "
             "--tp 1, which runs the split model's whole path"
@@ -130,6 +127,17 @@ def parse(argv: list[str]) -> Namespace:
     if getattr(request, "output", None) is not None and not isdir(dirname(abspath(request.output))):
         raise VerifyError(f"--output {request.output}: its folder is not there; name a file in one that is")
     return request
+
+
+def cuts(
+    tp: Sequence[int] | None, cp: Sequence[int] | None, ep: Sequence[int] | None
+) -> tuple[Degrees, ...] | None:
+    """Return the product of the degrees; of experts alone, over as many ranks of a layer and of a sequence; None: none."""
+    if tp is None and cp is None:
+        alone = tuple(Degrees(ep=degree, **{axis: degree}) for degree in ep or () for axis in ("tp", "cp"))
+        return alone or None
+    every = itertools.product(tp or (1,), cp or (1,), ep or (1,))
+    return tuple(Degrees(tp=tp, cp=cp, ep=ep) for tp, cp, ep in every)
 
 
 def _lora(given: Iterable[str]) -> dict[str, Any]:
@@ -198,12 +206,12 @@ def _add_subject(
     add("--model", metavar="MODEL", help="for a plan: a named model, a config.json, or module:callable")
     add("--flavor", metavar="NAME", help="size of a named model; default debug")
     add("--plan", metavar="PLAN", help="another plan for the model: a registered name, or module:Class")
-    add("--tp", dest="degrees", type=_degrees, metavar="2,4,8", help=f"degrees; default: {degrees}")
+    add("--tp", type=_degrees, metavar="2,4,8", help=f"degrees; default: {degrees}")
     if contexts:
         words = "degrees of context parallelism, each with each --tp, or alone; default: 1, and without --tp 2, too"
-        add("--cp", dest="contexts", type=_degrees, metavar="2,4", help=words)
+        add("--cp", type=_degrees, metavar="2,4", help=words)
         words = "degrees of expert parallelism, each with each --tp and --cp, or alone: as many ranks of each; default: 1"
-        add("--ep", dest="experts", type=_degrees, metavar="2,4", help=words)
+        add("--ep", type=_degrees, metavar="2,4", help=words)
     words = (
         f"Linear modules in float8, whole and split: {', '.join(recipes[1:])}; default: none, or the job's"
     )

@@ -1,6 +1,5 @@
 """The processes of a proof: this one, or a process group that torchrun started."""
 
-import itertools
 import os
 from argparse import Namespace
 from collections.abc import Iterator
@@ -30,17 +29,16 @@ def check_launch(request: Namespace) -> None:
             f"torchrun started {size} processes, and each would hold all ranks: add --process-group, or leave torchrun out"
         )
     if grouped and not started:
-        degree = request.degrees[0] if request.degrees else 2
+        degree = request.degrees[0].sharing if request.degrees else 2
         raise VerifyError(
             "--process-group needs the processes that torchrun starts: "
             f"torchrun --nproc-per-node {degree} -m titanplans {request.words}"
         )
-    degrees = request.degrees or ((size,) if request.contexts is None else (1,))
-    cuts = list(itertools.product(degrees, request.contexts or (1,)))
-    if grouped and any(tp * cp != size for tp, cp in cuts):
-        said = ", ".join(f"--tp {tp} x --cp {cp}" for tp, cp in cuts)
-        raise VerifyError(f"{said}: torchrun started {size} processes; start as many as the product")
-    if grouped and size == 1 and request.degrees != (1,):
+    cuts = request.degrees or ()
+    if grouped and any(cut.sharing != size for cut in cuts):
+        said = ", ".join(map(str, cuts))
+        raise VerifyError(f"{said}: torchrun started {size} processes; start as many as tp x cp")
+    if grouped and size == 1 and not cuts:
         raise VerifyError(
             "--process-group with 1 process splits nothing: start as many as the degree, --nproc-per-node 2, or say --tp 1"
         )

@@ -28,9 +28,9 @@ from titanplans.proof import Report, verify
 from titanplans.proof.batches.sample import moved
 from titanplans.proof.compare.forward import backward, call, logits_of
 from titanplans.proof.ranks.fake import fake_ranks, mesh_sizes
-from titanplans.proof.ranks.world import group_degree, is_small
+from titanplans.proof.ranks.world import is_small
 from titanplans.proof.result import keywords, options_as_json
-from titanplans.proof.verify import accepted_cases, cuts_of
+from titanplans.proof.verify import CUTS, accepted_cases, cuts_of
 from titanplans.training.trainer.device import no_trainer
 
 
@@ -96,17 +96,15 @@ def prove(
     dtype = None if request.dtype is None else getattr(torch, request.dtype)
     prepared = prepare(subject, request, device, dtype)
     model = prepared.model
-    degrees = subject.degrees
-    if dist.is_initialized() and subject.contexts is None and subject.experts is None:
-        degrees = (group_degree(degrees),)
+    cuts = cuts_of(subject.degrees, dist.get_world_size() if dist.is_initialized() else None)
     # `verify` checks again; this check comes before the model takes any memory.
     accepted, _ = accepted_cases(
         model,
         subject.plan,
-        cuts_of(degrees, subject.contexts, subject.experts),
+        cuts,
         subject.loss_parallel,
         subject.sequence_parallel,
-        named=any(given is not None for given in (degrees, subject.contexts, subject.experts)),
+        named=cuts is not CUTS,
     )
     if device.type == "cpu" and isinstance(model, PreTrainedModel):
         check_cpu(model)
@@ -133,9 +131,7 @@ def prove(
     report = verify(
         lambda: model,
         subject.plan,
-        degrees=degrees,
-        contexts=subject.contexts,
-        experts=subject.experts,
+        degrees=subject.degrees,
         loss_parallel=subject.loss_parallel,
         sequence_parallel=subject.sequence_parallel,
         inputs=prepared.inputs,
@@ -150,11 +146,12 @@ def prove(
         watch=lambda report, of: watch(outcome(report, of)),
     )
     notes, counts = prepared.notes, []
-    if degrees == (1,):
+    splits = any(cut.sharing > 1 for cut in cuts)
+    if not splits:
         notes += ("one rank: its code and kernels are those of a split model, and nothing is split",)
     if lacking is not None:
         notes += (f"torchtitan's loss is not compared: {lacking.partition(':')[0]}",)
-    if not request.quick and degrees != (1,):
+    if not request.quick and splits:
         progress("communication")
         plain = prepared.inputs(prepared.batch_size, prepared.seq_len, 0)
         inputs = moved(plain, device, prepared.dtype)

@@ -10,10 +10,12 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from titanplans import modeling
+from titanplans.cli.verify.arguments import cuts
 from titanplans.config import LoRA, strategy_of
 from titanplans.errors import VerifyError
 from titanplans.parallel import Float8
 from titanplans.plan.custom import PlanSource
+from titanplans.plan.degrees import Degrees
 from titanplans.plan.plan import TPPlan
 from titanplans.plan.registry import registered_plans
 from titanplans.user_code import import_module, load_attribute
@@ -31,11 +33,7 @@ class Subject:
     """A function of the user's own."""
     plan: PlanSource = None
     """None: the registered one."""
-    degrees: tuple[int, ...] | None = None
-    contexts: tuple[int, ...] | None = None
-    """Degrees of context parallelism."""
-    experts: tuple[int, ...] | None = None
-    """Degrees of expert parallelism."""
+    degrees: tuple[Degrees, ...] | None = None
     loss_parallel: bool | None = None
     sequence_parallel: bool | None = None
     seq_len: int | None = None
@@ -76,7 +74,7 @@ def find_subject(words: str, request: Namespace) -> Subject:
         subject = replace(subject, plan=request.plan)
     chosen = {
         key: value
-        for key in ("degrees", "contexts", "experts", "loss_parallel", "sequence_parallel")
+        for key in ("degrees", "loss_parallel", "sequence_parallel")
         if (value := getattr(request, key)) is not None
     }
     float8 = Float8() if request.float8 == "none" else subject.float8
@@ -127,8 +125,9 @@ def _job(path: str, request: Namespace) -> Subject:
     experts = job.parallelism.expert_parallel_degree
     if experts > degree * context:
         context = experts // degree  # ranks that share a sequence stand for those with other batches
-    named = any(given is not None for given in (request.degrees, request.contexts, request.experts))
-    if degree * context == 1 and not named:
+    # What the command line leaves open is as the job says.
+    request.degrees = cuts(request.tp or (degree,), request.cp or (context,), request.ep or (experts,))
+    if all(cut.sharing == 1 for cut in request.degrees):
         raise VerifyError(
             f"{path}: tensor_parallel_degree = 1 splits nothing, so there is nothing to prove; give --tp 2, for one"
         )
@@ -139,9 +138,6 @@ def _job(path: str, request: Namespace) -> Subject:
         f"{path}: {model}",
         hf_config(job),
         plan=job.model.plan,
-        degrees=(degree,),
-        contexts=(context,),
-        experts=(experts,),
         loss_parallel=not job.parallelism.disable_loss_parallel,
         sequence_parallel=job.parallelism.enable_sequence_parallel,
         seq_len=job.training.seq_len,

@@ -175,20 +175,14 @@ def is_small(model: nn.Module, dtype: torch.dtype) -> bool:
     return sum(p.numel() for p in model.parameters()) * dtype.itemsize <= SMALL
 
 
-def group_degree(degrees: Sequence[int] | None) -> int:
-    """Return the only degree that the default process group can prove: its size.
+def group_size() -> int:
+    """Return the number of ranks of the default process group.
 
     Raises:
-        PlanError: there is no process group, or another degree was named.
+        PlanError: there is none.
     """
     if not dist.is_initialized():
         raise PlanError(
             "ranks = 'process_group', but there is no process group: start under torchrun, or leave ranks out"
         )
-    size = dist.get_world_size()
-    if degrees is not None and tuple(degrees) != (size,):
-        raise PlanError(
-            f"degrees = {', '.join(map(str, degrees))}, but the process group has {size} ranks and proves degree "
-            f"{size} only: start as many processes as the degree, or leave ranks out"
-        )
-    return size
+    return dist.get_world_size()

@@ -10,7 +10,7 @@ not change.
 """
 
 from collections.abc import Callable, Mapping, Set
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -28,6 +28,10 @@ from titanplans.split.parameters.selection import of_ranges, selected
 from titanplans.split.parameters.shards import take_shards
 from titanplans.split.state import SplitState, make_state, specialise, state_of, subclass
 from titanplans.text import class_name
+
+Read = Callable[[nn.Module, str], torch.Tensor | None]
+Kind = Callable[[type[nn.Module], tuple[str, ...]], type[nn.Module]]
+"""Subclasses a module's class so that the parameters of these names are read in some way."""
 
 
 class ParameterMemo(dict[int, nn.Parameter]):
@@ -203,17 +207,15 @@ def is_gathered(param: torch.Tensor | None, reading: Reading) -> bool:
     return isinstance(param, DTensor) and param.device_mesh.ndim == len(reading.gradient)
 
 
-def _kinds(
-    layouts: Mapping[str, Layout], buffers: Set[str]
-) -> dict[tuple[str, ...], Callable[..., type[nn.Module]]]:
+def _kinds(layouts: Mapping[str, Layout], buffers: Set[str]) -> dict[tuple[str, ...], Kind]:
     """Return which subclass gives which parameters, in a set order: repeated blocks share one compiled artefact."""
     exchanged = {name for name, layout in layouts.items() if is_exchanged(layout)}
     deferred = {name for name, layout in layouts.items() if layout.deferred}
-    kinds = (
-        (layouts.keys() - exchanged - deferred - buffers, _read_anywhere),
-        (deferred, _not_read),
+    kinds: tuple[tuple[Set[str], Kind], ...] = (
+        (layouts.keys() - exchanged - deferred - buffers, partial(_reading, local_parameter)),
+        (deferred, partial(_reading, _none)),
         (exchanged, read_inside),
-        (buffers, _read_in_part),
+        (buffers, partial(_reading, _part_of_buffer)),
     )
     return {tuple(sorted(names)): kind for names, kind in kinds if names}
 
@@ -224,43 +226,27 @@ def is_exchanged(layout: Layout) -> bool:
 
 
 @cache
-def _read_anywhere(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """Subclass `cls` with parameters as properties that give local tensors."""
+def _reading(read: Read, cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """Subclass `cls` with properties that give what `read` returns for the module and the name of a parameter."""
 
     def reader(name: str) -> property:
-        return property(lambda self: local_parameter(self, name))
+        return property(lambda self: read(self, name))
 
     return subclass(cls, {name: reader(name) for name in names})
 
 
-@cache
-def _read_in_part(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """Subclass `cls` with whole buffers that are read as this rank's part."""
-
-    def reader(name: str) -> Any:
-        def part(self: Any) -> torch.Tensor:
-            whole, reading = self._buffers[name], self._split.readings[name]
-            if reading.layout.rows is not None:
-                whole = selected(whole, reading.layout, reading.rank, reading.group)
-            return _part(whole, None, reading, self._split)
-
-        return property(part)
-
-    return subclass(cls, {name: reader(name) for name in names})
+def _none(module: Any, name: str) -> torch.Tensor | None:
+    """A deferred parameter, which the module's own forward does not see."""
+    param = module._parameters[name]
+    return None if is_gathered(param, module._split.readings[name]) else param
 
 
-@cache
-def _not_read(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """Subclass `cls` with parameters that are read as None."""
-
-    def reader(name: str) -> Any:
-        def read_as_none(self: Any) -> torch.Tensor | None:
-            param = self._parameters[name]
-            return None if is_gathered(param, self._split.readings[name]) else param
-
-        return property(read_as_none)
-
-    return subclass(cls, {name: reader(name) for name in names})
+def _part_of_buffer(module: Any, name: str) -> torch.Tensor:
+    """This rank's part of a whole buffer."""
+    whole, reading = module._buffers[name], module._split.readings[name]
+    if reading.layout.rows is not None:
+        whole = selected(whole, reading.layout, reading.rank, reading.group)
+    return _part(whole, None, reading, module._split)
 
 
 @cache
