@@ -31,11 +31,13 @@ LENGTH = 16
 KINDS = {
     "qwen3": "a block is one graph (Qwen3)",
     "gla": "a block is several graphs (GLA: its kernels take themselves out of every graph)",
+    "qwen3_moe": "experts are over 2 ranks (Qwen3-MoE)",
 }
 SIZES = dict(hidden_size=32, intermediate_size=64, vocab_size=64)
 OWN = {
     "qwen3": dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8),
     "gla": dict(num_heads=4, num_kv_heads=4, use_short_conv=False),
+    "qwen3_moe": dict(num_attention_heads=4, num_key_value_heads=2),
 }
 """Fields of the config that differ from the zoo's."""
 TENSOR = {
@@ -53,6 +55,9 @@ TENSOR = {
         "enable_sequence_parallel": False,
         "disable_loss_parallel": True,
     },
+    "ep 2": {},
+    "tp 2, ep 2": {},
+    "cp 2, ep 2": {},
 }
 RECOMPUTE = {
     "nothing": {"mode": "none"},
@@ -90,6 +95,10 @@ class Combination(NamedTuple):
         return 2 if "cp 2" in self.tensor else 1
 
     @property
+    def ep(self) -> int:
+        return 2 if "ep 2" in self.tensor else 1
+
+    @property
     def ranks(self) -> int:
         """As few as there can be: FSDP and HSDP shard over the ranks of context parallelism, too."""
         if self.cp == 1:
@@ -104,6 +113,7 @@ class Combination(NamedTuple):
 ALL = [
     Combination(*values)
     for values in itertools.product(KINDS, TENSOR, RECOMPUTE, (False, True), DATA, (False, True))
+    if (values[0] == "qwen3_moe") == ("ep" in values[1])
 ]
 
 
@@ -122,7 +132,9 @@ def strategy(combination, backend="aot_eager"):
     if combination.compiled:
         values["compile"] = {"enable": True, "backend": backend, "components": ["model"]}
     copies = {"fsdp": 1, "hsdp": 2, "ddp": rest}[combination.data]
-    return read_strategy(values), Degrees(tp=tp, cp=cp, dp_replicate=copies, dp_shard=rest // copies)
+    return read_strategy(values), Degrees(
+        tp=tp, cp=cp, ep=combination.ep, dp_replicate=copies, dp_shard=rest // copies
+    )
 
 
 @functools.cache
@@ -248,7 +260,7 @@ def page(verdicts):
         all=len(ALL), ran=sum(v is None for v in verdicts.values()), refused=sum(v is not None for v in verdicts.values())
     )]  # fmt: skip
     for kind, title in KINDS.items():
-        columns = [(tp, cp, data) for cp, tp in itertools.product((1, 2), repeat=2) for data in DATA]
+        columns = [*dict.fromkeys((c.tp, c.cp, c.data) for c in ALL if c.kind == kind)]
         head = [
             "recomputed",
             "compiled",
@@ -276,7 +288,7 @@ def cell(verdicts, reasons, combinations):
 HEAD = """\
 # Combinations
 
-Tensor, sequence, loss and context parallelism, activation checkpointing, compile, FSDP, HSDP, DDP and CPU offload: every
+Tensor, sequence, loss, context and expert parallelism, activation checkpointing, compile, FSDP, HSDP, DDP and CPU offload: every
 combination gives the loss, the gradient norm and each gradient of one process, or is refused by name before any
 weight moves. This page is written by `tests/combinations.py`.
 

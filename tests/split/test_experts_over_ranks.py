@@ -16,6 +16,9 @@
 Each is proved over threads, in float64, by one plain step unless said otherwise.
 """
 
+import copy
+import itertools
+import math
 import re
 
 import pytest
@@ -27,11 +30,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from titanplans import Degrees, PlanError, apply_plan, check_plan, proof, registered_plans
+from titanplans.loss import cross_entropy
 from titanplans.plan.layout import Layout
 from titanplans.plan.styles.experts import ByExpert
 from titanplans.proof.ranks import threads
 from titanplans.split import gradients
 from titanplans.split.experts import by_experts, dispatch
+from titanplans.split.experts.loads import Loads
+from titanplans.split.gradients import align_gradients
 from titanplans.split.parameters.local_parameters import ParameterMesh
 
 HELD = 2
@@ -47,7 +53,7 @@ CUTS = [(2, 1, 2), (1, 2, 2), (2, 2, 4), (2, 2, 2), (1, 4, 2)]
 """Degrees of tensor, context and expert parallelism. The last two have two copies of each expert."""
 SHARDED = dict(loss_parallel=True, sequence_parallel=True)
 MODELS = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "glm4_moe")
-MODELS += ("deepseek_v2", "deepseek_v3", "gpt_oss")
+MODELS += ("deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text")
 
 
 class Routed:
@@ -160,7 +166,7 @@ def in_order_of_experts(x, experts, weights):
 
 
 def without_shares(patch):
-    patch.setattr(by_experts, "ExpertRanks", lambda group, alike, rank: dispatch.ExpertRanks(group, 1, 0))
+    patch.setattr(by_experts, "ExpertRanks", lambda group, *_: dispatch.ExpertRanks(group, 1, 0))
 
 
 class OfExperts(Layout):
@@ -236,6 +242,65 @@ def test_a_rank_that_leaves_out_what_no_row_needs_is_found(instead, words, tp, c
     assert re.search(rf"does not run, .*{words}", case.notes[0]), case.notes
 
 
+CAPACITY = 0.5
+"""Of what a rank sends; with two experts a token most of them overflow."""
+
+
+def within_capacity(experts, weights, ranks):
+    """The weights [N, k] of pairs, zero where a rank that sends so many rows would drop them; and how many it drops."""
+    kept = torch.zeros_like(weights)
+    for rows in torch.arange(len(experts)).tensor_split(ranks):
+        room = [math.ceil(CAPACITY * experts[rows].numel() / 4)] * 4
+        for row, place in itertools.product(rows.tolist(), range(experts.shape[1])):
+            expert = int(experts[row, place])
+            kept[row, place] = room[expert] > 0
+            room[expert] -= 1
+    return weights * kept, int((kept == 0).sum())
+
+
+def test_a_capacity_drops_the_last_rows_of_each_rank_and_counts_them():
+    whole, ids = zoo.build("mixtral").double().train(), torch.arange(48).view(3, 16) % 40
+    whole.set_experts_implementation("eager")
+    split, dropped = [copy.deepcopy(whole) for _ in range(2)], []
+
+    def limit(module, given):
+        rows, experts, weights = given
+        weights, number = within_capacity(experts, weights, 2)
+        dropped.append(number)
+        return rows, experts, weights
+
+    for layer in whole.model.layers:
+        layer.mlp.experts.register_forward_pre_hook(limit)
+    loss = cross_entropy(whole(input_ids=ids, use_cache=False).logits, ids, ids.numel())
+    loss.backward()
+
+    def work(rank):
+        model = split[rank.mesh.get_local_rank()]
+        meshes = rank.mesh_of(1), rank.mesh_of.of_experts(2)
+        loads = Loads(model)
+        apply_plan(model, meshes[0], experts=meshes[1], expert_capacity_factor=CAPACITY)
+        found = cross_entropy(model(input_ids=ids, use_cache=False).logits, ids, ids.numel())
+        found.backward()
+        align_gradients(model.parameters())
+        gradients = {name: param.grad.full_tensor() for name, param in model.named_parameters()}
+        return found.detach(), gradients, loads.take_dropped([meshes[0].get_group()])
+
+    found, gradients, counted = threads.run(2, torch.device("cpu"), work)
+    assert 0 < sum(dropped) < 2 * ids.numel() * len(dropped)
+    assert counted == sum(dropped)
+    torch.testing.assert_close(found, loss.detach())
+    torch.testing.assert_close(gradients, {name: param.grad for name, param in whole.named_parameters()})
+
+
+def test_what_takes_every_row_for_every_expert_has_no_biases():
+    model = zoo.build("llama4_text")
+    for layer in model.model.layers:
+        if (experts := getattr(layer.feed_forward, "experts", None)) is not None:
+            experts.down_proj_bias = torch.nn.Parameter(torch.zeros(experts.num_experts, experts.hidden_size))
+    with pytest.raises(PlanError, match=r"every row for every expert, and has down_proj_bias: .*degree at 1"):
+        check_plan(model, Degrees(ep=2))
+
+
 @pytest.mark.parametrize(
     ("name", "number", "tp", "ep", "words"),
     [
@@ -245,7 +310,6 @@ def test_a_rank_that_leaves_out_what_no_row_needs_is_found(instead, words, tp, c
         ("mixtral", 3, 2, 2, "= 2 .* = 3 .*: set both it and tensor_parallel_degree to 1 or 3"),
         ("gla", 0, 1, 2, "= 2: GLAPlan gives no experts of GLAForCausalLM to ranks; set it to 1"),
         ("llama", 0, 2, 2, "= 2: LlamaPlan gives no experts of LlamaForCausalLM to ranks; set it to 1"),
-        ("llama4_text", 0, 1, 2, "takes hidden_states, and not .*: leave expert_parallel_degree at 1"),
     ],
 )
 def test_a_degree_that_does_not_fit_is_refused_in_a_line(name, number, tp, ep, words):

@@ -30,6 +30,7 @@ FIGURES = (
     "experts/busiest_to_mean",
     "experts/idle",
     "experts/largest_bias",
+    "experts/dropped",
 )
 BALANCED = dict(output_router_logits=True, router_aux_loss_coef=0.5)
 MODELS = {
@@ -37,6 +38,7 @@ MODELS = {
     "mixtral": dict(vocab_size=4096, **BALANCED),
     "glm4_moe": dict(vocab_size=4096, num_hidden_layers=3),
     "gpt_oss": dict(vocab_size=4096, **BALANCED),
+    "llama4_text": dict(vocab_size=4096),
 }
 JOBS = {
     "qwen3_moe, tp 2 x fsdp 2, ep 2": ("qwen3_moe", (*HALF, TP, EP)),
@@ -49,6 +51,8 @@ JOBS = {
     "glm4_moe, cp 2 x fsdp 2, ep 4": ("glm4_moe", (*HALF, CP, ALL)),
     "glm4_moe, tp 2 x fsdp 2, by width": ("glm4_moe", (*HALF, TP)),
     "gpt_oss, fsdp 4, ep 4": ("gpt_oss", (*QUARTER, ALL)),
+    "llama4_text, tp 2 x fsdp 2, ep 4": ("llama4_text", (*HALF, TP, ALL)),
+    "qwen3_moe, fsdp 4, ep 4, room for all": ("qwen3_moe", (*QUARTER, ALL, "--parallelism.expert_capacity_factor=16")),
 }  # fmt: skip
 TUNED = {
     "lora": ("qwen3_moe", ("--lora.rank=3", "--optimizer.lr=3e-2"), (*HALF, TP, EP)),
@@ -59,6 +63,7 @@ TUNED = {
         (*QUARTER, ALL),
     ),
 }
+CAPACITY = ("qwen3_moe", (*HALF, TP, ALL, "--parallelism.expert_capacity_factor=0.5"))
 PUBLISHED = ("--checkpoint.enable", "--checkpoint.interval=4", "--checkpoint.last_save_in_hf")
 
 
@@ -89,6 +94,7 @@ def on_four_ranks(rank: int) -> dict:
     found = {name: figures(folder, model, name, *options) for name, (model, options) in JOBS.items()}
     for name, (model, options, degrees) in TUNED.items():
         found[name] = figures(folder, model, name, *degrees, *options)
+    found["capacity"] = figures(folder, CAPACITY[0], "capacity", *CAPACITY[1])
     saves = ("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.no-last_save_model_only")
     found["moved"] = [
         figures(folder, "glm4_moe", "moved", "--training.steps=2", *QUARTER[1:], *saves, EP),
@@ -122,6 +128,14 @@ def test_a_job_has_the_figures_of_one_process(one, four, name):
     for key in expected:
         # float32, summed in another order, as in test_trainer; loads are numbers of rows.
         assert found[key] == pytest.approx(expected[key], rel=1e-5), key
+
+
+def test_dropped_rows_are_counted(four):
+    """Half of the mean, so at least half of all pairs of a row and an expert are left out, and not all."""
+    pairs = 2 * 8 * 32 * 2  # blocks, sequences, tokens, experts a token
+    assert set(four["qwen3_moe, fsdp 4, ep 4, room for all"]["experts/dropped"].values()) == {0}
+    assert all(pairs / 2 <= dropped < pairs for dropped in four["capacity"]["experts/dropped"].values())
+    assert four["capacity"][LOSS][3] < four["capacity"][LOSS][1]
 
 
 @pytest.mark.parametrize("name", TUNED)

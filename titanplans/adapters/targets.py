@@ -107,8 +107,9 @@ def _refuse_others(model: nn.Module, word: str, linears: dict[str, nn.Module], o
             owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
             raise options.error(
                 "target_modules",
-                f"{name} {tuple(param.shape)} is a parameter of {owner}, and adapters are of Linear modules; to train it as "
-                "it is, name its module in modules_to_save",
+                f"{name} {tuple(param.shape)} is a parameter of {owner}, and adapters are of Linear modules: peft adapts it "
+                "by target_parameters, in files that are not read or written here; to train it as it is, name its module in "
+                "modules_to_save",
             )
 
 

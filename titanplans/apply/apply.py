@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from titanplans.adapters.low_rank import place_dropout
 from titanplans.apply.check import Checked, check
+from titanplans.config.compatibility.strategy import NO_CAPACITY
 from titanplans.errors import PlanError
 from titanplans.plan.converted import Crossing, is_float8
 from titanplans.plan.custom import PlanSource, resolve_plan
@@ -131,6 +132,7 @@ def apply_plan(
     plan: PlanSource = None,
     dtype: torch.dtype | None = None,
     experts: DeviceMesh | None = None,
+    expert_capacity_factor: float | None = None,
     sum_over_cp: bool = True,
 ) -> AppliedPlan:
     """Split `model` over `mesh`, in place. Before activation checkpointing, compile, FSDP and the optimizer.
@@ -145,6 +147,8 @@ def apply_plan(
         mesh: with dimensions "tp" (tensor parallelism), "cp" (context parallelism) or both; without names, 1-D, "tp".
         experts: over whose last dimension whole experts are shared out: neighbouring ranks, those of "tp" among them; one
             before it, if there is, has copies. None: each expert's width is split over "tp".
+        expert_capacity_factor: an expert takes at most so many times the mean of the pairs of a row and an expert that a
+            rank sends, and drops those of the last rows. None: all.
         sum_over_cp: parameters become DTensors with a copy on each rank of "cp", whose gradients `align_gradients`, the
             gradient norm and FSDP2 over other ranks sum. False: FSDP2 or DDP over a mesh that holds the ranks of "cp" sums
             (not averages) them.
@@ -182,11 +186,16 @@ def apply_plan(
     )
     options = TPOptions(degrees, loss_parallel, sequence_parallel, sequence_dim)
     checked = check(resolve_plan(plan, model, options), model, dist.get_backend(mesh.get_group(0)), dtype)
-    return split(checked, cut_of(checked, meshes, experts, sum_over_cp=sum_over_cp))
+    return split(checked, cut_of(checked, meshes, experts, expert_capacity_factor, sum_over_cp=sum_over_cp))
 
 
 def cut_of(
-    checked: Checked, meshes: CutMeshes, experts: DeviceMesh | None = None, *, sum_over_cp: bool
+    checked: Checked,
+    meshes: CutMeshes,
+    experts: DeviceMesh | None = None,
+    capacity: float | None = None,
+    *,
+    sum_over_cp: bool,
 ) -> Cut:
     """Return the cut of a checked plan over `meshes`: by weights, or by tokens too; and by experts over theirs."""
     cut: Cut
@@ -196,7 +205,11 @@ def cut_of(
         cut = Untouched(meshes.sharing)
     else:
         cut = CutByWeights(meshes, checked.plan.source.options.stream)
-    return cut if experts is None or experts.size(experts.ndim - 1) == 1 else CutByExperts(cut, experts)
+    if experts is None or experts.size(experts.ndim - 1) == 1:
+        if capacity is not None:
+            raise PlanError(f"expert_capacity_factor = {capacity}: {NO_CAPACITY}")
+        return cut
+    return CutByExperts(cut, experts, capacity)
 
 
 def split(checked: Checked, cut: Cut) -> AppliedPlan:

@@ -130,9 +130,10 @@ def apply_steps(
     if checked is not None:
         # Data parallelism is over all ranks that see other tokens, and sums their gradients.
         sharing = None if experts is None else experts.sharing
+        capacity = getattr(config, "expert_capacity_factor", None)  # DDP shares out no experts
         if meshes is None:  # experts alone
             meshes = meshes_of(mesh_of_one(over.device_type))
-        record.plan = split(checked, cut_of(checked, meshes, sharing, sum_over_cp=False))
+        record.plan = split(checked, cut_of(checked, meshes, sharing, capacity, sum_over_cp=False))
         counts = Counter(type(style).__name__ for style in record.plan.styles.values())
         degrees = {
             name: degree

@@ -18,6 +18,7 @@ from titanplans.plan.degrees import Degrees
 from titanplans.plan.options import TPOptions
 from titanplans.plan.plan import Plan
 from titanplans.plan.resolve import head_of
+from titanplans.plan.styles.experts import interface_of
 from titanplans.proof.batches.conditions import MicroBatch, Scenario
 from titanplans.proof.batches.sample import Inputs, Sampler, randomise
 from titanplans.proof.cases import CONDITIONS, Proof, by_reference
@@ -31,7 +32,8 @@ from titanplans.proof.report import Report
 from titanplans.proof.result import CaseResult, Refusal, keywords
 
 CUTS = (*(Degrees(tp=tp) for tp in (2, 4, 8)), Degrees(cp=2), Degrees(tp=2, cp=2))
-"""Proved by default, where the model allows them."""
+EXPERTS = (Degrees(tp=2, ep=2), Degrees(cp=2, ep=2))
+"""Proved by default, where the model allows them; the latter of a model with experts that can be sent rows."""
 BOTH = (True, False)
 
 
@@ -71,8 +73,9 @@ def verify(
         model_fn: makes the model, with real weights, on the CPU (over a process group on the
             device of its rank). Called once.
         plan: as in `apply_plan`; None for the registered one.
-        degrees: tp, cp and ep of each cut to prove; a number is that of tp alone. None: those of `CUTS` that the model
-            allows, or over a process group its size. A group of 1 runs the split model's code and kernels, and splits nothing.
+        degrees: tp, cp and ep of each cut to prove; a number is that of tp alone. None: those of `CUTS` and `EXPERTS` that
+            the model allows, or over a process group its size. A group of 1 runs the split model's code and kernels, and
+            splits nothing.
         loss_parallel: True or False; None for both where weights are cut, else they are the same.
         sequence_parallel: likewise.
         sequence_dim: the sequence's dimension in the hidden states.
@@ -108,8 +111,9 @@ def verify(
             f"processes = {processes}: 1 or more; 1 over a process group, whose ranks are processes"
         )
     progress = progress or (lambda words: None)
-    cuts = cuts_of(degrees, group_size() if ranks == "process_group" else None)
+    size = group_size() if ranks == "process_group" else None
     model = model_fn().to(dtype).train()
+    cuts = cuts_of(model, degrees, size)
     if any(param.is_meta for param in model.parameters()):
         raise PlanError(f"{type(model).__name__} has parameters on meta: let model_fn make real ones")
     with exact_float8(model, dtype), Worlds(ranks, model) as worlds:
@@ -121,7 +125,7 @@ def verify(
             loss_parallel,
             sequence_parallel,
             sequence_dim,
-            named=cuts is not CUTS,
+            named=degrees is not None or size is not None,
         )
         name_head(model, head_of(next(iter(accepted.values())), dict(model.named_modules())))
         randomise(model, seed)
@@ -200,14 +204,18 @@ def accepted_cases(
     return accepted, refused
 
 
-def cuts_of(degrees: Sequence[int | Degrees] | None, size: int | None = None) -> tuple[Degrees, ...]:
+def cuts_of(
+    model: nn.Module, degrees: Sequence[int | Degrees] | None, size: int | None = None
+) -> tuple[Degrees, ...]:
     """Return the cuts to prove: those of `degrees`, as in `verify`; `size` is that of the process group, if there is one.
 
     Raises:
         PlanError: a cut splits nothing, is of another number of ranks, or of more experts than ranks.
     """
+    if degrees is None and size is not None:
+        return (Degrees(tp=size),)
     if degrees is None:
-        return CUTS if size is None else (Degrees(tp=size),)
+        return CUTS + EXPERTS * any(interface_of(module) is not None for module in model.modules())
     cuts = tuple(one if isinstance(one, Degrees) else Degrees(tp=one) for one in degrees)
     for cut in cuts:
         if cut.sharing % cut.ep:

@@ -43,6 +43,8 @@ class SplitState:
     """It is a region in which tokens are exchanged for heads."""
     experts: Any = None
     """The ranks to which its rows are sent (`titanplans.split.experts`)."""
+    dropped: torch.Tensor | None = None
+    """How many of this rank's pairs of a row and an expert were left out since this was read; None: no forward."""
     product: Any = None
     """How a float8 product lies on the ranks."""
     weight_scale: torch.Tensor | None = None

@@ -30,7 +30,7 @@ from titanplans.proof.compare.forward import backward, call, logits_of
 from titanplans.proof.ranks.fake import fake_ranks, mesh_sizes
 from titanplans.proof.ranks.world import is_small
 from titanplans.proof.result import keywords, options_as_json
-from titanplans.proof.verify import CUTS, accepted_cases, cuts_of
+from titanplans.proof.verify import accepted_cases, cuts_of
 from titanplans.training.trainer.device import no_trainer
 
 
@@ -96,7 +96,8 @@ def prove(
     dtype = None if request.dtype is None else getattr(torch, request.dtype)
     prepared = prepare(subject, request, device, dtype)
     model = prepared.model
-    cuts = cuts_of(subject.degrees, dist.get_world_size() if dist.is_initialized() else None)
+    size = dist.get_world_size() if dist.is_initialized() else None
+    cuts = cuts_of(model, subject.degrees, size)
     # `verify` checks again; this check comes before the model takes any memory.
     accepted, _ = accepted_cases(
         model,
@@ -104,7 +105,7 @@ def prove(
         cuts,
         subject.loss_parallel,
         subject.sequence_parallel,
-        named=cuts is not CUTS,
+        named=subject.degrees is not None or size is not None,
     )
     if device.type == "cpu" and isinstance(model, PreTrainedModel):
         check_cpu(model)

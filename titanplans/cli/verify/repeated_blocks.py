@@ -48,7 +48,7 @@ def plans(model: nn.Module, subject: Subject) -> list[Any]:
         cases, _ = accepted_cases(
             model,
             subject.plan,
-            cuts_of(subject.degrees),
+            cuts_of(model, subject.degrees),
             subject.loss_parallel,
             subject.sequence_parallel,
             named=False,

@@ -2,7 +2,12 @@
 
 from typing import Any
 
-from titanplans.config.compatibility.strategy import NOTHING_IS_SPLIT, async_tensor_parallel, no_float8
+from titanplans.config.compatibility.strategy import (
+    NO_CAPACITY,
+    NOTHING_IS_SPLIT,
+    async_tensor_parallel,
+    no_float8,
+)
 from titanplans.config.compatibility.words import default, fields, get, needs
 from titanplans.config.options import Refusals
 from titanplans.config.other_names import REFUSED
@@ -58,6 +63,8 @@ def _parallelism(job: Any) -> Refusals:
             f"the processes of tensor_parallel_degree = {degree} have the same tokens, and share experts all or none; "
             f"{near_multiples(experts, degree)} would work",
         )
+    if experts == 1 and p.expert_capacity_factor is not None:
+        yield "parallelism.expert_capacity_factor", NO_CAPACITY
     if experts > 1 and p.data_parallel_strategy == "ddp":
         yield (
             "parallelism.expert_parallel_degree",

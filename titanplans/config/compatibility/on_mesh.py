@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanplans.config.compatibility.groups import WITH_ATTENTION
-from titanplans.config.compatibility.strategy import NOTHING_IS_SPLIT, no_float8
+from titanplans.config.compatibility.strategy import NO_CAPACITY, NOTHING_IS_SPLIT, no_float8
 from titanplans.config.compatibility.words import get
 from titanplans.config.options import Refusals
 
@@ -48,6 +48,8 @@ def _plan(p: StrategyOnMesh) -> Refusals:
 
 def _fsdp2(p: StrategyOnMesh) -> Refusals:
     c = p.config
+    if c.expert_capacity_factor is not None and p.ep == 1:
+        yield "expert_capacity_factor", NO_CAPACITY
     if c.fsdp_defer_grad_sync == "replicas" and p.dp_replicate == 1:
         yield (
             "fsdp_defer_grad_sync",

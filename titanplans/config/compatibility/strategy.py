@@ -7,6 +7,7 @@ from titanplans.config.compatibility.words import needs
 from titanplans.config.options import Refusals
 
 NOTHING_IS_SPLIT = "tensor_parallel_degree = 1 splits nothing; raise it or remove the plan"
+NO_CAPACITY = "with expert_parallel_degree = 1 no row is sent to an expert; raise it or remove this key"
 _NOT_COMPILED = 'no block is compiled; set compile.enable = true with "model" in compile.components'
 
 

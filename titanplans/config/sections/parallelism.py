@@ -70,6 +70,10 @@ class TensorParallel(Options):
     disable_loss_parallel: bool = False
     """Under tensor parallelism: gather the logits, instead of leaving them sharded over the vocabulary."""
 
+    expert_capacity_factor: PositiveFloat | None = None
+    """Under expert parallelism: an expert takes at most this many times the mean of the rows that a process sends, and drops
+    the last ones; unset: none is dropped."""
+
     enable_async_tensor_parallel: bool = False
     """Overlap tensor-parallel communication with the matrix products (CUDA, compiled model, sequence parallel)."""
 

@@ -23,18 +23,21 @@ class LoadBalancer:
     def __init__(self, model: nn.Module, dims: Any, coefficient: float | None):
         self.loads = Loads(model)
         self._coefficient = PUBLISHED if coefficient is None else coefficient
-        self._groups = []
-        for name in ("batch", "cp"):
-            if (mesh := dims.get_optional_mesh(name)) is not None and mesh.size() > 1:
-                self._groups.append(mesh.get_group())
+        meshes = [dims.get_optional_mesh(name) for name in ("batch", "cp", "tp")]
+        # Ranks of tensor parallelism have the same rows, and send a share of them each.
+        self._groups = [mesh.get_group() for mesh in meshes[:2] if mesh is not None and mesh.size() > 1]
+        self._senders = [mesh.get_group() for mesh in meshes if mesh is not None and mesh.size() > 1]
         self.newest: torch.Tensor | None = None
         """Rows routed to each expert [mixtures, experts] in the newest step, over all ranks."""
+        self.dropped: torch.Tensor | None = None
+        """How many of these were left out; None without a capacity."""
 
     def after_backward(self, *, skipped: bool) -> None:
         """Move the biases, unless the step was `skipped`. Collective."""
         if not self.loads.mixtures:
             return
         self.newest = self.loads.take(self._groups)
+        self.dropped = None if self.newest is None else self.loads.take_dropped(self._senders)
         if self.newest is not None and not skipped and self._coefficient:
             self.loads.move_biases(self.newest, self._coefficient)
 
@@ -47,6 +50,8 @@ class LoadBalancer:
             "experts/busiest_to_mean": busiest.amax().item(),
             "experts/idle": float((self.newest == 0).sum().item()),
         }
+        if self.dropped is not None:
+            found["experts/dropped"] = float(self.dropped.item())
         biases = [mixture.bias for mixture in self.loads.mixtures if mixture.bias is not None]
         if biases:
             found["experts/largest_bias"] = max(bias.detach().abs().max().item() for bias in biases)

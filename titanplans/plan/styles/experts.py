@@ -8,22 +8,28 @@ from torch.distributed.tensor import Shard
 from titanplans.plan.layout import Layout
 from titanplans.plan.styles.base import Style, held
 
-INTERFACE = 3
+CHOSEN = 3
 """transformers' experts are called with hidden states [N, H], the numbers of their experts [N, k] and weights [N, k]."""
+EVERY = 1
+"""Llama 4's, with every row for every expert [experts * N, H], expert by expert: zeros where it was not chosen."""
 
 
-def takes_rows(module: nn.Module) -> bool:
-    """Whether `module` holds experts and is called as transformers' are."""
+def interface_of(module: nn.Module) -> int | None:
+    """Return `CHOSEN` or `EVERY`, as `module` is called; None if it does not hold experts that are called so."""
     cls = getattr(type(module), "whole_class", type(module))  # of a split module that before the split
-    return hasattr(module, "num_experts") and len(inspect.signature(cls.forward).parameters) == 1 + INTERFACE
+    taken = len(inspect.signature(cls.forward).parameters) - 1
+    holds = hasattr(module, "num_experts") and any(
+        param.ndim == 3 for param in module.parameters(recurse=False)
+    )
+    return taken if holds and taken in (CHOSEN, EVERY) else None
 
 
 class ByExpert(Style):
     """Give each rank of expert parallelism some of the experts, whole; rows are sent to their experts' ranks and back.
 
-    For a module that holds experts in parameters [experts, ...], with transformers' interface: its forward takes hidden
-    states [N, H], the experts of each [N, k] and their weights [N, k], and returns [N, H]. It reads the number of experts
-    as `num_experts`, which becomes the rank's.
+    For a module that holds experts in parameters [experts, ...], with an interface of transformers: its forward takes
+    hidden states [N, H], the experts of each [N, k] and their weights [N, k], and returns [N, H]; or it takes every row for
+    every expert, and has no biases. It reads the number of experts as `num_experts`, which becomes the rank's.
     """
 
     inside = splits = True
@@ -32,11 +38,17 @@ class ByExpert(Style):
         return Layout(Shard(0), Shard(0))
 
     def refusal(self, module: nn.Module) -> str | None:
-        if not takes_rows(module):
+        interface = interface_of(module)
+        if interface is None:
             taken = list(inspect.signature(module.forward).parameters)
             return (
                 f"its forward takes {', '.join(taken) or 'nothing'}, and not hidden states, the numbers of their experts "
                 "and weights: leave expert_parallel_degree at 1, which splits each expert's width"
+            )
+        if interface == EVERY and (flat := [name for name, param in held(module).items() if param.ndim < 3]):
+            return (
+                f"it takes every row for every expert, and has {', '.join(flat)}: an expert with a bias makes something of "
+                "rows that were not sent to it; leave expert_parallel_degree at 1, which splits each expert's width"
             )
         numbers = {param.shape[0] for param in held(module).values()}
         if numbers != {getattr(module, "num_experts", None)}:

@@ -19,12 +19,13 @@ class CutByExperts:
         others: the cut of everything else.
         mesh: its last dimension is of the ranks that share experts, neighbours, those of tensor parallelism among them; one
             before it, if there is, has copies of the experts, whose gradients are parts.
+        capacity: an expert takes at most so many times the mean of the pairs that a rank sends; None: all.
 
     Raises:
         PlanError: the ranks of tensor parallelism are not among those that share experts.
     """
 
-    def __init__(self, others: Cut, mesh: DeviceMesh):
+    def __init__(self, others: Cut, mesh: DeviceMesh, capacity: float | None = None):
         self._others, self._mesh = others, mesh
         self.mesh, self.distributes, self.sums = others.mesh, others.distributes, others.sums
         self.ranks, self.border = others.ranks, others.border
@@ -39,7 +40,7 @@ class CutByExperts:
             raise PlanError(
                 f"ranks {sharing} share experts, and ranks {of_layer} a layer: the latter have to be among the former"
             )
-        self._expert_ranks = ExpertRanks(self._group, len(of_layer), others.border.rank)
+        self._expert_ranks = ExpertRanks(self._group, len(of_layer), others.border.rank, capacity)
         self._with_layers = len(of_layer) == len(sharing)
 
     def lay_out(self, entry: Entry) -> None:

@@ -1,7 +1,7 @@
 """Rows to the ranks of their experts and back: two all-to-alls a call, and one of counts.
 
     own rows       a rank of tensor parallelism has all rows of its group in a region, and sends its share of them
-    dispatched     each pair of a row and an expert, in the order of the experts
+    dispatched     each pair of a row and an expert, in the order of the experts; without a capacity, all of them
     computed       by the experts' own forward, one expert a row, with weights of one
     combined       back in the order of the rows, weighted and summed; the other rows of the group are zeros, whose sum
                    the region's exit makes
@@ -11,15 +11,21 @@ backward, also one to which no row came.
 """
 
 import inspect
+import math
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from titanplans.plan.styles.experts import EVERY, interface_of
 from titanplans.split.collectives import Group, all_to_all, exchange_rows
 from titanplans.split.state import make_state, specialise, subclass
+from titanplans.torch_private.autograd import in_backward
+
+Rows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""What experts make of hidden states [N, H], the numbers of their experts [N, 1] and weights of one."""
 
 
 class ExpertRanks(NamedTuple):
@@ -30,33 +36,54 @@ class ExpertRanks(NamedTuple):
     """So many ranks have the same rows: those of tensor parallelism."""
     tp_rank: int
     """This rank's number among those."""
+    capacity: float | None = None
+    """An expert takes at most so many times the mean of the pairs that a rank sends; None: all."""
 
 
 def install_dispatch(module: nn.Module, ranks: ExpertRanks) -> None:
     """Let `module`, which holds this rank's experts, be called with rows for all experts."""
+    every = interface_of(module) == EVERY
     make_state(module).experts = ranks
     module.num_experts //= ranks.group[1]  # type: ignore[operator]
-    specialise(module, _dispatching(type(module)))
+    specialise(module, (_of_every_row if every else _of_chosen_rows)(type(module)))
 
 
 @cache
-def _dispatching(cls: type[nn.Module]) -> type[nn.Module]:
+def _of_chosen_rows(cls: type[nn.Module]) -> type[nn.Module]:
     names = list(inspect.signature(cls.forward).parameters)[1:]
 
     @wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         given = [*args, *(kwargs[name] for name in names[len(args) :])]
-        return _through_experts(self, lambda *rows: cls.forward(self, *rows), *given)
+        return _through_experts(self, partial(cls.forward, self), *given)
+
+    return subclass(cls, {"forward": forward})
+
+
+@cache
+def _of_every_row(cls: type[nn.Module]) -> type[nn.Module]:
+    """Subclass `cls`, which takes every row for every expert: those that are not zeros are sent."""
+
+    def run(self: Any, rows: torch.Tensor, numbers: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        there = nn.functional.one_hot(numbers[:, 0], self.num_experts)
+        most = int(there.sum(0).max())  # waits for the device
+        place = (numbers * most + there.cumsum(0).gather(1, numbers) - 1)[:, 0]
+        padded = rows.new_zeros(self.num_experts * most, rows.shape[1]).index_copy(0, place, rows)
+        return cls.forward(self, padded)[place]
+
+    @wraps(cls.forward)
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        each = len(hidden_states) // (self.num_experts * self._split.experts.group[1])
+        sent = hidden_states.any(1).nonzero()  # waits for the device
+        rows = hidden_states[sent[:, 0]]
+        made = _through_experts(self, partial(run, self), rows, sent // each, torch.ones_like(rows[:, :1]))
+        return torch.zeros_like(hidden_states).index_copy(0, sent[:, 0], made)
 
     return subclass(cls, {"forward": forward})
 
 
 def _through_experts(
-    module: Any,
-    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
-    x: torch.Tensor,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
+    module: Any, run: Rows, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """Return this rank's summand [N, H] of what the experts [N, k] make of `x` [N, H], weighted by `weights` [N, k]."""
     ranks: ExpertRanks = module._split.experts
@@ -67,6 +94,8 @@ def _through_experts(
     order = experts.flatten().argsort(stable=True)
     counts = experts.new_zeros(group[1] * module.num_experts, dtype=torch.long)
     counts = counts.scatter_add(0, experts.flatten().long(), torch.ones_like(order))
+    if ranks.capacity is not None:
+        order, counts = _within_capacity(module, order, counts, ranks.capacity)
     counts = counts.view(group[1], module.num_experts)
     came = all_to_all(counts, group)
     sent, received = torch.stack([counts.sum(1), came.sum(1)]).tolist()  # waits for the device
@@ -74,15 +103,41 @@ def _through_experts(
     rows = exchange_rows(own[order // each], received, sent, group)
     made = _computed(module, run, rows, came)
     back = exchange_rows(made, sent, received, group)
-    of_rows = back[order.argsort()].unflatten(0, (-1, each)) if len(own) else back[:, None]
+    if len(order) == experts.numel():
+        pairs = back[order.argsort()]
+    else:
+        pairs = back.new_zeros(experts.numel(), back.shape[1]).index_copy(0, order, back)
+    of_rows = pairs.unflatten(0, (-1, each)) if len(own) else pairs[:, None]
     mixed = (of_rows * weights[..., None]).sum(1).to(x.dtype)
     before = sum(shares[: ranks.tp_rank])
     return nn.functional.pad(mixed, (0, 0, before, len(x) - before - len(own)))
 
 
-def _computed(
-    module: Any, run: Callable[..., torch.Tensor], rows: torch.Tensor, came: torch.Tensor
-) -> torch.Tensor:
+def _within_capacity(
+    module: Any, order: torch.Tensor, counts: torch.Tensor, factor: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Leave out pairs behind an expert's capacity, those of the last rows: Switch Transformer, arXiv:2101.03961, 2.2.
+
+    Args:
+        module: counts them in training, each once, recomputed or not.
+        order: pairs in the order of their experts, and of rows.
+        counts: of pairs, by expert.
+        factor: the capacity over the mean number of pairs of an expert.
+    """
+    capacity = math.ceil(factor * len(order) / len(counts))
+    starts = counts.cumsum(0) - counts
+    kept = (
+        torch.arange(len(order), device=order.device)
+        - starts.repeat_interleave(counts, output_size=len(order))
+        < capacity
+    )
+    if module.training and not in_backward():
+        dropped = (~kept).sum()
+        module._split.dropped = dropped if (known := module._split.dropped) is None else known + dropped
+    return order[kept], counts.clamp(max=capacity)  # waits for the device
+
+
+def _computed(module: Any, run: Rows, rows: torch.Tensor, came: torch.Tensor) -> torch.Tensor:
     """Return what this rank's experts make of `rows`; `came` [ranks, experts] are their numbers by sender and expert."""
     if not len(rows):
         # Its parameters have a gradient, of zeros, and it takes part in the backward's exchanges, as the others.

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titanplans.plan.styles.experts import takes_rows
+from titanplans.plan.styles.experts import EVERY, interface_of
 from titanplans.split.parameters.shards import local_shard
+from titanplans.split.state import state_of
 from titanplans.torch_private.autograd import in_backward
 
 BIASES = ("e_score_correction_bias", "expert_bias", "balancing_biases")
@@ -46,9 +47,12 @@ class Loads:
     def _count(self, at: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not module.training or (not torch.compiler.is_compiling() and in_backward()):
             return
-        chosen = [*args, *kwargs.values()][1].detach().flatten()
-        rows = torch.ones_like(chosen, dtype=torch.float32)
-        found = rows.new_zeros(self.mixtures[at].number).scatter_add(0, chosen.long(), rows)
+        given, number = [x.detach() for x in (*args, *kwargs.values())], self.mixtures[at].number
+        if len(given) == EVERY:  # every row for every expert: those that are not zeros
+            found = given[0].unflatten(0, (number, -1)).any(-1).sum(1).float()
+        else:
+            rows = torch.ones_like(given[1].flatten(), dtype=torch.float32)
+            found = rows.new_zeros(number).scatter_add(0, given[1].flatten().long(), rows)
         known = self._counts[at]
         self._counts[at] = found if known is None else known + found
 
@@ -62,6 +66,21 @@ class Loads:
         if not counts:
             return None
         total = torch.stack(counts)
+        for group in groups:
+            dist.all_reduce(total, group=group)
+        return total
+
+    def take_dropped(self, groups: Iterable[dist.ProcessGroup]) -> torch.Tensor | None:
+        """Return how many pairs of a row and an expert were left out since the last call; None where none can be.
+
+        Collective over `groups`, in whose product each rank sends other rows.
+        """
+        states = [state for mixture in self.mixtures if (state := state_of(mixture.experts)) is not None]
+        if all(state.experts is None or state.experts.capacity is None for state in states):
+            return None
+        total = torch.stack([state.dropped for state in states if state.dropped is not None]).sum()
+        for state in states:
+            state.dropped = None
         for group in groups:
             dist.all_reduce(total, group=group)
         return total
@@ -87,7 +106,7 @@ def mixtures(model: nn.Module) -> Iterator[ExpertMixture]:
     """Yield the mixtures of experts of `model` that are called as transformers' are."""
     for name, module in model.named_modules():
         experts = getattr(module, "experts", None)
-        if not isinstance(experts, nn.Module) or not takes_rows(experts):
+        if not isinstance(experts, nn.Module) or interface_of(experts) is None:
             continue
         held = [*module.named_buffers(), *module.named_parameters()]
         biases = [x for key, x in held if key.endswith(BIASES) and not x.requires_grad]
