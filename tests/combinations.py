@@ -288,8 +288,8 @@ def cell(verdicts, reasons, combinations):
 HEAD = """\
 # Combinations
 
-Tensor, sequence, loss, context and expert parallelism, activation checkpointing, compile, FSDP, HSDP, DDP and CPU offload: every
-combination gives the loss, the gradient norm and each gradient of one process, or is refused by name before any
+Tensor, sequence, loss, context and expert parallelism, activation checkpointing, compile, FSDP, HSDP, DDP and CPU offload:
+every combination gives the loss, the gradient norm and each gradient of one process, or is refused by name before any
 weight moves. This page is written by `tests/combinations.py`.
 
 Of {all} combinations {refused} are refused, and {ran} are not. A cell counts the latter: with and without offload, and

@@ -62,13 +62,13 @@ class ExpertsPlan(LlamaPlan):
     def _stacked(self, experts: Any) -> Plan:
         """Plan weights [experts, 2 width, hidden] and [experts, hidden, width], or transposed, with biases or without."""
         down = experts.down_proj.shape
-        width = 1 if experts.gate_up_proj.shape[1] == down[2] else 2
+        width_dim = 1 if experts.gate_up_proj.shape[1] == down[2] else 2
         into = (
-            self.packed(down[width], down[width], dim=3 - width)
+            self.packed(down[width_dim], down[width_dim], dim=3 - width_dim)
             if getattr(experts, "is_concatenated", True)
-            else self.colwise(dim=3 - width, interleaved=True)
+            else self.colwise(dim=3 - width_dim, interleaved=True)
         )
-        plan = {"gate_up_proj": into, "down_proj": self.rowwise(reduce_output=False, dim=width)}
+        plan = {"gate_up_proj": into, "down_proj": self.rowwise(reduce_output=False, dim=width_dim)}
         if getattr(experts, "has_bias", False):
             plan |= {"gate_up_proj_bias": into, "down_proj_bias": self.added_to_sum()}
         return {f"experts.{name}": style for name, style in plan.items()}

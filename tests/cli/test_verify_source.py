@@ -8,9 +8,9 @@ import zoo
 from transformers import Qwen2VLConfig
 
 from titanplans import modeling, registered_plans
-from titanplans.cli.verify.cut import _smaller, _with_vocabulary, cut
 from titanplans.cli.verify.main import main
 from titanplans.cli.verify.prepare import check_memory, memory
+from titanplans.cli.verify.smaller_config import _smaller, _with_vocabulary, cut
 from titanplans.cli.verify.subject import Subject, every_model
 from titanplans.errors import VerifyError
 from titanplans.plan.decoder import find_decoder

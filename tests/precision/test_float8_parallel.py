@@ -20,7 +20,8 @@ from titanplans.parallel import (
     convert_to_float8,
 )
 from titanplans.plan.converted import RECIPES, float8_linears
-from titanplans.precision.float8.conversion import SMALL, check_calls, float8_report, refuse_read_weights
+from titanplans.precision.float8.conversion import SMALL, check_calls, refuse_read_weights
+from titanplans.precision.float8.report import float8_report
 
 
 def convert(model, recipe="tensorwise", **options):

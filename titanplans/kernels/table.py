@@ -13,7 +13,6 @@ from titanplans.kernels.attention import attention, attention_parts, decoding, r
 from titanplans.kernels.layers import activations, bitlinear, convolution, losses, norms, residuals
 from titanplans.kernels.naive import Naive
 from titanplans.kernels.recurrent import (
-    cumsum,
     formulas,
     gates,
     log_linear,
@@ -69,6 +68,24 @@ _ATTENTION = {
 
 Reference = Callable[..., Any] | Recurrence | Naive
 
+_WRAPPERS: dict[str, Reference] = {
+    **_FLASH_ATTENTION,
+    "fla.layers.mamba:Mamba.slow_forward": state_space.mamba_forward,
+    "fla.layers.mamba2:Mamba2.torch_forward": state_space.mamba2_forward,
+    "fla.layers.log_linear_mamba2:LogLinearMamba2.forward": log_linear.log_linear_mamba2_forward,
+    "fla.layers.mamba3:Mamba3.forward": mamba3.mamba3_forward,
+    "fla.layers.mamba3:mamba3_siso_combined": mamba3.siso,
+    "fla.layers.mamba3:mamba3_mimo_combined": mamba3.mimo,
+    "fla.layers.rodimus:autocast_to_fp16": precision.any_dtype,
+    "fla.layers.stickbreaking_attn:StickBreakingAttention.forward": attention_parts.stickbreaking_module,
+    "fla.models.cat.modeling_cat:create_block_mask_compiled": attention_parts.create_block_mask,
+    "fla.models.cat.modeling_cat:flex_attention_compiled": attention_parts.flex_attention,
+    "fla.modules.fused_cross_entropy.ops:FusedCrossEntropyLoss.forward": losses.fused_cross_entropy_module,
+    "fla.ops.moba.parallel:parallel_moba": attention_parts.parallel_moba,
+    "fla.ops.nsa.naive:naive_nsa_selection": attention_parts.nsa_selection,
+}
+"""Of functions of packages and of torch, and of wrappers that refuse a CPU."""
+
 REFERENCES: dict[str, Reference] = {
     "fla.modules.norm.layernorm:LayerNormFunction": norms.layer_norm,
     "fla.modules.norm.layernorm:LayerNormLinearFunction": norms.layer_norm_linear,
@@ -92,37 +109,24 @@ REFERENCES: dict[str, Reference] = {
     "fla.modules.causal_conv1d.ops:causal_conv1d_update_states": convolution.causal_conv1d_update_states,
     "fla.modules.rotary.ops:RotaryEmbeddingFunction": rotary.rotary_embedding,
     "fla.modules.fused_cross_entropy.ops:cross_entropy_loss": losses.cross_entropy_loss,
-    "fla.modules.fused_cross_entropy.ops:FusedCrossEntropyLoss.forward": losses.fused_cross_entropy_module,
     "fla.modules.fused_linear_cross_entropy.ops:fused_linear_cross_entropy_loss": losses.fused_linear_cross_entropy_loss,
-    "fla.layers.mamba:Mamba.slow_forward": state_space.mamba_forward,
-    "fla.layers.mamba2:Mamba2.torch_forward": state_space.mamba2_forward,
     "fla.modules.token_shift:TokenShift": rwkv.token_shift,
     "fla.ops.rwkv7.fused_recurrent:fused_mul_recurrent_rwkv7": Recurrence(rwkv.rwkv7_mul),
     "fla.ops.rwkv7.fused_addcmul:Rwkv7FusedAddcmul": rwkv.addcmul,
     "fla.ops.rwkv7.fused_k_update:KUpdateFunction": rwkv.k_update,
     "fla.ops.rwkv7.gate_output_correction:GateOutputCorrection": rwkv.gate_output_correction,
     "fla.ops.log_linear_attn.chunk:chunk_log_linear_attn": log_linear.chunk_log_linear_attn,
-    "fla.layers.log_linear_mamba2:LogLinearMamba2.forward": log_linear.log_linear_mamba2_forward,
-    "fla.layers.mamba3:Mamba3.forward": mamba3.mamba3_forward,
-    "fla.layers.mamba3:mamba3_siso_combined": mamba3.siso,
-    "fla.layers.mamba3:mamba3_mimo_combined": mamba3.mimo,
-    "fla.layers.rodimus:autocast_to_fp16": precision.any_dtype,
     "fla.ops.attnres.fused:fused_attnres": residuals.fused_attnres,
-    "fla.ops.utils.cumsum:chunk_global_cumsum": cumsum.chunk_global_cumsum,
+    "fla.ops.utils.cumsum:chunk_global_cumsum": gates.chunk_global_cumsum,
     "fla.modules.norm.layernorm_quant:LayerNormLinearQuantFunction": bitlinear.layer_norm_linear_quant,
     "fla.ops.gsa.gate:fused_additive_gate": gates.fused_additive_gate,
     "fla.ops.utils.pooling:MeanPoolingFunction": attention_parts.mean_pooling,
-    **_FLASH_ATTENTION,
+    **_WRAPPERS,
     **_ATTENTION,
     "fla.ops.deltaformer.parallel:ParallelDeltaformerFunction": attention_parts.deltaformer_values,
-    "fla.ops.nsa.naive:naive_nsa_selection": attention_parts.nsa_selection,
-    "fla.ops.moba.parallel:parallel_moba": attention_parts.parallel_moba,
     "fla.ops.parallax.decode:parallax_decode": decoding.parallax_decode,
     "fla.ops.parallax.decode:parallax_decode_one_step": decoding.parallax_decode,
     "fla.ops.wall_attn.decode:parallel_wall_attn_decode": decoding.parallel_wall_attn_decode,
-    "fla.models.cat.modeling_cat:create_block_mask_compiled": attention_parts.create_block_mask,
-    "fla.models.cat.modeling_cat:flex_attention_compiled": attention_parts.flex_attention,
-    "fla.layers.stickbreaking_attn:StickBreakingAttention.forward": attention_parts.stickbreaking_module,
     "fla.ops.kda.gate:fused_kda_gate": recurrence.gate,
     "fla.ops.mesa_net.decoding_one_step:mesa_net_decoding_one_step": decoding.mesa_net_step,
     "fla.ops.attn.decoding:attn_decoding_one_step": decoding.attn_decoding_one_step,
@@ -134,22 +138,5 @@ REFERENCES: dict[str, Reference] = {
 }
 """Place in FLA, "module:name" -> its replacement for CPU tensors."""
 
-NOT_TRITON = frozenset(
-    (
-        *_FLASH_ATTENTION,
-        *(f"fla.layers.{name}" for name in ("mamba:Mamba.slow_forward", "mamba2:Mamba2.torch_forward")),
-        "fla.layers.log_linear_mamba2:LogLinearMamba2.forward",
-        *(
-            f"fla.layers.mamba3:{name}"
-            for name in ("Mamba3.forward", "mamba3_siso_combined", "mamba3_mimo_combined")
-        ),
-        "fla.layers.rodimus:autocast_to_fp16",
-        "fla.layers.stickbreaking_attn:StickBreakingAttention.forward",
-        "fla.models.cat.modeling_cat:create_block_mask_compiled",
-        "fla.models.cat.modeling_cat:flex_attention_compiled",
-        "fla.modules.fused_cross_entropy.ops:FusedCrossEntropyLoss.forward",
-        "fla.ops.moba.parallel:parallel_moba",
-        "fla.ops.nsa.naive:naive_nsa_selection",
-    )
-)
-"""Places whose originals are no Triton kernels of FLA: those of packages and of torch, and wrappers that refuse a CPU."""
+NOT_TRITON = frozenset(_WRAPPERS)
+"""Places whose originals are no Triton kernels of FLA."""

@@ -38,7 +38,7 @@ from titanplans.parallel.record import ParallelRecord, record_of
 from titanplans.plan.decoder import find_decoder
 from titanplans.plan.styles.experts import ByExpert
 from titanplans.plan.token_regions import token_regions
-from titanplans.precision.float8.conversion import float8_report
+from titanplans.precision.float8.report import float8_report
 from titanplans.text import class_name
 from titanplans.torch_private.modules import ActivationWrapper, checkpointed
 

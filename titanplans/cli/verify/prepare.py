@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from titanplans import modeling
 from titanplans.apply.prepare import Preparation
 from titanplans.apply.prepare import prepare as prepare_modules
-from titanplans.cli.verify.cut import cut
+from titanplans.cli.verify.smaller_config import cut
 from titanplans.cli.verify.subject import Subject
 from titanplans.errors import VerifyError
 from titanplans.parallel.memory import memory

@@ -8,9 +8,7 @@ gathers its weights is in `all_gather`.
 
 import dataclasses
 import importlib.util
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +19,6 @@ from titanplans.plan.checks.tied import tied_parameters
 from titanplans.plan.converted import (
     ALIGNMENT,
     RECIPES,
-    Crossing,
     Recipe,
     float8_linears,
     keep_border_plain,
@@ -30,7 +27,7 @@ from titanplans.plan.decoder import find_decoder, holds_fla
 from titanplans.precision.kept_dtypes import keeps_float32
 from titanplans.split.guards.called import Calls, Found, read_weights, unfuse
 from titanplans.torch_private.modules import hooks_of
-from titanplans.torch_private.torchao import gains_by_float8, is_float8_gathered
+from titanplans.torch_private.torchao import gains_by_float8
 
 SMALL = "auto_filter_small_kn"
 """torchtitan's special filter: leave out modules that by torchao's figures are slower in float8 than in bfloat16."""
@@ -233,34 +230,3 @@ def keep_plain_between_graphs(model: nn.Module) -> None:
                 keep_border_plain(
                     block.child(part), "its compiled graphs can't hand a float8 tensor to each other"
                 )
-
-
-def float8_report(
-    model: nn.Module, done: Conversion | None, crossings: Mapping[str, Crossing]
-) -> dict[str, Any] | None:
-    """Return what became of each Linear of `model` as JSON has it; None if nothing is float8.
-
-    The `borders` are those of tensor-parallel regions, by plan key: what crosses them "in float8", or why not. Calls with
-    a mask [batch, sequence] enter in high precision (docs/float8.md).
-
-    Args:
-        model: parallelised.
-        done: what `convert_to_float8` returned.
-        crossings: the AppliedPlan's.
-    """
-    if done is None:
-        return None
-    return dataclasses.asdict(done) | {
-        "fsdp_all_gather": any(
-            is_float8_gathered(m._parameters["weight"]) for m in float8_linears(model).values()
-        ),
-        "scales_together": "_float8_scales" in model.__dict__,
-        "borders": {
-            name: {
-                side: "in float8" if why is None else f"not in float8: {why}"
-                for side, why in (("activations", crossing.enter), ("gradients", crossing.leave))
-                if why != ""
-            }
-            for name, crossing in crossings.items()
-        },
-    }
