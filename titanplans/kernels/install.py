@@ -137,7 +137,7 @@ def _on_cpu(
 
     @functools.wraps(reference)
     def choose(*args: Any, **kwargs: Any) -> Any:
-        if _first_is_on_cpu(*args, **kwargs) and not (_interpreted and triton):
+        if _runs_in_torch(*args, **kwargs) and not (_interpreted and triton):
             if kwargs.get("cu_seqlens") is not None and torch.compiler.is_compiling():
                 return out_of_graphs[0](*args, **kwargs)
             return reference(*args, **kwargs)
@@ -151,12 +151,12 @@ def _on_cpu(
     return choose
 
 
-def _first_is_on_cpu(*args: Any, **kwargs: Any) -> bool:
-    """Whether the first tensor is on a CPU; host copies of lengths may follow CUDA tensors.
+def _runs_in_torch(*args: Any, **kwargs: Any) -> bool:
+    """Whether the first tensor is on a CPU, or meta; host copies of lengths may follow CUDA tensors.
 
     What takes no tensors, such as a mask by lengths, works where there is no GPU.
     """
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
-            return value.device.type == "cpu"
+            return value.device.type in ("cpu", "meta")
     return not torch.accelerator.is_available()

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from titanplans.errors import KernelError
 from titanplans.kernels.layers.packing import sequences
-from titanplans.kernels.precision import accumulation_dtype, out_of_graphs
+from titanplans.kernels.precision import accumulation_dtype, out_of_graphs, without_autocast
 from titanplans.kernels.widen import Widen
 from titanplans.torch_private.dispatch import tree_map
 
@@ -73,7 +73,7 @@ def _compute(kernel: str, naive: Callable[..., Any], given: dict[str, Any]) -> A
         options.setdefault("scale", inputs["q"].shape[-1] ** -0.5)
     dtype, out_dtype = accumulation_dtype(*inputs.values()), inputs["v"].dtype
     inputs = {name: x.to(dtype) for name, x in inputs.items()}
-    with torch.autocast(inputs["v"].device.type, enabled=False), Widen(dtype):
+    with without_autocast(inputs["v"]), Widen(dtype):
         results = []
         for n, part in _sequences(inputs, bounds):
             if state is not None:

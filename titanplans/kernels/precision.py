@@ -28,3 +28,8 @@ def out_of_graphs(kernel: Callable[..., Any]) -> Callable[..., Any]:
 def any_dtype(x: torch.Tensor) -> torch.Tensor:
     """Return `x`, which FLA casts for flash-attn, for attention on a CPU, which takes any dtype."""
     return x
+
+
+def without_autocast(like: torch.Tensor) -> torch.autocast:
+    """Return the context in which products on the device of `like`, a CPU's or meta, keep their dtype."""
+    return torch.autocast("cpu" if like.is_meta else like.device.type, enabled=False)

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.fx.experimental._config
 from torch import _assert_async as assert_async
 from torch import _foreach_mul_ as foreach_mul_
 from torch import _foreach_norm as foreach_norm
@@ -12,22 +13,26 @@ from torch._C import _disabled_torch_function_impl as disabled_torch_function
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 __all__ = [
     "FakeTensor",
     "OpOverload",
     "TorchDispatchMode",
+    "TreeSpec",
     "assert_async",
     "disabled_torch_function",
     "dispatch_is_watched",
     "fake_mode_is_on",
     "foreach_mul_",
     "foreach_norm",
+    "rows_for_meta",
     "schema",
+    "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_map_only",
+    "tree_unflatten",
     "version",
     "without_torch_function",
     "wrapper",
@@ -47,6 +52,11 @@ def fake_mode_is_on() -> bool:
 def dispatch_is_watched() -> bool:
     """Whether a mode sees every operation of this thread: a recorder, fake tensors."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def rows_for_meta() -> AbstractContextManager[Any]:
+    """Return the context in which `nonzero` on meta finds every element, instead of an error."""
+    return torch.fx.experimental._config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
 
 
 def version(tensor: torch.Tensor) -> int:

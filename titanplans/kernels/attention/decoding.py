@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from titanplans.kernels.layers.packing import Result
-from titanplans.kernels.precision import accumulation_dtype
+from titanplans.kernels.precision import accumulation_dtype, without_autocast
 from titanplans.kernels.widen import Widen
 
 
@@ -49,7 +49,7 @@ def attn_decoding_one_step(
 
     dtype = accumulation_dtype(q, k, v, g)
     options |= {"scale": scale, "cu_seqlens": cu_seqlens, "do_gate_scale": do_gate_scale}
-    with torch.autocast(q.device.type, enabled=False), Widen(dtype):
+    with without_autocast(q), Widen(dtype):
         gates = None if g is None else g.to(dtype)
         return naive_attn_decoding(q.to(dtype), k.to(dtype), v.to(dtype), gates, **options).to(v.dtype)
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from titanplans.errors import KernelError
 from titanplans.kernels.layers.norms import l2norm
 from titanplans.kernels.layers.packing import Result, State, by_sequence, of_state
-from titanplans.kernels.precision import accumulation_dtype, out_of_graphs
+from titanplans.kernels.precision import accumulation_dtype, out_of_graphs, without_autocast
 from titanplans.kernels.recurrent.gates import fused_additive_gate
 
 _OVER_TIME = (
@@ -91,7 +91,7 @@ def _compute(
     """
     dtype = accumulation_dtype(*(value for value in given.values() if isinstance(value, torch.Tensor)))
     like = given["v" if "v" in given else "x"]
-    with torch.autocast(like.device.type, enabled=False):
+    with without_autocast(like):
         over_time = [name for name in _OVER_TIME if isinstance(given.get(name), torch.Tensor)]
         inputs = {name: given.pop(name).to(dtype) for name in over_time}
         _before_the_recurrence(inputs, given)

@@ -1,0 +1,1 @@
+"""Pipelines: a model cut into stages of consecutive blocks; each keeps the model's own forward."""
