@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import equal
 import torch
-import torch.distributed as dist
 import worlds
 import zoo
 
@@ -225,9 +224,9 @@ def run_all(rank, combinations, ranks, progress):
             print(
                 f"{time.time() - begin:7.1f} s  {number}: {combination}: {results[combination]}", flush=True
             )
-    everyone = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, results)
-    wrong = {c: why for found in everyone for c, why in found.items() if isinstance(why, str)}
+    wrong = {
+        c: why for found in worlds.everyones(results) for c, why in found.items() if isinstance(why, str)
+    }
     return results | wrong
 
 

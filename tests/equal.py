@@ -101,9 +101,7 @@ def _all(rank: int, cases: dict[Any, Case]) -> list[dict[Any, str]]:
             check(case, train(Parallel(case.build()), case))
         except AssertionError as error:
             errors[name] = f"rank {rank}: {error}"
-    everyone: list[dict[Any, str]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, errors)
-    return everyone
+    return worlds.everyones(errors)
 
 
 def check(case: Case, expected: Trained) -> float:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -33,6 +34,18 @@ def run(fn: Callable[[int], Any], ranks: int, backend: str = "gloo") -> Any:
             _work, args=(fn, ranks, folder, backend, dict(os.environ)), nprocs=ranks, start_method=method
         )
         return torch.load(Path(folder) / "result.pt", weights_only=False)
+
+
+def results(fn: Callable[[int], Any], ranks: int) -> Any:
+    """Return a fixture: what rank 0 returns of `fn`, run once for all tests of a file."""
+    return pytest.fixture(scope="module")(lambda: run(fn, ranks))
+
+
+def everyones(value: Any) -> list[Any]:
+    """Return what each rank calls this with."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 @functools.cache

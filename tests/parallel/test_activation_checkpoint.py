@@ -8,10 +8,10 @@ import pytest
 import torch
 import worlds
 import zoo
+from counting import Operators
 from tiny import Tiny, TinyPlan
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanplans import apply_plan, modeling
 from titanplans.parallel import ActivationCheckpoint, ParallelError
@@ -36,21 +36,6 @@ def every(n):
 FULL, MLP, KEEP_MIXER, BUDGET = (
     ActivationCheckpoint(mode=mode) for mode in ("full", "mlp", "keep_mixer", "memory_budget")
 )
-
-
-class Count(TorchDispatchMode):
-    """Operators by name, in whatever runs inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.ops = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.ops[func._schema.name.partition("::")[2]] += 1
-        return func(*args, **(kwargs or {}))
-
-    def of(self, *names):
-        return sum(self.ops[name] for name in names)
 
 
 def drops(model, p=0.5):
@@ -78,7 +63,7 @@ def gradients(model):
     """The gradients by name, and what ran in the backward."""
     torch.manual_seed(1)
     loss = loss_of(model)
-    with Count() as count:
+    with Operators() as count:
         loss.backward()
     return {
         name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()
@@ -149,14 +134,14 @@ def test_two_models_at_once_do_not_know_of_each_other(policy):
         torch.manual_seed(1)
         losses.append(loss_of(model))
     for model, loss in zip(models, losses, strict=True):
-        with Count() as count:
+        with Operators() as count:
             loss.backward()
-        counts.append(count.ops)
+        counts.append(count.counts)
         assert all(
             torch.equal(p.grad, expected[n.replace("_checkpoint_wrapped_module.", "")])
             for n, p in model.named_parameters()
         )
-    assert counts == [alone.ops, alone.ops]
+    assert counts == [alone.counts] * 2
 
 
 @pytest.mark.parametrize("policy", [FULL, KEEP_MIXER], ids=str)  # torch's own limit: by operator, once
@@ -371,9 +356,7 @@ class SimpleTokens(torch.nn.Module):
         return SimpleNamespace(logits=self.model(tokens).logits)
 
 
-@pytest.fixture(scope="module")
-def under_tp():
-    return worlds.run(collectives_in_backward, 2)
+under_tp = worlds.results(collectives_in_backward, 2)
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])

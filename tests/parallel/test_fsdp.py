@@ -8,10 +8,11 @@ import pytest
 import torch
 import worlds
 import zoo
+from counting import Operators
+from equal import whole
 from tiny import MLP, Block, Tiny, TinyPlan
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanplans import modeling
 from titanplans.parallel import FSDP2Config, ParallelError
@@ -97,25 +98,9 @@ def loss_of(model, tokens, images=None):
     return loss / (BATCH * LENGTH)
 
 
-def whole(tensor):
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-class Calls(TorchDispatchMode):
-    """The process-group calls of everything inside, by name, in order."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            self.names.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
-
-    def take(self):
-        names, self.names = self.names, []
-        return {kind: names.count(kind) for kind in (GATHER, SCATTER, REDUCE) if kind in names}
+def taken(calls):
+    """Return the collectives since the last time."""
+    return {kind: count for kind, count in calls.take().items() if kind in (GATHER, SCATTER, REDUCE)}
 
 
 @cache
@@ -159,11 +144,11 @@ def one_step(kind="tiny", replicate=1, fsdp=4, tp=1, **options):
     model.register_forward_hook(
         lambda module, args, out: seen.update(out=out["logits"].dtype if isinstance(out, dict) else None)
     )
-    with Calls() as calls:
+    with Operators() as calls:
         loss = loss_of(model, tokens, images)
-        forward = calls.take()
+        forward = taken(calls)
         loss.backward()
-        backward = calls.take()
+        backward = taken(calls)
     stored = {p.dtype for p in model.parameters()}
     gradients, weights = outcome(model)
     return SimpleNamespace(
@@ -210,12 +195,12 @@ def in_batches(defer="all", micro=2, kind="tiny", replicate=1, fsdp=4, tp=1, kee
     counted, early, waits = [], [], []
     for i, part in enumerate(tokens.chunk(micro)):
         with (
-            Calls() as calls,
+            Operators() as calls,
             accumulate(model, last=i == micro - 1, defer=defer, keep_gathered=keep_gathered),
         ):
             loss_of(model, part).backward()
             waits += {last for *_, last in flags(model)}
-        counted.append(calls.take())
+        counted.append(taken(calls))
         early.append(any(p.grad is not None for p in model.parameters()))
     after = flags(model)
     gradients, weights = outcome(model)
@@ -259,11 +244,11 @@ def evaluation(reshard="default", fails=False, before=False, **options):
     if before:
         loss_of(model, tokens).backward()
         model.zero_grad()
-    with Calls() as calls:
+    with Operators() as calls:
         with contextlib.suppress(KeyError), unsharded(model):
-            gathered = calls.take()
+            gathered = taken(calls)
             logits = [model(tokens).logits, model(tokens).logits]
-            inside = calls.take()
+            inside = taken(calls)
             if fails:
                 handle = model.layers[2].register_forward_pre_hook(lambda *_: {}["a block that raises"])
                 try:
@@ -273,9 +258,9 @@ def evaluation(reshard="default", fails=False, before=False, **options):
         sharded = all(isinstance(p, DTensor) for p in model.parameters())
         calls.take()
         loss = loss_of(model, tokens)
-        forward = calls.take()
+        forward = taken(calls)
         loss.backward()
-        backward = calls.take()
+        backward = taken(calls)
     gradients, weights = outcome(model)
     same = torch.equal(*logits) and not logits[0].requires_grad
     return SimpleNamespace(
@@ -357,9 +342,7 @@ def all_cases(rank):
     )
 
 
-@pytest.fixture(scope="module")
-def results():
-    return worlds.run(all_cases, 4)
+results = worlds.results(all_cases, 4)
 
 
 def reference(kind, seeing=BATCH):

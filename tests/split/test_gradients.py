@@ -208,9 +208,7 @@ def everything(rank):
     return models, everyone
 
 
-@pytest.fixture(scope="module")
-def result():
-    return worlds.run(everything, 4)
+result = worlds.results(everything, 4)
 
 
 @pytest.fixture(scope="module")

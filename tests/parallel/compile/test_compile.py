@@ -353,9 +353,7 @@ def gradients_of_several_lengths(mesh, compiled):
     return [parameter.grad.full_tensor() for parameter in model.parameters()]
 
 
-@pytest.fixture(scope="module")
-def under_tp():
-    return worlds.run(compiled_under_tp, 2)
+under_tp = worlds.results(compiled_under_tp, 2)
 
 
 @pytest.mark.parametrize("name", UNDER_TP)
