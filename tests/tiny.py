@@ -2,9 +2,10 @@
 
 from types import SimpleNamespace
 
+import torch
 from torch import nn
 
-from titanplans import TPPlan
+from titanplans import TPPlan, apply_plan
 
 
 class Config:
@@ -72,6 +73,14 @@ class Tiny(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return SimpleNamespace(logits=self.lm_head(self.norm(x)))
+
+
+def split(world, model=None, dtype=torch.float32, **options):
+    """Return `model`, by itself a Tiny that is the same each time, split over the ranks of a proof."""
+    torch.manual_seed(0)
+    model = (Tiny() if model is None else model).to(dtype)
+    apply_plan(model, world.mesh, plan=TinyPlan, **{"loss_parallel": False} | options)
+    return model
 
 
 class TinyPlan(TPPlan):

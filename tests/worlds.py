@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from titanplans.proof.ranks import threads
+
 LIMIT = 540
 """Seconds that ranks may take: pytest's own limit, which knows nothing of them, is 600."""
 
@@ -39,6 +41,11 @@ def run(fn: Callable[[int], Any], ranks: int, backend: str = "gloo") -> Any:
 def results(fn: Callable[[int], Any], ranks: int) -> Any:
     """Return a fixture: what rank 0 returns of `fn`, run once for all tests of a file."""
     return pytest.fixture(scope="module")(lambda: run(fn, ranks))
+
+
+def on_threads(work: Callable[[Any], Any], ranks: int = 2) -> Any:
+    """Return what rank 0 returns of `work(rank)` on ranks that are threads of this process."""
+    return threads.run(ranks, torch.device("cpu"), work)
 
 
 def everyones(value: Any) -> list[Any]:

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from titanplans import apply_plan, modeling
 from titanplans.parallel import ActivationCheckpoint, ParallelError
 from titanplans.parallel.activation_checkpoint import apply_activation_checkpointing
-from titanplans.proof.ranks import threads
 
 TOKENS = torch.arange(16).reshape(2, 8) % 7
 PRODUCTS = {"mm", "addmm"}
@@ -223,7 +222,7 @@ def test_a_model_that_would_keep_a_cache(policy, tp):
                 p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()
             ]
 
-        found.append(threads.run(tp, torch.device("cpu"), work))
+        found.append(worlds.on_threads(work, tp))
     torch.testing.assert_close(*found)
 
 

@@ -29,10 +29,10 @@ from language import (
 from plainly import verify
 from tiny import Tiny, TinyPlan
 from torch.distributed.tensor.parallel import ColwiseParallel
+from worlds import on_threads
 
 from titanplans import Degrees, PlanError, TPOptions, TPPlan, apply_plan, check_plan
 from titanplans.plan.custom import DictPlan
-from titanplans.proof.ranks import threads
 from titanplans.split.local_code import HeadRanks
 
 
@@ -308,7 +308,7 @@ def test_packed_weights_keep_their_values_and_their_memory_is_split():
         assert packed.weight is weight, "outside of its forward it is the parameter"
         return {name: param.full_tensor().detach() for name, param in model.named_parameters()}
 
-    after = threads.run(2, torch.device("cpu"), work)
+    after = on_threads(work)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
