@@ -93,3 +93,24 @@ class TinyPlan(TPPlan):
             "q_norm": self.replicated_in_region(),
             "o_proj": self.rowwise(),
         }
+
+
+def changed(plan, attn=None, mlp=None, model=None, **methods):
+    """Return `plan` with keys of its parts replaced; None leaves a key out."""
+
+    def merged(plan, edits):
+        return {key: style for key, style in (plan | edits).items() if style is not None}
+
+    class Changed(plan):
+        def attn_plan(self, module):
+            return merged(super().attn_plan(module), attn(self) if attn else {})
+
+        def mlp_plan(self, module):
+            return merged(super().mlp_plan(module), mlp(self) if mlp else {})
+
+        def model_plan(self, module):
+            return merged(super().model_plan(module), model(self) if model else {})
+
+    for name, method in methods.items():
+        setattr(Changed, name, method)
+    return Changed

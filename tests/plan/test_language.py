@@ -27,7 +27,8 @@ from language import (
     with_mlp,
 )
 from plainly import verify
-from tiny import Tiny, TinyPlan
+from said import refusal
+from tiny import Tiny, TinyPlan, changed
 from torch.distributed.tensor.parallel import ColwiseParallel
 from worlds import on_threads
 
@@ -66,27 +67,6 @@ def test_it_is_right(name):
     assert len(report.cases) == (8 if loss is None else 4)
     gradients = (check for case in report.cases for check in case.checks if check.what == "gradients")
     assert max(check.error for check in gradients) < 10  # of some hundred that the bound allows
-
-
-def changed(plan, attn=None, mlp=None, model=None, **methods):
-    """Return `plan` with keys of its parts replaced; None leaves a key out."""
-
-    def merged(plan, edits):
-        return {key: style for key, style in (plan | edits).items() if style is not None}
-
-    class Changed(plan):
-        def attn_plan(self, module):
-            return merged(super().attn_plan(module), attn(self) if attn else {})
-
-        def mlp_plan(self, module):
-            return merged(super().mlp_plan(module), mlp(self) if mlp else {})
-
-        def model_plan(self, module):
-            return merged(super().model_plan(module), model(self) if model else {})
-
-    for name, method in methods.items():
-        setattr(Changed, name, method)
-    return Changed
 
 
 def renamed(model, name):
@@ -253,10 +233,8 @@ MISUSED = {
 @pytest.mark.parametrize("name", MISUSED)
 def test_misuse_is_one_sentence(name):
     model, plan, degree, words = MISUSED[name]
-    with pytest.raises(PlanError) as error:
-        check_plan(model(), Degrees(tp=degree), plan=plan)
-    assert words in str(error.value)
-    assert "\n" not in str(error.value)
+    said = refusal(check_plan, model(), Degrees(tp=degree), plan=plan, kind=PlanError)
+    assert words in said
 
 
 def test_a_convolution_that_counts_the_channels_of_all_ranks():

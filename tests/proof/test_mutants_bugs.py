@@ -22,7 +22,7 @@ from mutants import bugs, faults
 from mutants.architectures import ARCHITECTURES
 from mutants.place import named
 from plainly import verify
-from tiny import Tiny, TinyPlan
+from tiny import Tiny, TinyPlan, changed
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
@@ -149,9 +149,7 @@ def test_it_is_found_and_placed(name):
         assert case.worst == f"runs in {bug.place}", "not after its neighbour"
 
 
-class HitTwice(TinyPlan):
-    def model_plan(self, model):
-        return super().model_plan(model) | {"layers.0.attn.o_proj": self.rowwise()}
+HIT_TWICE = changed(TinyPlan, model=lambda plan: {"layers.0.attn.o_proj": plan.rowwise()})
 
 
 def untied(plan, style):
@@ -159,7 +157,7 @@ def untied(plan, style):
 
 
 REFUSED = {
-    "a prefix that hits a module twice (flame #11)": (Tiny, HitTwice, r"'layers\.0\.attn\.o_proj' is given by"),
+    "a prefix that hits a module twice (flame #11)": (Tiny, HIT_TWICE, r"'layers\.0\.attn\.o_proj' is given by"),
     "tied weights untied (NeMo-RL #298, #684, #879; torchtitan #2252)": (
         partial(Tiny, tied=True), bugs.changed(TinyPlan, embed=untied), r"embed\.weight and lm_head\.weight were tied",
     ),

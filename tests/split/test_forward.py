@@ -11,7 +11,7 @@ import equal
 import pytest
 import torch
 import zoo
-from tiny import Tiny, TinyPlan
+from tiny import Tiny, TinyPlan, changed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from worlds import on_threads
@@ -468,21 +468,14 @@ class Classifier(nn.Module):
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_a_head_of_ones_own(sequence_parallel):
-    class Plan(plan("llama")):
-        def model_plan(self, model):
-            return super().model_plan(model) | {"score": self.replicated_off_stream()}
-
-    class OnStream(plan("llama")):
-        def model_plan(self, model):
-            return super().model_plan(model) | {"score": self.replicated_on_stream()}
-
+    off_stream = changed(plan("llama"), model=lambda plan: {"score": plan.replicated_off_stream()})
+    on_stream = changed(plan("llama"), model=lambda plan: {"score": plan.replicated_on_stream()})
     model = Classifier()
-    on_ranks(
-        alike(lambda model: model(ids()).sin()), model=model, sequence_parallel=sequence_parallel, plan=Plan
-    )
+    given = {"model": model, "sequence_parallel": sequence_parallel, "plan": off_stream}
+    on_ranks(alike(lambda model: model(ids()).sin()), **given)
     if sequence_parallel:
         with pytest.raises(PlanError, match=r"'score' .*model without a head"):
-            check_plan(model, Degrees(tp=2), plan=OnStream)
+            check_plan(model, Degrees(tp=2), plan=on_stream)
 
 
 @pytest.mark.parametrize("name", ["get_output_embeddings", "get_input_embeddings"])

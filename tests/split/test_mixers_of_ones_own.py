@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from language import decays, decays_of_rank, with_mixer
-from tiny import TinyPlan
+from tiny import TinyPlan, changed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from worlds import run
@@ -130,13 +130,7 @@ def test_a_function_or_a_buffer_of_the_plan_in_compiled_code(kind, compiled, axe
     run(partial(compared, kind=kind, axes=axes, compiled=compiled), 2)
 
 
-class Replicated(Plan):
-    def attn_plan(self, attn):
-        return super().attn_plan(attn) | {"by_head": self.replicated_in_region()}
-
-
 def test_a_buffer_s_key_gives_each_rank_its_part_or_is_refused():
-    with pytest.raises(
-        PlanError, match=r"'layers.0.attn.by_head' \(Replicated\) names a buffer, .* leave the key"
-    ):
-        check_plan(with_mixer(partial(Mixer, "buffer")), Degrees(tp=2), plan=Replicated)
+    plan = changed(Plan, lambda plan: {"by_head": plan.replicated_in_region()})
+    with pytest.raises(PlanError, match=r"'layers.0.attn.by_head' .* names a buffer, .* leave the key"):
+        check_plan(with_mixer(partial(Mixer, "buffer")), Degrees(tp=2), plan=plan)
