@@ -20,6 +20,7 @@ from titanplans.parallel.fsdp import shard
 from titanplans.parallel.fsdp.dtypes import split_dtypes
 from titanplans.parallel.fsdp.gradient_sync import accumulate, unsharded
 from titanplans.parallel.fsdp.units import find_units
+from titanplans.proof.ranks.fake import fake_ranks
 
 BATCH, LENGTH, LAYERS = 8, 8, 3
 GATHER, SCATTER, REDUCE = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_"
@@ -558,17 +559,8 @@ def test_refusals_come_before_anything_is_sharded(words, results):
 
 
 def test_resharding_to_some_ranks_beside_another_parallelism_is_refused():
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    try:
-        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("f", "tp"))
-        with pytest.raises(ParallelError, match="covers all 8 ranks, here 4"):
-            shard(build(), mesh["f"], FSDP2Config(fsdp_reshard_after_forward=2))
-    finally:
-        dist.destroy_process_group()
+    with fake_ranks(8, cp=4) as mesh, pytest.raises(ParallelError, match="covers all 8 ranks, here 4"):
+        shard(build(), mesh["cp"], FSDP2Config(fsdp_reshard_after_forward=2))
 
 
 def test_units_of_a_vision_language_model():

@@ -10,12 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
+import worlds
 from said import refusal
 from tiny import Block, Tiny
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanplans.config import ActivationCheckpoint, MegatronFSDPConfig
 from titanplans.errors import PlanError
@@ -36,9 +35,8 @@ needs_package = pytest.mark.skipif(not INSTALLED, reason="megatron-fsdp is an ex
 @pytest.fixture(scope="module", autouse=True)
 def world():
     """Eight ranks of which only this one exists."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    yield
-    dist.destroy_process_group()
+    with worlds.fake(8):
+        yield
 
 
 def mesh(*sizes, names=("dp_replicate", "dp_shard", "tp")):
