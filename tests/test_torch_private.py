@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from titanplans.parallel import process_group
-from titanplans.parallel.fsdp import construction, gradient_sync, sharding
+from titanplans.parallel.fsdp import construction, sharding
 from titanplans.torch_private import (
     compile,
     dispatch,
@@ -105,48 +105,6 @@ def sharded():
     for module in (*model, model):
         fully_shard(module, mesh=mesh)
     return model
-
-
-def test_drop_waiting_gradients():
-    """Else a step that was given up is added to the next one."""
-    model = sharded()
-    model.set_requires_gradient_sync(False)
-    model(torch.ones(1, 2)).sum().backward()
-    group = fsdp.fsdp_group(model[0])
-    assert all(
-        param.unsharded_param.grad is not None or param.unsharded_accumulated_grad is not None
-        for param in group.fsdp_params
-    )
-    gradient_sync._drop_waiting_gradients(group)
-    assert all(
-        param.unsharded_param.grad is None and param.unsharded_accumulated_grad is None
-        for param in group.fsdp_params
-    )
-
-
-def test_before_reducing():
-    """Else FSDP2 sums the Partial gradients of a unit one by one."""
-    torch.manual_seed(0)
-    model, seen = sharded(), []
-
-    def doubled(grads):
-        seen.append(len(grads))
-        return [2 * grad for grad in grads]
-
-    group = fsdp.fsdp_group(model[0])
-    sharding._before_reducing(group, doubled)
-    for sync in (False, True):
-        model.set_requires_gradient_sync(sync)
-        model(torch.ones(1, 2)).sum().backward()
-        assert bool(seen) == sync
-    assert {count for count in seen if count} == {len(group.fsdp_params)}
-    changed = [parameter.grad.to_local() for parameter in model[0].parameters()]
-    torch.manual_seed(0)
-    plain = sharded()
-    for _ in range(2):
-        plain(torch.ones(1, 2)).sum().backward()
-    for ours, theirs in zip(changed, plain[0].parameters(), strict=True):
-        torch.testing.assert_close(ours, 2 * theirs.grad.to_local())
 
 
 def test_reshard_to():
