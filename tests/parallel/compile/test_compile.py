@@ -247,7 +247,6 @@ def step_of(**options):
 
 
 REFUSED = {
-    'compile.mode = "fast"': lambda: Compile(enable=True, mode="fast"),
     "exclude each other": lambda: Compile(enable=True, mode="default", options={}),
     'compile.mode = "max-autotune": has no effect unless compile.backend': lambda: FSDP2Config(
         compile=Compile(enable=True, backend="eager", mode="max-autotune")
