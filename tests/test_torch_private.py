@@ -151,31 +151,6 @@ def test_compilations():
     assert found == [True]
 
 
-def test_own_passes():
-    """Else the collectives of compiled graphs are not seen, and none is fused."""
-
-    class Pass(compile.graph_pass()):
-        def __call__(self, graph):
-            seen.append(self)
-
-        def uuid(self): ...
-
-    one, two, three, seen = Pass(), Pass(), Pass(), []
-    for first, last in (((), ()), ((), (one,)), ((three,), (one, two))):
-        compile.set_own_passes(compile.FIRST_PASSES, first)
-        compile.set_own_passes(compile.LAST_PASSES, last)
-        try:
-            assert compile.own_passes(compile.FIRST_PASSES) == first
-            assert compile.own_passes(compile.LAST_PASSES) == last
-            torch.compiler.reset()
-            seen.clear()
-            torch.compile(lambda x: x.sin() + 1)(torch.ones(len(last) + 2))
-        finally:
-            compile.set_own_passes(compile.FIRST_PASSES, ())
-            compile.set_own_passes(compile.LAST_PASSES, ())
-        assert seen == [*first, *last]
-
-
 def test_is_disabled():
     """Else FLA's kernels cut graphs in the middle of a module."""
     disabled = torch.compiler.disable(sharded)
