@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import equal
 import torch
-import torch.distributed as dist
 import worlds
 import zoo
 
@@ -40,21 +39,16 @@ OWN = {
     "qwen3_moe": dict(num_attention_heads=4, num_key_value_heads=2),
 }
 """Fields of the config that differ from the zoo's."""
+WHOLE_AND_GATHERED = {"enable_sequence_parallel": False, "disable_loss_parallel": True}
 TENSOR = {
     "none": None,
     "tp 2": {},
     "tp 2, whole sequence": {"enable_sequence_parallel": False},
     "tp 2, gathered logits": {"disable_loss_parallel": True},
-    "tp 2, whole sequence, gathered logits": {
-        "enable_sequence_parallel": False,
-        "disable_loss_parallel": True,
-    },
+    "tp 2, whole sequence, gathered logits": WHOLE_AND_GATHERED,
     "cp 2": {},
     "tp 2 x cp 2": {},
-    "tp 2 x cp 2, whole sequence, gathered logits": {
-        "enable_sequence_parallel": False,
-        "disable_loss_parallel": True,
-    },
+    "tp 2 x cp 2, whole sequence, gathered logits": WHOLE_AND_GATHERED,
     "ep 2": {},
     "tp 2, ep 2": {},
     "cp 2, ep 2": {},
@@ -65,14 +59,12 @@ RECOMPUTE = {
     "every 2nd block": {"mode": "selective"},
     "by operator": {"mode": "selective", "selective_ac_option": "op"},
     "by operator, attention too": {
-        "mode": "selective",
-        "selective_ac_option": "op",
-        "per_op_sac_keep_attention": False,
+        "mode": "selective", "selective_ac_option": "op", "per_op_sac_keep_attention": False
     },
     "the MLP": {"mode": "mlp"},
     "all but the mixer": {"mode": "keep_mixer"},
     "by memory budget": {"mode": "memory_budget"},
-}
+}  # fmt: skip
 DATA = ("fsdp", "hsdp", "ddp")
 
 
@@ -234,12 +226,11 @@ def run_all(rank, combinations, ranks, progress):
         except AssertionError as error:
             results[combination] = str(error)
         if progress and rank == 0:
-            print(
-                f"{time.time() - begin:7.1f} s  {number}: {combination}: {results[combination]}", flush=True
-            )
-    everyone = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, results)
-    wrong = {c: why for found in everyone for c, why in found.items() if isinstance(why, str)}
+            line = f"{time.time() - begin:7.1f} s  {number}: {combination}: {results[combination]}"
+            print(line, flush=True)
+    wrong = {
+        c: why for found in worlds.everyones(results) for c, why in found.items() if isinstance(why, str)
+    }
     return results | wrong
 
 
@@ -261,11 +252,8 @@ def page(verdicts):
     )]  # fmt: skip
     for kind, title in KINDS.items():
         columns = [*dict.fromkeys((c.tp, c.cp, c.data) for c in ALL if c.kind == kind)]
-        head = [
-            "recomputed",
-            "compiled",
-            *(f"{'tp x ' * (tp - 1)}{'cp x ' * (cp - 1)}{data}" for tp, cp, data in columns),
-        ]
+        head = ["recomputed", "compiled"]
+        head += [f"{'tp x ' * (tp - 1)}{'cp x ' * (cp - 1)}{data}" for tp, cp, data in columns]
         rows = [head, ["---"] * len(head)]
         for recompute, compiled in itertools.product(RECOMPUTE, (False, True)):
             cells = [
@@ -322,26 +310,14 @@ def recomputed_by_kind(combination):
 def main():
     """Run what is not refused; with --page, write the page instead."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--kind", choices=KINDS, help="only this kind of model")
-    parser.add_argument("--eager", action="store_true", help="only what is not compiled")
-    parser.add_argument("--ranks", type=int, choices=(2, 4, 8), help="only worlds of this size")
-    parser.add_argument(
-        "--page", action="store_true", help="write docs/generated/combinations.md, and run nothing"
-    )
-    arguments = parser.parse_args()
+    parser.add_argument("--page", action="store_true", help="write the page, and run nothing")
     verdicts = {c: refusal(c) for c in ALL}
-    if arguments.page:
+    if parser.parse_args().page:
         PAGE.write_text(page(verdicts))
         return 0
     accepted = [c for c, why in verdicts.items() if why is None]
     slow = [c for c in accepted if c.compiled and c.ranks == 8]
-    chosen = [
-        c
-        for c in [*(c for c in accepted if c not in slow), *cover(slow, recomputed_by_kind)]
-        if arguments.kind in (None, c.kind)
-        and arguments.ranks in (None, c.ranks)
-        and not (arguments.eager and c.compiled)
-    ]
+    chosen = [*(c for c in accepted if c not in slow), *cover(slow, recomputed_by_kind)]
     results = run_in_worlds(chosen, progress=True)
     wrong = {c: result for c, result in results.items() if isinstance(result, str)}
     for combination, error in wrong.items():

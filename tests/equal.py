@@ -87,6 +87,33 @@ class Trained(NamedTuple):
     weights: dict[str, torch.Tensor]
 
 
+def by_torchtitan(model: nn.Module, tp: int, **options: Any) -> Parallel:
+    """Return `model` over meshes of torchtitan's, in float32 and with gathered logits."""
+    from torchtitan.distributed import ParallelDims
+
+    from titanplans.parallel import FSDP2Config, parallelize
+
+    precision = {"mixed_precision_param": "float32", "mixed_precision_reduce": "float32"}
+    config = FSDP2Config(disable_loss_parallel=True, **precision, **options)
+    dims = ParallelDims(1, -1, 1, tp, 1, 1, dist.get_world_size(), "partial_dtensor")
+    parallelize(model, parallel_dims=dims, config=config)
+    batch = dims.get_optional_mesh("batch")
+    return Parallel(model, batch and batch.get_group())
+
+
+def cases_of(
+    options: dict[Any, dict[str, Any]],
+    build: Callable[..., nn.Module],
+    split: Callable[..., Parallel],
+    **shape: Any,
+) -> dict[Any, Case]:
+    """Return the cases of `options` by (kind, tp, ...): `build(kind)`, split by `split(model, tp=tp, **options)`."""
+    return {
+        name: Case(functools.partial(build, name[0]), functools.partial(split, tp=name[1], **given), **shape)
+        for name, given in options.items()
+    }
+
+
 def equals_one_process(cases: dict[Any, Case], ranks: int) -> dict[Any, str]:
     """Return how the step of each case differs from that of one process, where it does, on any rank."""
     found: list[dict[Any, str]] = worlds.run(functools.partial(_all, cases=cases), ranks)
@@ -101,9 +128,7 @@ def _all(rank: int, cases: dict[Any, Case]) -> list[dict[Any, str]]:
             check(case, train(Parallel(case.build()), case))
         except AssertionError as error:
             errors[name] = f"rank {rank}: {error}"
-    everyone: list[dict[Any, str]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, errors)
-    return everyone
+    return worlds.everyones(errors)
 
 
 def check(case: Case, expected: Trained) -> float:

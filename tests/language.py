@@ -1,9 +1,10 @@
-"""Tiny models that need each word of the plan language, and their plans: what test_language.py proves."""
+"""Tiny models that need words of the plan language, and their plans: right ones, which tests make mistakes in.
 
-from types import SimpleNamespace
+Words that are not here are those of one architecture alone, whose plan tests/plans proves.
+"""
 
 import torch
-from tiny import Block, Tiny, TinyPlan
+from tiny import Tiny, TinyPlan
 from torch import nn
 from torch.nn import functional as F
 
@@ -37,37 +38,31 @@ def causal(q, k, v, past=None):
 
 
 class GatedNorm(nn.Module):
-    """A norm over the width, or over groups of it, of what a gate has multiplied before."""
+    """A norm over the width of what a gate has multiplied before."""
 
-    def __init__(self, groups):
+    def __init__(self):
         super().__init__()
-        self.weight, self.bias, self.eps = (
-            nn.Parameter(torch.ones(WIDTH)),
-            nn.Parameter(torch.zeros(WIDTH)),
-            1e-5,
-        )
-        self.size = WIDTH // groups
+        self.eps = 1e-5
+        self.weight, self.bias = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
 
     def forward(self, x, gate):
-        x = (x * F.silu(gate)).unflatten(-1, (-1, self.size))
-        x = x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        normed = x.flatten(-2) * self.weight
+        x = x * F.silu(gate)
+        normed = x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight
         return normed if self.bias is None else normed + self.bias
 
 
 class StateSpace(nn.Module):
     """Mamba2's parts: z | x | B | C | dt in one projection, two groups of B and C, a convolution of three sections."""
 
-    def __init__(self, groups=2, state=3, norms=1):
+    def __init__(self, groups=2, state=3):
         super().__init__()
-        self.norms = norms
         self.num_heads, self.groups, self.state, self.width = HEADS, groups, state, WIDTH
         self.in_proj = nn.Linear(HIDDEN, 2 * WIDTH + 2 * groups * state + HEADS)
         self.conv1d = nn.Conv1d(
             channels := WIDTH + 2 * groups * state, channels, 2, groups=channels, padding=1
         )
         self.A_log, self.D, self.dt_bias = (nn.Parameter(torch.randn(HEADS)) for _ in range(3))
-        self.norm = GatedNorm(norms)
+        self.norm = GatedNorm()
         self.out_proj = nn.Linear(WIDTH, HIDDEN)
 
     def forward(self, hidden_states):
@@ -97,16 +92,14 @@ class StateSpacePlan(TinyPlan):
             "A_log": self.colwise(),
             "D": self.colwise(),
             "dt_bias": self.colwise(),
-            "norm": self.split_norm(statistic=lambda x, gate: x * F.silu(gate), groups=attn.norms),
+            "norm": self.split_norm(statistic=lambda x, gate: x * F.silu(gate)),
             "out_proj": self.rowwise(reduce_output=False),
         }
 
     def local_attributes(self, attn):
         groups = max(1, attn.groups // self.options.degree)
         channels = WIDTH // self.options.degree + 2 * groups * attn.state
-        size = WIDTH // max(attn.norms, self.options.degree)
-        sizes = {"groups": groups, "conv1d.groups": channels, "norm.size": size}
-        return self.divided(attn, "num_heads", "width") | sizes
+        return self.divided(attn, "num_heads", "width") | {"groups": groups, "conv1d.groups": channels}
 
 
 class Packed(nn.Module):
@@ -145,35 +138,6 @@ class PackedPlan(TinyPlan):
         return self.divided(attn, "num_heads") | {"num_kv_heads": kv}
 
 
-class TwoMixers(Block):
-    def __init__(self):
-        super().__init__()
-        self.attn, self.second = Packed(), Packed(kv=1)
-
-    def forward(self, x):
-        return super().forward(x + self.second(self.attn_norm(x)))
-
-
-def with_two_mixers():
-    """Return a Tiny with two mixers a block."""
-    model = Tiny()
-    model.layers = nn.ModuleList(TwoMixers() for _ in range(2))
-    return model
-
-
-class TwoMixersPlan(PackedPlan):
-    def layer_plan(self, layer):
-        second = {f"second.{name}".rstrip("."): s for name, s in self.attn_plan(layer.second).items()}
-        return super().layer_plan(layer) | second
-
-    def model_attributes(self, model):
-        return {
-            f"layers.{number}.second.{name}": count
-            for number, layer in enumerate(model.layers)
-            for name, count in self.local_attributes(layer.second).items()
-        }
-
-
 class Transposed(nn.Module):
     """transformers' Conv1D: a Linear whose weight is [in, out], and which can't do without its bias."""
 
@@ -202,20 +166,10 @@ class Selective(nn.Module):
 
     def forward(self, hidden_states):
         x = self.in_proj(hidden_states)
-        dt, b, c = self.steps(x).split([self.rank, self.state, self.state], -1)
+        dt, b, c = self.x_proj(x).split([self.rank, self.state, self.state], -1)
         past = (-F.softplus(self.dt_proj(dt)) * self.A_log.exp().sum(-1)).cumsum(1)
         b, c = (y[:, :, None].expand(-1, -1, x.shape[-1], -1) for y in (b, c))
         return self.out_proj(causal(c, b, x[..., None], past)[..., 0])
-
-    def steps(self, x):
-        return self.x_proj(x)
-
-
-class SelectiveByHand(Selective):
-    """The mixer multiplies by the weight itself, as Rodimus does."""
-
-    def steps(self, x):
-        return F.linear(x, self.x_proj.weight) + self.x_proj.bias
 
 
 class SelectivePlan(TinyPlan):
@@ -231,16 +185,6 @@ class SelectivePlan(TinyPlan):
 
     def heads(self, attn):
         return {"width": attn.width}
-
-
-class SelectiveByHandPlan(SelectivePlan):
-    def attn_plan(self, attn):
-        plan = super().attn_plan(attn)
-        del plan["x_proj"]
-        return plan | {"x_proj.weight": self.colwise(dim=1), "x_proj.bias": self.replicated_in_region()}
-
-    def local_functions(self, attn):
-        return {"F.linear": self.summed}
 
 
 def decays(heads, device):
@@ -290,153 +234,6 @@ class RetentionPlan(TinyPlan):
 
     def local_functions(self, attn):
         return {"decays": decays_of_rank}
-
-
-def norm_linear(x, norm_weight, norm_bias, linear_weight, linear_bias, residual=None, eps=1e-5):
-    """A norm and the projection behind it in one kernel, as FLA's `rms_norm_linear`."""
-    return F.linear(F.rms_norm(x, x.shape[-1:], norm_weight, eps), linear_weight)
-
-
-class Fused(nn.Module):
-    """One kernel reads the weights of a norm over the whole width and of the projection behind it, or they are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.num_heads = HEADS
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(HIDDEN, WIDTH) for _ in range(3))
-        self.norm, self.o_proj = nn.RMSNorm(WIDTH, eps=1e-5), nn.Linear(WIDTH, HIDDEN, bias=False)
-
-    def forward(self, hidden_states, one_kernel=True):
-        q, k, v = (
-            proj(hidden_states).unflatten(-1, (-1, SIZE)) for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        o = causal(q, k, v).flatten(2)
-        if one_kernel:
-            return norm_linear(o, self.norm.weight, None, self.o_proj.weight, None)
-        return self.o_proj(self.norm(o))
-
-
-class FusedPlan(TinyPlan):
-    """The kernel stays."""
-
-    def attn_plan(self, attn):
-        return {
-            **self.attn_region(),
-            **{name: self.colwise() for name in ("q_proj", "k_proj", "v_proj", "norm")},
-            "o_proj": self.rowwise(reduce_output=False),
-        }
-
-    def local_functions(self, attn):
-        return {"norm_linear": self.over_all_ranks}
-
-
-class PartsPlan(TinyPlan):
-    """An argument of the mixer leaves the kernel out."""
-
-    def attn_plan(self, attn):
-        return {
-            **self.attn_region(arguments={"one_kernel": False}),
-            **{name: self.colwise() for name in ("q_proj", "k_proj", "v_proj")},
-            "norm": self.split_norm(),
-            "o_proj": self.rowwise(reduce_output=False),
-        }
-
-
-def retained(q, k, v):
-    """Return linear attention whose heads forget by their numbers, as FLA's kernels of retention look them up."""
-    steps = torch.arange(q.shape[1], device=q.device)[:, None]
-    return causal(q, k, v, (steps * decays(q.shape[2], q.device)).to(q.dtype).expand(len(q), -1, -1))
-
-
-class Retained(Retention):
-    """Retention in a function of its own, which looks the decays up."""
-
-    def forward(self, hidden_states):
-        hidden_states = hidden_states * self.scale
-        q, v = (proj(hidden_states).unflatten(-1, (-1, SIZE)) for proj in (self.q_proj, self.v_proj))
-        return self.o_proj(
-            retained(q, self.k_proj(hidden_states).unflatten(-1, (2, -1, SIZE)).prod(2), v).flatten(2)
-        )
-
-
-class RetainedPlan(RetentionPlan):
-    def local_functions(self, attn):
-        return {"retained.decays": decays_of_rank}
-
-
-class Keys(nn.Module):
-    """Keys and values that several blocks read; the code counts heads."""
-
-    def __init__(self, heads=2):
-        super().__init__()
-        self.num_kv_heads, self.norm = heads, nn.RMSNorm(HIDDEN)
-        self.k_proj, self.v_proj = (nn.Linear(HIDDEN, heads * SIZE) for _ in range(2))
-
-    def forward(self, hidden_states):
-        x = self.norm(hidden_states)
-        return tuple(proj(x).unflatten(-1, (self.num_kv_heads, SIZE)) for proj in (self.k_proj, self.v_proj))
-
-
-class Cross(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.num_heads = HEADS
-        self.q_proj, self.o_proj = nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, HIDDEN)
-
-    def forward(self, hidden_states, keys, values):
-        q = self.q_proj(hidden_states).unflatten(-1, (-1, SIZE))
-        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (keys, values))
-        return self.o_proj(causal(q, k, v).flatten(2))
-
-
-class CrossBlock(Block):
-    def __init__(self):
-        super().__init__()
-        self.attn = Cross()
-
-    def forward(self, x, keys, values):
-        x = x + self.attn(self.attn_norm(x), keys, values)
-        return x + self.mlp(self.mlp_norm(x))
-
-
-class Halves(Tiny):
-    """YOCO's form: the second half of the blocks reads keys and values that are made once."""
-
-    def __init__(self):
-        super().__init__()
-        del self.layers
-        self.self_layers, self.cross_layers = (
-            nn.ModuleList([Block()]),
-            nn.ModuleList([CrossBlock(), CrossBlock()]),
-        )
-        self.keys = Keys()
-
-    def forward(self, input_ids, **kwargs):
-        x = self.embed(input_ids)
-        for layer in self.self_layers:
-            x = layer(x)
-        keys, values = self.keys(x)
-        for layer in self.cross_layers:
-            x = layer(x, keys, values)
-        return SimpleNamespace(logits=self.lm_head(self.norm(x)))
-
-
-class HalvesPlan(TinyPlan):
-    def model_plan(self, model):
-        kv = self.kv_colwise(model.keys)
-        parts = {"norm": self.replicated_in_region(), "k_proj": kv, "v_proj": kv}
-        return super().model_plan(model) | {
-            "keys": self.shared_region()[""],
-            **{f"keys.{name}": style for name, style in parts.items()},
-        }
-
-    def attn_plan(self, attn):
-        if not isinstance(attn, Cross):
-            return super().attn_plan(attn)
-        return {**self.attn_input(), "q_proj": self.colwise(), "o_proj": self.rowwise()}
-
-    def model_attributes(self, model):
-        return {"keys.num_kv_heads": self.heads_per_rank(model.keys.num_kv_heads)}
 
 
 class WholePlan(TinyPlan):
@@ -518,63 +315,6 @@ class ExpertsPlan(TinyPlan):
 
     def model_functions(self, model):
         return {"balance_of": self.count_once} if isinstance(model, Balanced) else {}
-
-
-class BoundedBlock(Block):
-    def __init__(self):
-        super().__init__()
-        self.attn = Gated()
-
-    def forward(self, x, bound):
-        x = x + self.attn(self.attn_norm(x), bound)
-        return x + self.mlp(self.mlp_norm(x))
-
-
-class Bounded(Tiny):
-    """The model holds a bound for the gates of each layer, and views what comes out of its blocks by the ids' shape."""
-
-    def __init__(self):
-        super().__init__()
-        self.bounds = nn.Parameter(torch.randn(2, WIDTH))
-        self.layers = nn.ModuleList(BoundedBlock() for _ in range(2))
-
-    def forward(self, input_ids, **kwargs):
-        x = self.embed(input_ids)
-        for layer, bound in zip(self.layers, self.bounds.softmax(0), strict=True):
-            x = layer(x, bound)
-        x = self.norm(x).view(*input_ids.shape, HIDDEN)
-        return SimpleNamespace(logits=self.lm_head(x))
-
-
-class Gated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.num_heads = WIDTH
-        self.f_proj, self.i_proj, self.o_proj = (
-            nn.Linear(HIDDEN, WIDTH),
-            nn.Linear(HIDDEN, WIDTH),
-            nn.Linear(WIDTH, HIDDEN),
-        )
-
-    def forward(self, hidden_states, bound):
-        forget = bound + (1 - bound) * self.f_proj(hidden_states).sigmoid()
-        past = forget.log().cumsum(1)
-        kept = (1 - forget) * self.i_proj(hidden_states)
-        ones = torch.ones_like(kept)[..., None]
-        return self.o_proj(causal(ones, ones, kept[..., None], past)[..., 0])
-
-
-class BoundedPlan(TinyPlan):
-    def model_plan(self, model):
-        return super().model_plan(model) | {"bounds": self.colwise(dim=1), "norm": self.end_of_stream()}
-
-    def attn_plan(self, attn):
-        return {
-            **self.attn_input(),
-            "f_proj": self.colwise(),
-            "i_proj": self.colwise(),
-            "o_proj": self.rowwise(),
-        }
 
 
 class QKV(nn.Module):

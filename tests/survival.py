@@ -20,7 +20,6 @@ import multiprocessing
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import sys
@@ -59,21 +58,14 @@ measure_first_step = false
 [debug]
 seed = 5
 """
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "vocab_size": 4096,
-}
-MODEL |= {"intermediate_size": 32, "tie_word_embeddings": True}
+MODEL = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+MODEL |= {"vocab_size": 4096, "intermediate_size": 32, "tie_word_embeddings": True}
 PARALLEL = {
     "tp": ("--parallelism.tensor_parallel_degree=2",),
     "fsdp": ("--parallelism.data_parallel_shard_degree=2",),
 }
 KILLS = ("rank", "all", "launcher", "worker")
-FAULTS = (*KILLS, "cut", "flip", "disk", "limit", "overflow", "nan")
-_NOT_FINITE = "not finite.*; (the newest complete checkpoint|there is no checkpoint)"
+FAULTS = (*KILLS, "cut", "flip", "disk", "nan")
 SECONDS = 120  # after which a process that was to do something is taken to hang
 SHOWN = ("faults", "resumes", "mismatches", "orphans", "files", "untold")
 OF_A_JOB = 50  # faults, after which its losses are compared
@@ -197,7 +189,6 @@ class Survival:
         self.losses: dict[int, set[float]] = {}
         self.seconds_to_start = 1.0
         self.options: tuple[str, ...] = ()  # what the last error has advised
-        self.compares = True  # whether the losses are to be those of the undisturbed run
         self.goes_on_at = 1  # a step
         self.problems: list[str] = []
         write_job(folder)
@@ -205,12 +196,8 @@ class Survival:
     # Starting
 
     def start(self, *options: str, prepare: Callable[[], None] | None = None) -> Life:
-        mode = self.draw.choice(["disabled", "async"])
-        return Life(
-            self.folder,
-            (*PARALLEL[self.parallel], f"--checkpoint.async_mode={mode}", *self.options, *options),
-            prepare,
-        )
+        mode = f"--checkpoint.async_mode={self.draw.choice(['disabled', 'async'])}"
+        return Life(self.folder, (*PARALLEL[self.parallel], mode, *self.options, *options), prepare)
 
     def finish(self, life: Life) -> int:
         """Wait for the end of a start, and look at what it has left behind."""
@@ -233,8 +220,7 @@ class Survival:
         from titanplans.training.trainer.jsonl import read_rows
 
         # Of a start that has logged no step, the file is the one before's.
-        compared = "  loss " in life.said and self.compares
-        for row in read_rows(self.folder / "out" / "metrics.jsonl") if compared else ():
+        for row in read_rows(self.folder / "out" / "metrics.jsonl") if "  loss " in life.said else ():
             self.losses.setdefault(row["step"], set()).add(row["loss_metrics/global_avg_loss"])
         if self.options:  # it did not come to load what was advised: a file is still damaged
             return
@@ -258,10 +244,8 @@ class Survival:
         kind = self.draw.choice(KILLS if self.draw.random() < 0.5 else self.kinds)
         self.counts["faults"] += 1
         self.kind_counts[kind] += 1
-        print(
-            f"{self.counts['faults']:5} {self.parallel:5} {kind:9} at step {self.goes_on_at} {' '.join(self.options)}",
-            flush=True,
-        )
+        where = f"at step {self.goes_on_at} {' '.join(self.options)}"
+        print(f"{self.counts['faults']:5} {self.parallel:5} {kind:9} {where}", flush=True)
         for aside in self.checkpoints.glob("set-aside-*"):
             shutil.rmtree(aside)  # the disk is small
         if kind in KILLS:
@@ -271,25 +255,10 @@ class Survival:
             self.damage(kind)
         elif kind == "disk":
             self.fill_the_disk()
-        elif kind == "limit":
-            most = self.draw.randrange(100_000, 380_000)
-            self.told(
-                self.start(prepare=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))),
-                "can't be saved",
-            )
-        elif kind == "overflow":
-            self.compares = False
-            self.told(
-                self.start("--optimizer.lr=1e30"),
-                _NOT_FINITE,
-            )
-            self.compares = True
         else:
             at = self.goes_on_at + self.draw.randrange(6)
-            self.told(
-                self.start("--metrics.log_freq=7", prepare=lambda: _poison(at)),
-                _NOT_FINITE,
-            )
+            life = self.start("--metrics.log_freq=7", prepare=lambda: _poison(at))
+            self.told(life, "not finite.*; (the newest complete checkpoint|there is no checkpoint)")
 
     def kill(self, kind: str) -> None:
         """Kill something while the job starts, trains or saves."""
@@ -333,15 +302,10 @@ class Survival:
             content[place] ^= 1 << self.draw.randrange(8)
         path.write_bytes(content if kind == "flip" else content[:place])
         life = self.start()
-        status = life.end()
-        said = life.said
+        status, said = life.end(), life.said
         advised = re.search(r"checkpoint\.load_step = (\d+) resumes from the newest complete one", said)
-        if (
-            status != 2
-            or str(path.relative_to(self.folder)) not in said
-            or said.count("error:") != 1
-            or "Traceback" in said
-        ):
+        one_line = said.count("error:") == 1 and "Traceback" not in said
+        if status != 2 or not one_line or str(path.relative_to(self.folder)) not in said:
             self.problem("untold", f"{path.name} was {kind}, and the exit status is {status}", life)
         if advised:
             self.options = (f"--checkpoint.load_step={advised[1]}",)

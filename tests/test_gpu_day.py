@@ -2,10 +2,10 @@
 
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from jobs import gone
 
 from benchmarks.gpu_day import PARTS, Machine, main
 from benchmarks.gpu_runs import Run, carry_out
@@ -103,19 +103,7 @@ def test_what_a_part_starts_ends_with_it(tmp_path):
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     result = carry_out("odd", Run("parent", ("-c", code), 0.1), dict())
     assert result.outcome == "took longer than 0.1 minutes"
-    for _ in range(100):
-        if not _runs(int(pid.read_text())):
-            return
-        time.sleep(0.1)
-    raise AssertionError("still there")
-
-
-def _runs(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
+    assert gone([int(pid.read_text())], 10), "still there"
 
 
 if sys.platform != "linux":

@@ -2,9 +2,9 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+
+from said import python
 
 ROOT = Path(__file__).parents[1]
 
@@ -59,14 +59,7 @@ def test_one_plan_and_one_table_of_sizes_are_all_it_takes(tmp_path):
     (home / "models" / "arcee.toml").write_text(SIZES)
 
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", ALL],
-        env=os.environ | {"PYTHONPATH": path},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-W", "ignore", "-c", ALL, cwd=tmp_path, env={"PYTHONPATH": path})
     assert done.returncode == 0, done.stdout + done.stderr
     assert str(tmp_path) in done.stdout.splitlines()[0]
     assert "titanplans.plans.hf.arcee:ArceePlan" in done.stdout

@@ -1,16 +1,13 @@
 """Commands print nothing of other libraries' warnings; what is not known to be noise is shown."""
 
 import logging
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
+from said import python
 
 from titanplans import quiet
 
-ROOT = Path(__file__).parents[1]
 COMMANDS = {
     "list": ["list"],
     # Between them they have each warning of torchao, torch, FLA and transformers that is known.
@@ -33,17 +30,14 @@ COMMANDS = {
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_leaves_stderr_empty(name, tmp_path):
     argv = [*COMMANDS[name], *([str(tmp_path)] if name == "train" else [])]
-    done = subprocess.run(
-        [sys.executable, "-m", "titanplans", *argv], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.stderr == ""
-    assert done.returncode == 0
+    done = python("-m", "titanplans", *argv)
+    assert (done.stderr, done.returncode) == ("", 0)
 
 
 def test_benchmarks_leave_stderr_empty(tmp_path):
     """Nor do they leave Python free Triton's objects one by one, whose leaks nanobind lists."""
     code = "import benchmarks, torchao.float8, fla.layers, triton; from benchmarks.gpu_day import finish; finish(3)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = python("-c", code)
     assert (done.stderr, done.returncode) == ("", 3)
 
 

@@ -14,23 +14,18 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from titanplans.parallel import process_group
-from titanplans.parallel.fsdp import construction, gradient_sync, sharding
+from titanplans.parallel.fsdp import construction, sharding
 from titanplans.torch_private import (
-    autograd,
     compile,
-    ddp,
     dispatch,
-    distributed,
     dtensor,
     fsdp,
-    modules,
     threads,
     torchao,
 )
@@ -79,27 +74,6 @@ def test_schema():
     assert dispatch.schema(torch.ops.higher_order.flex_attention) is None
 
 
-def test_autograd():
-    """Else collectives of the backward are booked on no module, and a recomputation does not find its forward."""
-    seen = []
-
-    class Watch(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            seen.append((autograd.in_backward(), autograd.number_of_node(autograd.running_node())))
-            return grad
-
-    before = autograd.sequence_number()
-    Watch.apply(torch.ones(1, requires_grad=True)).sum().backward()
-    assert not autograd.in_backward()
-    assert autograd.running_node() is None
-    assert seen == [(True, before)]
-
-
 def test_disabled_torch_function():
     """Else each operation on a weight of a split model goes through Python."""
 
@@ -107,34 +81,6 @@ def test_disabled_torch_function():
         __torch_function__ = dispatch.disabled_torch_function
 
     assert type(torch.zeros(1).as_subclass(Ours) + 1) is torch.Tensor
-
-
-def test_users():
-    """Else two parameters whose gradient autograd has once share its memory, and clipping scales it twice."""
-    seen = []
-
-    class Watch(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            seen.append(autograd.grad_refcount(grad))
-            return grad.clone()
-
-    one, other = (torch.ones(2, requires_grad=True) for _ in range(2))
-    (Watch.apply(one) * 2).sum().backward()
-    ((Watch.apply(one) + Watch.apply(other)) * 2).sum().backward()
-    assert seen == [1, 2, 1]
-
-
-def test_timeouts():
-    """Else groups of a mesh wait as long as torch's default says."""
-    assert distributed.default_timeout("cpu") == timedelta(minutes=7)
-    group = dist.new_group([0])
-    distributed.set_group_timeout(timedelta(minutes=3), group)
-    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(minutes=3)
 
 
 def test_shared_shardings():
@@ -153,90 +99,12 @@ def test_shared_shardings():
     assert "propagate_op_sharding_non_cached" not in vars(propagator)
 
 
-def test_compiled_call():
-    """Else blocks are not compiled in place, nor seen to be called."""
-    linear = nn.Linear(2, 2)
-    assert modules.compiled_call(linear) is None
-    linear.register_forward_hook(lambda module, args, output: output * 0)
-    assert modules.plain_call(linear)(torch.ones(2)).eq(0).all()
-    modules.set_compiled_call(linear, lambda x: "compiled")
-    assert linear(torch.ones(2)) == "compiled"
-    assert modules.compiled_call(linear) is getattr(linear, modules.COMPILED_CALL)
-
-
-def test_hide_ddp():
-    """Else dynamo cuts the graph of a block where DDP's buckets end."""
-    assert hasattr(nn.parallel.DistributedDataParallel, "_active_ddp_module")
-    ddp.hide_ddp_from_compiler()
-
-
 def sharded():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     mesh = init_device_mesh("cpu", (1,))
     for module in (*model, model):
         fully_shard(module, mesh=mesh)
     return model
-
-
-def test_left_in_forward():
-    """Else a forward that failed in an evaluation spoils the next step."""
-    model = sharded()
-    model(torch.ones(1, 2))
-    group = fsdp.fsdp_group(model[0])
-    assert group.comm_ctx.post_forward_order
-    assert not gradient_sync._is_in_forward(model)
-    gradient_sync._forget_forwards(group)
-    assert not group.comm_ctx.post_forward_order
-    assert not group._post_forward_indices
-    with pytest.raises(RuntimeError):
-        model(torch.ones(1, 3))
-    assert gradient_sync._is_in_forward(model)
-    gradient_sync._reset_forward(model)
-    assert not gradient_sync._is_in_forward(model)
-    model(torch.ones(1, 2)).sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_drop_waiting_gradients():
-    """Else a step that was given up is added to the next one."""
-    model = sharded()
-    model.set_requires_gradient_sync(False)
-    model(torch.ones(1, 2)).sum().backward()
-    group = fsdp.fsdp_group(model[0])
-    assert all(
-        param.unsharded_param.grad is not None or param.unsharded_accumulated_grad is not None
-        for param in group.fsdp_params
-    )
-    gradient_sync._drop_waiting_gradients(group)
-    assert all(
-        param.unsharded_param.grad is None and param.unsharded_accumulated_grad is None
-        for param in group.fsdp_params
-    )
-
-
-def test_before_reducing():
-    """Else FSDP2 sums the Partial gradients of a unit one by one."""
-    torch.manual_seed(0)
-    model, seen = sharded(), []
-
-    def doubled(grads):
-        seen.append(len(grads))
-        return [2 * grad for grad in grads]
-
-    group = fsdp.fsdp_group(model[0])
-    sharding._before_reducing(group, doubled)
-    for sync in (False, True):
-        model.set_requires_gradient_sync(sync)
-        model(torch.ones(1, 2)).sum().backward()
-        assert bool(seen) == sync
-    assert {count for count in seen if count} == {len(group.fsdp_params)}
-    changed = [parameter.grad.to_local() for parameter in model[0].parameters()]
-    torch.manual_seed(0)
-    plain = sharded()
-    for _ in range(2):
-        plain(torch.ones(1, 2)).sum().backward()
-    for ours, theirs in zip(changed, plain[0].parameters(), strict=True):
-        torch.testing.assert_close(ours, 2 * theirs.grad.to_local())
 
 
 def test_reshard_to():
@@ -281,31 +149,6 @@ def test_compilations():
     assert (made.fail_type, made.fail_reason, made.has_guarded_code) == (None, None, True)
     assert str(made.compile_id) == "0/0"
     assert found == [True]
-
-
-def test_own_passes():
-    """Else the collectives of compiled graphs are not seen, and none is fused."""
-
-    class Pass(compile.graph_pass()):
-        def __call__(self, graph):
-            seen.append(self)
-
-        def uuid(self): ...
-
-    one, two, three, seen = Pass(), Pass(), Pass(), []
-    for first, last in (((), ()), ((), (one,)), ((three,), (one, two))):
-        compile.set_own_passes(compile.FIRST_PASSES, first)
-        compile.set_own_passes(compile.LAST_PASSES, last)
-        try:
-            assert compile.own_passes(compile.FIRST_PASSES) == first
-            assert compile.own_passes(compile.LAST_PASSES) == last
-            torch.compiler.reset()
-            seen.clear()
-            torch.compile(lambda x: x.sin() + 1)(torch.ones(len(last) + 2))
-        finally:
-            compile.set_own_passes(compile.FIRST_PASSES, ())
-            compile.set_own_passes(compile.LAST_PASSES, ())
-        assert seen == [*first, *last]
 
 
 def test_is_disabled():

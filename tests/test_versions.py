@@ -1,12 +1,11 @@
 """What is installed beside what was tested: constraints.txt, --version, and the last line of an error."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from constraints import stale
+from said import python
 
 from titanplans.errors import ModelError
 from titanplans.versions import blamed, versions
@@ -100,14 +99,7 @@ def test_an_error_ends_with_the_version(newer, tmp_path):
         "from transformers import AutoConfig\nimport titanplans.cli.main as commands\n"
         "commands.main = lambda argv: AutoConfig.for_model('none')\ncommands.run(['list'])\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "broken.py"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": f"{newer}{os.pathsep}{ROOT}"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    ended = python("broken.py", cwd=tmp_path, env={"PYTHONPATH": f"{newer}{os.pathsep}{ROOT}"})
     assert ended.returncode == 1
     assert "ValueError: Unrecognized model identifier" in ended.stderr
     assert ended.stderr.splitlines()[-1].startswith("transformers 99.0.0 was not tested, <")

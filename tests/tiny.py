@@ -2,9 +2,10 @@
 
 from types import SimpleNamespace
 
+import torch
 from torch import nn
 
-from titanplans import TPPlan
+from titanplans import TPPlan, apply_plan
 
 
 class Config:
@@ -74,6 +75,14 @@ class Tiny(nn.Module):
         return SimpleNamespace(logits=self.lm_head(self.norm(x)))
 
 
+def split(world, model=None, dtype=torch.float32, **options):
+    """Return `model`, by itself a Tiny that is the same each time, split over the ranks of a proof."""
+    torch.manual_seed(0)
+    model = (Tiny() if model is None else model).to(dtype)
+    apply_plan(model, world.mesh, plan=TinyPlan, **{"loss_parallel": False} | options)
+    return model
+
+
 class TinyPlan(TPPlan):
     def attn_plan(self, attn):
         return {
@@ -84,3 +93,24 @@ class TinyPlan(TPPlan):
             "q_norm": self.replicated_in_region(),
             "o_proj": self.rowwise(),
         }
+
+
+def changed(plan, attn=None, mlp=None, model=None, **methods):
+    """Return `plan` with keys of its parts replaced; None leaves a key out."""
+
+    def merged(plan, edits):
+        return {key: style for key, style in (plan | edits).items() if style is not None}
+
+    class Changed(plan):
+        def attn_plan(self, module):
+            return merged(super().attn_plan(module), attn(self) if attn else {})
+
+        def mlp_plan(self, module):
+            return merged(super().mlp_plan(module), mlp(self) if mlp else {})
+
+        def model_plan(self, module):
+            return merged(super().model_plan(module), model(self) if model else {})
+
+    for name, method in methods.items():
+        setattr(Changed, name, method)
+    return Changed

@@ -8,19 +8,25 @@ Ranks are forked from a server (`multiprocessing`'s forkserver, one for each pro
 process nine seconds to import. A fork can't use CUDA that its parent has seen: where there is a GPU, ranks are spawned.
 """
 
+import contextlib
 import faulthandler
 import functools
 import multiprocessing.forkserver
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from titanplans.proof.ranks import threads
+from titanplans.torch_private.distributed import fake_store
+from titanplans.torch_private.dtensor import clear_sharding_cache
 
 LIMIT = 540
 """Seconds that ranks may take: pytest's own limit, which knows nothing of them, is 600."""
@@ -33,6 +39,35 @@ def run(fn: Callable[[int], Any], ranks: int, backend: str = "gloo") -> Any:
             _work, args=(fn, ranks, folder, backend, dict(os.environ)), nprocs=ranks, start_method=method
         )
         return torch.load(Path(folder) / "result.pt", weights_only=False)
+
+
+def results(fn: Callable[[int], Any], ranks: int) -> Any:
+    """Return a fixture: what rank 0 returns of `fn`, run once for all tests of a file."""
+    return pytest.fixture(scope="module")(lambda: run(fn, ranks))
+
+
+def on_threads(work: Callable[[Any], Any], ranks: int = 2) -> Any:
+    """Return what rank 0 returns of `work(rank)` on ranks that are threads of this process."""
+    return threads.run(ranks, torch.device("cpu"), work)
+
+
+@contextlib.contextmanager
+def fake(ranks: int, rank: int = 0) -> Iterator[None]:
+    """Make this process one rank of several, of which the others do not exist: collectives give arbitrary values."""
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=ranks)
+    try:
+        clear_sharding_cache()  # of an equal mesh, whose group is gone, or on which this was another rank
+        yield
+    finally:
+        dist.destroy_process_group()
+        clear_sharding_cache()
+
+
+def everyones(value: Any) -> list[Any]:
+    """Return what each rank calls this with."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 @functools.cache

@@ -5,10 +5,10 @@ import functools
 import equal
 import pytest
 import torch
-import torch.distributed as dist
 import worlds
 import zoo
 from plainly import verify
+from said import error_of
 from torch import nn
 from torch.distributed.tensor import Replicate
 
@@ -19,13 +19,11 @@ from titanplans.errors import OptionError
 from titanplans.modeling.samples import build_real
 from titanplans.parallel import (
     Float8,
-    FSDP2Config,
     LoRA,
     ParallelError,
     add_adapters,
     convert_to_float8,
     freeze,
-    parallelize,
 )
 from titanplans.plan import adapted as plan_adapted
 from titanplans.proof.batches.sample import randomise
@@ -83,9 +81,9 @@ def test_float8_bases_are_proved():
 def test_a_gradient_that_is_not_summed_is_found_and_placed(monkeypatch):
     def unsummed(module, layouts):
         found = plan_adapted.with_factors(module, layouts)
-        return (
-            found | {"lora_A": found["lora_A"]._replace(gradient=Replicate())} if "lora_A" in found else found
-        )
+        return found | {
+            name: x._replace(gradient=Replicate()) for name, x in found.items() if name == "lora_A"
+        }
 
     monkeypatch.setattr("titanplans.plan.styles.base.with_factors", unsummed)
     build = functools.partial(
@@ -180,13 +178,12 @@ def test_verify_takes_adapters_on_the_command_line(capsys):
         "--sequence-parallel",
         "--vocab-size=64",
     ]
-    assert (
-        main([*words, "--lora=rank=2", "--lora=target_modules=q_proj,down_proj", "--lora=dropout=0.5"]) == 0
-    )
-    assert (
+    lora = ["--lora=rank=2", "--lora=target_modules=q_proj,down_proj", "--lora=dropout=0.5"]
+    assert main([*words, *lora]) == 0
+    said = (
         "4 Linear modules have adapters of rank 2, whole and split, with the same draws of lora.dropout = 0.5"
-        in capsys.readouterr().out
     )
+    assert said in capsys.readouterr().out
     for wrong, said in {
         "rank": "--lora rank: write KEY=VALUE",
         "rank=0": "--lora rank 0: expected an integer, at least 1",
@@ -213,15 +210,8 @@ def build(kind: str) -> nn.Module:
 
 
 def split(model: nn.Module, tp: int, **options) -> equal.Parallel:
-    from torchtitan.distributed import ParallelDims
-
-    torch.manual_seed(1)
-    precision = {"mixed_precision_param": "float32", "mixed_precision_reduce": "float32"}
-    config = FSDP2Config(disable_loss_parallel=True, **precision, **options)
-    dims = ParallelDims(1, -1, 1, tp, 1, 1, dist.get_world_size(), "partial_dtensor")
-    parallelize(model, parallel_dims=dims, config=config)
-    batch = dims.get_optional_mesh("batch")
-    return equal.Parallel(model, batch and batch.get_group())
+    torch.manual_seed(1)  # of the dropout
+    return equal.by_torchtitan(model, tp, **options)
 
 
 CASES = {
@@ -238,12 +228,7 @@ CASES = {
 
 
 def test_a_step_is_that_of_one_process():
-    cases = {
-        name: equal.Case(
-            functools.partial(build, name[0]), functools.partial(split, tp=name[1], **options), vocabulary=96
-        )
-        for name, options in CASES.items()
-    }
+    cases = equal.cases_of(CASES, build, split, vocabulary=96)
     assert not equal.equals_one_process(cases, ranks=4)
 
 
@@ -255,11 +240,7 @@ def _seeds(rank: int) -> str:
     model = build("lora dropout")
     apply_plan(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
     torch.manual_seed(rank)
-    try:
-        model(input_ids=torch.ones(1, 4, dtype=torch.long))
-    except PlanError as error:
-        return str(error)
-    return ""
+    return error_of(model, input_ids=torch.ones(1, 4, dtype=torch.long)) or ""
 
 
 def test_ranks_that_would_drop_other_numbers_are_refused():

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from said import python
 
 from titanplans.cli.main import COMMANDS, main
 
@@ -24,8 +25,8 @@ sys.exit(status)
 """
 
 
-def run(*argv: str) -> tuple[int, str, str]:
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+def run(*words: str) -> tuple[int, str, str]:
+    done = python(*words)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -76,7 +77,7 @@ def run(*argv: str) -> tuple[int, str, str]:
     ],
 )
 def test_words_are_read_before_torch_is_imported(words, status, told):
-    ended, out, err = run(sys.executable, "-c", WITHOUT_TORCH, *words.split())
+    ended, out, err = run("-c", WITHOUT_TORCH, *words.split())
     assert ended == status, err
     assert told in (out if status == 0 else err)
     if status == 2:
@@ -95,7 +96,7 @@ echo "${{COMPREPLY[*]}}"
 @pytest.fixture(scope="module")
 def script(tmp_path_factory):
     """The completion script of bash."""
-    status, out, err = run(sys.executable, "-m", "titanplans", "completion", "bash")
+    status, out, err = run("-m", "titanplans", "completion", "bash")
     assert status == 0, err
     path = tmp_path_factory.mktemp("completion") / "script"
     path.write_text(out)
@@ -119,12 +120,13 @@ def script(tmp_path_factory):
     ],
 )
 def test_a_shell_completes_commands_options_and_values(script, words, offers):
-    status, out, err = run("bash", "-c", COMPLETED.format(script=script, words=words))
-    assert (status, " ".join(sorted(out.split()))) == (0, offers), err
+    command = ("bash", "-c", COMPLETED.format(script=script, words=words))
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, " ".join(sorted(done.stdout.split()))) == (0, offers), done.stderr
 
 
 def test_a_completion_script_is_written_without_torch():
-    status, out, err = run(sys.executable, "-c", WITHOUT_TORCH, "completion", "zsh")
+    status, out, err = run("-c", WITHOUT_TORCH, "completion", "zsh")
     assert status == 0, err
     assert out.startswith("#compdef titanplans")
     assert "--parallelism.tensor_parallel_degree" in out
@@ -141,7 +143,7 @@ def test_every_command_is_on_the_page(capsys):
 )
 def test_train_py_and_the_command_are_one(words):
     doors = [("train.py",), ("-m", "titanplans", "train")]
-    by_file, by_module = (run(sys.executable, *door, *words) for door in doors)
+    by_file, by_module = (run(*door, *words) for door in doors)
     assert by_file == by_module
 
 

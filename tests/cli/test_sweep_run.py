@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from jobs import gone
 
 from titanplans.cli.sweep import process
 from titanplans.cli.sweep.main import main
@@ -211,21 +212,6 @@ def wait_for(path: Path, text: str) -> None:
         time.sleep(0.02)
 
 
-def gone(pid: int) -> bool:
-    """Tell whether the process has ended; one that nobody has waited for, has."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
-def wait_until_gone(pid: int) -> None:
-    deadline = time.monotonic() + 10
-    while not gone(pid):
-        assert time.monotonic() < deadline, "it lives on"
-        time.sleep(0.02)
-
-
 on_linux = pytest.mark.skipif(
     not Path("/proc/self/stat").exists(), reason="reads the state of processes from /proc"
 )
@@ -269,7 +255,7 @@ def test_a_job_that_does_not_listen_is_killed_with_its_children(sleeper, monkeyp
     assert main(["sweep.toml"]) == 1
     assert record("seed=9")["exit_status"] == -signal.SIGKILL
     child = int((sleeper / "out" / "seed=9" / "log.txt").read_text().split()[1])
-    wait_until_gone(child)
+    assert gone([child], 10), "it lives on"
 
 
 @on_linux
@@ -279,7 +265,7 @@ def test_a_signal_stops_the_job_and_leaves_the_table(sleeper, signum):
     job = int((sleeper / "out" / "lock").read_text().split()[-1])
     started.send_signal(signum)
     assert started.wait(timeout=30) == 128 + signum
-    assert gone(job)
+    assert gone([job], 0)
     assert states() == {"seed=1": "stopped", "seed=2": "not run"}
     assert record("seed=1")["line"] == f"stopped with the sweep, by {signal.Signals(signum).name}"
     assert "stopped; out/table.csv" in (sleeper / "said").read_text()
@@ -298,7 +284,7 @@ def test_what_a_killed_sweep_left_running_is_not_disturbed(sleeper, capsys):
         assert f", job {job})" in line
     assert record("seed=1")["state"] == "running"
     os.kill(job, signal.SIGKILL)
-    wait_until_gone(job)
+    assert gone([job], 10), "it lives on"
 
     (sleeper / "sweep.toml").write_text(TWO.replace("[grid]", "time_limit_seconds = 0.3\n[grid]"))
     assert main(["sweep.toml"]) == 1

@@ -3,6 +3,7 @@
 import textwrap
 
 import pytest
+import said
 
 from titanplans.cli.sweep.cells import make_cells, refusal
 from titanplans.cli.sweep.main import main
@@ -39,11 +40,9 @@ def cells_of(path: str):
 
 
 def refused(path: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        cells_of(path)
-    assert "\n" not in str(caught.value)
-    assert str(caught.value).startswith(f"{path}: ")
-    return str(caught.value).removeprefix(f"{path}: ")
+    line = said.refusal(cells_of, path, kind=ConfigError)
+    assert line.startswith(f"{path}: ")
+    return line.removeprefix(f"{path}: ")
 
 
 # ---------------------------------------------------------------- what is read

@@ -1,11 +1,11 @@
 """From a command line to a job: precedence, errors, `--print-config`, `--help`."""
 
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+import said
+from said import python
 
 from titanplans.config import ConfigError, JobConfig, OptionError, load_job
 from titanplans.config.lines import line_of
@@ -30,10 +30,7 @@ def write(tmp_path):
 
 
 def refusal(argv: list[str]) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_job(argv)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return said.refusal(load_job, argv, kind=ConfigError)
 
 
 # ---------------------------------------------------------------- what is read
@@ -398,7 +395,5 @@ def test_the_configuration_itself_needs_no_torch():
         load_job(["configs/gla_debug.toml"])
         assert "torch" not in sys.modules, "torch was imported"
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = python("-c", textwrap.dedent(code))
     assert done.returncode == 0, done.stderr

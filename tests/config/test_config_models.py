@@ -1,10 +1,9 @@
 """A job's model, by its name here or in torchtitan: found, or refused before anything else of the job is looked at."""
 
-import subprocess
-import sys
 from importlib import resources
 
 import pytest
+from said import python
 
 from titanplans.config import ConfigError, load_job
 from titanplans.config.families import MODELS, find_flavor, read_family
@@ -88,10 +87,8 @@ def test_the_model_is_refused_first_and_without_torch(job, tmp_path, option):
         "assert 'sizes' in sys.modules and 'torch' not in sys.modules\n"
         "sys.exit(status)"
     )
-    words = [sys.executable, "-c", script, str(tmp_path), job("qwen33", "debug"), *option]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
+    done = python("-c", script, tmp_path, job("qwen33", "debug"), *option)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: model 'qwen33' is unknown")
     assert "did you mean 'qwen3'?" in line

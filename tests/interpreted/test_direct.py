@@ -14,50 +14,20 @@ from fla.ops.utils.pooling import mean_pooling
 from titanplans.loss import kernels, operators
 
 
-def _of(function, *shapes):
+def _of(function, shapes, backward):
     generator = torch.Generator().manual_seed(0)
-    leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    leaves = [torch.randn(shape, generator=generator).requires_grad_(backward) for shape in shapes]
     outputs = function(*leaves)
-    grads = torch.autograd.grad(
-        (outputs * torch.linspace(-1, 2, outputs.numel()).view_as(outputs)).sum(), leaves
-    )
-    return [outputs.detach(), *grads]
+    total = (outputs * torch.linspace(-1, 2, outputs.numel()).view_as(outputs)).sum()
+    return [outputs.detach(), *(torch.autograd.grad(total, leaves) if backward else ())]
 
 
-ROWS, WEIGHT = (3, 70, 48), (64, 48)
-FUNCTIONS = {
-    "SigmoidFunction": (ROWS,),
-    "LogSigmoidFunction": (ROWS,),
-    "ELUPlusOneFunction": (ROWS,),
-    "FastGeLUFunction": (ROWS,),
-    "GeLUFunction": (ROWS, (48,)),
-    "PowGLUFunction": (ROWS, ROWS),
-    "PowGLULinearFunction": (ROWS, ROWS, WEIGHT, (64,)),
-}
+def _activation(name, *further):
+    return lambda *tensors: getattr(ops, name).apply(*tensors, *further)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_an_activation(name):
-    def call(*tensors):
-        further = (2.0,) if name in ("LogSigmoidFunction", "PowGLUFunction", "PowGLULinearFunction") else ()
-        return getattr(ops, name).apply(*tensors, *further)
-
-    with real():
-        kernel = _of(call, *FUNCTIONS[name])
-    for x, y in zip(kernel, _of(call, *FUNCTIONS[name]), strict=True):
-        assert (x - y).norm() <= ENOUGH * y.norm()
-
-
-def test_a_gated_norm_with_a_projection():
-    weight = torch.linspace(0.5, 1.5, 48)
-
-    def call(x, gate, projection, bias):
-        return rms_norm_swish_gate_linear(x, gate, weight, None, projection, bias)
-
-    with real():
-        kernel = _of(call, ROWS, ROWS, WEIGHT, (64,))
-    for x, y in zip(kernel, _of(call, ROWS, ROWS, WEIGHT, (64,)), strict=True):
-        assert (x - y).norm() <= ENOUGH * y.norm()
+def _gated_norm(x, gate, projection, bias):
+    return rms_norm_swish_gate_linear(x, gate, torch.linspace(0.5, 1.5, 48), None, projection, bias)
 
 
 def _states_after(x, initial):
@@ -78,8 +48,16 @@ def _rwkv7(r, w, k, v, kk, a):
     return fused_mul_recurrent_rwkv7(r, -w.exp(), k, v, kk, a.sigmoid(), scale=0.5)[0]
 
 
-HEADS = (1, 70, 2, 16)
-FURTHER = {
+ROWS, WEIGHT, HEADS = (3, 70, 48), (64, 48), (1, 70, 2, 16)
+FUNCTIONS = {
+    "sigmoid": (_activation("SigmoidFunction"), [ROWS], True),
+    "its logarithm": (_activation("LogSigmoidFunction", 2.0), [ROWS], True),
+    "ELU plus one": (_activation("ELUPlusOneFunction"), [ROWS], True),
+    "fast GELU": (_activation("FastGeLUFunction"), [ROWS], True),
+    "GELU of a bias": (_activation("GeLUFunction"), [ROWS, (48,)], True),
+    "PowGLU": (_activation("PowGLUFunction", 2.0), [ROWS, ROWS], True),
+    "PowGLU and a projection": (_activation("PowGLULinearFunction", 2.0), [ROWS, ROWS, WEIGHT, (64,)], True),
+    "a gated norm and a projection": (_gated_norm, [ROWS, ROWS, WEIGHT, (64,)], True),
     "the states of a convolution": (_states_after, [(2, 70, 48), (2, 48, 4)], False),
     "mean pooling": (_pooled, [HEADS], True),
     "cross entropy": (_entropy, [(70, 96)], True),
@@ -88,20 +66,11 @@ FURTHER = {
 """The function, its inputs' shapes, and whether it has a backward."""
 
 
-@pytest.mark.parametrize("name", FURTHER)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_kernel_that_no_layer_calls(name):
-    function, shapes, backward = FURTHER[name]
-    generator = torch.Generator().manual_seed(0)
-    given = [torch.randn(shape, generator=generator) for shape in shapes]
-    if backward:
-        with real():
-            kernel = _of(function, *shapes)
-        stand_in = _of(function, *shapes)
-    else:
-        with real(), torch.no_grad():
-            kernel = [function(*given)]
-        stand_in = [function(*given)]
-    for x, y in zip(kernel, stand_in, strict=True):
+    with real():
+        kernel = _of(*FUNCTIONS[name])
+    for x, y in zip(kernel, _of(*FUNCTIONS[name]), strict=True):
         assert (x - y).norm() <= ENOUGH * y.norm()
 
 

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 import worlds
+from said import refusal
 from transformers import CONFIG_MAPPING, BertConfig, LlamaConfig, ViTConfig
 
 from titanplans import modeling
@@ -110,10 +111,8 @@ def test_a_config_leaves_the_flavor_as_it_was():
     ],
 )
 def test_a_wrong_name_is_refused_in_one_line_with_what_would_work(arguments, overrides, words):
-    with pytest.raises(ModelError) as refusal:
-        modeling.load_config(*arguments, **overrides)
-    assert "\n" not in str(refusal.value)
-    assert all(word in str(refusal.value) for word in words)
+    said = refusal(modeling.load_config, *arguments, **overrides, kind=ModelError)
+    assert all(word in said for word in words)
 
 
 @pytest.mark.parametrize("model_type", ["gla", "transformer", "llama", "gated_deltanet"])
@@ -142,10 +141,8 @@ def test_a_bad_config_file_is_refused_in_one_line(tmp_path, text, words):
     path = tmp_path / "config.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ModelError) as refusal:
-        modeling.load_config_file(path)
-    assert "\n" not in str(refusal.value)
-    assert all(word in str(refusal.value) for word in words)
+    said = refusal(modeling.load_config_file, path, kind=ModelError)
+    assert all(word in said for word in words)
 
 
 def test_code_from_a_config_file_never_runs(tmp_path):

@@ -23,9 +23,10 @@ def test_softmax_attention_is_palms_formula():
     assert flops == 6 * (total - vocabulary * width) + 12 * layers * width * 512
 
 
-def test_a_window_bounds_the_context():
-    _, full = _count(modeling.load_config("transformer", "debug"), seq_len=64)
-    _, windowed = _count(modeling.load_config("transformer", "debug", window_size=64), seq_len=4096)
+@pytest.mark.parametrize(("name", "field"), [("transformer", "window_size"), ("mistral", "sliding_window")])
+def test_a_window_bounds_the_context(name, field):
+    _, full = _count(modeling.load_config(name, "debug"), seq_len=64)
+    _, windowed = _count(modeling.load_config(name, "debug", **{field: 64}), seq_len=4096)
     assert windowed == full
 
 
@@ -37,12 +38,6 @@ def test_gemmas_sliding_layers_stop_at_their_window():
     assert flops == 6 * (
         total + 2 * (8 * 64 * 8) + 2 * (8 * 64 * 512)
     )  # the embedding is tied: it is the head
-
-
-def test_mistrals_window_stands_on_the_config():
-    _, full = _count(modeling.load_config("mistral", "debug"), seq_len=64)
-    _, windowed = _count(modeling.load_config("mistral", "debug", sliding_window=64), seq_len=4096)
-    assert windowed == full
 
 
 def test_a_vision_tower_is_counted_but_does_nothing_for_a_token_of_text():
@@ -84,31 +79,25 @@ def test_hybrid_layers_are_counted_by_their_own_mixer():
     assert long - short == 12 * 1 * 128 * 512
 
 
+SIZES = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=128)
+
+
 def test_tied_parameters_count_once_and_are_multiplied_with():
-    sizes = dict(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=128, intermediate_size=96
-    )
-    untied, flops = _count(LlamaConfig(**sizes, tie_word_embeddings=False), 32)
-    tied, tied_flops = _count(LlamaConfig(**sizes, tie_word_embeddings=True), 32)
+    untied, flops = _count(LlamaConfig(**SIZES, intermediate_size=96, tie_word_embeddings=False), 32)
+    tied, tied_flops = _count(LlamaConfig(**SIZES, intermediate_size=96, tie_word_embeddings=True), 32)
     assert untied - tied == 128 * 64
     assert tied_flops == flops
 
 
 def test_a_model_after_to_empty_counts_the_same():
-    sizes = dict(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=128, intermediate_size=96
-    )
-    model = modeling.build(LlamaConfig(**sizes, tie_word_embeddings=True))
+    model = modeling.build(LlamaConfig(**SIZES, intermediate_size=96, tie_word_embeddings=True))
     before = modeling.count_flops(model, 32)
     model.to_empty(device="cpu")  # unties
     assert modeling.count_flops(model, 32) == before
 
 
 def test_a_token_is_multiplied_with_its_experts_only():
-    sizes = dict(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, head_dim=16
-    )
-    sizes |= dict(vocab_size=128, moe_intermediate_size=32, num_experts=8)
+    sizes = SIZES | dict(num_key_value_heads=4, head_dim=16, moe_intermediate_size=32, num_experts=8)
     one, two = (_count(Qwen3MoeConfig(**sizes, num_experts_per_tok=k), 32)[1] for k in (1, 2))
     assert two - one == 6 * 2 * 3 * 64 * 32  # layers x (gate, up, down) of one expert
 

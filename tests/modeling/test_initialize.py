@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from transformers import AutoModelForCausalLM, FalconH1Config, Gemma3TextConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, FalconH1Config, LlamaConfig
 
 from titanplans import modeling
 from titanplans.modeling import ModelError
@@ -57,22 +57,21 @@ def _assert_as_constructed(model):
         assert torch.equal(buffer, expected), name
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+TIED, RANGE = {"tie_word_embeddings": True}, {"initializer_range": 0.006}
+OPTIONS = {
+    "gla": [
         {},
         {"use_short_conv": True, "fuse_norm": False},
-        {"tie_word_embeddings": True, "use_output_gate": False, "initializer_range": 0.006},
+        {"use_output_gate": False} | TIED | RANGE,
         {"attn": {"layers": [1], "num_heads": 4, "qkv_bias": True}, "attnres_block_size": 2},
     ],
-)
-def test_gla_starts_as_its_own_code_starts_it(options):
-    _assert_as_constructed(_initialized(modeling.load_config("gla", "debug", **options)))
+    "transformer": [{}, {"qk_norm": True, "qkv_bias": True} | TIED],
+} | dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gemma3"), [{}, TIED, RANGE])
 
 
-@pytest.mark.parametrize("options", [{}, {"qk_norm": True, "qkv_bias": True, "tie_word_embeddings": True}])
-def test_transformer_starts_as_its_own_code_starts_it(options):
-    _assert_as_constructed(_initialized(modeling.load_config("transformer", "debug", **options)))
+@pytest.mark.parametrize(("name", "options"), [(name, each) for name in OPTIONS for each in OPTIONS[name]])
+def test_models_start_as_their_own_code_starts_them(name, options):
+    _assert_as_constructed(_initialized(modeling.load_config(name, "debug", **options)))
 
 
 @pytest.mark.parametrize(
@@ -108,12 +107,6 @@ def test_values_that_only_a_constructor_gives_are_kept(name):
     _assert_as_constructed(_initialized(getattr(fla.models, f"{name}Config")(**options)))
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gemma3"])
-@pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": True}, {"initializer_range": 0.006}])
-def test_models_of_transformers_start_as_their_own_code_starts_them(name, options):
-    _assert_as_constructed(_initialized(modeling.load_config(name, "debug", **options)))
-
-
 def test_what_gemma_starts_from_besides_random_matrices():
     model = _initialized(modeling.load_config("gemma3", "debug"))
     text, tower = model.model.language_model, model.model.vision_tower
@@ -137,14 +130,6 @@ def test_llamas_rotary_scaling_is_in_its_buffer():
     torch.testing.assert_close(inv_freq[wavelength < 2048], plain[wavelength < 2048])
     torch.testing.assert_close(inv_freq[wavelength > 8192], plain[wavelength > 8192] / 32)
     assert 0 < (wavelength > 8192).sum() < 8
-
-
-def test_a_dense_model_of_transformers_and_its_rotary_buffers():
-    _assert_as_constructed(_initialized(LlamaConfig(**LLAMA)))
-
-
-def test_buffers_of_a_model_with_two_rotary_bases():
-    _assert_as_constructed(_initialized(Gemma3TextConfig(**LLAMA, head_dim=16, num_key_value_heads=2)))
 
 
 def test_same_seed_same_weights_other_seed_other_weights():

@@ -6,19 +6,16 @@ ranks begin with the weights of one process is held by tests/training/test_train
 """
 
 import math
-from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.distributed as dist
+import worlds
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanplans import modeling
 from titanplans.modeling import ModelError
@@ -30,17 +27,6 @@ SIZES = dict(num_hidden_layers=2, vocab_size=130, hidden_size=32, num_heads=2, i
 
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
-
-
-@contextmanager
-def _rank(rank):
-    dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        # DTensor remembers results for equal meshes, and with them the rank that a mesh was made on.
-        _clear_sharding_prop_cache()
 
 
 def _flat():
@@ -102,7 +88,7 @@ def test_every_rank_holds_the_part_that_torch_cuts(name, split):
     config = modeling.load_config(name, "debug", **SIZES)
     seen = set()
     for rank in range(4):
-        with _rank(rank):
+        with worlds.fake(4, rank):
             expected = dict(apply(_whole(config)).named_parameters())
             model = apply(modeling.build(config)).to_empty(device="cpu")
             for parameter in model.parameters():
@@ -120,7 +106,7 @@ def test_every_rank_holds_the_part_that_torch_cuts(name, split):
 
 def test_tied_shards_are_one_parameter():
     config = modeling.load_config("gla", "debug", tie_word_embeddings=True, **SIZES)
-    with _rank(1):
+    with worlds.fake(4, 1):
         model = SPLITS["fsdp x tp"][0](modeling.build(config)).to_empty(device="cpu")
         modeling.initialize(model, seed=3)
         weight = model.lm_head._parameters["weight"]
@@ -154,7 +140,7 @@ def test_one_unit_at_a_time_is_in_memory(monkeypatch):
     ],
 )
 def test_a_placement_that_says_no_part_is_refused(placements, words):
-    with _rank(0):
+    with worlds.fake(4, 0):
         destination = DTensor.from_local(
             torch.zeros(2, 4), _square(), placements, shape=(8, 4), stride=(4, 1)
         )

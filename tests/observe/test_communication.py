@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import zoo
 from faulty import installed
-from tiny import Tiny, TinyPlan
+from tiny import Tiny, TinyPlan, changed
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate
@@ -271,18 +271,16 @@ def without_gather(plan):
     return {"": installed(plan[""], lambda right, module, border: None)}
 
 
-class GatherForEachProjection(TinyPlan):
-    """As Hugging Face's and flame's plans do without PrepareModuleInput."""
+def each_alone(region, *names):
+    def styles(plan):
+        return without_gather(getattr(plan, region)()) | {n: entered_alone(plan.colwise()) for n in names}
 
-    def attn_plan(self, attn):
-        each = {name: entered_alone(self.colwise()) for name in ("q_proj", "k_proj", "v_proj")}
-        return super().attn_plan(attn) | without_gather(self.attn_input()) | each
+    return styles
 
 
-class GatherForGateAndUp(TinyPlan):
-    def mlp_plan(self, mlp):
-        each = {name: entered_alone(self.colwise()) for name in ("gate_proj", "up_proj")}
-        return super().mlp_plan(mlp) | without_gather(self.mlp_input()) | each
+# As Hugging Face's and flame's plans do without PrepareModuleInput.
+GATHER_FOR_EACH_PROJECTION = changed(TinyPlan, each_alone("attn_input", "q_proj", "k_proj", "v_proj"))
+GATHER_FOR_GATE_AND_UP = changed(TinyPlan, mlp=each_alone("mlp_input", "gate_proj", "up_proj"))
 
 
 class TorchStyles(TinyPlan):
@@ -302,9 +300,9 @@ class TorchStyles(TinyPlan):
 @pytest.mark.parametrize(
     ("plan", "projections"),
     [
-        (GatherForEachProjection, ["attn.q_proj", "attn.k_proj", "attn.v_proj"]),
+        (GATHER_FOR_EACH_PROJECTION, ["attn.q_proj", "attn.k_proj", "attn.v_proj"]),
         (TorchStyles, ["attn.q_proj", "attn.k_proj", "attn.v_proj"]),
-        (GatherForGateAndUp, ["mlp.gate_proj", "mlp.up_proj"]),
+        (GATHER_FOR_GATE_AND_UP, ["mlp.gate_proj", "mlp.up_proj"]),
     ],
 )
 def test_a_gather_for_each_projection_is_too_many(plan, projections, sequence_parallel):
@@ -349,15 +347,12 @@ def test_a_loss_that_gathers_the_logits_is_found_outside_of_the_model():
 def test_a_gradient_that_is_summed_in_the_backward_is_too_many():
     """Reduced by a hook on each parameter, once a micro-batch, instead of once a step."""
 
-    class Hooked(TinyPlan):
-        def attn_plan(self, attn):
-            def install(right, module, border):
-                weight = module._parameters["weight"]
-                weight.register_hook(lambda grad: grad.redistribute(placements=[Replicate()]))
+    def install(right, module, border):
+        weight = module._parameters["weight"]
+        weight.register_hook(lambda grad: grad.redistribute(placements=[Replicate()]))
 
-            return super().attn_plan(attn) | {"q_norm": installed(self.replicated_in_region(), install)}
-
-    communication = count(Tiny, TPOptions(Degrees(tp=2)), Hooked)
+    hooked = changed(TinyPlan, lambda plan: {"q_norm": installed(plan.replicated_in_region(), install)})
+    communication = count(Tiny, TPOptions(Degrees(tp=2)), hooked)
     for block in communication.decoder.names:
         (gradient,) = communication.exceeding(block, "backward")
         assert (gradient.operation, gradient.module) == ("all_reduce", f"{block}.attn.q_norm")
@@ -429,7 +424,7 @@ def test_published_sizes_without_their_memory():
 
 
 def test_the_table_and_its_json():
-    communication = count(Tiny, TPOptions(Degrees(tp=2)), GatherForEachProjection)
+    communication = count(Tiny, TPOptions(Degrees(tp=2)), GATHER_FOR_EACH_PROJECTION)
     count_as_json = json.loads(json.dumps(communication.to_dict()))
     assert not count_as_json["minimal"]
     block = count_as_json["parts"][0]

@@ -286,9 +286,7 @@ def on_two_ranks(rank):
     return results
 
 
-@pytest.fixture(scope="module")
-def two():
-    return worlds.run(on_two_ranks, 2)
+two = worlds.results(on_two_ranks, 2)
 
 
 def rows(report, place=None):

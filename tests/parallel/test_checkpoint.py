@@ -3,7 +3,6 @@
 import tempfile
 from types import SimpleNamespace
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -65,9 +64,7 @@ def all_pairs(rank):
     return shapes, wrong
 
 
-@pytest.fixture(scope="module")
-def result():
-    return worlds.run(all_pairs, 4)
+result = worlds.results(all_pairs, 4)
 
 
 def test_what_is_saved_is_the_whole_weight(result):

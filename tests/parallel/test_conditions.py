@@ -114,9 +114,7 @@ def inputs():
     return torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(scope="module")
-def results():
-    return worlds.run(all_cases, 4)
+results = worlds.results(all_cases, 4)
 
 
 @pytest.mark.parametrize("name", ACCEPTED)

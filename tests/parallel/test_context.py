@@ -12,7 +12,7 @@ import torch.distributed as dist
 import worlds
 import zoo
 
-from titanplans.parallel import DDPConfig, Degrees, FSDP2Config, Mesh, ParallelManager, parallelize
+from titanplans.parallel import DDPConfig, Degrees, FSDP2Config, Mesh, parallelize
 
 COMPILED = {"compile": {"enable": True, "backend": "aot_eager", "components": ["model"]}}
 SHARED = Degrees(cp=2, dp_shard=2)
@@ -97,52 +97,3 @@ def documents(rank):
 def test_documents_of_a_row_are_kept_apart():
     for name, (whole, *found) in worlds.run(documents, 2).items():
         assert [part.item() for part in found] == pytest.approx([whole] * len(found), rel=1e-6), name
-
-
-def through_manager(rank):
-    """Return losses and norms of two accumulated steps by `ParallelManager`, and of one process."""
-    from titanplans import kernels
-    from titanplans.parallel import clip_gradients
-
-    kernels.install("cpu")
-    ids = torch.randint(96, (4, 13), generator=torch.Generator().manual_seed(3))
-    labels = ids.roll(-1, 1)
-    model = build("gla")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = {"one": [], "manager": []}
-    for _ in range(2):
-        loss = equal.summed_cross_entropy(model(input_ids=ids).logits, labels) / labels.numel()
-        loss.backward()
-        found["one"] += [loss.item(), clip_gradients(model.parameters(), 1.0).item()]
-        optimizer.step()
-        optimizer.zero_grad()
-    manager = ParallelManager(FSDP2Config(compile={"enable": True, "backend": "aot_eager"}), Degrees(cp=2))
-    model = manager.parallelize(build("gla"))
-    compiled = manager.prepare_loss(manager.cross_entropy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        tokens, total = manager.count_tokens(labels), torch.zeros(())
-        for number in range(2):
-            rows = slice(2 * number, 2 * number + 2)
-            with manager.accumulate(last=number == 1):
-                loss = compiled(model(input_ids=ids[rows]).logits, labels[rows], tokens)
-                loss.backward()
-            total += loss.detach()
-        dist.all_reduce(total)
-        found["manager"] += [total.item(), manager.clip_gradients(1.0).item()]
-        optimizer.step()
-        optimizer.zero_grad()
-    found["report"] = manager.parallelism_report().values
-    return found
-
-
-def test_a_loop_of_ones_own():
-    found = worlds.run(through_manager, 2)
-    assert found["manager"] == pytest.approx(found["one"], rel=1e-5)
-    report = found["report"]
-    assert report["tensor_parallel"] is None
-    assert report["context_parallel"]["plan"] == "GLAPlan"
-    assert report["context_parallel"]["regions"] == ["model.layers.0.attn", "model.layers.1.attn"]
-    assert report["steps_taken"] == ["context parallelism", "compile", "FSDP2"]
-    assert report["compile"]["blocks"] == 2
-    assert report["data_parallel"]["shards"] == 2

@@ -1,16 +1,15 @@
 """What it takes to parallelise a model does not grow with the number of ranks: counted, not timed."""
 
 import itertools
-from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
+from counting import Operators
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanplans import apply_plan, modeling
 from titanplans.parallel import Degrees, FSDP2Config, Mesh, parallelize
@@ -19,18 +18,6 @@ from titanplans.proof.ranks.fake import fake_ranks
 
 TP = 8
 WORLDS = (64, 512, 4096)
-
-
-class Count(TorchDispatchMode):
-    """Operators by name; those on meta too."""
-
-    def __init__(self):
-        super().__init__()
-        self.operators = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.operators[str(function)] += 1
-        return function(*args, **(kwargs or {}))
 
 
 def build():
@@ -47,13 +34,13 @@ def counted():
             mesh = Mesh(Degrees(tp=TP), "cpu")
             groups = len(distributed_c10d._world.pg_map) - before
             assert dist.get_world_size() == world
-            with Count() as plan:
+            with Operators() as plan:
                 apply_plan(build(), mesh.get_mesh("tp"))
             model = build()
-            with Count() as everything:
+            with Operators() as everything:
                 parallelize(model, parallel_dims=mesh, config=FSDP2Config())
             groups_after = len(distributed_c10d._world.pg_map) - before
-        found[world] = groups, groups_after, plan.operators, everything.operators
+        found[world] = groups, groups_after, plan.counts, everything.counts
     return found
 
 

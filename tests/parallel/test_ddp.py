@@ -4,10 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import worlds
+from counting import Operators
+from equal import plain
 from tiny import Block, Tiny, TinyPlan
 from torch import nn
 from torch.distributed._composable.replicate import replicate
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanplans.config import DDPConfig
 from titanplans.parallel import ParallelError
@@ -90,18 +91,7 @@ def mine(rank, part=0, parts=1):
 
 
 def gradients(model):
-    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-
-
-class Reductions(TorchDispatchMode):
-    """Counts all-reduces; those of the backward too, which on a CPU runs on this thread."""
-
-    count = 0
-    supports_higher_order_operators = True
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.c10d.allreduce_.default
-        return func(*args, **(kwargs or {}))
+    return {plain(name): None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
 def prepared(config, cls=Tiny, seed=0):
@@ -122,10 +112,10 @@ def step(rank, options, cls=Tiny, steps=1, **kwargs):
     for _ in range(steps):
         optimizer.zero_grad()
         loss = loss_of(model, mine(rank), **kwargs)
-        with Reductions() as sums:  # not around the forward: nothing compiles under such a mode
+        with Operators() as sums:  # not around the forward: nothing compiles under such a mode
             loss.backward()
         optimizer.step()
-    return gradients(model), sums.count, {n: t.clone() for n, t in model.state_dict().items()}
+    return gradients(model), sums.of("allreduce_"), {n: t.clone() for n, t in model.state_dict().items()}
 
 
 CASES = {
@@ -182,11 +172,11 @@ def accumulated(rank, options):
     model = prepared(config, AsDict if config.static_graph else Tiny)
     for _ in range(2):
         model.zero_grad()
-        with Reductions() as sums:
+        with Operators() as sums:
             for part in range(2):
                 with accumulate(model, last=part == 1, defer=config.defer_grad_sync):
                     loss_of(model, mine(rank, part, 2)).backward()
-    return gradients(model), sums.count, None
+    return gradients(model), sums.of("allreduce_"), None
 
 
 def graphs(rank, split):
@@ -300,9 +290,7 @@ def refusals():
     return said
 
 
-@pytest.fixture(scope="module")
-def results():
-    return worlds.run(all_cases, RANKS)
+results = worlds.results(all_cases, RANKS)
 
 
 def reference(cls=Tiny, steps=1, **kwargs):
@@ -327,20 +315,14 @@ def check(found, expected):
 def test_a_step_is_the_single_process_s(results, case):
     found, _, weights = results[case]
     expected, after = reference()
-    check(plain(found), expected)
+    check(found, expected)
     check(weights, after)
-
-
-def plain(found):
-    """Without what a checkpoint wrapper adds to the names of parameters (not to those of state dicts)."""
-    return {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in found.items()}
 
 
 @pytest.mark.parametrize("case", UNUSED)
 def test_parameters_that_nothing_uses(results, case):
     found, _, weights = results[case]
     expected, after = reference(AsDict, steps=2)
-    found = plain(found)
     if "static" in case:  # gives zeros to what is unused; SGD without momentum sees no difference
         assert found["never"] is None or not found["never"].any()
         expected["never"] = found["never"]

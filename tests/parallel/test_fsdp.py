@@ -8,10 +8,11 @@ import pytest
 import torch
 import worlds
 import zoo
+from counting import Operators
+from equal import whole
 from tiny import MLP, Block, Tiny, TinyPlan
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanplans import modeling
 from titanplans.parallel import FSDP2Config, ParallelError
@@ -19,6 +20,7 @@ from titanplans.parallel.fsdp import shard
 from titanplans.parallel.fsdp.dtypes import split_dtypes
 from titanplans.parallel.fsdp.gradient_sync import accumulate, unsharded
 from titanplans.parallel.fsdp.units import find_units
+from titanplans.proof.ranks.fake import fake_ranks
 
 BATCH, LENGTH, LAYERS = 8, 8, 3
 GATHER, SCATTER, REDUCE = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_"
@@ -97,25 +99,9 @@ def loss_of(model, tokens, images=None):
     return loss / (BATCH * LENGTH)
 
 
-def whole(tensor):
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-class Calls(TorchDispatchMode):
-    """The process-group calls of everything inside, by name, in order."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            self.names.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
-
-    def take(self):
-        names, self.names = self.names, []
-        return {kind: names.count(kind) for kind in (GATHER, SCATTER, REDUCE) if kind in names}
+def taken(calls):
+    """Return the collectives since the last time."""
+    return {kind: count for kind, count in calls.take().items() if kind in (GATHER, SCATTER, REDUCE)}
 
 
 @cache
@@ -159,11 +145,11 @@ def one_step(kind="tiny", replicate=1, fsdp=4, tp=1, **options):
     model.register_forward_hook(
         lambda module, args, out: seen.update(out=out["logits"].dtype if isinstance(out, dict) else None)
     )
-    with Calls() as calls:
+    with Operators() as calls:
         loss = loss_of(model, tokens, images)
-        forward = calls.take()
+        forward = taken(calls)
         loss.backward()
-        backward = calls.take()
+        backward = taken(calls)
     stored = {p.dtype for p in model.parameters()}
     gradients, weights = outcome(model)
     return SimpleNamespace(
@@ -210,12 +196,12 @@ def in_batches(defer="all", micro=2, kind="tiny", replicate=1, fsdp=4, tp=1, kee
     counted, early, waits = [], [], []
     for i, part in enumerate(tokens.chunk(micro)):
         with (
-            Calls() as calls,
+            Operators() as calls,
             accumulate(model, last=i == micro - 1, defer=defer, keep_gathered=keep_gathered),
         ):
             loss_of(model, part).backward()
             waits += {last for *_, last in flags(model)}
-        counted.append(calls.take())
+        counted.append(taken(calls))
         early.append(any(p.grad is not None for p in model.parameters()))
     after = flags(model)
     gradients, weights = outcome(model)
@@ -259,11 +245,11 @@ def evaluation(reshard="default", fails=False, before=False, **options):
     if before:
         loss_of(model, tokens).backward()
         model.zero_grad()
-    with Calls() as calls:
+    with Operators() as calls:
         with contextlib.suppress(KeyError), unsharded(model):
-            gathered = calls.take()
+            gathered = taken(calls)
             logits = [model(tokens).logits, model(tokens).logits]
-            inside = calls.take()
+            inside = taken(calls)
             if fails:
                 handle = model.layers[2].register_forward_pre_hook(lambda *_: {}["a block that raises"])
                 try:
@@ -273,9 +259,9 @@ def evaluation(reshard="default", fails=False, before=False, **options):
         sharded = all(isinstance(p, DTensor) for p in model.parameters())
         calls.take()
         loss = loss_of(model, tokens)
-        forward = calls.take()
+        forward = taken(calls)
         loss.backward()
-        backward = calls.take()
+        backward = taken(calls)
     gradients, weights = outcome(model)
     same = torch.equal(*logits) and not logits[0].requires_grad
     return SimpleNamespace(
@@ -357,9 +343,7 @@ def all_cases(rank):
     )
 
 
-@pytest.fixture(scope="module")
-def results():
-    return worlds.run(all_cases, 4)
+results = worlds.results(all_cases, 4)
 
 
 def reference(kind, seeing=BATCH):
@@ -575,17 +559,8 @@ def test_refusals_come_before_anything_is_sharded(words, results):
 
 
 def test_resharding_to_some_ranks_beside_another_parallelism_is_refused():
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    try:
-        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("f", "tp"))
-        with pytest.raises(ParallelError, match="covers all 8 ranks, here 4"):
-            shard(build(), mesh["f"], FSDP2Config(fsdp_reshard_after_forward=2))
-    finally:
-        dist.destroy_process_group()
+    with fake_ranks(8, cp=4) as mesh, pytest.raises(ParallelError, match="covers all 8 ranks, here 4"):
+        shard(build(), mesh["cp"], FSDP2Config(fsdp_reshard_after_forward=2))
 
 
 def test_units_of_a_vision_language_model():

@@ -1,15 +1,11 @@
 """The words of the plan language under FSDP2, recomputed and compiled, over real process groups."""
 
-import functools
 from typing import Any, NamedTuple
 
 import equal
 import language
 import torch
-import torch.distributed as dist
 from torch import nn
-
-from titanplans.parallel import FSDP2Config, parallelize
 
 
 class Kind(NamedTuple):
@@ -36,17 +32,6 @@ def build(kind: str) -> nn.Module:
     return model
 
 
-def split(model: nn.Module, kind: str, tp: int, **options: Any) -> equal.Parallel:
-    from torchtitan.distributed import ParallelDims
-
-    precision = {"mixed_precision_param": "float32", "mixed_precision_reduce": "float32"}
-    config = FSDP2Config(plan=KINDS[kind].plan, disable_loss_parallel=True, **precision, **options)
-    dims = ParallelDims(1, -1, 1, tp, 1, 1, dist.get_world_size(), "partial_dtensor")
-    parallelize(model, parallel_dims=dims, config=config)
-    batch = dims.get_optional_mesh("batch")
-    return equal.Parallel(model, batch and batch.get_group())
-
-
 CASES = {
     ("packed", 2): {},
     ("packed", 4): {},
@@ -62,10 +47,5 @@ CASES = {
 
 
 def test_a_step_is_that_of_one_process():
-    cases = {
-        name: equal.Case(
-            functools.partial(build, name[0]), functools.partial(split, kind=name[0], tp=name[1], **options)
-        )
-        for name, options in CASES.items()
-    }
-    assert not equal.equals_one_process(cases, ranks=4)
+    cases = {name: options | {"plan": KINDS[name[0]].plan} for name, options in CASES.items()}
+    assert not equal.equals_one_process(equal.cases_of(cases, build, equal.by_torchtitan), ranks=4)

@@ -10,15 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
+import worlds
+from said import refusal
 from tiny import Block, Tiny
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanplans.config import ActivationCheckpoint, MegatronFSDPConfig
 from titanplans.errors import PlanError
-from titanplans.parallel import ParallelError
 from titanplans.parallel.activation_checkpoint import apply_activation_checkpointing
 from titanplans.parallel.megatron_fsdp import (
     accumulate,
@@ -36,28 +35,17 @@ needs_package = pytest.mark.skipif(not INSTALLED, reason="megatron-fsdp is an ex
 @pytest.fixture(scope="module", autouse=True)
 def world():
     """Eight ranks of which only this one exists."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    yield
-    dist.destroy_process_group()
+    with worlds.fake(8):
+        yield
 
 
 def mesh(*sizes, names=("dp_replicate", "dp_shard", "tp")):
     return DeviceMesh("cpu", torch.arange(8).view(sizes), mesh_dim_names=names)
 
 
-def refusal(fn, *args, **kwargs):
-    with pytest.raises(ParallelError) as caught:
-        fn(*args, **kwargs)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 def call(model=None, **options):
     library = importlib.import_module("megatron_fsdp")
     return arguments(library, model or Tiny(), mesh(1, 8, 1), MegatronFSDPConfig(**options))
-
-
-# ---------------------------------------------------------------- before anything else
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
@@ -101,9 +89,6 @@ def test_units_are_the_blocks_or_the_classes_named():
     assert 'no module of the model is of class "Blok"; give one of Attention, Block' in refusal(units, "Blok")
     with pytest.raises(PlanError):
         unit_classes(nn.Linear(2, 2), MegatronFSDPConfig())
-
-
-# ---------------------------------------------------------------- the package's own signatures
 
 
 @needs_package
@@ -154,9 +139,6 @@ def test_models_that_it_can_t_have():
     for model in (recomputed, compiled):
         message = refusal(arguments, None, model, mesh(1, 8, 1), MegatronFSDPConfig())
         assert "layers.0 is split, recomputed" in message
-
-
-# ---------------------------------------------------------------- the optimizer
 
 
 class Managed:

@@ -6,14 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import titanplans.plans
-import torch
 from tiny import Tiny, TinyPlan
 from titanplans.plans.hf.llama import LlamaPlan
+from worlds import on_threads
 
 from titanplans import Degrees, PlanError, apply_plan, check_plan, register_plan, registered_plans
 from titanplans.cli.listing import listing
 from titanplans.plan import registry
-from titanplans.proof.ranks import threads
 
 PLAN = """
 from titanplans import register_plan
@@ -93,7 +92,7 @@ def test_a_plan_is_found_by_the_config_s_model_type_or_the_class(another, how):
         split = copy.deepcopy(model)
         return type(apply_plan(split, rank.mesh).plan).__name__
 
-    assert threads.run(2, torch.device("cpu"), work) == "OwnPlan"
+    assert on_threads(work) == "OwnPlan"
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,13 @@
 That they are right is proved by tests/plans/test_proofs.py.
 """
 
+from functools import partial
+
 import proofs
 import pytest
 import torch
 import zoo
+from tiny import changed
 from titanplans.plans.hf.llama import LlamaPlan
 from torch import nn
 from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
@@ -55,22 +58,14 @@ def test_a_cast_is_the_same_in_a_forward_and_in_a_backward():
 # What the proof would find.
 
 
-def own_scales(monkeypatch):
-    plain = titanplans.precision.float8.linear.all_reduce
+def own_scales(monkeypatch, module=titanplans.precision.float8.linear):
+    plain = module.all_reduce
     monkeypatch.setattr(
-        titanplans.precision.float8.linear,
-        "all_reduce",
-        lambda x, group, op="sum": x if op == "min" else plain(x, group, op),
+        module, "all_reduce", lambda x, group, op="sum": x if op == "min" else plain(x, group, op)
     )
 
 
-def own_scale_of_the_shard(monkeypatch):
-    plain = titanplans.precision.float8.border.all_reduce
-    monkeypatch.setattr(
-        titanplans.precision.float8.border,
-        "all_reduce",
-        lambda x, group, op="sum": x if op == "min" else plain(x, group, op),
-    )
+own_scale_of_the_shard = partial(own_scales, module=titanplans.precision.float8.border)
 
 
 def summands_cast_apart(monkeypatch):
@@ -183,15 +178,12 @@ def test_a_config_of_ones_own_is_refused():
 def test_torchaos_styles_are_held_to_the_recipe(recipe, words):
     from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel
 
-    class Theirs(LlamaPlan):
-        def mlp_plan(self, mlp):
-            return super().mlp_plan(mlp) | {"gate_proj": Float8ColwiseParallel()}
-
+    theirs = changed(LlamaPlan, mlp=lambda plan: {"gate_proj": Float8ColwiseParallel()})
     model = meta("llama", recipe) if recipe else modeling.build(modeling.load_config("llama", "debug"))
     with pytest.raises(PlanError, match=f"mlp.gate_proj' \\(Float8ColwiseParallel on \\w+\\): .*{words}"):
-        check_plan(model, Degrees(tp=2), plan=Theirs)
+        check_plan(model, Degrees(tp=2), plan=theirs)
     with pytest.raises(PlanError, match=r"which gloo can't: use NCCL"):
-        check(Theirs(TPOptions(Degrees(tp=2), float8="tensorwise")), meta("llama"), backend="gloo")
+        check(theirs(TPOptions(Degrees(tp=2), float8="tensorwise")), meta("llama"), backend="gloo")
 
 
 def test_the_plan_knows_the_recipe():
@@ -248,12 +240,8 @@ def test_what_is_not_float8_says_why():
     assert found["mlp"] == (None, "model.layers.0.mlp.down_proj is not converted, and gives it")
     found = crossings("qwen3", "rowwise")
     assert all("rowwise scales the tensors" in why for crossing in found.values() for why in crossing if why)
-
-    class ReadElsewhere(LlamaPlan):
-        def attn_plan(self, attn):
-            return super().attn_plan(attn) | self.attn_input(float8_input=False)
-
-    found = crossings("llama", plan=ReadElsewhere)
+    read_elsewhere = changed(LlamaPlan, lambda plan: plan.attn_input(float8_input=False))
+    found = crossings("llama", plan=read_elsewhere)
     assert "float8_input = False" in found["self_attn"][0]
     assert found["mlp"] == (None, "")
 

@@ -414,9 +414,7 @@ def one_process(recipe):
     return train(model)
 
 
-@pytest.fixture(scope="module")
-def results():
-    return worlds.run(on_four_ranks, 4)
+results = worlds.results(on_four_ranks, 4)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import pytest
 import torch
 import zoo
 from plainly import verify
-from test_adapters import split
 from torch import nn
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
@@ -117,10 +116,5 @@ CASES = {
 
 
 def test_a_step_is_that_of_one_process():
-    cases = {
-        name: equal.Case(
-            functools.partial(build, name[0]), functools.partial(split, tp=name[1], **options), vocabulary=96
-        )
-        for name, options in CASES.items()
-    }
+    cases = equal.cases_of(CASES, build, equal.by_torchtitan, vocabulary=96)
     assert not equal.equals_one_process(cases, ranks=4)

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from mutants.architectures import ARCHITECTURES
+from worlds import on_threads
 
 from titanplans import Degrees, TPOptions
 from titanplans.loss import IGNORED, FusedLoss, entropy_and_gradient, fused, shares
@@ -13,7 +14,6 @@ from titanplans.proof.batches.sample import Sampler, randomise
 from titanplans.proof.case import prove_case
 from titanplans.proof.compare import training
 from titanplans.proof.compare.reference import ReferenceRun
-from titanplans.proof.ranks import threads
 
 (GEMMA,) = (one for one in ARCHITECTURES if one.name == "gemma3_text")  # capped, tied, a vocabulary of 51
 
@@ -28,7 +28,7 @@ def reference():
 def proved(reference):
     scenario = Scenario(reference.scenario.steps, fused=True)
     work = partial(prove_case, reference, GEMMA.plan, TPOptions(Degrees(tp=2)), scenario)
-    return threads.run(2, torch.device("cpu"), work)
+    return on_threads(work)
 
 
 def test_it_is_right(reference):

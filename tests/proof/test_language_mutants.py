@@ -23,32 +23,18 @@ from language import (
 )
 from mutants import faults
 from plainly import verify
-from tiny import Tiny
+from tiny import Tiny, changed
 
 from titanplans import Degrees, PlanError, check_plan
 from titanplans.split.collectives import sum_in_region, sum_ranks
 from titanplans.split.parameters.local_parameters import deferred_bias
 from titanplans.split.root_mean_square import root_ratio
 
-
-def state_space():
-    return with_mixer(language.StateSpace)
-
-
-def packed():
-    return with_mixer(language.Packed)
-
-
-def selective():
-    return with_mixer(language.Selective)
-
-
-def retention():
-    return with_mixer(language.Retention)
-
-
-def experts():
-    return with_mlp(language.Experts)
+state_space, packed, selective, retention = (
+    partial(with_mixer, mixer)
+    for mixer in (language.StateSpace, language.Packed, language.Selective, language.Retention)
+)
+experts = partial(with_mlp, language.Experts)
 
 
 def with_style(plan, key, change):
@@ -77,11 +63,6 @@ def boundary_moved(plan, style):
 def in_another_order(plan, style):
     """The sections are read in another order than the code cuts them."""
     return faults.with_rows(style, lambda rows: rows._replace(runs=(*rows.runs[1:], rows.runs[0])))
-
-
-def of_the_neighbour(plan, style):
-    """The rows are those of another rank."""
-    return faults.other_head(style)
 
 
 def with_bias(module, output):
@@ -132,24 +113,19 @@ def gradient_unsummed(plan, style):
     return leaving(style, lambda border, module, output: with_bias(module, sum_ranks(output, border.group)))
 
 
-def in_region(plan, style):
-    return plan.replicated_in_region()
+def by(name):
+    """Return the fault by which the plan's style `name` stands there."""
+    return lambda plan, style: getattr(plan, name)()
 
 
-def off_stream(plan, style):
-    return plan.replicated_off_stream()
+def fault(change):
+    """Return a fault of mutants/faults.py as one of these."""
+    return lambda plan, style: change(style)
 
 
-def colwise(plan, style):
-    return plan.colwise()
-
-
-def own_norm(plan, style):
-    return plan.split_norm()
-
-
-def summed_again(plan, style):
-    return faults.summed_again(style)
+of_the_neighbour, summed_again = fault(faults.other_head), fault(faults.summed_again)
+in_region, off_stream = by("replicated_in_region"), by("replicated_off_stream")
+colwise, own_norm = by("colwise"), by("split_norm")
 
 
 FOUND = {
@@ -227,9 +203,5 @@ def test_it_is_found_and_placed_by_tokens(name, cut):
 
 @pytest.mark.parametrize("key", ["A_log", "D", "dt_bias", "in_proj", "conv1d", "norm"])
 def test_a_key_that_is_left_out_is_refused_by_name(key):
-    class Forgotten(StateSpacePlan):
-        def attn_plan(self, attn):
-            return {k: style for k, style in super().attn_plan(attn).items() if k != key}
-
     with pytest.raises(PlanError, match=rf"parameters? 'layers\.\*\.attn\.{key}"):
-        check_plan(state_space(), Degrees(tp=2), plan=Forgotten)
+        check_plan(state_space(), Degrees(tp=2), plan=changed(StateSpacePlan, lambda plan: {key: None}))

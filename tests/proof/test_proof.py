@@ -5,13 +5,13 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
+import worlds
 import zoo
 from plainly import verify as plain
 from tiny import Tiny, TinyPlan
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanplans import Degrees, PlanError, TPOptions
 from titanplans.proof import verify
@@ -188,12 +188,9 @@ def test_a_model_that_is_not_the_same_twice():
 
 
 def test_a_process_that_is_a_rank_holds_no_others():
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
+    with worlds.fake(2):
         refused("rank 0 of 2 already", degrees=[2])
         refused("proves degree 2 only", degrees=[4], ranks="process_group")
-    finally:
-        dist.destroy_process_group()
     with fake_ranks(2) as mesh:
         assert mesh.size() == 2
     assert not dist.is_initialized()

@@ -1,12 +1,11 @@
 """`verify` over a real process group: two gloo processes, the same verdicts as threads."""
 
 import torch
+import worlds
 from plainly import verify
+from said import error_of
 from test_proof_wrong import Unsummed, attn
 from tiny import Tiny, TinyPlan
-from worlds import run
-
-from titanplans import PlanError
 
 
 def prove(rank):
@@ -26,17 +25,12 @@ def prove(rank):
     for report in reports:
         for case in report["cases"]:
             case.pop("seconds")
-    everyone = [None] * 2
-    torch.distributed.all_gather_object(everyone, reports)
-    try:
-        verify(Tiny, TinyPlan, ranks="process_group", degrees=[4])
-    except PlanError as error:
-        refusal = str(error)
-    return everyone, refusal, wrong.table()
+    refused = error_of(verify, Tiny, TinyPlan, ranks="process_group", degrees=[4])
+    return worlds.everyones(reports), refused, wrong.table()
 
 
 def test_two_processes():
-    (first, second), refusal, table = run(prove, 2)
+    (first, second), refusal, table = worlds.run(prove, 2)
     assert first == second, "every rank has the same report"
     right, wrong, breaking = first
     assert right["passed"]

@@ -5,7 +5,7 @@ import torch
 from faulty import hooked, installed, leaving
 from mutants.bugs import loss_over_ranks
 from plainly import verify
-from tiny import Block, Tiny, TinyPlan
+from tiny import Block, Tiny, TinyPlan, changed
 from torch import nn
 from torch.distributed.tensor import Replicate
 
@@ -17,12 +17,7 @@ from titanplans.split.parameters.local_parameters import deferred_bias
 
 def attn(**styles):
     """TinyPlan with other styles, made with the plan's stream, for some modules of its mixers."""
-
-    class Wrong(TinyPlan):
-        def attn_plan(self, attn):
-            return super().attn_plan(attn) | {n: make(self) for n, make in styles.items()}
-
-    return Wrong
+    return changed(TinyPlan, lambda plan: {n: make(plan) for n, make in styles.items()})
 
 
 class Unsummed(ReplicatedInRegion):

@@ -12,7 +12,7 @@ import zoo
 from faulty import leaving
 from mutants.architectures import ARCHITECTURES
 from plainly import verify
-from tiny import Tiny, TinyPlan
+from tiny import Tiny, TinyPlan, changed
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from titanplans import Degrees, PlanError, TPOptions
@@ -119,18 +119,15 @@ def test_the_default_group_is_not_that_of_the_mesh(direction):
         dist.all_reduce(ranks)
         return tensor * (2 / ranks)
 
-    class OverAll(TinyPlan):
-        def attn_plan(self, attn):
-            def leave(border, module, output):
-                if direction == "forward":
-                    output = averaged(output)
-                else:
-                    output.register_hook(averaged)
-                return border.leave(output + deferred_bias(module))
+    def leave(border, module, output):
+        if direction == "forward":
+            output = averaged(output)
+        else:
+            output.register_hook(averaged)
+        return border.leave(output + deferred_bias(module))
 
-            return super().attn_plan(attn) | {"o_proj": leaving(self.rowwise(), leave)}
-
-    (case,) = verify(Tiny, OverAll, **OPTIONS).cases
+    over_all = changed(TinyPlan, lambda plan: {"o_proj": leaving(plan.rowwise(), leave)})
+    (case,) = verify(Tiny, over_all, **OPTIONS).cases
     (note,) = case.notes
     assert ("in layers.0.attn.o_proj" if direction == "forward" else "in the backward") in note
     assert "called AllReduce on the default group, in which other data-parallel ranks are, too" in note
@@ -214,14 +211,11 @@ def test_groups_of_other_ranks_than_the_mesh_s():
 def test_a_gradient_that_one_rank_does_not_have():
     """The others wait for it in the sum over the ranks: a verdict, and no rank that hangs."""
 
-    class OfTheFirst(TinyPlan):
-        def attn_plan(self, attn):
-            def leave(border, module, output):
-                return border.leave(output + (deferred_bias(module) if border.rank == 0 else 0.0))
+    def leave(border, module, output):
+        return border.leave(output + (deferred_bias(module) if border.rank == 0 else 0.0))
 
-            return super().attn_plan(attn) | {"o_proj": leaving(self.rowwise(), leave)}
-
-    (case,) = verify(Tiny, OfTheFirst, degrees=[2], loss_parallel=True, sequence_parallel=True).cases
+    of_the_first = changed(TinyPlan, lambda plan: {"o_proj": leaving(plan.rowwise(), leave)})
+    (case,) = verify(Tiny, of_the_first, **OPTIONS).cases
     assert case.worst == "runs in step 1, after its backward"
     assert "the ranks called different collectives: rank 0 " in case.notes[0]
 

@@ -2,10 +2,10 @@
 
 import itertools
 
-import pytest
 import torch
 import torch.distributed as dist
 import worlds
+from counting import Operators
 
 from titanplans.split.collectives import (
     all_gather,
@@ -18,31 +18,19 @@ from titanplans.split.collectives import (
     sum_gradients,
     sum_ranks,
 )
-from titanplans.torch_private.dispatch import TorchDispatchMode
 
 RANKS = 3
 SHAPES = [(1, 6, 4), (2, 6, 4), (2, 7, 4), (1, 4, 2), (5, 2), (7,)]
 
 
-class _Seen(TorchDispatchMode):
-    """Note which operators communicate."""
-
-    def __init__(self):
-        super().__init__()
-        self.namespaces = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.namespaces.add(func.namespace)
-        return func(*args, **(kwargs or {}))
-
-
 def _both(work):
     """Return what `work` returns on the process group and as operators."""
     direct = work()
-    with _Seen() as seen:
+    with Operators() as seen:
         by_operators = work()
-    assert seen.namespaces >= {"_c10d_functional"}
-    assert "c10d" not in seen.namespaces
+    namespaces = {name.partition("::")[0] for name in seen.counts}
+    assert "_c10d_functional" in namespaces
+    assert "c10d" not in namespaces
     return direct, by_operators
 
 
@@ -98,9 +86,7 @@ def _gradients(rank, group):
     )
 
 
-@pytest.fixture(scope="module")
-def found():
-    return worlds.run(_each, RANKS)
+found = worlds.results(_each, RANKS)
 
 
 def test_the_process_group_itself_and_operators_give_the_same(found):

@@ -28,12 +28,12 @@ from mutants import bugs, faults
 from plainly import verify
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from worlds import on_threads
 
 from titanplans import Degrees, PlanError, apply_plan, check_plan, proof, registered_plans
 from titanplans.loss import cross_entropy
 from titanplans.plan.layout import Layout
 from titanplans.plan.styles.experts import ByExpert
-from titanplans.proof.ranks import threads
 from titanplans.split import gradients
 from titanplans.split.experts import by_experts, dispatch
 from titanplans.split.experts.loads import Loads
@@ -332,7 +332,7 @@ def test_a_mesh_that_does_not_fit_is_refused_in_a_line():
         apart = DeviceMesh("cpu", ranks.t(), mesh_dim_names=("efsdp", "ep"))
         return refusal(rank.mesh), refusal(swapped), refusal(apart)
 
-    unnamed, swapped, apart = threads.run(4, torch.device("cpu"), work)
+    unnamed, swapped, apart = on_threads(work, 4)
     needed = "experts needs a mesh of 'ep', or of copies and 'ep', got"
     assert unnamed == f"{needed} 1 dimensions ('tp',): slice it, as mesh['efsdp', 'ep']"
     assert swapped == f"{needed} 2 dimensions ('ep', 'efsdp'): slice it, as mesh['efsdp', 'ep']"

@@ -4,25 +4,13 @@ import copy
 
 import pytest
 import torch
-from tiny import Tiny, TinyPlan
+from tiny import Tiny, TinyPlan, split
 from torch import nn
+from worlds import on_threads
 
-from titanplans import Degrees, PlanError, apply_plan, check_plan
-from titanplans.proof.ranks import threads
+from titanplans import Degrees, PlanError, check_plan
 
-CPU = torch.device("cpu")
 TOKENS = torch.arange(16)[None]
-
-
-def split(world, model=None):
-    torch.manual_seed(0)
-    model = Tiny() if model is None else model
-    apply_plan(model, world.mesh, plan=TinyPlan, loss_parallel=False)
-    return model
-
-
-def on_ranks(work, ranks=2):
-    return threads.run(ranks, CPU, work)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +32,7 @@ def test_ranks_with_different_batches(arguments, words):
         model(*args, **kwargs)
 
     with pytest.raises(PlanError, match=words):
-        on_ranks(work, 4)
+        on_threads(work, 4)
 
 
 def test_nothing_is_left_after_the_first_forward_in_training():
@@ -60,7 +48,7 @@ def test_nothing_is_left_after_the_first_forward_in_training():
         assert left == [len(table) for table in (twin._forward_pre_hooks, twin._forward_hooks)]
         return [before - after for before, after in zip(hooks, left, strict=True)]
 
-    assert min(on_ranks(work)) >= 1
+    assert min(on_threads(work)) >= 1
 
 
 class Adapted(nn.Module):
@@ -81,7 +69,7 @@ def test_an_adapter_that_came_after_the_split():
         model(TOKENS)
 
     with pytest.raises(PlanError, match=r"'layers.1.attn.q_norm.lora_A.weight' came after"):
-        on_ranks(work)
+        on_threads(work)
 
 
 def test_an_adapter_that_came_before_the_split():
@@ -122,4 +110,4 @@ def test_random_numbers_in_a_forward_are_found_when_it_trains():
         model(TOKENS)
 
     with pytest.raises(PlanError, match=r"WithDropout drew random numbers \(its own code"):
-        on_ranks(work, 1)
+        on_threads(work, 1)

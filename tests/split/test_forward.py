@@ -7,22 +7,21 @@ import copy
 import inspect
 from typing import NamedTuple
 
+import equal
 import pytest
 import torch
 import zoo
-from tiny import Tiny, TinyPlan
+from tiny import Tiny, TinyPlan, changed
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+from worlds import on_threads
 from zoo import plan
 
 from titanplans import Degrees, PlanError, apply_plan, check_plan
 from titanplans.errors import ParallelError
 from titanplans.loss import added_loss
 from titanplans.parallel import cross_entropy
-from titanplans.proof.ranks import threads
 
-RANKS = 2
 NAMES = ("llama", "gemma3_text", "gla")
 
 
@@ -36,18 +35,13 @@ def on_ranks(work, name="llama", model=None, **options):
         apply_plan(split, rank.mesh, **{"loss_parallel": False, "plan": own} | options)
         work(split, copy.deepcopy(whole))
 
-    threads.run(RANKS, torch.device("cpu"), start)
-
-
-def full(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    on_threads(start)
 
 
 def same(split, whole):
     """Equal but for rounding; Gemma's norms and softmax round to float32."""
-    split = full(split).detach()
     assert split.shape == whole.shape
-    assert torch.dist(split, whole) <= 1e-5 * whole.norm()
+    assert torch.dist(equal.whole(split), whole) <= 1e-5 * whole.norm()
 
 
 def same_gradients(split, whole):
@@ -57,23 +51,32 @@ def same_gradients(split, whole):
             same(mine.grad, theirs.grad)
 
 
+def alike(loss):
+    """Return the work in which `loss(model)`, a tensor whose sum trains, and its gradients are those of the whole model."""
+
+    def work(split, whole):
+        outputs = [loss(model) for model in (split, whole)]
+        same(*outputs)
+        for output in outputs:
+            output.sum().backward()
+        same_gradients(split, whole)
+
+    return work
+
+
 def ids(length=7, batch=2, vocabulary=96):
     return torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(length))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_hidden_states_are_whole(name):
-    def work(split, whole):
-        mine, theirs = (m(ids(), output_hidden_states=True) for m in (split, whole))
-        assert len(mine.hidden_states) == len(theirs.hidden_states)
-        for a, b in zip(mine.hidden_states, theirs.hidden_states, strict=True):
-            same(a, b)
-        same(mine.logits, theirs.logits)
-        for each in (mine, theirs):
-            (each.logits.square().mean() + sum(h.sin().mean() for h in each.hidden_states)).backward()
-        same_gradients(split, whole)
+    def states_and_logits(model):
+        output = model(ids(), output_hidden_states=True)
+        return torch.cat(
+            [output.logits.square().flatten(), *(h.sin().flatten() for h in output.hidden_states)]
+        )
 
-    on_ranks(work, name)
+    on_ranks(alike(states_and_logits), name)
 
 
 def heads(model):
@@ -122,14 +125,7 @@ def test_hidden_states_in_other_forms():
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_base_called_by_itself_gives_whole_hidden_states(name, sequence_parallel):
-    def work(split, whole):
-        mine, theirs = heads(split), heads(whole)
-        same(mine, theirs)
-        mine.backward()
-        theirs.backward()
-        same_gradients(split, whole)
-
-    on_ranks(work, name, sequence_parallel=sequence_parallel)
+    on_ranks(alike(heads), name, sequence_parallel=sequence_parallel)
 
 
 def prompted(model, prompt, to):
@@ -163,7 +159,7 @@ def test_embeddings_outside_of_a_forward_and_soft_prompts(name, sequence_paralle
             model(ids(9))  # a forward before, of another length
             prompt = torch.linspace(-1, 1, 5 * 64).sin().view(1, 5, 64).to(next(whole.parameters()).dtype)
             logits, embedded = prompted(model, prompt.requires_grad_(), CALLED[to])
-            full(logits).square().mean().backward()
+            logits.square().mean().backward()
             found.append((logits, embedded, embedded.grad, prompt.grad))
         for mine, theirs in zip(*found, strict=True):
             same(mine, theirs.detach())
@@ -173,16 +169,12 @@ def test_embeddings_outside_of_a_forward_and_soft_prompts(name, sequence_paralle
 
 
 def test_embeddings_outside_of_a_forward_that_a_backward_computes_again():
-    def work(split, whole):
-        for model in (split, whole):
-            embedded = checkpoint(model.get_input_embeddings(), ids(), use_reentrant=False)
-            within = checkpoint(
-                lambda tokens, model=model: model.model(tokens)[0], ids(5), use_reentrant=False
-            )
-            (model(inputs_embeds=embedded).logits.square().mean() + within.square().mean()).backward()
-        same_gradients(split, whole)
+    def loss(model):
+        embedded = checkpoint(model.get_input_embeddings(), ids(), use_reentrant=False)
+        within = checkpoint(lambda tokens: model.model(tokens)[0], ids(5), use_reentrant=False)
+        return model(inputs_embeds=embedded).logits.square().mean() + within.square().mean()
 
-    on_ranks(work, "gla")
+    on_ranks(alike(loss), "gla")
 
 
 def test_embeddings_that_the_model_itself_hands_on_from_its_shard_are_refused():
@@ -198,10 +190,8 @@ def test_embeddings_that_the_model_itself_hands_on_from_its_shard_are_refused():
 
 def test_a_base_without_a_head_gives_whole_hidden_states():
     def work(split, whole):
-        for model in (split, whole):
-            model(ids()).last_hidden_state.cos().mean().backward()
+        alike(lambda model: model(ids()).last_hidden_state.cos())(split, whole)
         same(*(model(ids(5), return_dict=False)[0] for model in (split, whole)))
-        same_gradients(split, whole)
 
     on_ranks(work, model=zoo.build("llama", options=False).model)
 
@@ -233,31 +223,20 @@ def test_logits_made_with_the_embedding_s_weight_are_refused(loss_parallel):
 
 
 def test_the_head_takes_whole_hidden_states_outside_of_a_forward():
-    def work(split, whole):
-        outputs = []
-        for model in (split, whole):
-            hidden = model.model(ids(7)).last_hidden_state
-            model(ids(8))
-            outputs.append(model.lm_head(hidden))
-            outputs[-1].square().mean().backward()
-        same(*outputs)
-        same_gradients(split, whole)
+    def logits(model):
+        hidden = model.model(ids(7)).last_hidden_state
+        model(ids(8))
+        return model.lm_head(hidden).square()
 
-    on_ranks(work)
+    on_ranks(alike(logits))
 
 
 @pytest.mark.parametrize("kept", [1, 3, torch.tensor([0, 4])], ids=["last", "three", "chosen"])
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_of_some_tokens(name, kept):
-    def work(split, whole):
-        outputs = [model(ids(), logits_to_keep=kept).logits for model in (split, whole)]
-        same(*outputs)
-        for output in outputs:
-            output.square().mean().backward()
-        same_gradients(split, whole)
-
-    on_ranks(work, name)
-    on_ranks(work, name, loss_parallel=True)
+    for loss_parallel in (False, True):
+        logits = alike(lambda model: model(ids(), logits_to_keep=kept).logits.square())
+        on_ranks(logits, name, loss_parallel=loss_parallel)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -292,14 +271,7 @@ def test_labels_by_position_are_refused_as_by_name(name):
 
 @pytest.mark.parametrize("name", LABELS)
 def test_the_models_own_loss(name):
-    def work(split, whole):
-        outputs = [model(ids(), *LABELS[name], ids()) for model in (split, whole)]
-        same(*(output.loss for output in outputs))
-        for output in outputs:
-            output.loss.backward()
-        same_gradients(split, whole)
-
-    on_ranks(work, name)
+    on_ranks(alike(lambda model: model(ids(), *LABELS[name], ids()).loss), name)
 
 
 def test_the_own_loss_with_the_balance_of_routers():
@@ -309,12 +281,8 @@ def test_the_own_loss_with_the_balance_of_routers():
     """
 
     def work(split, whole):
-        outputs = [model(ids(), labels=ids()) for model in (split, whole)]
-        same(*(output.loss for output in outputs))
-        for output in outputs:
-            output.loss.backward()
-        same_gradients(split, whole)
-        same(added_loss(split, split(ids())), 10.0 * outputs[1].aux_loss)
+        alike(lambda model: model(ids(), labels=ids()).loss)(split, whole)
+        same(added_loss(split, split(ids())), 10.0 * whole(ids(), labels=ids()).aux_loss)
 
     on_ranks(work, model=zoo.build("mom", fuse_cross_entropy=False, aux_loss_scale=10.0))
 
@@ -346,18 +314,16 @@ def test_attentions_of_a_rank_are_refused(sequence_parallel):
 @pytest.mark.parametrize("lengths", [(16, 15), (15, 16), (8, 12)])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_forwards_of_several_lengths_wait_for_one_backward(lengths, reentrant):
-    def work(split, whole):
-        for model in (split, whole):
-            for layer in model.model.layers:
-                layer.forward = recomputed(layer.forward, use_reentrant=reentrant)
-            losses = [model(ids(length)).logits.sin().mean() for length in lengths]
-            with torch.no_grad():
-                model(ids(4))
-            sum(losses).backward()
-        same_gradients(split, whole)
+    def loss(model):
+        for layer in model.model.layers:
+            layer.forward = recomputed(layer.forward, use_reentrant=reentrant)
+        losses = [model(ids(length)).logits.sin().mean() for length in lengths]
+        with torch.no_grad():
+            model(ids(4))
+        return sum(losses)
 
-    on_ranks(work)
-    on_ranks(work, "gla")
+    on_ranks(alike(loss))
+    on_ranks(alike(loss), "gla")
 
 
 def recomputed(forward, use_reentrant):
@@ -368,16 +334,11 @@ def recomputed(forward, use_reentrant):
 
 
 def test_a_whole_forward_that_is_recomputed():
-    def work(split, whole):
-        for model in (split, whole):
-            losses = []
-            for length in (16, 15):
-                logits = checkpoint(lambda x, model=model: model(x).logits, ids(length), use_reentrant=False)
-                losses.append(logits.sin().mean())
-            sum(losses).backward()
-        same_gradients(split, whole)
+    def loss(model):
+        logits = [checkpoint(lambda x: model(x).logits, ids(n), use_reentrant=False) for n in (16, 15)]
+        return sum(each.sin().mean() for each in logits)
 
-    on_ranks(work)
+    on_ranks(alike(loss))
 
 
 class Reentrant(nn.Module):
@@ -507,26 +468,14 @@ class Classifier(nn.Module):
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_a_head_of_ones_own(sequence_parallel):
-    class Plan(plan("llama")):
-        def model_plan(self, model):
-            return super().model_plan(model) | {"score": self.replicated_off_stream()}
-
-    class OnStream(plan("llama")):
-        def model_plan(self, model):
-            return super().model_plan(model) | {"score": self.replicated_on_stream()}
-
-    def work(split, whole):
-        outputs = [model(ids()) for model in (split, whole)]
-        same(*outputs)
-        for output in outputs:
-            output.sin().sum().backward()
-        same_gradients(split, whole)
-
+    off_stream = changed(plan("llama"), model=lambda plan: {"score": plan.replicated_off_stream()})
+    on_stream = changed(plan("llama"), model=lambda plan: {"score": plan.replicated_on_stream()})
     model = Classifier()
-    on_ranks(work, model=model, sequence_parallel=sequence_parallel, plan=Plan)
+    given = {"model": model, "sequence_parallel": sequence_parallel, "plan": off_stream}
+    on_ranks(alike(lambda model: model(ids()).sin()), **given)
     if sequence_parallel:
         with pytest.raises(PlanError, match=r"'score' .*model without a head"):
-            check_plan(model, Degrees(tp=2), plan=OnStream)
+            check_plan(model, Degrees(tp=2), plan=on_stream)
 
 
 @pytest.mark.parametrize("name", ["get_output_embeddings", "get_input_embeddings"])

@@ -4,6 +4,7 @@ import math
 import random
 from types import SimpleNamespace
 
+import equal
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +21,6 @@ from titanplans import apply_plan
 from titanplans.errors import ParallelError
 from titanplans.parallel.mesh.mesh import Mesh
 from titanplans.plan.degrees import Degrees
-from titanplans.proof.ranks import threads
 from titanplans.split.gradients import check_no_meta, clip_gradients, skip_nonfinite, total_norm
 
 NORMS = (1.0, 2.0, 3.0, math.inf)
@@ -47,10 +47,7 @@ def backward(model):
 
 
 def gradients_of(model):
-    return {
-        name: param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
-        for name, param in model.named_parameters()
-    }
+    return {name: equal.whole(param.grad) for name, param in model.named_parameters()}
 
 
 def split_model(degrees):
@@ -144,7 +141,7 @@ def test_any_mix_over_ranks_that_are_threads(seed, ranks):
     def one_mesh(world):
         random_mix(seed, SimpleNamespace(get_mesh=lambda where: world.mesh))
 
-    threads.run(ranks, torch.device("cpu"), one_mesh)
+    worlds.on_threads(one_mesh, ranks)
 
 
 def not_finite(mesh, value):
@@ -203,14 +200,10 @@ def everything(rank):
         "stages": stages(),
         "missing": missing_on_one_rank(mesh),
     }
-    everyone = [None] * 4
-    dist.all_gather_object(everyone, rest)
-    return models, everyone
+    return models, worlds.everyones(rest)
 
 
-@pytest.fixture(scope="module")
-def result():
-    return worlds.run(everything, 4)
+result = worlds.results(everything, 4)
 
 
 @pytest.fixture(scope="module")

@@ -4,14 +4,14 @@ import copy
 
 import pytest
 import torch
-from tiny import Tiny, TinyPlan
+from equal import whole
+from tiny import split
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
+from worlds import on_threads
 
-from titanplans import apply_plan
 from titanplans.errors import ParallelError
 from titanplans.plan.layout import Layout
-from titanplans.proof.ranks import threads
 from titanplans.split.collectives import group_of
 from titanplans.split.parameters.local_parameters import ParameterMemo, ParameterMesh, localize
 from titanplans.split.state import state_of
@@ -19,23 +19,8 @@ from titanplans.split.state import state_of
 TOKENS = torch.arange(32).reshape(2, 16)
 
 
-def on_ranks(work, ranks=2):
-    return threads.run(ranks, torch.device("cpu"), work)
-
-
-def split(world):
-    torch.manual_seed(0)
-    model = Tiny().double()
-    apply_plan(model, world.mesh, plan=TinyPlan, loss_parallel=False)
-    return model
-
-
 def loss_of(model, tokens=TOKENS):
     return model(tokens).logits.pow(2).sum()
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_gradients(model):
@@ -48,14 +33,8 @@ def holder(world, layouts, **shapes):
     module = torch.nn.Module()
     for name, shape in shapes.items():
         module.register_parameter(name, torch.nn.Parameter(torch.randn(shape, dtype=torch.float64)))
-    localize(
-        module,
-        ParameterMesh(world.mesh),
-        layouts,
-        ParameterMemo(),
-        group_of(world.mesh),
-        world.mesh.get_local_rank(),
-    )
+    where = group_of(world.mesh), world.mesh.get_local_rank()
+    localize(module, ParameterMesh(world.mesh), layouts, ParameterMemo(), *where)
     return module
 
 
@@ -79,7 +58,7 @@ def test_placement_shape_and_memory(layout, size):
             ranks = 2 if layout.gradient == Partial() else 1
             assert whole(grad).eq(ranks * (3 if use is not torch.sum else 1)).all()
 
-    on_ranks(work)
+    on_threads(work)
 
 
 def test_parameters_of_one_sum_share_no_gradient():
@@ -91,7 +70,7 @@ def test_parameters_of_one_sum_share_no_gradient():
         a.mul_(2)
         return a.to_local().tolist(), b.to_local().tolist()
 
-    assert on_ranks(work) == ([0, 2, 4, 6], [0, 1, 2, 3])
+    assert on_threads(work) == ([0, 2, 4, 6], [0, 1, 2, 3])
 
 
 @pytest.mark.parametrize(
@@ -107,13 +86,13 @@ def test_nor_do_views_of_them(sum_of):
         first.mul_(2)
         assert all(grad.to_local().flatten().tolist() == [0, 1, 2, 3] for grad in others)
 
-    on_ranks(work)
+    on_threads(work)
 
 
 @pytest.mark.parametrize("how", ["functional_call", "attribute"])
 def test_a_plain_tensor_in_the_place_of_a_split_parameter_is_refused(how):
     def work(world):
-        model = split(world)
+        model = split(world, dtype=torch.float64)
         model(TOKENS)  # the first forward looks for what came after the split
         norm = model.layers[0].mlp_norm
         others = {"layers.0.mlp_norm.weight": torch.nn.Parameter(torch.ones(16).double())}
@@ -122,12 +101,12 @@ def test_a_plain_tensor_in_the_place_of_a_split_parameter_is_refused(how):
         with pytest.raises(ParallelError, match=r"weight of a RMSNorm .*a plain tensor"):
             torch.func.functional_call(model, others, (TOKENS,))
 
-    on_ranks(work)
+    on_threads(work)
 
 
 def test_a_functional_call_with_other_parameters():
     def work(world):
-        model = split(world)
+        model = split(world, dtype=torch.float64)
         loss_of(model).backward()
         expected = whole_gradients(model)
         others = {name: torch.nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
@@ -135,7 +114,7 @@ def test_a_functional_call_with_other_parameters():
         for name, other in others.items():
             assert torch.allclose(whole(other.grad), expected[name], rtol=1e-12, atol=0), name
 
-    on_ranks(work)
+    on_threads(work)
 
 
 def test_a_parameter_that_nothing_needs_has_no_gradient():
@@ -153,12 +132,12 @@ def test_a_parameter_that_nothing_needs_has_no_gradient():
         Nothing.apply(module.a, module.b).sum().backward()
         return module._parameters["a"].grad is None, module._parameters["b"].grad is None
 
-    assert on_ranks(work) == (False, True)
+    assert on_threads(work) == (False, True)
 
 
 def test_micro_batches_recomputation_and_reading_twice():
     def work(world):
-        model = split(world)
+        model = split(world, dtype=torch.float64)
         loss_of(model).backward()
         expected = whole_gradients(model)
         model.zero_grad()
@@ -177,12 +156,12 @@ def test_micro_batches_recomputation_and_reading_twice():
         (module.w + module.w * 2).sum().backward()
         assert whole(module._parameters["w"].grad).eq(3).all()
 
-    on_ranks(work)
+    on_threads(work)
 
 
 def test_gradients_that_are_asked_for():
     def work(world):
-        model = split(world)
+        model = split(world, dtype=torch.float64)
         loss_of(model).backward()
         expected = whole_gradients(model)
         model.zero_grad()
@@ -192,7 +171,7 @@ def test_gradients_that_are_asked_for():
             assert type(grad) is DTensor
             assert whole(grad).equal(expected[name]), name
 
-    on_ranks(work)
+    on_threads(work)
 
 
 def test_gradients_of_gradients():
@@ -205,12 +184,12 @@ def test_gradients_of_gradients():
         (second,) = torch.autograd.grad(first.sum().full_tensor(), [param])
         assert torch.allclose(whole(second), 6 * whole(param.detach()))
 
-    on_ranks(work)
+    on_threads(work)
 
 
 def test_hooks_change_gradients_and_step_in_the_backward():
     def work(world):
-        model = split(world)
+        model = split(world, dtype=torch.float64)
         loss_of(model).backward()
         expected = {
             name: whole(param.detach()) - 0.1 * whole(param.grad) for name, param in model.named_parameters()
@@ -232,12 +211,12 @@ def test_hooks_change_gradients_and_step_in_the_backward():
             assert param.grad is None
             assert torch.allclose(whole(param.detach()), expected[name], rtol=1e-12, atol=1e-12), name
 
-    on_ranks(work)
+    on_threads(work)
 
 
 def test_copies_other_dtypes_and_other_parameters():
     def work(world):
-        model = split(world)
+        model = split(world, dtype=torch.float64)
         loss_of(model).backward()
         twin = copy.deepcopy(model)
         twin.zero_grad()
@@ -255,7 +234,7 @@ def test_copies_other_dtypes_and_other_parameters():
         module.w.sum().backward()
         assert module._parameters["w"].grad.shape == (12, 2)
 
-    on_ranks(work)
+    on_threads(work)
 
 
 def nodes_of_readings(loss):
@@ -276,7 +255,7 @@ def known(model):
 
 def test_a_block_reads_its_parameters_by_one_node():
     def work(world):
-        model = split(world)
+        model = split(world, dtype=torch.float64)
         norm = model.layers[0].mlp_norm
         norm.weight.requires_grad = False
         loss = loss_of(model)
@@ -291,12 +270,12 @@ def test_a_block_reads_its_parameters_by_one_node():
         with torch.no_grad():
             loss_of(model)
 
-    on_ranks(work)
+    on_threads(work)
 
 
 def test_what_a_block_has_read_ends_with_its_forward():
     def work(world):
-        model = split(world)
+        model = split(world, dtype=torch.float64)
         mlp, seen = model.layers[0].mlp, []
         mlp.register_forward_pre_hook(lambda module, args: seen.append(len(known(model))))
         model(TOKENS)
@@ -315,16 +294,16 @@ def test_what_a_block_has_read_ends_with_its_forward():
         loss_of(model).backward()
         assert not known(model)
 
-    on_ranks(work)
+    on_threads(work)
 
 
 def test_a_part_that_does_not_run_has_no_gradient():
     def work(world):
-        model = split(world)
+        model = split(world, dtype=torch.float64)
         block = model.layers[0]
         block.forward = lambda x: x + block.mlp(block.mlp_norm(x))
         loss_of(model).backward()
         unused = {name for name, param in block.named_parameters() if param.grad is None}
         assert unused == {name for name, _ in block.named_parameters() if name.startswith("attn")}
 
-    on_ranks(work)
+    on_threads(work)

@@ -3,27 +3,15 @@
 import pytest
 import torch
 import zoo
-from tiny import Tiny, TinyPlan
+from tiny import split
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
+from worlds import on_threads
 
 from titanplans import PlanError, apply_plan
-from titanplans.proof.ranks import threads
 from titanplans.split.parameters.local_weight import LocalWeight
 
-CPU = torch.device("cpu")
 TOKENS = torch.arange(16)[None]
-
-
-def split(world, **options):
-    torch.manual_seed(0)
-    model = Tiny()
-    apply_plan(model, world.mesh, plan=TinyPlan, loss_parallel=False, **options)
-    return model
-
-
-def on_ranks(work, ranks=2):
-    return threads.run(ranks, CPU, work)
 
 
 def test_requires_grad():
@@ -43,7 +31,7 @@ def test_requires_grad():
         model(TOKENS).logits.sum().backward()
         return frozen, without, [type(module.weight.grad) for module in (norm, head)]
 
-    assert on_ranks(work) == ([False, False], [None, None], [DTensor, DTensor])
+    assert on_threads(work) == ([False, False], [None, None], [DTensor, DTensor])
 
 
 def test_gradient_and_hooks():
@@ -59,7 +47,7 @@ def test_gradient_and_hooks():
         assert parameter.grad is None
         return seen[0], seen[1] is parameter
 
-    assert on_ranks(work) == ((Partial(),), True)
+    assert on_threads(work) == ((Partial(),), True)
 
 
 def test_it_computes_as_a_plain_tensor():
@@ -75,7 +63,7 @@ def test_it_computes_as_a_plain_tensor():
             projection.weight.fill_(2.0)
         return projection._parameters["weight"].full_tensor().unique().tolist()
 
-    assert on_ranks(work) == [2.0]
+    assert on_threads(work) == [2.0]
 
 
 def test_new_data_is_refused():
@@ -83,7 +71,7 @@ def test_new_data_is_refused():
         split(world).layers[0].mlp.gate_proj.weight.data = torch.zeros(12, 16)
 
     with pytest.raises(PlanError, match=r"write into it, .*load_state_dict"):
-        on_ranks(work)
+        on_threads(work)
 
 
 @pytest.mark.parametrize(
@@ -101,8 +89,8 @@ def test_ranks_draw_no_weights_each_for_itself(draw):
         draw(split(world).layers[0].mlp.gate_proj.weight)
 
     with pytest.raises(PlanError, match=r"weight\.\w+\(\) on a split model"):
-        on_ranks(work)
-    on_ranks(work, 1)
+        on_threads(work)
+    on_threads(work, 1)
 
 
 def test_values_without_chance_are_written():
@@ -112,7 +100,7 @@ def test_values_without_chance_are_written():
         weight.data.mul_(3)
         return weight.tolist()
 
-    assert on_ranks(work) == [3.0] * 4
+    assert on_threads(work) == [3.0] * 4
 
 
 def test_an_uneven_shard_and_shared_heads():
@@ -126,7 +114,7 @@ def test_an_uneven_shard_and_shared_heads():
             assert not module._parameters["weight"].requires_grad
         return tuple(module.weight.shape[0] for module in projections)
 
-    assert on_ranks(work, 4) == (12, 16)
+    assert on_threads(work, 4) == (12, 16)
 
 
 def test_a_compiled_function_takes_it():
@@ -135,4 +123,4 @@ def test_a_compiled_function_takes_it():
         double = torch.compile(lambda x: x * 2, backend="eager", fullgraph=True)
         return double(weight).equal(weight.detach() * 2)
 
-    assert on_ranks(work)
+    assert on_threads(work)

@@ -5,22 +5,15 @@ from functools import partial
 
 import pytest
 import torch
+from language import decays, decays_of_rank, with_mixer
+from tiny import TinyPlan, changed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from worlds import run
 
-from titanplans import Degrees, PlanError, TPPlan, apply_plan, check_plan
+from titanplans import Degrees, PlanError, apply_plan, check_plan
 from titanplans.parallel import cross_entropy
 from titanplans.split.gradients import align_gradients
-
-
-def decays(heads):
-    """How fast each head forgets."""
-    return torch.log1p(-(2.0 ** (-5.0 - torch.arange(heads, dtype=torch.float64))))
-
-
-def decays_of_rank(decays, place):
-    return lambda heads: decays(heads * place.degree).narrow(0, heads * place.rank, heads)
 
 
 class Scaled(nn.LayerNorm):
@@ -50,7 +43,7 @@ class Mixer(nn.Module):
         if kind == "scaled":
             self.norm = Scaled(width)
         elif kind == "buffer":
-            self.register_buffer("by_head", decays(heads)[:, None, None])
+            self.register_buffer("by_head", decays(heads, None)[:, None, None])
 
     def forward(self, hidden_states):
         x, kind = hidden_states, self.kind
@@ -70,50 +63,20 @@ class Mixer(nn.Module):
         v = self.v_proj(x)
         q, k, v = (y.view(batch, length, -1, self.head_dim).transpose(1, 2) for y in (q, k, v))
         steps = torch.arange(length)
-        decay = self.by_head if kind == "buffer" else decays(q.shape[1]).to(q)[:, None, None]
+        decay = self.by_head if kind == "buffer" else decays(q.shape[1], q.device).to(q)[:, None, None]
         decay = decay * (steps[:, None] - steps)
         mixed = ((q @ k.mT) * decay.exp().tril()) @ v
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
 
 
-class Block(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.attn_norm, self.attn = nn.LayerNorm(16), Mixer(kind)
-
-    def forward(self, x):
-        return x + self.attn(self.attn_norm(x))
-
-
-class Model(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.embed_tokens = nn.Embedding(32, 16)
-        self.layers = nn.ModuleList(Block(kind) for _ in range(2))
-        self.norm, self.lm_head = nn.LayerNorm(16), nn.Linear(16, 32, bias=False)
-
-    def forward(self, input_ids):
-        x = self.embed_tokens(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.lm_head(self.norm(x))
-
-
-class Plan(TPPlan):
-    def layer_plan(self, layer):
-        mixer = {f"attn.{key}" if key else "attn": style for key, style in self.attn_plan(layer.attn).items()}
-        return {"attn_norm": self.replicated_on_stream(), **mixer}
-
+class Plan(TinyPlan):
     def attn_plan(self, attn):
         plan = {
             **self.attn_input(),
             **{f"{name}_proj": self.colwise() for name in "qkv"},
             "o_proj": self.rowwise(),
         }
-        of_kind = {
-            "scaled": {"norm": self.replicated_in_region()},
-            "buffer": {"by_head": self.colwise()},
-        }
+        of_kind = {"scaled": {"norm": self.replicated_in_region()}, "buffer": {"by_head": self.colwise()}}
         return plan | of_kind.get(attn.kind, {})
 
     def local_functions(self, attn):
@@ -124,7 +87,7 @@ def gradients(model, call, ids):
     """Return the logits and the gradients of the second of two steps."""
     for _ in range(2):
         model.zero_grad()
-        logits = call(ids)
+        logits = call(ids).logits
         cross_entropy(logits, torch.roll(ids, -1, 1), 1).backward()
     align_gradients(model.parameters())
     found = {name: param.grad for name, param in model.named_parameters()}
@@ -133,7 +96,7 @@ def gradients(model, call, ids):
 
 def compared(rank, kind, axes, compiled):
     torch.manual_seed(0)
-    model, ids = Model(kind).double(), torch.randint(32, (2, 15))
+    model, ids = with_mixer(partial(Mixer, kind)).double(), torch.randint(32, (2, 15))
     expected = gradients(model, model, ids)
     state = {name: tensor.clone() for name, tensor in model.named_buffers()}
     apply_plan(model, init_device_mesh("cpu", (2,) * len(axes), mesh_dim_names=axes), plan=Plan)
@@ -167,13 +130,7 @@ def test_a_function_or_a_buffer_of_the_plan_in_compiled_code(kind, compiled, axe
     run(partial(compared, kind=kind, axes=axes, compiled=compiled), 2)
 
 
-class Replicated(Plan):
-    def attn_plan(self, attn):
-        return super().attn_plan(attn) | {"by_head": self.replicated_in_region()}
-
-
 def test_a_buffer_s_key_gives_each_rank_its_part_or_is_refused():
-    with pytest.raises(
-        PlanError, match=r"'layers.0.attn.by_head' \(Replicated\) names a buffer, .* leave the key"
-    ):
-        check_plan(Model("buffer"), Degrees(tp=2), plan=Replicated)
+    plan = changed(Plan, lambda plan: {"by_head": plan.replicated_in_region()})
+    with pytest.raises(PlanError, match=r"'layers.0.attn.by_head' .* names a buffer, .* leave the key"):
+        check_plan(with_mixer(partial(Mixer, "buffer")), Degrees(tp=2), plan=plan)

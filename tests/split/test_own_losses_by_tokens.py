@@ -7,12 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
+from tiny import Block, Tiny, TinyPlan
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from worlds import run
 
-from titanplans import PlanError, TPPlan, apply_plan
+from titanplans import PlanError, apply_plan
 from titanplans.parallel import cross_entropy
 from titanplans.split.gradients import align_gradients
 
@@ -37,63 +38,46 @@ class Mixture(nn.Module):
         return mixed + self.shared_down(self.shared_up(x).relu()), logits
 
 
-class Attention(nn.Module):
-    def __init__(self, width=16, heads=4):
-        super().__init__()
-        self.num_heads, self.head_dim = heads, width // heads
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width) for _ in range(4))
-
-    def forward(self, x):
-        batch, length, _ = x.shape
-        q, k, v = (
-            p(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
-            for p in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
-
-
-class Block(nn.Module):
+class RoutedBlock(Block):
     def __init__(self):
         super().__init__()
-        self.attn_norm, self.attn = nn.LayerNorm(16), Attention()
-        self.moe_norm, self.moe = nn.LayerNorm(16), Mixture()
+        self.moe_norm, self.moe = self.mlp_norm, Mixture()
+        del self.mlp_norm, self.mlp
 
     def forward(self, x):
-        x = x + self.attn(self.attn_norm(x))
+        x = x + self.attn(hidden_states=self.attn_norm(x))
         mixed, logits = self.moe(self.moe_norm(x))
         return x + mixed, logits
 
 
-class Model(nn.Module):
+class Routed(Tiny):
     def __init__(self):
         super().__init__()
-        self.embed_tokens = nn.Embedding(32, 16)
-        self.layers = nn.ModuleList(Block() for _ in range(2))
-        self.norm, self.lm_head = nn.LayerNorm(16), nn.Linear(16, 32, bias=False)
+        self.layers = nn.ModuleList(RoutedBlock() for _ in range(2))
 
     def forward(self, input_ids):
-        x, routed = self.embed_tokens(input_ids), []
+        x, routed = self.embed(input_ids), []
         for layer in self.layers:
             x, logits = layer(x)
             routed.append(logits)
         return SimpleNamespace(logits=self.lm_head(self.norm(x)), aux_loss=balance(routed))
 
 
-class Plan(TPPlan):
+class Plan(TinyPlan):
     """Its mixture is called `moe`, which no list of names has, and adds a shared expert to 3-D ones."""
 
     def layer_plan(self, layer):
         on_stream = {name: self.replicated_on_stream() for name in ("attn_norm", "moe_norm")}
-        attention = {"attn": self.attn_input()[""], "attn.o_proj": self.rowwise()}
-        attention |= {f"attn.{name}_proj": self.colwise() for name in "qkv"}
-        mixture = {"moe": self.mlp_region()[""], "moe.gate": self.replicated_in_region()}
-        mixture |= {
-            "moe.up_proj": self.colwise(dim=2),
-            "moe.down_proj": self.rowwise(reduce_output=False, dim=1),
+        attention = {f"attn.{key}".rstrip("."): style for key, style in self.attn_plan(layer.attn).items()}
+        mixture = {
+            **self.mlp_region(),
+            "gate": self.replicated_in_region(),
+            "up_proj": self.colwise(dim=2),
+            "down_proj": self.rowwise(reduce_output=False, dim=1),
+            "shared_up": self.colwise(),
+            "shared_down": self.rowwise(reduce_output=False),
         }
-        mixture |= {"moe.shared_up": self.colwise(), "moe.shared_down": self.rowwise(reduce_output=False)}
-        return on_stream | attention | mixture
+        return on_stream | attention | {f"moe.{key}".rstrip("."): style for key, style in mixture.items()}
 
     def model_functions(self, model):
         return {"balance": self.count_once}
@@ -101,7 +85,7 @@ class Plan(TPPlan):
 
 def a_balance_by_hand(rank, axis):
     torch.manual_seed(0)
-    model, ids = Model().double(), torch.randint(32, (2, 14))
+    model, ids = Routed().double(), torch.randint(32, (2, 14))
     labels = torch.roll(ids, -1, 1)
 
     def step():

@@ -7,13 +7,13 @@ import torch
 import zoo
 from launches import step
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from worlds import on_threads
 
 from titanplans import apply_plan
 from titanplans.observe.recorder import record_collectives
 from titanplans.parallel import Degrees, FSDP2Config, Mesh, parallelize
 from titanplans.parallel.fsdp import gradient_sync
 from titanplans.plan.decoder import find_decoder
-from titanplans.proof.ranks import threads
 from titanplans.proof.ranks.fake import fake_ranks
 from titanplans.split import partial_gradients
 from titanplans.split.gradients import align_gradients
@@ -66,7 +66,7 @@ def test_sums_are_those_of_each_gradient_by_itself(monkeypatch):
         assert grads[0].placements == (Partial(),)  # untouched
         return dist_rank
 
-    assert threads.run(3, torch.device("cpu"), work) == 0
+    assert on_threads(work, 3) == 0
 
 
 def all_reduces(record, tp, phase):

@@ -7,26 +7,19 @@ import copy
 
 import pytest
 import torch
+import worlds
+from said import error_of
 from test_manager import batches, build
 from tiny import Tiny, TinyPlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from worlds import run
 
 from titanplans import apply_plan
-from titanplans.parallel import DDPConfig, Degrees, FSDP2Config, ParallelError, ParallelManager
+from titanplans.parallel import DDPConfig, Degrees, FSDP2Config, ParallelManager
 from titanplans.parallel.optimizers.muon import Muon
 from titanplans.parallel.optimizers.roles import Sections
 
 TP = FSDP2Config(plan=TinyPlan), Degrees(tp=2)
-
-
-def said(fn, *args):
-    try:
-        fn(*args)
-    except ParallelError as error:
-        return str(error)
-    return None
 
 
 def backward(
@@ -45,9 +38,9 @@ def after_the_split(tied):
     apply_plan(model, init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)), plan=TinyPlan)
     late = torch.optim.AdamW(model.parameters())
     backward(model)
-    found = [said(optimizer.step) for optimizer in early]
-    found += [said(early[0].zero_grad), said(torch.nn.utils.clip_grad_norm_, params, 1.0)]
-    return found, [said(late.step), said(late.zero_grad), said(copied.step)]
+    found = [error_of(optimizer.step) for optimizer in early]
+    found += [error_of(early[0].zero_grad), error_of(torch.nn.utils.clip_grad_norm_, params, 1.0)]
+    return found, [error_of(late.step), error_of(late.zero_grad), error_of(copied.step)]
 
 
 def between_split_and_shard():
@@ -60,7 +53,7 @@ def between_split_and_shard():
         fully_shard(module, mesh=mesh["dp"])
     late = torch.optim.AdamW(model.parameters())
     backward(model)
-    return said(early.step), said(late.step)
+    return error_of(early.step), error_of(late.step)
 
 
 def by_a_manager(make=torch.optim.AdamW, prepare=True, step=False, strategy=TP, **options):
@@ -73,7 +66,7 @@ def by_a_manager(make=torch.optim.AdamW, prepare=True, step=False, strategy=TP, 
         optimizer.step()
         optimizer.zero_grad()
     model = manager.parallelize(model)
-    return said(manager.prepare_optimizer if prepare else lambda it: it.step(), optimizer)
+    return error_of(manager.prepare_optimizer if prepare else lambda it: it.step(), optimizer)
 
 
 def muon(early):
@@ -105,16 +98,14 @@ def all_cases(rank):
         "adagrad": by_a_manager(make=torch.optim.Adagrad),
         "lora": by_a_manager(lora={"rank": 2}),
         "lora, ddp": by_a_manager(lora={"rank": 2}, strategy=(DDPConfig(), None)),
-        "no model": said(
+        "no model": error_of(
             ParallelManager(*TP, device_type="cpu").prepare_optimizer, torch.optim.SGD(build().parameters())
         ),
         "muon": (muon(early=True), muon(early=False), dict(build().named_parameters())),
     }
 
 
-@pytest.fixture(scope="module")
-def results():
-    return run(all_cases, 4)
+results = worlds.results(all_cases, 4)
 
 
 REPLACED = "was replaced when"

@@ -1,7 +1,7 @@
 """A job becomes torchtitan's configuration, and no key of it gets lost on the way."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
@@ -24,61 +24,24 @@ def configure(world_size: int = 1, **options: object) -> Trainer.Config:
     )
 
 
-# A value other than the default for keys whose type does not suggest one.
+# A value other than the default for keys whose type does not suggest one that may be given alone.
 ANOTHER = {
     "model.config_overrides": {"max_position_embeddings": 64},
     "data.documents": "joined",
-    "data.packing": "best_fit",
-    "data.long_documents": "drop",
-    "data.exhausted": "end",
     "data.sources": ({"name": "a"}, {"name": "b"}),
     "model.name": "transformer",
     "model.flavor": "340M",
-    "training.mixed_precision_param": "float32",
-    "training.mixed_precision_reduce": "bfloat16",
-    "training.mixed_precision_output": "float32",
-    "training.autocast_dtype": "bfloat16",
-    "training.pin_cpu_memory": True,
-    "training.dtype": "bfloat16",
     "training.global_batch_size": 16,
-    "training.chat.train_on": "last",
-    "training.chat.format": "sharegpt",
     "training.chat.roles": {"bard": "assistant"},
     "training.chat.chat_template_kwargs": {"mood": "glad"},
-    "training.chat.truncation": "left",
-    "loss.fused": True,
-    "parallelism.tensor_parallel_degree": 2,
-    "parallelism.data_parallel_replicate_degree": 2,
     "parallelism.data_parallel_shard_degree": 4,
-    "parallelism.fsdp_reshard_after_forward": 2,
-    "parallelism.fsdp_towers": "root",
-    "parallelism.fsdp_defer_grad_sync": "all",
-    "parallelism.data_parallel_strategy": "ddp",
-    "optimizer.name": "Adam",
-    "optimizer.implementation": "foreach",
-    "optimizer.adjust_lr_fn": "original",
     "optimizer.groups": [{"pattern": "norm", "lr": 0.25}],
-    "lr_scheduler.decay_type": "cosine",
     "lr_scheduler.total_steps": 20000,
     "lr_scheduler.decay_ratio": 0.5,
-    "activation_checkpoint.mode": "full",
-    "activation_checkpoint.scope": "language",
     "activation_checkpoint.selective_ac_option": "3",
-    "activation_checkpoint.per_op_sac_matmuls": "all",
-    "activation_checkpoint.determinism_check": "none",
     "compile.components": ["loss", "optimizer"],
-    "compile.backend": "aot_eager",
-    "compile.mode": "max-autotune",
-    "compile.fullgraph": True,
-    "compile.dynamic": False,
     "compile.options": {"max_autotune": True},
-    "checkpoint.export_dtype": "bfloat16",
-    "checkpoint.async_mode": "async",
     "checkpoint.exclude_from_loading": ["dataloader"],
-    "checkpoint.keep_latest_k": 2,
-    "parallelism.async_tensor_parallel_unfused": "warn",
-    "quantize.linear.float8.recipe_name": "rowwise",
-    "lora.quantize_base": "nf4",
 }
 
 # What a key needs beside it to mean anything.
@@ -165,13 +128,21 @@ ELSEWHERE = {
 }
 
 
+def words_of(hint: Any) -> list[Any]:
+    """Return the words that a type, or a part of it, names."""
+    inside = [word for part in get_args(hint) for word in words_of(part)]
+    return list(get_args(hint)) if get_origin(hint) is Literal else inside
+
+
 @pytest.mark.parametrize("name", [name for name in keys() if name not in ELSEWHERE])
 def test_every_key_reaches_torchtitan(name):
     key = keys()[name]
     match key.default:
         case _ if name in ANOTHER:
             value = ANOTHER[name]
-        case bool():
+        case _ if words := [word for word in words_of(key.hint) if word not in (None, key.default)]:
+            value = words[0]
+        case _ if describe(key.hint).startswith("true or false"):
             value = not key.default
         case int():
             value = abs(key.default) + 1

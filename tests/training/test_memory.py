@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+import said
 import torch
 
 from titanplans import modeling
@@ -32,10 +33,7 @@ def model():
 
 
 def refusal(job, model, ranks: int = 1, device_type: str = "cpu") -> str:
-    with pytest.raises(ConfigError) as caught:
-        check_memory(job, model, ranks, device_type)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return said.refusal(check_memory, job, model, ranks, device_type, kind=ConfigError)
 
 
 @pytest.mark.parametrize(

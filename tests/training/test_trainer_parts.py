@@ -3,12 +3,11 @@
 import importlib.util
 import json
 import logging
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from said import python
 
 from titanplans.errors import UserError
 from titanplans.parallel.mesh.process_group import available_cores, default_device_type
@@ -25,11 +24,6 @@ on_a_cpu = pytest.mark.skipif(
 )
 
 
-def python(code: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-
-
-@on_a_cpu
 @on_a_cpu
 def test_ranks_of_a_machine_share_its_cores(monkeypatch):
     before = torch.get_num_threads()
@@ -99,9 +93,10 @@ def test_log_keeps_what_is_news():
 
 def test_a_job_whose_log_nobody_reads_goes_on():
     done = python(
+        "-c",
         "import logging, os, sys; from titanplans.training.launch.logs import init_logging; init_logging(0);"
         "ours, theirs = os.pipe(); os.close(ours); os.dup2(theirs, 1);"
-        "[logging.getLogger('titanplans').info('words') for _ in range(3)]"
+        "[logging.getLogger('titanplans').info('words') for _ in range(3)]",
     )
     assert (done.returncode, done.stderr) == (0, "stdout was closed: the job goes on without its log\n")
 

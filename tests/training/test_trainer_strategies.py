@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import worlds
+from counting import Operators
 from test_trainer import DEGREE, losses_of, train, write_inputs
 
 from titanplans.errors import Diverged
@@ -36,20 +37,9 @@ DEFERRED = ("--parallelism.fsdp_defer_grad_sync=all", "--parallelism.fsdp_keep_g
 
 def counted(folder: Path, dump: str, *options: str):
     """Return what a run logs, and how often it gathered weights and summed gradients by scattering."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Count(TorchDispatchMode):
-        gathers = scatters = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            # In the backward, too, whose hooks run on this thread on a CPU.
-            self.gathers += "allgather_base" in str(func)
-            self.scatters += "reduce_scatter_base" in str(func)
-            return func(*args, **(kwargs or {}))
-
-    with Count() as count:
+    with Operators() as count:
         recorder, _ = train(folder, "gla", dump, *STEPS, *options)
-    return recorder, count.gathers, count.scatters
+    return recorder, count.of("_allgather_base_"), count.of("_reduce_scatter_base_")
 
 
 def poisoned(folder: Path, dump: str, *options: str, gradient: bool = False):

@@ -1,11 +1,11 @@
 """Whole tensors to split models and back, on four ranks: bit for bit what one process has, at any split."""
 
-import pytest
 import torch
 import torch.distributed as dist
 import worlds
 import zoo
 from resident import peak
+from said import error_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -61,11 +61,7 @@ def moments(state):
 
 
 def refused(model, state, **options):
-    try:
-        load_full_state_dict(model, state, **options)
-    except ModelError as error:
-        return str(error)
-    return None
+    return error_of(load_full_state_dict, model, state, kind=ModelError, **options)
 
 
 def refusals(rank):
@@ -87,17 +83,12 @@ def refusals(rank):
     state = gather_full_optimizer_state_dict(model, optimizer)
     halves = list(model.parameters())
     other = torch.optim.AdamW([{"params": halves[:3]}, {"params": halves[3:]}])
-    try:
-        load_full_optimizer_state_dict(model, other, state or None)
-    except ModelError as error:
-        said["groups"] = str(error)
+    said["groups"] = error_of(load_full_optimizer_state_dict, model, other, state or None)
     with torch.device("meta"):
         said["meta"] = refused(nn.Linear(2, 2), {"weight": torch.ones(2, 2), "bias": torch.ones(2)})
     only = gather_full_state_dict(model, only=lambda name: "norm" in name)
     assert len(only) == (0 if rank else 9)
-    everyone = [None] * 4
-    dist.all_gather_object(everyone, said)
-    assert all(others == said for others in everyone), everyone
+    assert all(others == said for others in worlds.everyones(said))
     return said
 
 
@@ -109,9 +100,7 @@ def memory(rank):
     fully_shard(model)
     gathered, state = peak(lambda: gather_full_state_dict(model))
     loaded, _ = peak(lambda: load_full_state_dict(model, state or None))
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (gathered, loaded))
-    return everyone
+    return worlds.everyones((gathered, loaded))
 
 
 def there_and_back(rank):
@@ -160,9 +149,7 @@ def everything(rank):
     return there_and_back(rank), refusals(rank), memory(rank)
 
 
-@pytest.fixture(scope="module")
-def found():
-    return worlds.run(everything, 4)
+found = worlds.results(everything, 4)
 
 
 def test_what_is_gathered_and_loaded_is_that_of_one_process(found):

@@ -15,7 +15,7 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 
 from titanplans import kernels, modeling
 from titanplans.observe.graphs import install_record
-from titanplans.parallel import Degrees, FSDP2Config, Mesh, ParallelError
+from titanplans.parallel import Degrees, Mesh, ParallelError
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.compile.fla_graphs import end_graphs_at_kernels
 from titanplans.plan.layout import StreamLayout
@@ -56,15 +56,6 @@ def run(border):
     x = torch.randn(TOKENS // RANKS, BATCH, WIDTH, requires_grad=True)
     up, down = (torch.randn(WIDTH, WIDTH, requires_grad=True) for _ in range(2))
     torch.compile(region, fullgraph=True)(border, x, up, down).sum().backward()
-
-
-def test_options_that_wait_for_nothing_are_refused():
-    with pytest.raises(ParallelError, match='async_tensor_parallel_unfused = "warn": has no effect'):
-        FSDP2Config(async_tensor_parallel_unfused="warn")
-    with pytest.raises(ParallelError, match="needs enable_sequence_parallel = true"):
-        FSDP2Config(
-            compile={"enable": True}, enable_async_tensor_parallel=True, enable_sequence_parallel=False
-        )
 
 
 def test_the_collectives_of_compiled_graphs_are_recorded_with_their_bytes(border, mesh, caplog):

@@ -247,7 +247,6 @@ def step_of(**options):
 
 
 REFUSED = {
-    'compile.mode = "fast"': lambda: Compile(enable=True, mode="fast"),
     "exclude each other": lambda: Compile(enable=True, mode="default", options={}),
     'compile.mode = "max-autotune": has no effect unless compile.backend': lambda: FSDP2Config(
         compile=Compile(enable=True, backend="eager", mode="max-autotune")
@@ -353,9 +352,7 @@ def gradients_of_several_lengths(mesh, compiled):
     return [parameter.grad.full_tensor() for parameter in model.parameters()]
 
 
-@pytest.fixture(scope="module")
-def under_tp():
-    return worlds.run(compiled_under_tp, 2)
+under_tp = worlds.results(compiled_under_tp, 2)
 
 
 @pytest.mark.parametrize("name", UNDER_TP)

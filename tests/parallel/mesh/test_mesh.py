@@ -2,7 +2,6 @@
 
 import math
 import time
-from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
@@ -11,7 +10,6 @@ import torch.distributed as dist
 import worlds
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanplans.errors import ParallelError
 from titanplans.parallel.mesh.mesh import Mesh
@@ -29,15 +27,6 @@ COMBINED = {
     "heads": ("cp", "tp"),
 }
 NAMES = {**{axis: (axis,) for axis in AXES}, **COMBINED}
-
-
-@contextmanager
-def fake(world, rank=0):
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def coordinates(rank, sizes):
@@ -68,7 +57,7 @@ def places(draw):
 def test_who_is_with_whom(place):
     sizes, rank = place
     world = math.prod(sizes.values())
-    with fake(world, rank):
+    with worlds.fake(world, rank):
         mesh = Mesh(Degrees(**sizes), "cpu")
         for name, axes in NAMES.items():
             expected = companions(rank, sizes, axes)
@@ -91,7 +80,7 @@ def test_who_is_with_whom(place):
 @given(places())
 def test_no_two_groups_of_the_same_ranks(place):
     sizes, rank = place
-    with fake(math.prod(sizes.values()), rank):
+    with worlds.fake(math.prod(sizes.values()), rank):
         Mesh(Degrees(**sizes), "cpu")
         ranks = [tuple(ranks) for ranks in dist.distributed_c10d._world.pg_group_ranks.values()]
         assert len(set(ranks)) == len(ranks)
@@ -103,7 +92,7 @@ def test_the_attributes_of_parallel_dims():
     for degrees in ((2, 2, 1, 2, 1), (1, 4, 1, 2, 1), (1, 1, 1, 8, 1), (4, 1, 1, 1, 2), (1, 2, 2, 2, 1)):
         replicate, shard, cp, tp, pp = degrees
         theirs = ParallelDims(replicate, shard, cp, tp, pp, 1, 8, "partial_dtensor")
-        with fake(8):
+        with worlds.fake(8):
             ours = Mesh(Degrees(**dict(zip(POSITIONS, degrees, strict=False))), "cpu")
         names = [
             *(
@@ -126,7 +115,7 @@ def test_the_attributes_of_parallel_dims():
 
 
 def test_one_process():
-    with fake(1):
+    with worlds.fake(1):
         mesh = Mesh(Degrees(), "cpu")
         assert all(mesh.get_mesh(name).get_group() is dist.group.WORLD for name in NAMES)
         assert mesh.get_mesh(["dp_replicate", "fsdp"]).shape == (1, 1)
@@ -134,7 +123,7 @@ def test_one_process():
 
 def test_a_world_of_4096_is_no_more_work_than_one_of_8():
     def seconds(world):
-        with fake(world):
+        with worlds.fake(world):
             start = time.perf_counter()
             Mesh(Degrees(tp=8), "cpu").get_mesh(["fsdp", "tp"])
             return time.perf_counter() - start
@@ -156,7 +145,7 @@ def test_a_world_of_4096_is_no_more_work_than_one_of_8():
     ],
 )
 def test_what_is_no_mesh(names, words):
-    with fake(8), pytest.raises(ParallelError, match=words):
+    with worlds.fake(8), pytest.raises(ParallelError, match=words):
         Mesh(Degrees(cp=2, tp=2), "cpu").get_mesh(names)
 
 
@@ -166,7 +155,7 @@ def test_no_process_group():
 
 
 def test_degrees_that_do_not_fit():
-    with fake(8), pytest.raises(ParallelError, match="tp 3 x pp 1 = 3"):
+    with worlds.fake(8), pytest.raises(ParallelError, match="tp 3 x pp 1 = 3"):
         Mesh(Degrees(tp=3), "cpu")
 
 
@@ -188,9 +177,7 @@ def sums_over_every_mesh(rank):
             result.append(
                 (degrees, name, ranks == expected, timeout.total_seconds() if len(ranks) > 1 else 123)
             )
-    everyone = [None] * 4
-    dist.all_gather_object(everyone, result)
-    return everyone
+    return worlds.everyones(result)
 
 
 def test_over_gloo():

@@ -82,9 +82,7 @@ def on_four_ranks(rank: int) -> dict:
     return found
 
 
-@pytest.fixture(scope="module")
-def four():
-    return worlds.run(on_four_ranks, 4)
+four = worlds.results(on_four_ranks, 4)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -204,9 +204,7 @@ def on_two_ranks(rank: int) -> dict:
     return found
 
 
-@pytest.fixture(scope="module")
-def two():
-    return worlds.run(on_two_ranks, 2)
+two = worlds.results(on_two_ranks, 2)
 
 
 @pytest.mark.parametrize("how", WAYS)
