@@ -12,7 +12,7 @@ from titanplans.config.sections.data import Data
 from titanplans.training.data.corpus.sources import Shuffled
 from titanplans.training.data.dataset import PackedText
 from titanplans.training.data.mixture import PackedSource
-from titanplans.training.data.streams import BatchSlice, DataPosition, Streams, divide, merged
+from titanplans.training.data.streams import BatchSlice, DataPosition, divide, merged
 
 
 class Corpus:
@@ -129,14 +129,6 @@ def test_ranks_and_workers_open_streams_of_their_own_and_each_stream_has_its_tur
     n = data.draw(st.integers(0, 1000))
     windows = [streams.place(i)[1] for i in range(n) if streams.place(i)[0] == 0]
     assert windows == list(range(len(windows)))
-
-
-def test_ranks_that_do_not_divide_the_streams_only_read_more():
-    source = source_of([7] * 40)
-    start = DataPosition(Streams(4))
-    expected, _ = run(source, start, 6, 1, 1, 5, 4)
-    for ranks in (2, 3, 6):
-        assert run(source, start, 6 // ranks, ranks, 1, 5, 4)[0] == expected
 
 
 def test_an_order_is_shared_by_the_streams_of_an_epoch():

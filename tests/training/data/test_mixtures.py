@@ -1,6 +1,5 @@
 """Mixtures: each row is one source's, by weight, the same on any layout; best fit; the end of a source."""
 
-import json
 from functools import partial
 from itertools import islice
 
@@ -30,7 +29,7 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sources")
     for name, column, words, least in (("a", "text", "0123456789", 2), ("b", "body", "uvwxyz", 30)):
         rows = [{column: " ".join((words * 20)[i : i + least + i % 40])} for i in range(80)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data_options.write_rows(folder / f"{name}.jsonl", rows)
     sources = [
         {"name": "a", "dataset_path": str(folder / "a.jsonl"), "dataset_split": "all", "weight": 3.0},
         {"name": "b", "dataset_path": str(folder / "b.jsonl"), "dataset_split": "all", "text_column": "body"},

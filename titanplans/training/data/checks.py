@@ -11,8 +11,8 @@ from titanplans.config.sections.data import Corpus
 from titanplans.errors import DataError
 from titanplans.training.data.chat.chat import ChatFormat
 from titanplans.training.data.corpus.sources import open_source
+from titanplans.training.data.reading import refusing
 from titanplans.training.data.vocabulary import load_tokenizer
-from titanplans.training.job.reading import refusing
 
 PLACE = "place"
 """The one key of a loader's state."""
@@ -39,7 +39,7 @@ def check_dataset(
             rows, a data set that the hub doesn't have, or too few tokens for one sequence.
     """
     source, split, shown = (
-        open_source(of, chat=chat, check=True),
+        open_source(of, chat=chat),
         of.dataset_split,
         of.dataset_path or of.dataset,
     )
