@@ -1,7 +1,6 @@
 """Every token is read once, and every global batch is the same, whatever the number of ranks, and whenever it changes."""
 
 import json
-from itertools import islice
 from typing import ClassVar
 
 import numpy as np
@@ -129,10 +128,3 @@ def test_ranks_and_workers_open_streams_of_their_own_and_each_stream_has_its_tur
     n = data.draw(st.integers(0, 1000))
     windows = [streams.place(i)[1] for i in range(n) if streams.place(i)[0] == 0]
     assert windows == list(range(len(windows)))
-
-
-def test_an_order_is_shared_by_the_streams_of_an_epoch():
-    source = source_of([1] * 1000)
-    generators = [source.documents(0, stream, 8, None) for stream in range(8)]
-    assert len({position for g in generators for position, _ in islice(g, 3)}) == 3
-    assert {len(list(source.documents(0, stream, 8, None))) for stream in range(8)} == {125}

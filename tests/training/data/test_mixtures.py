@@ -57,18 +57,6 @@ def of_source(tokenizer, row):
 
 
 @pytest.mark.parametrize("packing", ["cut", "best_fit"])
-@pytest.mark.parametrize(("ranks", "workers"), [(2, 0), (4, 0), (2, 2)])
-def test_a_global_batch_is_the_same_on_any_layout(build, data, packing, ranks, workers):
-    data = data.replace(packing=packing)
-    whole = global_batches([build(data, workers=0)], 9)
-    if workers:  # other streams
-        whole = global_batches([build(data, workers=workers)], 9)
-    assert (
-        global_batches([build(data, rank=r, ranks=ranks, workers=workers) for r in range(ranks)], 9) == whole
-    )
-
-
-@pytest.mark.parametrize("packing", ["cut", "best_fit"])
 def test_it_resumes_on_another_layout_at_any_step(build, data, packing):
     data = data.replace(packing=packing)
     whole = global_batches([build(data)], 12)

@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 from titanplans.errors import DataError
-from titanplans.training.data.checks import check_identity
 from titanplans.training.data.fingerprint import check_files, fingerprint
 from titanplans.training.data.mixture import PackedSource
 from titanplans.training.data.streams import DataPosition, SourcePlace
 
 VERSION = 2
 """Of a loader's state."""
+_REMEDY = 'keep the checkpoint\'s, or start the data anew with exclude_from_loading = ["dataloader"] in [checkpoint]'
 
 
 def resume(
@@ -30,11 +30,10 @@ def resume(
     """
     if state.get("version") != VERSION:
         raise DataError(
-            "the checkpoint's place in the data was written by an earlier version, and is not read; start the data anew "
-            'with exclude_from_loading = ["dataloader"] in [checkpoint]'
+            f"the checkpoint's place in the data was written by another version, and is not read; {_REMEDY}"
         )
     saved = state["sources"]
-    check_identity(state["identity"], identity)
+    _check_identity(state["identity"], identity)
     if len(saved) == len(parts) == 1:
         saved = dict(zip([parts[0].name], saved.values(), strict=True))
     place, said, there = DataPosition.from_json(state), [], list(saved)
@@ -75,7 +74,7 @@ def _check_source(
     for of in (before, now):
         of.pop(_LENGTH, None)
     named = f" of {part.name}" if several else ""
-    check_identity(*({f"{key}{named}": value for key, value in of.items()} for of in (before, now)))
+    _check_identity(*({f"{key}{named}": value for key, value in of.items()} for of in (before, now)))
 
     def reads_the_same() -> bool:
         return all(
@@ -95,6 +94,15 @@ def _at_length(place: SourcePlace, saved: dict[str, Any], part: PackedSource) ->
     if place.document is None or length == part.identity.get(_LENGTH):
         return place
     return place._replace(offset=0, packed=[*place.packed, (length, place.offset)])
+
+
+def _check_identity(saved: dict[str, Any], current: dict[str, Any]) -> None:
+    """Refuse a checkpoint of other data or settings; the `DataError` names the first that differs, with both values."""
+    for key in saved | current:
+        if saved.get(key) != current.get(key):
+            raise DataError(
+                f"{key} = {current.get(key)!r}: the checkpoint's data loader had {saved.get(key)!r}; {_REMEDY}"
+            )
 
 
 def _changes(before: dict[str, float], now: dict[str, float]) -> str:

@@ -57,7 +57,7 @@ class Tokens:
 
 
 class ChatFormat:
-    """Reads rows as conversations, see `titanplans.training.data.corpus.rows.RowFormat`.
+    """Reads rows as conversations, as `titanplans.training.data.corpus.column.TextColumn` does of text.
 
     Args:
         chat: [training.chat].
@@ -84,22 +84,21 @@ class ChatFormat:
         self.identity = {"chat": f"{digest}, train_on = {chat.train_on!r}"}
 
     def columns(self, there: Sequence[str], where: str) -> list[str]:
-        """See RowFormat."""
         names = columns_of(there, self._chat, where)
         found = [getattr(names, field) for field in names._fields if field.endswith("_column")]
         return [*filter(None, found), *(["tools"] if "tools" in there else [])]
 
     def read(self, row: object, where: str) -> dict[str, Any]:
-        """See RowFormat. A conversation in which nothing counts has no tokens."""
+        """A conversation in which nothing counts has no tokens."""
         tokens = self.tokens(conversation_of(row, self._chat, where), where)
         return {"conversation": tokens.to_bytes() if tokens.says_something else b"", "where": where}
 
     def parts(self, record: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """See RowFormat. A conversation is one document."""
+        """A conversation is one document."""
         yield record
 
     def document(self, part: dict[str, Any]) -> Tokens | None:
-        """See RowFormat. Rows left out or cut are logged: the first, and then each time that there are twice as many."""
+        """None if it is left out. Of rows left out or cut the 1st, 2nd, 4th and so on are logged."""
         whole, where = Tokens.from_bytes(part["conversation"]), part["where"]
         tokens = self.fit(whole, where)
         if tokens is None or len(tokens) < len(whole):

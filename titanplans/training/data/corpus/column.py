@@ -7,7 +7,13 @@ from titanplans.training.data.corpus.pieces import PIECE_BYTES, pieces
 
 
 class TextColumn:
-    """Reads rows of text, see `titanplans.training.data.corpus.rows.RowFormat`."""
+    """Reads rows of text.
+
+    Attributes:
+        key: a JSON value on which a cached row depends, next to the files.
+        features: Arrow's columns and types of a row that has been read.
+        identity: what must be the same for a checkpoint to go on.
+    """
 
     def __init__(self, name: str):
         self.name = self.key = name
@@ -15,7 +21,7 @@ class TextColumn:
         self.identity = {"text_column": name, "piece_bytes": PIECE_BYTES}
 
     def columns(self, there: Sequence[str], where: str) -> list[str]:
-        """See RowFormat."""
+        """Return the columns that are read of those that a file has. Raises DataError where one is missing."""
         first = self.name.partition(".")[0]
         if self.name not in there and first in there:
             return [first]  # a field in a field: "content.body"
@@ -27,7 +33,7 @@ class TextColumn:
         return [self.name]
 
     def read(self, row: object, where: str) -> dict[str, str]:
-        """See RowFormat."""
+        """Return a row as Arrow holds it. Raises DataError, which names `where`, for one that can't be used."""
         if not isinstance(row, dict):
             raise DataError(
                 f"{where} holds a value of type {type(row).__name__} where there should be an object with "
@@ -48,11 +54,11 @@ class TextColumn:
         return {self.name: value}
 
     def parts(self, record: dict[str, str]) -> Iterator[dict[str, str]]:
-        """See RowFormat."""
+        """Return a row as Arrow holds it, cut into what Arrow holds of each of its documents."""
         return ({self.name: piece} for piece in pieces(self.read(record, "a row")[self.name]))
 
     def document(self, part: dict[str, str]) -> str:
-        """See RowFormat."""
+        """Return the text of a document."""
         return part[self.name]
 
     def _none(self, where: str, found: str) -> DataError:

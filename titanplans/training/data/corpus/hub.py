@@ -66,13 +66,13 @@ class HubStream:
         self.files = [(file.relative_to(folder).as_posix(), file) for file in found]
 
     def choose_streams(self, counts: Sequence[int]) -> int:
-        """See Source. Where the shards can't be divided evenly, each stream reads all of them and keeps its documents."""
+        """See Shuffled. Where the shards can't be divided evenly, each stream reads all of them and keeps its documents."""
         return next((count for count in counts if self._data.num_shards % count == 0), counts[-1])
 
     def documents(
         self, epoch: int, stream: int, streams: int, start: list[Any] | None
     ) -> Iterator[tuple[list[Any], Any]]:
-        """See Source. A position is the library's state that leads to a row, and the piece of that row."""
+        """See Shuffled. A position is the library's state that leads to a row, and the piece of that row."""
         from datasets.distributed import split_dataset_by_node
 
         data = split_dataset_by_node(self._data, rank=stream, world_size=streams)

@@ -14,10 +14,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from titanplans.training.data.chat.chat import ChatFormat
+from titanplans.training.data.corpus.column import TextColumn
 from titanplans.training.data.corpus.local import in_split
 from titanplans.training.data.reading import refusing
 
@@ -30,31 +32,8 @@ _LAYOUT = 3
 """Of what is kept of a file: raise it with a change, so that no cache is read that another version wrote."""
 
 
-class RowFormat(Protocol):
-    """What rows are read as."""
-
-    key: Any
-    """A JSON value on which a cached row depends, next to the files."""
-    identity: dict[str, Any]
-    """What must be the same for a checkpoint to go on."""
-    features: dict[str, str]
-    """Arrow's columns and types: the first is a document's."""
-
-    def columns(self, there: Sequence[str], where: str) -> list[str]:
-        """The columns that are read of those that a file has. Raises DataError where one is missing."""
-        ...
-
-    def read(self, row: object, where: str) -> dict[str, Any]:
-        """A row as Arrow holds it. Raises DataError, which names `where`, for one that can't be used."""
-        ...
-
-    def parts(self, record: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """What Arrow holds of a row, cut into what it holds of each of its documents."""
-        ...
-
-    def document(self, part: dict[str, Any]) -> Any:
-        """A document: a text, or tokens; None if it is left out."""
-        ...
+RowFormat = TextColumn | ChatFormat
+"""What rows are read as."""
 
 
 class RowDocuments:

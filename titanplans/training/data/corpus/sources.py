@@ -6,8 +6,7 @@ are read is in `local.py`, how the hub is in `hub.py`; tokens and windows come l
 
 import functools
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -22,37 +21,15 @@ from titanplans.training.data.corpus.rows import RowDocuments
 from titanplans.training.data.corpus.stdlib import STDLIB_PIECE_BYTES, stdlib_files, stdlib_root
 
 
-class Source(Protocol):
-    """Documents in a fixed order for each epoch."""
-
-    identity: dict[str, Any]
-    """What must be the same for a saved position to mean the same document."""
-
-    @property
-    def summary(self) -> str | None:
-        """Of conversations: how many are read, and how many are left out, in words."""
-
-    @property
-    def size(self) -> int | None:
-        """Documents in an epoch; None if they are not counted."""
-
-    files: list[tuple[str, Path]]
-    """Names, which are the same wherever the corpus lies, and paths of its files; empty if it is not on this machine."""
-
-    def choose_streams(self, counts: Sequence[int]) -> int:
-        """The first of `counts` into which the corpus can be divided; where there is none, what does least harm."""
-
-    def documents(self, epoch: int, stream: int, streams: int, start: Any) -> Iterator[tuple[Any, Any]]:
-        """The documents of `epoch` that belong to `stream` of `streams`, from `start` on.
-
-        A document is a text, or the `Tokens` of a conversation. Each comes with its position: a JSON
-        value that, given as `start`, begins with that very document. The streams of an epoch are disjoint
-        and together are the corpus.
-        """
-
-
 class Shuffled:
-    """A Source over indexed documents: every epoch in another order, drawn from (seed, epoch)."""
+    """Indexed documents: every epoch in another order, drawn from (seed, epoch).
+
+    Attributes:
+        identity: what must be the same for a saved position to mean the same document.
+        summary: of conversations: how many are read, and how many are left out, in words.
+        size: documents in an epoch; None if they are not counted.
+        files: names, which are the same wherever the corpus lies, and paths; empty if it is not on this machine.
+    """
 
     def __init__(self, corpus: TextFiles | RowDocuments, identity: dict[str, Any], seed: int) -> None:
         self._corpus, self._seed = corpus, seed
@@ -61,16 +38,26 @@ class Shuffled:
         self.identity = identity | corpus.identity | {"seed": seed}
 
     def choose_streams(self, counts: Sequence[int]) -> int:
-        """See Source. With fewer documents than ranks and workers they read one stream together, in turns."""
+        """Return the first of `counts` into which the corpus can be divided.
+
+        With fewer documents than ranks and workers they read one stream together, in turns.
+        """
         return next((count for count in counts if count <= len(self._corpus)), 1)
 
-    def documents(
-        self, epoch: int, stream: int, streams: int, start: int | None
-    ) -> Iterator[tuple[int, Any]]:
-        """See Source. A position is a number in the stream's own order."""
+    def documents(self, epoch: int, stream: int, streams: int, start: Any) -> Iterator[tuple[int, Any]]:
+        """Yield the documents of `epoch` that belong to `stream` of `streams`, from `start` on.
+
+        A document is a text, or the `Tokens` of a conversation. Each comes with its position, here its number in the
+        stream's order: a JSON value that, given as `start`, begins with that very document. The streams of an epoch are
+        disjoint and together are the corpus.
+        """
         order = _order(self._seed, epoch, len(self._corpus))[stream::streams]
         for position in range(start or 0, len(order)):
             yield position, self._corpus.document(int(order[position]))
+
+
+Source = Shuffled | HubStream
+"""Documents in a fixed order for each epoch."""
 
 
 @functools.lru_cache(maxsize=2)
@@ -79,7 +66,7 @@ def _order(seed: int, epoch: int, documents: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(documents)
 
 
-def open_source(of: Corpus, *, seed: int = 0, chat: ChatFormat | None = None) -> Shuffled | HubStream:
+def open_source(of: Corpus, *, seed: int = 0, chat: ChatFormat | None = None) -> Source:
     """The corpus that the job's settings name.
 
     Args:
