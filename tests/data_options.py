@@ -1,5 +1,6 @@
 """Data sets as tests name them: the options of one source, by keyword."""
 
+import json
 from dataclasses import replace
 from functools import cache
 
@@ -28,6 +29,12 @@ def config(dataset="stdlib", dataset_path=None, split="train", text_column="text
         **({} if chat is None else {"chat": vars(chat)}),
     )  # fmt: skip
     return loader.TextDataLoader.Config(data=Data(documents="joined", sources=(source,)), **options)
+
+
+def write_rows(file, rows):
+    """Write rows of JSON; return the path."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
 
 
 @cache

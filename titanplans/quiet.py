@@ -12,8 +12,6 @@ _NOISE: dict[str, tuple[str, ...]] = {
     "torchao": ("Failed to load ", "Skipping import of cpp extensions"),
     # torchao calls torch.
     "torch.utils._pytree": ("%s is an Enum subclass and is now natively supported by torch.compile",),
-    # Grain; its packing needs none.
-    "absl": ("Failed to load jax profiler",),
     # FLA wrote the class, and makes its outputs by the names before transformers 5.24.
     "transformers.modeling_utils": ("LogLinearMamba2Model has generative capabilities",),
     "transformers.utils.generic": ("`past_key_values`/`cache_params` are deprecated",),

@@ -2,9 +2,12 @@
 
 import gc
 import logging
+import math
 import os
 import resource
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,15 +24,37 @@ SAVES = ("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.no-last
 TP = "--parallelism.tensor_parallel_degree=2"
 
 
-class Said(logging.Handler):
-    """The messages that a rank logs."""
+@contextmanager
+def said() -> Iterator[list[str]]:
+    """Give the messages that a rank logs."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger().addHandler(handler)
+    logging.getLogger().setLevel(logging.INFO)
+    yield lines
+    logging.getLogger().removeHandler(handler)
 
-    def __init__(self):
-        super().__init__()
-        self.lines = []
 
-    def emit(self, record):
-        self.lines.append(record.getMessage())
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Let no file grow beyond so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def dense(dump: str, *options: str) -> tuple:
+    """Return the arguments of a job that saves every second step, on two ranks."""
+    return Path(os.environ["TEST_FOLDER"]), "dense", dump, TP, *SAVES, *options
+
+
+def flip(file: Path) -> None:
+    """Flip a bit in the middle of a file."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
 
 
 def names(path: Path) -> list[str]:
@@ -56,34 +81,24 @@ def alone(rank: int, function) -> None:
 
 
 def rewinds(rank: int, folder: Path) -> dict:
-    job, path = (folder, "dense", "rewind", TP, *SAVES), folder / "rewind" / "checkpoint"
-    found = {"whole": train(*job, "--checkpoint.keep_latest_k=0")[0].losses()}
+    path = folder / "rewind" / "checkpoint"
+    found = {"whole": train(*dense("rewind", "--checkpoint.keep_latest_k=0"))[0].losses()}
+    job = dense("rewind", "--checkpoint.keep_latest_k=2", "--checkpoint.load_step=4")
     # Not begun before a launcher started it again: what is newest is of the job that is to be left.
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
-    found["again"] = train(*job, "--checkpoint.keep_latest_k=2", "--checkpoint.load_step=4")[0].losses()
+    found["again"] = train(*job)[0].losses()
     found["names"] = names(path), names(path / "set-aside-1")
-    found["restarted"] = train(
-        *job, "--checkpoint.keep_latest_k=2", "--checkpoint.load_step=4", "--training.steps=10"
-    )[0].losses()
+    found["restarted"] = train(*job, "--training.steps=10")[0].losses()
     del os.environ["TORCHELASTIC_RESTART_COUNT"]
     found["restarted names"] = names(path)
-    train(*job, "--checkpoint.keep_latest_k=2", "--checkpoint.load_step=4", "--training.steps=6")
+    train(*job, "--training.steps=6")
     found["by the same command"] = names(path), names(path / "set-aside-2")
     return found
 
 
 def damages(rank: int, folder: Path) -> dict:
-    path = folder / "rewind" / "checkpoint"
-    job = (folder, "dense", "rewind", TP, *SAVES)
-
-    def flip() -> None:
-        shard = path / "step-6" / "__1_0.distcp"
-        content = bytearray(shard.read_bytes())
-        content[len(content) // 2] ^= 4
-        shard.write_bytes(content)
-
-    alone(rank, flip)
-    found = {"damaged": refusal(ConfigError, *job)}
+    alone(rank, lambda: flip(folder / "rewind" / "checkpoint" / "step-6" / "__1_0.distcp"))
+    found = {"damaged": refusal(ConfigError, *dense("rewind"))}
     poisoned = folder / "poisoned"
 
     class Runs:
@@ -94,35 +109,25 @@ def damages(rank: int, folder: Path) -> dict:
         states = trainer.checkpointer._flattened_model_states_sd()
         dcp.save(states | {"train_state": trainer.state_dict() | {"step": Runs()}}, checkpoint_id=poisoned)
 
-    train(folder, "dense", "poison", TP, *SAVES, "--training.steps=1", prepare=poison)
+    train(*dense("poison", "--training.steps=1"), prepare=poison)
     options = (f"--checkpoint.initial_load_path={poisoned}", "--checkpoint.no-initial_load_model_only")
-    found["poisoned"] = refusal(ConfigError, folder, "dense", "new", TP, *SAVES, *options)
+    found["poisoned"] = refusal(ConfigError, *dense("new", *options))
     return found
 
 
 def changed_options(rank: int, folder: Path) -> dict:
-    job = (folder, "dense", "options", TP, *SAVES, "--lr_scheduler.decay_ratio=0.0")
+    job = dense("options", "--lr_scheduler.decay_ratio=0.0")
     train(*job, "--training.steps=4")
-    said = Said()
-    logging.getLogger().addHandler(said)
-    logging.getLogger().setLevel(logging.INFO)
-    changed = (
-        "--optimizer.weight_decay=0.3",
-        "--optimizer.beta1=0.5",
-        "--optimizer.lr=1e-4",
-        "--optimizer.name=Adam",
-    )
-    _, trainer = train(*job, *changed, "--training.steps=6")
-    logging.getLogger().removeHandler(said)
+    changed = ("weight_decay=0.3", "beta1=0.5", "lr=1e-4", "name=Adam")
+    with said() as lines:
+        _, trainer = train(*job, *(f"--optimizer.{option}" for option in changed), "--training.steps=6")
     (optimizer,) = trainer.optimizers
     keys = ("weight_decay", "betas", "lr")
-    lines = [line for line in said.lines if "is of a job with other values" in line]
-    step = next(iter(optimizer.state.values()))["step"]
     return {
         "groups": [{key: group[key] for key in keys} for group in optimizer.param_groups],
-        "lines": lines,
+        "lines": [line for line in lines if "is of a job with other values" in line],
         "name": type(optimizer).__name__,
-        "step": step,
+        "step": next(iter(optimizer.state.values()))["step"],
     }
 
 
@@ -135,8 +140,8 @@ def poisoned_at(*steps: int):
         def forward_backward_step(**batch):
             loss = real(**batch)
             if trainer.step in steps and os.environ["RANK"] == "1":
-                next(p for p in trainer.model_parts[0].parameters() if p.grad is not None).grad.mul_(
-                    float("nan")
+                next(p for p in trainer.model_parts[0].parameters() if p.grad is not None).grad.fill_(
+                    math.nan
                 )
             return loss
 
@@ -148,45 +153,27 @@ def poisoned_at(*steps: int):
 def not_finite(rank: int, folder: Path) -> dict:
     found = {}
     for mode in ("disabled", "async"):
-        job = (folder, "dense", f"nan-{mode}", TP, *SAVES, f"--checkpoint.async_mode={mode}")
+        job = dense(f"nan-{mode}", f"--checkpoint.async_mode={mode}")
         found[mode] = refusal(Diverged, *job, "--metrics.log_freq=10", prepare=poisoned_at(5))
         found[mode, "names"] = names(folder / f"nan-{mode}" / "checkpoint")
         found[mode, "logged"] = refusal(Diverged, *job, prepare=poisoned_at(5))
     # The loss and the gradient of the first step are finite; the weights after it are not.
-    job = (
-        folder,
-        "dense",
-        "overflow",
-        TP,
-        *SAVES,
-        "--lr_scheduler.warmup_steps=0",
-        "--checkpoint.interval=1",
-    )
-    found["overflow"] = refusal(Diverged, *job, "--optimizer.lr=1e39")
+    options = ("--lr_scheduler.warmup_steps=0", "--checkpoint.interval=1", "--optimizer.lr=1e39")
+    found["overflow"] = refusal(Diverged, *dense("overflow", *options))
     found["overflow", "names"] = names(folder / "overflow" / "checkpoint")
-    job = (
-        folder,
-        "dense",
-        "skipped",
-        TP,
-        *SAVES,
-        "--training.skip_nan_inf",
-        "--training.skip_nan_inf_limit=2",
-    )
-    found["skipped"] = refusal(Diverged, *job, prepare=poisoned_at(4, 6, 7))
+    options = ("--training.skip_nan_inf", "--training.skip_nan_inf_limit=2")
+    found["skipped"] = refusal(Diverged, *dense("skipped", *options), prepare=poisoned_at(4, 6, 7))
     return found
 
 
 def full(rank: int, folder: Path) -> dict:
     found = {}
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     for mode in ("disabled", "async"):
-        dump, job = f"full-{mode}", (TP, *SAVES, f"--checkpoint.async_mode={mode}")
-        train(folder, "dense", dump, *job, "--training.steps=2")
-        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, before[1]))
-        found[f"full {mode}"] = refusal(NotSaved, folder, "dense", dump, *job, "--training.steps=8")
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        found[f"full {mode}", "names"] = names(folder / dump / "checkpoint")
+        job = dense(f"full-{mode}", f"--checkpoint.async_mode={mode}")
+        train(*job, "--training.steps=2")
+        with largest_file(300_000):
+            found[f"full {mode}"] = refusal(NotSaved, *job, "--training.steps=8")
+        found[f"full {mode}", "names"] = names(folder / f"full-{mode}" / "checkpoint")
     return found
 
 
@@ -223,8 +210,8 @@ def many_saves(rank: int, folder: Path) -> dict:
             trainer.checkpointer.save = saves
 
         options = ("--checkpoint.interval=1", "--checkpoint.keep_latest_k=2", "--comm.trace_buf_size=0")
-        job = (TP, *SAVES, *options, f"--checkpoint.async_mode={mode}", "--training.steps=31")
-        train(folder, "dense", f"many-{mode}", *job, prepare=prepare)
+        options += (f"--checkpoint.async_mode={mode}", "--training.steps=31")
+        train(*dense(f"many-{mode}", *options), prepare=prepare)
     return {"held": found}
 
 
@@ -251,17 +238,10 @@ def state_of(trainer) -> dict:
     """Return all of training's state, whole: weights, moments, schedule, step, random generators."""
     from torch.distributed.tensor import DTensor
 
-    states = trainer.checkpointer.states
-    tensors = {**states["model"].state_dict(), **states["optimizer"].state_dict()}
-    tensors |= {
-        "step": torch.tensor(trainer.step),
-        "epoch": torch.tensor(trainer.lr_schedulers.schedulers[0].last_epoch),
-    }
-    tensors |= {
-        "rng": trainer.state_dict()["rng"]["cpu"]
-        if trainer._loaded_rng is None
-        else trainer._loaded_rng["cpu"]
-    }
+    states, rng = trainer.checkpointer.states, trainer._loaded_rng or trainer.state_dict()["rng"]
+    tensors = {**states["model"].state_dict(), **states["optimizer"].state_dict(), "rng": rng["cpu"]}
+    tensors["step"] = torch.tensor(trainer.step)
+    tensors["epoch"] = torch.tensor(trainer.lr_schedulers.schedulers[0].last_epoch)
     return {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
         for name, value in tensors.items()

@@ -1,8 +1,7 @@
 """A job's last step as a Hugging Face folder, checkpoints exported, a folder imported: the same weights, bit for bit."""
 
-import contextlib
 import json
-import resource
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import zoo
 from jobs import Job
 from resident import own_peak, peak
 from safetensors.torch import load_file
+from test_checkpoint_jobs import flip, largest_file
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from transformers import AutoModelForCausalLM
 
@@ -24,6 +24,7 @@ from titanplans.training.checkpoint.storage import CheckpointReader, Planner
 from titanplans.training.data.vocabulary import default_tokenizer_path
 from titanplans.training.job.lock import locked
 
+FULL = "can't be written (File too large)\n"
 IN_HF = "--checkpoint.last_save_in_hf"
 
 
@@ -182,65 +183,43 @@ def test_what_can_not_be_written_is_one_line(job, at, tmp_path, capsys):
     flipped = tmp_path / "flipped" / "step-1"
     shutil.copytree(step, flipped)
     path = next(flipped.glob("*.distcp"))
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    flip(path)
+    zoo.config("gla", vocab_size=4096).save_pretrained(tmp_path / "other")
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads((job.folder / "gla.json").read_text()) | {"num_heads": 2}))
-    said = {
-        "there": run(capsys, "export", step, tmp_path / "there"),
-        "in hf": run(capsys, "export", at / "step-2", new),
-        "nothing": run(capsys, "export", tmp_path / "there", new),
-        "no card": run(capsys, "export", plain, new),
-        "damaged": run(capsys, "export", flipped, new),
-        "another": run(capsys, "export", step, new, "--config", config),
-        "another, no card": run(capsys, "export", plain, new, "--config", zoo_config(tmp_path)),
-        "import, there": run(capsys, "import", at / "step-2", tmp_path / "there"),
-        "import, step": run(capsys, "import", at / "step-2", tmp_path / "step-7"),
-        "import, nothing": run(capsys, "import", tmp_path / "there", new),
-    }
+    hf, metadata = at / "step-2", "it holds no distributed checkpoint (.metadata)"
+    plainly = ("export", plain, new)
+    for words, begins in (
+        (("export", step, tmp_path / "there"), "export: /there already exists"),
+        (("export", hf, new), f"export at/step-2: {metadata}; it already is a Hugging Face"),
+        (("export", tmp_path / "there", new), f"export /there: {metadata}; name a step-N"),
+        (plainly, "export /plain/step-1: it has no titanplans.json"),
+        (
+            ("export", flipped, new),
+            f"export /flipped/step-1: /flipped/step-1/{path.name} is damaged: its checksum",
+        ),
+        (
+            ("export", step, new, "--config", config),
+            "--config /config.json: at/step-1 is of another model (num_heads = 4, now 2)",
+        ),
+        (
+            (*plainly, "--config", tmp_path / "other"),
+            "these are not the weights of a GLAForCausalLM.*: model.embeddings.weight is (4096, 32)",
+        ),
+        (("import", hf, tmp_path / "there"), "import: /there already exists"),
+        (("import", hf, tmp_path / "step-7"), "import: /step-7 would be a checkpoint of another step"),
+        (
+            ("import", tmp_path / "there", new),
+            "model config '/there/config.json' can't be read: No such file",
+        ),
+    ):
+        status, said = run(capsys, *words)
+        said = said.replace(str(tmp_path), "").replace(str(at), "at")
+        assert re.match(re.escape(f"error: {begins}").replace(r"\.\*", ".*"), said), said
+        assert (status, said.index("\n")) == (2, len(said) - 1)
     assert not new.exists()
-    with smallest_files():
-        full = {
-            "export": run(capsys, "export", step, new),
-            "import": run(capsys, "import", at / "step-2", new),
-        }
-    assert full == {
-        "export": (1, f"error: {tmp_path}/.new.writing can't be written (File too large)\n"),
-        "import": (1, f"error: {new} can't be written (File too large)\n"),
-    }
+    with largest_file(100_000):
+        assert run(capsys, "export", step, new) == (1, f"error: {tmp_path}/.new.writing {FULL}")
+        assert run(capsys, "import", at / "step-2", new) == (1, f"error: {new} {FULL}")
     assert not (tmp_path / ".new.writing").exists()
-    assert {status for status, _ in said.values()} == {2}
-    lines = {case: text.replace(str(tmp_path), "").replace(str(at), "at") for case, (_, text) in said.items()}
-    other = lines.pop("another, no card")
-    assert other.startswith("error: these are not the weights of a GLAForCausalLM")
-    assert ": model.embeddings.weight is (4096, 32)" in other
-    metadata = "it holds no distributed checkpoint (.metadata)"
-    begin = {
-        "there": "error: export: /there already exists",
-        "in hf": f"error: export at/step-2: {metadata}; it already is a Hugging Face",
-        "nothing": f"error: export /there: {metadata}; name a step-N",
-        "no card": "error: export /plain/step-1: it has no titanplans.json",
-        "damaged": f"error: export /flipped/step-1: /flipped/step-1/{path.name} is damaged: its checksum",
-        "another": "error: --config /config.json: at/step-1 is of another model (num_heads = 4, now 2)",
-        "import, there": "error: import: /there already exists",
-        "import, step": "error: import: /step-7 would be a checkpoint of another step",
-        "import, nothing": "error: model config '/there/config.json' can't be read: No such file",
-    }
-    assert {case: line[: len(begin[case])] for case, line in lines.items()} == begin
-    assert all(line.index("\n") == len(line) - 1 for line in lines.values())
-    assert run(capsys, "export", plain, new, "--config", job.folder / "gla.json")[0] == 0
-
-
-@contextlib.contextmanager
-def smallest_files():
-    """No file may grow beyond 100,000 bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def zoo_config(folder):
-    zoo.config("gla", vocab_size=4096).save_pretrained(folder / "other")
-    return folder / "other"
+    assert run(capsys, *plainly, "--config", job.folder / "gla.json")[0] == 0

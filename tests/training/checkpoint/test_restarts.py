@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from jobs import Job, descendants, gone
+from test_checkpoint_jobs import flip
 
 from titanplans.training.launch.launcher import _local_store
 from titanplans.training.launch.main import main
@@ -90,9 +91,7 @@ def test_killed_ranks_are_started_again_up_to_so_many_times(job):
     assert job.steps[-1] == job.losses[-1][0] == steps + 4
     # What a finished job has left is read before it says so.
     shard = job.folder / "out" / "checkpoint" / f"step-{steps + 4}" / "__1_0.distcp"
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 4
-    shard.write_bytes(content)
+    flip(shard)
     assert job.run(f"--training.steps={steps + 4}") == 2
     assert f"the job is finished, but {shard.relative_to(job.folder)} is damaged" in job.err
     assert "checkpoint.load_step = " in job.err

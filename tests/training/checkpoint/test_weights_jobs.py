@@ -2,7 +2,6 @@
 
 import functools
 import json
-import logging
 import shutil
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 import worlds
 from jobs import Job
 from safetensors.torch import load_file, save_file
-from test_checkpoint_jobs import Said
+from test_checkpoint_jobs import SAVES, TP, said
 from test_trainer import train, write_inputs
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -21,9 +20,6 @@ from titanplans.cli.main import main
 from titanplans.config import ConfigError, load_job
 from titanplans.errors import UserError
 from titanplans.training.data.vocabulary import default_tokenizer_path
-
-TP = "--parallelism.tensor_parallel_degree=2"
-SAVES = ("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.no-last_save_model_only")
 
 
 def publish(config: Path, folder: Path) -> None:
@@ -49,11 +45,8 @@ def starts(rank: int, folder: Path) -> dict:
 
     job = (folder, "dense", "start", TP, *SAVES, *start)
     found["losses"] = train(*job, "--training.steps=4", prepare=look)[0].losses()
-    said = Said()
-    logging.getLogger().addHandler(said)
-    logging.getLogger().setLevel(logging.INFO)
-    found["prolonged"] = train(*job, "--training.steps=6")[0].losses()
-    found["said"] = list(said.lines)
+    with said() as found["said"]:
+        found["prolonged"] = train(*job, "--training.steps=6")[0].losses()
     return found
 
 
@@ -145,7 +138,7 @@ def test_what_does_not_fit_is_refused_before_processes_start(job, monkeypatch):
     )
     assert "is not the one of gla (num_heads = 4, now 2)" in refusal(job, "--model.config=other.json")
     (folder / "tokenizer.json").rename(job.folder / "tokenizer.json")
-    assert "no tokenizer.json can be read there" in refusal(job)
+    assert "its tokenizer.json can't be read (No such file" in refusal(job)
     refused = load_job([str(job.folder / "job.toml"), f"--model.hf_assets_path={job.folder}"])
     assert refused.model.hf_assets_path == str(job.folder)
     (job.folder / "tokenizer.json").rename(folder / "tokenizer.json")

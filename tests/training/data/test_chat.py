@@ -11,14 +11,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from data_options import open_source
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from data_options import open_source, write_rows
 
-from titanplans.cli.sweep.cells import make_cells
-from titanplans.cli.sweep.spec import read_spec
-from titanplans.config import JobConfig
 from titanplans.config.sections.data import Chat
-from titanplans.errors import DataError, OptionError
+from titanplans.errors import DataError
 from titanplans.training.data import ChatFormat, default_tokenizer_path
 from titanplans.training.data.chat.messages import conversation_of
 
@@ -48,13 +44,6 @@ TALK = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
-
-
 @pytest.fixture
 def chat(tmp_path):
     """`Chat` with a template, by its text."""
@@ -71,9 +60,8 @@ def rows(tmp_path):
     """The path of a file of rows, of messages where they are no dicts."""
 
     def rows(*rows):
-        lines = [json.dumps(row if isinstance(row, dict) else {"messages": row}) + "\n" for row in rows]
-        (tmp_path / "rows.jsonl").write_text("".join(lines))
-        return str(tmp_path / "rows.jsonl")
+        rows = [row if isinstance(row, dict) else {"messages": row} for row in rows]
+        return write_rows(tmp_path / "rows.jsonl", rows)
 
     return rows
 
@@ -87,9 +75,7 @@ def tokens_of(row, options):
 
 
 def decoded(ids):
-    return HuggingFaceTokenizer(tokenizer_path=default_tokenizer_path()).decode(
-        list(map(int, ids)), skip_special_tokens=False
-    )
+    return data_options.tokenizer().decode(list(map(int, ids)), skip_special_tokens=False)
 
 
 # --- what counts
@@ -191,11 +177,10 @@ def test_variables_and_tools_reach_the_template(chat):
 # --- batches
 
 
-def loader(path, options, *, split="all", seq_len=64, dp_world_size=1, dp_rank=0, **config):
-    tokenizer = HuggingFaceTokenizer(tokenizer_path=default_tokenizer_path())
-    return data_options.config(dataset="local", dataset_path=path, split=split, chat=options, **config).build(
-        dp_world_size=dp_world_size, dp_rank=dp_rank, tokenizer=tokenizer, seq_len=seq_len, local_batch_size=2
-    )
+def loader(path, options, *, seq_len=64, dp_world_size=1, dp_rank=0, **config):
+    made = data_options.config(dataset="local", dataset_path=path, split="all", chat=options, **config)
+    at = {"dp_world_size": dp_world_size, "dp_rank": dp_rank, "seq_len": seq_len, "local_batch_size": 2}
+    return made.build(tokenizer=data_options.tokenizer(), **at)
 
 
 def numbered(n):
@@ -277,20 +262,6 @@ def test_a_stream_counts_what_it_leaves_out(chat, rows, tmp_path, caplog):
     assert lines[1].endswith("row 5, nothing in it counts")
 
 
-def test_parquet_gives_what_jsonl_does(chat, rows, tmp_path):
-    path = rows(TALK, *numbered(3))
-    talks = [json.loads(line)["messages"] for line in Path(path).read_text().splitlines()]
-    pyarrow.parquet.write_table(
-        pyarrow.table({"messages": talks, "id": [1, 2, 3, 4]}), tmp_path / "a.parquet"
-    )
-    both = [
-        open_source("local", file, split="all", chat=form(chat()))._corpus
-        for file in (path, str(tmp_path / "a.parquet"))
-    ]
-    one, other = ([corpus.document(i).to_bytes() for i in range(4)] for corpus in both)
-    assert one == other
-
-
 def test_keys_that_other_rows_have_are_not_there(chat, tmp_path):
     """Arrow gives each object the keys of all: a template would write them as None. It sorts them before pyarrow 22."""
     template = "{% for t in tools %}{{ t | tojson }}{% endfor %}" + PLAIN
@@ -338,7 +309,7 @@ def test_a_checkpoint_of_other_settings_is_not_gone_on_from(chat, rows):
             "FILE, line 2, message 1 of 'messages' has a part of type 'image'",
         ),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "holds an unpaired surrogate"),
-        ({"messages": [said("judge", "a")]}, "refuses the conversation (TemplateError: no role judge)"),
+        ({"messages": [said("judge", "a")]}, "can't write the conversation (TemplateError: no role judge)"),
         ({"prompt": "a", "completion": 3}, "'completion' holds a value of type int"),
         ({"messages": TALK, "tools": "{"}, "'tools' is a text, and not one of JSON"),
         ({"messages": TALK, "tools": [1]}, '"tools" is not a list of objects'),
@@ -364,8 +335,8 @@ def test_a_row_of_parquet_is_named_too(chat, tmp_path):
     ("template", "reason"),
     [
         ("{% for m in messages %}", "is no valid Jinja (TemplateSyntaxError: "),
-        ("{{ messages[0].__class__.__mro__ }}", "may not do (access to attribute '__class__'"),
-        ("{{ ''.join(messages) }}", "refuses the conversation (TypeError"),
+        ("{{ messages[0].__class__.__mro__ }}", "can't write the conversation (SecurityError: access to"),
+        ("{{ ''.join(messages) }}", "can't write the conversation (TypeError"),
         (PLAIN + "{{ strftime_now('%d') }}", "date (strftime_now)"),
         ("{{ unk_token }}" + PLAIN, "writes unk_token, which tokenizer_config.json"),
         ("<|im_start|>" + PLAIN, "writes '<|im_start|>', which is no token"),
@@ -410,35 +381,3 @@ def test_other_refusals(chat, rows, tmp_path):
         open_source("stdlib", chat=form(chat()))
     with pytest.raises(DataError, match=r"holds no conversation .*within seq"):
         open_source("local", rows(TALK[:2]), split="all", chat=form(chat()))
-
-
-def test_options_that_would_do_nothing():
-    for options, reason in (
-        (
-            {"chat": {"train_on": "last"}},
-            'training.chat.train_on = "last": has no effect unless training.chat.enable',
-        ),
-        (
-            {"chat": True, "text_column": "body"},
-            'training.text_column = "body": training.chat reads conversations',
-        ),
-        ({"chat": {"enable": True, "truncation": "both"}}, 'training.chat.truncation = "both": expected'),
-    ):
-        with pytest.raises(OptionError) as error:
-            JobConfig(training=options)
-        assert reason in str(error.value)
-    assert JobConfig(training={"chat": True}).training.chat.enable
-
-
-def test_a_sweep_goes_over_what_counts(tmp_path, monkeypatch):
-    monkeypatch.chdir(Path(__file__).parents[3])
-    (tmp_path / "sweep.toml").write_text(
-        '[sweep]\nbase = "configs/chat_debug.toml"\n[[axis]]\ntraining.chat.train_on = ["assistant", "all"]\n'
-        "[[axis]]\ntraining.chat.packing = [true, false]\n"
-    )
-    cells = make_cells(read_spec(str(tmp_path / "sweep.toml")))
-    chats = [cell.job.training.chat for cell in cells]
-    assert {(chat.train_on, chat.packing) for chat in chats} == {
-        (train_on, packing) for train_on in ("assistant", "all") for packing in (True, False)
-    }
-    assert all(chat.enable for chat in chats)

@@ -2,12 +2,15 @@
 
 import json
 import os
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import worlds
 import zoo
+from data_options import write_rows
 from equal import summed_cross_entropy
 from test_chat import MARKED, numbered
 from test_trainer import DEGREE, JOB, MODELS, losses_of, train
@@ -31,8 +34,7 @@ def write_inputs(folder: Path) -> Path:
     for name in ("gla", "dense"):
         (folder / f"{name}.json").write_text(json.dumps(MODELS[name]))
     (folder / "text").mkdir()
-    rows = [json.dumps({"messages": talk}) + "\n" for talk in numbered(60)]
-    (folder / "text" / "rows.jsonl").write_text("".join(rows))
+    write_rows(folder / "text" / "rows.jsonl", [{"messages": talk} for talk in numbered(60)])
     return folder
 
 
@@ -163,40 +165,40 @@ def test_packed_conversations_have_the_losses_of_each_by_itself(name):
     assert together.item() == pytest.approx(float(alone), rel=1e-6)
 
 
-def test_an_unknown_model_is_refused_only_where_conversations_are_packed():
-    from types import SimpleNamespace
-
-    def job(own=None, enable=True, packing=True, **data):
-        chat = {"training.chat.enable": enable} | ({"training.chat.packing": packing} if enable else {})
-        return build_job(chat | {"model.class": own, **{f"data.{key}": value for key, value in data.items()}})
-
-    config = SimpleNamespace(model_type="gpt_oss", _attn_implementation="eager")
-    with pytest.raises(ConfigError, match="'gpt_oss' is not known to keep"):
-        documents.check_documents(job(), config)
-    documents.check_documents(job(packing=False), config)
-    documents.check_documents(job(enable=False), config)
-    flash = SimpleNamespace(model_type="llama", _attn_implementation="flash_attention_2")
-    with pytest.raises(ConfigError, match=r"training\.chat\.packing"):
-        documents.check_documents(job(), flash)
-    llama = SimpleNamespace(model_type="llama")
-    assert documents.keyword(job(), llama) == "position_ids"
-    assert documents.keyword(job(own="module:Class"), llama) is None
+CHATS = {"training.chat.enable": True}
+APART = "data.documents"
 
 
-def test_documents_of_text_are_apart_where_the_model_can_or_the_job_is_refused():
-    from types import SimpleNamespace
-
-    def apart(model_type, **data):
-        job, config = (
-            build_job({f"data.{k}": v for k, v in data.items()}),
-            SimpleNamespace(model_type=model_type),
-        )
+@pytest.mark.parametrize(
+    ("options", "model", "expected"),
+    [
+        (CHATS, {"model_type": "gpt_oss"}, "training.chat.packing = true: 'gpt_oss' is not known to keep"),
+        (CHATS | {"training.chat.packing": False}, {"model_type": "gpt_oss"}, False),
+        ({}, {"model_type": "gpt_oss"}, False),
+        (
+            CHATS,
+            {"model_type": "llama", "_attn_implementation": "flash_attention_2"},
+            "training.chat.packing",
+        ),
+        (CHATS, {"model_type": "llama"}, True),
+        ({}, {"model_type": "gla"}, True),
+        ({}, {"model_type": "mom"}, False),
+        ({APART: "apart"}, {"model_type": "llama"}, True),
+        ({APART: "joined"}, {"model_type": "llama"}, False),
+        ({APART: "apart"}, {"model_type": "mom"}, "data.documents = \"apart\": 'mom' is not known"),
+    ],
+)
+def test_documents_are_apart_where_the_model_can_or_the_job_is_refused(options, model, expected):
+    job, config = build_job(options), SimpleNamespace(**{"_attn_implementation": "eager"} | model)
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=re.escape(expected)):
+            documents.check_documents(job, config)
+    else:
         documents.check_documents(job, config)
-        return documents.are_apart(job, documents.keyword(job, config))
+        assert documents.are_apart(job, documents.keyword(job, config)) == expected
 
-    assert apart("gla")
-    assert not apart("mom")
-    assert apart("llama", documents="apart")
-    assert not apart("llama", documents="joined")
-    with pytest.raises(ConfigError, match=r'data\.documents = "apart": .mom. is not known'):
-        apart("mom", documents="apart")
+
+def test_a_model_of_ones_own_is_told_of_no_documents():
+    config = SimpleNamespace(model_type="llama")
+    assert documents.keyword(build_job(CHATS), config) == "position_ids"
+    assert documents.keyword(build_job(CHATS | {"model.class": "module:Class"}), config) is None

@@ -1,7 +1,6 @@
 """Every token is read once, and every global batch is the same, whatever the number of ranks, and whenever it changes."""
 
 import json
-from itertools import islice
 from typing import ClassVar
 
 import numpy as np
@@ -12,7 +11,7 @@ from titanplans.config.sections.data import Data
 from titanplans.training.data.corpus.sources import Shuffled
 from titanplans.training.data.dataset import PackedText
 from titanplans.training.data.mixture import PackedSource
-from titanplans.training.data.streams import BatchSlice, DataPosition, Streams, divide, merged
+from titanplans.training.data.streams import BatchSlice, DataPosition, divide, merged
 
 
 class Corpus:
@@ -129,18 +128,3 @@ def test_ranks_and_workers_open_streams_of_their_own_and_each_stream_has_its_tur
     n = data.draw(st.integers(0, 1000))
     windows = [streams.place(i)[1] for i in range(n) if streams.place(i)[0] == 0]
     assert windows == list(range(len(windows)))
-
-
-def test_ranks_that_do_not_divide_the_streams_only_read_more():
-    source = source_of([7] * 40)
-    start = DataPosition(Streams(4))
-    expected, _ = run(source, start, 6, 1, 1, 5, 4)
-    for ranks in (2, 3, 6):
-        assert run(source, start, 6 // ranks, ranks, 1, 5, 4)[0] == expected
-
-
-def test_an_order_is_shared_by_the_streams_of_an_epoch():
-    source = source_of([1] * 1000)
-    generators = [source.documents(0, stream, 8, None) for stream in range(8)]
-    assert len({position for g in generators for position, _ in islice(g, 3)}) == 3
-    assert {len(list(source.documents(0, stream, 8, None))) for stream in range(8)} == {125}

@@ -1,6 +1,5 @@
 """Every document is read once an epoch, for any batch, ranks, workers, packing and resume; and what is said of it."""
 
-import json
 import multiprocessing
 import os
 from collections import Counter
@@ -32,7 +31,7 @@ def texts(name):
 def write(folder: Path) -> Data:
     """Write two sources of rows and one of text files; return their mixture."""
     for name in "ab":
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts(name)))
+        data_options.write_rows(folder / f"{name}.jsonl", [{"text": text} for text in texts(name)])
     (folder / "c").mkdir()
     for number, text in enumerate(texts("c")):
         (folder / "c" / f"{number}.txt").write_text(text)

@@ -1,11 +1,11 @@
 """A job of a mixture, documents apart: its losses on one process, on four, and resumed on another layout."""
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 import worlds
+from data_options import write_rows
 from test_trainer import train, write_inputs
 
 STEPS = ("--training.steps=6", "--lr_scheduler.total_steps=6", "--training.local_batch_size=8")
@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
     write_inputs(folder)
     for name, words, most in (("a", "one two three four", 9), ("b", "five six seven", 30)):
         rows = [{"text": " ".join((words.split() * 9)[: 2 + (7 * i) % most])} for i in range(200)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(folder / f"{name}.jsonl", rows)
     os.environ["TEST_FOLDER"] = str(folder)
     return folder
 

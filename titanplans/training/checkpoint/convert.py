@@ -5,7 +5,6 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -19,8 +18,8 @@ from titanplans.precision.kept_dtypes import keeps_float32
 from titanplans.training.checkpoint import folder as folders
 from titanplans.training.checkpoint.card import Card
 from titanplans.training.checkpoint.match import model_card
-from titanplans.training.checkpoint.storage import CheckpointWriter
-from titanplans.training.checkpoint.weights import alone, of_folder
+from titanplans.training.checkpoint.storage import CheckpointWriter, cause_of
+from titanplans.training.checkpoint.weights import of_folder
 from titanplans.weights.files import refuse_full
 from titanplans.weights.lazy import LazyTensor
 
@@ -57,27 +56,19 @@ def import_folder(
     try:
         writing.mkdir(parents=True)
         refuse_full(writing, sum(tensor.nbytes for tensor in state.values()))
-        with alone():
-            dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+        dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
     except FileExistsError as error:
         raise ConfigError(
             f"import: {writing} exists: another process is writing it, or was killed; in that case remove it"
         ) from error
     except (CheckpointException, OSError, NotSaved) as error:
         shutil.rmtree(writing, ignore_errors=True)
-        raise _failed(error, checkpoint) from error
+        cause = cause_of(error) if isinstance(error, CheckpointException) else error
+        if isinstance(cause, OSError):
+            said = f"{cause.filename or checkpoint} can't be written ({disk.reason(cause)})"
+            raise NotSaved(said) from error
+        raise cause from error
     return f"{checkpoint}: {size_of(checkpoint)}; a job starts from it by checkpoint.initial_load_path"
-
-
-def _failed(error: BaseException, checkpoint: Path) -> BaseException:
-    """Return the error of a failed save; if the disk failed, as one line."""
-    causes: list[Any] = [error]
-    if isinstance(error, CheckpointException):
-        causes = [cause for cause, _ in error.failures.values()]
-    refused = next((cause for cause in causes if isinstance(cause, OSError)), None)
-    if refused is None:
-        return causes[0]
-    return NotSaved(f"{refused.filename or checkpoint} can't be written ({disk.reason(refused)})")
 
 
 def size_of(folder: Path) -> str:

@@ -3,7 +3,7 @@
 What is saved, and when, is in manager.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from titanplans.errors import ConfigError, NotSaved, UserError
 from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.card import CARD, damage, read_card
 from titanplans.training.checkpoint.match import changes, has_gone_on_from, to_resume
-from titanplans.training.checkpoint.storage import CheckpointReader, Planner
+from titanplans.training.checkpoint.storage import CheckpointReader, Planner, cause_of
 from titanplans.weights.adapters import load_adapter
 from titanplans.weights.gather import of_all
 from titanplans.weights.load import load_weights
@@ -102,14 +102,10 @@ class CheckpointLoader(torchtitan.components.checkpointer.CheckpointManager):
                     f"{checkpoint.name} is of a job with other values, which this one's replace: {differing}"
                 )
         with self._failures_as_one_line(f"{checkpoint} can't be loaded"):
+            reader = CheckpointReader(checkpoint)
             if adapted(self._lm):  # `check_saved` has refused a checkpoint that lacks more
-                there = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
-                state_dict = {
-                    name: value
-                    for name, value in state_dict.items()
-                    if name in there or not isinstance(value, torch.Tensor)
-                }
-            dcp.load(state_dict, storage_reader=CheckpointReader(checkpoint), planner=Planner())
+                state_dict = without_tensors(state_dict, but=reader.read_metadata().state_dict_metadata)
+            dcp.load(state_dict, storage_reader=reader, planner=Planner())
         self.states[MODEL].load_state_dict(state_dict)
 
     def _find_load_step(self, folder: str = "") -> int:
@@ -124,21 +120,24 @@ class CheckpointLoader(torchtitan.components.checkpointer.CheckpointManager):
             self.save_future = None
             if dist.get_rank() == 0:
                 folder.discard(self.path)  # no rank writes any more
-            causes = [cause for cause, _ in failed.failures.values()]
-            for kind in (UserError, OSError, Exception):
-                cause = next((cause for cause in causes if isinstance(cause, kind)), None)
-                if isinstance(cause, UserError):
-                    raise cause from None
-                if isinstance(cause, OSError):
-                    raise NotSaved(f"{what} ({disk.reason(cause)}); {self.resume_point()}") from failed
-                if cause is not None:
-                    raise RuntimeError(f"{what}: {type(cause).__name__}: {cause}") from failed
-            raise
+            cause = cause_of(failed)
+            if isinstance(cause, UserError):
+                raise cause from None
+            if isinstance(cause, OSError):
+                raise NotSaved(f"{what} ({disk.reason(cause)}); {self.resume_point()}") from failed
+            raise RuntimeError(f"{what}: {type(cause).__name__}: {cause}") from failed
 
     def resume_point(self) -> str:
         """Return from where the job can resume, in words, once pending writes are done."""
         self.maybe_wait_for_saving()
         return folder.newest(self.path)
+
+
+def without_tensors(state: dict[str, Any], *, but: Collection[str]) -> dict[str, Any]:
+    """Return a state `but` of tensors only those of these names."""
+    return {
+        name: value for name, value in state.items() if name in but or not isinstance(value, torch.Tensor)
+    }
 
 
 def _damage(checkpoint: Path) -> str | None:

@@ -25,7 +25,7 @@ from titanplans.errors import Diverged, NotSaved
 from titanplans.precision.kept_dtypes import keeps_float32
 from titanplans.training.checkpoint import folder, published
 from titanplans.training.checkpoint.card import Card
-from titanplans.training.checkpoint.loader import CheckpointLoader
+from titanplans.training.checkpoint.loader import CheckpointLoader, without_tensors
 from titanplans.training.checkpoint.storage import CheckpointWriter
 from titanplans.weights.adapters import trained_names
 from titanplans.weights.gather import of_all
@@ -79,8 +79,7 @@ class CheckpointManager(CheckpointLoader):
             if not self.load_only and dist.get_rank() == 0:
                 folder.tidy(self.path)
             if self.last_save_in_hf:
-                (part,) = self.states[MODEL].model
-                published.check(part.lm, config.hf_config)  # now, not after the last step
+                published.check(self._lm, config.hf_config)  # now, not after the last step
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         """Save if it is due.
@@ -130,12 +129,7 @@ class CheckpointManager(CheckpointLoader):
         """torchtitan's, by a writer that renames complete checkpoints."""
         checkpoint = Path(checkpoint_id)
         if self.config.save_adapters_only:
-            trained = trained_names(self._lm)
-            state_dict = {
-                name: value
-                for name, value in state_dict.items()
-                if name in trained or not isinstance(value, torch.Tensor)
-            }
+            state_dict = without_tensors(state_dict, but=trained_names(self._lm))
         holds = "training" if TRAIN_STATE in state_dict else "weights"
         if holds == "weights":  # torchtitan has cast them all
             kept = keeps_float32(self._lm, self.export_dtype)
@@ -148,30 +142,27 @@ class CheckpointManager(CheckpointLoader):
         # Python's collections off, and its own see young objects alone, which these no longer are when they are written.
         gc.collect()
         with self._failures_as_one_line(f"step {step} can't be saved in {self.path}"):
-            if async_mode == AsyncMode.ASYNC:
-                return dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg)
+            if async_mode == AsyncMode.DISABLED:
+                dcp.save(state_dict, storage_writer=writer)
+                return None
+            options: dict[str, Any] = {"storage_writer": writer, "process_group": self.pg}
             if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
-                return dcp.async_save(
-                    state_dict,
-                    storage_writer=writer,
-                    process_group=self.pg,
-                    async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-                    async_stager=self.stager,
-                )
-            dcp.save(state_dict, storage_writer=writer)
-        return None
+                options |= {
+                    "async_checkpointer_type": AsyncCheckpointerType.PROCESS,
+                    "async_stager": self.stager,
+                }
+            return dcp.async_save(state_dict, **options)
 
     def _save_last_step(self, curr_step: int) -> None:
         """torchtitan's; under last_save_in_hf a Hugging Face folder with a card, written tensor by tensor."""
         if not self.last_save_in_hf:
             super()._save_last_step(curr_step)
             return
-        (part,) = self.states[MODEL].model
         checkpoint = folder.checkpoint_path(self.path, curr_step)
         card = Card(curr_step, "weights", self.config.model, self.config.job, {})
         try:
             published.save(
-                part.lm,
+                self._lm,
                 checkpoint,
                 card,
                 config=self.config.hf_config,

@@ -22,7 +22,7 @@ from titanplans.parallel.optimizers.build import ParameterGroup
 from titanplans.plan.adapted import is_factor
 from titanplans.text import show
 from titanplans.training.checkpoint import folder
-from titanplans.training.checkpoint.card import CARD, damage, read_card
+from titanplans.training.checkpoint.card import CARD, Card, damage, read_card
 from titanplans.training.checkpoint.storage import CheckpointReader
 from titanplans.weights.adapters import trained_names
 
@@ -152,21 +152,34 @@ def check_saved(
     Raises:
         ConfigError: with what differs; or it holds the weights alone.
     """
-    has_card = (checkpoint / CARD).is_file()
-    if has_card and (wrong := damage(checkpoint, names=(".metadata",))) is not None:
-        raise damaged(checkpoint, key, wrong)
-    if has_card and ".metadata" not in read_card(checkpoint).files:  # a Hugging Face folder
-        if differing := changes(read_card(checkpoint).model, model_card(model.config), overrides):
-            raise _of_another(checkpoint, key, differing)
-        if resumes:
-            raise _weights_alone(checkpoint, key, "checkpoint.last_save_in_hf")
-        return
-    index = CheckpointReader(checkpoint).read_metadata()
-    if (wrong := truncated(checkpoint, index)) is not None:
-        raise damaged(checkpoint, key, wrong)
-    if has_card and (differing := changes(read_card(checkpoint).model, model_card(model.config), overrides)):
-        raise _of_another(checkpoint, key, differing)
-    saved = index.state_dict_metadata
+    card, in_hf, saved = None, False, {}
+    if (checkpoint / CARD).is_file():
+        if (wrong := damage(checkpoint, names=(".metadata",))) is not None:
+            raise damaged(checkpoint, key, wrong)
+        card = read_card(checkpoint)
+        in_hf = ".metadata" not in card.files
+    if not in_hf:
+        index = CheckpointReader(checkpoint).read_metadata()
+        saved = index.state_dict_metadata
+        if (wrong := truncated(checkpoint, index)) is not None:
+            raise damaged(checkpoint, key, wrong)
+    differing = changes(card.model, model_card(model.config), overrides) if card is not None else ""
+    if not differing and not in_hf:
+        differing = _misshapen(saved, model, card, own=key == "checkpoint.folder")
+    if differing:
+        raise ConfigError(
+            f"{key}: {checkpoint} is of another model ({differing}); name another folder, or return to that model"
+        )
+    if resumes and not any(name.startswith("train_state") for name in saved):
+        why = "checkpoint.last_save_in_hf" if in_hf else "checkpoint.last_save_model_only"
+        raise ConfigError(
+            f"{key}: {checkpoint} holds only the weights ({why}), so training can't be resumed from it; resume from an "
+            "earlier one by checkpoint.load_step, or start a new checkpoint.folder with it as checkpoint.initial_load_path"
+        )
+
+
+def _misshapen(saved: Mapping[str, Any], model: PreTrainedModel, card: Card | None, *, own: bool) -> str:
+    """Return the first weight of another shape in a checkpoint's index, in words; "" if there is none."""
     there = {
         name: list(entry.size) if isinstance(entry, TensorStorageMetadata) else None
         for name, entry in saved.items()
@@ -174,32 +187,15 @@ def check_saved(
     }
     here = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     if adapted(model):
-        own, trained = key == "checkpoint.folder", trained_names(model)
-        if own and has_card and read_card(checkpoint).job.get("checkpoint.save_adapters_only"):
+        if own and card is not None and card.job.get("checkpoint.save_adapters_only"):
+            trained = trained_names(model)
             here = {name: shape for name, shape in here.items() if name in trained}
         elif not own and not any(map(is_factor, there)):  # of the model before it got adapters
             here = {name: shape for name, shape in here.items() if not is_factor(name)}
     for name in [*here, *there]:
         if here.get(name) != there.get(name):
-            raise ConfigError(
-                f"{key}: {checkpoint} is of another model: {name} is {there.get(name) or 'not there'} in it, and "
-                f"{here.get(name) or 'not there'} in this one; name another folder, or return to that model"
-            )
-    if resumes and not any(name.startswith("train_state") for name in saved):
-        raise _weights_alone(checkpoint, key, "checkpoint.last_save_model_only")
-
-
-def _of_another(checkpoint: Path, key: str, differing: str) -> ConfigError:
-    return ConfigError(
-        f"{key}: {checkpoint} is of another model ({differing}); name another folder, or return to that model"
-    )
-
-
-def _weights_alone(checkpoint: Path, key: str, why: str) -> ConfigError:
-    return ConfigError(
-        f"{key}: {checkpoint} holds only the weights ({why}), so training can't be resumed from it; resume from an earlier "
-        "one by checkpoint.load_step, or start a new checkpoint.folder with it as checkpoint.initial_load_path"
-    )
+            return f"{name}: {there.get(name) or 'not there'}, now {here.get(name) or 'not there'}"
+    return ""
 
 
 def check_optimizer(checkpoint: Path, groups: Iterable[ParameterGroup], key: str) -> None:

@@ -15,13 +15,14 @@ from typing import Any, ClassVar, cast
 import torch
 import xxhash
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from titanplans.disk import sync
-from titanplans.errors import ConfigError
+from titanplans.errors import ConfigError, UserError
 from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.card import Card, write_card
 
@@ -108,7 +109,9 @@ class _Hashed:
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads a checkpoint of ours or of torchtitan's."""
+    """Reads a checkpoint of ours or of torchtitan's; its index once, for any number of loads."""
+
+    _index: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the index of the checkpoint.
@@ -116,6 +119,10 @@ class CheckpointReader(FileSystemReader):
         Raises:
             ConfigError: its index is not a checkpoint's, or holds objects that no checkpoint needs.
         """
+        self._index = self._index or self._read_index()
+        return self._index
+
+    def _read_index(self) -> Metadata:
         path = Path(self.path, ".metadata")
         try:
             with path.open("rb") as file:
@@ -130,6 +137,13 @@ class CheckpointReader(FileSystemReader):
                 f"{path} is not the index of a checkpoint: it holds a {type(metadata).__name__}; take another"
             )
         return metadata
+
+
+def cause_of(failed: CheckpointException) -> BaseException:
+    """Return the first error of the ranks that failed: one of the user's if there is one, or else of the system's."""
+    causes = [cause for cause, _ in failed.failures.values()]
+    kinds = (UserError, OSError, BaseException)
+    return next(cause for kind in kinds for cause in causes if isinstance(cause, kind))
 
 
 class Planner(DefaultLoadPlanner):

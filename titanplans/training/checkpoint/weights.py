@@ -4,9 +4,7 @@ Each is the tensors by the model's own names, on meta, and what reads one of the
 """
 
 import os
-import warnings
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedModel
 
 from titanplans import modeling
@@ -50,11 +48,11 @@ def of_checkpoint(checkpoint: Path, what: str) -> Weights:
         if os.path.isfile(checkpoint / "config.json"):
             hint = "it already is a Hugging Face folder"
         raise ConfigError(f"{what}: it holds no distributed checkpoint (.metadata); {hint}")
-    metadata = CheckpointReader(checkpoint).read_metadata()
+    reader = CheckpointReader(checkpoint)
+    metadata = reader.read_metadata()
     has_card = os.path.isfile(checkpoint / CARD)
     if (wrong := damage(checkpoint) if has_card else truncated(checkpoint, metadata)) is not None:
         raise ConfigError(f"{what}: {wrong}; take another checkpoint")
-    reader = _ReadOnce(checkpoint, metadata)
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
         for name, entry in metadata.state_dict_metadata.items()
@@ -64,8 +62,7 @@ def of_checkpoint(checkpoint: Path, what: str) -> Weights:
     def read(name: str) -> torch.Tensor:
         state = {name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype)}
         try:
-            with alone():
-                dcp.load(state, storage_reader=reader, planner=Planner(), no_dist=True)
+            dcp.load(state, storage_reader=reader, planner=Planner(), no_dist=True)
         except CheckpointException as error:
             raise ConfigError(f"{what}: {name} in it is damaged; take another checkpoint") from error
         return state[name]
@@ -159,22 +156,3 @@ def beside(own: Weights, base: Weights, adapters: Mapping[str, Merge], least: to
         return base.read(name).to(tensors[name].dtype)
 
     return Weights({**tensors, **own.tensors}, read)
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """Silence torch's warning of the single process, which it was told about."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield
-
-
-class _ReadOnce(CheckpointReader):
-    """A reader of many loads, whose index is read once."""
-
-    def __init__(self, checkpoint: Path, metadata: Metadata):
-        super().__init__(checkpoint)
-        self._index = metadata
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._index

@@ -5,18 +5,16 @@ find in the cache of the `datasets` library.
 """
 
 from pathlib import Path
-from typing import Any
 
 from titanplans.config.sections.data import Corpus
 from titanplans.errors import DataError
 from titanplans.training.data.chat.chat import ChatFormat
 from titanplans.training.data.corpus.sources import open_source
+from titanplans.training.data.reading import refusing
 from titanplans.training.data.vocabulary import load_tokenizer
-from titanplans.training.job.reading import refusing
 
 PLACE = "place"
 """The one key of a loader's state."""
-_REMEDY = 'keep the checkpoint\'s, or start the data anew with exclude_from_loading = ["dataloader"] in [checkpoint]'
 
 
 def check_dataset(
@@ -38,11 +36,7 @@ def check_dataset(
         DataError: a missing path, no file, unsupported extensions, no such split or column, unreadable
             rows, a data set that the hub doesn't have, or too few tokens for one sequence.
     """
-    source, split, shown = (
-        open_source(of, chat=chat, check=True),
-        of.dataset_split,
-        of.dataset_path or of.dataset,
-    )
+    source, split, shown = open_source(of, chat=chat), of.dataset_split, of.dataset_path or of.dataset
     if chat is not None:
         if next(source.documents(0, 0, 1, None), None) is None:
             raise DataError(
@@ -88,12 +82,3 @@ def read_place(folder: str | Path) -> dict[str, str]:
         dcp.load(loaded, storage_reader=reader, planner=Planner(), no_dist=True)
         state = loaded["dataloader"]
     return state
-
-
-def check_identity(saved: dict[str, Any], current: dict[str, Any]) -> None:
-    """Refuse a checkpoint of other data or settings; the `DataError` names the first that differs, with both values."""
-    for key in saved | current:
-        if saved.get(key) != current.get(key):
-            raise DataError(
-                f"{key} = {current.get(key)!r}: the checkpoint's data loader had {saved.get(key)!r}; {_REMEDY}"
-            )

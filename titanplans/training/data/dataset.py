@@ -4,8 +4,9 @@ No token is ever saved: a resumed run tokenises the documents again in which a s
 """
 
 import itertools
+import json
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,8 +15,18 @@ from torchtitan.components.loss import IGNORE_INDEX
 
 from titanplans.errors import DataError
 from titanplans.training.data.mixture import PackedSource
-from titanplans.training.data.stream_rows import Mixture, RestOfStreams, Row, StreamRows
-from titanplans.training.data.streams import BatchSlice, Cursor, DataPosition
+from titanplans.training.data.packing import Window
+from titanplans.training.data.streams import BatchSlice, Cursor, DataPosition, SourcePlace, source_of
+
+
+class Row(NamedTuple):
+    """A row of a stream."""
+
+    window: Window[Any]
+    source: int
+    stream: int
+    cursor: Cursor
+    """Where the stream goes on behind it."""
 
 
 class StepBatch(NamedTuple):
@@ -65,58 +76,91 @@ class PackedText(IterableDataset):
     def __iter__(self) -> Iterator[StepBatch | DataError | Ended]:
         start, self.start = self.start, self.beginning
         worker = get_worker_info()
-        return self._batches(start, worker.id if worker is not None else 0)
+        return _with_errors((self._rest if start.rest else self._batches)(start, worker.id if worker else 0))
 
-    def _batches(self, start: DataPosition, worker: int) -> Iterator[StepBatch | DataError | Ended]:
-        readers: dict[int, StreamRows] = {}
-        rest = RestOfStreams(lambda stream: self._rows(stream, start), start.streams.count)
+    def _batches(self, start: DataPosition, worker: int) -> Iterator[StepBatch | Ended]:
+        streams: dict[int, Iterator[Row]] = {}
         for step in itertools.count(worker, self._share.workers):
-            rows, cursors = [], {}
-            try:
-                for sequence in self._share.of(start.sequences, step):
-                    if start.rest:
-                        rows.append(rest.row(sequence - start.sequences))
-                        cursors = dict(rest.cursors)
-                        continue
-                    stream, number = start.streams.place(sequence)
-                    if stream not in readers:
-                        readers[stream] = self._rows(stream, start)
-                    rows.append(readers[stream].row(number))
-                    cursors[stream] = readers[stream].cursor
-            except DataError as error:
-                yield error  # a worker's own exceptions come out with its traceback in the message
-                return
-            if None in rows and not start.rest:
-                yield Ended()
-                return
-            if None in rows and rest.read <= step * self._share.global_batch:
-                return
-            yield self._batch(rows, cursors)
+            rows = []
+            for sequence in self._share.of(start.sequences, step):
+                stream, number = start.streams.place(sequence)
+                if stream not in streams:
+                    streams[stream] = self._rows(stream, start)
+                row = next((row for row in streams[stream] if row.cursor.windows > number), None)
+                if row is None:
+                    yield Ended()
+                    return
+                rows.append(row)
+            yield self._batch(rows, {row.stream: row.cursor for row in rows})
 
-    def _rows(self, stream: int, start: DataPosition) -> StreamRows:
-        mixture = None
-        if self._weights is not None:
-            mixture = Mixture(self._weights, start.streams.before(start.weighted_since, stream))
-        cursor = start.cursors.get(stream, Cursor())
-        return StreamRows(self._parts, mixture, stream, start.streams.count, cursor, epochs=self._epochs)
-
-    def _batch(self, rows: list[Row | None], cursors: dict[int, Cursor]) -> StepBatch:
-        shape = len(rows), self._seq_len
-        tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
-        positions, lengths = np.tile(np.arange(self._seq_len), (len(rows), 1)), []
-        for number, row in enumerate(rows):
-            if row is not None:
-                window, n = row.window, len(row.window.positions)
-                tokens[number, :n], labels[number, :n] = window.inputs, window.labels
-                positions[number, :n] = window.positions
-                positions[number, n:] = np.arange(self._seq_len - n)
-                lengths.append((row.source, n))
-        long = [part.take_long() for part in self._parts]
-        return StepBatch(
-            torch.from_numpy(tokens),
-            torch.from_numpy(positions),
-            torch.from_numpy(labels),
-            cursors,
-            lengths,
-            long,
+    def _rest(self, start: DataPosition, worker: int) -> Iterator[StepBatch]:
+        """The rest of all streams, one after another: each worker reads all of it."""
+        share, cursors = self._share, dict[int, Cursor]()
+        rows = itertools.chain.from_iterable(
+            self._rows(stream, start) for stream in range(start.streams.count)
         )
+        for step in itertools.count():
+            batch = list(itertools.islice(rows, share.global_batch))
+            if not batch:
+                return
+            cursors |= {row.stream: row.cursor for row in batch}
+            if step % share.workers == worker:
+                yield self._batch(batch[share.rank * share.size :][: share.size], dict(cursors))
+
+    def _rows(self, stream: int, start: DataPosition) -> Iterator[Row]:
+        """Yield the rows of a stream up to the end of all sources."""
+        cursor = start.cursors.get(stream, Cursor())
+        places = list(cursor.places or (SourcePlace(),) * len(self._parts))
+        windows = [
+            part.windows(stream, start.streams.count, place, epochs=self._epochs)
+            for part, place in zip(self._parts, places, strict=True)
+        ]
+        weights = None if self._weights is None else list(self._weights)
+        # Streams are out of step, so that each batch is mixed.
+        turn = stream - start.streams.before(start.weighted_since, stream)
+        left = [number for number in range(len(places)) if weights is None or weights[number]]
+        for row in itertools.count(cursor.windows):
+            source, window = -1, None
+            while window is None:
+                if not left:
+                    return
+                source = left[0] if weights is None else source_of(turn + row, weights)
+                if (window := next(windows[source], None)) is None:
+                    left.remove(source)
+                    weights = weights and [w * (number in left) for number, w in enumerate(weights)]
+            places[source] = _place(window)
+            yield Row(window, source, stream, Cursor(row + 1, tuple(places)))
+
+    def _batch(self, rows: list[Row], cursors: dict[int, Cursor]) -> StepBatch:
+        """A share of `rows`, or fewer at the end of the data, where it is filled up."""
+        shape = self._share.size, self._seq_len
+        tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
+        positions = np.tile(np.arange(self._seq_len), (self._share.size, 1))
+        for number, (window, *_) in enumerate(rows):
+            n = len(window.positions)
+            tokens[number, :n], labels[number, :n] = window.inputs, window.labels
+            positions[number, :n] = window.positions
+            positions[number, n:] = np.arange(self._seq_len - n)
+        return StepBatch(
+            *map(torch.from_numpy, (tokens, positions, labels)),
+            cursors=cursors,
+            lengths=[(row.source, len(row.window.positions)) for row in rows],
+            long=[part.take_long() for part in self._parts],
+        )
+
+
+def _with_errors(batches: Iterator[StepBatch | Ended]) -> Iterator[StepBatch | DataError | Ended]:
+    """Yield an error as the last share: a worker's own exceptions come out with its traceback in the message."""
+    try:
+        yield from batches
+    except DataError as error:
+        yield error
+
+
+def _place(window: Window[Any]) -> SourcePlace:
+    """Return where the next row begins; `ahead` matches no document where rows were packed across epochs."""
+    (epoch, document, digest), last = window.next_document, window.last_read
+    ahead = None
+    if last is not None:
+        ahead = (json.dumps(last[1]), last[2]) if last[0] == epoch else ("", "")
+    return SourcePlace(epoch, document, window.next_offset, digest, ahead, window.packed)

@@ -21,15 +21,15 @@ from titanplans.config.sections.data import Data
 from titanplans.errors import DataError
 from titanplans.training.data.checks import PLACE
 from titanplans.training.data.dataset import Ended, PackedText, StepBatch
-from titanplans.training.data.figures import Figures, Flag, of_all_ranks
-from titanplans.training.data.fingerprint import Fingerprint
+from titanplans.training.data.figures import Figures, Flag
+from titanplans.training.data.fingerprint import fingerprint
 from titanplans.training.data.mixture import open_packed
-from titanplans.training.data.resume import resume
+from titanplans.training.data.resume import VERSION, resume
 from titanplans.training.data.streams import BatchSlice, DataPosition, Streams, divide, merged
 from titanplans.training.data.workers import live_as_long_as_the_rank
+from titanplans.weights.gather import of_all
 
 _PROBE = "Tokenizers differ: 3.14 | naïve façade | 日本語 | \t\n  def f(x): return x**2"
-_SPLIT_UP = "tokenizer, by its own tokens"
 
 
 class TextDataLoader(BaseDataLoader):
@@ -95,12 +95,8 @@ class TextDataLoader(BaseDataLoader):
         self._batch_size = local_batch_size
         self._tells = len(self._parts) > 1 or data.packing != "cut" or data.sources[0].chat.enable
         self._figures = Figures([part.name for part in self._parts])
-        self._identity = {
-            "tokenizer": _describe(tokenizer),
-            _SPLIT_UP: _digest(_own_tokens(tokenizer)),
-            "infinite": config.infinite,
-        }
-        self._fingerprints: list[Fingerprint] = []
+        self._identity = {"tokenizer": _describe(tokenizer), "infinite": config.infinite}
+        self._fingerprints: list[dict[str, str]] = []
         workers = config.num_workers > 0
         self._open = partial(
             DataLoader,
@@ -140,10 +136,9 @@ class TextDataLoader(BaseDataLoader):
         """
         while (share := next(shares, None)) is not None:
             if self._one_has(isinstance(share, DataError | Ended)):
-                errors = [found for found in of_all_ranks(share) if isinstance(found, DataError)]
-                if errors:
+                if errors := [found for found in of_all(share) if isinstance(found, DataError)]:
                     raise errors[0]
-                place = replace(merged(of_all_ranks(place)), rest=True)
+                place = replace(merged(of_all(place)), rest=True)
                 # Its own generator: a job that resumes from here on draws nothing for it.
                 shares = self._begin(place, self._open(generator=torch.Generator()))
                 continue
@@ -177,33 +172,27 @@ class TextDataLoader(BaseDataLoader):
 
     def read(self) -> list[str]:
         """Return in words how much of each source was read; all ranks ask together."""
-        place = self._merged()
+        place = merged(of_all(self._place))
         return [
             part.read(place.streams.count, {s: cursor.places[n] for s, cursor in place.cursors.items()})
             for n, part in enumerate(self._parts)
         ]
-
-    def _merged(self) -> DataPosition:
-        return merged(of_all_ranks(self._place) if self._share.ranks > 1 else [self._place])
 
     def state_dict(self) -> dict[str, str]:
         """Where the run stands after its last whole step, and what the place belongs to: one JSON text.
 
         All ranks call it together, and get the same.
         """
-        self._fingerprints = self._fingerprints or [Fingerprint.of(part.source.files) for part in self._parts]
+        self._fingerprints = self._fingerprints or [fingerprint(part.source.files) for part in self._parts]
         state = {
+            "version": VERSION,
             "identity": self._identity,
             "sources": {
-                part.name: {
-                    "weight": self._weights[part.name],
-                    "identity": part.identity,
-                    "files": files.to_json(),
-                }
+                part.name: {"weight": self._weights[part.name], "identity": part.identity, "files": files}
                 for part, files in zip(self._parts, self._fingerprints, strict=True)
             },
             "global_batch_size": self._share.global_batch,
-            **self._merged().to_json(),
+            **merged(of_all(self._place)).to_json(),
         }
         return {PLACE: json.dumps(state)}
 
@@ -241,14 +230,7 @@ def _as_it_is(share: StepBatch | DataError | Ended) -> StepBatch | DataError | E
 
 
 def _describe(tokenizer: BaseTokenizer) -> str:
-    ids = tokenizer.encode(_PROBE, add_bos=True, add_eos=True)
-    return f"{tokenizer.get_vocab_size()} tokens, {_digest(ids)}"
-
-
-def _own_tokens(tokenizer: BaseTokenizer) -> list[int]:
-    """The tokens of the text that all tokens make, one after another: a merge or a token that differs shows there."""
-    return tokenizer.encode(tokenizer.decode(list(range(tokenizer.get_vocab_size()))))
-
-
-def _digest(ids: list[int]) -> str:
-    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:8]
+    """The number of tokens, and a digest of what it makes of the text of them all: a merge that differs shows there."""
+    size = tokenizer.get_vocab_size()
+    ids = tokenizer.encode(_PROBE + tokenizer.decode(list(range(size))), add_bos=True, add_eos=True)
+    return f"{size} tokens, {hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:8]}"

@@ -1,6 +1,6 @@
 """A source of a job as rows: its documents, tokenised and packed, and how far a place is in them.
 
-Which source a row is from is decided in `stream_rows.py`.
+Which source a row is from is decided in `dataset.py`.
 """
 
 import json
@@ -17,8 +17,8 @@ from titanplans.text import counted
 from titanplans.training.data.chat.chat import ChatFormat, Tokens
 from titanplans.training.data.corpus.sources import Source, open_source
 from titanplans.training.data.packing import Window, pack, pack_best_fit, pack_conversations
+from titanplans.training.data.reading import refusing
 from titanplans.training.data.streams import SourcePlace
-from titanplans.training.job.reading import refusing
 
 
 class PackedSource:

@@ -3,20 +3,15 @@
 Cut rows are windows of `seq_len + 1` tokens, the last token of one being the first of the next: every token but the very
 first is predicted exactly once, from as much context as its window holds. Conversations are not cut, and none is predicted
 from another. Pure arithmetic on arrays; no files, no tokenizer, no ranks.
-
-Grain packs by best fit. Its `ConcatThenSplitIterDataset` (0.2.18) does not cut the rows here: its state counts rows from a
-document on, so a run that goes on with another `seq_len` would leave tokens out.
 """
 
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
-from grain import DatasetIterator, IterDataset
-from grain.experimental import BestFitPackIterDataset
 
 from titanplans.loss import IGNORED
 from titanplans.training.data.chat.chat import Tokens
@@ -136,7 +131,7 @@ def pack_best_fit(
     """
     last_read: Any = None
 
-    def read() -> Iterator[_Pieces[P]]:
+    def read() -> Iterator[tuple[P, list[np.ndarray]]]:
         nonlocal last_read
         for last_read, tokens in documents:
             yield last_read, [tokens]
@@ -144,127 +139,103 @@ def pack_best_fit(
     left = read()
     for length, before in packed:
         left = _left(left, length, before, drop)
-    part, rows = divmod(offset, ROWS_AT_ONCE)
-    parts = _PartIterator(left, seq_len, part, drop, found_long)
-    first, packer = parts.position, _packer(parts, seq_len)
-    for row in itertools.islice(packer, rows, None):
-        state, n = packer.get_state(), np.count_nonzero(row["inputs_segment_ids"])
-        position, part = state["parent"]
-        yield Window(
-            inputs=row["inputs"][:n],
-            labels=row["labels"][:n],
-            positions=row["inputs_positions"][:n] if apart else np.arange(n),
-            next_document=position,
-            next_offset=part * ROWS_AT_ONCE + state["next_row"],
-            last_read=last_read,
-            packed=packed if position == first else (),
-        )
+    part, skipped = divmod(offset, ROWS_AT_ONCE)
+    for rows, first, begin, end in _groups(left, seq_len, part, drop, found_long):
+        for number, row in enumerate(rows[skipped:], skipped + 1):
+            document, part = begin if number < len(rows) else end
+            each = [np.arange(len(tokens) - 1) for tokens in row]
+            yield Window(
+                inputs=np.concatenate([tokens[:-1] for tokens in row]),
+                labels=np.concatenate([tokens[1:] for tokens in row]),
+                positions=np.concatenate(each) if apart else np.arange(sum(map(len, each))),
+                next_document=document.position,
+                next_offset=part * ROWS_AT_ONCE + number % len(rows),
+                last_read=last_read,
+                packed=packed if document.position == first else (),
+            )
+        skipped = 0
 
 
-_Pieces = tuple[P, list[np.ndarray]]
-"""The position of a document, and its tokens: whole, or as the pieces of it that are left."""
+class _Document(NamedTuple):
+    """A document as rows of a length take it."""
+
+    position: Any
+    pieces: list[np.ndarray]
+    """Its tokens: whole, or as the pieces of it that are left."""
+    parts: list[np.ndarray]
+    """The pieces, none longer than a row."""
 
 
-def _packer(parts: "_PartIterator", seq_len: int) -> DatasetIterator[dict[str, np.ndarray]]:
-    return iter(
-        BestFitPackIterDataset(
-            _Parts(parts),
-            length_struct={"inputs": seq_len, "labels": seq_len},
-            num_packing_bins=ROWS_AT_ONCE,
-            shuffle_bins=False,
-            padding_struct={"inputs": 0, "labels": IGNORED},
-        )
-    )
+class _Part(NamedTuple):
+    """A part of a document, by number."""
+
+    document: _Document
+    number: int
 
 
-def _left(documents: Iterator[_Pieces[P]], seq_len: int, offset: int, drop: bool) -> Iterator[_Pieces[P]]:
+def _groups(
+    documents: Iterator[tuple[P, list[np.ndarray]]],
+    seq_len: int,
+    part: int,
+    drop: bool,
+    found_long: Callable[[], None] = lambda: None,
+) -> Iterator[tuple[list[list[np.ndarray]], P, _Part, _Part]]:
+    """Yield rows that are filled together, each a list of parts; the first document's position; their first part; the next.
+
+    The first rows begin with `part` of the first document.
+    """
+
+    def cut(position: P, pieces: list[np.ndarray], *, counts: bool = True) -> _Document:
+        parts = []
+        for piece in pieces:
+            is_long = len(piece) - 1 > seq_len
+            if is_long and counts:
+                found_long()
+            if not (is_long and drop):
+                firsts = range(0, len(piece) - 1, seq_len)
+                parts += [piece[first : first + seq_len + 1] for first in firsts]
+        return _Document(position, pieces, parts)
+
+    if (first := next(documents, None)) is None:
+        return
+    begin = end = _Part(cut(*first, counts=part == 0), part)
+    later = (_Part(document, 0) for document in itertools.starmap(cut, documents))
+    rows: list[list[np.ndarray]] = []
+    room: list[int] = []
+    for document, number in itertools.chain([begin], later):
+        for at, tokens in enumerate(document.parts[number:], number):
+            needed = len(tokens) - 1
+            best = min(
+                (n for n, r in enumerate(room) if r >= needed), key=room.__getitem__, default=len(rows)
+            )
+            if best == ROWS_AT_ONCE:
+                end = _Part(document, at)
+                yield rows, first[0], begin, end
+                rows, room, best = [], [], 0
+            if not rows:
+                begin = _Part(document, at)
+            if best == len(rows):
+                rows.append([])
+                room.append(seq_len)
+            rows[best].append(tokens)
+            room[best] -= needed
+            end = _Part(document, at + 1)
+    if rows:
+        yield rows, first[0], begin, end
+
+
+def _left(
+    documents: Iterator[tuple[P, list[np.ndarray]]], seq_len: int, offset: int, drop: bool
+) -> Iterator[tuple[P, list[np.ndarray]]]:
     """What rows of `seq_len` have not used at `offset`: pieces, at the first document's position, then whole documents."""
-    part, rows = divmod(offset, ROWS_AT_ONCE)
-    parts = _PartIterator(documents, seq_len, part, drop, lambda: None)
-    first, packer, pieces = parts.position, _packer(parts, seq_len), []
-    for number, row in enumerate(packer):
-        if number >= rows:
-            of = row["inputs_segment_ids"]
-            pieces += [
-                np.append(row["inputs"][of == n], row["labels"][of == n][-1]) for n in range(1, of.max() + 1)
-            ]
-        if packer.get_state()["next_row"] == 0:
-            break
-    _, part = packer.get_state()["parent"]  # where the rows that follow begin
-    yield first, pieces if part == 0 else pieces + parts.parts[part:]
-    if part == 0 and parts.position != first:
-        yield parts.position, parts.pieces
+    part, used = divmod(offset, ROWS_AT_ONCE)
+    for rows, first, _, (document, number) in _groups(documents, seq_len, part, drop):
+        pieces = [tokens for row in rows[used:] for tokens in row]
+        yield first, pieces + (document.parts[number:] if number else [])
+        if number == 0:
+            yield document.position, document.pieces
+        break
     yield from documents
-
-
-class _Parts(IterDataset):
-    """Documents as Grain packs them: inputs and their labels, no more than a row of them at a time."""
-
-    def __init__(self, parts: "_PartIterator") -> None:
-        super().__init__()
-        self._parts = parts
-
-    def __iter__(self) -> "_PartIterator":
-        return self._parts
-
-
-class _PartIterator(DatasetIterator):
-    """Its state is the position of a document, and how many parts of it have been given."""
-
-    def __init__(
-        self,
-        documents: Iterator[_Pieces[Any]],
-        seq_len: int,
-        part: int,
-        drop: bool,
-        found_long: Callable[[], None],
-    ) -> None:
-        super().__init__()
-        self._documents, self._seq_len, self._drop, self._found_long = documents, seq_len, drop, found_long
-        self.position: Any = None
-        self.pieces: list[np.ndarray] = []
-        self.parts: list[np.ndarray] = []
-        self._read(counts=part == 0)
-        self._part = part
-
-    def __next__(self) -> dict[str, np.ndarray]:
-        self._find()
-        if self._part >= len(self.parts):
-            raise StopIteration
-        tokens = self.parts[self._part]
-        self._part += 1
-        return {"inputs": tokens[:-1], "labels": tokens[1:]}
-
-    def _find(self) -> None:
-        """Go on to a document that has a part left; at the end stay behind the last one."""
-        while self._part >= len(self.parts) and self._read():
-            self._part = 0
-
-    def _read(self, *, counts: bool = True) -> bool:
-        """Read a document, and cut pieces longer than a row into parts, or leave them out; False if there is none.
-
-        `counts`: those pieces were not counted before.
-        """
-        following = next(self._documents, None)
-        if following is None:
-            return False
-        self.position, self.pieces = following
-        self.parts = []
-        for piece in self.pieces:
-            if (is_long := len(piece) - 1 > self._seq_len) and counts:
-                self._found_long()
-            if not (is_long and self._drop):
-                firsts = range(0, len(piece) - 1, self._seq_len)
-                self.parts += [piece[first : first + self._seq_len + 1] for first in firsts]
-        return True
-
-    def get_state(self) -> Any:
-        """Return where the next part is."""
-        self._find()
-        return self.position, self._part
-
-    def set_state(self, state: Any) -> None:
-        raise NotImplementedError  # a run goes on by documents from a position on
 
 
 def pack_conversations(

@@ -5,10 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 from titanplans.errors import DataError
-from titanplans.training.data.checks import check_identity
-from titanplans.training.data.fingerprint import Fingerprint, check_files
+from titanplans.training.data.fingerprint import check_files, fingerprint
 from titanplans.training.data.mixture import PackedSource
 from titanplans.training.data.streams import DataPosition, SourcePlace
+
+VERSION = 2
+"""Of a loader's state."""
+_REMEDY = 'keep the checkpoint\'s, or start the data anew with exclude_from_loading = ["dataloader"] in [checkpoint]'
 
 
 def resume(
@@ -25,23 +28,25 @@ def resume(
     Raises:
         DataError: the data are others, or by other settings; or a text has changed that was read.
     """
-    saved = _sources(state)
-    check_identity(identity | state["identity"], identity)  # which checkpoints of before do not have all
+    if state.get("version") != VERSION:
+        raise DataError(
+            f"the checkpoint's place in the data was written by another version, and is not read; {_REMEDY}"
+        )
+    saved = state["sources"]
+    _check_identity(state["identity"], identity)
     if len(saved) == len(parts) == 1:
         saved = dict(zip([parts[0].name], saved.values(), strict=True))
-    place, said = DataPosition.from_json(state), []
-    there = list(saved)
-    cursors = {
-        stream: cursor._replace(
-            places=tuple(
-                _at_length(cursor.places[there.index(part.name)], saved[part.name], part)
-                if part.name in saved
-                else SourcePlace()
-                for part in parts
-            )
+    place, said, there = DataPosition.from_json(state), [], list(saved)
+
+    def of_today(before: Sequence[SourcePlace]) -> tuple[SourcePlace, ...]:
+        return tuple(
+            _at_length(before[there.index(part.name)], saved[part.name], part)
+            if part.name in saved
+            else SourcePlace()
+            for part in parts
         )
-        for stream, cursor in place.cursors.items()
-    }
+
+    cursors = {s: cursor._replace(places=of_today(cursor.places)) for s, cursor in place.cursors.items()}
     place = replace(place, cursors=cursors)
     for number, part in enumerate(parts):
         if part.name in saved:
@@ -58,33 +63,18 @@ def resume(
     return place, [line for line in said if line]
 
 
-def _sources(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The saved sources by name; of earlier versions one, without a name."""
-    if "sources" in state:
-        return state["sources"]
-    if "data.sources" in state["identity"]:
-        raise DataError(
-            "the checkpoint's place in a mixture was written by an earlier version, and is not read; start the data anew "
-            'with exclude_from_loading = ["dataloader"] in [checkpoint]'
-        )
-    common = {"infinite"} | {key for key in state["identity"] if key.startswith("tokenizer")}
-    own = {key: state["identity"].pop(key) for key in state["identity"].keys() - common}
-    (weight,) = state.get("weights", {"": 1.0}).values()
-    return {"": {"weight": weight, "identity": own, "files": state["files"]}}
-
-
 def _check_source(
     number: int, part: PackedSource, saved: dict[str, Any], place: DataPosition, *, several: bool
 ) -> str | None:
     """Refuse a source that is not the saved one; return a line for the log about its files."""
-    current, identity = Fingerprint.of(part.source.files), part.identity
-    files = Fingerprint.from_json(saved["files"], current)
-    before = {"packing": "cut"} | saved["identity"] if "packing" in identity else saved["identity"]
-    if files.files == current.files != {}:  # the same files, wherever they lie now
-        identity = identity | {key: before[key] for key in identity if key == "dataset"}
-    before, identity = ({k: v for k, v in of.items() if k != _LENGTH} for of in (before, identity))
+    before, now, files = dict(saved["identity"]), dict(part.identity), part.source.files
+    current = fingerprint(files)
+    if files and current == saved["files"]:  # the same files, wherever they lie now
+        before["dataset"] = now["dataset"]
+    for of in (before, now):
+        of.pop(_LENGTH, None)
     named = f" of {part.name}" if several else ""
-    check_identity(*({f"{key}{named}": value for key, value in of.items()} for of in (before, identity)))
+    _check_identity(*({f"{key}{named}": value for key, value in of.items()} for of in (before, now)))
 
     def reads_the_same() -> bool:
         return all(
@@ -92,7 +82,7 @@ def _check_source(
             for stream, cursor in place.cursors.items()
         )
 
-    return check_files(files, current, reads_the_same)
+    return check_files(saved["files"], current, dict(files), reads_the_same)
 
 
 _LENGTH = "seq_len"
@@ -104,6 +94,15 @@ def _at_length(place: SourcePlace, saved: dict[str, Any], part: PackedSource) ->
     if place.document is None or length == part.identity.get(_LENGTH):
         return place
     return place._replace(offset=0, packed=[*place.packed, (length, place.offset)])
+
+
+def _check_identity(saved: dict[str, Any], current: dict[str, Any]) -> None:
+    """Refuse a checkpoint of other data or settings; the `DataError` names the first that differs, with both values."""
+    for key in saved | current:
+        if saved.get(key) != current.get(key):
+            raise DataError(
+                f"{key} = {current.get(key)!r}: the checkpoint's data loader had {saved.get(key)!r}; {_REMEDY}"
+            )
 
 
 def _changes(before: dict[str, float], now: dict[str, float]) -> str:

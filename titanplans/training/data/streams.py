@@ -5,6 +5,7 @@ G has the numbers 0 to G - 1, the next has G to 2G - 1. The number alone says wh
 ranks may change between two steps: a rank takes its part of each global batch, and opens the streams that this needs.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -116,18 +117,27 @@ class DataPosition:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "DataPosition":
         """Return the place that `to_json` wrote down."""
-        cursors = {int(stream): _cursor(*cursor) for stream, cursor in values["cursors"].items()}
+        cursors = {
+            int(stream): Cursor(windows, tuple(SourcePlace(*place) for place in places))
+            for stream, (windows, places) in values["cursors"].items()
+        }
         streams = Streams(values["streams"], values["in_a_row"])
-        since, rest = values.get("weighted_since", 0), values.get("rest", False)
-        return cls(streams, values["sequences"], cursors, since, rest)
+        return cls(streams, values["sequences"], cursors, values["weighted_since"], values["rest"])
 
 
-def _cursor(*values: Any) -> Cursor:
-    if len(values) == 4:  # as before there were mixtures
-        *place, windows = values
-        return Cursor(windows, (SourcePlace(*place),))
-    windows, places = values
-    return Cursor(windows, tuple(SourcePlace(*place) for place in places))
+def source_of(row: int, weights: Sequence[float]) -> int:
+    """Return the number of the source that a row is from: arithmetic, the same on every rank.
+
+    The first source has its share of all rows, evenly spread; the second its share of the others, and so on. So weights
+    are shares of the rows, however long the documents of a source are.
+    """
+    for source, weight in enumerate(weights):
+        share = weight / sum(weights[source:]) if weight else 0.0
+        before = math.floor(row * share)
+        if math.floor((row + 1) * share) > before:
+            return source
+        row -= before
+    raise ValueError("no source has a weight")
 
 
 def merged(places: Iterable[DataPosition]) -> DataPosition:

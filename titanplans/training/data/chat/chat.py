@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,13 +19,9 @@ from titanplans.errors import DataError
 from titanplans.training.data.chat.formats import columns_of, laid_out
 from titanplans.training.data.chat.messages import Conversation, conversation_of
 from titanplans.training.data.chat.template import ChatTemplate
-from titanplans.training.job.reading import refusing
-
-if TYPE_CHECKING:
-    import pyarrow
 
 _log = logging.getLogger(__name__)
-_VERSION = 2
+_VERSION = 3
 """Of what these files make of a row: raise it with a change, so that no cache is read that another version wrote."""
 
 
@@ -61,7 +57,7 @@ class Tokens:
 
 
 class ChatFormat:
-    """Reads rows as conversations, see `titanplans.training.data.corpus.rows.RowFormat`.
+    """Reads rows as conversations, as `titanplans.training.data.corpus.column.TextColumn` does of text.
 
     Args:
         chat: [training.chat].
@@ -72,7 +68,6 @@ class ChatFormat:
         DataError: the tokenizer or the template is missing, or can't be used.
     """
 
-    may_be_columns = False  # a row of nothing but messages looks so
     features = {"conversation": "binary", "where": "string"}  # noqa: RUF012
     """A row's tokens, and the file and the row that they are from."""
 
@@ -89,42 +84,21 @@ class ChatFormat:
         self.identity = {"chat": f"{digest}, train_on = {chat.train_on!r}"}
 
     def columns(self, there: Sequence[str], where: str) -> list[str]:
-        """See RowFormat."""
         names = columns_of(there, self._chat, where)
-        found = (
-            names.messages_column,
-            names.prompt_column,
-            names.input_column,
-            names.completion_column,
-            names.system_column,
-        )
-        return [*filter(None, found), *(name for name in ("tools",) if name in there)]
+        found = [getattr(names, field) for field in names._fields if field.endswith("_column")]
+        return [*filter(None, found), *(["tools"] if "tools" in there else [])]
 
     def read(self, row: object, where: str) -> dict[str, Any]:
-        """See RowFormat. A conversation in which nothing counts has no tokens."""
+        """A conversation in which nothing counts has no tokens."""
         tokens = self.tokens(conversation_of(row, self._chat, where), where)
         return {"conversation": tokens.to_bytes() if tokens.says_something else b"", "where": where}
 
-    def table(self, table: "pyarrow.Table | pyarrow.RecordBatch", file: str, before: int) -> "pyarrow.Table":
-        """See RowFormat."""
-        import pyarrow
-
-        names, records = self.columns(table.schema.names, file), []
-        for number in range(len(table)):
-            where = f"{file}, row {before + number + 1}"
-            with refusing(f"{where} can't be read", "repair the file or leave it out"):
-                row = {name: _without_none(table.column(name)[number].as_py()) for name in names}
-            records.append(self.read(row, where))
-        kinds = {"binary": pyarrow.binary(), "string": pyarrow.string()}
-        schema = pyarrow.schema([(name, kinds[kind]) for name, kind in self.features.items()])
-        return pyarrow.Table.from_pylist(records, schema)
-
     def parts(self, record: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """See RowFormat. A conversation is one document."""
+        """A conversation is one document."""
         yield record
 
     def document(self, part: dict[str, Any]) -> Tokens | None:
-        """See RowFormat. Rows left out or cut are logged: the first, and then each time that there are twice as many."""
+        """None if it is left out. Of rows left out or cut the 1st, 2nd, 4th and so on are logged."""
         whole, where = Tokens.from_bytes(part["conversation"]), part["where"]
         tokens = self.fit(whole, where)
         if tokens is None or len(tokens) < len(whole):
@@ -164,7 +138,7 @@ class ChatFormat:
         if self._template.marked and answers:
             from_here = 0
             if conversation.prompt or self._chat.train_on == "last":
-                from_here = self._length(conversation, answers[0], text, where, prompt=True)
+                from_here = self._template.length(conversation, answers[0], text, where, prompt=True)
             yield from ((max(first, from_here), last) for first, last in self._template.marks(conversation))
             return
         for answer in answers:
@@ -173,9 +147,9 @@ class ChatFormat:
                     f"{where}: the assistant begins, and {self._template.shown} has no {{% generation %}} marks, by which "
                     "alone it could be told what it says; leave the row out, or give a chat_template with them"
                 )
-            first, last = self._length(conversation, answer, text, where, prompt=True), len(text)
+            first, last = self._template.length(conversation, answer, text, where, prompt=True), len(text)
             if answer + 1 < len(conversation.messages):
-                last = self._length(conversation, answer + 1, text, where, prompt=False)
+                last = self._template.length(conversation, answer + 1, text, where, prompt=False)
             yield first, last
 
     def fit(self, tokens: Tokens, where: str) -> Tokens | None:
@@ -201,30 +175,3 @@ class ChatFormat:
             f"no conversation in which the assistant says something, within seq_len = {self.seq_len} tokens "
             f'(chat.train_on = "{self._chat.train_on}", truncation = "{self._chat.truncation}")'
         )
-
-    def _length(
-        self, conversation: Conversation, messages: int, text: str, where: str, *, prompt: bool
-    ) -> int:
-        """How many characters of `text` the first messages are.
-
-        Raises:
-            DataError: by themselves they are written otherwise.
-        """
-        begins = self._template.beginning(conversation, messages, text, where, prompt=prompt)
-        if begins is None:
-            last = ' or train_on = "last",' if self._chat.train_on != "last" else ""
-            raise DataError(
-                f"{where}: {self._template.shown} writes the first {messages} messages otherwise where others follow, so "
-                "what the assistant says can't be found in the whole; give a chat_template with {% generation %} around it,"
-                f"{last} or leave the row out"
-            )
-        return len(begins)
-
-
-def _without_none(value: Any) -> Any:
-    """The keys that a row had: Arrow gives an object every key of any other row's object."""
-    if isinstance(value, list):
-        return [_without_none(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return value

@@ -72,9 +72,7 @@ def _messages(
     value = row[column]
     if isinstance(value, str):
         if role is not None:
-            return [
-                {"role": role, "content": _said(_text(value, f"{where}: {column!r}"), f"{where}: {column!r}")}
-            ]
+            return [{"role": role, "content": _text(value, f"{where}: {column!r}", says_something=True)}]
         value = _parsed(value, column, where)
     if not isinstance(value, list):
         found = "no value" if value is None else f"a value of type {type(value).__name__}"
@@ -130,21 +128,8 @@ def _message(message: object, names: Columns, where: str) -> dict[str, Any]:
     role = names.roles.get(role, role)
     if called:
         return message | {"role": role}
-    content = _content(message.pop(content_key), where)
-    if role != "tool" and not any(isinstance(value, str | list) and value for value in message.values()):
-        _said(content, where)  # a message of tool calls or thoughts needs no text
-    return message | {"role": role, "content": content}
-
-
-def _said(text: str, where: str) -> str:
-    if not text.strip():
-        raise DataError(f"{where} is empty; {_REMEDY}")
-    return text
-
-
-def _content(content: object, where: str) -> str:
-    """A content as one text: also a list of texts, as vision models take them."""
-    if isinstance(content, list):
+    content = message.pop(content_key)
+    if isinstance(content, list):  # of texts, as vision models take them
         for part in content:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             if kind != "text" or not isinstance(part.get("text"), str):
@@ -156,10 +141,14 @@ def _content(content: object, where: str) -> str:
         raise DataError(
             f"{where} has a content of type {type(content).__name__} where there should be a text; {_REMEDY}"
         )
-    return _text(content, where)
+    # A message of tool calls or thoughts needs no text.
+    more = role == "tool" or any(isinstance(value, str | list) and value for value in message.values())
+    return message | {"role": role, "content": _text(content, where, says_something=not more)}
 
 
-def _text(text: str, where: str) -> str:
+def _text(text: str, where: str, *, says_something: bool = False) -> str:
+    if says_something and not text.strip():
+        raise DataError(f"{where} is empty; {_REMEDY}")
     try:
         text.encode()
     except UnicodeEncodeError:

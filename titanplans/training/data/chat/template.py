@@ -13,11 +13,11 @@ from typing import Any
 from titanplans.config.sections.data import Chat
 from titanplans.errors import DataError
 from titanplans.training.data.chat.messages import Conversation
-from titanplans.training.job.reading import refusing
+from titanplans.training.data.reading import refusing
 
+_MARKS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """As transformers looks for it."""
-_MARKS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 _LOOKS_LIKE_A_TOKEN = re.compile("<[|\uff5c][^<>|\uff5c\\s{}]+[|\uff5c]>")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _DATE = (
@@ -53,26 +53,27 @@ class ChatTemplate:
                 f"{where}: its tokenizer, {type(tokenizer).__name__}, doesn't say where its tokens lie in the text; give "
                 "one with a tokenizer.json"
             )
-        self._tokenizer = tokenizer
+        self._tokenizer, self._train_on = tokenizer, chat.train_on
         self._template, self.shown = _find(chat.chat_template, tokenizer, where)
         self.marked = _GENERATION.search(self._template) is not None
-        self._variables: dict[str, Any] = dict(chat.chat_template_kwargs or {})
+        variables: dict[str, Any] = dict(chat.chat_template_kwargs or {})
         taken = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages", "strftime_now"}
-        if taken := taken & self._variables.keys():
+        if taken := taken & variables.keys():
             raise DataError(
                 f"chat_template_kwargs has {min(taken)!r}, which is no variable of a template's own; leave it out"
             )
         with refusing(f"{self.shown} is no valid Jinja", "repair it"):
-            unset = _unset(self._template, {*tokenizer.special_tokens_map, *self._variables})
+            unset = _unset(self._template, {*tokenizer.special_tokens_map, *variables})
         if unset:
             raise DataError(
                 f"{self.shown} writes {unset[0]}, which tokenizer_config.json does not define: nothing would stand there; "
                 f"define it, or give {unset[0]} in chat_template_kwargs"
             )
+        self._variables: dict[str, Any] = tokenizer.special_tokens_map | variables | {"strftime_now": None}
         self.vocabulary = max(tokenizer.get_vocab().values()) + 1
         """One more than the largest id."""
         self._no_tokens = set(_LOOKS_LIKE_A_TOKEN.findall(self._template)) - tokenizer.get_vocab().keys()
-        self.depends_on = [self._template, self._variables, tokenizer.backend_tokenizer.to_str()]
+        self.depends_on = [self._template, variables, tokenizer.backend_tokenizer.to_str()]
         """JSON values."""
 
     def write(self, conversation: Conversation, where: str) -> str:
@@ -108,13 +109,9 @@ class ChatTemplate:
 
     def tokenise(self, conversation: Conversation, where: str) -> Any:
         """Return what transformers makes of it: input_ids and offset_mapping."""
-        return self._apply(
-            conversation,
-            len(conversation.messages),
-            where,
-            return_dict=True,
-            tokenizer_kwargs={"return_offsets_mapping": True},
-        )
+        offsets = {"return_offsets_mapping": True}
+        n = len(conversation.messages)
+        return self._apply(conversation, n, where, return_dict=True, tokenizer_kwargs=offsets)
 
     def marks(self, conversation: Conversation) -> list[tuple[int, int]]:
         """Return the text between a marked template's marks, as characters from and to in the result of `write`.
@@ -124,59 +121,50 @@ class ChatTemplate:
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        variables: dict[str, Any] = self._tokenizer.special_tokens_map | self._variables
         written: Any = render_jinja_template(
             [conversation.messages],
             tools=conversation.tools,
             chat_template=self._template,
             return_assistant_tokens_mask=True,
-            strftime_now=None,
-            **variables,
+            **self._variables,
         )
         return written[1][0]
 
-    def beginning(
+    def length(
         self, conversation: Conversation, messages: int, text: str, where: str, *, prompt: bool
-    ) -> str | None:
-        """Return how the first messages by themselves are written, which `text`, the whole, has to begin with; else None.
+    ) -> int:
+        """Return how many characters of `text`, which `write` returned, the first messages are.
 
-        Args:
-            conversation: as for `write`.
-            messages: how many of them.
-            text: what `write` returned.
-            where: as for `write`.
-            prompt: with the template's beginning of the assistant's answer.
+        With `prompt`, followed by the template's beginning of the assistant's answer.
+
+        Raises:
+            DataError: by themselves they are written otherwise.
         """
         begins = self._text(conversation, messages, where, prompt=prompt) if messages else ""
-        return begins if text.startswith(begins) else None
+        if not text.startswith(begins):
+            last = ' or train_on = "last",' if self._train_on != "last" else ""
+            raise DataError(
+                f"{where}: {self.shown} writes the first {messages} messages otherwise where others follow, so "
+                "what the assistant says can't be found in the whole; give a chat_template with {% generation %} around it,"
+                f"{last} or leave the row out"
+            )
+        return len(begins)
 
     def _text(self, conversation: Conversation, messages: int, where: str, *, prompt: bool = False) -> str:
         return self._apply(conversation, messages, where, tokenize=False, add_generation_prompt=prompt)
 
     def _apply(self, conversation: Conversation, messages: int, where: str, **options: Any) -> Any:
         """transformers' apply_chat_template of the first messages."""
-        from jinja2 import TemplateSyntaxError
-        from jinja2.exceptions import SecurityError
-
-        remedy = "repair the row or leave it out" + (_DATE if "strftime_now" in self._template else "")
-        with refusing(f"{where}: {self.shown} refuses the conversation", remedy):
-            try:
-                return self._tokenizer.apply_chat_template(
-                    conversation.messages[:messages],
-                    tools=conversation.tools,
-                    chat_template=self._template,
-                    strftime_now=None,
-                    **options,
-                    **self._variables,
-                )
-            except TemplateSyntaxError as error:
-                raise DataError(
-                    f"{self.shown} is no valid Jinja (line {error.lineno}: {error.message}); repair it"
-                ) from error
-            except SecurityError as error:
-                raise DataError(
-                    f"{self.shown} asks for what a template may not do ({error}); take it out, or name another"
-                ) from error
+        remedy = "repair the template or the row, or leave the row out"
+        remedy += _DATE if "strftime_now" in self._template else ""
+        with refusing(f"{where}: {self.shown} can't write the conversation", remedy):
+            return self._tokenizer.apply_chat_template(
+                conversation.messages[:messages],
+                tools=conversation.tools,
+                chat_template=self._template,
+                **options,
+                **self._variables,
+            )
 
 
 @functools.lru_cache(maxsize=1)

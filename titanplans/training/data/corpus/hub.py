@@ -9,15 +9,15 @@ first file has: numbers, true and dates become texts. So the files are looked at
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from titanplans.errors import DataError
 from titanplans.training.data.corpus.local import FORMATS, walk
 from titanplans.training.data.corpus.pieces import PIECE_BYTES
-from titanplans.training.data.corpus.rows import RowFormat, quietly, records
-from titanplans.training.job.reading import refusing
+from titanplans.training.data.corpus.rows import RowFormat, of_table, quietly, records
+from titanplans.training.data.reading import refusing
 
 if TYPE_CHECKING:
     import pyarrow
@@ -66,13 +66,13 @@ class HubStream:
         self.files = [(file.relative_to(folder).as_posix(), file) for file in found]
 
     def choose_streams(self, counts: Sequence[int]) -> int:
-        """See Source. Where the shards can't be divided evenly, each stream reads all of them and keeps its documents."""
+        """See Shuffled. Where the shards can't be divided evenly, each stream reads all of them and keeps its documents."""
         return next((count for count in counts if self._data.num_shards % count == 0), counts[-1])
 
     def documents(
         self, epoch: int, stream: int, streams: int, start: list[Any] | None
     ) -> Iterator[tuple[list[Any], Any]]:
-        """See Source. A position is the library's state that leads to a row, and the piece of that row."""
+        """See Shuffled. A position is the library's state that leads to a row, and the piece of that row."""
         from datasets.distributed import split_dataset_by_node
 
         data = split_dataset_by_node(self._data, rank=stream, world_size=streams)
@@ -99,34 +99,32 @@ class HubStream:
             where, skipped = data.state_dict(), 0
 
 
-@dataclass(frozen=True)
-class _Tables:
-    """Takes the place of a builder's `_generate_tables`: the rows of its files as their reader reads them.
+def _tables(
+    builder: "ArrowBasedBuilder", reader: RowFormat, **shards: Any
+) -> Iterator[tuple[Any, "pyarrow.Table"]]:
+    """Take the place of a builder's `_generate_tables`: the rows of its files as their reader reads them.
 
     Raises:
         DataError: a file can't be read, or a row of it can't be used; names both.
     """
+    import pyarrow
 
-    builder: "ArrowBasedBuilder"
-    reader: RowFormat
-
-    def __call__(self, **shards: Any) -> Iterator[tuple[Any, "pyarrow.Table"]]:
-        self.builder.info.features = None  # what is there, and nothing that is made of it
-        tables = type(self.builder)._generate_tables(self.builder, **shards)
-        file = next(iter(shards.get("base_files") or shards.get("files") or [self.builder.dataset_name]))
-        rows = 0
-        while True:
-            try:
-                with refusing(f"{file} can't be read", "repair the file or leave it out"):
-                    key, table = next(tables, (None, None))
-            except DataError:
-                if Path(file).suffix in FORMATS["json"] and Path(file).is_file():
-                    deque(records(file, self.reader), maxlen=0)  # which names the line
-                raise
-            if table is None:
-                return
-            yield key, self.reader.table(table, file, rows)
-            rows += len(table)
+    builder.info.features = None  # what is there, and nothing that is made of it
+    tables, rows = type(builder)._generate_tables(builder, **shards), 0
+    file = next(iter(shards.get("base_files") or shards.get("files") or [builder.dataset_name]))
+    while True:
+        try:
+            with refusing(f"{file} can't be read", "repair the file or leave it out"):
+                key, table = next(tables, (None, None))
+        except DataError:
+            if Path(file).suffix in FORMATS["json"] and Path(file).is_file():
+                deque(records(file, reader), maxlen=0)  # which names the line
+            raise
+        if table is None:
+            return
+        read = list(of_table(table, file, rows, reader))
+        yield key, pyarrow.Table.from_pylist(read, pyarrow.schema(reader.features.items()))
+        rows += len(table)
 
 
 def _open(
@@ -146,6 +144,6 @@ def _open(
         if isinstance(builder, ArrowBasedBuilder):
             features = {column: Value(kind) for column, kind in reader.features.items()}
             builder.info.features = Features(features)
-            builder._generate_tables = _Tables(builder, reader)  # pyrefly: ignore[bad-assignment]
+            builder._generate_tables = partial(_tables, builder, reader)  # pyrefly: ignore[bad-assignment]
         data = cast("IterableDataset", builder.as_streaming_dataset(split=split))
         return data, next(iter(data.iter(batch_size=1)), None)

@@ -1,26 +1,28 @@
-"""Local corpora: the files that a path stands for, and text files cut into documents.
+"""Local corpora: the files that a path stands for, their split, and text files cut into documents.
 
-Documents are indexed, read on access, and split by the rules of `split.py`. Rows of .jsonl and .parquet files are in
-`rows.py`. The order over an epoch is decided in `sources.py`.
+A corpus that comes without a split of its own gets one that is the same on every rank and in every run: one part in twenty
+is kept for validation. No random state is involved, so the sides of a split never meet, whatever the job's seed. Rows of
+.jsonl and .parquet files are in `rows.py`. The order over an epoch is decided in `sources.py`.
 """
 
-import codecs
 import glob
+import hashlib
 import itertools
 import os
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from titanplans.errors import DataError
 from titanplans.training.data.corpus.pieces import PIECE_BYTES, boundary
-from titanplans.training.data.split import VALIDATION_EVERY, check_split, in_split, split_names
-from titanplans.training.job.reading import reading
+from titanplans.training.data.reading import refusing
 
 FORMATS = {"text": (".txt", ".md", ".py"), "json": (".jsonl", ".json"), "parquet": (".parquet",)}
 """Format -> the extensions of its files. The names are those of the `datasets` library's builders."""
+SPLITS = ("train", "validation", "all")
+VALIDATION_EVERY = 20
+"""One file, or document, in this many is for validation."""
 
 
 def find_files(path: str, wanted: str | None = None) -> tuple[Path, list[Path], str]:
@@ -104,45 +106,31 @@ def walk(folder: Path) -> Iterator[Path]:
         yield from (Path(parent, name) for name in names if not name.startswith("."))
 
 
-@cache
-def _check_utf8(file: Path, written: int) -> None:
-    """Refuse a file that is not UTF-8. Cached by `written`, its mtime: training and validation read it once."""
-    decoder, before = codecs.getincrementaldecoder("utf-8")(), 0
-    with reading(file), file.open("rb") as stream:
-        for block in itertools.chain(iter(lambda: stream.read(1 << 20), b""), [b""]):
-            held = len(decoder.getstate()[0])
-            try:
-                decoder.decode(block, final=not block)
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{file}: byte {before - held + error.start} is not UTF-8 ({error.reason}); convert the file to UTF-8"
-                ) from error
-            before += len(block)
+def split_names(names: Sequence[str], split: str) -> list[int]:
+    """Return the indices into `names` (paths relative to the corpus) that belong to `split`.
+
+    Validation gets the names with the smallest hashes, one in twenty, rounded up: it is never empty and never lopsided, and
+    moving the corpus to another folder moves no file to the other side.
+    """
+    by_hash = sorted(range(len(names)), key=lambda i: hashlib.sha256(names[i].encode()).digest())
+    held_out = set(by_hash[: -(-len(names) // VALIDATION_EVERY)])
+    return [i for i in range(len(names)) if split == "all" or (i in held_out) == (split == "validation")]
+
+
+def in_split(numbers: np.ndarray, split: str) -> np.ndarray:
+    """Whether each document, by its number, belongs to `split`: every twentieth, from the first on, is for validation."""
+    return (split == "all") | ((numbers % VALIDATION_EVERY == 0) == (split == "validation"))
 
 
 class TextFiles:
     """Documents cut from UTF-8 text files, about `piece_bytes` each, at line ends.
 
-    The constructor reads only the files' sizes, unless it is to `check` that they are UTF-8. A piece holds the lines that
-    begin in its range of bytes (a longer line is cut), so that the pieces of a file concatenate to the file. Twenty files
-    or more are split by file; of fewer, every twentieth piece is for validation.
-
-    Raises:
-        DataError: a file is not UTF-8: names it and its first such byte.
+    The constructor reads only the files' sizes. A piece holds the lines that begin in its range of bytes (a longer line is
+    cut), so that the pieces of a file concatenate to the file. Twenty files or more are split by file; of fewer, every
+    twentieth piece is for validation.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        files: Sequence[Path],
-        split: str,
-        piece_bytes: int = PIECE_BYTES,
-        *,
-        check: bool = False,
-    ) -> None:
-        check_split(split)
-        for file in files if check else ():
-            _check_utf8(file, file.stat().st_mtime_ns)
+    def __init__(self, root: Path, files: Sequence[Path], split: str, piece_bytes: int = PIECE_BYTES) -> None:
         self.piece_bytes, self.identity = piece_bytes, {"piece_bytes": piece_bytes}
         names = [file.relative_to(root).as_posix() for file in files]
         by_file = len(files) >= VALIDATION_EVERY
@@ -164,20 +152,16 @@ class TextFiles:
         file, start = self._pieces[i]
         size = self._sizes[file]
 
-        def read(place: int, length: int) -> bytes:
-            return os.pread(descriptor, min(length, size - place), place)
+        with refusing(f"{file} can't be read", "repair the file or leave it out"), file.open("rb") as stream:
 
-        with reading(file):
-            descriptor = os.open(file, os.O_RDONLY)
-            try:
-                begin, end = (
-                    boundary(read, place, self.piece_bytes, size)
-                    for place in (start, start + self.piece_bytes)
-                )
-                raw = read(begin, end - begin)
-            finally:
-                now = os.fstat(descriptor).st_size
-                os.close(descriptor)
+            def read(place: int, length: int) -> bytes:
+                stream.seek(place)
+                return stream.read(min(length, size - place))
+
+            begin, end = (
+                boundary(read, place, self.piece_bytes, size) for place in (start, start + self.piece_bytes)
+            )
+            raw, now = read(begin, end - begin), os.fstat(stream.fileno()).st_size
         if now < size:
             raise DataError(
                 f"{file} has {now:,} bytes, and had {size:,} when the job began: it was cut while it was read; restore it "

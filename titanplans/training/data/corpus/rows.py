@@ -14,58 +14,26 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from titanplans.errors import DataError
-from titanplans.training.data.split import in_split
-from titanplans.training.job.reading import refusing
+from titanplans.training.data.chat.chat import ChatFormat
+from titanplans.training.data.corpus.column import TextColumn
+from titanplans.training.data.corpus.local import in_split
+from titanplans.training.data.reading import refusing
 
 if TYPE_CHECKING:
     import pyarrow
     from datasets import Dataset
 
 _ROW = "row"
-_LAYOUT = 2
+_LAYOUT = 3
 """Of what is kept of a file: raise it with a change, so that no cache is read that another version wrote."""
 
 
-class RowFormat(Protocol):
-    """What rows are read as."""
-
-    key: Any
-    """A JSON value on which a cached row depends, next to the files."""
-    identity: dict[str, Any]
-    """What must be the same for a checkpoint to go on."""
-    features: dict[str, str]
-    """Arrow's columns and types: the first is a document's."""
-    may_be_columns: bool
-    """Whether a file of JSON may be one object of columns: one whose values are all lists."""
-
-    def columns(self, there: Sequence[str], where: str) -> list[str]:
-        """The columns that are read of those that a file has. Raises DataError where one is missing."""
-        ...
-
-    def read(self, row: object, where: str) -> dict[str, Any]:
-        """A row as Arrow holds it. Raises DataError, which names `where`, for one that can't be used."""
-        ...
-
-    def table(self, table: "pyarrow.Table | pyarrow.RecordBatch", file: str, before: int) -> "pyarrow.Table":
-        """The rows of a table as Arrow holds them; `before` it there were so many rows in the file.
-
-        Raises:
-            DataError: a column is missing, or a row can't be used; names the file, and the row from 1 on.
-        """
-        ...
-
-    def parts(self, record: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """What Arrow holds of a row, cut into what it holds of each of its documents."""
-        ...
-
-    def document(self, part: dict[str, Any]) -> Any:
-        """A document: a text, or tokens; None if it is left out."""
-        ...
+RowFormat = TextColumn | ChatFormat
+"""What rows are read as."""
 
 
 class RowDocuments:
@@ -75,7 +43,7 @@ class RowDocuments:
         root: the folder that names start from.
         files: they lie below it.
         file_format: "json" or "parquet".
-        split: see `titanplans.training.data.split`.
+        split: see `titanplans.training.data.corpus.local`.
         reader: of the rows.
 
     Raises:
@@ -160,47 +128,57 @@ def _parquet(file: str, reader: RowFormat) -> Iterator[dict[str, Any]]:
     with ParquetFile(file) as parquet:
         columns = reader.columns(parquet.schema_arrow.names, file)
         for batch in parquet.iter_batches(1000, columns=columns):
-            yield from reader.table(batch, file, rows).to_pylist()
+            yield from of_table(batch, file, rows, reader)
             rows += len(batch)
 
 
-def records(file: str, reader: RowFormat) -> Iterator[dict[str, Any]]:
-    """The rows of a file of JSON. Raises DataError for the first that can't be used, or read; names its line."""
-    for where, row in _objects(Path(file), columns=reader.may_be_columns):
+def of_table(
+    table: "pyarrow.Table | pyarrow.RecordBatch", file: str, before: int, reader: RowFormat
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a table as Arrow holds them; `before` it there were so many rows in the file.
+
+    Raises:
+        DataError: a column is missing, or a row can't be used; names the file, and the row from 1 on.
+    """
+    columns = {name: table.column(name) for name in reader.columns(table.schema.names, file)}
+    for number in range(len(table)):
+        where = f"{file}, row {before + number + 1}"
+        with refusing(f"{where} can't be read", "repair the file or leave it out"):
+            row = {name: _value(column[number]) for name, column in columns.items()}
         yield reader.read(row, where)
 
 
-def _objects(file: Path, *, columns: bool) -> Iterator[tuple[str, Any]]:
-    """The rows of a file of JSON, each with its place: an object a line; or one array of objects or texts, or of columns."""
-    with file.open("rb") as stream:
-        first = True
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                if first:
-                    break  # one value over several lines, or no JSON at all
-                raise DataError(
-                    f"{file} can't be read as json (line {number}: {error}); repair the file or leave it out"
-                ) from None
-            if first and (isinstance(row, list) or (columns and isinstance(row, dict) and _is_columns(row))):
-                place, rest = stream.tell(), stream.read()
-                if not rest.strip():
-                    break
-                stream.seek(place)
-            first = False
-            yield f"{file}, line {number}", row
-        else:
+def _value(scalar: Any) -> Any:
+    """What a cell holds: Arrow gives an object every key of any other row's object."""
+
+    def without_none(value: Any) -> Any:
+        if isinstance(value, list):
+            return [without_none(item) for item in value]
+        if isinstance(value, dict):
+            return {key: without_none(item) for key, item in value.items() if item is not None}
+        return value
+
+    value = scalar.as_py()
+    if value is not None and "json" in str(scalar.type):  # of a column with rows of several types
+        value = json.loads(value)
+    return without_none(value)
+
+
+def records(file: str, reader: RowFormat) -> Iterator[dict[str, Any]]:
+    """The rows of a file of JSON, a value a line, or one array. Raises DataError for the first that can't be used."""
+    with open(file, "rb") as stream:
+        if next((line for line in stream if line.strip()), b"").lstrip().startswith(b"["):
+            stream.seek(0)
+            with refusing(f"{file} can't be read as json", "repair the file or leave it out"):
+                rows = json.load(stream)
+            for number, row in enumerate(rows, 1):
+                yield reader.read({"text": row} if isinstance(row, str) else row, f"{file}, row {number}")
             return
-    whole = json.loads(file.read_bytes())
-    if columns and isinstance(whole, dict) and _is_columns(whole):
-        rows = zip(*whole.values(), strict=True)
-        whole = [dict(zip(whole, values, strict=True)) for values in rows]
-    for number, row in enumerate(whole if isinstance(whole, list) else [whole], 1):
-        yield f"{file}, row {number}", {"text": row} if isinstance(row, str) else row
-
-
-def _is_columns(row: dict[str, Any]) -> bool:
-    return bool(row) and all(isinstance(value, list) for value in row.values())
+        stream.seek(0)
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                with refusing(
+                    f"{file}, line {number} can't be read as json", "repair the file or leave it out"
+                ):
+                    row = json.loads(line)
+                yield reader.read(row, f"{file}, line {number}")

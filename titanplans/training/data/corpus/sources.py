@@ -6,8 +6,7 @@ are read is in `local.py`, how the hub is in `hub.py`; tokens and windows come l
 
 import functools
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -17,43 +16,20 @@ from titanplans.training.data.chat.chat import ChatFormat
 from titanplans.training.data.chat.conversations import Conversations
 from titanplans.training.data.corpus.column import TextColumn
 from titanplans.training.data.corpus.hub import HubStream
-from titanplans.training.data.corpus.local import FORMATS, TextFiles, find_files
-from titanplans.training.data.corpus.rows import RowDocuments, RowFormat
+from titanplans.training.data.corpus.local import FORMATS, SPLITS, TextFiles, find_files
+from titanplans.training.data.corpus.rows import RowDocuments
 from titanplans.training.data.corpus.stdlib import STDLIB_PIECE_BYTES, stdlib_files, stdlib_root
-from titanplans.training.data.split import check_split
-
-
-class Source(Protocol):
-    """Documents in a fixed order for each epoch."""
-
-    identity: dict[str, Any]
-    """What must be the same for a saved position to mean the same document."""
-
-    @property
-    def summary(self) -> str | None:
-        """Of conversations: how many are read, and how many are left out, in words."""
-
-    @property
-    def size(self) -> int | None:
-        """Documents in an epoch; None if they are not counted."""
-
-    files: list[tuple[str, Path]]
-    """Names, which are the same wherever the corpus lies, and paths of its files; empty if it is not on this machine."""
-
-    def choose_streams(self, counts: Sequence[int]) -> int:
-        """The first of `counts` into which the corpus can be divided; where there is none, what does least harm."""
-
-    def documents(self, epoch: int, stream: int, streams: int, start: Any) -> Iterator[tuple[Any, Any]]:
-        """The documents of `epoch` that belong to `stream` of `streams`, from `start` on.
-
-        A document is a text, or the `Tokens` of a conversation. Each comes with its position: a JSON
-        value that, given as `start`, begins with that very document. The streams of an epoch are disjoint
-        and together are the corpus.
-        """
 
 
 class Shuffled:
-    """A Source over indexed documents: every epoch in another order, drawn from (seed, epoch)."""
+    """Indexed documents: every epoch in another order, drawn from (seed, epoch).
+
+    Attributes:
+        identity: what must be the same for a saved position to mean the same document.
+        summary: of conversations: how many are read, and how many are left out, in words.
+        size: documents in an epoch; None if they are not counted.
+        files: names, which are the same wherever the corpus lies, and paths; empty if it is not on this machine.
+    """
 
     def __init__(self, corpus: TextFiles | RowDocuments, identity: dict[str, Any], seed: int) -> None:
         self._corpus, self._seed = corpus, seed
@@ -62,16 +38,26 @@ class Shuffled:
         self.identity = identity | corpus.identity | {"seed": seed}
 
     def choose_streams(self, counts: Sequence[int]) -> int:
-        """See Source. With fewer documents than ranks and workers they read one stream together, in turns."""
+        """Return the first of `counts` into which the corpus can be divided.
+
+        With fewer documents than ranks and workers they read one stream together, in turns.
+        """
         return next((count for count in counts if count <= len(self._corpus)), 1)
 
-    def documents(
-        self, epoch: int, stream: int, streams: int, start: int | None
-    ) -> Iterator[tuple[int, Any]]:
-        """See Source. A position is a number in the stream's own order."""
+    def documents(self, epoch: int, stream: int, streams: int, start: Any) -> Iterator[tuple[int, Any]]:
+        """Yield the documents of `epoch` that belong to `stream` of `streams`, from `start` on.
+
+        A document is a text, or the `Tokens` of a conversation. Each comes with its position, here its number in the
+        stream's order: a JSON value that, given as `start`, begins with that very document. The streams of an epoch are
+        disjoint and together are the corpus.
+        """
         order = _order(self._seed, epoch, len(self._corpus))[stream::streams]
         for position in range(start or 0, len(order)):
             yield position, self._corpus.document(int(order[position]))
+
+
+Source = Shuffled | HubStream
+"""Documents in a fixed order for each epoch."""
 
 
 @functools.lru_cache(maxsize=2)
@@ -80,9 +66,7 @@ def _order(seed: int, epoch: int, documents: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(documents)
 
 
-def open_source(
-    of: Corpus, *, seed: int = 0, chat: ChatFormat | None = None, check: bool = False
-) -> Shuffled | HubStream:
+def open_source(of: Corpus, *, seed: int = 0, chat: ChatFormat | None = None) -> Source:
     """The corpus that the job's settings name.
 
     Args:
@@ -92,41 +76,41 @@ def open_source(
             Hugging Face name, a local copy of it.
         seed: of the order of the documents.
         chat: reads rows as conversations; None: as texts, or text files.
-        check: read text files once, as all others are.
 
     Raises:
         DataError: the corpus isn't there, can't be read or holds nothing.
     """
-    dataset, dataset_path, split = of.dataset, of.dataset_path, of.dataset_split
-    by_format = dataset == "local" or dataset in FORMATS
-    if by_format and dataset_path is None:
+    dataset, path, split = of.dataset, of.dataset_path, of.dataset_split
+    by_format, shown = dataset == "local" or dataset in FORMATS, path or dataset
+    if by_format and path is None:
         raise DataError(f"dataset = {dataset!r}: needs a dataset_path, which is a file, a folder or a glob")
-    local = by_format or (dataset == "stdlib" and dataset_path is not None)
-    reader: RowFormat = chat or TextColumn(of.text_column)
-    if not local and dataset != "stdlib":
-        return HubStream(dataset, dataset_path, split, reader)
-    check_split(split)
-    identity = {"dataset": dataset_path if local else "stdlib", "split": split}
+    if not by_format and dataset != "stdlib":
+        return HubStream(dataset, path, split, chat or TextColumn(of.text_column))
+    if split not in SPLITS:
+        raise DataError(
+            f"dataset_split = {split!r}: a local corpus has the splits {', '.join(map(repr, SPLITS))}"
+        )
     root, files, file_format = stdlib_root(), [], "text"
-    if local:
-        root, files, file_format = find_files(str(dataset_path), dataset if dataset in FORMATS else None)
+    if path is not None:
+        root, files, file_format = find_files(path, dataset if dataset in FORMATS else None)
     if file_format == "text" and chat is not None:
         raise DataError(
-            f"dataset = {dataset_path or dataset!r}: holds texts, and chat.enable = true reads conversations; give "
-            ".jsonl or .parquet files, or leave chat out"
+            f"dataset = {shown!r}: holds texts, and chat.enable = true reads conversations; give .jsonl or .parquet files, "
+            "or leave chat out"
         )
     corpus: TextFiles | RowDocuments
-    if not local:
+    if path is None:
         corpus = TextFiles(root, stdlib_files(root), split, STDLIB_PIECE_BYTES)
     elif file_format == "text":
-        corpus = TextFiles(root, files, split, check=check)
+        corpus = TextFiles(root, files, split)
+    elif chat is not None:
+        corpus = Conversations(root, files, file_format, split, chat)
     else:
-        at = root, files, file_format, split
-        corpus = Conversations(*at, chat) if chat else RowDocuments(*at, reader)
+        corpus = RowDocuments(root, files, file_format, split, TextColumn(of.text_column))
     if len(corpus) == 0:
         what = chat.what_is_left_out() if chat else "no document"
         raise DataError(
-            f"dataset = {dataset_path or dataset!r}: holds {what} for dataset_split = {split!r}; every twentieth, from "
+            f"dataset = {shown!r}: holds {what} for dataset_split = {split!r}; every twentieth, from "
             f"the first on, is for validation: give more documents, or validation data as a dataset_path of its own"
         )
-    return Shuffled(corpus, identity, seed)
+    return Shuffled(corpus, {"dataset": shown, "split": split}, seed)

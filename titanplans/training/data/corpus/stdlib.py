@@ -5,8 +5,8 @@ training run needs no download. Lists the files and no more: reading, splitting 
 those of any other text files (see `local.py`).
 """
 
+import os
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 from titanplans.errors import DataError
@@ -33,14 +33,18 @@ def stdlib_root() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def stdlib_files(root: Path | None = None) -> list[Path]:
+def stdlib_files(root: Path) -> list[Path]:
     """The standard library's `.py` files that count as text, in the order of their relative paths.
 
     Raises:
         DataError: `root` holds (almost) no sources, as under a Python that was frozen or zipped.
     """
-    root = stdlib_root() if root is None else root
-    files = sorted(_sources(root), key=lambda file: file.relative_to(root).as_posix())
+    files: list[Path] = []
+    for parent, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT_FOLDERS]
+        kept = [name for name in names if name.endswith(".py") and not name.startswith(_LEFT_OUT_PREFIXES)]
+        files += [Path(parent, name) for name in kept]
+    files = sorted(filter(os.path.getsize, files), key=lambda file: file.relative_to(root).as_posix())
     if len(files) < _FEWEST_FILES:
         raise DataError(
             f"dataset = 'stdlib': {root} holds {len(files)} Python sources where the standard library has "
@@ -48,16 +52,3 @@ def stdlib_files(root: Path | None = None) -> list[Path]:
             f"dataset_path = 'folder or glob of .txt, .jsonl or .parquet files'"
         )
     return files
-
-
-def _sources(folder: Path) -> Iterator[Path]:
-    if not folder.is_dir():
-        return
-    for entry in folder.iterdir():
-        if entry.name.startswith(_LEFT_OUT_PREFIXES):
-            continue
-        if entry.is_dir():
-            if entry.name not in _LEFT_OUT_FOLDERS:
-                yield from _sources(entry)
-        elif entry.suffix == ".py" and entry.stat().st_size > 0:
-            yield entry
