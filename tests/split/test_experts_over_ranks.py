@@ -285,7 +285,7 @@ def test_a_capacity_drops_the_last_rows_of_each_rank_and_counts_them():
         gradients = {name: param.grad.full_tensor() for name, param in model.named_parameters()}
         return found.detach(), gradients, loads.take_dropped([meshes[0].get_group()])
 
-    found, gradients, counted = threads.run(2, torch.device("cpu"), work)
+    found, gradients, counted = on_threads(work, 2)
     assert 0 < sum(dropped) < 2 * ids.numel() * len(dropped)
     assert counted == sum(dropped)
     torch.testing.assert_close(found, loss.detach())
