@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from titanplans.parallel import process_group
-from titanplans.parallel.fsdp import construction, sharding
+from titanplans.parallel.fsdp import sharding
 from titanplans.torch_private import (
     compile,
     dispatch,
@@ -63,15 +62,6 @@ MARKED = {
 def group():
     with process_group("cpu", timeout=timedelta(minutes=7)):
         yield
-
-
-def test_schema():
-    """Else graphs can't be searched for collectives, nor kept attention for its dropout."""
-    operator = torch.ops.aten.add.Tensor
-    assert isinstance(operator, dispatch.OpOverload)
-    assert dispatch.schema(operator).name == "aten::add"
-    assert [argument.name for argument in dispatch.schema(operator).arguments][:2] == ["self", "other"]
-    assert dispatch.schema(torch.ops.higher_order.flex_attention) is None
 
 
 def test_disabled_torch_function():
@@ -178,53 +168,6 @@ def test_float8_gather():
     data, metadata = dtensor.local_tensor(param).fsdp_pre_all_gather(param.device_mesh)
     assert metadata == (2.0,)
     assert data[0].dtype == torch.float8_e4m3fn
-
-
-def test_cast_to_float8():
-    """Else a float64 proof of float8 casts otherwise in a forward than in a backward."""
-    from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
-
-    ours = torch.ones(2)
-    with mock.patch.object(torchao.cast_to_float8(), "forward", return_value=ours):
-        cast = hp_tensor_and_scale_to_float8(torch.ones(1), torch.ones(()), torch.float8_e4m3fn)
-    assert cast.equal(ours)
-
-
-def test_keep_order():
-    """Else inductor may undo the order in which collectives are overlapped."""
-    graph = torch.fx.Graph()
-    x = graph.placeholder("x")
-    before, after = (
-        graph.call_function(operator, (x,))
-        for operator in (torch.ops.aten.sin.default, torch.ops.aten.cos.default)
-    )
-    graph.output((before, after))
-    module = torch.fx.GraphModule(nn.Module(), graph)
-    nodes = list(module.graph.nodes)
-    compile.keep_order(module.graph, {nodes[2]: [nodes[1]]})
-    module.recompile()
-    (_, first, _, second, _) = module.graph.nodes
-    assert first in second.all_input_nodes
-    assert compile.in_order(second).target is torch.ops.aten.cos.default
-    assert compile.in_order(first) is first
-    assert torch.equal(module(torch.ones(1))[1], torch.ones(1).cos())
-
-
-def test_construction():
-    """Else FSDP2's construction is linear in the number of ranks."""
-    made = []
-
-    class Noted(construction.Chunks):
-        def __init__(self, tensor, number, dim):
-            made.append(tuple(tensor.shape))
-            super().__init__(tensor, number, dim)
-
-    with mock.patch.object(construction, "Chunks", Noted), construction.independent_of_world():
-        sharded()
-    assert set(made) == {(2,), (2, 2)}
-    made.clear()
-    sharded()
-    assert not made
 
 
 # Where private names stand
