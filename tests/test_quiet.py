@@ -11,7 +11,17 @@ from titanplans import quiet
 COMMANDS = {
     "list": ["list"],
     # Between them they have each warning of torchao, torch, FLA and transformers that is known.
-    "list models": "list gla mamba mamba2 mamba3 log_linear_mamba2 comba rwkv7 rodimus".split(),
+    "list models": [
+        "list",
+        "gla",
+        "mamba",
+        "mamba2",
+        "mamba3",
+        "log_linear_mamba2",
+        "comba",
+        "rwkv7",
+        "rodimus",
+    ],
     "verify": ["verify", "mamba2", "--tp", "2", "--quick"],
     "train": ["train", "configs/gla_debug.toml", "--training.steps", "1", "--job.dump_folder"],
 }

@@ -23,10 +23,8 @@ from titanplans.parallel.fsdp import sharding
 from titanplans.torch_private import (
     compile,
     dispatch,
-    dtensor,
     fsdp,
     threads,
-    torchao,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -148,26 +146,6 @@ def test_is_disabled():
     assert not compile.is_disabled(sharded)
     assert compile.enabled_function(disabled) is sharded
     assert compile.enabled_function(sharded) is None
-
-
-def test_float8_gather():
-    """Else a weight is cast with its shard's scale, and a checkpoint holds torchao's tensors."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    model = nn.Sequential(nn.Linear(16, 16, bias=False))
-    weight = model[0].weight.detach().clone()
-    convert_to_float8_training(
-        model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
-    )
-    assert not torchao.is_float8_gathered(model[0].weight)
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    (param,) = model.parameters()
-    assert torchao.is_float8_gathered(param)
-    assert torchao.stored_weight(dtensor.local_tensor(param)).equal(weight)
-    torchao.set_gather_scale(param, torch.tensor(2.0))
-    data, metadata = dtensor.local_tensor(param).fsdp_pre_all_gather(param.device_mesh)
-    assert metadata == (2.0,)
-    assert data[0].dtype == torch.float8_e4m3fn
 
 
 # Where private names stand

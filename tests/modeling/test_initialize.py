@@ -66,7 +66,7 @@ OPTIONS = {
         {"attn": {"layers": [1], "num_heads": 4, "qkv_bias": True}, "attnres_block_size": 2},
     ],
     "transformer": [{}, {"qk_norm": True, "qkv_bias": True} | TIED],
-} | dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gemma3"), [{}, TIED, RANGE])
+} | {name: [{}, TIED, RANGE] for name in ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gemma3")}
 
 
 @pytest.mark.parametrize(("name", "options"), [(name, each) for name in OPTIONS for each in OPTIONS[name]])
