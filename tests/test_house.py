@@ -96,7 +96,7 @@ def test_no_folder_has_more_than_fifteen_files():
 
 @pytest.mark.parametrize("later", [False, True], ids=["at import", "later"])
 def test_no_modules_import_each_other_in_a_circle(later):
-    """A plan asks the registry for that of a mixer, and the registry names the class of plans, for type checkers alone."""
+    """A plan asks the registry for the plan of a mixer, and it names the class of plans, for type checkers alone."""
     paths = {".".join(file.relative_to(ENGINE).with_suffix("").parts): file for file in ENGINE.rglob("*.py")}
     modules = {name.removesuffix(".__init__"): file for name, file in paths.items()}
     as_one = {"plan.registry": "plan.plan"} if later else {}

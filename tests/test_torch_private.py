@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -20,14 +19,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from titanplans.parallel import process_group
-from titanplans.parallel.fsdp import construction, sharding
+from titanplans.parallel.fsdp import sharding
 from titanplans.torch_private import (
     compile,
     dispatch,
-    dtensor,
     fsdp,
     threads,
-    torchao,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -63,15 +60,6 @@ MARKED = {
 def group():
     with process_group("cpu", timeout=timedelta(minutes=7)):
         yield
-
-
-def test_schema():
-    """Else graphs can't be searched for collectives, nor kept attention for its dropout."""
-    operator = torch.ops.aten.add.Tensor
-    assert isinstance(operator, dispatch.OpOverload)
-    assert dispatch.schema(operator).name == "aten::add"
-    assert [argument.name for argument in dispatch.schema(operator).arguments][:2] == ["self", "other"]
-    assert dispatch.schema(torch.ops.higher_order.flex_attention) is None
 
 
 def test_disabled_torch_function():
@@ -116,16 +104,6 @@ def test_reshard_to():
     model(torch.ones(1, 2)).sum().backward()
 
 
-def test_compiler_counters():
-    """Else a block that runs eagerly in spite of torch.compile goes unnoticed."""
-    assert issubclass(compile.dynamo_errors().FailOnRecompileLimitHit, Exception)
-    assert issubclass(compile.dynamo_errors().TorchDynamoException, Exception)
-    torch.compiler.reset()
-    before = compile.compiler_counters()["stats"]["unique_graphs"]
-    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
-    assert compile.compiler_counters()["stats"]["unique_graphs"] == before + 1
-
-
 def test_compilations():
     """Else a block that was to be compiled and ran eagerly goes unnoticed."""
     torch.compiler.reset()
@@ -158,73 +136,6 @@ def test_is_disabled():
     assert not compile.is_disabled(sharded)
     assert compile.enabled_function(disabled) is sharded
     assert compile.enabled_function(sharded) is None
-
-
-def test_float8_gather():
-    """Else a weight is cast with its shard's scale, and a checkpoint holds torchao's tensors."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    model = nn.Sequential(nn.Linear(16, 16, bias=False))
-    weight = model[0].weight.detach().clone()
-    convert_to_float8_training(
-        model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
-    )
-    assert not torchao.is_float8_gathered(model[0].weight)
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    (param,) = model.parameters()
-    assert torchao.is_float8_gathered(param)
-    assert torchao.stored_weight(dtensor.local_tensor(param)).equal(weight)
-    torchao.set_gather_scale(param, torch.tensor(2.0))
-    data, metadata = dtensor.local_tensor(param).fsdp_pre_all_gather(param.device_mesh)
-    assert metadata == (2.0,)
-    assert data[0].dtype == torch.float8_e4m3fn
-
-
-def test_cast_to_float8():
-    """Else a float64 proof of float8 casts otherwise in a forward than in a backward."""
-    from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
-
-    ours = torch.ones(2)
-    with mock.patch.object(torchao.cast_to_float8(), "forward", return_value=ours):
-        cast = hp_tensor_and_scale_to_float8(torch.ones(1), torch.ones(()), torch.float8_e4m3fn)
-    assert cast.equal(ours)
-
-
-def test_keep_order():
-    """Else inductor may undo the order in which collectives are overlapped."""
-    graph = torch.fx.Graph()
-    x = graph.placeholder("x")
-    before, after = (
-        graph.call_function(operator, (x,))
-        for operator in (torch.ops.aten.sin.default, torch.ops.aten.cos.default)
-    )
-    graph.output((before, after))
-    module = torch.fx.GraphModule(nn.Module(), graph)
-    nodes = list(module.graph.nodes)
-    compile.keep_order(module.graph, {nodes[2]: [nodes[1]]})
-    module.recompile()
-    (_, first, _, second, _) = module.graph.nodes
-    assert first in second.all_input_nodes
-    assert compile.in_order(second).target is torch.ops.aten.cos.default
-    assert compile.in_order(first) is first
-    assert torch.equal(module(torch.ones(1))[1], torch.ones(1).cos())
-
-
-def test_construction():
-    """Else FSDP2's construction is linear in the number of ranks."""
-    made = []
-
-    class Noted(construction.Chunks):
-        def __init__(self, tensor, number, dim):
-            made.append(tuple(tensor.shape))
-            super().__init__(tensor, number, dim)
-
-    with mock.patch.object(construction, "Chunks", Noted), construction.independent_of_world():
-        sharded()
-    assert set(made) == {(2,), (2, 2)}
-    made.clear()
-    sharded()
-    assert not made
 
 
 # Where private names stand

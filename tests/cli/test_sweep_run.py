@@ -10,25 +10,17 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import gone
+from jobs import Job, gone
 
 from titanplans.cli.sweep import process
 from titanplans.cli.sweep.main import main
 
 ROOT = Path(__file__).parents[2]
-CONFIG = {
-    "model_type": "gla",
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_heads": 2,
-    "vocab_size": 4096,
-    "intermediate_size": 64,
-}
 BASE = """
 [model]
 config = "gla.json"
 [training]
-dataset_path = "text"
+dataset_path = "text.txt"
 local_batch_size = 2
 seq_len = 32
 steps = 3
@@ -70,11 +62,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     (tmp_path / "base.toml").write_text(BASE)
     (tmp_path / "sweep.toml").write_text(SWEEP)
-    (tmp_path / "gla.json").write_text(json.dumps(CONFIG))
-    (tmp_path / "text").mkdir()
-    for number in range(40):
-        words = " ".join(f"the {i} quick {i * number % 97} foxes" for i in range(80))
-        (tmp_path / "text" / f"{number}.txt").write_text(words)
+    Job(tmp_path)  # its model and data
     return tmp_path
 
 

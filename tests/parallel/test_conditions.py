@@ -3,10 +3,11 @@
 import pytest
 import torch
 import worlds
+from said import error_of
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titanplans.parallel import FSDP2Config, ParallelError
+from titanplans.parallel import FSDP2Config
 from titanplans.parallel.fsdp.conditions import shard_model
 
 
@@ -103,10 +104,8 @@ def all_cases(rank):
         model = build()
         if conditions == [tied]:
             model.stages[0][0][0].weight = model.stages[1][1][0].weight
-        try:
-            shard_model(model, conditions, mesh)
-        except ParallelError as error:
-            refused[words] = str(error), not any(isinstance(p, DTensor) for p in model.parameters())
+        error = error_of(shard_model, model, conditions, mesh)
+        refused[words] = error, not any(isinstance(p, DTensor) for p in model.parameters())
     return accepted, refused
 
 

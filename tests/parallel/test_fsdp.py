@@ -10,6 +10,7 @@ import worlds
 import zoo
 from counting import Operators
 from equal import whole
+from said import error_of
 from tiny import MLP, Block, Tiny, TinyPlan
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -311,10 +312,7 @@ def only_some_see_units():
     found = []
     for replicate, fsdp in ((1, 4), (2, 2)):
         model, _, tokens, images = prepare("seeing", replicate, fsdp, 1, dict())
-        try:
-            loss_of(model, tokens, images if torch.distributed.get_rank() == 0 else None)
-        except ParallelError as error:
-            found.append(str(error))
+        found.append(error_of(loss_of, model, tokens, images if torch.distributed.get_rank() == 0 else None))
         loss_of(model, tokens, None).backward()
         loss_of(model, tokens, images).backward()
     return found

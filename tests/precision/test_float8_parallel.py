@@ -7,6 +7,7 @@ import pytest
 import torch
 import worlds
 import zoo
+from said import error_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -310,10 +311,8 @@ def on_four_ranks(rank):
     together = {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}
     found["kept"] = [_accumulated(config, {"keep_gathered": True} | more) for more in ({}, together)]
     for name, (degrees, options, _) in REFUSED_WAYS.items():
-        try:
-            ParallelManager(strategy(options), degrees).parallelize(modeling.build(config))
-        except ParallelError as error:
-            found[name] = str(error)
+        manager = ParallelManager(strategy(options), degrees)
+        found[name] = error_of(manager.parallelize, modeling.build(config))
     return found
 
 

@@ -8,6 +8,7 @@ import torch
 import worlds
 import zoo
 from safetensors.torch import load_file, save_file
+from said import error_of
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -86,10 +87,7 @@ def in_two(rank, folders):
     for name in TWO:
         model, loaded, local = load(folders[name], FSDP2, Degrees(tp=2))
         found[name] = differing(model, folders[name]), loaded.bytes_read - local, loaded.bytes_read
-    try:
-        load(folders["two heads"], FSDP2, Degrees(tp=2))
-    except ModelError as error:
-        found["two heads"] = str(error)
+    found["two heads"] = error_of(load, folders["two heads"], FSDP2, Degrees(tp=2), kind=ModelError)
     return found
 
 

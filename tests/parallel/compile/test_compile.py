@@ -6,6 +6,7 @@ import pytest
 import torch
 import worlds
 import zoo
+from said import error_of
 from tiny import Block, Tiny, TinyPlan
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -321,10 +322,7 @@ def compiled_under_tp(rank):
         backend = Counted()
         results[name] = steps(parallel(policy, backend), count=2), backend.frame_count, backend.runs
     torch._dynamo.reset()
-    try:
-        steps(parallel(FULL, "aot_eager"), count=1)
-    except AssertionError as error:
-        results["full"] = str(error)
+    results["full"] = error_of(lambda: steps(parallel(FULL, "aot_eager"), count=1), kind=AssertionError)
     torch._dynamo.reset()
     backend = Counted()
     for compiled in (False, True):
