@@ -45,33 +45,41 @@ def test_usable_data_sets_pass(tmp_path):
     check_dataset("owner/name", str(tmp_path), text_column="body")
 
 
-def test_missing_and_empty_paths(refused, tmp_path):
-    (tmp_path / "empty.txt").touch()
-    nowhere = str(tmp_path / "nowhere")
-    assert f"dataset_path = {nowhere!r}: no such file or folder" in refused(check_dataset, "local", nowhere)
-    assert f"dataset_path = {nowhere!r}" in refused(check_dataset, "stdlib", nowhere)
-    for path in (tmp_path, tmp_path / "*.jsonl", tmp_path / "**" / "*.txt"):
-        assert f"dataset_path = {str(path)!r}: there is no file" in refused(check_dataset, "local", str(path))
-    assert "dataset = 'parquet': needs a dataset_path" in refused(check_dataset, "parquet")
-
-
-def test_unsupported_extension(refused, tmp_path):
-    (tmp_path / "a.csv").write_text("text\nx\n")
-    message = refused(check_dataset, "local", str(tmp_path))
-    assert "holds .csv" in message
-    assert ".txt, .md, .py, .jsonl, .json, .parquet" in message
-
-
-def test_splits(refused, tmp_path):
-    message = refused(check_dataset, "stdlib", split="test")
-    assert message.startswith("dataset_split = 'test': ")
-    assert message.endswith("'train', 'validation', 'all'")
-    one = write_rows(tmp_path / "train.jsonl", [{"text": "alone"}])
-    assert "dataset_split = 'dev'" in refused(check_dataset, "local", one, split="dev")
-    assert "holds no document for dataset_split = 'train'" in refused(check_dataset, "local", one)
-    (tmp_path / "one.txt").write_text("alone")
-    assert "holds no document" in refused(check_dataset, "local", str(tmp_path / "one.txt"))
-    assert "can't be opened (ValueError" in refused(check_dataset, str(tmp_path), split="dev")
+@pytest.mark.parametrize(
+    ("names", "split", "said"),
+    [
+        (("local", "nowhere"), "train", "dataset_path = 'nowhere': no such file or folder"),
+        (("stdlib", "nowhere"), "train", "dataset_path = 'nowhere'"),
+        (("local", "empty"), "train", "dataset_path = 'empty': there is no file"),
+        (("local", "empty/*.jsonl"), "train", "dataset_path = 'empty/*.jsonl': there is no file"),
+        (("local", "empty/**/*.txt"), "train", "dataset_path = 'empty/**/*.txt': there is no file"),
+        (("local", "/"), "train", "dataset_path = '/': "),
+        (("local", "/proc"), "train", "dataset_path = '/proc': "),
+        (("parquet",), "train", "dataset = 'parquet': needs a dataset_path"),
+        (
+            ("local", "csv"),
+            "train",
+            "holds .csv; the extensions read are .txt, .md, .py, .jsonl, .json, .parquet",
+        ),
+        (
+            ("stdlib",),
+            "test",
+            "dataset_split = 'test': a local corpus has the splits 'train', 'validation', 'all'",
+        ),
+        (("local", "one/train.jsonl"), "dev", "dataset_split = 'dev'"),
+        (("local", "one/train.jsonl"), "train", "holds no document for dataset_split = 'train'"),
+        (("local", "one.txt"), "train", "holds no document"),
+        (("./one",), "dev", "can't be opened (ValueError"),
+    ],
+)
+def test_paths_and_splits_that_hold_no_corpus(refused, tmp_path, monkeypatch, names, split, said):
+    monkeypatch.chdir(tmp_path)
+    for file, text in (("empty/empty.txt", ""), ("csv/a.csv", "text\nx\n"), ("one.txt", "alone")):
+        Path(file).parent.mkdir(exist_ok=True)
+        Path(file).write_text(text)
+    Path("one").mkdir()
+    write_rows(Path("one/train.jsonl"), [{"text": "alone"}])
+    assert said in refused(check_dataset, *names, split=split)
 
 
 def test_too_few_tokens_for_one_sequence(refused, tmp_path):
@@ -178,11 +186,6 @@ def test_a_field_in_a_field_is_a_text(refused, tmp_path):
         for file in ("a.jsonl", "a.parquet"):
             path = str(tmp_path / file)
             assert kind in refused(check_dataset, "local", path, split="all", text_column=name)
-
-
-@pytest.mark.parametrize("path", ["/", "/proc"])
-def test_paths_that_hold_no_corpus(refused, path):
-    assert f"dataset_path = {path!r}: " in refused(check_dataset, "local", path)
 
 
 TOKENIZER = json.loads((Path(default_tokenizer_path()) / "tokenizer.json").read_text())

@@ -354,6 +354,12 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(build, tmp_path):
         (tmp_path / "long.txt").write_text("a line of text\n" * 60_000)
 
 
+def test_no_state_at_all_is_a_fresh_start(build, corpora):
+    loader = build(corpora["text"])
+    loader.load_state_dict({})
+    assert flat(islice(loader, 2)) == flat(islice(build(corpora["text"]), 2))
+
+
 def test_sequence_length_and_batch_size_may_change_between_runs(build, corpora):
     first = build(corpora["text"])
     before = [b["input"] for b, _ in islice(first, 10)]

@@ -1,6 +1,7 @@
 """Every token is read once, and every global batch is the same, whatever the number of ranks, and whenever it changes."""
 
 import json
+from collections import Counter
 from typing import ClassVar
 
 import numpy as np
@@ -12,6 +13,7 @@ from titanplans.training.data.corpus.sources import Shuffled
 from titanplans.training.data.dataset import PackedText
 from titanplans.training.data.mixture import PackedSource
 from titanplans.training.data.streams import BatchSlice, DataPosition, divide, merged
+from titanplans.training.data.streams import source_of as source_of_row
 
 
 class Corpus:
@@ -128,3 +130,11 @@ def test_ranks_and_workers_open_streams_of_their_own_and_each_stream_has_its_tur
     n = data.draw(st.integers(0, 1000))
     windows = [streams.place(i)[1] for i in range(n) if streams.place(i)[0] == 0]
     assert windows == list(range(len(windows)))
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any), st.integers(1, 200))
+def test_a_source_has_its_share_of_any_first_rows(weights, rows):
+    found = Counter(source_of_row(row, weights) for row in range(rows))
+    for source, weight in enumerate(weights):
+        assert abs(found[source] - rows * weight / sum(weights)) < len(weights)
+        assert weight or not found[source]

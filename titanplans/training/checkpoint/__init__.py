@@ -3,8 +3,7 @@
     folder.py    which folders are checkpoints of ours, and how one appears and goes away: by a rename
     card.py      titanplans.json in each: the files with their checksums, the model, the job
     storage.py   torch's distributed checkpoints, written with checksums and read without running their pickles
-    loader.py    which checkpoint is loaded, checked first
-    manager.py   torchtitan's CheckpointManager with these: saves whole checkpoints
+    manager.py   torchtitan's CheckpointManager with these: saves whole checkpoints, loads checked ones
     match.py     whether a checkpoint belongs to the job, and from which one it goes on
     published.py the last step as a Hugging Face folder
     weights.py   where an export reads: a checkpoint, a Hugging Face folder, adapters on either
