@@ -142,9 +142,14 @@ def main(request: Namespace) -> int:
     for name in every_model() if request.all else [request.subject or ""]:
         try:
             subject = find_subject(name, request)
-            for degree in [cut.tp for cut in subject.degrees or (Degrees(tp=2),)]:
+            for cut in subject.degrees or (Degrees(tp=2),):
+                if max(cut.cp, cut.ep) > 1:
+                    raise VerifyError(
+                        f"async-tp {name}: {cut}: with context or expert parallelism a part of each block runs outside of "
+                        "its graph, and is not decided here; set both degrees to 1 in the job"
+                    )
                 with redirect_stdout(sys.stderr), progress(name, shown=True) as show:
-                    decisions.append(decide(subject, request, degree, show))
+                    decisions.append(decide(subject, request, cut.tp, show))
                 if not request.json:
                     print(decisions[-1].text(), end="\n\n", flush=True)
         except UserError as error:
