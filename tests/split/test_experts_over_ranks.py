@@ -292,6 +292,49 @@ def test_a_capacity_drops_the_last_rows_of_each_rank_and_counts_them():
     torch.testing.assert_close(gradients, {name: param.grad for name, param in whole.named_parameters()})
 
 
+class Counted(torch.nn.Module):
+    """A mixture in the form of torchtitan's: rows go to the experts in their order, with the numbers of rows."""
+
+    class Experts(torch.nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.num_experts = 4
+            self.weight = torch.nn.Parameter(torch.randn(4, width, width) / 8)
+
+        def forward(self, x, counts):
+            parts = x.split(counts.tolist())
+            return torch.cat([part @ weight for part, weight in zip(parts, self.weight, strict=True)])
+
+    def __init__(self, width):
+        super().__init__()
+        self.gate, self.experts = torch.nn.Linear(width, 4, bias=False), self.Experts(width)
+
+    def forward(self, x):
+        rows = x.flatten(0, -2)
+        scores, chosen = self.gate(rows).softmax(-1).topk(2)
+        order = chosen.flatten().argsort(stable=True)
+        made = self.experts(rows[order // 2], torch.bincount(chosen.flatten(), minlength=4))
+        mixed = made[order.argsort()].unflatten(0, (-1, 2)) * scores[..., None]
+        return mixed.sum(1).view_as(x)
+
+
+class CountedPlan(registered_plans()["llama"]):
+    def mlp_plan(self, mlp):
+        parts = {"experts": self.by_expert(), "gate": self.replicated_in_region()}
+        return {**self.mlp_region("x"), **parts}
+
+
+@pytest.mark.parametrize(
+    "degrees", [Degrees(tp=2, ep=2), Degrees(cp=2, ep=2), Degrees(tp=2, cp=2, ep=4)], ids=str
+)
+def test_experts_that_take_counted_rows_are_right(degrees):
+    model = zoo.build("llama")
+    for layer in model.model.layers:
+        layer.mlp = Counted(model.config.hidden_size).double()
+    report = proof.verify(lambda: model, CountedPlan, degrees=[degrees], conditions="each")
+    assert report.passed, report.table()
+
+
 def test_what_takes_every_row_for_every_expert_has_no_biases():
     model = zoo.build("llama4_text")
     for layer in model.model.layers:

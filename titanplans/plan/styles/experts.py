@@ -10,25 +10,27 @@ from titanplans.plan.styles.base import Style, held
 
 CHOSEN = 3
 """transformers' experts are called with hidden states [N, H], the numbers of their experts [N, k] and weights [N, k]."""
+COUNTED = 2
+"""torchtitan's, with rows [N, H] in the order of their experts, and how many of them each expert has [experts]."""
 EVERY = 1
 """Llama 4's, with every row for every expert [experts * N, H], expert by expert: zeros where it was not chosen."""
 
 
 def interface_of(module: nn.Module) -> int | None:
-    """Return `CHOSEN` or `EVERY`, as `module` is called; None if it does not hold experts that are called so."""
+    """Return `CHOSEN`, `COUNTED` or `EVERY`, as `module` is called; None if it holds no experts that are called so."""
     cls = getattr(type(module), "whole_class", type(module))  # of a split module that before the split
     taken = len(inspect.signature(cls.forward).parameters) - 1
     holds = hasattr(module, "num_experts") and any(
         param.ndim == 3 for param in module.parameters(recurse=False)
     )
-    return taken if holds and taken in (CHOSEN, EVERY) else None
+    return taken if holds and taken in (CHOSEN, COUNTED, EVERY) else None
 
 
 class ByExpert(Style):
     """Give each rank of expert parallelism some of the experts, whole; rows are sent to their experts' ranks and back.
 
-    For a module that holds experts in parameters [experts, ...], with an interface of transformers: its forward takes
-    hidden states [N, H], the experts of each [N, k] and their weights [N, k], and returns [N, H]; or it takes every row for
+    For a module that holds experts in parameters [experts, ...], and whose forward takes hidden states [N, H], the experts
+    of each [N, k] and their weights [N, k]; or rows in the order of their experts, and how many each has; or every row for
     every expert, and has no biases. It reads the number of experts as `num_experts`, which becomes the rank's.
     """
 

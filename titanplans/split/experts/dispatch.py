@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from titanplans.plan.styles.experts import EVERY, interface_of
+from titanplans.plan.styles.experts import CHOSEN, COUNTED, EVERY, interface_of
 from titanplans.split.collectives import Group, all_to_all, exchange_rows
 from titanplans.split.state import make_state, specialise, subclass
 from titanplans.torch_private.autograd import in_backward
@@ -42,10 +42,12 @@ class ExpertRanks(NamedTuple):
 
 def install_dispatch(module: nn.Module, ranks: ExpertRanks) -> None:
     """Let `module`, which holds this rank's experts, be called with rows for all experts."""
-    every = interface_of(module) == EVERY
+    kind = {CHOSEN: _of_chosen_rows, COUNTED: _of_counted_rows, EVERY: _of_every_row}[
+        interface_of(module) or CHOSEN
+    ]
     make_state(module).experts = ranks
     module.num_experts //= ranks.group[1]  # type: ignore[operator]
-    specialise(module, (_of_every_row if every else _of_chosen_rows)(type(module)))
+    specialise(module, kind(type(module)))
 
 
 @cache
@@ -56,6 +58,23 @@ def _of_chosen_rows(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         given = [*args, *(kwargs[name] for name in names[len(args) :])]
         return _through_experts(self, partial(cls.forward, self), *given)
+
+    return subclass(cls, {"forward": forward})
+
+
+@cache
+def _of_counted_rows(cls: type[nn.Module]) -> type[nn.Module]:
+    """Subclass `cls`, which takes rows in the order of their experts, and how many each has."""
+
+    def run(self: Any, rows: torch.Tensor, numbers: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        order = numbers[:, 0].argsort(stable=True)
+        counts = nn.functional.one_hot(numbers[:, 0], self.num_experts).sum(0)
+        return cls.forward(self, rows[order], counts)[order.argsort()]
+
+    @wraps(cls.forward)
+    def forward(self: Any, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        numbers = torch.arange(len(counts), device=x.device).repeat_interleave(counts, output_size=len(x))
+        return _through_experts(self, partial(run, self), x, numbers[:, None], torch.ones_like(x[:, :1]))
 
     return subclass(cls, {"forward": forward})
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titanplans.plan.styles.experts import EVERY, interface_of
+from titanplans.plan.styles.experts import COUNTED, EVERY, interface_of
 from titanplans.split.parameters.shards import local_shard
 from titanplans.split.state import state_of
 from titanplans.torch_private.autograd import in_backward
@@ -50,6 +50,8 @@ class Loads:
         given, number = [x.detach() for x in (*args, *kwargs.values())], self.mixtures[at].number
         if len(given) == EVERY:  # every row for every expert: those that are not zeros
             found = given[0].unflatten(0, (number, -1)).any(-1).sum(1).float()
+        elif len(given) == COUNTED:
+            found = given[1].float()
         else:
             rows = torch.ones_like(given[1].flatten(), dtype=torch.float32)
             found = rows.new_zeros(number).scatter_add(0, given[1].flatten().long(), rows)
