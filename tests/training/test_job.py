@@ -71,6 +71,7 @@ BESIDE = {
         "parallelism.tensor_parallel_degree": 2,
         "parallelism.enable_async_tensor_parallel": True,
     },
+    "parallelism.expert_capacity_factor": {"parallelism.expert_parallel_degree": 2},
     "model.plan": {"parallelism.tensor_parallel_degree": 2},
     "compile.components": {"compile.enable": True, "optimizer.implementation": "foreach"},
     **{f"optimizer.{key}": MUON for key in OF_MUON},

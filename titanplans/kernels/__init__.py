@@ -7,6 +7,6 @@ and fast it is, stands in docs/kernels.md. Another mixer with a reference of FLA
 
 from titanplans.errors import KernelError
 from titanplans.kernels.coverage import check_cpu
-from titanplans.kernels.install import calls_fla, install
+from titanplans.kernels.install import calls_fla, for_meta, install
 
-__all__ = ["KernelError", "calls_fla", "check_cpu", "install"]
+__all__ = ["KernelError", "calls_fla", "check_cpu", "for_meta", "install"]

@@ -9,7 +9,9 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -30,6 +32,19 @@ MARK = "cpu_function"
 
 _interpreted = False
 """See `use_interpreter`."""
+
+
+_FOR_META = ContextVar("for_meta", default=False)
+
+
+@contextmanager
+def for_meta() -> Iterator[None]:
+    """Let what stands in for a CPU compute the shapes of tensors on meta, too, where no Triton kernel runs."""
+    token = _FOR_META.set(True)
+    try:
+        yield
+    finally:
+        _FOR_META.reset(token)
 
 
 def use_interpreter(on: bool = True) -> None:
@@ -137,7 +152,7 @@ def _on_cpu(
 
     @functools.wraps(reference)
     def choose(*args: Any, **kwargs: Any) -> Any:
-        if _runs_in_torch(*args, **kwargs) and not (_interpreted and triton):
+        if _first_is_on_cpu(*args, **kwargs) and not (_interpreted and triton):
             if kwargs.get("cu_seqlens") is not None and torch.compiler.is_compiling():
                 return out_of_graphs[0](*args, **kwargs)
             return reference(*args, **kwargs)
@@ -151,12 +166,12 @@ def _on_cpu(
     return choose
 
 
-def _runs_in_torch(*args: Any, **kwargs: Any) -> bool:
-    """Whether the first tensor is on a CPU, or meta; host copies of lengths may follow CUDA tensors.
+def _first_is_on_cpu(*args: Any, **kwargs: Any) -> bool:
+    """Whether the first tensor is on a CPU, or in `for_meta` on meta; host copies of lengths may follow CUDA tensors.
 
     What takes no tensors, such as a mask by lengths, works where there is no GPU.
     """
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
-            return value.device.type in ("cpu", "meta")
+            return value.device.type == "cpu" or (value.is_meta and _FOR_META.get())
     return not torch.accelerator.is_available()

@@ -11,6 +11,7 @@ import torch
 import zoo
 
 from titanplans import find_decoder
+from titanplans.kernels import for_meta
 from titanplans.loss import cross_entropy
 from titanplans.parallel.pipeline.stage import PassedBlock, PassedModule, Stage
 from titanplans.parallel.pipeline.trace import trace
@@ -49,7 +50,8 @@ def cut(model, bounds, inputs):
     decoder, traced, ids = find_decoder(model), copy.deepcopy(model), inputs["input_ids"]
     if model.config.model_type not in READS_VALUES:
         traced, ids = traced.to("meta"), ids.to("meta")
-    found = trace(traced, decoder, {"input_ids": ids})
+    with for_meta():
+        found = trace(traced, decoder, {"input_ids": ids})
     return [Stage(copy.deepcopy(model), decoder, found, first, last) for first, last in pairwise(bounds)]
 
 

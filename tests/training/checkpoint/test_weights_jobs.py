@@ -138,7 +138,7 @@ def test_what_does_not_fit_is_refused_before_processes_start(job, monkeypatch):
     )
     assert "is not the one of gla (num_heads = 4, now 2)" in refusal(job, "--model.config=other.json")
     (folder / "tokenizer.json").rename(job.folder / "tokenizer.json")
-    assert "its tokenizer.json can't be read (No such file" in refusal(job)
+    assert "no tokenizer.json can be read there (No such file" in refusal(job)
     refused = load_job([str(job.folder / "job.toml"), f"--model.hf_assets_path={job.folder}"])
     assert refused.model.hf_assets_path == str(job.folder)
     (job.folder / "tokenizer.json").rename(folder / "tokenizer.json")

@@ -108,15 +108,18 @@ def test_tokenizers(refused, tmp_path):
     assert check_tokenizer(default_tokenizer_path()) == 4096
     remedy = f"the project's own is {default_tokenizer_path()!r}"
     for path, reason in {
-        tmp_path / "nowhere": "its tokenizer.json can't be read (No such file or directory)",
-        tmp_path: "its tokenizer.json can't be read (No such file or directory)",
-        default_tokenizer_path() + "/tokenizer.json": "its tokenizer.json can't be read (Not a directory)",
+        tmp_path / "nowhere": "no tokenizer.json can be read there (No such file or directory)",
+        tmp_path: "no tokenizer.json can be read there (No such file or directory)",
+        default_tokenizer_path() + "/tokenizer.json": "no tokenizer.json can be read there (Not a directory)",
     }.items():
         message = refused(check_tokenizer, str(path))
         assert message.startswith(f"hf_assets_path = {str(path)!r}: {reason}")
         assert remedy in message
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
-    assert "its tokenizer.json can't be read (" in refused(check_tokenizer, str(tmp_path))
+    assert "tokenizer.json is no tokenizer (" in refused(check_tokenizer, str(tmp_path))
+    (tmp_path / "tokenizer.json").unlink()
+    os.mkfifo(tmp_path / "tokenizer.json")
+    assert "tokenizer.json is no file" in refused(check_tokenizer, str(tmp_path))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -194,11 +197,11 @@ TOKENIZER = json.loads((Path(default_tokenizer_path()) / "tokenizer.json").read_
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("tokenizer.json", json.dumps(TOKENIZER)[:900], "its tokenizer.json can't be read ("),
-        ("tokenizer_config.json", "[1]", "chat_template.jinja can't be used (AttributeError: 'list'"),
-        ("tokenizer_config.json", {"bos_token": 3}, "can't be used (ValueError: Could not parse bos_token"),
+        ("tokenizer.json", json.dumps(TOKENIZER)[:900], "tokenizer.json is no tokenizer ("),
+        ("tokenizer_config.json", "[1]", "not a value of type list"),
+        ("tokenizer_config.json", {"bos_token": 3}, "its tokenizer can't be used (ValueError"),
         ("tokenizer_config.json", {"chat_template": "{% if"}, "can't be used (TemplateSyntaxError"),
-        ("chat_template.jinja", b"\xff", "chat_template.jinja can't be used (UnicodeDecodeError"),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja is not UTF-8 text ("),
     ],
 )
 def test_tokenizers_that_are_broken(refused, tmp_path, name, content, reason):

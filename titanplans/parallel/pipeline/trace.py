@@ -105,7 +105,10 @@ class _Origins(TorchDispatchMode):
 
 
 def trace(model: nn.Module, decoder: Decoder, inputs: Mapping[str, Any]) -> Trace:
-    """Run `model`, on any device, on `inputs`, keyword arguments of its forward; note what blocks are given and return."""
+    """Run `model` on `inputs`, keyword arguments of its forward, and note what its blocks are given and return.
+
+    On any device; on meta inside of `titanplans.kernels.for_meta`, since Triton kernels do not run there.
+    """
     calls: dict[int, BlockCall] = {}
     given: dict[int, list[Any]] = {}
     outside: dict[str, OutsideCall] = {}

@@ -3,11 +3,14 @@
 Importing this imports no torchtitan, so a job is checked before a process group exists.
 """
 
+import json
 import logging
+import os
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from titanplans.errors import DataError
 from titanplans.training.data.reading import refusing
 
 
@@ -22,8 +25,9 @@ def load_tokenizer(path: str) -> Tokenizer:
     Raises:
         DataError: the folder or its tokenizer.json is missing, or the file is no tokenizer's.
     """
-    with refusing(f"hf_assets_path = {path!r}: its tokenizer.json can't be read", _remedy()):
-        return Tokenizer.from_str((Path(path) / "tokenizer.json").read_text(encoding="utf-8"))
+    text = _read(path, "tokenizer.json")
+    with refusing(f"hf_assets_path = {path!r}: tokenizer.json is no tokenizer", _remedy()):
+        return Tokenizer.from_str(text)
 
 
 def check_tokenizer(path: str) -> int:
@@ -35,6 +39,11 @@ def check_tokenizer(path: str) -> int:
         DataError: the folder or its tokenizer.json is missing, or one of the files can't be used.
     """
     load_tokenizer(path)
+    for name, holds in (("tokenizer_config.json", _object), ("chat_template.jinja", str)):
+        if os.path.lexists(os.path.join(path, name)):
+            text = _read(path, name)
+            with refusing(f"hf_assets_path = {path!r}: {name} can't be used", "repair it or leave it out"):
+                holds(text)
     # Which imports torchtitan, so the device has to be settled by now.
     from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
@@ -42,12 +51,32 @@ def check_tokenizer(path: str) -> int:
     level = log.level
     log.setLevel(logging.ERROR)  # which files it has found is said when training loads it
     try:
-        files = "tokenizer.json, tokenizer_config.json or chat_template.jinja"
-        with refusing(f"hf_assets_path = {path!r}: its {files} can't be used", _remedy()):
+        with refusing(f"hf_assets_path = {path!r}: its tokenizer can't be used", _remedy()):
             tokenizer = HuggingFaceTokenizer.Config().build(tokenizer_path=path)
             return max(tokenizer.get_vocab().values(), default=-1) + 1  # ids may leave gaps
     finally:
         log.setLevel(level)
+
+
+def _read(path: str, name: str) -> str:
+    try:
+        file = Path(path) / name
+        if file.exists() and not file.is_file():
+            raise DataError(f"hf_assets_path = {path!r}: {name} is no file; {_remedy()}")
+        return file.read_text(encoding="utf-8")
+    except OSError as error:  # no such folder, not a folder, no such file, not allowed
+        raise DataError(
+            f"hf_assets_path = {path!r}: no {name} can be read there ({error.strerror}); {_remedy()}"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"hf_assets_path = {path!r}: {name} is not UTF-8 text ({error}); {_remedy()}"
+        ) from error
+
+
+def _object(text: str) -> None:
+    if not isinstance(value := json.loads(text), dict):
+        raise TypeError(f"an object was expected, not a value of type {type(value).__name__}")
 
 
 def _remedy() -> str:
