@@ -7,11 +7,12 @@ import torch
 import zoo
 from transformers import Qwen2VLConfig
 
-from titanplans import modeling, registered_plans
+from titanplans import Degrees, modeling, registered_plans
+from titanplans.cli.verify.arguments import parse
 from titanplans.cli.verify.main import main
 from titanplans.cli.verify.prepare import check_memory, memory
 from titanplans.cli.verify.smaller_config import _smaller, _with_vocabulary, cut
-from titanplans.cli.verify.subject import Subject, every_model
+from titanplans.cli.verify.subject import Subject, every_model, find_subject
 from titanplans.errors import VerifyError
 from titanplans.plan.decoder import find_decoder
 
@@ -112,6 +113,22 @@ def test_special_tokens_of_images_and_videos_stay_different():
     special = (small.image_token_id, small.video_token_id, small.vision_start_token_id)
     assert size == 768
     assert special == (359, 360, 356)  # as far from the end as they were
+
+
+@pytest.mark.parametrize(
+    ("words", "degrees"),
+    [
+        ("", [Degrees(tp=2, cp=2)]),
+        ("--tp 4", [Degrees(tp=4, cp=2)]),
+        ("--cp 1,4", [Degrees(tp=2), Degrees(tp=2, cp=4)]),
+        ("--cp 1 --tp 1 --process-group", [Degrees(tp=1)]),
+    ],
+)
+def test_what_the_command_line_leaves_open_is_as_the_job_says(tmp_path, words, degrees):
+    job = tmp_path / "job.toml"
+    job.write_text("[parallelism]\ntensor_parallel_degree = 2\ncontext_parallel_degree = 2\n")
+    request = parse(["verify", str(job), *words.split()])
+    assert find_subject(str(job), request).degrees == tuple(degrees)
 
 
 def test_the_garbage_collector_is_on_after_a_refusal():

@@ -335,6 +335,19 @@ def test_experts_that_take_counted_rows_are_right(degrees):
     assert report.passed, report.table()
 
 
+@pytest.mark.parametrize(
+    ("factor", "words"),
+    [(1.0, "= 1.0: with expert_parallel_degree = 1 no row is sent"), (0, "= 0: give a number above 0")],
+)
+def test_a_capacity_that_has_no_meaning_is_refused(factor, words):
+    def work(rank):
+        with pytest.raises(PlanError) as refused:
+            apply_plan(zoo.build("mixtral"), rank.mesh_of(1), expert_capacity_factor=factor)
+        return str(refused.value)
+
+    assert f"expert_capacity_factor {words}" in on_threads(work, 2)
+
+
 def test_what_takes_every_row_for_every_expert_has_no_biases():
     model = zoo.build("llama4_text")
     for layer in model.model.layers:

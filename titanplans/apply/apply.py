@@ -205,6 +205,8 @@ def cut_of(
         cut = Untouched(meshes.sharing)
     else:
         cut = CutByWeights(meshes, checked.plan.source.options.stream)
+    if capacity is not None and not capacity > 0:
+        raise PlanError(f"expert_capacity_factor = {capacity}: give a number above 0, or None for all rows")
     if experts is None or experts.size(experts.ndim - 1) == 1:
         if capacity is not None:
             raise PlanError(f"expert_capacity_factor = {capacity}: {NO_CAPACITY}")

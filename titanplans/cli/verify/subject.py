@@ -72,9 +72,11 @@ def find_subject(words: str, request: Namespace) -> Subject:
         if is_plan:
             raise VerifyError(f"--plan {request.plan}: {words} is a plan already; leave one of them out")
         subject = replace(subject, plan=request.plan)
+    if subject.degrees is None:  # else a job's, with those of the command line
+        subject = replace(subject, degrees=request.degrees)
     chosen = {
         key: value
-        for key in ("degrees", "loss_parallel", "sequence_parallel")
+        for key in ("loss_parallel", "sequence_parallel")
         if (value := getattr(request, key)) is not None
     }
     float8 = Float8() if request.float8 == "none" else subject.float8
@@ -125,9 +127,7 @@ def _job(path: str, request: Namespace) -> Subject:
     experts = job.parallelism.expert_parallel_degree
     if experts > degree * context:
         context = experts // degree  # ranks that share a sequence stand for those with other batches
-    # What the command line leaves open is as the job says.
-    request.degrees = cuts(request.tp or (degree,), request.cp or (context,), request.ep or (experts,))
-    if all(cut.sharing == 1 for cut in request.degrees):
+    if degree * context == 1 and request.degrees is None:
         raise VerifyError(
             f"{path}: tensor_parallel_degree = 1 splits nothing, so there is nothing to prove; give --tp 2, for one"
         )
@@ -138,6 +138,8 @@ def _job(path: str, request: Namespace) -> Subject:
         f"{path}: {model}",
         hf_config(job),
         plan=job.model.plan,
+        # What the command line leaves open is as the job says.
+        degrees=cuts(request.tp or (degree,), request.cp or (context,), request.ep or (experts,)),
         loss_parallel=not job.parallelism.disable_loss_parallel,
         sequence_parallel=job.parallelism.enable_sequence_parallel,
         seq_len=job.training.seq_len,

@@ -42,12 +42,12 @@ class ExpertRanks(NamedTuple):
 
 def install_dispatch(module: nn.Module, ranks: ExpertRanks) -> None:
     """Let `module`, which holds this rank's experts, be called with rows for all experts."""
-    kind = {CHOSEN: _of_chosen_rows, COUNTED: _of_counted_rows, EVERY: _of_every_row}[
-        interface_of(module) or CHOSEN
-    ]
+    interface = interface_of(module)
+    assert interface is not None  # the style refuses others
+    kinds = {CHOSEN: _of_chosen_rows, COUNTED: _of_counted_rows, EVERY: _of_every_row}
     make_state(module).experts = ranks
     module.num_experts //= ranks.group[1]  # type: ignore[operator]
-    specialise(module, kind(type(module)))
+    specialise(module, kinds[interface](type(module)))
 
 
 @cache
