@@ -1,9 +1,10 @@
 """Options and any job read back from their own dict and TOML, or are refused by the name of an option."""
 
 import tomllib
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from types import NoneType
+from typing import Any, get_args
 
+import option_values
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ from titanplans.config.options import options_of
 from titanplans.config.other_names import REFUSED
 from titanplans.config.schema import build_job, keys
 from titanplans.config.translate import Given
-from titanplans.config.values import Mismatch, fit, is_options, without_none_type
+from titanplans.config.values import Mismatch, fit
 
 STRATEGIES = [FSDP2Config, DDPConfig, MegatronFSDPConfig]
 GROUPS = [*STRATEGIES, ActivationCheckpoint, Compile, Float8]
@@ -44,33 +45,25 @@ def fits(value, hint):
     return True
 
 
+NUMBERS = st.lists(st.sampled_from([1.0, 2.5]), max_size=2).map(tuple)
+LEAVES = {
+    NoneType: st.none(),
+    bool: st.booleans(),
+    int: st.integers(-1, 9) | st.integers(0),
+    float: st.floats(0, 1) | st.floats(0),
+    str: st.text().filter(lambda text: text != "fla"),  # flame's word, read as no name at all
+    Any: st.one_of(st.booleans(), st.sampled_from([0, 8]), WORDS, NUMBERS),
+}
+
+
+def constrained(hint, values):
+    base = st.sampled_from(["op", "1", "12"]) if get_args(hint)[0] is str else values
+    return base.filter(lambda value: fits(value, hint))
+
+
 def values_of(hint):
     """Return values of a type that have a form in TOML."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if hint is Any:
-        numbers = st.lists(st.sampled_from([1.0, 2.5]), max_size=2).map(tuple)
-        return st.one_of(st.booleans(), st.sampled_from([0, 8]), WORDS, numbers)
-    if origin is Annotated:
-        base = st.sampled_from(["op", "1", "12"]) if arguments[0] is str else values_of(arguments[0])
-        return base.filter(lambda value: fits(value, hint))
-    if origin in (Union, UnionType):
-        return st.one_of([values_of(option) for option in arguments])
-    if origin is Literal:
-        return st.sampled_from(arguments)
-    if origin is tuple:
-        return st.lists(values_of(arguments[0]), max_size=3).map(tuple)
-    if origin is dict:
-        return st.dictionaries(st.text(), values_of(arguments[1]), max_size=3)
-    if is_options(hint):
-        fields = {field.name: values_of(without_none_type(field.hint)) for field in options_of(hint)}
-        return st.fixed_dictionaries({}, optional=fields)
-    return {
-        NoneType: st.none(),
-        bool: st.booleans(),
-        int: st.integers(-1, 9) | st.integers(0),
-        float: st.floats(0, 1) | st.floats(0),
-        str: st.text().filter(lambda text: text != "fla"),  # flame's word, read as no name at all
-    }[hint]
+    return option_values.values_of(hint, LEAVES, constrained)
 
 
 @pytest.mark.parametrize("cls", GROUPS)

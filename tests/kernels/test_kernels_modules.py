@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import worlds
+from same import same
 
 from titanplans.kernels import KernelError
 from titanplans.kernels.layers.losses import cross_entropy_loss
@@ -34,16 +35,7 @@ def randomized(module, dtype):
 
 def assert_same(got, want, leaves):
     """Same outputs and same gradients, computed in the dtype of the leaves."""
-    got, want = (x if isinstance(x, tuple) else (x,) for x in (got, want))
-    leaves = [x for x in leaves if x is not None]
-    tolerance = TOLERANCE[leaves[0].dtype]
-    gradients = []
-    for outputs in (got, want):
-        loss = sum((x * torch.linspace(-1, 2, x.numel(), dtype=x.dtype).view_as(x)).sum() for x in outputs)
-        gradients.append(torch.autograd.grad(loss, leaves))
-    for a, b in zip((*got, *gradients[0]), (*want, *gradients[1]), strict=True):
-        assert a.dtype == b.dtype == leaves[0].dtype
-        assert (a - b).abs().max() <= tolerance * max(1.0, b.abs().max().item())
+    same(got, want, leaves, TOLERANCE[leaves[0].dtype])
 
 
 def rms(x, weight, eps=1e-5):

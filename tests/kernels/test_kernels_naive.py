@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
+from same import same
 
 from titanplans.kernels import KernelError
 from titanplans.kernels.naive import Naive, by_naive
@@ -142,13 +143,7 @@ def test_attention_is_its_formula(name):
     o = o[0] if isinstance(o, tuple) else o
     want = formula(q, k, v, **asked) if "r" not in asked else formula(q, asked["r"], k, v)
     tolerance = 1e-7 if name == "wall" else 1e-11  # FLA's log2(e) has eight digits
-    close(o, want, tolerance)
-    for a, b in zip(
-        torch.autograd.grad(o.cos().sum(), (q, k, v)),
-        torch.autograd.grad(want.cos().sum(), (q, k, v)),
-        strict=True,
-    ):
-        close(a, b, tolerance)
+    same(o, want, (q, k, v), tolerance)
 
     def part(x, at):
         return x[:1, at] if isinstance(x, torch.Tensor) else x
@@ -321,10 +316,7 @@ def test_linear_attention_is_its_formula(kind):
     scores = torch.einsum("bihk,bjhk->bhij", *positive).tril()
     want = torch.einsum("bhij,bjhv->bihv", scores / scores.sum(-1, keepdim=True), v)
     o, _ = linear(*positive, v, normalize=True)
-    close(o, want, 1e-9)  # FLA adds 1e-10 to what it divides by
-    got, expected = (torch.autograd.grad(x.cos().sum(), (q, k, v), retain_graph=True) for x in (o, want))
-    for a, b in zip(got, expected, strict=True):
-        close(a, b, 1e-8)
+    same(o, want, (q, k, v), 1e-8)  # FLA adds 1e-10 to what it divides by
 
 
 @pytest.mark.parametrize("kind", ["chunk", "fused_chunk", "fused_recurrent", "parallel"])
@@ -344,13 +336,13 @@ def test_bitlinear_is_flas_own_in_torch():
     fused, plain = FusedBitLinear(8, 6).double(), BitLinear(8, 6).double()
     plain.load_state_dict(fused.state_dict())
     x = rand(3, 8).requires_grad_()
-    close(fused(x), plain(x))
-    for leaf, other in ((x, x), (fused.weight, plain.weight), (fused.norm.weight, plain.norm.weight)):
-        got, want = (
-            torch.autograd.grad(fused(x).cos().sum(), leaf),
-            torch.autograd.grad(plain(x).cos().sum(), other),
-        )
-        close(got[0], want[0])
+    found = [
+        [y, *torch.autograd.grad(y.cos().sum(), [x, m.weight, m.norm.weight])]
+        for m in (fused, plain)
+        for y in [m(x)]
+    ]
+    for got, want in zip(*found, strict=True):
+        close(got, want)
 
 
 @pytest.mark.parametrize("reverse", [False, True])

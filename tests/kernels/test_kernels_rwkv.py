@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from same import same
 
 from titanplans.kernels.recurrent import chunks, rwkv
 from titanplans.kernels.widen import Widen
@@ -15,15 +16,10 @@ def randn(*shape):
 
 def compare(ours, theirs, inputs):
     """Outputs, final states and the gradients of all inputs."""
-    answers = []
-    for function in (ours, theirs):
-        given = [x.clone().requires_grad_() for x in inputs]
-        with Widen(torch.float64):
-            o, state = function(*given)
-        (o.sin().sum() + state.cos().sum()).backward()
-        answers.append([o, state, *(x.grad for x in given)])
-    for one, other in zip(*answers, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    with Widen(torch.float64):
+        answers = [function(*leaves) for function in (ours, theirs)]
+    same(*answers, leaves)
 
 
 def heads_first(x):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from same import same
 from transformers import Mamba2Config
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
@@ -32,14 +33,8 @@ def test_the_scan_is_the_recurrence(length, monkeypatch):
         *(torch.randn(2, length, groups, states, dtype=torch.float64) for _ in "bc"),
         torch.randn(2, heads, size, states, dtype=torch.float64),
     ]
-    answers = []
-    for function in (state_space.scan, loop):
-        inputs = [x.clone().requires_grad_() for x in given]
-        y, last = function(*inputs)
-        (y.square().sum() + last.square().sum()).backward()
-        answers.append([y, last, *(x.grad for x in inputs)])
-    for one, other in zip(*answers, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    leaves = [x.requires_grad_() for x in given]
+    same(state_space.scan(*leaves), loop(*leaves), leaves)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -136,14 +131,9 @@ def test_mamba3_is_its_quadratic_form(mimo_rank, angle_pairs):
     projections = (
         [torch.ones(heads, 1, size).double()] * 2 if mimo_rank == 1 else [randn(heads, 2, size) for _ in "vz"]
     )
-    answers = []
-    for function in (ours, lambda *tensors: mamba3_directly(*tensors, pairs).transpose(2, 3)):
-        tensors = [x.clone().requires_grad_() for x in given]
-        y = function(*tensors, *projections)
-        y.sin().sum().backward()
-        answers.append([y, *(x.grad for x in tensors)])
-    for one, other in zip(*answers, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+    leaves = [x.requires_grad_() for x in given]
+    want = mamba3_directly(*leaves, *projections, pairs).transpose(2, 3)
+    same(ours(*leaves, *projections), want, leaves, 1e-11)
 
 
 @pytest.mark.parametrize("name", ["mamba3", "log_linear_mamba2"])
@@ -181,18 +171,6 @@ def test_log_linear_attention_is_flas_reference():
     q, k = (torch.randn(2, 13, 2, 3, dtype=torch.float64) for _ in "qk")
     v, scales = torch.randn(2, 13, 4, 5, dtype=torch.float64), torch.randn(2, 13, 4, 6, dtype=torch.float64)
     g = -torch.rand(2, 13, 4, dtype=torch.float64)
-    answers = []
-
-    def ours(*given):
-        return log_linear.chunk_log_linear_attn(*given, scale=None)[0]
-
-    def theirs(*given):
-        return naive_log_linear_attn(*given, scale=None)
-
-    for function in (ours, theirs):
-        given = [x.clone().requires_grad_() for x in (q, k, v, g, scales)]
-        o = function(*given)
-        o.sin().sum().backward()
-        answers.append([o, *(x.grad for x in given)])
-    for one, other in zip(*answers, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    leaves = [x.requires_grad_() for x in (q, k, v, g, scales)]
+    ours, _ = log_linear.chunk_log_linear_attn(*leaves, scale=None)
+    same(ours, naive_log_linear_attn(*leaves, scale=None), leaves)

@@ -12,10 +12,10 @@ import os
 import shutil
 import time
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 import hypothesis
+import option_values
 import pytest
 import tomli
 import tomli_w
@@ -23,7 +23,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from titanplans.cli.main import main
-from titanplans.config.options import Options, options_of
 from titanplans.config.other_names import REFUSED, RENAMED
 from titanplans.config.paths import FilePath
 from titanplans.config.schema import keys
@@ -400,40 +399,22 @@ def a_damaged_file(folder, drawn):
     ends("job.toml", "--checkpoint.enable", "--metrics.enable_jsonl", *words)
 
 
-NUMBERS = [-1, 0, 1, 2, 3, 7, 64, 10**9, 2**31 - 1, 2**31, 2**53, 2**63 - 1]
-
-
-def of_type(hint):
-    """Return values of an option's type, usual and odd ones."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return of_type(arguments[0])
-    if origin in (Union, UnionType):
-        return st.one_of([of_type(option) for option in arguments if option is not NoneType])
-    if origin is Literal:
-        return st.sampled_from(arguments)
-    if origin is tuple:
-        return st.lists(of_type(arguments[0]), max_size=2)
-    if origin is dict:
-        return st.dictionaries(
-            st.sampled_from(TEXTS[:-1]).filter(_is_written), of_type(arguments[1]), max_size=2
-        )
-    if isinstance(hint, type) and issubclass(hint, Options):
-        return st.fixed_dictionaries({}, optional={f.name: of_type(f.hint) for f in options_of(hint)})
-    return {
-        bool: st.booleans(),
-        int: st.sampled_from(NUMBERS),
-        float: st.sampled_from([0.0, 5e-324, 1e-8, 0.5, 1.0, 2.0, 1e30, 1.7e308]),
-        str: st.sampled_from(TEXTS).filter(_is_written),
-        Any: st.booleans() | st.sampled_from(NUMBERS) | st.sampled_from(TEXTS).filter(_is_written),
-    }[hint]
+NUMBERS = st.sampled_from([-1, 0, 1, 2, 3, 7, 64, 10**9, 2**31 - 1, 2**31, 2**53, 2**63 - 1])
+WRITTEN = st.sampled_from(TEXTS).filter(_is_written)
+LEAVES = {
+    bool: st.booleans(),
+    int: NUMBERS,
+    float: st.sampled_from([0.0, 5e-324, 1e-8, 0.5, 1.0, 2.0, 1e30, 1.7e308]),
+    str: WRITTEN,
+    Any: st.booleans() | NUMBERS | WRITTEN,
+}
 
 
 @st.composite
 def options(draw):
     """Values of some keys, each of its type."""
     chosen = draw(st.lists(st.sampled_from(sorted(keys())), min_size=1, max_size=4, unique=True))
-    return {name: draw(of_type(keys()[name].hint)) for name in chosen}
+    return {name: draw(option_values.values_of(keys()[name].hint, LEAVES)) for name in chosen}
 
 
 def a_job(folder, values):
