@@ -23,7 +23,7 @@ BATCH, LENGTH, STEPS = 2, 16, 3
 OTHER_LENGTHS = (24, 30)
 """After `LENGTH`. GLA lays both out in chunks of 32."""
 DIFFERENT = ("transformer", "gla", "gemma3")
-"""Of which the others' blocks are one with a norm, a bias or a mask less; test_combinations.py compiles Qwen3's."""
+"""The blocks of all others are one of these with a norm, a bias or a mask less; test_combinations.py compiles Qwen3's."""
 KERNELS = ("gla",)
 """Whose blocks inductor makes kernels of, unless it is asked for all: aot_eager makes the same graphs of the others, and
 inductor takes a C++ compiler seconds for each kernel."""

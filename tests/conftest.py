@@ -56,9 +56,7 @@ THOROUGH = {
     "tests/loss/test_fused_loss.py": ("test_it_is_that_of_the_logits_over_ranks",),
     "tests/observe/test_parallelism_report.py": (),
     "tests/observe/test_job_report.py": (),
-    "tests/kernels/test_kernels_models.py": (
-        "test_import_touches_nothing_and_other_devices_install_nothing",
-    ),
+    "tests/kernels/test_kernels_models.py": ("test_import_touches_nothing_and_other_devices_install_nothing",),
     "tests/weights/test_full_state_dict.py": (),
     "tests/weights/test_weights_save.py": (),
     "tests/training/test_trainer_strategies.py": (),
@@ -68,27 +66,21 @@ THOROUGH = {
     "tests/training/checkpoint/test_restarts.py": (),
     "tests/training/checkpoint/test_survival.py": (),
     "tests/training/data/test_data_loader.py": (
-        "test_a_resumed_loader_goes_on_bit_for_bit",
-        "test_a_resumed_pass_ends_where_the_first_would_have",
+        "test_a_resumed_loader_goes_on_bit_for_bit", "test_a_resumed_pass_ends_where_the_first_would_have",
     ),
     "tests/training/launch/test_train_cli.py": (),
     "tests/cli/test_async_tp_command.py": (),
     "tests/cli/test_sweep_run.py": (),
     "tests/cli/test_verify.py": ("test_several_models_are_proved_side_by_side",),
     "tests/cli/test_verify_so_far.py": (),
-    "tests/docs/test_docs.py": (
-        "test_python_blocks_run",
-        "test_the_way_from_a_folder_to_a_folder_works_as_it_stands",
-    ),
+    "tests/docs/test_docs.py": ("test_python_blocks_run", "test_the_way_from_a_folder_to_a_folder_works_as_it_stands"),
     "tests/docs/test_readme_commands.py": (),
     "tests/test_devices.py": ("test_a_step_stays_on_its_device_and_waits_for_nothing",),
     "tests/test_out_of_tree.py": (),
-    "tests/test_package.py": (
-        "test_a_plan_is_proved_from_a_folder_that_has_plans_models_and_training_of_its_own",
-    ),
+    "tests/test_package.py": ("test_a_plan_is_proved_from_a_folder_that_has_plans_models_and_training_of_its_own",),
     "tests/test_quiet.py": ("test_a_command_leaves_stderr_empty", "test_benchmarks_leave_stderr_empty"),
     "tests/test_gpu_day.py": ("test_a_part_runs_in_a_dry_run",),
-}
+}  # fmt: skip
 """What `make test` leaves to `make test-all`: files with the tests in them, or with none for all of them.
 
 Of each room some tests stay: a proof of each kind of mixer, strict application, wrong plans that are found, a job over two
@@ -98,7 +90,7 @@ ranks, a checkpoint that is resumed, refusals, links, house rules. A new test is
 
 @pytest.fixture(scope="session")
 def cpu_kernels():
-    """PyTorch in the place of FLA's kernels, for good: a process that has none of them is one of its own."""
+    """Install the PyTorch stand-ins for FLA's kernels. They stay installed: a test without them starts a process."""
     from titanplans import kernels
 
     kernels.install("cpu")
@@ -118,12 +110,12 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What was imported stays: a collection that looks through all of it takes half a second, and tests cause hundreds."""
+    """Freeze imported objects: each garbage collection over them takes half a second, and tests cause hundreds."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)
 
 
 def pytest_unconfigure():
-    """Let nanobind's modules be freed: it lists every function of theirs that is not."""
+    """Unfreeze, so that nanobind's modules are freed: nanobind prints every function that leaks."""
     gc.unfreeze()

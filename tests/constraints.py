@@ -14,7 +14,7 @@ PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
 def stale(project: str, constraints: str) -> str | None:
-    """Return what the text `constraints` lacks of what the text of a pyproject.toml asks for; None for nothing."""
+    """Return the requirement of a pyproject.toml (a text) that `constraints` (a text) lacks; None if it lacks none."""
     pinned: dict[str, list[Requirement]] = {}
     for line in constraints.splitlines():
         if line.partition("#")[0].strip():

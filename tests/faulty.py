@@ -1,4 +1,4 @@
-"""Faults of a style: another installation of it in the cut by weights, all else as before."""
+"""Styles with a fault: the cut by weights installs them in another way; nothing else changes."""
 
 import copy
 from collections.abc import Callable
@@ -16,7 +16,7 @@ Install = Callable[[nn.Module, Border], None]
 
 
 def subclassed(style: Style, name: str, **methods: Any) -> Style:
-    """Return a copy of `style` with other methods, whose first argument is the copy."""
+    """Return a copy of `style` with some methods replaced; they get the copy as `self`."""
     fault = copy.copy(style)
     fault.__class__ = type(name, (type(style),), methods)
     return fault
@@ -38,7 +38,7 @@ def installed(style: Any, install: Callable[[Install, nn.Module, Border], None],
 
 
 def leaving(style: Any, leave: Callable[[Border, nn.Module, Any], Any]) -> Any:
-    """Return a copy of `style` of which the output is `leave(border, module, output)`, and which has no other hook."""
+    """Return a copy of `style` with one hook only: the output becomes `leave(border, module, output)`."""
 
     def install(right: Install, module: nn.Module, border: Border) -> None:
         module.register_forward_hook(lambda module, args, output: leave(border, module, output))
@@ -47,7 +47,7 @@ def leaving(style: Any, leave: Callable[[Border, nn.Module, Any], Any]) -> Any:
 
 
 def hooked(style: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a copy of `style` whose module's output is changed at last, behind the style's own hooks."""
+    """Return a copy of `style` that changes the module's output after the style's own hooks."""
 
     def install(right: Install, module: nn.Module, border: Border) -> None:
         right(module, border)

@@ -122,6 +122,24 @@ def start(words: list[str], folder: Path, by: Callable[[list[str]], None] | None
     return process
 
 
+def output(words: list[str], folder: Path, by: Callable[[list[str]], None] | None = None) -> str:
+    """Do what `start` does, to a successful end; return what it printed."""
+    process = start(words, folder, by)
+    process.join(PATIENCE)
+    status = process.exitcode
+    process.kill()  # which does nothing where it has ended
+    out = (folder / "stdout").read_text()
+    assert status == 0, out + (folder / "stderr").read_text()
+    return out
+
+
+def flip(file: Path) -> None:
+    """Flip a bit in the middle of a file."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
 def descendants(pid: int) -> list[int]:
     """Return the ranks of a job, and the processes that they have started."""
     found = []

@@ -38,7 +38,7 @@ def causal(q, k, v, past=None):
 
 
 class GatedNorm(nn.Module):
-    """A norm over the width of what a gate has multiplied before."""
+    """A norm over the width, applied to the gated product."""
 
     def __init__(self):
         super().__init__()

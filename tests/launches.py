@@ -93,7 +93,7 @@ def step(model, inputs) -> None:
 
 
 def count(model, inputs) -> Counter[tuple[str, str | None]]:
-    """Return the launches of the second step: the first one makes what is made once."""
+    """Return the launches of the second step: the first step also fills caches."""
     step(model, inputs)
     model.zero_grad()
     with Launches() as seen:

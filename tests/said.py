@@ -1,4 +1,4 @@
-"""What is said: the one line by which a call is refused, and what a program prints."""
+"""Errors of calls, which are one line, and the output of programs."""
 
 import os
 import subprocess

@@ -84,7 +84,7 @@ class Life:
         self.status: int | None = None
         self.orphans = 0
         self.left: list[str] = []
-        """The names of these."""
+        """Their names."""
 
     def _run(
         self, folder: Path, options: tuple[str, ...], prepare: Callable[[], None] | None, said: int

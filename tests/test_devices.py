@@ -1,4 +1,4 @@
-"""A split step on an accelerator that does not exist: what is on the wrong device, or waits for the device, raises.
+"""A split step on an accelerator that does not exist: a tensor on the wrong device, or a wait for the device, raises.
 
 Fake tensors on a device of torch's "PrivateUse1" kind stand for those on a GPU, torch's fake process group for NCCL. So a
 tensor that is made on the CPU in a step meets one that is not, and a number that is asked of a tensor has no answer. FLA's

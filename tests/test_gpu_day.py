@@ -1,4 +1,4 @@
-"""`make gpu` as far as it goes without one: the parts that there are, what becomes of a run, and the page."""
+"""`make gpu` without a GPU: its parts, the record of a run, and the page."""
 
 import sys
 import time

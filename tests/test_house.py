@@ -32,18 +32,8 @@ ALLOWED = {
     "weights": {*STRATEGIES, "modeling", "transformers"},
     "parallel": {*STRATEGIES, "loss", "apply", "observe", "torchao"},
     "proof": {"plan", "split", "loss", "adapters", "apply", "kernels"},
-    "training": {
-        *STRATEGIES,
-        "loss",
-        "apply",
-        "observe",
-        "modeling",
-        "weights",
-        "parallel",
-        "kernels",
-        *LIBRARIES,
-    },
-}
+    "training": {*STRATEGIES, "loss", "apply", "observe", "modeling", "weights", "parallel", "kernels", *LIBRARIES},
+}  # fmt: skip
 """The packages and libraries that a package of the engine may import; `cli` may import all."""
 FLOAT8 = ("plan/converted.py", "proof/compare/float8.py")
 """They read torchao's modules, which they import only for a model that holds some."""

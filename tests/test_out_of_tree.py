@@ -1,4 +1,4 @@
-"""The example package of a model of one's own: installed beside titanplans, it is listed, proved and trained."""
+"""The example package of a user's model: installed next to titanplans, it is listed, proved and trained."""
 
 import os
 import re
@@ -8,8 +8,11 @@ import sys
 import zipfile
 from pathlib import Path
 
-import jobs
 import pytest
+from jobs import output
+from said import refusal
+
+from titanplans.errors import ModelError
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "out_of_tree"
 BUILD = "from setuptools import build_meta as b; b.build_wheel('dist')"
@@ -40,17 +43,6 @@ def installed(tmp_path_factory):
     shutil.copy(EXAMPLE / "job.toml", folder)
     (folder / "own.toml").write_text(JOB)
     return folder
-
-
-def said(folder, by):
-    """Run `by` in `folder`, where the example's package is installed; return what it prints."""
-    process = jobs.start([], folder, by)
-    process.join(jobs.PATIENCE)
-    status = process.exitcode
-    process.kill()  # which does nothing where it has ended
-    out = (folder / "stdout").read_text()
-    assert status == 0, out + (folder / "stderr").read_text()
-    return out
 
 
 def install():
@@ -86,7 +78,7 @@ def trains(words):
 
 
 def test_it_is_listed_and_proved(installed):
-    out = said(installed, is_listed_and_proved)
+    out = output([], installed, is_listed_and_proved)
     assert "my_models.plans:MyPlan" in out
     assert "packed: 'qkv_proj'; numbers of its own: 'decay'" in out
     assert out.count(" cases right") == 2
@@ -94,51 +86,42 @@ def test_it_is_listed_and_proved(installed):
 
 def test_async_tp_is_decided(installed):
     """Its weights lie on meta until the model is split, as those of a model of transformers."""
-    out = said(installed, is_decided)
+    out = output([], installed, is_decided)
     assert "2 x Block (Mixer, MLP), 1 graph" in out
     assert re.search(r"forward +all-gather .*  fused with mixer.qkv_proj", out)
 
 
 def test_it_trains_on_two_ranks(installed):
-    assert re.search(r"step +2  loss", said(installed, trains))
+    assert re.search(r"step +2  loss", output([], installed, trains))
+
+
+@pytest.fixture
+def own(installed, monkeypatch):
+    """Return `own_config`, where the example's package is installed."""
+    from titanplans.modeling import own_config
+
+    monkeypatch.syspath_prepend(installed / "site")
+    return own_config
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "arguments", "words"),
     [
-        ("my_models.model", "write module:attribute"),
-        ("my_models.model:Mixin", r"has no Mixin; did you mean Mixer\? \(.*model.py\)"),
-        ("no_models.model:MyModel", "no module named 'no_models'"),
+        ("my_models.model", {}, "model.class = 'my_models.model'.*write module:attribute"),
+        ("my_models.model:Mixin", {}, r"model.class = .*has no Mixin; did you mean Mixer\? \(.*model.py\)"),
+        ("no_models.model:MyModel", {}, "model.class = .*no module named 'no_models'"),
+        ("my_models.model:MyModel", {"depth": 3}, r"model.arguments = \{'depth': 3\}: TypeError: .*'depth'"),
     ],
 )
-def test_a_class_that_cannot_be_had_is_one_line(installed, monkeypatch, value, words):
-    from titanplans.errors import ModelError
-    from titanplans.modeling import own_config
-
-    monkeypatch.syspath_prepend(installed / "site")
-    with pytest.raises(ModelError, match=words) as error:
-        own_config(value, {})
-    assert f"model.class = {value!r}" in str(error.value)
+def test_a_class_that_cannot_be_had_is_one_line(own, value, arguments, words):
+    assert re.search(words, refusal(own, value, arguments, kind=ModelError))
 
 
-def test_keywords_that_the_class_does_not_take_are_named(installed, monkeypatch):
-    from titanplans.errors import ModelError
-    from titanplans.modeling import own_config
-
-    monkeypatch.syspath_prepend(installed / "site")
-    with pytest.raises(ModelError, match=r"model.arguments = \{'depth': 3\}: TypeError: .*'depth'"):
-        own_config("my_models.model:MyModel", {"depth": 3})
-
-
-def test_a_misspelt_keyword_in_a_file_of_sizes_is_named_with_the_file(installed, monkeypatch):
-    """And with the nearest, and the line of the constructor, none of which is ours."""
-    from titanplans.errors import ModelError
-    from titanplans.modeling import own_config
-
-    monkeypatch.syspath_prepend(installed / "site")
-    with pytest.raises(ModelError) as error:
-        own_config("my_models.model:MyModel", {"widht": 64}, "sizes.toml, flavor 'debug'")
-    words = str(error.value)
+def test_a_misspelt_keyword_in_a_file_of_sizes_is_named_with_the_file(own):
+    """The error has the nearest keyword and the line of the constructor, and no file of titanplans."""
+    words = refusal(
+        own, "my_models.model:MyModel", {"widht": 64}, "sizes.toml, flavor 'debug'", kind=ModelError
+    )
     assert words.startswith("sizes.toml, flavor 'debug': class = 'my_models.model:MyModel'")
     assert "unexpected keyword argument 'widht'; did you mean width?" in words
     assert re.search(r"my_models/model.py, line \d+\)$", words)

@@ -1,4 +1,4 @@
-"""What is built and installed is the whole project, and works beside folders of the same names."""
+"""Wheel and source distribution hold the whole project, which works next to folders of the same names."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Commands print nothing of other libraries' warnings; what is not known to be noise is shown."""
+"""Commands hide warnings of other libraries that are known noise, and show all others."""
 
 import logging
 import warnings
@@ -35,7 +35,7 @@ def test_a_command_leaves_stderr_empty(name, tmp_path):
 
 
 def test_benchmarks_leave_stderr_empty(tmp_path):
-    """Nor do they leave Python free Triton's objects one by one, whose leaks nanobind lists."""
+    """Benchmarks end without freeing Triton's objects one by one: nanobind would print leaks."""
     code = "import benchmarks, torchao.float8, fla.layers, triton; from benchmarks.gpu_day import finish; finish(3)"
     done = python("-c", code)
     assert (done.stderr, done.returncode) == ("", 3)
@@ -43,7 +43,7 @@ def test_benchmarks_leave_stderr_empty(tmp_path):
 
 @pytest.fixture
 def silenced(monkeypatch):
-    """Undo what a program may do for good."""
+    """Undo `quiet.silence`, which is permanent in a program."""
     loggers = [logging.getLogger(name) for name in (*quiet._NOISE, *quiet._OF_TRAINING)]
     for logger in loggers:
         monkeypatch.setattr(logger, "filters", [])

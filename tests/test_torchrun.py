@@ -27,16 +27,12 @@ def test_what_torchrun_says():
 
 
 WRONG = [
-    *(
-        (name, value)
-        for name in ("RANK", "LOCAL_RANK")
-        for value in ("-1", "x", "", "0.5", " 0", "\u0660", "9" * 30, "4")
-    ),
+    *((name, value) for name in ("RANK", "LOCAL_RANK") for value in ("-1", "x", "", "0.5", " 0", "\u0660", "9" * 30, "4")),
     *((name, value) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE") for value in ("0", "-1", "x", "9" * 30)),
     ("LOCAL_WORLD_SIZE", "5"),
     ("MASTER_ADDR", ""),
     *(("MASTER_PORT", value) for value in ("x", "-1", "65536", "")),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)

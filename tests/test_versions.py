@@ -1,4 +1,4 @@
-"""What is installed beside what was tested: constraints.txt, --version, and the last line of an error."""
+"""Installed versions against tested ones: constraints.txt, --version, and the last line of an error."""
 
 import os
 from pathlib import Path
@@ -39,16 +39,10 @@ def test_constraints_name_versions_and_no_place():
         (PINS, None),
         (PINS.replace("uv==0.13.9", "uw==0.13.9"), "it has no uv"),
         (PINS.replace("setuptools", "setup"), "it has no setuptools"),
-        (
-            PINS.replace("0.6.0", "0.7.1"),
-            "it has flash-linear-attention 0.7.1, and pyproject.toml asks for <0.7,>=0.6",
-        ),
-        (
-            PINS + "uv==0.12.0 ; python_version >= '4'\n",
-            "it has uv 0.12.0, and pyproject.toml asks for >=0.13",
-        ),
+        (PINS.replace("0.6.0", "0.7.1"), "it has flash-linear-attention 0.7.1, and pyproject.toml asks for <0.7,>=0.6"),
+        (PINS + "uv==0.12.0 ; python_version >= '4'\n", "it has uv 0.12.0, and pyproject.toml asks for >=0.13"),
     ],
-)
+)  # fmt: skip
 def test_stale_constraints_are_told(pins, why):
     assert stale(PROJECT, pins) == why
 

@@ -53,7 +53,7 @@ def on_threads(work: Callable[[Any], Any], ranks: int = 2) -> Any:
 
 @contextlib.contextmanager
 def fake(ranks: int, rank: int = 0) -> Iterator[None]:
-    """Make this process one rank of several, of which the others do not exist: collectives give arbitrary values."""
+    """Make this process one rank of several that do not exist: collectives give arbitrary values."""
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=ranks)
     try:
         clear_sharding_cache()  # of an equal mesh, whose group is gone, or on which this was another rank

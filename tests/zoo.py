@@ -95,8 +95,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
         | dict(tie_word_embeddings=True),
     ),
     "mesa_net": (
-        _FLA | dict(head_dim=8),
-        _FLA | dict(head_dim=8, use_output_gate=True, attn=dict(layers=[1], num_heads=8)),
+        _FLA | dict(head_dim=8), _FLA | dict(head_dim=8, use_output_gate=True, attn=dict(layers=[1], num_heads=8)),
     ),
     "path_attn": (
         _FLA | dict(num_kv_heads=2, use_forget_gate=True),
@@ -127,9 +126,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
     "qwen2_moe": (_EXPERTS | _BALANCE | dict(shared_expert_intermediate_size=24, mlp_only_layers=[0]),),
     "qwen3_moe": (_EXPERTS | _BALANCE | dict(attention_bias=True, tie_word_embeddings=True),),
     "qwen3_next": (
-        _EXPERTS
-        | _BALANCE
-        | dict(shared_expert_intermediate_size=24, layer_types=["linear_attention", "full_attention"]),
+        _EXPERTS | _BALANCE | dict(shared_expert_intermediate_size=24, layer_types=["linear_attention", "full_attention"]),
     ),
     "olmoe": (_FLA | _BALANCE | dict(num_key_value_heads=2, intermediate_size=16, num_experts=4),),
     "glm4_moe": (
@@ -143,8 +140,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "gpt_oss": (_DENSE | _BALANCE | dict(num_key_value_heads=2, intermediate_size=16, sliding_window=6),),
     "llama4_text": (
-        _DENSE
-        | dict(intermediate_size=16, intermediate_size_mlp=48, attention_chunk_size=6, no_rope_layers=[1, 0]),
+        _DENSE | dict(intermediate_size=16, intermediate_size_mlp=48, attention_chunk_size=6, no_rope_layers=[1, 0]),
     ),
     # Dense decoders of transformers
     "phi3": (_FLA | dict(num_key_value_heads=2, sliding_window=6), _FLA | dict(num_key_value_heads=8)),
@@ -158,8 +154,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
     "helium": (_FLA | dict(head_dim=8),),
     "starcoder2": (_FLA,),
     "stablelm": (
-        _FLA | dict(num_key_value_heads=2, use_qkv_bias=True),
-        _FLA | dict(qk_layernorm=True, use_parallel_residual=True),
+        _FLA | dict(num_key_value_heads=2, use_qkv_bias=True), _FLA | dict(qk_layernorm=True, use_parallel_residual=True),
     ),
     "gpt_neox": (_FLA, _FLA | dict(use_parallel_residual=False)),
     "gpt2": (dict(n_embd=64, n_layer=2, n_inner=48, vocab_size=96),),
@@ -246,8 +241,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
         _FLA | dict(tie_word_embeddings=True, attn=dict(layers=[1], num_heads=8, num_kv_heads=2)),
     ),
     "parallax": (
-        _FLA | dict(num_kv_heads=2, qkv_bias=True, qk_norm=True),
-        _FLA | dict(window_size=5, tie_word_embeddings=True),
+        _FLA | dict(num_kv_heads=2, qkv_bias=True, qk_norm=True), _FLA | dict(window_size=5, tie_word_embeddings=True),
     ),
     "forgetting_transformer": (
         _FLA | dict(num_kv_heads=2, qkv_bias=True, qk_norm=True),
@@ -265,10 +259,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
         _FLA | dict(qkv_bias=True, qk_norm=True, moba_chunk_size=4, moba_topk=2),
         _FLA | dict(use_output_gate=True, moba_chunk_size=3, moba_topk=3, tie_word_embeddings=True),
     ),
-    "mla": (
-        _FLA,
-        _FLA | dict(q_lora_rank=None, window_size=5, tie_word_embeddings=True),
-    ),
+    "mla": (_FLA, _FLA | dict(q_lora_rank=None, window_size=5, tie_word_embeddings=True)),
     "gsa": (
         _FLA | dict(num_slots=4, num_kv_heads=2, use_short_conv=True),
         _FLA | dict(num_slots=4, feature_map="t2r", tie_word_embeddings=True),
@@ -301,7 +292,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
             tie_word_embeddings=True,
         ),
     ),
-}
+}  # fmt: skip
 """Fields of the config of each variant: together they have every option that changes a style of the plan."""
 
 ODD = dict(intermediate_size=45, vocab_size=97)

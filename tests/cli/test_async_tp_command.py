@@ -83,7 +83,6 @@ def test_json_is_all_of_stdout_and_nothing_of_a_capture_stays(capsys):
     ("argv", "words"),
     [
         (["async-tp"], "async-tp takes either a SUBJECT or --all"),
-        (["async-tp", "qwen4"], "did you mean 'qwen3'?"),
         (["async-tp", "qwen3", "--tp", "3"], "tensor_parallel_degree = 3 does not divide"),
         (["async-tp", "qwen3", "--float8", "int4"], "argument --float8: invalid choice: 'int4'"),
     ],
@@ -111,7 +110,7 @@ def test_a_job_is_decided_at_its_degree_and_its_length(tmp_path, capsys):
 
 
 class NormedMLP(nn.Module):
-    """An MLP whose norm stands within its region, and whose last product has a bias before the sum."""
+    """An MLP with its norm inside its region, and with a factor behind its last product."""
 
     def __init__(self):
         super().__init__()

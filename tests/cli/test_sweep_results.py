@@ -1,4 +1,4 @@
-"""What is made of what a run has left: figures, records, error lines and the tables."""
+"""Results of a sweep, read from the files that each run left: figures, records, error lines and tables."""
 
 import csv
 import io

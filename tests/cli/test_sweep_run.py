@@ -132,20 +132,6 @@ def test_a_sweep_survives_a_failing_cell_and_is_resumed(folder, capsys, monkeypa
     assert record("first")["figures"]["loss_first"] == 8.5
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ([], "error: the following arguments are required: SWEEP.toml; see"),
-        (["sweep.toml", "--onyl", "x"], "error: unrecognized arguments: --onyl x; see"),
-        (["sweep.toml", "--only", "x"], "error: --only x: sweep.toml has no such cell"),
-    ],
-)
-def test_mistakes_of_the_command_line(folder, capsys, argv, message):
-    assert main(argv) == 2
-    assert capsys.readouterr().err.startswith(message)
-    assert not (folder / "out").exists()
-
-
 def test_under_torchrun_it_is_refused(folder, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     assert main(["sweep.toml"]) == 2

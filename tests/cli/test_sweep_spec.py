@@ -1,4 +1,4 @@
-"""The sweep file and its cells: what is read, what is made of it, and what is refused before anything runs."""
+"""The sweep file and its cells: reading, the jobs of the cells, and errors before anything runs."""
 
 import textwrap
 
@@ -194,10 +194,7 @@ ONE = "[grid]\ntraining.steps = [1, 2]\n"
         ("[cells]\nname = 'x'", "expected a list of tables"),
         (ONE + "[set]\ntraining.steps = 3", "training.steps varies, and [set]"),
         (ONE + "[[axis]]\ntraining.steps = [3]", "training.steps varies, and [set]"),
-        (
-            ONE + "[set]\ntraining.batch_size = 1\ntraining.local_batch_size = 1",
-            "training.batch_size is the same key",
-        ),
+        (ONE + "[set]\ntraining.batch_size = 1\ntraining.local_batch_size = 1", "training.batch_size is the same key"),
         (ONE + "[set]\njob.dump_folder = 'x'", "[set] job.dump_folder: each cell"),
         (ONE + "[set]\nmetrics.enable_jsonl = false", "so the sweep switches them on"),
         (ONE + "[set]\ndebug.seed = 'none'", "debug.seed is unset in cell training.steps=1"),
@@ -205,15 +202,12 @@ ONE = "[grid]\ntraining.steps = [1, 2]\n"
         (ONE + "[set]\ntraining.data_probs = '1,2'", '[set] training.data_probs = "1,2" is not supported'),
         (ONE + "[training]\nsteps = 3", "no such option; there are sweep, set, grid"),
         (ONE + "[axes]\nx = 3", "no such option; did you mean axis?"),
-        (
-            "[[axis]]\ntraining.steps = [1, 2]\noptimizer.lr = [1e-3]",
-            "training.steps has 2, optimizer.lr has 1",
-        ),
+        ("[[axis]]\ntraining.steps = [1, 2]\noptimizer.lr = [1e-3]", "training.steps has 2, optimizer.lr has 1"),
         (ONE + "[set]\ntraining.steps = 1\n'training.steps' = 2", "[set] training.steps: is given twice"),
         ("[[axis]]\nnames = ['a']\ntraining.steps = [1, 2]", "names has 1, training.steps has 2"),
         ("[[axis]]\nnames = ['a']", "no cell: give [grid]"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_with_a_sweep_file(write, text, message):
     assert message in refused(write(text))
 

@@ -297,6 +297,7 @@ def test_no_job_file():
 DDP, CHECKPOINT = "[parallelism]\ndata_parallel_strategy = 'ddp'\n", "[checkpoint]\nenable = true\n"
 ASYNC = "[parallelism]\nenable_async_tensor_parallel = true\n"
 COMPILED = "[compile]\nenable = true\n"
+IN_HF, DROPOUT = "initial_load_in_hf = true\ninitial_load_path = 'x'\n", "[lora]\nrank = 2\ndropout = 0.1\n"
 CONTRADICTIONS = [
     ("[model]\nname = 'gla'\nconfig = 'c.json'", "model.config"),
     ("[model]\nname = 'gla'\nclass = 'a:B'", "model.class"),
@@ -304,10 +305,7 @@ CONTRADICTIONS = [
     ("[model]\nclass = 'a:B'\nconfig_overrides = {n_positions = 8}", "model.config_overrides"),
     ("[model]\nconfig_overrides = {n_positions = 8, hidden_size = 8}", "model.config_overrides"),
     ("[model]\nplan = 'gla'", "model.plan"),
-    (
-        "[training]\nglobal_batch_size = 8\ngradient_accumulation_steps = 2",
-        "training.gradient_accumulation_steps",
-    ),
+    ("[training]\nglobal_batch_size = 8\ngradient_accumulation_steps = 2", "training.gradient_accumulation_steps"),
     ("[training]\nglobal_batch_size = 12\nlocal_batch_size = 8", "training.global_batch_size"),
     ("[training]\nskip_nan_inf_limit = 3", "training.skip_nan_inf_limit"),
     ("[training.chat]\npacking = false", "training.chat.packing"),
@@ -315,16 +313,8 @@ CONTRADICTIONS = [
     ("[training.dataloader]\nprefetch_factor = 2", "training.dataloader.prefetch_factor"),
     ("[validation.dataloader]\npersistent_workers = true", "validation.dataloader.persistent_workers"),
     ("[training]\nsteps = 10\n[lr_scheduler]\ntotal_steps = 5", "lr_scheduler.total_steps"),
-    (
-        "[training]\nsteps = 5\n[lr_scheduler]\ntotal_steps = 10\nwarmup_steps = 20",
-        "lr_scheduler.warmup_steps",
-    ),
-    (
-        "[training]\nsteps = 10\n[lr_scheduler]\nwarmup_steps = 6\ndecay_ratio = 0.5",
-        "lr_scheduler.decay_ratio",
-    ),
-    ("[activation_checkpoint]\nmode = 'memory_budget'", "activation_checkpoint.mode"),
-    ("[activation_checkpoint]\nper_op_sac_matmuls = 'all'", "activation_checkpoint.per_op_sac_matmuls"),
+    ("[training]\nsteps = 5\n[lr_scheduler]\ntotal_steps = 10\nwarmup_steps = 20", "lr_scheduler.warmup_steps"),
+    ("[training]\nsteps = 10\n[lr_scheduler]\nwarmup_steps = 6\ndecay_ratio = 0.5", "lr_scheduler.decay_ratio"),
     ("[parallelism]\ndata_parallel_strategy = 'megatron_fsdp'", "parallelism.data_parallel_strategy"),
     ("[parallelism]\nasync_tensor_parallel_unfused = 'warn'", "parallelism.async_tensor_parallel_unfused"),
     ("[ddp]\nstatic_graph = true", "ddp.static_graph"),
@@ -334,30 +324,26 @@ CONTRADICTIONS = [
     (f"{DDP}[training]\nmixed_precision_output = 'float32'", "training.mixed_precision_output"),
     (f"{DDP}[validation]\nunshard = true", "validation.unshard"),
     (f"{COMPILED}components = ['optimizer']", "optimizer.implementation"),
-    (f"{COMPILED}components = []", "compile.components"),
     (ASYNC, "parallelism.enable_async_tensor_parallel"),
-    (
-        f"{ASYNC}tensor_parallel_degree = 2\n{COMPILED}backend = 'eager'",
-        "parallelism.enable_async_tensor_parallel",
-    ),
+    (f"{ASYNC}tensor_parallel_degree = 2\n{COMPILED}backend = 'eager'", "parallelism.enable_async_tensor_parallel"),
     ("[checkpoint]\nload_step = 3", "checkpoint.load_step"),
     ("[checkpoint]\ninitial_load_path = 'x'", "checkpoint.initial_load_path"),
     ("[checkpoint]\ninitial_load_model_only = false", "checkpoint.initial_load_model_only"),
-    (
-        f"{CHECKPOINT}load_only = true\nenable_first_step_checkpoint = true",
-        "checkpoint.enable_first_step_checkpoint",
-    ),
+    (f"{CHECKPOINT}load_only = true\nenable_first_step_checkpoint = true", "checkpoint.enable_first_step_checkpoint"),
     (f"{CHECKPOINT}save_adapters_only = true", "checkpoint.save_adapters_only"),
     (f"{CHECKPOINT}initial_adapter_path = 'x'", "checkpoint.initial_adapter_path"),
-    (
-        f"{CHECKPOINT}create_seed_checkpoint = true\ninitial_load_path = 'x'",
-        "checkpoint.create_seed_checkpoint",
-    ),
+    (f"{CHECKPOINT}create_seed_checkpoint = true\ninitial_load_path = 'x'", "checkpoint.create_seed_checkpoint"),
     (f"{CHECKPOINT}last_save_in_hf = true\nlast_save_model_only = false", "checkpoint.last_save_in_hf"),
     (f"{CHECKPOINT}initial_load_in_hf = true", "checkpoint.initial_load_in_hf"),
+    (f"{CHECKPOINT}{IN_HF}initial_load_model_only = false", "checkpoint.initial_load_model_only"),
+    ("[lora]\nalpha = 2", "lora.alpha"),
+    (
+        f"{DROPOUT}[activation_checkpoint]\nmode = 'full'\npreserve_rng_state = false",
+        "activation_checkpoint.preserve_rng_state",
+    ),
     ("[profiling]\nenable_profiling = true\nprofile_freq = 2", "profiling.profile_freq"),
     ("[debug]\ndeterministic_warn_only = true", "debug.deterministic_warn_only"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "option"), CONTRADICTIONS)

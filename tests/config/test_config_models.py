@@ -4,6 +4,7 @@ from importlib import resources
 
 import pytest
 from said import python
+from system import install
 
 from titanplans.config import ConfigError, load_job
 from titanplans.config.families import MODELS, find_flavor, read_family
@@ -72,14 +73,10 @@ def test_the_command_line_names_another_flavor(job):
 
 @pytest.mark.parametrize("option", [[], ["--print-config"]], ids=["run", "print"])
 def test_the_model_is_refused_first_and_without_torch(job, tmp_path, option):
-    """Another package's sizes are looked at, too, since the name might be one of theirs."""
+    """The sizes of other packages are read too, since the name may be theirs."""
     (tmp_path / "sizes").mkdir()
     (tmp_path / "sizes" / "__init__.py").touch()
-    (tmp_path / "sizes-1.dist-info").mkdir()
-    (tmp_path / "sizes-1.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: sizes\nVersion: 1\n"
-    )
-    (tmp_path / "sizes-1.dist-info" / "entry_points.txt").write_text("[titanplans.models]\nsizes = sizes\n")
+    install(tmp_path, "titanplans.models", "sizes", "sizes")
     script = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from titanplans.cli.main import main\n"

@@ -79,16 +79,9 @@ COMPILED, LOSS_ALONE = {"enable": True}, {"enable": True, "components": ["loss"]
             "fsdp_defer_grad_sync",
         ),  # Automodel's bool, today's name
         (FSDP2Config, {"enable_cpu_offload": 1}, "enable_cpu_offload"),
-        *(
-            (FSDP2Config, {"fsdp_reshard_after_forward": bad}, "fsdp_reshard_after_forward")
-            for bad in (True, "x", 0)
-        ),
+        *((FSDP2Config, {"fsdp_reshard_after_forward": bad}, "fsdp_reshard_after_forward") for bad in (True, "x", 0)),
         (FSDP2Config, {"fsdp_forward_prefetch": -1}, "fsdp_forward_prefetch"),
-        (
-            FSDP2Config,
-            {"fsdp_backward_prefetch": 2, "fsdp_reshard_after_forward": "never"},
-            "fsdp_backward_prefetch",
-        ),
+        (FSDP2Config, {"fsdp_backward_prefetch": 2, "fsdp_reshard_after_forward": "never"}, "fsdp_backward_prefetch"),
         (FSDP2Config, {"pin_cpu_memory": True}, "pin_cpu_memory"),
         (FSDP2Config, {"mixed_precision_param": "float16"}, "mixed_precision_param"),
         (FSDP2Config, {"mixed_precision_cast_inputs": True}, "mixed_precision_cast_inputs"),
@@ -100,43 +93,28 @@ COMPILED, LOSS_ALONE = {"enable": True}, {"enable": True, "components": ["loss"]
             {"compile": COMPILED, "enable_async_tensor_parallel": True, "enable_sequence_parallel": False},
             "enable_async_tensor_parallel",
         ),
-        (
-            FSDP2Config,
-            {"compile": LOSS_ALONE, "enable_async_tensor_parallel": True},
-            "enable_async_tensor_parallel",
-        ),
+        (FSDP2Config, {"compile": LOSS_ALONE, "enable_async_tensor_parallel": True}, "enable_async_tensor_parallel"),
         (FSDP2Config, {"activation_checkpoint": {"mode": "memory_budget"}}, "activation_checkpoint.mode"),
-        (
-            FSDP2Config,
-            {"activation_checkpoint": {"mode": "keep_mixer"}, "compile": COMPILED},
-            "activation_checkpoint.mode",
-        ),
+        (FSDP2Config, {"activation_checkpoint": {"mode": "keep_mixer"}, "compile": COMPILED}, "activation_checkpoint.mode"),
         (FSDP2Config, {"compile": {"backend": "eager"}}, "compile.backend"),
         (AC, {"mode": "full", "per_op_sac_matmuls": "all"}, "activation_checkpoint.per_op_sac_matmuls"),
         (AC, {"preserve_rng_state": False}, "activation_checkpoint.preserve_rng_state"),
         (AC, {"mode": "selective", "selective_ac_option": "0"}, "activation_checkpoint.selective_ac_option"),
         (AC, {"mode": "memory_budget", "memory_budget": 2}, "activation_checkpoint.memory_budget"),
         (AC, {"scope": "audio"}, "activation_checkpoint.scope"),
-        *(
-            (Compile, {"enable": True, "components": bad}, "compile.components")
-            for bad in (["modle"], [], ["loss"] * 2)
-        ),
+        *((Compile, {"enable": True, "components": bad}, "compile.components") for bad in (["modle"], [], ["loss"] * 2)),
         (Compile, {"enable": True, "mode": "fast"}, "compile.mode"),
         *((DDPConfig, {"bucket_cap_mb": bad}, "bucket_cap_mb") for bad in (0, 1e-9, float("inf"))),
         (DDPConfig, {"static_graph": True, "find_unused_parameters": True}, "static_graph"),
         (DDPConfig, {"static_graph": True}, "static_graph"),
-        (
-            DDPConfig,
-            {"split_compiled_blocks": True, "bucket_cap_mb": 0.5, "compile": COMPILED},
-            "bucket_cap_mb",
-        ),
+        (DDPConfig, {"split_compiled_blocks": True, "bucket_cap_mb": 0.5, "compile": COMPILED}, "bucket_cap_mb"),
         (DDPConfig, {"split_compiled_blocks": True}, "split_compiled_blocks"),
         (DDPConfig, {"enable_async_tensor_parallel": True}, "enable_async_tensor_parallel"),
         *((MegatronFSDPConfig, {"zero_dp_strategy": bad}, "zero_dp_strategy") for bad in ("3", 7, True)),
         (MegatronFSDPConfig, {"fsdp_unit_modules": []}, "fsdp_unit_modules"),
         (MegatronFSDPConfig, {"options": {"nccl_ub": [True]}}, "options"),
     ],
-)
+)  # fmt: skip
 def test_an_option_is_refused_by_its_name(cls, given, option):
     with pytest.raises(OptionError) as caught:
         cls(**given)

@@ -17,7 +17,7 @@ LINKING = [
     *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "examples/out_of_tree/README.md")),
 ]
 ELSEWHERE = ("fla", "legacy", "outputs", "dump_folder", "rank_N")
-"""First parts of paths that are not of this repository: of another project's, or of what a job writes."""
+"""First parts of paths outside this repository: another project's, or files that a job writes."""
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 
 
@@ -51,11 +51,7 @@ def test_the_way_from_a_folder_to_a_folder_works_as_it_stands(tmp_path):
     (_, builds), (_, job), (_, commands) = found
     (tmp_path / "tuned.toml").write_text(job)
     for words, by in [([builds], python), *((words, None) for words in titanplans(commands))]:
-        process = jobs.start(words, tmp_path, by)
-        process.join(jobs.PATIENCE)
-        status = process.exitcode
-        process.kill()  # which does nothing where it has ended
-        assert status == 0, (tmp_path / "stdout").read_text() + (tmp_path / "stderr").read_text()
+        jobs.output(words, tmp_path, by)
     command = [sys.executable, "-"]
     done = subprocess.run(command, input=reads, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -63,7 +59,7 @@ def test_the_way_from_a_folder_to_a_folder_works_as_it_stands(tmp_path):
 
 
 def titanplans(commands: str) -> list[list[str]]:
-    """The words of each line, every one of which is a command of titanplans."""
+    """Return the words of each line; each line must be a command of titanplans."""
     lines = [shlex.split(line, comments=True) for line in commands.splitlines()]
     assert {line[0] for line in lines} == {"titanplans"}
     return [line[1:] for line in lines]

@@ -1,4 +1,4 @@
-"""The pages under docs/generated/ are what their programs write, and what is written by hand stays short."""
+"""Pages under docs/generated/ equal the output of their programs; pages written by hand stay short."""
 
 import sys
 from pathlib import Path

@@ -4,6 +4,7 @@ import pytest
 import torch
 import worlds
 import zoo
+from said import refusal
 
 from titanplans import modeling
 from titanplans.kernels import KernelError, check_cpu
@@ -20,7 +21,7 @@ def families():
 
 @pytest.mark.parametrize("kind", families())
 def test_every_family_of_fla_runs_on_a_cpu(kind):
-    """By more than 64 tokens, for which several take other kernels; what they compute is held by the proofs."""
+    """More than 64 tokens, where several families choose other kernels. Proofs check the values."""
     model = zoo.build(kind, dtype=torch.float32)
     check_cpu(model)
     model(**zoo.inputs(kind, seq_len=70), use_cache=False).logits.square().mean().backward()
@@ -75,6 +76,4 @@ def test_without_install_the_remedy_is_install():
 
 def check_without_install(rank):
     check_cpu(modeling.build(modeling.load_config("llama", "debug")))
-    with pytest.raises(KernelError) as refusal:
-        check_cpu(modeling.build(modeling.load_config("gla", "debug")))
-    return str(refusal.value)
+    return refusal(check_cpu, modeling.build(modeling.load_config("gla", "debug")), kind=KernelError)

@@ -30,18 +30,7 @@ TRANSFORMER = {
     "unfused": dict(fuse_norm=False, fuse_swiglu=False, fuse_cross_entropy=False),
     "powlu": dict(hidden_act="powlu"),
 }
-# Families that come for free: everything they need is replaced for the two above.
-OTHERS = {
-    "hgrn2": dict(num_heads=4, expand_ratio=16, use_short_conv=True),
-    "mla": dict(
-        q_lora_rank=16, kv_lora_rank=16, qk_head_dim=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16
-    ),
-    "mamba": {},
-    "samba": dict(hidden_size=144),
-}
-OPTIONS = {"gla": GLA, "transformer": TRANSFORMER} | {
-    kind: {"default": options} for kind, options in OTHERS.items()
-}
+OPTIONS = {"gla": GLA, "transformer": TRANSFORMER}
 MODELS = [(kind, options) for kind in OPTIONS for options in OPTIONS[kind]]
 
 

@@ -111,12 +111,7 @@ SECOND = rand(BATCH, TOKENS, HEADS, KEY, seed=5)
 ATTENTION = {
     "plain": ("ops.attn.parallel:parallel_attn", softmax_attention, {}, {}),
     "window": ("ops.attn.parallel:parallel_attn", softmax_attention, {"window_size": 3}, {"window": 3}),
-    "forgetting": (
-        "ops.forgetting_attn.parallel:parallel_forgetting_attn",
-        forgetting,
-        {"g": GATE},
-        {"g": GATE},
-    ),
+    "forgetting": ("ops.forgetting_attn.parallel:parallel_forgetting_attn", forgetting, {"g": GATE}, {"g": GATE}),
     "wall": (
         "ops.wall_attn.parallel:parallel_wall_attn",
         wall_attention,
@@ -131,7 +126,7 @@ ATTENTION = {
         {"attend_current": True},
         {"attend_current": True},
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ATTENTION)

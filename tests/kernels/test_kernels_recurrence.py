@@ -35,7 +35,7 @@ OVER_TIME = {
     "precond_kda": {"g": (KEY,), "beta": (), "g_atk": (), "beta_atk": ()},
     "simple_gla": {"g": ()},
 }
-"""Inputs beside q, k and v, with their dimensions beyond [B, T, H]."""
+"""Further inputs after q, k and v, and their dimensions after [B, T, H]."""
 STATES = {
     "mesa_net": ("h_kk_init", "h_kv_init"),
     "path_attn": (),

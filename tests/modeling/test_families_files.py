@@ -1,10 +1,11 @@
-"""The files of `titanplans.models` and of other packages: what they may hold, how they are found, what is refused."""
+"""Files of model families, here and in other packages: contents, discovery, errors."""
 
 import tomllib
 from pathlib import Path
 
 import pytest
 from said import refusal
+from system import install
 
 from titanplans.config import families as families_module
 from titanplans.config.families import find_families, read_family
@@ -21,12 +22,6 @@ def test_every_file_of_the_folder_is_a_family_and_every_table_a_flavor():
         for name, values in files.items()
     }
     assert available() == dict(sorted(tables.items()))
-
-
-def test_a_familys_file_is_named_as_its_models_are():
-    """Plans and jobs know an architecture by `config.model_type`."""
-    for name, flavors in available().items():
-        assert load_config(name, flavors[0]).model_type == name
 
 
 def test_none_and_defaults_of_nested_tables(tmp_path):
@@ -75,10 +70,7 @@ def package(folder, name, file, entry):
     (folder / name).mkdir()
     (folder / name / "__init__.py").touch()
     (folder / name / file).write_text('config_class = "transformers.OlmoConfig"\n[tiny]\nhidden_size = 64\n')
-    info = folder / f"{name}-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[titanplans.models]\nsizes = {entry}\n")
+    install(folder, "titanplans.models", "sizes", entry)
 
 
 @pytest.fixture
@@ -111,6 +103,5 @@ def test_an_entry_point_that_cannot_be_used_is_named_and_breaks_no_other(
     package(tmp_path, "sizes_of_hers", file, entry)
     monkeypatch.syspath_prepend(tmp_path)
     assert "debug" in available()["llama"]
-    with pytest.raises(ModelError) as refusal:
-        load_config("no_such_model", "debug")
-    assert all(word in str(refusal.value) for word in ["entry point sizes", *words])
+    said = refusal(load_config, "no_such_model", "debug", kind=ModelError)
+    assert all(word in said for word in ["entry point sizes", *words])

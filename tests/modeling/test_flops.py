@@ -67,7 +67,7 @@ def test_recurrences_that_are_called_attention_do_not_grow_either(name):
 
 
 def test_a_token_passes_the_memories_that_it_is_routed_to():
-    """Two of three, and the shared one, whose keys, values and gates are another projection; queries for each."""
+    """A token uses two of three memories and the shared one, which has its own projections of keys, values and gates."""
     total, flops = _count(modeling.load_config("mom", "debug"), seq_len=64)
     of_memory = 2 * 128 * 128 + 2 * 128 * 8  # k, v, a, b
     assert flops == 6 * (total - 4096 * 128 + 4 * (2 * 128 * 128 - of_memory))
@@ -103,7 +103,7 @@ def test_a_token_is_multiplied_with_its_experts_only():
 
 
 class GatedLinearAttention(nn.Module):
-    """One's own, which has nothing of FLA's but the name."""
+    """A user's mixer that shares only its name with FLA's."""
 
 
 class OddAttention(nn.Module):
@@ -113,7 +113,7 @@ class OddAttention(nn.Module):
 
 
 class Own(nn.Module):
-    """A model of one's own, whose config says nothing of its experts."""
+    """A user's model; its config does not mention its experts."""
 
     def __init__(self):
         super().__init__()

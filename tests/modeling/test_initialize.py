@@ -1,4 +1,4 @@
-"""Initial weights in one process: whose values they are, what they depend on, and what is refused."""
+"""Initial weights in one process: their values, their dependence on seed and dtype, and errors."""
 
 import math
 

@@ -76,165 +76,126 @@ def renamed(model, name):
     return model
 
 
+def built(part):
+    return (
+        part()
+        if not isinstance(part, type)
+        else (with_mlp if part in (GateUp, Experts) else with_mixer)(part)
+    )
+
+
+def of_functions(**functions):
+    """The plan of QKV with other methods, each of which returns this for whatever it is asked of."""
+    return changed(
+        QKVPlan, **{name: lambda self, module, value=value: value for name, value in functions.items()}
+    )
+
+
 MISUSED = {
     "a parameter without a key": (
-        lambda: with_mixer(StateSpace),
-        changed(StateSpacePlan, lambda plan: {"A_log": None}),
-        2,
+        StateSpace, changed(StateSpacePlan, lambda plan: {"A_log": None}),
         "parameter 'layers.*.attn.A_log' (4,) of StateSpace (the style of 'layers.*.attn' is for the module's output",
     ),
     "a key that names nothing": (
-        lambda: with_mixer(StateSpace),
-        changed(StateSpacePlan, lambda plan: {"A": plan.colwise()}),
-        2,
+        StateSpace, changed(StateSpacePlan, lambda plan: {"A": plan.colwise()}),
         ": layers.0.attn (StateSpace) holds in_proj, conv1d, norm, out_proj, A_log, D, dt_bias",
     ),
     "a function that nobody calls": (
-        lambda: with_mixer(Retention),
-        changed(RetentionPlan, local_functions=lambda plan, attn: {"causal.decay": None}),
-        2,
+        Retention, changed(RetentionPlan, local_functions=lambda plan, attn: {"causal.decay": None}),
         "its plan's local_functions name 'causal.decay', but no method of Retention",
     ),
     "a region for a parameter": (
-        lambda: with_mixer(StateSpace),
-        changed(StateSpacePlan, lambda plan: {"D": plan.attn_region()[""]}),
-        2,
+        StateSpace, changed(StateSpacePlan, lambda plan: {"D": plan.attn_region()[""]}),
         "'layers.0.attn.D' (Region on StateSpace): it works on a module",
     ),
     "a sum for a parameter": (
-        lambda: with_mlp(Experts),
-        changed(ExpertsPlan, mlp=lambda plan: {"down_proj": plan.rowwise(dim=2)}),
-        2,
+        Experts, changed(ExpertsPlan, mlp=lambda plan: {"down_proj": plan.rowwise(dim=2)}),
         "a parameter sums nothing: rowwise(reduce_output=False)",
     ),
     "a sum inside for numbers": (
-        lambda: with_mixer(StateSpace),
-        changed(StateSpacePlan, lambda plan: {"D": plan.rowwise_in_region()}),
-        2,
+        StateSpace, changed(StateSpacePlan, lambda plan: {"D": plan.rowwise_in_region()}),
         "it is no weight [outputs, inputs]",
     ),
     "a packed projection split as one": (
-        lambda: with_mixer(QKV),
-        changed(QKVPlan, lambda plan: {"qkv_proj": plan.colwise()}),
-        2,
+        QKV, changed(QKVPlan, lambda plan: {"qkv_proj": plan.colwise()}),
         "16 + 16 + 16, which even shards would cut anywhere: write self.packed(16, 16, 16)",
     ),
     "a packed projection of a mixer without head_dim": (
-        lambda: with_mixer(Unsized),
-        changed(QKVPlan, lambda plan: {"qkv_proj": plan.colwise()}),
-        2,
+        Unsized, changed(QKVPlan, lambda plan: {"qkv_proj": plan.colwise()}),
         "its 48 rows look like queries, keys and values packed",
     ),
     "an MLP under other names": (
-        lambda: with_mlp(GateUp),
-        changed(TinyPlan, mlp=lambda plan: {"up_proj": plan.colwise()}),
-        2,
+        GateUp, changed(TinyPlan, mlp=lambda plan: {"up_proj": plan.colwise()}),
         "(GateUp) holds gate_up_proj, down_proj: set mlp_in and mlp_out in Changed",
     ),
     "gate and up split as one": (
-        lambda: with_mlp(GateUp),
-        changed(GateUpPlan, mlp=lambda plan: {"gate_up_proj": plan.colwise()}),
-        2,
+        GateUp, changed(GateUpPlan, mlp=lambda plan: {"gate_up_proj": plan.colwise()}),
         "its 48 rows look like gate and up packed",
     ),
     "gate and up of experts split as one": (
-        lambda: with_mlp(Experts),
-        changed(ExpertsPlan, mlp=lambda plan: {"gate_up_proj": plan.colwise(dim=1)}),
-        2,
+        Experts, changed(ExpertsPlan, mlp=lambda plan: {"gate_up_proj": plan.colwise(dim=1)}),
         "its 16 rows look like gate and up packed into one projection, 8 + 8, which even shards would cut anywhere: "
         "write self.packed(8, 8, dim=1)",
     ),
     "a convolution of sections split as one": (
-        lambda: with_mixer(StateSpace),
-        changed(StateSpacePlan, lambda plan: {"conv1d": plan.colwise()}),
-        2,
+        StateSpace, changed(StateSpacePlan, lambda plan: {"conv1d": plan.colwise()}),
         "its 36 rows look like sections of layers.0.attn.in_proj packed into one projection, 24 + 6 + 6, which even shards "
         "would cut anywhere: write self.packed(24, self.shared(6, 2), self.shared(6, 2))",
     ),
     "sections that don't add up": (
-        lambda: with_mlp(GateUp),
-        changed(GateUpPlan, mlp=lambda plan: {"gate_up_proj": plan.packed(24, 12)}),
-        2,
+        GateUp, changed(GateUpPlan, mlp=lambda plan: {"gate_up_proj": plan.packed(24, 12)}),
         "its sections (24, 12) add up to 36, but dimension 0 of weight is 48",
     ),
     "a section that the degree does not divide": (
-        lambda: with_mlp(GateUp),
-        GateUpPlan,
-        5,
-        "tensor_parallel_degree = 5 does not divide num_heads = 4",
+        GateUp, GateUpPlan, "tensor_parallel_degree = 5 does not divide num_heads = 4", 5
     ),
     "an attribute that is not there": (
-        lambda: with_mixer(QKV),
-        changed(QKVPlan, local_attributes=lambda self, attn: {"num_head": 2}),
-        2,
+        QKV, of_functions(local_attributes={"num_head": 2}),
         "its plan's local_attributes name 'num_head', but QKV has no 'num_head'",
     ),
     "a count that the mixer does not have": (
-        lambda: with_mixer(QKV),
-        changed(QKVPlan, local_attributes=lambda self, attn: self.divided(attn, "n_heads")),
-        2,
+        QKV, changed(QKVPlan, local_attributes=lambda self, attn: self.divided(attn, "n_heads")),
         "QKV has no n_heads, which Changed divides",
     ),
     "a block that calls its mixer otherwise": (
-        lambda: renamed(with_mixer(QKV), "token_mixer"),
-        QKVPlan,
-        2,
+        lambda: renamed(with_mixer(QKV), "token_mixer"), QKVPlan,
         "return the keys of 'token_mixer' from layer_plan(layer)",
     ),
     "a count that the degree does not divide": (
-        lambda: with_mixer(QKV),
-        changed(QKVPlan, local_attributes=lambda self, attn: self.divided(attn, "odd")),
-        2,
+        QKV, changed(QKVPlan, local_attributes=lambda self, attn: self.divided(attn, "odd")),
         "QKV.odd = 3 is no multiple of tensor_parallel_degree = 2",
     ),
     "a function that is not called": (
-        lambda: with_mixer(QKV),
-        changed(QKVPlan, local_functions=lambda self, attn: {"decay": lambda function, place: function}),
-        2,
+        QKV, of_functions(local_functions={"decay": lambda function, place: function}),
         "its plan's local_functions name 'decay', but no method of QKV",
     ),
     "an attribute that an MLP does not have": (
-        lambda: with_mixer(QKV),
-        changed(QKVPlan, mlp_attributes=lambda self, mlp: {"up_proj.width": 2}),
-        2,
+        QKV, of_functions(mlp_attributes={"up_proj.width": 2}),
         "layers.0.mlp (MLP): its plan's mlp_attributes name 'up_proj.width', but Linear has no 'width'",
     ),
     "an attribute that the model does not have": (
-        lambda: with_mixer(QKV),
-        changed(QKVPlan, model_attributes=lambda self, model: {"heads": 2}),
-        2,
+        QKV, of_functions(model_attributes={"heads": 2}),
         "the model (Tiny): its plan's model_attributes name 'heads', but Tiny has no 'heads'",
     ),
     "a function that a module of the model does not call": (
-        lambda: with_mixer(QKV),
-        changed(
-            QKVPlan, model_functions=lambda self, model: {"norm.decay": lambda function, place: function}
-        ),
-        2,
+        QKV, of_functions(model_functions={"norm.decay": lambda function, place: function}),
         "norm (RMSNorm): its plan's model_functions name 'norm.decay', but no method of RMSNorm",
     ),
     "a function of a module that the model does not have": (
-        lambda: with_mixer(QKV),
-        changed(
-            QKVPlan, model_functions=lambda self, model: {"base.decay": lambda function, place: function}
-        ),
-        2,
+        QKV, of_functions(model_functions={"base.decay": lambda function, place: function}),
         "the model (Tiny): its plan's model_functions name 'base.decay', but the model has no module 'base'",
     ),
     "a norm that subtracts a mean": (
-        lambda: with_mixer(Packed),
-        changed(PackedPlan, lambda plan: {"o_norm": plan.split_norm()}),
-        2,
-        "it subtracts a mean",
+        Packed, changed(PackedPlan, lambda plan: {"o_norm": plan.split_norm()}), "it subtracts a mean"
     ),
-}
+}  # fmt: skip
+"""The part of the model, the plan, words of the error, and the degree if not 2."""
 
 
 @pytest.mark.parametrize("name", MISUSED)
 def test_misuse_is_one_sentence(name):
-    model, plan, degree, words = MISUSED[name]
-    said = refusal(check_plan, model(), Degrees(tp=degree), plan=plan, kind=PlanError)
-    assert words in said
+    part, plan, words, degree, *_ = *MISUSED[name], 2
+    assert words in refusal(check_plan, built(part), Degrees(tp=degree), plan=plan, kind=PlanError)
 
 
 def test_a_convolution_that_counts_the_channels_of_all_ranks():

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import titanplans.plans
+from system import install
 from tiny import Tiny, TinyPlan
 from titanplans.plans.hf.llama import LlamaPlan
 from worlds import on_threads
@@ -39,25 +40,22 @@ def another(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def install(folder, module, text):
+def write(folder, module, text):
     """Write a package with one module, and the entry point that names it."""
     (folder / f"{module}.py").write_text(text)
-    info = folder / f"{module}-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[titanplans.plans]\nmine = {module}\n")
+    install(folder, "titanplans.plans", "mine", module)
 
 
 def test_a_plan_of_another_package_is_found_by_its_entry_point(another):
-    install(another, "plan_elsewhere", PLAN.format(name="elsewhere"))
+    write(another, "plan_elsewhere", PLAN.format(name="elsewhere"))
     assert issubclass(registered_plans()["elsewhere"], LlamaPlan)
     assert "elsewhere.Attention" in registry.registered_mixers()
 
 
 def test_an_entry_point_that_fails_is_named(another):
     """And breaks no plan but its own."""
-    install(another, "broken_elsewhere", "import no_such_module\n")
-    install(another, "plan_elsewhere", PLAN.format(name="elsewhere"))
+    write(another, "broken_elsewhere", "import no_such_module\n")
+    write(another, "plan_elsewhere", PLAN.format(name="elsewhere"))
     fault = "entry point mine = 'broken_elsewhere' of the group titanplans.plans: ModuleNotFoundError"
     assert {"llama", "elsewhere"} <= registered_plans().keys()
     assert [one.startswith(fault) for one in registry.faulty_plans()] == [True]

@@ -270,7 +270,7 @@ def test_tied_weights_with_two_layouts():
 
 
 class Renamed(nn.Module):
-    """A block whose mixer has a name of its own, and the MLP one that comes first."""
+    """A block with other names for mixer and MLP, and the MLP registered first."""
 
     def __init__(self, heads=4):
         super().__init__()

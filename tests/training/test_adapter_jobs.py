@@ -1,4 +1,4 @@
-"""Jobs that train adapters: checkpoints of these alone, from which a job goes on, and a start from peft's files."""
+"""Jobs that train adapters: checkpoints of adapters alone, resuming from them, and a start from peft's files."""
 
 import copy
 import json
@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import peft
-import pytest
 import torch
 import worlds
 import zoo
@@ -17,7 +16,6 @@ from transformers import AutoModelForCausalLM
 
 from titanplans.cli.export import main
 from titanplans.config import load_job, strategy_of
-from titanplans.errors import OptionError
 from titanplans.training.checkpoint.card import damage
 from titanplans.training.checkpoint.storage import CheckpointReader
 from titanplans.training.data.vocabulary import default_tokenizer_path
@@ -235,25 +233,6 @@ def _exported(folder: Path, capsys) -> None:
         "gone": f"{step}: it holds only adapters, and there is no /base/checkpoint/step-2",
     }
     assert {case: line[: len(begin[case])] for case, line in lines.items()} == begin
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--checkpoint.initial_adapter_path=x"], "has no effect unless lora.rank is set"),
-        (["--lora.rank=2", "--checkpoint.save_adapters_only"], "the base weights would be lost"),
-        (["--lora.alpha=2"], "has no effect unless lora.rank is set"),
-        (
-            ["--lora.rank=2", "--lora.dropout=0.1", "--activation_checkpoint.no-preserve_rng_state"],
-            "mask for lora.dropout = 0.1",
-        ),
-    ],
-)
-def test_keys_that_would_do_nothing_are_refused(tmp_path, monkeypatch, words, said):
-    monkeypatch.chdir(tmp_path)
-    Path("job.toml").write_text("[checkpoint]\nenable = true\n[activation_checkpoint]\nmode = 'full'\n")
-    with pytest.raises(OptionError, match=said):
-        load_job(["job.toml", *words])
 
 
 def test_the_keys_become_the_strategys_options(tmp_path, monkeypatch):

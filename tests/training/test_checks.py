@@ -1,4 +1,4 @@
-"""What is refused before a process group exists: each error, and that what should run is let through."""
+"""Checks before a process group exists: each error, and jobs that pass."""
 
 import re
 import sys
@@ -50,14 +50,7 @@ def refusal(job: JobConfig, world_size: int = 1) -> str:
         (1, {}),
         (2, {"parallelism__tensor_parallel_degree": 2}),
         (4, {"parallelism__tensor_parallel_degree": 2, "training__global_batch_size": 32}),
-        (
-            8,
-            {
-                "model__name": "transformer",
-                "parallelism__tensor_parallel_degree": 8,
-                "validation__enable": "true",
-            },
-        ),
+        (8, {"model__name": "transformer", "parallelism__tensor_parallel_degree": 8, "validation__enable": "true"}),
         (2, {"parallelism__tensor_parallel_degree": 2, "parallelism__disable_loss_parallel": "true"}),
         (
             2,
@@ -68,7 +61,7 @@ def refusal(job: JobConfig, world_size: int = 1) -> str:
             },
         ),
     ],
-)
+)  # fmt: skip
 def test_what_should_run_is_let_through(job, world_size, options):
     check_job(job(**options), world_size)
 
@@ -82,11 +75,7 @@ def test_a_check_of_a_debug_flavor_takes_seconds(job):
 
 
 PARALLEL = [
-    (
-        2,
-        {"tensor_parallel_degree": 3},
-        r"parallelism.tensor_parallel_degree = 3 does not divide .*, 2: 1 or 2 .*start 3",
-    ),
+    (2, {"tensor_parallel_degree": 3}, r"parallelism.tensor_parallel_degree = 3 does not divide .*, 2: 1 or 2 .*start 3"),
     (1, {"tensor_parallel_degree": 2}, r"does not divide .*, 1: 1 .*start 2"),
     (
         4,
@@ -99,12 +88,8 @@ PARALLEL = [
         r"tensor_parallel_degree x data_parallel_shard_degree = 2 x 4 = 8 is not .*, 4: .*start 8",
     ),
     (16, {"tensor_parallel_degree": 16}, "tensor_parallel_degree = 16 does not divide"),
-    (
-        2,
-        {"data_parallel_strategy": "ddp"},
-        r"parallelism.data_parallel_replicate_degree = 1 is not .*, 2: .*start 1",
-    ),
-]
+    (2, {"data_parallel_strategy": "ddp"}, r"parallelism.data_parallel_replicate_degree = 1 is not .*, 2: .*start 1"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("world_size", "options", "message"), PARALLEL)

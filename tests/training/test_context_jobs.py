@@ -1,4 +1,4 @@
-"""Jobs whose sequences are shared by ranks of context parallelism, against one process: losses, norms, counts, resumes.
+"""Jobs with context parallelism against one process: losses, norms, counts, resumes.
 
 One spawn of each size, shared by all cases.
 """
@@ -195,17 +195,6 @@ def test_the_report_names_the_degree_and_the_mixers(folder, four):
 def test_what_a_job_can_not_have_beside_it(folder, words, said):
     with pytest.raises(OptionError, match=said):
         load_job([f"{folder}/job.toml", CP, *words])
-
-
-def test_a_job_of_torchtitans_is_taken_as_it_is(folder, tmp_path):
-    path = tmp_path / "job.toml"
-    path.write_text(
-        "[parallelism]\ncontext_parallel_degree = 4\ncontext_parallel_rotate_method = 'alltoall'\n"
-        "context_parallel_load_balancer = 'headtail'\n"
-    )
-    job = load_job([str(path)])
-    assert job.parallelism.context_parallel_degree == 4
-    assert job.notes == ()
 
 
 def test_more_ranks_than_heads_are_refused_before_a_process_starts(folder):

@@ -1,4 +1,4 @@
-"""[quantize.linear.float8] of a job: how it is read, and what is refused before anything starts."""
+"""[quantize.linear.float8] of a job: reading, and errors before anything starts."""
 
 import json
 from pathlib import Path

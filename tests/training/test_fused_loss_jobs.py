@@ -1,4 +1,4 @@
-"""The loss of a job: in the head where that can be, else of logits, and the log says why; what is added in training."""
+"""The loss of a job: computed in the head where possible, else from logits, with the reason in the log."""
 
 import logging
 

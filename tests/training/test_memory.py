@@ -1,4 +1,4 @@
-"""What can't fit into memory by arithmetic alone is refused before a process starts; what is merely large is told."""
+"""A job that can't fit into memory by arithmetic alone is refused before a process starts; a large one is logged."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Jobs of a mixture of experts whose config asks for its routers' balance (`output_router_logits`)."""
+"""Jobs of mixtures of experts with the balance of routers in the loss (`output_router_logits`), and biases of routers."""
 
 import json
 import math

@@ -152,10 +152,9 @@ def on_one_rank(rank: int) -> dict:
         "transformer": losses_of(folder, "transformer", "transformer", steps),
         "resumed": resumed(folder, "llama", "resumed", *VALIDATION),
         "accumulated": losses_of(
-            folder, "gla", "acc", steps, "--training.local_batch_size=1", "--training.global_batch_size=4",
-            "--checkpoint.enable", "--checkpoint.interval=4",
+            folder, "gla", "acc", steps, "--training.local_batch_size=1", "--training.global_batch_size=4"
         ),
-    }  # fmt: skip
+    }
     saved = []
 
     def watch_saves(trainer):
@@ -203,29 +202,7 @@ def on_two_ranks(rank: int) -> dict:
     every_rank = ("--metrics.enable_jsonl", "--metrics.save_for_all_ranks")
     results["tp resumed"] = resumed(folder, "gla", "tp-resumed", DEGREE, *every_rank)
     results["fsdp resumed"] = resumed(folder, "gla", "fsdp-resumed", *VALIDATION)
-    resumes = ("--checkpoint.enable", "--checkpoint.interval=4", "--training.steps=20")
-    batch = ("--training.local_batch_size=2", "--training.global_batch_size=4")
-    other_degrees = {
-        "dp 2": (4, *batch),
-        "ddp 2": (
-            8,
-            *batch,
-            "--parallelism.data_parallel_strategy=ddp",
-            "--parallelism.data_parallel_replicate_degree=2",
-        ),
-        "tp 2": (12, DEGREE),
-    }
-    for name, (step, *options) in other_degrees.items():
-        options += [*resumes, f"--checkpoint.load_step={step}"]
-        results[name] = losses_of(folder, "gla", "acc", *options)
     return results
-
-
-def on_one_rank_again(rank: int) -> dict[int, float]:
-    folder = Path(os.environ["TEST_FOLDER"])
-    return losses_of(
-        folder, "gla", "acc", "--checkpoint.enable", "--training.steps=20", "--checkpoint.load_step=16"
-    )
 
 
 @pytest.fixture(scope="module")
@@ -260,19 +237,6 @@ def test_resumed_run_repeats_the_undisturbed_one_bitwise(one, two, case):
     assert list(half) == [5, 6, 7, 8]
     assert half == {step: whole[step] for step in half}
     assert same_generator
-
-
-@pytest.mark.parametrize(("degree", "after"), [("dp 2", 4), ("ddp 2", 8), ("tp 2", 12)])
-def test_checkpoint_goes_on_at_other_degrees_with_the_losses_of_the_undisturbed_run(one, two, degree, after):
-    assert list(two[degree]) == list(range(after + 1, 21))
-    whole = {step: one["gla"][step] for step in two[degree]}
-    assert two[degree] == pytest.approx(whole, rel=1e-5)  # as between two ranks and one
-
-
-def test_checkpoint_of_two_ranks_goes_on_on_one(one, two):
-    again = worlds.run(on_one_rank_again, 1)
-    assert list(again) == list(range(17, 21))
-    assert again == pytest.approx({step: one["gla"][step] for step in again}, rel=1e-5)
 
 
 def test_accumulated_batches_give_the_loss_of_the_whole_batch(one):

@@ -41,7 +41,7 @@ def build(name):
 
 
 def stepped(model):
-    """The optimizer of `model`, after a step by which each weight differs from what it was."""
+    """Return an optimizer of `model` after a step that changed every weight."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for parameter in model.parameters():
         parameter.grad = parameter.detach().clone()
@@ -65,7 +65,7 @@ def refused(model, state, **options):
 
 
 def refusals(rank):
-    """What each rank says to a state that does not fit the model, by what is wrong."""
+    """Errors on each rank for a state that does not fit the model, by fault."""
     model = ParallelManager(FSDP2Config(), Degrees(tp=2), device_type="cpu").parallelize(build("qwen3"))
     whole = build("qwen3").state_dict()
     norm, head = "model.norm.weight", "lm_head.weight"
@@ -93,7 +93,7 @@ def refusals(rank):
 
 
 def memory(rank):
-    """MB by which each rank has grown: a model of 96 MB in tensors of 4."""
+    """Growth of each rank in MB, for a model of 96 MB in tensors of 4 MB."""
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))
     for layer in model:
         fully_shard(layer)

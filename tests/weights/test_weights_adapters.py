@@ -2,7 +2,6 @@
 
 import functools
 import json
-import resource
 from pathlib import Path
 
 import peft
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 import worlds
 import zoo
+from system import largest_file
 from torch import nn
 
 from titanplans import modeling
@@ -116,13 +116,11 @@ def test_what_peft_has_written_is_read(tmp_path):
 
 
 def test_a_full_disk_is_one_sentence(tmp_path):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
-    try:
-        with pytest.raises(ModelError, match=r"adapter can't be written \(File too large\)"):
-            save_adapter(whole("qwen3"), tmp_path / "adapter")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with (
+        largest_file(10_000),
+        pytest.raises(ModelError, match=r"adapter can't be written \(File too large\)"),
+    ):
+        save_adapter(whole("qwen3"), tmp_path / "adapter")
 
 
 def test_files_of_other_adapters_are_refused_with_all_that_differs(tmp_path):

@@ -31,7 +31,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Own(Tiny):
-    """A model of nobody's library, whose config says nothing."""
+    """A user's model without a config."""
 
     def __init__(self):
         super().__init__(tied=True)
@@ -307,7 +307,7 @@ def test_a_part_of_a_tensor_is_read_alone(single, values):
 
 
 def test_a_model_of_ones_own(tmp_path):
-    """Whose names are its own, in a folder that nobody's table knows."""
+    """Its names are in no table of renamed weights."""
     config = modeling.own_config(f"{__name__}:Own", {})
     built = modeling.build(config)
     tied = built.all_tied_weights_keys

@@ -7,6 +7,7 @@ import pytest
 import torch
 import worlds
 import zoo
+from equal import whole
 from safetensors.torch import load_file, save_file
 from said import error_of
 from torch.distributed.tensor import DTensor
@@ -46,10 +47,7 @@ def differing(model, folder):
     """Return names of tensors of a split model that are not those of `from_pretrained`."""
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     values = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-    values = {
-        name: value.detach().full_tensor() if isinstance(value, DTensor) else value.detach()
-        for name, value in values.items()
-    }
+    values = {name: whole(value) for name, value in values.items()}
     theirs = {
         **dict(expected.named_parameters(remove_duplicate=False)),
         **dict(expected.named_buffers()),

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from said import refusal
 
 from titanplans.cli.check import main as check
 from titanplans.config.schema import build_job
@@ -176,10 +177,9 @@ def test_a_checkpoint_that_was_renamed_is_not_taken_for_another_step(tmp_path):
     for step in (4, 6):
         write(tmp_path, step)
     renamed = (tmp_path / "step-4").rename(tmp_path / "step-90")
-    with pytest.raises(ConfigError) as raised:
-        to_resume(tmp_path)
-    assert str(raised.value).startswith(f"checkpoint.folder: {renamed} holds step 4; ")
-    assert "checkpoint.load_step = 6 resumes" in str(raised.value)
+    said = refusal(to_resume, tmp_path, kind=ConfigError)
+    assert said.startswith(f"checkpoint.folder: {renamed} holds step 4; ")
+    assert "checkpoint.load_step = 6 resumes" in said
     kept = (tmp_path / "step-90").rename(tmp_path / "best")  # by a name of its own it may be started from
     assert damage(kept) is None
 

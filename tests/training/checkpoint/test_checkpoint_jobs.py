@@ -1,10 +1,9 @@
-"""Checkpoints of real jobs on several ranks: rewinds, damage, numbers that are not finite, full disks, other degrees."""
+"""Checkpoints of real jobs on several ranks: rewinds, numbers that are not finite, full disks, other degrees."""
 
 import gc
 import logging
 import math
 import os
-import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import worlds
+from equal import whole
+from said import refusal
+from system import largest_file
 from test_trainer import train, write_inputs
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -36,48 +38,13 @@ def said() -> Iterator[list[str]]:
     logging.getLogger().removeHandler(handler)
 
 
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """Let no file grow beyond so many bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def dense(dump: str, *options: str) -> tuple:
     """Return the arguments of a job that saves every second step, on two ranks."""
     return Path(os.environ["TEST_FOLDER"]), "dense", dump, TP, *SAVES, *options
 
 
-def flip(file: Path) -> None:
-    """Flip a bit in the middle of a file."""
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 4
-    file.write_bytes(content)
-
-
 def names(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.glob("*"))
-
-
-def refusal(kind: type[Exception], *args, **kwargs) -> str:
-    """Return the line in which a job ends."""
-    try:
-        train(*args, **kwargs)
-    except kind as error:
-        return str(error)
-    raise AssertionError(f"no {kind.__name__}")
-
-
-def alone(rank: int, function) -> None:
-    """Let rank 0 do something while the others wait."""
-    import torch.distributed as dist
-
-    dist.barrier()
-    if rank == 0:
-        function()
-    dist.barrier()
 
 
 def rewinds(rank: int, folder: Path) -> dict:
@@ -96,9 +63,7 @@ def rewinds(rank: int, folder: Path) -> dict:
     return found
 
 
-def damages(rank: int, folder: Path) -> dict:
-    alone(rank, lambda: flip(folder / "rewind" / "checkpoint" / "step-6" / "__1_0.distcp"))
-    found = {"damaged": refusal(ConfigError, *dense("rewind"))}
+def a_strangers(rank: int, folder: Path) -> dict:
     poisoned = folder / "poisoned"
 
     class Runs:
@@ -111,8 +76,7 @@ def damages(rank: int, folder: Path) -> dict:
 
     train(*dense("poison", "--training.steps=1"), prepare=poison)
     options = (f"--checkpoint.initial_load_path={poisoned}", "--checkpoint.no-initial_load_model_only")
-    found["poisoned"] = refusal(ConfigError, *dense("new", *options))
-    return found
+    return {"poisoned": refusal(train, *dense("new", *options), kind=ConfigError)}
 
 
 def changed_options(rank: int, folder: Path) -> dict:
@@ -154,15 +118,17 @@ def not_finite(rank: int, folder: Path) -> dict:
     found = {}
     for mode in ("disabled", "async"):
         job = dense(f"nan-{mode}", f"--checkpoint.async_mode={mode}")
-        found[mode] = refusal(Diverged, *job, "--metrics.log_freq=10", prepare=poisoned_at(5))
+        found[mode] = refusal(train, *job, "--metrics.log_freq=10", prepare=poisoned_at(5), kind=Diverged)
         found[mode, "names"] = names(folder / f"nan-{mode}" / "checkpoint")
-        found[mode, "logged"] = refusal(Diverged, *job, prepare=poisoned_at(5))
+        found[mode, "logged"] = refusal(train, *job, prepare=poisoned_at(5), kind=Diverged)
     # The loss and the gradient of the first step are finite; the weights after it are not.
     options = ("--lr_scheduler.warmup_steps=0", "--checkpoint.interval=1", "--optimizer.lr=1e39")
-    found["overflow"] = refusal(Diverged, *dense("overflow", *options))
+    found["overflow"] = refusal(train, *dense("overflow", *options), kind=Diverged)
     found["overflow", "names"] = names(folder / "overflow" / "checkpoint")
     options = ("--training.skip_nan_inf", "--training.skip_nan_inf_limit=2")
-    found["skipped"] = refusal(Diverged, *dense("skipped", *options), prepare=poisoned_at(4, 6, 7))
+    found["skipped"] = refusal(
+        train, *dense("skipped", *options), prepare=poisoned_at(4, 6, 7), kind=Diverged
+    )
     return found
 
 
@@ -172,7 +138,7 @@ def full(rank: int, folder: Path) -> dict:
         job = dense(f"full-{mode}", f"--checkpoint.async_mode={mode}")
         train(*job, "--training.steps=2")
         with largest_file(300_000):
-            found[f"full {mode}"] = refusal(NotSaved, *job, "--training.steps=8")
+            found[f"full {mode}"] = refusal(train, *job, "--training.steps=8", kind=NotSaved)
         found[f"full {mode}", "names"] = names(folder / f"full-{mode}" / "checkpoint")
     return found
 
@@ -218,7 +184,7 @@ def many_saves(rank: int, folder: Path) -> dict:
 def on_two_ranks(rank: int) -> dict:
     folder = Path(os.environ["TEST_FOLDER"])
     found = {}
-    for cases in (rewinds, damages, changed_options, not_finite, full, many_saves):
+    for cases in (rewinds, a_strangers, changed_options, not_finite, full, many_saves):
         found |= cases(rank, folder)
     return found
 
@@ -236,17 +202,11 @@ FOUR = {
 
 def state_of(trainer) -> dict:
     """Return all of training's state, whole: weights, moments, schedule, step, random generators."""
-    from torch.distributed.tensor import DTensor
-
     states, rng = trainer.checkpointer.states, trainer._loaded_rng or trainer.state_dict()["rng"]
     tensors = {**states["model"].state_dict(), **states["optimizer"].state_dict(), "rng": rng["cpu"]}
     tensors["step"] = torch.tensor(trainer.step)
     tensors["epoch"] = torch.tensor(trainer.lr_schedulers.schedulers[0].last_epoch)
-    return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
-        for name, value in tensors.items()
-        if isinstance(value, torch.Tensor)
-    }
+    return {name: whole(value) for name, value in tensors.items() if isinstance(value, torch.Tensor)}
 
 
 def resharded(folder: Path, *degrees: str) -> tuple[list[str], dict[int, float]]:
@@ -333,12 +293,6 @@ def test_a_launcher_that_starts_again_goes_on_with_the_branch(two):
         ["set-aside-1", "set-aside-2", "step-4", "step-6"],
         ["step-10", "step-8"],
     )
-
-
-def test_a_damaged_checkpoint_names_the_file_and_the_newest_that_is_whole(two, folder):
-    path = folder / "rewind" / "checkpoint"
-    assert two["damaged"].startswith(f"{path}/step-6/__1_0.distcp is damaged")
-    assert "checkpoint.load_step = 4" in two["damaged"]
 
 
 def test_a_checkpoint_of_a_stranger_runs_nothing(two, folder):

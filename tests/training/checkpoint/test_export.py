@@ -9,10 +9,10 @@ import sys
 import pytest
 import torch
 import zoo
-from jobs import Job
+from jobs import Job, flip
 from resident import own_peak, peak
 from safetensors.torch import load_file
-from test_checkpoint_jobs import flip, largest_file
+from system import largest_file
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from transformers import AutoModelForCausalLM
 

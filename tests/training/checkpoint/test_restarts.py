@@ -1,4 +1,4 @@
-"""A job that loses ranks goes on: by our launcher, by torchrun; and what is lost with a launcher ends with it."""
+"""A job that loses ranks goes on, under our launcher and under torchrun; ranks end with a killed launcher."""
 
 import os
 import signal
@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from jobs import Job, descendants, gone
-from test_checkpoint_jobs import flip
+from jobs import Job, descendants, flip, gone
 
 from titanplans.training.launch.launcher import _local_store
 from titanplans.training.launch.main import main

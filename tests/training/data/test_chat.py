@@ -1,4 +1,4 @@
-"""Conversations: which of their tokens count, and what is refused of rows and templates."""
+"""Conversations: tokens that count in the loss, and errors of rows and templates."""
 
 import itertools
 import json
@@ -12,6 +12,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from data_options import open_source, write_rows
+from said import refusal
 
 from titanplans.config.sections.data import Chat
 from titanplans.errors import DataError
@@ -317,11 +318,9 @@ def test_a_checkpoint_of_other_settings_is_not_gone_on_from(chat, rows):
 )  # fmt: skip
 def test_a_row_that_is_no_conversation_ends_the_job_with_its_line(chat, rows, row, reason):
     path = rows(TALK, row)
-    with pytest.raises(DataError) as error:
-        open_source("local", path, split="all", chat=form(chat()))
-    assert reason.replace("FILE", path) in str(error.value)
-    assert f"{path}, line 2" in str(error.value)
-    assert "\n" not in str(error.value)
+    error = refusal(open_source, "local", path, split="all", chat=form(chat()), kind=DataError)
+    assert reason.replace("FILE", path) in error
+    assert f"{path}, line 2" in error
 
 
 def test_a_row_of_parquet_is_named_too(chat, tmp_path):
@@ -352,10 +351,10 @@ def test_a_row_of_parquet_is_named_too(chat, tmp_path):
     ],
 )  # fmt: skip
 def test_a_template_that_can_not_be_used_is_one_sentence(chat, rows, template, reason):
-    with pytest.raises(DataError) as error:
-        open_source("local", rows(TALK), split="all", chat=form(chat(template)))
-    assert reason in str(error.value)
-    assert "\n" not in str(error.value)
+    path = rows(TALK)
+    assert reason in refusal(
+        lambda: open_source("local", path, split="all", chat=form(chat(template))), kind=DataError
+    )
 
 
 def test_what_a_template_tests_before_it_writes_may_be_unset(chat):

@@ -175,11 +175,7 @@ APART = "data.documents"
         (CHATS, {"model_type": "gpt_oss"}, "training.chat.packing = true: 'gpt_oss' is not known to keep"),
         (CHATS | {"training.chat.packing": False}, {"model_type": "gpt_oss"}, False),
         ({}, {"model_type": "gpt_oss"}, False),
-        (
-            CHATS,
-            {"model_type": "llama", "_attn_implementation": "flash_attention_2"},
-            "training.chat.packing",
-        ),
+        (CHATS, {"model_type": "llama", "_attn_implementation": "flash_attention_2"}, "training.chat.packing"),
         (CHATS, {"model_type": "llama"}, True),
         ({}, {"model_type": "gla"}, True),
         ({}, {"model_type": "mom"}, False),
@@ -187,7 +183,7 @@ APART = "data.documents"
         ({APART: "joined"}, {"model_type": "llama"}, False),
         ({APART: "apart"}, {"model_type": "mom"}, "data.documents = \"apart\": 'mom' is not known"),
     ],
-)
+)  # fmt: skip
 def test_documents_are_apart_where_the_model_can_or_the_job_is_refused(options, model, expected):
     job, config = build_job(options), SimpleNamespace(**{"_attn_implementation": "eager"} | model)
     if isinstance(expected, str):

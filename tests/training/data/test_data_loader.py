@@ -91,15 +91,6 @@ def flat(batches):
 # --- batches
 
 
-def test_a_batch_is_what_torchtitan_expects(build, corpora):
-    inputs, labels = next(iter(build(corpora["stdlib"])))
-    assert sorted(inputs) == ["input", "positions"]
-    for tensor in (*inputs.values(), labels):
-        assert tensor.shape == (BATCH, SEQ_LEN)
-        assert tensor.dtype == torch.int64
-    assert torch.equal(inputs["input"][:, 1:], labels[:, :-1])
-
-
 @pytest.mark.parametrize("name", ["text", "rows", "stream", "stdlib"])
 def test_each_row_is_the_tokenised_documents_of_a_stream_in_their_order(build, corpora, tokenizer, name):
     config = corpora[name]

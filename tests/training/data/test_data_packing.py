@@ -9,10 +9,14 @@ from hypothesis import strategies as st
 
 from titanplans.loss import IGNORED
 from titanplans.training.data.chat.chat import Tokens
-from titanplans.training.data.packing import pack, pack_conversations
+from titanplans.training.data.packing import pack, pack_best_fit, pack_conversations
 
 # Documents as lengths: tokens are numbered through, so that any gap, repeat or swap shows.
 lengths = st.lists(st.integers(0, 30), max_size=20)
+some_lengths = st.lists(st.integers(0, 40), max_size=90)
+many_lengths = st.lists(
+    st.integers(0, 40), min_size=30, max_size=90
+)  # several times the rows that are filled together
 
 
 def documents_of(lengths: list[int]) -> list[tuple[int, np.ndarray]]:
@@ -48,20 +52,6 @@ def test_positions_count_from_the_document_or_the_window(lengths, seq_len):
         # What follows on a document's last token is another's first, which is not predicted.
         labels = [IGNORED if int(label) in starts else int(label) for label in whole.labels]
         assert window.labels.tolist() == labels
-
-
-@given(lengths, st.integers(1, 12), st.data())
-def test_going_on_after_any_window_gives_the_windows_that_followed(lengths, seq_len, data):
-    documents = documents_of(lengths)
-    windows = list(pack(documents, seq_len))
-    if not windows:
-        return
-    k = data.draw(st.integers(0, len(windows) - 1))
-    stopped = windows[k]
-    rest = list(pack(documents[stopped.next_document :], seq_len, stopped.next_offset))
-    assert [w.inputs.tolist() for w in rest] == [w.inputs.tolist() for w in windows[k + 1 :]]
-    assert [w.labels.tolist() for w in rest] == [w.labels.tolist() for w in windows[k + 1 :]]
-    assert [w.positions.tolist() for w in rest] == [w.positions.tolist() for w in windows[k + 1 :]]
 
 
 def test_a_window_is_cut_before_the_document_after_it_is_read():
@@ -101,12 +91,59 @@ def test_conversations_stay_whole_and_in_order_and_none_predicts_another(lengths
         assert not packing or len(one.inputs) + first > seq_len, "it would have fitted"
 
 
-@given(short, st.integers(8, 20), st.data())
-def test_going_on_after_any_window_of_conversations_gives_those_that_followed(lengths, seq_len, data):
-    conversations = conversations_of(lengths)
-    windows = list(pack_conversations(conversations, seq_len))
-    if not windows:
-        return
-    k = data.draw(st.integers(0, len(windows) - 1))
-    rest = pack_conversations(conversations[windows[k].next_document :], seq_len, windows[k].next_offset)
-    assert [w.inputs.tolist() for w in rest] == [w.inputs.tolist() for w in windows[k + 1 :]]
+def pairs_of(windows) -> list[tuple[int, int]]:
+    """Return the tokens and the labels of windows, in the order of the tokens."""
+    return sorted((int(x), int(y)) for w in windows for x, y in zip(w.inputs, w.labels, strict=True))
+
+
+def within(documents) -> list[tuple[int, int]]:
+    return [(x, x + 1) for _, tokens in documents for x in tokens[:-1]]
+
+
+@given(some_lengths, st.integers(1, 12))
+def test_best_fit_predicts_every_token_of_a_document_once(lengths, seq_len):
+    windows = list(pack_best_fit(documents_of(lengths), seq_len))
+    assert pairs_of(windows) == within(documents_of(lengths))
+    assert all(1 <= len(w.inputs) <= seq_len for w in windows)
+
+
+PACKERS = {
+    "cut": (lengths, st.integers(1, 12), documents_of, pack),
+    "best fit": (some_lengths, st.integers(1, 12), documents_of, pack_best_fit),
+    "conversations": (short, st.integers(8, 20), conversations_of, pack_conversations),
+}
+
+
+def plain(windows):
+    return [(w.inputs.tolist(), w.labels.tolist(), w.positions.tolist()) for w in windows]
+
+
+@pytest.mark.parametrize("name", PACKERS)
+@given(draw=st.data())
+def test_going_on_after_any_window_gives_the_windows_that_followed(name, draw):
+    lengths, seq_lens, documents_of, packed = PACKERS[name]
+    documents, seq_len = documents_of(draw.draw(lengths)), draw.draw(seq_lens)
+    if windows := list(packed(documents, seq_len)):
+        k = draw.draw(st.integers(0, len(windows) - 1))
+        rest = packed(documents[windows[k].next_document :], seq_len, windows[k].next_offset)
+        assert plain(rest) == plain(windows[k + 1 :])
+
+
+@given(many_lengths, st.lists(st.integers(1, 40), min_size=2, max_size=4), st.data())
+def test_another_length_leaves_no_token_of_best_fit_out_and_reads_none_twice(lengths, changes, draw):
+    """The length changes at rows drawn at random, also inside what was packed by the lengths before."""
+    documents = documents_of(lengths)
+    document, offset, packed, taken = 0, 0, (), []
+    for seq_len in changes:
+        windows = list(pack_best_fit(documents[document:], seq_len, offset, packed))
+        assert all(1 <= len(w.inputs) <= seq_len for w in windows)
+        if not windows:
+            continue
+        k = draw.draw(st.integers(0, len(windows) - 1))
+        taken += windows[: k + 1]
+        stopped = windows[k]
+        document, offset, packed = stopped.next_document, stopped.next_offset, stopped.packed
+        assert plain(pack_best_fit(documents[document:], seq_len, offset, packed)) == plain(windows[k + 1 :])
+        offset, packed = 0, (*packed, (seq_len, offset))
+    taken += pack_best_fit(documents[document:], 7, offset, packed)
+    assert pairs_of(taken) == within(documents)

@@ -1,4 +1,4 @@
-"""Every document is read once an epoch, for any batch, ranks, workers, packing and resume; and what is said of it."""
+"""Every document is read once an epoch, for any batch, ranks, workers, packing and resume; the lines about it."""
 
 import multiprocessing
 import os

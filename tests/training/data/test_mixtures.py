@@ -7,13 +7,10 @@ import data_options
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from titanplans.config.sections.data import Data
 from titanplans.errors import DataError, OptionError
 from titanplans.loss import IGNORED
-from titanplans.training.data.packing import ROWS_AT_ONCE, pack_best_fit
 
 SEQ_LEN = 32
 
@@ -89,10 +86,6 @@ def test_weights_may_change_and_count_from_there_on(build, data, tokenizer):
 
 def test_what_is_not_resumed(build, data):
     state = build(data).state_dict()
-    with pytest.raises(
-        DataError, match=r"^packing of a = 'best_fit': the checkpoint's data loader had 'cut'"
-    ):
-        build(data.replace(packing="best_fit")).load_state_dict(state)
     few = data.sources[0].replace(name="few", dataset_split="validation")  # 4 documents
     with pytest.raises(DataError, match=r"^data.sources, few: it has fewer documents than the 8 streams"):
         build(data.replace(sources=(*data.sources, few))).load_state_dict(state)
@@ -102,7 +95,7 @@ def test_what_is_not_resumed(build, data):
 
 
 def test_sources_come_go_move_and_pause_by_name(build, data, tokenizer):
-    """What is read of a source goes on where it was, whichever the others are; a line says what has changed."""
+    """Each source goes on where it stopped, whichever sources are added or left out; a line names the change."""
     a, b = data.sources
     alone = {of.name: global_batches([build(data.replace(sources=(of,)))], 14) for of in (a, b)}
     taken, state = [], None
@@ -155,56 +148,6 @@ def test_a_source_of_nothing_but_long_documents_is_refused(build, data):
     dropping = data.replace(packing="best_fit", long_documents="drop")
     with pytest.raises(DataError, match=r"holds no document within seq_len = 2 tokens"):
         next(iter(build(dropping, seq_len=2)))
-
-
-documents = st.lists(st.integers(0, 40), max_size=90)
-
-
-@settings(deadline=None)
-@given(documents, st.integers(1, 12), st.data())
-def test_best_fit_predicts_every_token_of_a_document_once_and_goes_on_anywhere(lengths, seq_len, draw):
-    ends = np.cumsum([0, *lengths])
-    of = [(i, np.arange(ends[i], ends[i + 1])) for i in range(len(lengths))]
-    windows = list(pack_best_fit(of, seq_len))
-    pairs = sorted((int(x), int(y)) for w in windows for x, y in zip(w.inputs, w.labels, strict=True))
-    assert pairs == [(x, x + 1) for _, tokens in of for x in tokens[:-1]]
-    assert all(1 <= len(w.inputs) <= seq_len for w in windows)
-    if windows:
-        k = draw.draw(st.integers(0, len(windows) - 1))
-        stopped = windows[k]
-        rest = list(pack_best_fit(of[stopped.next_document :], seq_len, stopped.next_offset))
-        assert [w.inputs.tolist() for w in rest] == [w.inputs.tolist() for w in windows[k + 1 :]]
-    assert stopped.next_offset % ROWS_AT_ONCE < ROWS_AT_ONCE if windows else True
-
-
-@settings(deadline=None)
-@given(
-    st.lists(
-        st.integers(0, 40), min_size=30, max_size=90
-    ),  # enough for several times the rows that are filled together
-    st.lists(st.integers(1, 40), min_size=2, max_size=4),
-    st.data(),
-)
-def test_another_length_leaves_no_token_of_best_fit_out_and_reads_none_twice(lengths, changes, draw):
-    """The length changes at rows drawn at random, also inside what was packed by the lengths before."""
-    ends = np.cumsum([0, *lengths])
-    of = [(i, np.arange(ends[i], ends[i + 1])) for i in range(len(lengths))]
-    document, offset, packed, taken = 0, 0, (), []
-    for seq_len in changes:
-        windows = list(pack_best_fit(of[document:], seq_len, offset, packed))
-        assert all(1 <= len(w.inputs) <= seq_len for w in windows)
-        if not windows:
-            continue
-        k = draw.draw(st.integers(0, len(windows) - 1))
-        taken += windows[: k + 1]
-        stopped = windows[k]
-        document, offset, packed = stopped.next_document, stopped.next_offset, stopped.packed
-        rest = list(pack_best_fit(of[document:], seq_len, offset, packed))
-        assert [w.inputs.tolist() for w in rest] == [w.inputs.tolist() for w in windows[k + 1 :]]
-        offset, packed = 0, (*packed, (seq_len, offset))
-    taken += pack_best_fit(of[document:], 7, offset, packed)
-    pairs = sorted((int(x), int(y)) for w in taken for x, y in zip(w.inputs, w.labels, strict=True))
-    assert pairs == [(x, x + 1) for _, tokens in of for x in tokens[:-1]]
 
 
 def test_a_job_of_best_fit_goes_on_at_another_length(build, data):

@@ -330,7 +330,7 @@ ANYTHING = [None, True, 0, -1, 2**31, 2**63, 1e308, "", "x", "the", [], [1], {},
 
 
 def variants(value):
-    """Yield a value of JSON with one part of it another, or left out."""
+    """Yield variants of a JSON value: one part replaced or left out."""
     for other in ANYTHING:
         yield other
     for place in value if isinstance(value, dict) else ():
@@ -447,7 +447,7 @@ DRAWN = {
     "job": (a_job, options(), 120, 300),
     "damaged file": (a_damaged_file, a_file_of_it, 120, 300),
 }
-"""What is done with what is drawn, and how often: always, and in an exhaustive run for each of five seeds."""
+"""The check, the strategy, and the number of examples: in every run, and for each of five seeds in an exhaustive run."""
 
 
 @pytest.mark.parametrize("seed", [None, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(5))])

@@ -1,4 +1,4 @@
-"""One job in a folder: the lock, who holds it, and what is said of those who left."""
+"""One job in a folder: the lock, its holder, and locks that were left behind."""
 
 import errno
 import fcntl

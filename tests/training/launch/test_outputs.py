@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from said import refusal
 
 from titanplans.config import ConfigError
 from titanplans.config.paths import FilePath
@@ -70,10 +71,9 @@ def test_a_path_that_can_not_be_written_to(folder, key, path, why):
     before = there(folder)
     # Every other path is relative to dump_folder.
     given = path if key == "job.dump_folder" or path.startswith("/") else str(folder / path)
-    with pytest.raises(ConfigError) as refused:
-        check_outputs(build_job(SWITCHES | {key: given}))
-    assert str(refused.value).startswith(f'{key} = "{given}": ')
-    assert why in str(refused.value)
+    said = refusal(lambda: check_outputs(build_job(SWITCHES | {key: given})), kind=ConfigError)
+    assert said.startswith(f'{key} = "{given}": ')
+    assert why in said
     assert there(folder) == before
 
 

@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import signal
 import sys
 import time
@@ -25,43 +24,25 @@ def job(tmp_path):
 
 def as_a_user(words):
     """Become a process that imports everything."""
+    os.environ["WANDB_MODE"] = "offline"
     os.execv(sys.executable, [sys.executable, str(TRAIN), *words[1:]])
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the children of a process from /proc")
-def test_killed_rank_ends_the_job_and_the_restarted_job_repeats_its_losses(job):
-    process = job.start("--checkpoint.keep_latest_k=0", by=as_a_user)
+def test_a_killed_rank_ends_the_job_and_its_run_is_recorded(job):
+    process = job.start("--metrics.enable_wandb", by=as_a_user)
     job.wait_for_steps(process, 13)
-    first, second = descendants(process.pid)
+    first, *_, second = descendants(process.pid)  # and a process of wandb
     os.kill(second, signal.SIGKILL)
     killed = time.monotonic()
     assert job.end(process) == 1
     assert time.monotonic() - killed < 10
     assert gone([first], 0), "the other rank lives on"
-    *others, last = job.err.splitlines()
+    *others, last = (line for line in job.err.splitlines() if not line.startswith("wandb: "))
     assert last.startswith(f"error: rank 1 (pid {second}) was killed by SIGKILL")
     assert all(line.startswith("rank 0 failed: ") for line in others), others
-    undisturbed = dict(job.losses)
-
-    # From an earlier checkpoint than the newest, for more steps to compare.
-    for path in (job.folder / "out" / "checkpoint").glob("step-*"):
-        if path.name != "step-5":
-            shutil.rmtree(path)
-    last = max(undisturbed)
-    resumed = job.start("--checkpoint.keep_latest_k=0", "--metrics.enable_wandb", by=offline)
-    job.wait_for(resumed, lambda: max(dict(job.losses), default=0) >= last)
-    os.kill(resumed.pid, signal.SIGINT)  # and so a job is ended in order
-    assert job.end(resumed) == 130
-    repeated = {step: loss for step, loss in job.losses if step <= last}
-    assert repeated == {step: undisturbed[step] for step in range(6, last + 1)}
-    assert "Traceback" not in job.err
     (recorded,) = (job.folder / "out").rglob("run-*.wandb")
     assert recorded.stat().st_size > 0
-
-
-def offline(words):
-    os.environ["WANDB_MODE"] = "offline"
-    run(words)
 
 
 @pytest.fixture
