@@ -1,4 +1,4 @@
-"""Activation checkpointing: what is recomputed is counted, operator by operator, in real backwards."""
+"""Activation checkpointing: recomputed operators are counted in real backwards."""
 
 import copy
 from collections import Counter
@@ -245,19 +245,13 @@ REFUSED = {
     '"aten::relu.loud": no operator': lambda: applied(per_op(keep_operators=("aten::relu.loud",))),
     "draws random numbers": lambda: applied(per_op(keep_operators=("aten::native_dropout",))),
     "which per_op_sac_matmuls decides": lambda: applied(per_op(keep_operators=("aten::mm",))),
-    "exceptions from per_op_sac_matmuls": lambda: per_op(
-        matmuls="none", force_recompute_mm_shapes_by_fqns=("o_proj",)
-    ),
+    "exceptions from per_op_sac_matmuls": lambda: per_op(matmuls="none", force_recompute_mm_shapes_by_fqns=("o_proj",)),
     "in no name of a Linear": lambda: applied(per_op(force_recompute_mm_shapes_by_fqns=("router",))),
     "nothing else is kept": lambda: per_op(matmuls="none", keep_attention=False, keep_collectives=False),
-    "already has activation": lambda: [
-        applied(policy, model) for model in [Tiny()] for policy in (MLP, FULL)
-    ],
-    "already has activation checkpointing": lambda: [
-        applied(BUDGET, model) for model in [Tiny()] for _ in range(2)
-    ],
+    "already has activation": lambda: [applied(policy, model) for model in [Tiny()] for policy in (MLP, FULL)],
+    "already has activation checkpointing": lambda: [applied(BUDGET, model) for model in [Tiny()] for _ in range(2)],
     "recomputes its blocks itself": lambda: applied(FULL, checkpointing_itself()),
-}
+}  # fmt: skip
 
 
 def without(part):

@@ -1,15 +1,15 @@
-"""Options that exclude each other are refused by name, before any weight moves; the entry and the manager alike."""
+"""Options that exclude each other are refused by name before any weight moves, by the entry and by the manager."""
 
 from types import SimpleNamespace
 
 import pytest
 import zoo
+from said import refusal
 from tiny import Tiny, TinyPlan
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.tensor import DTensor
 
 from titanplans import kernels, modeling
-from titanplans.errors import UserError
 from titanplans.parallel import (
     DDPConfig,
     Degrees,
@@ -38,22 +38,19 @@ def refused(config, degrees=None, model=llama, policy=None):
     with fake_ranks(WORLD):
         mesh = Mesh(degrees or Degrees(), "cpu")
         built = model()
-        with pytest.raises(UserError) as error:
-            parallelize(built, parallel_dims=mesh, config=config, ac_config=policy)
+        said = refusal(parallelize, built, parallel_dims=mesh, config=config, ac_config=policy)
     assert not any(isinstance(p, DTensor) for p in built.parameters())
     assert not any(isinstance(m, ActivationWrapper) or m._compiled_call_impl for m in built.modules())
-    return str(error.value)
+    return said
 
 
 TP = Degrees(tp=2)
 CASES = {
     "with context_parallel_degree = 2 a process has its own tokens": (
-        FSDP2Config(float8={"recipe_name": "tensorwise", "emulate": True}),
-        Degrees(cp=2),
+        FSDP2Config(float8={"recipe_name": "tensorwise", "emulate": True}), Degrees(cp=2),
     ),
     "compile.fullgraph = true: with context_parallel_degree = 2 the mixers": (
-        FSDP2Config(compile=COMPILED | {"fullgraph": True}),
-        Degrees(cp=2),
+        FSDP2Config(compile=COMPILED | {"fullgraph": True}), Degrees(cp=2),
     ),
     "compiled blocks with context_parallel_degree = 2 are several graphs": (
         DDPConfig(compile=COMPILED, activation_checkpoint={"mode": "selective", "selective_ac_option": "op"}),
@@ -80,18 +77,11 @@ CASES = {
         TP,
     ),
     "recomputes nothing of LlamaForCausalLM": (
-        FSDP2Config(activation_checkpoint={"mode": "selective", "selective_ac_option": "3"}),
-        TP,
+        FSDP2Config(activation_checkpoint={"mode": "selective", "selective_ac_option": "3"}), TP,
     ),
-    "enable_async_tensor_parallel = true: it needs tensor_parallel_degree above 1": (
-        FSDP2Config(**ASYNC_TP),
-        None,
-    ),
-    "enable_async_tensor_parallel = true: it needs CUDA with NCCL": (
-        FSDP2Config(**ASYNC_TP),
-        TP,
-    ),
-}
+    "enable_async_tensor_parallel = true: it needs tensor_parallel_degree above 1": (FSDP2Config(**ASYNC_TP), None),
+    "enable_async_tensor_parallel = true: it needs CUDA with NCCL": (FSDP2Config(**ASYNC_TP), TP),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("words", CASES)
@@ -170,9 +160,7 @@ def entry(model=Tiny, **changed):
     ],
 )
 def test_the_entry_refuses_alike(words, case):
-    with pytest.raises(ParallelError) as error:
-        entry(**case)
-    assert words in str(error.value)
+    assert words in refusal(entry, **case, kind=ParallelError)
 
 
 def test_the_entry_takes_torchtitan_s_words():

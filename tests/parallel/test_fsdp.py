@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import worlds
-import zoo
 from counting import Operators
 from equal import whole
 from said import error_of
@@ -15,13 +14,9 @@ from tiny import MLP, Block, Tiny, TinyPlan
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titanplans import modeling
 from titanplans.parallel import FSDP2Config, ParallelError
 from titanplans.parallel.fsdp import shard
-from titanplans.parallel.fsdp.dtypes import split_dtypes
 from titanplans.parallel.fsdp.gradient_sync import accumulate, unsharded
-from titanplans.parallel.fsdp.units import find_units
-from titanplans.proof.ranks.fake import fake_ranks
 
 BATCH, LENGTH, LAYERS = 8, 8, 3
 GATHER, SCATTER, REDUCE = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_"
@@ -526,7 +521,7 @@ def refused():
     return {words: refusal(**case) for words, case in REFUSED.items()}
 
 
-def refusal(kind="tiny", fsdp=4, call=None, **options):
+def refusal(kind="tiny", fsdp=4, call=None):
     """Return the error's words, and whether every parameter is still what it was."""
     model = build(kind)
     if kind == "shared":
@@ -535,17 +530,16 @@ def refusal(kind="tiny", fsdp=4, call=None, **options):
         module = model.layers[0].mlp.up_proj
         module.weight = nn.Parameter(module.weight.detach().double())
     mesh = world(fsdp=fsdp)["f"] if fsdp else world()["r", "f", "tp"]
-    try:
-        if call is None:
-            shard(model, mesh, FSDP2Config(**options))
-        else:
-            shard(model, mesh, FSDP2Config())
+
+    def attempt():
+        shard(model, mesh, FSDP2Config())
+        if call is not None:
             model(data()[0])
             with call(model):
                 pass
-    except ParallelError as error:
-        return str(error), call is not None or not any(isinstance(p, DTensor) for p in model.parameters())
-    return "", False
+
+    said = error_of(attempt, kind=ParallelError) or ""
+    return said, call is not None or not any(isinstance(p, DTensor) for p in model.parameters())
 
 
 @pytest.mark.parametrize("words", REFUSED)
@@ -554,28 +548,3 @@ def test_refusals_come_before_anything_is_sharded(words, results):
     assert message.startswith(words)
     assert "\n" not in message
     assert untouched
-
-
-def test_resharding_to_some_ranks_beside_another_parallelism_is_refused():
-    with fake_ranks(8, cp=4) as mesh, pytest.raises(ParallelError, match="covers all 8 ranks, here 4"):
-        shard(build(), mesh["cp"], FSDP2Config(fsdp_reshard_after_forward=2))
-
-
-def test_units_of_a_vision_language_model():
-    model = modeling.build(zoo.config("gemma3", num_hidden_layers=3, vision_config=dict(num_hidden_layers=2)))
-    units = [(unit.role, str(unit), unit.last) for unit in split_dtypes(model, find_units(model))]
-    language = "model.language_model"
-    assert units == [
-        ("root", "the root", False),
-        *[("tower", f"model.vision_tower.encoder.layers.{i}", False) for i in range(2)],
-        ("ends", f"{language}.embed_tokens + {language}.norm + lm_head", False),
-        *[("block", f"{language}.layers.{i}", i == 2) for i in range(3)],
-    ]
-    assert [unit.role for unit in find_units(model, "root")] == ["root", "ends", *["block"] * 3]
-
-
-def test_an_embedding_tied_to_what_the_root_holds_stays_in_the_root():
-    model = build()
-    model.score = nn.Linear(16, 32, bias=False)
-    model.score.weight = model.embed.weight
-    assert [unit.role for unit in find_units(model)] == ["root", *["block"] * LAYERS, "ends"]

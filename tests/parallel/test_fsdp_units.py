@@ -1,15 +1,21 @@
-"""FSDP's units on random module trees: each parameter is in exactly one, and a unit reduces its gradients in one dtype."""
+"""FSDP's units, of models and of random module trees: a parameter is in one unit, and a unit reduces in one dtype."""
 
 from collections import Counter
 
+import pytest
 import torch
+import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import Tiny
 from torch import nn
 
-from titanplans.parallel import ParallelError
+from titanplans import modeling
+from titanplans.parallel import FSDP2Config, ParallelError
+from titanplans.parallel.fsdp import shard
 from titanplans.parallel.fsdp.dtypes import split_dtypes
 from titanplans.parallel.fsdp.units import find_units, managed
+from titanplans.proof.ranks.fake import fake_ranks
 
 
 class Node(nn.Module):
@@ -99,3 +105,28 @@ def test_a_weight_of_two_blocks_is_refused_or_in_one_unit(model, data):
         return
     tied = model.get_parameter(first)
     assert sum(any(p is tied for p in managed(model, unit, units).values()) for unit in flat(units)) == 1
+
+
+def test_resharding_to_some_ranks_is_refused_with_another_parallelism():
+    with fake_ranks(8, cp=4) as mesh, pytest.raises(ParallelError, match="covers all 8 ranks, here 4"):
+        shard(Tiny(), mesh["cp"], FSDP2Config(fsdp_reshard_after_forward=2))
+
+
+def test_units_of_a_vision_language_model():
+    model = modeling.build(zoo.config("gemma3", num_hidden_layers=3, vision_config=dict(num_hidden_layers=2)))
+    units = [(unit.role, str(unit), unit.last) for unit in split_dtypes(model, find_units(model))]
+    language = "model.language_model"
+    assert units == [
+        ("root", "the root", False),
+        *[("tower", f"model.vision_tower.encoder.layers.{i}", False) for i in range(2)],
+        ("ends", f"{language}.embed_tokens + {language}.norm + lm_head", False),
+        *[("block", f"{language}.layers.{i}", i == 2) for i in range(3)],
+    ]
+    assert [unit.role for unit in find_units(model, "root")] == ["root", "ends", *["block"] * 3]
+
+
+def test_an_embedding_tied_to_what_the_root_holds_stays_in_the_root():
+    model = Tiny()
+    model.score = nn.Linear(16, 32, bias=False)
+    model.score.weight = model.embed.weight
+    assert [unit.role for unit in find_units(model)] == ["root", "block", "block", "ends"]

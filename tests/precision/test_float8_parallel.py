@@ -1,6 +1,5 @@
-"""Conversion to float8, strictly, and FSDP2 that gathers in it; over four gloo ranks, against one process."""
+"""Training in float8 over four gloo ranks, with FSDP2 that gathers in float8, against one process."""
 
-import importlib.util
 import tempfile
 
 import pytest
@@ -8,214 +7,17 @@ import torch
 import worlds
 import zoo
 from said import error_of
-from torch import nn
 from torch.nn import functional as F
 
 from titanplans import kernels, modeling
-from titanplans.parallel import (
-    Degrees,
-    Float8,
-    FSDP2Config,
-    ParallelError,
-    ParallelManager,
-    convert_to_float8,
-)
+from titanplans.parallel import Degrees, Float8, FSDP2Config, ParallelManager, convert_to_float8
 from titanplans.plan.converted import RECIPES, float8_linears
-from titanplans.precision.float8.conversion import SMALL, check_calls, refuse_read_weights
-from titanplans.precision.float8.report import float8_report
-
-
-def convert(model, recipe="tensorwise", **options):
-    return convert_to_float8(model, Float8(recipe_name=recipe, **options))
-
-
-class Block(nn.Module):
-    def __init__(self, width=32):
-        super().__init__()
-        self.up_proj, self.down_proj = nn.Linear(32, width), nn.Linear(width, 32)
-
-    def forward(self, x):
-        return self.down_proj(F.silu(self.up_proj(x)))
-
-
-class Reads(Block):
-    """Reads the weight of a child itself, as a fused kernel does."""
-
-    def forward(self, x):
-        return F.linear(self.up_proj(x), self.down_proj.weight, self.down_proj.bias)
-
-
-def two_blocks(width=32):
-    return nn.Sequential(Block(), Block(width))
-
-
-def test_names_and_parameters_stay_and_each_module_is_told():
-    model = two_blocks().eval()
-    before = dict(model.named_parameters())
-    done = convert(model, "rowwise", filter_fqns=["1.up"], emulate=True)
-    assert dict(model.named_parameters()) == before
-    assert all(after is before[name] for name, after in model.named_parameters())
-    assert done.converted == ("0.up_proj", "0.down_proj", "1.down_proj")
-    assert done.filtered == {"1.up_proj": "filter_fqns has '1.up'"}
-    assert list(float8_linears(model)) == list(done.converted)
-    assert not any(module.training for module in model.modules())
-    assert float8_report(model, done, {}) == {
-        "recipe": "rowwise",
-        "emulated": True,
-        "converted": ("0.up_proj", "0.down_proj", "1.down_proj"),
-        "filtered": {"1.up_proj": "filter_fqns has '1.up'"},
-        "unfused": (),
-        "fsdp_all_gather": False,
-        "scales_together": False,
-        "borders": {},
-    }
-    assert float8_report(two_blocks(), None, {}) is None
-
-
-def test_what_is_not_aligned_is_refused_or_left_out_if_asked():
-    with pytest.raises(ParallelError, match=r"1.up_proj \(Linear, 24 out\).*multiples of 16"):
-        convert(two_blocks(24))
-    done = convert(two_blocks(24), filter_unaligned=True)
-    assert done.converted == ("0.up_proj", "0.down_proj")
-    assert done.filtered == {
-        "1.up_proj": "24 out: no multiple of 16",
-        "1.down_proj": "24 in: no multiple of 16",
-    }
-
-
-def test_small_modules_are_left_out_by_torchaos_figures():
-    model = nn.Sequential(nn.Linear(4096, 4096, device="meta"), nn.Linear(64, 64, device="meta"))
-    done = convert(model, "rowwise", filter_fqns=[SMALL], emulate=True)
-    assert done.converted == ("0",)
-    assert done.filtered == {"1": "auto_filter_small_kn: too small to gain"}
-
-
-class OwnForward(nn.Linear):
-    def forward(self, x):
-        return super().forward(x) * 2
-
-
-def hooked():
-    model = two_blocks()
-    model[0].up_proj.register_forward_hook(lambda *_: None)
-    return model
-
-
-def converted():
-    model = two_blocks()
-    convert(model)
-    return model
-
-
-REFUSED = {
-    "no such part": (two_blocks, {"filter_fqns": ["output"]}, r"'output' is part of no .* up_proj, down"),
-    "an empty part": (two_blocks, {"filter_fqns": [""]}, "'' is part of no Linear's name"),
-    "nothing left": (two_blocks, {"filter_fqns": ["proj"]}, "no Linear of Sequential is left by the filters"),
-    "no Linear": (lambda: nn.Sequential(nn.ReLU()), {}, "no Linear of Sequential is left"),
-    "no figures": (
-        two_blocks,
-        {"recipe": "rowwise_with_gw_hp", "filter_fqns": [SMALL]},
-        "torchao has no figures for",
-    ),
-    "own forward": (lambda: nn.Sequential(OwnForward(16, 16)), {}, "0 is a OwnForward, whose own forward"),
-    "hooks": (hooked, {}, "0.up_proj has hooks"),
-    "twice": (converted, {}, "0.up_proj is converted to float8 already"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_before_anything_is_changed(case):
-    make, options, words = REFUSED[case]
-    model = make()
-    types = [type(module) for module in model.modules()]
-    with pytest.raises(ParallelError, match=words):
-        convert(model, **options)
-    assert [type(module) for module in model.modules()] == types
-
-
-def test_a_tied_weight_is_not_gathered_in_float8():
-    kernels.install("cpu")
-    model = modeling.build(modeling.load_config("qwen3", "debug", tie_word_embeddings=True))
-    with pytest.raises(ParallelError, match=r"one tensor, .*float8 all-gather.* 'lm_head'"):
-        convert(model, enable_fsdp_float8_all_gather=True)
-    convert(model, enable_fsdp_float8_all_gather=True, filter_fqns=["lm_head"])
-
-
-def test_without_torchao_nothing_is_float8(monkeypatch):
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == "torchao" else real(name, *a)
-    )
-    with pytest.raises(ParallelError, match=r"needs torchao, .*not installed"):
-        convert(two_blocks())
-
-
-def test_a_weight_that_the_parent_reads_itself_is_found_in_the_first_forward():
-    model = nn.Sequential(Block(), Reads())
-    convert(model, emulate=True)
-    check_calls(model)
-    with pytest.raises(ParallelError, match=r"1.down_proj .*float8, .*parent 1 \(Reads\)"):
-        model(torch.randn(16, 32))
-
-
-def test_compiled_it_is_found_in_the_source_of_the_parent():
-    model = nn.Sequential(Block(), Reads())
-    convert(model, emulate=True)
-    with pytest.raises(ParallelError, match=r"1.down_proj .*float8, .*parent 1 \(Reads\)"):
-        refuse_read_weights(model)
-    fine = nn.Sequential(Block())
-    convert(fine, emulate=True)
-    refuse_read_weights(fine)
-
-
-def test_a_part_that_does_not_run_is_not_missed():
-    class Tower(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.text, self.vision = Block(), Block()
-
-        def forward(self, x):
-            return self.text(x)
-
-    model = Tower()
-    convert(model, emulate=True)
-    check_calls(model)
-    model(torch.randn(16, 32))
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
-# Options of a strategy.
-
-OPTIONS = {
-    "no recipe": (
-        {"emulate": True},
-        "float8.emulate = true: .*float8.recipe_name",
-    ),
-    "rows": (
-        {"recipe_name": "rowwise", "enable_fsdp_float8_all_gather": True},
-        'enable_fsdp_float8_all_gather = true: .*recipe_name = "rowwise"',
-    ),
-    "no gather": (
-        {"recipe_name": "tensorwise", "precompute_float8_dynamic_scale_for_fsdp": True},
-        "no effect unless .*enable_fsdp_float8_all_gather",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", OPTIONS)
-def test_options_that_exclude_each_other(case):
-    options, words = OPTIONS[case]
-    with pytest.raises(ParallelError, match=words):
-        FSDP2Config(float8=options)
-
-
-# FSDP2 and tensor parallelism.
 
 STEPS = 2
 
 
 def train(model, manager=None, steps=STEPS):
-    """Return the losses of `steps` on the same tokens, of which a data-parallel rank has its share."""
+    """Return the losses of `steps` on the same tokens; a data-parallel rank gets its rows."""
     tokens = torch.randint(0, 128, (4, 17), generator=torch.Generator().manual_seed(0))
     rank, size = 0, 1
     if manager is not None:
@@ -317,7 +119,7 @@ def on_four_ranks(rank):
 
 
 def on_two_ranks(rank):
-    """The losses eager and compiled: of Qwen3, whose blocks are one graph each, and of GLA."""
+    """Losses, eager and compiled, of Qwen3 (one graph a block) and of GLA."""
     kernels.install("cpu")
     config = zoo.config("qwen3", options=False, **ALIGNED)
     ways = [(Degrees(tp=2), {"compile": compiled}) for compiled in (False, True)]
@@ -374,10 +176,8 @@ def _accumulated(config, options):
 
 
 def _saved(config):
-    """What a state dict holds whose weights are gathered in float8, and the loss after it was saved and loaded."""
+    """Types in the state dict of a model gathered in float8, and losses after saving and loading it."""
     import torch.distributed.checkpoint as dcp
-
-    from titanplans.plan.converted import float8_linears as converted
 
     model, manager = _built(config, WAYS["tp x dp, gathered in float8"])
     train(model, manager)
@@ -392,12 +192,12 @@ def _saved(config):
     plain, third = _built(config, WAYS["tp x dp"])
     into = plain.state_dict()
     dcp.load(into, checkpoint_id=folder[0])
-    assert converted(plain)
+    assert float8_linears(plain)
     return kinds, train(model, manager), train(again, other), train(plain, third)
 
 
 def _gla(compiled):
-    """Losses of GLA, whose blocks become several graphs, and how the first mixer is entered."""
+    """Losses of GLA (several graphs a block), and how its first mixer is entered."""
     config = zoo.config("gla", options=False, hidden_size=256, num_hidden_layers=1, **ALIGNED)
     model, manager = _built(config, (Degrees(tp=2), {"compile": compiled}))
     borders = manager.parallelism_report().values["float8"]["borders"]
@@ -407,7 +207,7 @@ def _gla(compiled):
 def one_process(recipe):
     config = zoo.config("qwen3", options=False, **ALIGNED)
     model = modeling.build(config)
-    convert(model, recipe, emulate=True)
+    convert_to_float8(model, Float8(recipe_name=recipe, emulate=True))
     model.to_empty(device="cpu")
     modeling.initialize(model, seed=0)
     return train(model)
@@ -469,7 +269,7 @@ def test_weights_that_stay_gathered_keep_their_scales(results):
 
 
 def test_a_checkpoint_holds_weights_as_they_are_stored(results):
-    """Anybody can read it; who loads it with or without the gather in float8 goes on alike, but for AdamW's moments."""
+    """Its tensors are plain. Training goes on the same with and without the gather in float8, but for AdamW's moments."""
     kinds, went_on, again, plain = results["saved"]
     assert kinds == {"Tensor"}
     assert again == plain

@@ -46,7 +46,7 @@ def tiny(name):
 
 
 def real(name, dtype):
-    """A model with weights of its own, whose biases would route otherwise if they were rounded."""
+    """A model with biases that would route tokens to other experts if they were rounded."""
     model = modeling.build_real(tiny(name), dtype=dtype)
     for key, tensor in model.state_dict().items():
         if key.endswith(BIAS):
@@ -166,7 +166,7 @@ def test_a_split_model_keeps_it_and_computes_in_it(name, dtype, folders):
 
 
 class Gate(nn.Module):
-    """A router whose bias is kept, of which `beside` is not."""
+    """A router with a bias kept in float32 and, if `beside`, a scale that is not."""
 
     def __init__(self, beside):
         super().__init__()
@@ -222,7 +222,7 @@ class Router(nn.Linear):
 
 
 class Own(nn.Module):
-    """A model of one's own; both it and a module say what stays in float32."""
+    """A user's model: both the model and a module name what stays in float32."""
 
     _keep_in_fp32_modules = ("norm",)
 

@@ -1,4 +1,4 @@
-"""Async tensor parallelism without a GPU: what is refused, what is recorded of compiled graphs, what the check says.
+"""Async tensor parallelism without a GPU: errors, the record of compiled graphs, the check.
 
 That anything is really fused is decided on graphs here (tests/cli/test_async_tp_command.py) and was never run.
 """
@@ -59,7 +59,7 @@ def run(border):
 
 
 def test_the_collectives_of_compiled_graphs_are_recorded_with_their_bytes(border, mesh, caplog):
-    """Beside a hook of the user's own; and none of them is fused."""
+    """A hook of the user's stays in place; no collective is fused."""
     own = Own()
     inductor.post_grad_custom_post_pass = own
     with pytest.raises(ParallelError, match="inductor's graphs are not recorded"):

@@ -18,14 +18,8 @@ from titanplans.parallel.compile import apply_compile, compile_loss, compile_opt
 TOKENS = torch.arange(32).reshape(2, 16)
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    counters.clear()
-
-
 def config(backend="aot_eager", **options):
-    """Return what apply_compile reads of `Compile`, whose backend may be a counter here."""
+    """Return the fields of `Compile` that apply_compile reads; the backend may be a counter."""
     unset = dict.fromkeys(("mode", "fullgraph", "dynamic", "options"))
     return SimpleNamespace(**unset | options, backend=backend)
 
@@ -248,7 +242,6 @@ def step_of(**options):
 
 
 REFUSED = {
-    "exclude each other": lambda: Compile(enable=True, mode="default", options={}),
     'compile.mode = "max-autotune": has no effect unless compile.backend': lambda: FSDP2Config(
         compile=Compile(enable=True, backend="eager", mode="max-autotune")
     ),
@@ -338,7 +331,7 @@ def compiled_under_tp(rank):
 
 
 def gradients_of_several_lengths(mesh, compiled):
-    """Of a model of FLA's, whose blocks are compiled within their checkpoints; their shards have one size."""
+    """Gradients of a model of FLA's with blocks compiled inside their checkpoints; both lengths have equal shards."""
     from titanplans import apply_plan
 
     model = zoo.build("gla", options=False, num_hidden_layers=1)

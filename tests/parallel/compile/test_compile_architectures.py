@@ -1,6 +1,6 @@
 """Architectures compiled on two gloo ranks: the losses of eager mode, by compiled code.
 
-Those that differ, of which inductor compiles one; exhaustively, every registered one by inductor.
+Architectures with different blocks, one of them by inductor; exhaustively, every registered one by inductor.
 """
 
 import functools

@@ -15,12 +15,6 @@ from titanplans.parallel.compile.limits import count_kinds
 from titanplans.proof.ranks.fake import fake_ranks
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    counters.clear()
-
-
 def config(backend="aot_eager", **options):
     return Compile(enable=True, backend=backend, **options)
 

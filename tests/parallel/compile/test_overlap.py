@@ -77,7 +77,7 @@ def graphs(name):
 
 
 def values(module):
-    """Numbers for the inputs of a graph: integers are places, of which the first is always there."""
+    """Values for the inputs of a graph. Integers are indices, and index 0 always exists."""
     generator = torch.Generator().manual_seed(0)
     for node in module.graph.find_nodes(op="placeholder"):
         fake = node.meta["val"]

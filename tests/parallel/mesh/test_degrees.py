@@ -1,4 +1,4 @@
-"""Degrees: what is inferred, what is refused, and that the arithmetic in a refusal is right."""
+"""Degrees: inference, errors, and the arithmetic in the errors."""
 
 import math
 import re
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from said import refusal
 
 from titanplans.errors import ParallelError
 from titanplans.parallel.mesh.degrees import refuse_degrees
@@ -29,10 +30,7 @@ def test_what_the_remedy_says_works(sizes, world):
     degrees = Degrees(**dict(zip(NAMES, sizes, strict=True)))
     if math.prod(sizes) == world:
         return
-    with pytest.raises(ParallelError) as error:
-        degrees.resolve(world)
-    message = str(error.value)
-    assert "\n" not in message
+    message = refusal(degrees.resolve, world, kind=ParallelError)
     for name, size in re.findall(r"set (\w+) to (\d+)", message):
         Degrees(**vars(degrees) | {name: int(size)}).resolve(world)
     (processes,) = re.findall(r"start (\d+) process", message)
@@ -70,9 +68,7 @@ def test_only_one_is_inferred():
 
 
 def test_the_arithmetic_is_in_the_message():
-    with pytest.raises(ParallelError) as error:
-        Degrees(dp_replicate=1, dp_shard=2, tp=2).resolve(8)
-    assert str(error.value) == (
+    assert refusal(Degrees(dp_replicate=1, dp_shard=2, tp=2).resolve, 8, kind=ParallelError) == (
         "dp_replicate 1 x dp_shard 2 x cp 1 x tp 2 x pp 1 = 4, but there are 8 processes: "
         "set dp_shard to 4, or set tp to 4, or start 4 processes"
     )

@@ -22,11 +22,7 @@ from titanplans.proof.compare.forward import call
 CASES = {
     "tp 2 x fsdp 2, an uneven width": ("qwen3", dict(intermediate_size=49), dict(tp=2, dp_shard=2)),
     "tp 4, packed weights, shared heads": ("phi3", {}, dict(tp=4, dp_shard=1)),
-    "tp 2 x fsdp 2, packed weights of an uneven width": (
-        "phi3",
-        dict(intermediate_size=49),
-        dict(tp=2, dp_shard=2),
-    ),
+    "tp 2 x fsdp 2, packed weights of an uneven width": ("phi3", dict(intermediate_size=49), dict(tp=2, dp_shard=2)),
     "fsdp 4, packed weights": ("phi3", {}, dict(dp_shard=4)),
     "tp 4, shared heads": ("llama", dict(num_key_value_heads=2), dict(tp=4, dp_shard=1)),
     "experts, tp 2 x fsdp 2": ("mixtral", dict(num_local_experts=3), dict(tp=2, dp_shard=2)),
@@ -34,7 +30,7 @@ CASES = {
     "copies of shards, convolutions": ("gla", {}, dict(dp_replicate=2, dp_shard=2)),
     "copies of split layers": ("gla", dict(num_kv_heads=4), dict(dp_replicate=2, dp_shard=1, tp=2)),
     "ddp": ("qwen3", {}, dict(dp_replicate=4, dp_shard=1)),
-}
+}  # fmt: skip
 OPTIONS = Optimizer(name="Muon", lr=0.02, implementation="for-loop")
 
 
@@ -45,7 +41,7 @@ def build(name: str, sizes: dict):
 
 
 def trained(model, name: str, part: int = 0, parts: int = 1) -> dict[str, torch.Tensor]:
-    """Return the weights of `model` after three steps, in which it reads one of `parts` parts of each batch."""
+    """Return the weights of `model` after three steps on part `part` of each batch, divided into `parts`."""
     optimizers = build_optimizers(model, OPTIONS)
     for step in range(3):
         batch = zoo.inputs(name, batch_size=4, seq_len=8, seed=step)
