@@ -45,11 +45,7 @@ def model_of(name, options=None, **fields):
     ("name", "fields", "options"),
     [
         # Shared key/value heads, a sharded head, a tied embedding.
-        (
-            "qwen3",
-            dict(num_key_value_heads=2, num_hidden_layers=1),
-            LoRA(rank=4, alpha=8, target_modules=EVERY),
-        ),
+        ("qwen3", dict(num_key_value_heads=2, num_hidden_layers=1), LoRA(rank=4, alpha=8, target_modules=EVERY)),
         ("phi3", {}, None),  # packed rows
         ("gpt2", {}, None),  # weights that are [in, out], packed
         ("gla", {}, None),  # a replicated Linear in a region, a fused MLP
@@ -60,7 +56,7 @@ def model_of(name, options=None, **fields):
             LoRA(rank=3, modules_to_save=("backbone.norm_f", "conv1d")),
         ),  # a sum inside of a region
     ],
-)
+)  # fmt: skip
 def test_adapters_are_proved_on_plans(name, fields, options):
     """The base has no gradient: one on a rank would be unexpected."""
     report = verify(functools.partial(model_of, name, options, **fields), degrees=[4], loss_parallel=True)

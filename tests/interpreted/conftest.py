@@ -1,4 +1,4 @@
-"""Tests in processes of their own: the interpreter is there for good, and with it FLA's kernels (make test-kernels)."""
+"""Tests that need processes of their own, because Triton's interpreter can't be removed (make test-kernels)."""
 
 import calls
 

@@ -1,4 +1,4 @@
-"""The tiny models of flash-linear-attention's families, in float32, and what is put into them."""
+"""Tiny models of flash-linear-attention's families, in float32, and their inputs."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _OTHER_SIZES: dict[str, dict[str, Any]] = {
     "log_linear_mamba2": dict(state_size=64),  # a multiple of 64
     "nsa": dict(block_size=16, block_counts=4),  # so that it has blocks to choose from
 }
-"""Of families whose kernels refuse the zoo's."""
+"""Sizes for families with kernels that refuse the zoo's sizes."""
 NO_CACHE = {
     "deltaformer": "FLA's layer refuses a cache",
     "stickbreaking_attn": "FLA's layer refuses a cache",

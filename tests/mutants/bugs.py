@@ -1,4 +1,4 @@
-"""Styles in which real bugs can be made again, in the forms in which they were shipped.
+"""Styles that reproduce real bugs, in the form in which they were shipped.
 
 What the corpus has already (tests/mutants/faults.py) is not repeated here.
 """

@@ -1,4 +1,4 @@
-"""The mutants that change nothing, and why: all that may survive, and all of it has to."""
+"""Mutants that change nothing, and why: these must survive, and no others may."""
 
 import re
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from mutants.corpus import LOCAL_ATTRIBUTES, Mutant
 
 @dataclass(frozen=True)
 class Equivalence:
-    """Mutants by operator, key, kind of style and options, and the reason for which they are equivalent."""
+    """Mutants, given by operator, key, kind of style and options, and why they are equivalent."""
 
     operator: str
     key: str

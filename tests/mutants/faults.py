@@ -73,7 +73,7 @@ def with_rows(style: Style, change: Any) -> Style:
 
 
 class _Unsummed(Border):
-    """Enters as ever; backwards each rank goes on with its own share of the gradient."""
+    """The forward is right; in the backward each rank keeps its own share of the gradient."""
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         if self.stream.dim is None:
@@ -102,7 +102,7 @@ class _GatherUnsummed(torch.autograd.Function):
 
 
 class _Doubled(Border):
-    """Enters as ever; backwards the gradient is summed again after it is whole."""
+    """The forward is right; in the backward the whole gradient is summed once more."""
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         return super().enter(scale_gradient(x, self.group[1]))
@@ -114,7 +114,7 @@ class _Doubled(Border):
 
 
 def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return `x`, whose gradient comes back `factor` times as large."""
+    """Return `x`; its gradient is multiplied by `factor`."""
     return _Scale.apply(x, factor)
 
 
@@ -195,7 +195,7 @@ def other_head(style: Style) -> Style:
 
 
 def offset_by_local_rows(style: VocabEmbedding) -> Style:
-    """Each rank's first token is its number times the rows that it holds, of which the last holds fewer."""
+    """A rank computes its first token as rank x its own number of rows, which is smaller on the last rank."""
 
     def offset(module: nn.Module, border: Border) -> int:
         weight = module._parameters["weight"]

@@ -1,4 +1,4 @@
-"""What is done to the style of one key of a right plan: each operator is one mistake that a plan's author can make.
+"""Operators, each a mistake that the author of a plan can make: it changes the style of one key of a right plan.
 
 An operator returns the style that stands there instead, DROP for none, or SKIP where it has nothing to change.
 """
@@ -49,7 +49,7 @@ def split(site: Site) -> Change:
 
 
 def on_other_stream(site: Site) -> Change:
-    """Made for a whole sequence beside sharded ones, and the reverse."""
+    """Made for a whole sequence where the others are sharded, and the reverse."""
     style = site.style
     lays_out = isinstance(style, Region | VocabHead)
     lays_out |= isinstance(style, Rowwise) and style.reduce_output
@@ -186,7 +186,7 @@ FORWARD: tuple[Callable[[Site], Change], ...] = (
     offset_by_local_rows,
     offset_by_one,
 )
-"""Done in the first block: what is wrong in the forward is wrong everywhere after it, and has to be placed."""
+"""Applied in the first block: a fault in the forward spreads to all later modules, and must be placed."""
 
 BACKWARD: tuple[Callable[[Site], Change], ...] = (
     gradient_of_other_stream,
@@ -198,10 +198,10 @@ BACKWARD: tuple[Callable[[Site], Change], ...] = (
     as_in_region,
     as_before_stream,
 )
-"""Done in the last block, for the same reason."""
+"""Applied in the last block, for the same reason."""
 
 AT_SHARED_HEADS: tuple[Callable[[Site], Change], ...] = (whole, other_head, not_shared, unreduced)
-"""Done again where ranks share key/value heads."""
+"""Applied again where ranks share key/value heads."""
 
 BLIND: tuple[Callable[[Site], Change], ...] = (
     swap,

@@ -54,7 +54,7 @@ _RUNS = re.compile(r"in (?:the backward of )?(\S+)(?: after (\S+))?")
 
 
 def right(verdict: Verdict) -> bool:
-    """Whether a refusal names the key, or the region in which it stands; or a failing case the right module."""
+    """Whether a refusal names the key or its region, or a failing case the right module."""
     mutant = verdict.mutant
     reference = mutant.architecture.reference()
     if verdict.refusal is None:
@@ -65,7 +65,7 @@ def right(verdict: Verdict) -> bool:
 
 
 def allowed(operator: str, key: str, reference: ReferenceRun) -> set[str]:
-    """Return the modules of which a verdict has to name one."""
+    """Return the modules that a right verdict may name."""
     order = [name.partition(" ")[0] for name in reference.orders["step 1, batch 1"]]
     runs = [i for i, name in enumerate(order) if _inside(name, key)]
     region = {name for name in order if _parent(name) == _parent(key)} if _in_region(key) else set()

@@ -64,7 +64,7 @@ class Site:
 
     @property
     def likeness(self) -> tuple:
-        """What is equal where two plans agree: the library, the part of the model and the style, with its settings."""
+        """Equal where two plans agree: library, part of the model, style and its settings."""
         decoder = find_decoder(self.model)
         block = next((name for name in decoder.names if self.key.startswith(f"{name}.")), None)
         mixer = next((m for n, m in decoder.mixers.items() if f"{self.key}.".startswith(f"{n}.")), None)

@@ -258,7 +258,7 @@ def test_a_block_has_as_many_regions_as_mixers_and_mlps():
 
 
 def entered_alone(style):
-    """`style`, whose module gathers its own input."""
+    """Return `style`, with a module that gathers its own input."""
 
     def install(right, module, border):
         REGION.install(Region(reduce_output=False), module, Site(border, ranks_of_weights(border)))
@@ -284,7 +284,7 @@ GATHER_FOR_GATE_AND_UP = changed(TinyPlan, mlp=each_alone("mlp_input", "gate_pro
 
 
 class TorchStyles(TinyPlan):
-    """The same waste as it is written with torch's own styles, whose collectives DTensor issues."""
+    """The same waste, written with torch's styles, where DTensor issues the collectives."""
 
     def attn_plan(self, attn):
         stream = self.options.stream.placement

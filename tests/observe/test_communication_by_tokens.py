@@ -1,4 +1,4 @@
-"""What a model that is cut by tokens sends: an exchange for each product of a mixer, and what its code reads besides."""
+"""Communication of a model cut by tokens: one exchange for each projection of a mixer, and gathers for other code."""
 
 from collections import Counter
 from functools import partial

@@ -18,18 +18,9 @@ CASES = {
     "ddp": ("--parallelism.data_parallel_strategy=ddp", "--parallelism.data_parallel_replicate_degree=2"),
     "cp": (CONTEXT,),
     "cp ddp": (CONTEXT, "--parallelism.data_parallel_strategy=ddp"),
-    "float8": (
-        DEGREE,
-        "--quantize.linear.float8.recipe_name=tensorwise",
-        "--quantize.linear.float8.emulate",
-    ),
-    "compiled": (
-        DEGREE,
-        "--compile.enable",
-        "--compile.backend=aot_eager",
-        "--compile.components=model,loss",
-    ),
-}
+    "float8": (DEGREE, "--quantize.linear.float8.recipe_name=tensorwise", "--quantize.linear.float8.emulate"),
+    "compiled": (DEGREE, "--compile.enable", "--compile.backend=aot_eager", "--compile.components=model,loss"),
+}  # fmt: skip
 
 UNMEASURED = ("accumulated", "ddp", "float8")
 """Trained again without a measured step. That each strategy takes the same steps is test_parallelism_report.py's."""

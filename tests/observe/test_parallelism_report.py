@@ -39,17 +39,11 @@ CASES = {
     "tp, aot_eager": (FSDP2Config(plan=TinyPlan, compile=compiled("aot_eager")), TP),
     "tp, inductor": (FSDP2Config(plan=TinyPlan, compile=compiled("inductor")), TP),
     "fsdp": (FSDP2Config(), DATA),
-    "fsdp, bfloat16": (
-        FSDP2Config(mixed_precision_param="bfloat16", mixed_precision_reduce="float32"),
-        DATA,
-    ),
-    "fsdp, prefetch": (
-        FSDP2Config(fsdp_forward_prefetch=2, fsdp_backward_prefetch=2, activation_checkpoint=FULL),
-        DATA,
-    ),
+    "fsdp, bfloat16": (FSDP2Config(mixed_precision_param="bfloat16", mixed_precision_reduce="float32"), DATA),
+    "fsdp, prefetch": (FSDP2Config(fsdp_forward_prefetch=2, fsdp_backward_prefetch=2, activation_checkpoint=FULL), DATA),
     "hsdp": (FSDP2Config(), Degrees(dp_replicate=2)),
     "ddp": (DDPConfig(), Degrees(dp_replicate=2, dp_shard=1)),
-}
+}  # fmt: skip
 
 
 def prepared(config, degrees, build=lambda: tiny(LAYERS)):
@@ -70,7 +64,7 @@ def step(manager, model, optimizer):
 
 
 def in_the_path(model):
-    """Everything that a step goes through beside the model's own code: hooks, modes, what was put in place of a method."""
+    """Everything in a step but the model's own code: hooks, modes, replaced methods."""
 
     def of(owner):
         hooks = {key: len(value) for key, value in vars(owner).items() if key.endswith("_hooks")}
@@ -89,7 +83,7 @@ def in_the_path(model):
 
 
 def trained(config, degrees, measured: bool):
-    """Losses and norms of two steps, of which the first is measured or not; the report; graphs after each."""
+    """Losses and norms of two steps (the first measured or not), the report, and the graphs after each step."""
     manager, model, optimizer = prepared(config, degrees)
     report = manager.parallelism_report()
     values, graphs = [], []
@@ -155,7 +149,7 @@ def nothing():
 
 
 def eager_cases():
-    """How a compiled block comes to run eagerly: a backend, dynamo's settings or stance, and what is done to the model."""
+    """Causes for which a compiled block runs eagerly: a backend, dynamo's settings or stance, a change of the model."""
     patch = torch._dynamo.config.patch
     loose = compiled(fullgraph=False)
     return {

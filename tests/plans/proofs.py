@@ -1,4 +1,4 @@
-"""What is proved of each plan: one row for each architecture, variant of its config and condition.
+"""The proofs of each plan: one row for each architecture, variant of its config and condition.
 
 The table is made from tests/zoo.py, so a new architecture is proved by its line there. What tests/plans/test_proofs.py runs
 is a row by one plain step; conditions (padding, documents, lengths, ...) are those of a model by tests/proof.
@@ -205,7 +205,7 @@ FLOAT8 = {
     "gemma3_text": (_ALIGNED | dict(num_key_value_heads=2), ()),
     "gemma3": (dict(num_hidden_layers=1, intermediate_size=64), ("vision_tower",)),
 }
-"""Fields that differ from the zoo's, all multiples of 16 on each of four ranks; and what is not converted."""
+"""Fields that differ from the zoo's, multiples of 16 on each of four ranks; and modules that stay unconverted."""
 FLOAT8_FAMILIES = {
     "gated_deltanet": (_ALIGNED, ()),
     "gsa": (_ALIGNED | dict(hidden_size=128), ("o_proj",)),  # its fused kernel reads that weight

@@ -66,30 +66,22 @@ def wrong(name, mlp=None, attn=None, **methods):
 
 WRONG = {
     "gate and up packed where they alternate": (
-        wrong("gpt_oss", lambda plan: {"experts.gate_up_proj": plan.packed(16, 16, dim=2)}),
-        "mlp.experts",
+        wrong("gpt_oss", lambda plan: {"experts.gate_up_proj": plan.packed(16, 16, dim=2)}), "mlp.experts",
     ),
     "a bias that each rank adds whole": (
-        wrong("gpt_oss", lambda plan: {"experts.down_proj_bias": plan.replicated_in_region()}),
-        "mlp",
+        wrong("gpt_oss", lambda plan: {"experts.down_proj_bias": plan.replicated_in_region()}), "mlp",
     ),
     "a router whose gradient is not summed": (
-        wrong("qwen3_moe", lambda plan: {"gate": plan.replicated_off_stream()}),
-        "mlp.gate.weight",
+        wrong("qwen3_moe", lambda plan: {"gate": plan.replicated_off_stream()}), "mlp.gate.weight",
     ),
     "a gate whose gradient is not summed": (
-        wrong("qwen2_moe", lambda plan: {"shared_expert_gate": plan.replicated_off_stream()}),
-        "mlp.shared_expert_gate",
+        wrong("qwen2_moe", lambda plan: {"shared_expert_gate": plan.replicated_off_stream()}), "mlp.shared_expert_gate",
     ),
-    "a balance that each rank counts": (
-        wrong("mixtral", model_functions=lambda self, model: {}),
-        "gate",
-    ),
+    "a balance that each rank counts": (wrong("mixtral", model_functions=lambda self, model: {}), "gate"),
     "a latent whose gradient is not summed": (
-        wrong("deepseek_v3", attn=lambda plan: {"kv_a_layernorm": plan.replicated_off_stream()}),
-        "kv_a_layernorm",
+        wrong("deepseek_v3", attn=lambda plan: {"kv_a_layernorm": plan.replicated_off_stream()}), "kv_a_layernorm",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -154,7 +146,7 @@ def test_norms_of_shared_heads_are_refused():
 
 
 class Listed(nn.Module):
-    """A mixture whose experts are a list of MLPs."""
+    """A mixture with a list of MLPs as experts."""
 
     def __init__(self, of):
         super().__init__()

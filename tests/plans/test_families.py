@@ -1,4 +1,4 @@
-"""Options of families of models with which they can't be split; tests/plans/test_proofs.py proves the others."""
+"""Options with which a family of models can't be split; tests/plans/test_proofs.py proves the others."""
 
 import pytest
 import torch

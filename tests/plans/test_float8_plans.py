@@ -1,4 +1,4 @@
-"""Plans in float8: what the proof finds, what a rank computes, what is refused, and which borders are crossed in float8.
+"""Plans in float8: faults that the proof finds, values on one rank, errors, and borders crossed in float8.
 
 That they are right is proved by tests/plans/test_proofs.py.
 """

@@ -2,19 +2,11 @@
 
 from functools import partial
 
-import pytest
-from plainly import verify
-from tiny import Tiny, TinyPlan
+from plainly import sharded, verify
+from tiny import Tiny
 from torch import nn
 
 from titanplans import TPPlan, modeling
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_form_that_users_write(tied):
-    """attn_input with rowwise, biases in every projection, a norm over each head."""
-    report = verify(partial(Tiny, tied), TinyPlan, degrees=[2, 4], seq_len=8)
-    assert report.passed, report.table()
 
 
 def test_positions_and_masks_come_from_whole_embeddings():
@@ -36,9 +28,8 @@ def test_positions_and_masks_come_from_whole_embeddings():
     class AtTheEmbedding(Plan):
         begins_stream = True
 
-    options = dict(degrees=[2], loss_parallel=True, sequence_parallel=True)
-    assert verify(partial(modeling.build_real, config), Plan, **options).passed
-    report = verify(partial(modeling.build_real, config), AtTheEmbedding, **options)
+    assert sharded(partial(modeling.build_real, config), Plan).passed
+    report = sharded(partial(modeling.build_real, config), AtTheEmbedding)
     assert not report.passed
     assert "model.layers.0" in report.table()
 

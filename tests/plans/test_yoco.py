@@ -1,4 +1,4 @@
-"""What a split YOCO is asked beside its training: its prefill may leave out the second half of the blocks."""
+"""A split YOCO outside of training: its prefill may skip the second half of the blocks."""
 
 import pytest
 import torch

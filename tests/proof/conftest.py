@@ -1,4 +1,4 @@
-"""Models of these tests are drawn from the default generator: the same whatever ran before."""
+"""Seed the default generator, from which these tests draw models: other tests have no influence."""
 
 import pytest
 import torch

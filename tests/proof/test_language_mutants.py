@@ -71,7 +71,7 @@ def with_bias(module, output):
 
 
 def corrected(style, correct):
-    """`style`, whose last hook is another: `correct(group, module, args, kwargs, output)`."""
+    """Return `style` with `correct(group, module, args, kwargs, output)` in place of its last hook."""
 
     def install(right, module, border):
         right(module, border)
@@ -87,7 +87,7 @@ def own_statistic(plan, style):
 
 
 def statistic_without_gradient(plan, style):
-    """The mean square of the others is a number, not a function of what they compute."""
+    """The mean square of the other ranks enters without a gradient."""
 
     def correct(group, module, args, kwargs, output):
         x = (args[0] if style.statistic is None else style.statistic(*args, **kwargs)).detach()
@@ -109,17 +109,17 @@ def unsummed(plan, style):
 
 
 def gradient_unsummed(plan, style):
-    """Each rank takes its share of the sum's gradient for all of it."""
+    """Each rank takes its share of the sum's gradient for the whole gradient."""
     return leaving(style, lambda border, module, output: with_bias(module, sum_ranks(output, border.group)))
 
 
 def by(name):
-    """Return the fault by which the plan's style `name` stands there."""
+    """Return the fault that puts the plan's style `name` there."""
     return lambda plan, style: getattr(plan, name)()
 
 
 def fault(change):
-    """Return a fault of mutants/faults.py as one of these."""
+    """Return a fault of mutants/faults.py in the form that FOUND needs."""
     return lambda plan, style: change(style)
 
 

@@ -27,7 +27,7 @@ import pytest
 from language import GateUp, GateUpPlan, with_mlp
 from mutants.bugs import changed, counted_on_every_rank
 from mutants.place import named
-from plainly import verify
+from plainly import sharded
 from tiny import Tiny, TinyPlan
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -58,7 +58,7 @@ class ByKeyword(Positional):
 
 
 def without_norm():
-    """A Tiny whose mixers have no parameter that torch has no style for."""
+    """A Tiny with mixers that torch's own styles cover."""
     model = Tiny()
     for layer in model.layers:
         layer.attn.q_norm = nn.Identity()
@@ -83,7 +83,7 @@ BUGS = {
 @pytest.mark.parametrize("name", BUGS)
 def test_it_is_found_and_placed(name):
     build, plan, sequence, place, fails = BUGS[name]
-    report = verify(build, plan, degrees=[2], loss_parallel=True, sequence_parallel=sequence, seq_len=8)
+    report = sharded(build, plan, sequence_parallel=sequence, seq_len=8)
     (case,) = report.cases
     assert not report.passed
     assert named(case, build()) == {place}
@@ -93,4 +93,4 @@ def test_it_is_found_and_placed(name):
 
 
 def test_keyword_inputs_by_their_names_are_right():
-    assert verify(without_norm, ByKeyword, degrees=[2], loss_parallel=True, sequence_parallel=True).passed
+    assert sharded(without_norm, ByKeyword).passed

@@ -5,7 +5,7 @@ from itertools import chain
 import pytest
 import zoo
 from mutants.bugs import changed
-from plainly import verify
+from plainly import sharded
 
 from titanplans import Degrees, registered_plans
 from titanplans.split.collectives import collect
@@ -16,14 +16,8 @@ PLANS = registered_plans()
 
 def proved(name, plan, degree=1, context=2, **fields):
     """Return the report of one plain training of `plan` of the model `name`."""
-    return verify(
-        lambda: zoo.build(name, **fields).double(),
-        plan,
-        degrees=[Degrees(tp=degree, cp=context)],
-        loss_parallel=True,
-        sequence_parallel=True,
-        seq_len=8,
-    )
+    degrees = [Degrees(tp=degree, cp=context)]
+    return sharded(lambda: zoo.build(name, **fields).double(), plan, degrees=degrees, seq_len=8)
 
 
 def test_the_plans_themselves_are_right():

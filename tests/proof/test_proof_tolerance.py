@@ -7,7 +7,7 @@ import pytest
 import torch
 import zoo
 from faulty import hooked
-from plainly import verify
+from plainly import sharded
 from test_proof_wrong import Unsummed, attn
 from tiny import Block, Tiny, TinyPlan
 from titanplans.plans.hf.qwen import Qwen3Plan
@@ -37,18 +37,17 @@ def test_the_margin_on_both_sides(blocks):
 
     Measured on 12 seeds at tp = 4, one to eight blocks: at most 2.5 epsilons, of 424 to 2,272 allowed.
     """
-    options = {"degrees": [4], "loss_parallel": True, "sequence_parallel": True}
     for seed in range(2):
-        (case,) = verify(deep(blocks), TinyPlan, seed=seed, **options).cases
+        (case,) = sharded(deep(blocks), TinyPlan, seed=seed, degrees=[4]).cases
         assert case.passed
         assert all(check.error < 0.01 * check.tolerance for check in case.checks if check.what != "replicas")
-    (case,) = verify(deep(blocks), attn(q_norm=lambda p: Unsummed()), **options).cases
+    (case,) = sharded(deep(blocks), attn(q_norm=lambda p: Unsummed()), degrees=[4]).cases
     gradients = next(check for check in case.checks if check.what == "gradients")
     assert gradients.error > 1e8 * gradients.tolerance
 
 
 def test_what_comes_before_noise_is_shown():
-    """GLA in bfloat16: most gradients of its first step say something, none of those after it."""
+    """GLA in bfloat16: rounding hides no more than some gradients of the first step, and all later ones."""
     (first, *_) = trainings(MicroBatch(), 128)
     model = zoo.build("gla").train()
     randomise(model, 0)
@@ -81,23 +80,21 @@ def quantised():
 
 
 def rounding(plan):
-    """A style of `o_proj` whose output has the bits of bfloat16."""
+    """A style of `o_proj` that rounds its output to bfloat16."""
     return hooked(plan.rowwise(), lambda output: output.bfloat16().float())
 
 
 def test_what_a_rounding_moves_over_an_edge_is_rounding():
     """Of one seed in fifty, by CPU, three draws move no number over an edge, and the split model does."""
-    options = {"degrees": [2], "loss_parallel": True, "sequence_parallel": True}
     for seed in range(400):
-        report = verify(quantised, TinyPlan, dtype=torch.float32, seed=seed, **options)
+        report = sharded(quantised, TinyPlan, dtype=torch.float32, seed=seed)
         assert report.passed, report.table()
         if any("3 perturbed runs told too little" in words for words in report.unreached):
             break
     else:
         raise AssertionError("no seed moves a number over an edge")
-    options["seed"] = seed
     for wrong in ({"q_norm": lambda plan: Unsummed()}, {"o_proj": rounding}):
-        assert not verify(quantised, attn(**wrong), dtype=torch.float32, **options).passed
+        assert not sharded(quantised, attn(**wrong), dtype=torch.float32, seed=seed).passed
 
 
 def reference_of(model):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from faulty import hooked, installed, leaving
 from mutants.bugs import loss_over_ranks
-from plainly import verify
+from plainly import sharded, verify
 from tiny import Block, Tiny, TinyPlan, changed
 from torch import nn
 from torch.distributed.tensor import Replicate
@@ -69,7 +69,7 @@ class ScalingPlan(TinyPlan):
 
 
 def gradient_left(plan):
-    """Enters a region without summing the gradients that come back out of it."""
+    """Enters a region without summing the gradients of its input."""
     return installed(Region(reduce_output=False), lambda right, module, border: None)
 
 
@@ -147,7 +147,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_is_rejected_and_found(name):
     model_fn, plan, sequence, direction, place, reason = WRONG[name]
-    report = verify(model_fn, plan, degrees=[4], loss_parallel=True, sequence_parallel=sequence)
+    report = sharded(model_fn, plan, degrees=[4], sequence_parallel=sequence)
     assert not report.passed
     (case,) = report.cases
     assert (
@@ -183,7 +183,7 @@ class OnStream(TinyPlan):
 )
 def test_the_style_that_sums_a_gradient_is_named(model_fn, plan, place, style):
     """And is right: the plans differ from right ones in that style alone."""
-    (case,) = verify(model_fn, plan, degrees=[2], loss_parallel=True, sequence_parallel=True).cases
+    (case,) = sharded(model_fn, plan).cases
     assert case.finding.first.name == f"layers.1.{place}.weight"
     assert f"not summed over the ranks; {style} sums it;" in str(case.finding)
 
@@ -198,8 +198,7 @@ def test_the_style_that_sums_a_gradient_is_named(model_fn, plan, place, style):
 )
 def test_the_place_in_a_sequence_of_one_token(plan, place):
     """Of the stream's ranks the first has it, and the others have padding."""
-    options = {"degrees": [2], "loss_parallel": True, "sequence_parallel": True, "seq_len": 1}
-    (case,) = verify(Tiny, plan, **options).cases
+    (case,) = sharded(Tiny, plan, seq_len=1).cases
     assert case.finding.first.name == place
 
 
@@ -213,7 +212,7 @@ def test_replicated_after_the_sum_is_right_on_a_sharded_sequence():
 
 
 def test_a_missing_gradient():
-    report = verify(Tiny, attn(q_norm=detached), degrees=[2], loss_parallel=True, sequence_parallel=True)
+    report = sharded(Tiny, attn(q_norm=detached))
     (case,) = report.cases
     assert case.missing == ("layers.0.attn.q_norm.weight", "layers.1.attn.q_norm.weight")
     assert not case.passed
@@ -235,14 +234,14 @@ def test_a_gradient_too_many():
         return model
 
     plan = attn(q_norm=thawing)
-    report = verify(frozen, plan, degrees=[2], loss_parallel=True, sequence_parallel=True)
+    report = sharded(frozen, plan)
     assert report.cases[0].unexpected == ("layers.0.attn.q_norm.weight",)
     assert not report.passed
     assert "a gradient, and the whole model has none" in report.table()
 
 
 def test_untied_weights():
-    report = verify(tied, UntyingPlan, degrees=[2], loss_parallel=True, sequence_parallel=True)
+    report = sharded(tied, UntyingPlan)
     (case,) = report.cases
     assert not case.checks[-1].passed
     assert "embed.weight and lm_head.weight: no longer one tensor" in report.table()
@@ -250,7 +249,7 @@ def test_untied_weights():
 
 def test_a_plan_that_does_not_run():
     plan = attn(q_proj=lambda p: p.rowwise(), o_proj=lambda p: p.colwise())
-    report = verify(Tiny, plan, degrees=[2], loss_parallel=True, sequence_parallel=True)
+    report = sharded(Tiny, plan)
     assert not report.passed
     assert report.cases[0].checks[0].what == "runs"
     assert report.cases[0].checks[0].where == "in layers.0.attn.q_proj"
@@ -276,7 +275,7 @@ class Meddling(TinyPlan):
 
 
 def test_a_plan_that_changes_the_model_is_compared_with_the_model_before():
-    report = verify(Tiny, Meddling, degrees=[2], loss_parallel=True, sequence_parallel=True)
+    report = sharded(Tiny, Meddling)
     assert not report.passed
 
 
@@ -297,8 +296,7 @@ def test_a_padding_row_that_gets_a_gradient(padding):
         model.embed = nn.Embedding(32, 16, padding_idx=padding)
         return model
 
-    options = {"degrees": [2], "loss_parallel": True, "sequence_parallel": True, "seq_len": 6}
-    assert verify(build, TinyPlan, **options).passed
-    report = verify(build, ForgettingPadding, **options)
+    assert sharded(build, TinyPlan, seq_len=6).passed
+    report = sharded(build, ForgettingPadding, seq_len=6)
     assert not report.passed
     assert "embed.weight" in report.table()

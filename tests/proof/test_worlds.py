@@ -11,7 +11,7 @@ import torch.distributed as dist
 import zoo
 from faulty import leaving
 from mutants.architectures import ARCHITECTURES
-from plainly import verify
+from plainly import sharded, verify
 from tiny import Tiny, TinyPlan, changed
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -59,9 +59,6 @@ class ByTheFirst(TinyPlan):
         return super().attn_plan(attn) | {"o_proj": leaving(self.rowwise(), leave)}
 
 
-OPTIONS = {"degrees": [2], "loss_parallel": True, "sequence_parallel": True}
-
-
 def test_a_thread_knows_which_rank_it_is():
     class Another(ByTheFirst):
         adds = 1
@@ -69,12 +66,12 @@ def test_a_thread_knows_which_rank_it_is():
     class Nobody(ByTheFirst):
         adds = 2
 
-    verdicts = [verify(Tiny, p, ranks="threads", **OPTIONS).passed for p in (ByTheFirst, Another, Nobody)]
+    verdicts = [sharded(Tiny, p, ranks="threads").passed for p in (ByTheFirst, Another, Nobody)]
     assert verdicts == [True, True, False]
 
 
 def test_the_rank_in_the_world_is_not_that_in_the_mesh():
-    """As it is not beside data parallelism, of which the threads are the second replica."""
+    """With data parallelism they differ; the threads are the second replica."""
 
     class ByTheWorld(ByTheFirst):
         def rank(self, mesh):
@@ -98,10 +95,10 @@ def test_the_rank_in_the_world_is_not_that_in_the_mesh():
         def rank(self, mesh):
             return mesh.get_local_rank() if dist.get_rank() else 0
 
-    assert verify(Tiny, BySize, **OPTIONS).passed, "there are two replicas"
-    assert verify(Tiny, Telling, **OPTIONS).passed
-    assert not verify(Tiny, OnTheFirst, **OPTIONS).passed
-    report = verify(Tiny, ByTheWorld, **OPTIONS)
+    assert sharded(Tiny, BySize).passed, "there are two replicas"
+    assert sharded(Tiny, Telling).passed
+    assert not sharded(Tiny, OnTheFirst).passed
+    report = sharded(Tiny, ByTheWorld)
     (case,) = report.cases
     assert case.finding.first.name == "layers.0.attn.o_proj"
     assert case.notes == (
@@ -127,7 +124,7 @@ def test_the_default_group_is_not_that_of_the_mesh(direction):
         return border.leave(output + deferred_bias(module))
 
     over_all = changed(TinyPlan, lambda plan: {"o_proj": leaving(plan.rowwise(), leave)})
-    (case,) = verify(Tiny, over_all, **OPTIONS).cases
+    (case,) = sharded(Tiny, over_all).cases
     (note,) = case.notes
     assert ("in layers.0.attn.o_proj" if direction == "forward" else "in the backward") in note
     assert "called AllReduce on the default group, in which other data-parallel ranks are, too" in note
@@ -215,7 +212,7 @@ def test_a_gradient_that_one_rank_does_not_have():
         return border.leave(output + (deferred_bias(module) if border.rank == 0 else 0.0))
 
     of_the_first = changed(TinyPlan, lambda plan: {"o_proj": leaving(plan.rowwise(), leave)})
-    (case,) = verify(Tiny, of_the_first, **OPTIONS).cases
+    (case,) = sharded(Tiny, of_the_first).cases
     assert case.worst == "runs in step 1, after its backward"
     assert "the ranks called different collectives: rank 0 " in case.notes[0]
 
@@ -225,9 +222,9 @@ def test_further_losses_are_compared_where_they_leave_the_model():
         """Over shards of the vocabulary only."""
         return cross_entropy(logits, labels, tokens) / (2 if isinstance(logits, DTensor) else 1)
 
-    options = {"degrees": [2], "sequence_parallel": True, "losses": {"ours": cross_entropy, "halved": halved}}
-    sharded, whole = verify(Tiny, TinyPlan, **options).cases
-    assert {c.what for c in sharded.checks if not c.passed} == {"halved loss"}
+    losses = {"ours": cross_entropy, "halved": halved}
+    split, whole = sharded(Tiny, TinyPlan, loss_parallel=None, losses=losses).cases
+    assert {c.what for c in split.checks if not c.passed} == {"halved loss"}
     assert whole.passed
 
 
@@ -302,7 +299,7 @@ def test_one_leaves_a_piece_of_work_for_good_and_the_others_follow():
 
 
 def test_an_interrupt_ends_every_rank():
-    """Of the main thread, which waits for the others; and of one of these."""
+    """An interrupt of the main thread, which waits for the ranks, and of a rank."""
     begun = threading.Event()
 
     def forever(world):
@@ -353,5 +350,5 @@ def test_32_ranks():
         sizes = {"num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 64, "head_dim": 4}
         return zoo.build("qwen3", num_hidden_layers=1, **sizes)
 
-    report = verify(build, degrees=[32], loss_parallel=True, sequence_parallel=True)
+    report = sharded(build, degrees=[32])
     assert report.passed, report.table()
