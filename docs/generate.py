@@ -36,6 +36,7 @@ PAGES = {
     FOLDER / "combinations.md": combinations,
     ROOT / "docs" / "block.svg": lambda: import_module("draw_block").picture(),
     ROOT / "docs" / "cuts.svg": lambda: import_module("draw_cuts").picture(),
+    ROOT / "docs" / "pipeline.svg": lambda: import_module("draw_pipeline").picture(),
     ROOT / "docs" / "rows.svg": lambda: import_module("draw_rows").picture(),
 }
 SLOW = {

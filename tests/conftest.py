@@ -38,6 +38,10 @@ THOROUGH = {
     "tests/proof/test_mutants.py": (),
     "tests/proof/test_language_mutants.py": (),
     "tests/proof/test_mutants_bugs.py": (),
+    "tests/proof/test_pipelines.py": (
+        "test_every_architecture_is_proved_in_two_stages", "test_stages_train_as_the_whole_model_does",
+        "test_a_pipeline_alone_is_proved_in_every_pair_of_conditions",
+    ),
     "tests/proof/test_proof_holds.py": (),
     "tests/proof/test_proof_tolerance.py": ("test_in_16_bits_a_scale_is_found_that_rounding_hides",),
     "tests/parallel/test_combinations.py": (),
@@ -60,6 +64,10 @@ THOROUGH = {
     "tests/weights/test_full_state_dict.py": (),
     "tests/weights/test_weights_save.py": (),
     "tests/training/test_trainer_strategies.py": (),
+    "tests/training/test_pipeline_jobs.py": (
+        "test_a_job_has_the_figures_of_one_process", "test_adapters_and_muon_train_alike",
+        "test_a_job_goes_on_with_other_degrees_and_its_weights_are_published",
+    ),
     "tests/training/test_adapter_jobs.py": ("test_a_published_model_is_tuned_and_handed_on",),
     "tests/training/checkpoint/test_checkpoint_jobs.py": (),
     "tests/training/checkpoint/test_export.py": (),

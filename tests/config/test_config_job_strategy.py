@@ -3,9 +3,11 @@
 import pytest
 
 from titanplans.config import OptionError, rename_option_errors, strategy_of
+from titanplans.config.compatibility.job import SPLIT_BACKWARD, pipeline
 from titanplans.config.options import options_of
 from titanplans.config.schema import build_job, keys
 from titanplans.parallel import ActivationCheckpoint, Compile, DDPConfig, FSDP2Config
+from titanplans.split.stages.schedules import SCHEDULES
 
 
 def of(**options: object) -> FSDP2Config | DDPConfig:
@@ -76,3 +78,57 @@ def test_every_option_is_told_by_a_key_of_the_job():
                 with pytest.raises(OptionError) as caught, rename_option_errors():
                     raise OptionError(option, 1, "why")
                 assert caught.value.option in keys()
+
+
+PIPELINE = "parallelism__pipeline_parallel_"
+OF_PIPELINES = [
+    ({}, None),
+    ({f"{PIPELINE}microbatch_size": 4, "training__local_batch_size": 8}, None),
+    ({f"{PIPELINE}schedule": "ZBVZeroBubble"}, None),
+    ({**DDP, f"{PIPELINE}schedule": "GPipe"}, "parallelism.pipeline_parallel_degree"),
+    ({f"{PIPELINE}microbatch_size": 3, "training__local_batch_size": 8}, "training.local_batch_size"),
+    (
+        {f"{PIPELINE}layers_per_stage": 3, f"{PIPELINE}split_points": ["model.layers.2"]},
+        "parallelism.pipeline_parallel_layers_per_stage",
+    ),
+    (
+        {f"{PIPELINE}schedule": "DualPipeV", "activation_checkpoint__mode": "keep_mixer"},
+        "parallelism.pipeline_parallel_schedule",
+    ),
+    (
+        {
+            f"{PIPELINE}microbatch_size": 2,
+            "training__local_batch_size": 8,
+            "validation__local_batch_size": 3,
+            "validation__enable": True,
+        },
+        "validation.local_batch_size",
+    ),
+    ({"parallelism__fsdp_keep_gathered": True}, "parallelism.fsdp_keep_gathered"),
+    *(
+        ({f"{PIPELINE}schedule": schedule, "compile__enable": True}, "parallelism.pipeline_parallel_schedule")
+        for schedule in SPLIT_BACKWARD
+    ),
+    (
+        {f"{PIPELINE}schedule": "ZBVZeroBubble", "compile__enable": True, "compile__components": ["loss"]},
+        None,
+    ),
+    (
+        {"checkpoint__enable": True, "checkpoint__last_save_in_hf": True, "lora__rank": 4},
+        "checkpoint.last_save_in_hf",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "option"), OF_PIPELINES)
+def test_the_contradictions_of_a_pipeline(given, option):
+    """Under a degree of 1 there is none."""
+    job = build_job({key.replace("__", "."): value for key, value in given.items()})
+    assert not list(pipeline(job))
+    degree = job.parallelism.model_copy(update={"pipeline_parallel_degree": 2})
+    found = [name for name, _ in pipeline(job.model_copy(update={"parallelism": degree}))]
+    assert found == [option] * (option is not None)
+
+
+def test_the_schedules_that_split_backwards():
+    assert tuple(name for name in SCHEDULES if SCHEDULES[name].splits_backward) == SPLIT_BACKWARD

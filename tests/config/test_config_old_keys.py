@@ -113,7 +113,7 @@ def test_every_key_that_others_know_is_known(listing):
 
 def test_no_key_is_read_and_refused():
     # A degree is refused above 1 and nevertheless part of a job: its number of processes needs it.
-    assert set(keys()) & set(REFUSED) == {"parallelism.pipeline_parallel_degree"}
+    assert not set(keys()) & set(REFUSED)
     assert not set(keys()) & set(RENAMED)
     assert not set(RENAMED) & set(REFUSED)
     assert all(new.to in keys() for new in RENAMED.values())
@@ -165,6 +165,7 @@ ON = {
     "quantize.linear.float8.recipe_name": "rowwise",
     "parallelism.context_parallel_degree": 2,
     "parallelism.expert_parallel_degree": 2,
+    "parallelism.pipeline_parallel_degree": 2,
 }
 """Switches of ours, on."""
 
@@ -183,10 +184,18 @@ def test_a_refused_key_is_refused_by_name_with_the_reason(load, key):
     assert said.endswith(f"is not supported: {REFUSED[refused].reason}")
 
 
+OURS = {
+    "parallelism.pipeline_parallel_layers_per_stage": 2,
+    "parallelism.pipeline_parallel_schedule": "Interleaved1F1B",
+    "parallelism.pipeline_parallel_microbatch_size": 2,
+}
+"""Values other than the default of keys that are ours, too; of the others a list."""
+
+
 @pytest.mark.parametrize("key", REQUIRES_SWITCH)
 def test_a_key_without_its_switch_is_accepted_with_a_note(load, key):
     """Any value is accepted, and the job does not contain it."""
-    values = {key: asking(key) if key in REFUSED else ["output"]}
+    values = {key: asking(key) if key in REFUSED else OURS.get(key, ["output"])}
     job = load(values)
     (note,) = job.notes
     assert note.endswith(f"without {REQUIRES_SWITCH[key]} {key}")
@@ -214,10 +223,10 @@ def test_the_keys_that_do_nothing_are_one_note(load):
     )
     (note,) = job.notes
     assert note.endswith(
-        "without parallelism.pipeline_parallel_degree parallelism.pipeline_parallel_schedule; "
         "without parallelism.expert_parallel_degree parallelism.expert_tensor_parallel_degree; "
         "without model.converters quantize.linear.mx.filter_fqns, quantize.grouped_mm.float8.fqns, "
-        "quantize.grouped_mm.mx.fqns; without quantize.linear.float8.recipe_name quantize.linear.float8.filter_fqns"
+        "quantize.grouped_mm.mx.fqns; without parallelism.pipeline_parallel_degree parallelism.pipeline_parallel_schedule; "
+        "without quantize.linear.float8.recipe_name quantize.linear.float8.filter_fqns"
     )
 
 
@@ -228,10 +237,9 @@ def test_another_converter_leaves_mx_without_effect(load):
 
 
 def test_the_command_line_takes_back_what_a_file_asks_for(load):
-    """A degree of 4 in the file is refused unless the command line sets it to 1; the schedule beside it then waits."""
+    """A degree of 4 in the file is read unless the command line sets it to 1; the schedule next to it then waits."""
     values = {"parallelism.pipeline_parallel_degree": 4, "parallelism.pipeline_parallel_schedule": "GPipe"}
-    with pytest.raises(ConfigError, match=r"parallelism.pipeline_parallel_degree = 4"):
-        load(values)
+    assert load(values | {"training.local_batch_size": 8}).notes == ()
     (note,) = load(values, "--parallelism.pipeline_parallel_degree", "1").notes
     assert note.endswith(
         "without parallelism.pipeline_parallel_degree parallelism.pipeline_parallel_schedule"

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 from transformers import GPT2Config, LlamaConfig, Qwen3MoeConfig
 
-from titanplans import modeling
+from titanplans import find_decoder, modeling
 from titanplans.modeling.own import own_config
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
@@ -150,3 +150,38 @@ def test_what_is_frozen_gets_no_gradient_of_its_own():
     model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
     _, fewer = modeling.count_flops(model, 16)
     assert every - fewer == 2 * model.model.layers[0].mlp.up_proj.weight.numel()
+
+
+@pytest.mark.parametrize("name", ["transformer", "qwen3_moe", "gla", "gemma3", "yoco"])
+def test_blocks_and_ends_are_all_of_the_model(name):
+    model = modeling.build(modeling.load_config(name, "debug"))
+    decoder = find_decoder(model)
+    found = modeling.flops_of_blocks(model, decoder, 64)
+    whole = modeling.count_flops(model, 64)[1]
+    assert found.first + sum(found.blocks) + found.last == pytest.approx(whole, abs=len(found.blocks) + 2)
+    assert found.first == 0
+    assert len(found.blocks) == len(decoder.blocks)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_is_behind_the_blocks_also_where_it_is_the_embedding(tied):
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        tie_word_embeddings=tied,
+    )
+    model = modeling.build(config)
+    found = modeling.flops_of_blocks(model, find_decoder(model), 16)
+    block = 4 * 32 * 32 + 3 * 32 * 48 + 2 * 32 + 4 * (8 + 8) * 16
+    assert found == ((6 * block,) * 3, 0, 6 * (512 * 32 + 32))
+
+
+def test_a_hybrids_blocks_differ():
+    config = modeling.load_config("gla", "debug", attn={"layers": [1], "num_heads": 8})
+    model = modeling.build(config)
+    short, long = (modeling.flops_of_blocks(model, find_decoder(model), seq_len) for seq_len in (512, 1024))
+    grown = [after - before for before, after in zip(short.blocks, long.blocks, strict=True)]
+    assert [number > 0 for number in grown] == [False, True, False, False]

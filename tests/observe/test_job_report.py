@@ -9,8 +9,10 @@ import pytest
 import worlds
 from test_trainer import DEGREE, train, write_inputs
 
-STEPS = "--training.steps=2"  # DDP's second is measured
+STEPS = "--training.steps=3"  # DDP's second is measured, and of a pipeline the second and the third
 CONTEXT = "--parallelism.context_parallel_degree=2"
+PIPELINE = "--parallelism.pipeline_parallel_degree=2"
+COMPILED = ("--compile.enable", "--compile.backend=aot_eager", "--compile.components=model,loss")
 CASES = {
     "tp": (DEGREE,),
     "accumulated": (DEGREE, "--training.local_batch_size=2", "--training.gradient_accumulation_steps=2"),
@@ -18,11 +20,17 @@ CASES = {
     "ddp": ("--parallelism.data_parallel_strategy=ddp", "--parallelism.data_parallel_replicate_degree=2"),
     "cp": (CONTEXT,),
     "cp ddp": (CONTEXT, "--parallelism.data_parallel_strategy=ddp"),
-    "float8": (DEGREE, "--quantize.linear.float8.recipe_name=tensorwise", "--quantize.linear.float8.emulate"),
-    "compiled": (DEGREE, "--compile.enable", "--compile.backend=aot_eager", "--compile.components=model,loss"),
-}  # fmt: skip
+    "float8": (
+        DEGREE,
+        "--quantize.linear.float8.recipe_name=tensorwise",
+        "--quantize.linear.float8.emulate",
+    ),
+    "compiled": (DEGREE, *COMPILED),
+    "pp": (PIPELINE,),
+    "pp compiled": (PIPELINE, *COMPILED, "--parallelism.pipeline_parallel_split_points=model.layers.1"),
+}
 
-UNMEASURED = ("accumulated", "ddp", "float8")
+UNMEASURED = ("accumulated", "ddp", "float8", "pp")
 """Trained again without a measured step. That each strategy takes the same steps is test_parallelism_report.py's."""
 
 
@@ -77,6 +85,7 @@ def on_two_ranks(rank: int) -> dict:
         unmeasured, states, _ = run(folder, f"{name} unmeasured", *CASES[name], measured=False)
         results["same", name] = unmeasured == results[name][0]
         results["unmeasured"] = states
+    results["pictures"] = {path.name: path.read_text() for path in (folder / "pp").glob("*.svg")}
     results["files"] = sorted(str(path.relative_to(folder)) for path in folder.glob("tp/**/*.part"))
     with torch.compiler.set_stance("force_eager"), pytest.raises(UserError) as error:
         run(folder, "eager", *CASES["compiled"])
@@ -93,13 +102,16 @@ def two(tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_a_job_states_its_parallelism(two, case):
     (losses, _), (start, end), lines = two[case]
-    assert list(losses) == [1, 2]
+    assert list(losses) == [1, 2, 3]
     assert start["measured_after_step"] is None
     assert start["step"] is None
     assert start["reasons"]["step"] == "no step was measured yet"
-    # DDP sorts its buckets anew after the first step.
-    assert end["measured_after_step"] == (2 if "ddp" in case else 1)
+    # DDP sorts its buckets anew after the first step, in which stages of a pipeline learn shapes.
+    assert end["measured_after_step"] == (2 if "ddp" in case or "pp" in case else 1)
     measured = ("measured_after_step", "step", "blocks", "other_modules", "graphs", "reasons")
+    if (pipeline := start["pipeline"]) is not None:
+        assert pipeline.pop("measured") is None
+        assert end["pipeline"].pop("measured").keys() == {"step", "idle_share", "seconds"}
     assert {key: end[key] for key in start if key not in measured} == {
         key: value for key, value in start.items() if key not in measured
     }
@@ -109,8 +121,9 @@ def test_a_job_states_its_parallelism(two, case):
     waits = (
         "compiling blocks, loss by aot_eager in the first step, which may take minutes: its line comes then"
     )
-    assert [at for at, line in enumerate(lines) if line == waits] == ([2] if case == "compiled" else [])
-    assert len([line for line in lines if line != waits]) <= 6, "a few lines, not a dump"
+    assert [at for at, line in enumerate(lines) if line == waits] == ([2] if "compiled" in case else [])
+    picture = 4 if "pp" in case else 0  # title, two stages, and what was measured
+    assert len([line for line in lines if line != waits]) <= 6 + picture, "a few lines, not a dump"
 
 
 def test_a_job_that_measures_nothing_trains_the_same_and_says_so(two):
@@ -155,6 +168,33 @@ def test_a_collective_is_named_by_what_asked_for_it(two):
         assert {pair for pair in held if pair[1] != "cp"} <= sums.items()
         assert not {(operation, "cp") for operation in sums} & {p for p in held if p[0] != "all_gather"}
         assert report["step"]["by_group"]["cp"]["collectives"] > 0
+
+
+def test_a_pipeline_is_described_measured_and_drawn(two):
+    report, lines = two["pp"][1][-1], two["pp"][2]
+    first, last = report["pipeline"]["stages"]
+    assert (first["rank"], first["blocks"], first["tensors_received"]) == (0, ["model.layers.0"] * 2, 0)
+    assert (last["rank"], last["blocks"], last["tensors_received"]) == (1, ["model.layers.1"] * 2, 1)
+    assert first["flops_per_token"] < last["flops_per_token"], "which has the head, too"
+    assert 0 < report["pipeline"]["idle_share"] < 1
+    assert report["meshes"] == {"pp": {"ranks": 2, "backend": "gloo"}}
+    assert report["step"]["by_group"].keys() == {"pp"}
+    counts = {name: sums["collectives"] for name, sums in report["step"]["by_operation"].items()}
+    assert (counts["send"], counts["receive"]) == (4, 4), "each micro batch, and its gradient"
+    title = next(line for line in lines if line.startswith("1F1B, 4 micro batches: "))
+    assert f"{report['pipeline']['idle_share']:.1%} idle" in title
+    row = lines[lines.index(title) + 1]
+    assert row.startswith("rank 0 stage 0 F")
+    assert lines[-1].startswith("Step 3: the pipeline took ")
+    assert two["pictures"].keys() == {"pipeline.svg", "pipeline_measured.svg"}
+    boxes = {name: picture.count('height="22"') for name, picture in two["pictures"].items()}
+    assert set(boxes.values()) == {2 * 2 * 4}, "forward and backward of each micro batch in each stage"
+
+
+def test_the_graphs_of_a_pipeline_are_those_of_its_first_step(two):
+    (kind,) = two["pp compiled"][1][-1]["graphs"]["blocks"]
+    assert kind["ran_compiled"] == 1
+    assert kind["graphs"] > 0
 
 
 def test_in_float8_a_gather_is_a_quarter_of_what_it_is_in_float32(two):

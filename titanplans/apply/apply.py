@@ -19,7 +19,7 @@ from titanplans.config.compatibility.strategy import NO_CAPACITY
 from titanplans.errors import PlanError
 from titanplans.plan.converted import Crossing, is_float8
 from titanplans.plan.custom import PlanSource, resolve_plan
-from titanplans.plan.decoder import Decoder, join
+from titanplans.plan.decoder import Decoder, Elsewhere, join
 from titanplans.plan.degrees import Degrees
 from titanplans.plan.layout import Layout
 from titanplans.plan.options import TPOptions
@@ -30,7 +30,7 @@ from titanplans.split.cut import Cut
 from titanplans.split.experts.by_experts import CutByExperts
 from titanplans.split.guards.first_forward import check_first_forward
 from titanplans.split.guards.generation import let_generate
-from titanplans.split.guards.inputs import Forwards, guard_forwards
+from titanplans.split.guards.inputs import Forwards, begin_at_output, guard_forwards
 from titanplans.split.guards.unsupported_methods import refuse_unsupported_methods
 from titanplans.split.local_code import set_attributes, set_functions
 from titanplans.split.meshes import CutMeshes, meshes_of
@@ -236,6 +236,9 @@ def split(checked: Checked, cut: Cut) -> AppliedPlan:
     decoder = plan.decoder
     read_together(model.get_submodule(name) for names in decoder.block_lists for name in names)
     make_state(model).border = cut.border
+    for name in plan.begin_stream:
+        if isinstance(module := model.get_submodule(name), Elsewhere):
+            begin_at_output(module, cut.border)
     _guard(plan, cut.border)
     let_generate(model)
     refuse_unsupported_methods(model)
@@ -282,7 +285,8 @@ def _guard(plan: ResolvedPlan, border: Border) -> None:
         ends_early=decoder.base != "" and decoder.head in heads,
         begins_at_embedding=border.stream.is_cut and plan.begins_at is None,
     )
-    guard_forwards(model, model.get_submodule(decoder.base), plan.begins_at, known)
+    begins_at = None if plan.begins_at is None else model.get_submodule(plan.begins_at)
+    guard_forwards(model, model.get_submodule(decoder.base), begins_at, known)
 
 
 def _check_distributed(plan: ResolvedPlan) -> None:

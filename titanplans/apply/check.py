@@ -5,6 +5,7 @@ float8, of NF4 and of dropouts. None needs a process group, and each holds on me
 """
 
 import copy
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -21,6 +22,7 @@ from titanplans.plan.checks.sizes import check_degree
 from titanplans.plan.checks.tied import check_tied, tied_parameters
 from titanplans.plan.checks.tokens import check_tokens
 from titanplans.plan.converted import Crossing
+from titanplans.plan.decoder import is_held
 from titanplans.plan.local_code import Functions
 from titanplans.plan.plan import TPPlan
 from titanplans.plan.resolve import ResolvedPlan, resolve
@@ -44,6 +46,18 @@ class Checked:
     """Which functions the code of a split mixer, and of the model, calls, by the module's name."""
     in_mixers: ResolvedPlan | None = None
     """The plan for all ranks that share the heads of a mixer, with context parallelism."""
+
+    def of_stage(self, passed: Collection[str]) -> "Checked":
+        """Return what a stage of a pipeline needs to know, in which the modules called `passed` are held by other stages."""
+        held = [[name for name in names if is_held(name, passed)] for names in self.tied]
+        return Checked(
+            self.plan.of_stage(passed),
+            {key: crossing for key, crossing in self.crossings.items() if is_held(key, passed)},
+            [names for names in held if len(names) > 1],
+            {name: values for name, values in self.attributes.items() if is_held(name, passed)},
+            {name: functions for name, functions in self.functions.items() if is_held(name, passed)},
+            None if self.in_mixers is None else self.in_mixers.of_stage(passed),
+        )
 
 
 def check(

@@ -143,7 +143,7 @@ def main(request: Namespace) -> int:
         try:
             subject = find_subject(name, request)
             for cut in subject.degrees or (Degrees(tp=2),):
-                if max(cut.cp, cut.ep) > 1:
+                if max(cut.cp, cut.ep, cut.pp) > 1:
                     raise VerifyError(
                         f"async-tp {name}: {cut}: with context or expert parallelism a part of each block runs outside of "
                         "its graph, and is not decided here; set both degrees to 1 in the job"

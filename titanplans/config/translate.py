@@ -135,7 +135,7 @@ def refuse_or_note(unread: dict[str, Unread], values: dict[str, Any]) -> list[st
     for key in sorted(asking, key=lambda key: key in REQUIRES_SWITCH):  # switches first
         if not waits(key):
             raise unread[key].refused(key)
-    inert = asking + [key for key in values if waits(key) and values[key] != ()]
+    inert = asking + [key for key in values if waits(key) and values[key] != keys()[key].default]
     by_switch: dict[str, list[str]] = {}
     for key in inert:
         by_switch.setdefault(REQUIRES_SWITCH[key], []).append(key)

@@ -8,7 +8,7 @@ of FLA's GPU kernels are in `titanplans.kernels`.
 from titanplans.errors import ModelError
 from titanplans.modeling.build import build
 from titanplans.modeling.configs import adjusted, available, load_config, load_config_file
-from titanplans.modeling.flops import count_flops
+from titanplans.modeling.flops import count_flops, flops_of_blocks
 from titanplans.modeling.initialize import initialize
 from titanplans.modeling.own import own_config
 from titanplans.modeling.samples import build_real, sample_inputs
@@ -20,6 +20,7 @@ __all__ = [
     "build",
     "build_real",
     "count_flops",
+    "flops_of_blocks",
     "initialize",
     "load_config",
     "load_config_file",

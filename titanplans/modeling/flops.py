@@ -5,10 +5,13 @@ recomputes, elementwise operators and the saving by causality do not count.
 """
 
 import logging
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+
+from titanplans.plan.decoder import Decoder, within
 
 _logger = logging.getLogger(__name__)
 
@@ -41,9 +44,47 @@ def count_flops(model: PreTrainedModel, seq_len: int) -> tuple[int, int]:
     an image, not once a token, and on text alone not at all.
     """
     tied = model.all_tied_weights_keys
-    looked_up = {
+    total = sum(parameter.numel() for name, parameter in model.named_parameters() if name not in tied)
+    return total, round(sum(flops for _, flops in _work(model, seq_len)))
+
+
+class BlockFlops(NamedTuple):
+    """FLOPs per token of the parts of a model that a pipeline's stages divide."""
+
+    blocks: tuple[int, ...]
+    first: int
+    """Of the modules in front of the blocks, which are in the first stage."""
+    last: int
+    """Of those behind the blocks, and of the head, which are in the last stage."""
+
+
+def flops_of_blocks(model: PreTrainedModel, decoder: Decoder, seq_len: int) -> BlockFlops:
+    """Return the FLOPs of each block and of both ends of `model`, counted as `count_flops` does.
+
+    A tower of another modality costs nothing here, since text alone passes none of it.
+    """
+    names = decoder.names
+    costs, first, last = dict.fromkeys(names, 0.0), 0.0, 0.0
+    order = {name: at for at, (name, _) in enumerate(model.named_modules())}
+    for name, flops in _work(model, seq_len):
+        block = next((block for block in names if name == block or within(name, block)), None)
+        if block is not None:
+            costs[block] += flops
+        elif name == decoder.head or order[name] > order[names[-1]]:
+            last += flops
+        else:
+            first += flops
+    return BlockFlops(tuple(map(round, costs.values())), round(first), round(last))
+
+
+def _work(model: PreTrainedModel, seq_len: int) -> Iterator[tuple[str, float]]:
+    """Yield the FLOPs per token of each parameter and of each token mixer, with the name of its module."""
+    tied = model.all_tied_weights_keys
+    embeddings = {
         f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Embedding)
-    } - set(tied.values())
+    }
+    looked_up = embeddings - set(tied.values())
+    heads = {source: head for head, source in tied.items() if source in embeddings}
     config = model.config.get_text_config()
     of_text = _text_modules(model)
     routed = _share_of_experts(config)
@@ -52,17 +93,17 @@ def count_flops(model: PreTrainedModel, seq_len: int) -> tuple[int, int]:
             f"the config of {type(model).__name__} does not say how many of its experts a token passes (num_experts and "
             "num_experts_per_tok): FLOPs and MFU count all of them"
         )
-    total, per_token = 0, 0.0
     for name, parameter in model.named_parameters():
-        if name in tied:
+        if name in tied or name in looked_up:
             continue
-        total += parameter.numel()
-        if name not in looked_up and model.get_submodule(name.rpartition(".")[0]) in of_text:
+        if model.get_submodule(name.rpartition(".")[0]) in of_text:
             share = (routed or 1.0) if ".experts." in name else _passes(model, name)
             # A frozen one gets no gradient of its own, which is a third of its work.
-            per_token += parameter.numel() * share * (6 if parameter.requires_grad else 4)
-    per_token += 6 * sum(_mixer_products(module, seq_len) for module in of_text)
-    return total, round(per_token)
+            flops = parameter.numel() * share * (6 if parameter.requires_grad else 4)
+            yield heads.get(name, name).rpartition(".")[0], flops  # a tied embedding multiplies as the head
+    for name, module in model.named_modules():
+        if module in of_text:
+            yield name, 6 * _mixer_products(module, seq_len)
 
 
 def _text_modules(model: PreTrainedModel) -> set[nn.Module]:

@@ -15,7 +15,7 @@ from titanplans.adapters.low_rank import draw_factor
 from titanplans.errors import ModelError
 from titanplans.modeling.reference import InitUnit, Reference, tensors
 from titanplans.plan.adapted import is_factor
-from titanplans.plan.decoder import join, without_wrappers
+from titanplans.plan.decoder import Elsewhere, join, without_wrappers
 from titanplans.precision import nf4
 from titanplans.split.parameters.shards import copy_shard
 
@@ -53,8 +53,14 @@ def initialize(model: PreTrainedModel, *, seed: int, only: Collection[str] | Non
         if not todo:
             return
     reference = Reference(model, next(model.parameters()).device, seed, owners)
+    # In a stage of a pipeline the one that it is tied to may be another stage's.
+    alone = {
+        source: target for target, source in reference.tied.items() if target in todo and source not in todo
+    }
     there = {without_wrappers(path): module for path, module in model.named_modules()}
     for unit in reference.units():
+        if isinstance(there.get(unit.path), Elsewhere) and not any(_is_of(name, unit) for name in alone):
+            continue
         if unit.path in there and (only is None or any(_is_of(name, unit) for name in todo)):
             for name, value in reference.values(unit).items():
                 owner = name.rpartition(".")[0]
@@ -62,8 +68,8 @@ def initialize(model: PreTrainedModel, *, seed: int, only: Collection[str] | Non
                 if name.endswith(".weight") and codes in todo:
                     nf4.write(there[owner], value, owner)
                     del todo[codes], todo[scales]
-                elif name in todo:
-                    copy_shard(todo.pop(name), value, name=name)
+                elif (own := alone.get(name, name)) in todo:
+                    copy_shard(todo.pop(own), value, name=own)
     tie(model, reference.tied)
     for name in todo.keys() - reference.tied.keys():
         raise ModelError(f"{name} is not in the model that its config describes: nothing initialises it")
@@ -92,7 +98,11 @@ def tie(model: nn.Module, tied: Mapping[str, str]) -> None:
     for target, source in tied.items():
         path, _, name = target.rpartition(".")
         source_path, _, source_name = source.rpartition(".")
-        if path in targets and source_path in targets:
+        if (
+            path in targets
+            and name in targets[path]._parameters
+            and source_name in targets[source_path]._parameters
+        ):
             targets[path]._parameters[name] = targets[source_path]._parameters[source_name]
 
 

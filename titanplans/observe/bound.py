@@ -184,7 +184,7 @@ def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Cal
 
     stream = applied.border.stream
     first = next((c[0] for name, c in regions.items() if within(name, decoder.names[0]) and c), None)
-    if stream.dim is not None and first is not None and not applied.resolved.embedding_begins_stream:
+    if stream.dim is not None and first is not None and not applied.resolved.begin_stream:
         add("embedding", ExpectedCollective((), ("all_gather",), first.elements))
     for call in calls.get(decoder.head or "", ()):
         vocabulary = model.get_submodule(decoder.head or "")._parameters["weight"].shape[0]  # type: ignore[union-attr]

@@ -27,6 +27,8 @@ def at_start(report: Report) -> list[str]:
 
 
 def _done(report: Report) -> Iterator[str]:
+    if (pipeline := report["pipeline"]) is not None:
+        yield f"rank 0 has {_stages(pipeline)}"
     if (tp := report["tensor_parallel"]) is not None:
         on = [name.replace("_", " ") for name in ("sequence_parallel", "loss_parallel") if tp[name]]
         yield " with ".join([tp["plan"], *([" and ".join(on)] if on else [])])
@@ -70,6 +72,22 @@ def after_step(report: Report) -> list[str]:
     if outside := graphs["outside_blocks"]:
         lines.append(f"{counted(outside, 'graph')} outside the blocks: the loss or the optimizer's step")
     return lines
+
+
+def pipeline_after_step(report: Report) -> list[str]:
+    """Return what was measured of a pipeline as lines."""
+    pipeline, found = report["pipeline"], report["pipeline"]["measured"]
+    return [
+        f"Step {found['step']}: the pipeline took {found['seconds']:.3f} s, ranks idle for {found['idle_share']:.1%} of it "
+        f"(computed: {pipeline['idle_share']:.1%})"
+    ]
+
+
+def _stages(pipeline: Report) -> str:
+    """Return the stages of rank 0 in words."""
+    own = [(at, stage["blocks"]) for at, stage in enumerate(pipeline["stages"]) if stage["rank"] == 0]
+    words = ", ".join(f"{at} ({' to '.join(dict.fromkeys(blocks))})" for at, blocks in own)
+    return f"stage{'' if len(own) == 1 else 's'} {words} of {len(pipeline['stages'])}"
 
 
 def _data_parallel(found: Report) -> str:

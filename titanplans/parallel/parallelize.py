@@ -45,6 +45,8 @@ from titanplans.precision.float8.conversion import Conversion, check_float8_opti
 from titanplans.precision.float8.scales import seek_scales_together
 from titanplans.precision.nf4 import quantised
 from titanplans.split.meshes import meshes_of
+from titanplans.split.stages.stage import PassedModule
+from titanplans.split.stages.stages import Stages
 from titanplans.text import show
 
 _log = logging.getLogger(__name__)
@@ -109,10 +111,29 @@ def parallelize(
     return model
 
 
-def apply_steps(
-    model: nn.Module, mesh: Any, config: Config, ac_config: Any = None, dump_folder: str = ""
+def parallelize_stage(
+    model: nn.Module, stages: Stages, number: int, parallel_dims: Any, config: Config, dump_folder: str = ""
 ) -> None:
-    """Do what `parallelize` does once nothing is to be refused; the arguments are its."""
+    """Make `model`, a copy of a whole one on meta, the stage of this `number` of a pipeline, and parallelise it, in place.
+
+    The plan is checked against the whole model. Arguments and errors are those of `parallelize`.
+    """
+    check_compatible(model, parallel_dims, config, stage=True)
+    apply_steps(model, parallel_dims, config, dump_folder=dump_folder, stage=(stages, number))
+    stage = record_of(model).stage
+    assert stage is not None
+    stage.watch()
+
+
+def apply_steps(
+    model: nn.Module,
+    mesh: Any,
+    config: Config,
+    ac_config: Any = None,
+    dump_folder: str = "",
+    stage: tuple[Stages, int] | None = None,
+) -> None:
+    """Do what `parallelize` does once nothing is to be refused; the arguments are its, and those of `parallelize_stage`."""
     record, over = record_of(model), fsdp_mesh(mesh)
     meshes, experts = meshes_to_cut(mesh), meshes_of_experts(mesh)
     backend = None if meshes is None else dist.get_backend(meshes.sharing.get_group())
@@ -127,6 +148,11 @@ def apply_steps(
         )
 
     # Before anything wraps a module: a plan names modules as the model has them, and shards whole parameters.
+    if stage is not None:
+        stages, number = stage
+        record.stage, record.whole_names = stages.cut(model, number), stages.whole_names(number)
+        record.steps.append(f"pipeline parallelism, stage {number} of {len(stages)}")
+        checked = None if checked is None else checked.of_stage(stages.passed[number])
     if checked is not None:
         # Data parallelism is over all ranks that see other tokens, and sums their gradients.
         sharing = None if experts is None else experts.sharing
@@ -224,6 +250,9 @@ def apply_data_parallelism(model: nn.Module, mesh: Any, config: Config) -> None:
         apply_autocast(model, over.device_type, autocast)
         record_of(model).steps.append("autocast")
     experts = meshes_of_experts(mesh)
+    for module in model.modules():
+        if isinstance(module, PassedModule):
+            module.compute_in(dtype(config.mixed_precision_param))
     shard(model, over, config, over if experts is None else experts.fsdp)
     gathers = config.float8.enable_fsdp_float8_all_gather
     if gathers:
@@ -234,15 +263,15 @@ def apply_data_parallelism(model: nn.Module, mesh: Any, config: Config) -> None:
     record_of(model).steps.append("FSDP2")
 
 
-def check_compatible(model: nn.Module, mesh: Any, config: Config) -> None:
-    """Refuse what can't be honoured of `config` for `model` on `mesh`; nothing is touched.
+def check_compatible(model: nn.Module, mesh: Any, config: Config, *, stage: bool = False) -> None:
+    """Refuse what can't be honoured of `config` for `model` on `mesh`, or for a `stage` of it; nothing is touched.
 
     Raises:
         OptionError, ParallelError: as `parallelize`.
         PlanError: `model` has no list of blocks.
     """
     over = fsdp_mesh(mesh)
-    refuse_degrees(mesh, ddp=isinstance(config, DDPConfig))
+    refuse_degrees(mesh, ddp=isinstance(config, DDPConfig), stage=stage)
     if isinstance(config, DDPConfig) and not on_meta(model):
         refuse_model(model, _ddp_mesh(mesh))
     check_on_mesh(

@@ -1,5 +1,6 @@
 """What `parallelize` did to a model: one record, kept with the model, that reports and checks read."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -10,6 +11,7 @@ from titanplans.adapters.add import Adapters
 from titanplans.apply.apply import AppliedPlan
 from titanplans.parallel.optimizers.roles import Roles
 from titanplans.precision.float8.conversion import Conversion
+from titanplans.split.stages.stage import Stage
 
 _NAME = "_parallelized"
 
@@ -25,6 +27,10 @@ class ParallelRecord:
     """The role of each parameter for an optimizer, read before the first step."""
     replicas: DeviceMesh | None = None
     """The ranks over which DDP replicates the model."""
+    stage: Stage | None = None
+    """The stage of a pipeline that the model is; None: it is the whole."""
+    whole_names: Mapping[str, str] = field(default_factory=dict)
+    """Of a stage's parameters that other stages hold, too: the name in the whole model, by that in this one."""
     plan: AppliedPlan | None = None
     float8: Conversion | None = None
     adapters: Adapters | None = None

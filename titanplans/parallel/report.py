@@ -60,7 +60,8 @@ class ParallelismReport:
     """The report on one model; `measuring` fills in the part of a step.
 
     Args:
-        model: parallelised; under DDP with its values.
+        model: parallelised; under DDP with its values. A stage of a pipeline is reported as a model; the "step" counts what
+            the other stages of this process communicate, too, as of no module.
         mesh: a `Mesh`, or torchtitan's ParallelDims.
         config: the strategy that was applied.
 
@@ -88,6 +89,7 @@ class ParallelismReport:
             **_plan(record.plan),
             "float8": float8_report(model, record.float8, record.plan.crossings if record.plan else {}),
             "adapters": _adapters(record),
+            "pipeline": None,  # the training loop's, which has all stages
             "recomputation": _recomputation(model, self.blocks, record),
             "compile": _compile(model, self.blocks, config),
             "autocast": getattr(config, "autocast_dtype", None),
@@ -133,7 +135,9 @@ class ParallelismReport:
         if compilation is not None and record.places is not None:
             if self._to_compile("model"):
                 check_compiled(self.blocks, self._towers, record.places, compilation)
-            components = [name for name in ("loss", "optimizer") if self._to_compile(name)]
+            stage = record_of(self.model).stage
+            made = ("loss", "optimizer") if stage is None or not stage.gives else ("optimizer",)
+            components = [name for name in made if self._to_compile(name)]
             check_outside_blocks(compilation, components, self.blocks)
             self.values["graphs"] = self._graphs(record.places, compilation)
 
@@ -147,8 +151,11 @@ class ParallelismReport:
             # There may be no mesh of experts, and of FSDP one that DDP does not use.
             if (axis == "ep" and self.mesh.ep == 1) or (axis == "fsdp" and self.values["strategy"] == "ddp"):
                 continue
-            # torchtitan's names of two of them.
-            one = self.mesh.get_optional_mesh({"dp": "batch", "dp_cp": "loss"}.get(axis, axis))
+            if axis == "pp":  # torchtitan's trainer is told of none
+                one = self.mesh.get_mesh("pp") if self.mesh.pp > 1 else None
+            else:
+                # torchtitan's names of two of them.
+                one = self.mesh.get_optional_mesh({"dp": "batch", "dp_cp": "loss"}.get(axis, axis))
             if one is not None and one.size() > 1:
                 found.setdefault((_ranks(one), axis in _OF_MODEL and axis), (axis, one))
         return list(found.values())

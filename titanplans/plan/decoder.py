@@ -9,7 +9,7 @@ A block holds a token mixer, an MLP and norms. A tower, such as a vision encoder
 It is found once, before anything wraps a module, and passed along.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -26,6 +26,10 @@ HEADS = ("lm_head", "output")
 _HEAD = "_head_of_plan"
 MIXERS = ("attn", "self_attn", "mixer", "linear_attn", "attention", "self_attention")
 MLPS = ("mlp", "ffn", "feed_forward")
+
+
+class Elsewhere(nn.Module):
+    """Stands in the place of a module that another stage of a pipeline holds: of a stage it is no part."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +163,8 @@ def _block_names(model: nn.Module) -> tuple[str, ...]:
         join(half, name)
         for half in halves
         if half in lists
-        for name, _ in model.get_submodule(half).named_children()
+        for name, block in model.get_submodule(half).named_children()
+        if not isinstance(block, Elsewhere)
     )
 
 
@@ -174,7 +179,8 @@ def _towers(model: nn.Module, decoder: tuple[str, ...]) -> Iterator[tuple[str, .
 
 
 def _first(names: tuple[str, ...], module: nn.Module) -> str | None:
-    return next((name for name in names if name in module._modules), None)
+    there = module._modules
+    return next((name for name in names if name in there and not isinstance(there[name], Elsewhere)), None)
 
 
 def of_fla(cls: type) -> bool:
@@ -195,6 +201,11 @@ def join(*names: str) -> str:
 def within(key: str, module: str) -> bool:
     """Whether `key` names something inside `module`; "" is the whole model."""
     return key != module and (key.startswith(f"{module}.") or module == "")
+
+
+def is_held(key: str, passed: Collection[str]) -> bool:
+    """Whether what `key` names is none of the modules called `passed`, nor inside of one."""
+    return not any(key == name or within(key, name) for name in passed)
 
 
 def without_wrappers(path: str) -> str:

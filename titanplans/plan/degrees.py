@@ -91,7 +91,8 @@ class Degrees:
 
     def __str__(self) -> str:
         cp, ep = f" x cp {self.cp}" if self.cp > 1 else "", f", ep {self.ep}" if self.ep > 1 else ""
-        return f"tp {self.tp}{cp}{ep}"
+        pp = f", pp {self.pp}" if self.pp > 1 else ""
+        return f"tp {self.tp}{cp}{ep}{pp}"
 
     def _remedy(self, world_size: int) -> str:
         product = math.prod(degree for _, degree in self._items())

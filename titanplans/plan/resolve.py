@@ -1,6 +1,6 @@
 """A plan resolved against a model, once: the list of keys, styles, modules and layouts that checks and application read."""
 
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.plan.adapted import with_factors
 from titanplans.plan.checks.keys import check_coverage, check_keys, refuse_foreign_adapters
-from titanplans.plan.decoder import Decoder, find_decoder, join, name_head, within
+from titanplans.plan.decoder import Decoder, find_decoder, is_held, join, name_head, within
 from titanplans.plan.layout import Layout
 from titanplans.plan.plan import Plan, TPPlan
 from titanplans.plan.styles.base import Style
@@ -44,6 +44,10 @@ class ResolvedPlan:
     """The styles of this project."""
     decoder: Decoder
     """The parts of the model; of a mixer without a usual name, the region that stands for it."""
+    begin_stream: tuple[str, ...]
+    """The embeddings whose output is laid out as the stream; a foreign style is taken to do it."""
+    begins_at: str | None
+    """The block at whose entry the stream is sharded; None: at the embedding, or not at all."""
 
     @cached_property
     def by_key(self) -> dict[str, Entry]:
@@ -68,19 +72,19 @@ class ResolvedPlan:
         entry = self.by_key.get(key)
         return self.model.get_submodule(key) if entry is None else entry.module
 
-    @cached_property
-    def embedding_begins_stream(self) -> bool:
-        """Whether the embedding's output is laid out as the stream; a foreign style is taken to do it."""
-        ours = [e.style.begins_stream for e in self.entries if isinstance(e.style, VocabEmbedding)]
-        embedding = self.decoder.embedding
-        return any(ours) if ours else embedding is not None and not isinstance(self.styles[embedding], Style)
-
-    @cached_property
-    def begins_at(self) -> nn.Module | None:
-        """The block at whose entry the stream is sharded; None: at the embedding, or not at all."""
-        if not self.source.options.cuts_stream or self.embedding_begins_stream:
-            return None
-        return (self.decoder if self.decoder.blocks else find_decoder(self.model)).blocks[0].module
+    def of_stage(self, passed: Collection[str]) -> "ResolvedPlan":
+        """Return the plan of a stage of a pipeline, in which the modules called `passed` are held by other stages."""
+        decoder = self.decoder
+        blocks = tuple(block for block in decoder.blocks if block.name not in passed)
+        embedding, norm, head = (
+            None if name in passed else name for name in (decoder.embedding, decoder.norm, decoder.head)
+        )
+        return replace(
+            self,
+            styles={key: style for key, style in self.styles.items() if is_held(key, passed)},
+            entries=tuple(entry for entry in self.entries if is_held(entry.key, passed)),
+            decoder=replace(decoder, blocks=blocks, embedding=embedding, norm=norm, head=head),
+        )
 
 
 def resolve(source: TPPlan, model: nn.Module) -> ResolvedPlan:
@@ -107,7 +111,11 @@ def resolve(source: TPPlan, model: nn.Module) -> ResolvedPlan:
     check_coverage(styles, covered, foreign, model, name)
     name_head(model, head_of(styles, modules))
     decoder = _with_unnamed_mixers(find_decoder(model, required=False), entries, source)
-    return ResolvedPlan(source, model, styles, entries, decoder)
+    begin = _begin_stream(styles, entries, decoder.embedding)
+    begins_at = None
+    if source.options.cuts_stream and not begin:
+        begins_at = (decoder if decoder.blocks else find_decoder(model)).blocks[0].name
+    return ResolvedPlan(source, model, styles, entries, decoder, begin, begins_at)
 
 
 def head_of(styles: Plan, modules: Container[str]) -> str | None:
@@ -126,6 +134,13 @@ def _entry(key: str, style: Style, plan: dict[str, ParallelStyle], modules: dict
     layout = style.layout(parameter, getattr(module, parameter))
     own = {} if layout is None else with_factors(module, {parameter: layout})
     return Entry(key, style, path, module, parameter, own)
+
+
+def _begin_stream(styles: Plan, entries: tuple[Entry, ...], embedding: str | None) -> tuple[str, ...]:
+    ours = [(entry.path, entry.style) for entry in entries if isinstance(entry.style, VocabEmbedding)]
+    if ours:
+        return tuple(path for path, style in ours if style.begins_stream)
+    return () if embedding is None or isinstance(styles[embedding], Style) else (embedding,)
 
 
 def _with_unnamed_mixers(decoder: Decoder, entries: tuple[Entry, ...], source: TPPlan) -> Decoder:

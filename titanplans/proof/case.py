@@ -6,6 +6,7 @@ A training that raises fails the case.
 import copy
 import time
 import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -20,6 +21,7 @@ from titanplans.proof.batches.conditions import Scenario
 from titanplans.proof.compare.comparison import Comparison
 from titanplans.proof.compare.forward import FAILURES
 from titanplans.proof.compare.patches import unpatched
+from titanplans.proof.compare.pipeline import split_stages
 from titanplans.proof.compare.raised import first_line
 from titanplans.proof.compare.reference import ReferenceRun
 from titanplans.proof.compare.training import TrainingRun, recompute
@@ -51,7 +53,7 @@ def prove_case(
         PlanError: strict application refuses the plan.
     """
     start = time.perf_counter()
-    applied: AppliedPlan | None = None
+    applied: list[AppliedPlan] = []
     training: TrainingRun | None = None
     comparison = Comparison(reference, world, options.degrees.tp if options.degrees.cp > 1 else 1)
 
@@ -61,12 +63,13 @@ def prove_case(
             model = copy.deepcopy(reference.pristine)
             if scenario.differing and not world.first:
                 _change(model, world.mesh.get_local_rank())
-            applied = split(model, plan, options, world)
+            model, applied = split(model, plan, options, world, reference)
             if scenario.recomputed:
-                recompute(applied.decoder)
+                for one in applied:
+                    recompute(one.decoder)
             training = reference.training(
                 model,
-                watched=[name for name in reference.watched if not may_be_partial(name, applied.styles)],
+                watched=[name for name in reference.watched if not may_be_partial(name, applied[0].styles)],
                 fused=scenario.fused,
             )
             comparison.run(training)
@@ -83,8 +86,9 @@ def prove_case(
     except RanksDiverged as apart:
         result = _failed(options, scenario, _place(training), first_line(apart))
     result = from_first(world, result)
-    if not result.passed and reference.recording and training is not None and applied is not None:
-        resolved, so_far, case = applied.resolved, training, result
+    # Of stages it is told that they are wrong: without them the case tells where, if it is the plan.
+    if not result.passed and reference.recording and training is not None and len(applied) == 1:
+        resolved, so_far, case = applied[0].resolved, training, result
         try:
             with torch.no_grad():
                 result = world.together(lambda: localise(so_far, resolved, reference, world, case))
@@ -96,17 +100,24 @@ def prove_case(
     return replace(result, notes=notes, seconds=time.perf_counter() - start)
 
 
-def split(model: nn.Module, plan: PlanSource, options: TPOptions, world: World) -> AppliedPlan:
-    """Split `model` in place over the ranks of `world`.
+def split(
+    model: nn.Module, plan: PlanSource, options: TPOptions, world: World, reference: ReferenceRun
+) -> tuple[nn.Module, list[AppliedPlan]]:
+    """Split `model` in place over the ranks of `world`, or its stages, copies of it.
+
+    Returns:
+        What trains, and the plan as it was applied, for each stage.
 
     Raises:
         PlanError: strict application refuses the plan.
         VerifyError: it changes code that the whole model runs, too.
     """
     with unpatched(model):
+        if options.degrees.pp > 1:
+            return split_stages(model, plan, options, world, reference.trace)
         mesh = world.mesh_of(options.degrees.cp)
         experts = None if options.degrees.ep == 1 else world.mesh_of.of_experts(options.degrees.ep)
-        return apply_plan(model, mesh, plan=plan, experts=experts, **keywords(options))
+        return model, [apply_plan(model, mesh, plan=plan, experts=experts, **keywords(options))]
 
 
 def _change(model: nn.Module, rank: int) -> None:
@@ -121,10 +132,10 @@ def _place(training: TrainingRun | None) -> str:
     return SPLITTING if training is None else training.place
 
 
-def _remedy(training: TrainingRun | None, applied: AppliedPlan | None) -> str:
+def _remedy(training: TrainingRun | None, applied: Sequence[AppliedPlan]) -> str:
     """Return the remedy of the style of the module whose forward broke off; "" if there is none."""
     where = None if training is None else training.broke_in
-    style = None if where is None or applied is None else applied.styles.get(where)
+    style = next((one.styles[where] for one in applied if where in one.styles), None)
     return f"; {style.remedy}" if isinstance(style, Style) and style.remedy else ""
 
 

@@ -64,7 +64,9 @@ def _table(report: Report) -> str:
     found = dict.fromkeys(check.what for case in report.cases for check in case.checks)
     checks = (*CHECKS, *(what for what in found if what == SCALE or what.endswith(" loss")))
     others = [
-        name for name in ("cp", "ep") if any(getattr(case.options.degrees, name) > 1 for case in report.cases)
+        name
+        for name in ("cp", "ep", "pp")
+        if any(getattr(case.options.degrees, name) > 1 for case in report.cases)
     ]
     cuts = ("tp", *others)
     head = (*cuts, "loss", "sequence", "training", *checks, "verdict", "worst")

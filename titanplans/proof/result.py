@@ -155,7 +155,7 @@ def keywords(options: TPOptions) -> dict[str, Any]:
 def options_as_json(options: TPOptions) -> dict[str, Any]:
     """Return the options that tell a case from the others of a report."""
     sharded = {name: getattr(options, name) for name in ("loss_parallel", "sequence_parallel")}
-    return {name: getattr(options.degrees, name) for name in ("tp", "cp", "ep")} | sharded
+    return {name: getattr(options.degrees, name) for name in ("tp", "cp", "ep", "pp")} | sharded
 
 
 def epsilons(error: float) -> str:

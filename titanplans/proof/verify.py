@@ -13,7 +13,7 @@ from torch import nn
 from titanplans.apply.apply import check_plan
 from titanplans.errors import PlanError, either
 from titanplans.plan.custom import PlanSource, resolve_plan
-from titanplans.plan.decoder import name_head
+from titanplans.plan.decoder import find_decoder, name_head
 from titanplans.plan.degrees import Degrees
 from titanplans.plan.options import TPOptions
 from titanplans.plan.plan import Plan
@@ -25,6 +25,7 @@ from titanplans.proof.cases import CONDITIONS, Proof, by_reference
 from titanplans.proof.compare.float8 import exact_float8
 from titanplans.proof.compare.forward import Loss
 from titanplans.proof.compare.patches import unpatched
+from titanplans.proof.compare.pipeline import refuse_stages
 from titanplans.proof.compare.tolerance import check_dtype
 from titanplans.proof.ranks.processes import side_by_side
 from titanplans.proof.ranks.world import Worlds, group_size
@@ -34,6 +35,8 @@ from titanplans.proof.result import CaseResult, Refusal, keywords
 CUTS = (*(Degrees(tp=tp) for tp in (2, 4, 8)), Degrees(cp=2), Degrees(tp=2, cp=2))
 EXPERTS = (Degrees(tp=2, ep=2), Degrees(cp=2, ep=2))
 """Proved by default, where the model allows them; the latter of a model with experts that can be sent rows."""
+STAGES = (Degrees(tp=2, pp=2),)
+"""Likewise, of a model with two blocks or more."""
 BOTH = (True, False)
 
 
@@ -73,9 +76,9 @@ def verify(
         model_fn: makes the model, with real weights, on the CPU (over a process group on the
             device of its rank). Called once.
         plan: as in `apply_plan`; None for the registered one.
-        degrees: tp, cp and ep of each cut to prove; a number is that of tp alone. None: those of `CUTS` and `EXPERTS` that
-            the model allows, or over a process group its size. A group of 1 runs the split model's code and kernels, and
-            splits nothing.
+        degrees: tp, cp, ep and pp of each cut to prove; a number is that of tp alone. None: those of `CUTS`, `EXPERTS` and
+            `STAGES` that the model allows, or over a process group its size. A group of 1 runs the split model's code and
+            kernels, and splits nothing.
         loss_parallel: True or False; None for both where weights are cut, else they are the same.
         sequence_parallel: likewise.
         sequence_dim: the sequence's dimension in the hidden states.
@@ -192,6 +195,7 @@ def accepted_cases(
             reasons: dict[str, list[TPOptions]] = {}
             for options in group:
                 try:
+                    refuse_stages(model, cut.pp)
                     accepted[options] = check_plan(model, cut, plan=plan, **keywords(options))
                 except PlanError as error:
                     errors.append(error)
@@ -215,7 +219,8 @@ def cuts_of(
     if degrees is None and size is not None:
         return (Degrees(tp=size),)
     if degrees is None:
-        return CUTS + EXPERTS * any(interface_of(module) is not None for module in model.modules())
+        stages = STAGES * (len(find_decoder(model, required=False).blocks) > 1)
+        return CUTS + EXPERTS * any(interface_of(module) is not None for module in model.modules()) + stages
     cuts = tuple(one if isinstance(one, Degrees) else Degrees(tp=one) for one in degrees)
     for cut in cuts:
         if cut.sharing % cut.ep:
@@ -224,12 +229,16 @@ def cuts_of(
                 f"ep = {cut.ep}: it does not divide tp x cp = {cut.tp} x {cut.cp}, the proof's ranks: {either(works)} would "
                 "work"
             )
+        if size is not None and cut.pp > 1:
+            raise PlanError(
+                f"degrees = {cut}: stages are proved on ranks that are threads, which hold all of them: leave ranks out"
+            )
         if size is not None and cut.sharing != size:
             raise PlanError(
                 f"degrees = {cut}, but the process group has {size} ranks and proves degree {size} only: start as many "
                 "processes as tp x cp, or leave ranks out"
             )
-    if not cuts or (size is None and min(cut.sharing for cut in cuts) == 1):
+    if not cuts or (size is None and min(cut.sharing * cut.pp for cut in cuts) == 1):
         raise PlanError(
             f"degrees = [{', '.join(map(str, cuts))}]: nothing is split, so nothing can be proved: name degrees of 2 "
             "or more"
@@ -241,7 +250,7 @@ def _choices(asked: bool | None, cut: Degrees) -> tuple[bool, ...]:
     """Return the values of an option to prove: the one asked for, else both, or one where it changes nothing (no TP)."""
     if asked is not None:
         return (asked,)
-    return (True,) if cut.tp == 1 and cut.cp > 1 else BOTH
+    return (True,) if cut.tp == 1 and max(cut.cp, cut.pp) > 1 else BOTH
 
 
 def _without_values(model: nn.Module) -> nn.Module:

@@ -90,12 +90,14 @@ def clip_gradients(
     *,
     error_if_nonfinite: bool = False,
     pp_group: dist.ProcessGroup | None = None,
+    counted: Parameters | None = None,
 ) -> torch.Tensor:
     """Scale all gradients in place so that their norm is at most `max_norm`; return the norm before that.
 
     The factor is torch's, max_norm / (norm + 1e-6), at most 1; nothing waits for the device. A norm that
     is not finite leaves no gradient finite: see `skip_nonfinite`. The arguments are those of `total_norm`;
-    `max_norm` may be `inf`, which measures only.
+    `max_norm` may be `inf`, which measures only. Of the norm are the `counted` parameters, all unless given: another
+    stage of a pipeline counts those that it holds, too.
 
     Raises:
         ParallelError: as `total_norm`, or `max_norm` is not positive.
@@ -103,7 +105,8 @@ def clip_gradients(
     if not max_norm > 0:
         raise ParallelError(f"max_norm = {max_norm}: a norm to clip to is above 0; 'inf' only measures")
     parameters = _listed(parameters)
-    norm = total_norm(parameters, norm_type, error_if_nonfinite=error_if_nonfinite, pp_group=pp_group)
+    of_norm = parameters if counted is None else counted
+    norm = total_norm(of_norm, norm_type, error_if_nonfinite=error_if_nonfinite, pp_group=pp_group)
     if math.isinf(max_norm):
         return norm
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -3,7 +3,7 @@
 The mesh may have any dimensions (tensor parallelism, FSDP2 over it, replicas of both), and shards may be uneven or strided.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +75,46 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     # A replica is the model's own memory. A tensor that was padded to be gathered is a view of a larger one.
     is_view = there.data_ptr() == local.untyped_storage().data_ptr() or there.nbytes() != full.nbytes
     return full.to("cpu", copy=is_view).contiguous()
+
+
+def of_stages(
+    models: Sequence[nn.Module], group: dist.ProcessGroup
+) -> tuple[dict[str, torch.Tensor], Callable[[str], torch.Tensor]]:
+    """Return the tensors of a model that stages of a pipeline share out, on meta, and what reads one whole, on rank 0's CPU.
+
+    Collective: each rank reads all of them, in one order. What several stages hold is read of the first.
+
+    Args:
+        models: the stages of this rank.
+        group: the ranks of its pipeline; the one with rank 0 has it first.
+    """
+    own = {name: tensor for model in models for name, tensor in with_values(stored(model)[0]).items()}
+    described: list[Any] = [None] * group.size()
+    metas = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in own.items()
+    }
+    dist.all_gather_object(described, metas, group=group)
+    holder = {name: at for at in reversed(range(group.size())) for name in described[at]}
+    tensors = {name: meta for metas in described for name, meta in metas.items()}
+    to_rank_0 = dist.get_process_group_ranks(group)[0] == 0
+
+    def read(name: str) -> torch.Tensor:
+        at, meta = holder[name], tensors[name]
+        if at == 0:
+            return whole(own[name]) if group.rank() == 0 else meta
+        if group.rank() == at:
+            tensor = own[name]
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if to_rank_0:
+                dist.send(full.contiguous(), group=group, group_dst=0)
+        elif rank() == 0:
+            device = next(models[0].parameters()).device
+            full = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+            dist.recv(full, group=group, group_src=at)
+            return full.cpu()
+        return meta
+
+    return tensors, read
 
 
 def rank() -> int:

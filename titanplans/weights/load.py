@@ -89,14 +89,16 @@ def load_weights(
     small = {without_wrappers(name): module for name, module in nf4.quantised(model).items()}
     opened = open_folder(folder)
     match = match_folder(model, opened, strict=strict)
+    # In a stage of a pipeline the one that it is tied to may be another stage's.
+    alone = {source: name for name, source in match.tied.items() if name in targets and source not in targets}
     _check_kept(model, {name: targets[name].dtype for name in match.tensors.keys() & targets.keys()})
     with torch.no_grad():
         for name, lazy in match.tensors.items():
             owner = name.rpartition(".")[0]
             if owner in small and name.endswith(".weight"):
                 nf4.write(small[owner], _as_tensor(lazy), owner)
-            elif name in targets:  # a stage of a pipeline has not all
-                copy_shard(targets[name], _as_tensor(lazy), name=name)
+            elif (own := alone.get(name, name)) in targets:  # a stage has not all
+                copy_shard(targets[own], _as_tensor(lazy), name=own)
         _check_tied(targets, match, opened.path)
     codes = {f"{owner}.{name}" for owner in small for name in (nf4.CODES, nf4.SCALES)}
     more = targets.keys() - match.tensors.keys() - match.tied.keys() - set(match.missing) - codes
@@ -189,7 +191,10 @@ def _check_tied(targets: dict[str, torch.Tensor], match: Match, folder: os.PathL
     """Refuse a folder that has two values for a weight, on all ranks alike."""
     differing = []
     for name, lazy in match.again.items():
-        parameter, value = targets[match.tied[name]], _as_tensor(lazy)
+        held = next((held for held in (match.tied[name], name) if held in targets), None)
+        if held is None:  # another stage of a pipeline looks
+            continue
+        parameter, value = targets[held], _as_tensor(lazy)
         if isinstance(parameter, DTensor):
             value = local_shard(value, parameter.device_mesh, parameter.placements, name=name)
             parameter = parameter.to_local()

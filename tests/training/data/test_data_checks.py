@@ -20,7 +20,6 @@ from titanplans.training.data import (
     read_place,
 )
 
-
 refused = partial(refusal, kind=DataError)
 
 

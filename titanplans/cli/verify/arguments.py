@@ -79,7 +79,9 @@ def add_commands(commands: Any) -> None:
         **shared,
     )
     _add_subject(async_tp, tokens="128, or more for an image", degrees="the job's, or 2")
-    async_tp.set_defaults(cp=None, ep=None, loss_parallel=None, sequence_parallel=None, ranks="threads")
+    async_tp.set_defaults(
+        cp=None, ep=None, pp=None, loss_parallel=None, sequence_parallel=None, ranks="threads"
+    )
 
 
 def parse(argv: list[str]) -> Namespace:
@@ -100,9 +102,9 @@ def parse(argv: list[str]) -> Namespace:
             if (known := plan_names()) and name not in known:
                 raise not_listed(name, known)
         return request
-    request.degrees = cuts(request.tp, request.cp, request.ep)
+    request.degrees = cuts(request.tp, request.cp, request.ep, request.pp)
     one_gpu = request.degrees == (Degrees(tp=1),) and request.ranks == "process_group"
-    if any(cut.sharing == 1 for cut in request.degrees or ()) and request.cp is None and not one_gpu:
+    if any(cut.sharing * cut.pp == 1 for cut in request.degrees or ()) and request.cp is None and not one_gpu:
         raise VerifyError(
             "--tp 1 splits nothing, so nothing can be proved: name degrees of 2 or more, or over one GPU --process-group "
             "--tp 1, which runs the split model's whole path"
@@ -130,14 +132,17 @@ def parse(argv: list[str]) -> Namespace:
 
 
 def cuts(
-    tp: Sequence[int] | None, cp: Sequence[int] | None, ep: Sequence[int] | None
+    tp: Sequence[int] | None,
+    cp: Sequence[int] | None,
+    ep: Sequence[int] | None,
+    pp: Sequence[int] | None = None,
 ) -> tuple[Degrees, ...] | None:
     """Return the product of the degrees; of experts alone, over as many ranks of a layer and of a sequence; None: none."""
-    if tp is None and cp is None:
+    if tp is None and cp is None and pp is None:
         alone = tuple(Degrees(ep=degree, **{axis: degree}) for degree in ep or () for axis in ("tp", "cp"))
         return alone or None
-    every = itertools.product(tp or (1,), cp or (1,), ep or (1,))
-    return tuple(Degrees(tp=tp, cp=cp, ep=ep) for tp, cp, ep in every)
+    every = itertools.product(tp or (1,), cp or (1,), ep or (1,), pp or (1,))
+    return tuple(Degrees(tp=tp, cp=cp, ep=ep, pp=pp) for tp, cp, ep, pp in every)
 
 
 def _lora(given: Iterable[str]) -> dict[str, Any]:
@@ -212,6 +217,8 @@ def _add_subject(
         add("--cp", type=_degrees, metavar="2,4", help=words)
         words = "degrees of expert parallelism, each with each --tp and --cp, or alone: as many ranks of each; default: 1"
         add("--ep", type=_degrees, metavar="2,4", help=words)
+        words = "stages of a pipeline, each number with each of the other degrees, or alone; default: 1, and 2 with --tp 2"
+        add("--pp", type=_degrees, metavar="2,4", help=words)
     words = (
         f"Linear modules in float8, whole and split: {', '.join(recipes[1:])}; default: none, or the job's"
     )

@@ -109,7 +109,11 @@ def prove(
     )
     if device.type == "cpu" and isinstance(model, PreTrainedModel):
         check_cpu(model)
-    copies = 0 if dist.is_initialized() else max(options.degrees.sharing for options in accepted)
+    copies = (
+        0
+        if dist.is_initialized()
+        else max(options.degrees.sharing * options.degrees.pp for options in accepted)
+    )
     check_memory(model, prepared.batch_size * prepared.seq_len, prepared.dtype, device, copies)
     if fork and is_small(model, prepared.dtype):
         processes = available_cores()
@@ -147,7 +151,7 @@ def prove(
         watch=lambda report, of: watch(outcome(report, of)),
     )
     notes, counts = prepared.notes, []
-    splits = any(cut.sharing > 1 for cut in cuts)
+    splits = any(cut.sharing * cut.pp > 1 for cut in cuts)
     if not splits:
         notes += ("one rank: its code and kernels are those of a split model, and nothing is split",)
     if lacking is not None:
@@ -161,7 +165,7 @@ def prove(
             notes += (
                 "collectives with experts over ranks are not counted: how many rows are sent depends on values of all ranks",
             )
-        elif report.passed and not counts:
+        elif report.passed and not counts and any(case.options.degrees.pp == 1 for case in report.cases):
             notes += ("collectives are not counted: there is no list of blocks to hold them against",)
     return outcome(report, 0, notes, tuple(counts))
 
@@ -179,7 +183,7 @@ def _counts(
         return []  # without blocks there is no bound to compare with
     chosen: dict[tuple[bool, ...], TPOptions] = {}
     for case in report.cases:
-        if case.passed and case.options.degrees.ep == 1:
+        if case.passed and case.options.degrees.ep == case.options.degrees.pp == 1:
             options = case.options
             cuts = (options.degrees.tp > 1, options.degrees.cp > 1)
             chosen.setdefault((options.loss_parallel, options.sequence_parallel, *cuts), options)

@@ -44,6 +44,8 @@ def cut(
             f"--layers {layers}: {source.words} has {len(blocks)} blocks; name fewer, or leave it out"
         )
     number = layers or first_that_hold_all(blocks, plans(model, source))
+    if layers is None:  # each stage of a pipeline has one
+        number = min(max([number, *(cut.pp for cut in source.degrees or ())]), len(blocks))
     if number < len(blocks):
         config = _with_layers(config, number)
         why = ": the others are of the same classes, shapes and settings, and have the same plan (--layers)"

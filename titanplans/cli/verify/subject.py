@@ -127,7 +127,8 @@ def _job(path: str, request: Namespace) -> Subject:
     experts = job.parallelism.expert_parallel_degree
     if experts > degree * context:
         context = experts // degree  # ranks that share a sequence stand for those with other batches
-    if degree * context == 1 and request.degrees is None:
+    stages = job.parallelism.pipeline_parallel_degree
+    if degree * context * stages == 1 and request.degrees is None:
         raise VerifyError(
             f"{path}: tensor_parallel_degree = 1 splits nothing, so there is nothing to prove; give --tp 2, for one"
         )
@@ -139,7 +140,12 @@ def _job(path: str, request: Namespace) -> Subject:
         hf_config(job),
         plan=job.model.plan,
         # What the command line leaves open is as the job says.
-        degrees=cuts(request.tp or (degree,), request.cp or (context,), request.ep or (experts,)),
+        degrees=cuts(
+            request.tp or (degree,),
+            request.cp or (context,),
+            request.ep or (experts,),
+            request.pp or (stages,),
+        ),
         loss_parallel=not job.parallelism.disable_loss_parallel,
         sequence_parallel=job.parallelism.enable_sequence_parallel,
         seq_len=job.training.seq_len,

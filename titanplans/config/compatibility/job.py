@@ -10,11 +10,20 @@ from titanplans.config.compatibility.strategy import (
 )
 from titanplans.config.compatibility.words import default, fields, get, needs
 from titanplans.config.options import Refusals
-from titanplans.config.other_names import REFUSED
 from titanplans.config.sections.parallelism import DDP, FSDP2, MixedPrecision, Offload
 from titanplans.errors import near_multiples
 
 STRATEGY = "parallelism.data_parallel_strategy"
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+"""Schedules of pipelines that compute gradients of weights later than those of inputs."""
+
+
+WITHOUT_STAGES = (
+    "parallelism.fsdp_defer_grad_sync",
+    "parallelism.fsdp_keep_gathered",
+    "checkpoint.initial_adapter_path",
+)
+"""Options that a pipeline's stages do not honour: torch sums the gradients of all micro batches at once."""
 
 
 def schedule_steps(job: Any) -> int:
@@ -25,6 +34,7 @@ def schedule_steps(job: Any) -> int:
 def refusals(job: Any) -> Refusals:
     """Yield the contradictions between the sections of a job."""
     yield from _parallelism(job)
+    yield from pipeline(job)
     yield from _data(job)
     yield from _schedule(job)
     yield from _weights(job)
@@ -32,9 +42,6 @@ def refusals(job: Any) -> Refusals:
 
 def _parallelism(job: Any) -> Refusals:
     p = job.parallelism
-    if p.pipeline_parallel_degree != 1:
-        key = "parallelism.pipeline_parallel_degree"
-        yield key, REFUSED[key].reason
     if p.data_parallel_strategy == "megatron_fsdp":
         yield (
             STRATEGY,
@@ -84,6 +91,56 @@ def _parallelism(job: Any) -> Refusals:
         multiple += f" x context_parallel_degree = {context}"
     splits = {"tensor_parallel_degree above 1": degree > 1, multiple: length % (degree * context) == 0}
     yield from async_tensor_parallel("parallelism.enable_async_tensor_parallel", p, job.compile, **splits)
+
+
+def pipeline(job: Any) -> Refusals:
+    """Yield the contradictions of a job whose layers are spread over a pipeline."""
+    p, batch = job.parallelism, job.training.local_batch_size
+    size, schedule = p.pipeline_parallel_microbatch_size, p.pipeline_parallel_schedule
+    if p.pipeline_parallel_degree == 1:
+        return
+    if p.data_parallel_strategy == "ddp":
+        yield (
+            "parallelism.pipeline_parallel_degree",
+            f'DDP copies whole models; use {STRATEGY} = "fsdp2", or remove this key',
+        )
+    yield from needs(job, "parallelism.pipeline_parallel_degree", (1,), *WITHOUT_STAGES)
+    if batch % size:
+        yield (
+            "training.local_batch_size",
+            f"it is not a multiple of parallelism.pipeline_parallel_microbatch_size = {size}; "
+            f"{near_multiples(batch, size)} would work",
+        )
+    if p.pipeline_parallel_layers_per_stage is not None and p.pipeline_parallel_split_points:
+        yield (
+            "parallelism.pipeline_parallel_layers_per_stage",
+            "pipeline_parallel_split_points already cut the stages; remove one of the two",
+        )
+    if schedule in SPLIT_BACKWARD and job.compile.blocks:
+        yield (
+            "parallelism.pipeline_parallel_schedule",
+            "it computes gradients of inputs and of weights apart, and the backward of a compiled block is one graph; use "
+            "Interleaved1F1B, or set compile.enable = false",
+        )
+    mode, ac = job.activation_checkpoint.mode, job.activation_checkpoint
+    keeps = mode == "keep_mixer" or (mode == "selective" and ac.selective_ac_option == "op")
+    if schedule in SPLIT_BACKWARD and keeps:
+        yield (
+            "parallelism.pipeline_parallel_schedule",
+            "it runs a backward in two parts, and torch gives what a recomputation has kept once; use Interleaved1F1B, or "
+            'set activation_checkpoint.mode = "full"',
+        )
+    if job.validation.enable and (rows := job.validation.local_batch_size or batch) % size:
+        yield (
+            "validation.local_batch_size",
+            f"{rows} is not a multiple of parallelism.pipeline_parallel_microbatch_size = {size}; "
+            f"{near_multiples(rows, size)} would work",
+        )
+    if job.checkpoint.last_save_in_hf and job.lora.rank is not None:
+        yield (
+            "checkpoint.last_save_in_hf",
+            "adapters of a pipeline's stages are not gathered; convert the last checkpoint by titanplans export",
+        )
 
 
 def _data(job: Any) -> Refusals:

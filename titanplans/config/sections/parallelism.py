@@ -45,7 +45,7 @@ class ParallelDegrees(Options):
     """Processes over which each layer is split by its plan."""
 
     pipeline_parallel_degree: PositiveInt = 1
-    """Processes over which the layers are spread; 1 is what works today."""
+    """Processes over which the layers are spread, in stages."""
 
     context_parallel_degree: PositiveInt = 1
     """Processes that share each sequence: each has a part of its tokens, in a mixer all tokens of a part of its heads."""
@@ -81,12 +81,36 @@ class TensorParallel(Options):
     """Under enable_async_tensor_parallel, what follows where none of it was overlapped in the first step."""
 
 
+class PipelineParallel(Options):
+    """How a model is cut into stages, and in which order they compute; the degree is in `ParallelDegrees`."""
+
+    pipeline_parallel_schedule: Literal[
+        "GPipe",
+        "1F1B",
+        "LoopedBFS",
+        "Interleaved1F1B",
+        "InterleavedZeroBubble",
+        "ZBVZeroBubble",
+        "DualPipeV",
+    ] = "1F1B"
+    """Order in which stages compute, by torch's names; those from LoopedBFS on have several stages a process."""
+
+    pipeline_parallel_microbatch_size: PositiveInt = 1
+    """Sequences in a micro batch; training.local_batch_size is a multiple of it."""
+
+    pipeline_parallel_layers_per_stage: PositiveInt | None = None
+    """Layers in a stage, which sets the number of stages; unset: one a process, two under schedules that have several."""
+
+    pipeline_parallel_split_points: tuple[Name, ...] = ()
+    """Names of the layers at which the second and later stages begin, such as model.layers.8; empty: stages of even cost."""
+
+
 class FSDP2(Options):
     """FSDP2's gathers and sums."""
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] | PositiveInt = "default"
     """What FSDP2 frees between forward and backward: all but what the backward needs first (default), every unit
-    (always), none (never), or as default but to shards over that many processes (a number)."""
+    (always), none (never), or as default but to shards over that many processes (a number). A pipeline's default: none."""
 
     fsdp_forward_prefetch: NaturalInt = 0
     """Units that FSDP2 gathers ahead in the forward."""
@@ -109,8 +133,8 @@ class FSDP2(Options):
     """Let FSDP communicate through symmetric memory (CUDA, compute capability 9.0 or newer)."""
 
 
-class Parallelism(FSDP2, TensorParallel, ParallelDegrees, section="parallelism"):
-    """[parallelism]: the degrees, tensor parallelism and FSDP2."""
+class Parallelism(FSDP2, PipelineParallel, TensorParallel, ParallelDegrees, section="parallelism"):
+    """[parallelism]: the degrees, tensor parallelism, pipelines and FSDP2."""
 
 
 class MixedPrecision(Options):

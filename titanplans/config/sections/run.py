@@ -57,7 +57,7 @@ class Metrics(Options, section="metrics"):
     """Write the metrics into dump_folder/metrics.jsonl, too: one JSON object a logged step."""
 
     measure_first_step: bool = True
-    """Record what the run's first step communicates and compiles, for dump_folder/parallelism.json."""
+    """Record what a first step communicates and compiles, and time a pipeline, for dump_folder/parallelism.json."""
 
 
 class Profiling(Options, section="profiling", refuses=groups.profiling):

@@ -160,7 +160,9 @@ def apply_units(
         for unit in sorted(units, key=_depth, reverse=True):
             for part in (*unit.inner, unit):
                 modules = [model.get_submodule(name) for name in part.names]
-                reshard = _reshards(unit, config)  # an inner unit lives as long as its outer one
+                reshard = _reshards(
+                    unit, config, record_of(model).stage is not None
+                )  # an inner unit lives as long as its outer one
                 to_some = not isinstance(reshard, bool)
                 policy = outside if part.role == "root" else inside
                 if part.kept:  # the model casts its inputs itself, as it does without FSDP
@@ -196,9 +198,11 @@ def _depth(unit: FSDPUnit) -> int:
     return 0 if unit.role == "root" else max(name.count(".") for name in unit.names) + 1
 
 
-def _reshards(unit: FSDPUnit, config: FSDP2Config) -> bool | int:
-    """Return `fully_shard`'s reshard_after_forward for `unit`."""
+def _reshards(unit: FSDPUnit, config: FSDP2Config, stage: bool) -> bool | int:
+    """Return `fully_shard`'s reshard_after_forward for `unit`, in a `stage` of a pipeline or not."""
     match config.fsdp_reshard_after_forward:
+        case "default" if stage:  # else each micro batch would gather again
+            return False
         case "always":
             return True
         case "never" | 1:  # 1 rank holds a whole copy; FSDP2 takes a 1 for a mistake

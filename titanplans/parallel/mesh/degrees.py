@@ -10,20 +10,21 @@ NOT_FOR_DDP = (
 )
 
 
-def refuse_degrees(degrees: Any, *, ddp: bool = False) -> None:
-    """Refuse the degrees that can't be honoured: yet, or by DDP, which copies whole models.
+def refuse_degrees(degrees: Any, *, ddp: bool = False, stage: bool = False) -> None:
+    """Refuse the degrees that can't be honoured: of a whole model, or by DDP, which copies whole models.
 
     Args:
         degrees: `Degrees`, resolved, a `Mesh` or torchtitan's ParallelDims.
         ddp: whether the strategy is DDP.
+        stage: it is for a stage of a pipeline.
 
     Raises:
-        ParallelError: a pipeline degree above 1; under DDP also a tensor, shard or expert degree.
+        ParallelError: a pipeline degree above 1 for a whole model; under DDP also a tensor, shard or expert degree.
     """
-    if degrees.pp > 1:
+    if degrees.pp > 1 and not stage:
         raise ParallelError(
-            f"pipeline_parallel_degree = {degrees.pp}: this entry parallelises by tensor, tokens, experts and data; set it "
-            "to 1"
+            f"pp = {degrees.pp}: this entry parallelises whole models, and stages are made by jobs: set it to 1, or start a "
+            f"job with parallelism.pipeline_parallel_degree = {degrees.pp}"
         )
     if ddp and degrees.ep > 1:
         raise ParallelError(f"ddp with ep = {degrees.ep}: DDP copies whole models; take FSDP2Config")

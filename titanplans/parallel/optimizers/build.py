@@ -53,10 +53,11 @@ def group_parameters(model: nn.Module, options: Optimizer) -> list[ParameterGrou
         ConfigError: a group's pattern matches nothing, it has a key that none of its parameters reads, Muon is to have
             what is no matrix, or has nothing.
     """
-    roles = _roles(model)
+    roles, whole = _roles(model), record_of(model).whole_names
     claimed: dict[int, list[tuple[str, nn.Parameter, Role]]] = {}
     frozen = []
-    for name, parameter, module in named(model):
+    for own, parameter, module in named(model):
+        name = whole.get(own, own)
         if not parameter.requires_grad:
             frozen.append(name)
             continue
@@ -66,7 +67,10 @@ def group_parameters(model: nn.Module, options: Optimizer) -> list[ParameterGrou
         )
     names = [name for members in claimed.values() for name, _, _ in members]
     for at, group in enumerate(options.groups):
-        if at not in claimed:
+        elsewhere = record_of(model).stage is not None and any(
+            re.search(group.pattern, name) for name in roles
+        )
+        if at not in claimed and not elsewhere:
             raise ConfigError(f"{_where(at, group)}: {_unmatched(group, names, frozen)}")
     groups = []
     for at in sorted(claimed):
@@ -114,7 +118,9 @@ def build_optimizers(model: nn.Module, options: Optimizer, **settings: Any) -> l
 
 def _muon(model: nn.Module, members: list[dict[str, Any]]) -> Muon:
     roles, sections = _roles(model), {}
+    whole = record_of(model).whole_names
     for name, parameter, module in named(model):
+        name = whole.get(name, name)
         if (own := roles.of(name, parameter, module).sections) is not None:
             sections[parameter] = own
     packed = sum(parameter in sections for member in members for parameter in member["params"])

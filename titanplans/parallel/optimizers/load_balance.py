@@ -3,9 +3,12 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from titanplans.split.experts.loads import Loads
+
+_COUNTS = ("experts/idle", "experts/dropped")
 
 PUBLISHED = 1e-3
 """The coefficient of DeepSeek-V3, and of torchtitan."""
@@ -18,10 +21,13 @@ class LoadBalancer:
         model: parallelised, with values.
         dims: torchtitan's ParallelDims.
         coefficient: by which a step moves a bias; None: `PUBLISHED`.
+        stages: the ranks that hold the other stages of a pipeline, if `model` is one.
     """
 
-    def __init__(self, model: nn.Module, dims: Any, coefficient: float | None):
-        self.loads = Loads(model)
+    def __init__(
+        self, model: nn.Module, dims: Any, coefficient: float | None, stages: dist.ProcessGroup | None = None
+    ):
+        self.loads, self._stages = Loads(model), stages
         self._coefficient = PUBLISHED if coefficient is None else coefficient
         meshes = [dims.get_optional_mesh(name) for name in ("batch", "cp", "tp")]
         # Ranks of tensor parallelism have the same rows, and send a share of them each.
@@ -42,7 +48,18 @@ class LoadBalancer:
             self.loads.move_biases(self.newest, self._coefficient)
 
     def figures(self) -> dict[str, float]:
-        """Return metrics of the newest loads, and the largest bias."""
+        """Return metrics of the newest loads, and the largest bias, of all stages. Collective over these."""
+        own = self._figures()
+        if self._stages is None:
+            return own
+        found: list[dict[str, float]] = [{}] * self._stages.size()
+        dist.all_gather_object(found, own, group=self._stages)
+        return {
+            name: (sum if name in _COUNTS else max)(one[name] for one in found if name in one)
+            for name in dict.fromkeys(name for one in found for name in one)
+        }
+
+    def _figures(self) -> dict[str, float]:
         if self.newest is None:
             return {}
         busiest = self.newest.amax(1) / self.newest.mean(1).clamp_min(1)

@@ -1,1 +1,1 @@
-"""Pipelines: a model cut into stages of consecutive blocks; each keeps the model's own forward."""
+"""Pipelines: how blocks are shared out over stages, when each stage computes, and a picture of it."""

@@ -79,7 +79,8 @@ def cover(
 
     The conditions are the degree, loss and sequence parallelism, the training, frozen parameters, recomputed blocks,
     values that differ between the ranks before the split, and the dtype; further dtypes are paired at the smallest
-    degree. Greedy, as in Cohen et al. 1997, "The AETG system": the next case covers the most pairs that are left.
+    degree, without stages. Greedy, as in Cohen et al. 1997, "The AETG system": the next case covers the most pairs that
+    are left.
 
     Args:
         grid: choices of options; each is proved in the first dtype.
@@ -93,8 +94,9 @@ def cover(
     states = list(itertools.product(range(len(trained)), (False, True), blocks, (False, True)))
     smallest = min(options.degrees.sharing for options in grid)
     cheap = [options for options in grid if options.degrees.sharing == smallest]
+    fewest = min(options.degrees.pp for options in cheap)
     parts = _single if quick else _pairs
-    rows = [(o, d) for o in cheap for d in dtypes]
+    rows = [(o, d) for o in cheap for d in (dtypes if o.degrees.pp == fewest else dtypes[:1])]
     if not quick:
         rows += [(o, dtypes[0]) for o in grid if o.degrees.sharing != smallest]
     every = [(*row, *state) for row in rows for state in states]

@@ -7,6 +7,7 @@ import torch
 
 from titanplans.plan.options import TPOptions
 from titanplans.proof.batches.conditions import Scenario
+from titanplans.proof.compare.pipeline import PipelinedModel
 from titanplans.proof.compare.record import module_name
 from titanplans.proof.compare.reference import Point, ReferenceRun
 from titanplans.proof.compare.scale import SCALE, fit_of
@@ -99,6 +100,10 @@ class Comparison:
         self.unexpected += tuple(name for name in got if name not in (*wanted, *self.unexpected))
 
     def _compare_ties(self, training: TrainingRun) -> None:
+        if isinstance(training.model, PipelinedModel):
+            if training.model.shared:
+                self._note("tied", 0.0 if training.model.agrees else math.inf, 0.0, "", "")
+            return
         parameters = dict(training.model.named_parameters(remove_duplicate=False))
         for names in self.reference.tied:
             apart = len({id(parameters.get(name)) for name in names}) > 1

@@ -3,21 +3,24 @@
 import copy
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import nn
 
 from titanplans.errors import PlanError
 from titanplans.plan.checks.tied import tied_parameters
+from titanplans.plan.decoder import find_decoder
 from titanplans.proof.batches.conditions import Scenario
 from titanplans.proof.batches.sample import Sampler, freeze, moved
 from titanplans.proof.batches.script import write_script
 from titanplans.proof.compare import tolerance
-from titanplans.proof.compare.forward import FAILURES, Loss, call, logits_of
+from titanplans.proof.compare.forward import FAILURES, Loss, call, logits_of, widened
 from titanplans.proof.compare.raised import does_not_run
 from titanplans.proof.compare.scale import SCALE, Regression, fit, least_unit, units, watched
 from titanplans.proof.compare.tolerance import Tolerance
 from titanplans.proof.compare.training import TrainingRun
+from titanplans.split.stages.trace import Trace, trace
 
 Point = tuple[str, str, str]
 """The name of a point of the training (titanplans/proof/compare/training.py), and a quantity there."""
@@ -137,6 +140,13 @@ class ReferenceRun:
         return TrainingRun(
             model, self.script, self.losses, recording=self.recording, watched=watched, fused=fused
         )
+
+    @cached_property
+    def trace(self) -> Trace:
+        """What its blocks hand to each other, in a forward of the first batch."""
+        model, first = copy.deepcopy(self.pristine), self.script.steps[0][0]
+        with widened(next(model.parameters()).dtype):
+            return trace(model, find_decoder(model), first.inputs)
 
     def _training(self, draw: int | None = None) -> TrainingRun:
         model = copy.deepcopy(self.pristine)

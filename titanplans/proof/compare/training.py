@@ -3,11 +3,12 @@
 A point is a moment at which the two are compared: after a micro batch's backward (loss and logits), after all of a
 step (gradients and their norm), after the last step (weights), and after each forward without a backward (logits).
 
-In the last step all forwards run before one backward of all losses, and frozen and trained parameters change places.
+In the last step all forwards run before one backward of all losses, and frozen and trained parameters change places. Stages
+of a pipeline run all steps but the first in the orders of schedules.
 """
 
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -32,9 +33,12 @@ from titanplans.proof.compare.forward import (
     loss_of,
     widened,
 )
+from titanplans.proof.compare.pipeline import PipelinedModel
 from titanplans.proof.compare.record import Recorder
 from titanplans.proof.compare.scale import recorded
+from titanplans.proof.compare.scheduled import order_of, run_in_order
 from titanplans.split.gradients import align_gradients, total_norm
+from titanplans.split.stages.stage import Stage
 from titanplans.split.state import border_of_model
 
 Key = tuple[str, str]
@@ -69,7 +73,8 @@ class TrainingRun:
         watched: Collection[str] = (),
         fused: bool = False,
     ):
-        self._fused = FusedLoss(model) if fused else None
+        self._last = model.last if isinstance(model, PipelinedModel) else model  # it makes the logits
+        self._fused = FusedLoss(self._last) if fused else None
         self._draws = draws(model)
         self.model, self.script, self.losses, self.recording = model, script, losses or {}, recording
         self.watched = watched
@@ -92,7 +97,7 @@ class TrainingRun:
             name = f"step {number}"
             batches = {f"{name}, batch {at}": sample for at, sample in enumerate(step, 1)}
             tokens = int(sum((sample.labels != IGNORED).sum() for sample in step))
-            if number == last:
+            if number == last or self._schedule(name + ",") is not None:
                 yield from self._batches(batches, tokens)
             else:
                 for batch in batches.items():
@@ -100,6 +105,8 @@ class TrainingRun:
             self._point = f"{name}, after its backward"
             named = dict(self.model.named_parameters())
             self.raw = {n: p.grad for n, p in named.items() if p.grad is not None}
+            if isinstance(self.model, PipelinedModel):
+                self.model.sum_gradients()
             align_gradients(named.values())
             found = {("gradients", n): p.grad for n, p in named.items() if p.grad is not None}
             yield name, {**found, ("norm", ""): total_norm(named.values())}
@@ -133,24 +140,38 @@ class TrainingRun:
         self, batches: Mapping[str, Sample], tokens: int
     ) -> Iterator[tuple[str, dict[Key, torch.Tensor]]]:
         """Yield loss and logits of micro batches, by the names of their points, after one backward of all of them."""
-        logits, losses, records = {}, {}, {}
-        for name, sample in batches.items():
-            if self._draws:
-                torch.manual_seed(zlib.crc32(name.encode()))  # the whole model and each rank draw the same
-            sequences = len(sample.labels)
-            records[name] = Recorder(self.model, self.watched, sequences)
-            with self._recorded(name, sequences), records[name], self._fusing(name, sample.labels):
-                # Forwards alone are recorded: a block that is recomputed runs again.
-                output = call(self.model, sample.inputs)
+        logits: dict[str, torch.Tensor] = {}
+        losses: dict[str, torch.Tensor] = {}
+        records: dict[str, Recorder] = {}
+
+        def take(name: str, output: Any) -> torch.Tensor:
+            labels = batches[name].labels
             logits[name] = logits_of(output)
-            losses[name] = loss_of(logits[name], sample.labels, tokens)
-            if (added := added_loss(self.model, output)) is not None:
+            losses[name] = loss_of(logits[name], labels, tokens)
+            if (added := added_loss(self._last, output)) is not None:
                 self.adds_loss = True
-                losses[name] = losses[name] + added * ((sample.labels != IGNORED).sum() / tokens)
-        torch.stack(list(losses.values())).sum().backward()
+                losses[name] = losses[name] + added * ((labels != IGNORED).sum() / tokens)
+            return losses[name]
+
+        if (schedule := self._schedule(next(iter(batches)))) is not None:
+            self._run_scheduled(schedule, batches, take)
+        else:
+            for name, sample in batches.items():
+                if self._draws:
+                    torch.manual_seed(
+                        zlib.crc32(name.encode())
+                    )  # the whole model and each rank draw the same
+                sequences = len(sample.labels)
+                records[name] = Recorder(self.model, self.watched, sequences)
+                with self._recorded(name, sequences), records[name], self._fusing(name, sample.labels):
+                    # Forwards alone are recorded: a block that is recomputed runs again.
+                    output = call(self.model, sample.inputs)
+                take(name, output)
+            torch.stack(list(losses.values())).sum().backward()
         for name, sample in batches.items():
             found: dict[Key, torch.Tensor] = {("loss", ""): self._summed(losses[name].detach())}
-            found |= recorded(records.pop(name), self.watched)
+            if name in records:
+                found |= recorded(records.pop(name), self.watched)
             if isinstance(logits[name], DeferredLogits):
                 yield name, found
                 continue
@@ -162,6 +183,31 @@ class TrainingRun:
                 value, gradient = at_logits(left, sample.labels, tokens, function)
                 found |= {(f"{other} loss", ""): value, (f"{other} loss", "its gradient"): gradient}
             yield name, found
+
+    def _schedule(self, point: str) -> str | None:
+        """Return the schedule by which a pipeline runs the step of a point; None: as one model, as in the first step."""
+        if not isinstance(self.model, PipelinedModel) or self._draws or point.startswith("step 1,"):
+            return None
+        if not point.startswith(f"step {len(self.script.steps)},"):
+            return "LoopedBFS"
+        # A loss in the head has one backward, and not one of inputs and another of weights.
+        return "InterleavedZeroBubble" if self._fused is None else "Interleaved1F1B"
+
+    def _run_scheduled(
+        self, schedule: str, batches: Mapping[str, Sample], take: Callable[[str, Any], torch.Tensor]
+    ) -> None:
+        assert isinstance(self.model, PipelinedModel)
+        names, stages = list(batches), self.model.stages
+
+        def forward(number: int, stage: Stage, received: Sequence[torch.Tensor]) -> Any:
+            name = names[number]
+            self._point = name
+            fusing = nullcontext() if stage.gives else self._fusing(name, batches[name].labels)
+            with fusing:
+                return stage.run(received, partial(call, stage.model, batches[name].inputs))
+
+        order = order_of(schedule, len(stages), len(names))
+        run_in_order(stages, order, forward, lambda number, output: take(names[number], output))
 
     def _summed(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss of all tokens, where ranks have their own."""
@@ -189,7 +235,8 @@ class TrainingRun:
 
     def _continuation(self) -> Iterator[tuple[str, dict[Key, torch.Tensor]]]:
         """Yield the logits of a forward that fills a cache, and of one with it, in evaluation mode."""
-        if self.script.cached is not None:
+        # Stages of a pipeline have no cache together.
+        if self.script.cached is not None and not isinstance(self.model, PipelinedModel):
             filled, token = self.script.cached
             name = "the forward that fills a cache"
             output = self._evaluate(name, filled | {"use_cache": True})

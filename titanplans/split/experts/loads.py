@@ -58,6 +58,13 @@ class Loads:
         known = self._counts[at]
         self._counts[at] = found if known is None else known + found
 
+    def forget(self) -> None:
+        """Drop what was counted since the last call of `take`, of a forward that does not train."""
+        self._counts = [None] * len(self.mixtures)
+        for mixture in self.mixtures:
+            if (state := state_of(mixture.experts)) is not None:
+                state.dropped = None
+
     def take(self, groups: Iterable[dist.ProcessGroup]) -> torch.Tensor | None:
         """Return the rows of each expert [mixtures, experts] since the last call, over all ranks; None without a forward.
 

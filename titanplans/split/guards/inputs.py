@@ -110,6 +110,18 @@ def _begin(border: Border, block: nn.Module, args, kwargs):
     return args, {**kwargs, name: border.begin(kwargs[name])}
 
 
+def begin_at_output(module: nn.Module, border: Border) -> None:
+    """Let the output of `module`, which takes an embedding's place in a stage of a pipeline, be laid out as the stream."""
+
+    def begin(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        if not border.stream.is_sharded():
+            return output
+        border.stream.begun = True
+        return border.begin(output)
+
+    module.register_forward_hook(begin)
+
+
 def _before(
     known: Forwards, is_model: bool, is_base: bool, names: tuple[str, ...], module: nn.Module, args, kwargs
 ):

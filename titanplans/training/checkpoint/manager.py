@@ -84,7 +84,7 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
             if not self.load_only and dist.get_rank() == 0:
                 folder.tidy(self.path)
             if self.last_save_in_hf:
-                published.check(self._lm, config.hf_config)  # now, not after the last step
+                published.check(self._lms, config.hf_config, self._pipeline)  # now, not after the last step
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         """Save if it is due.
@@ -134,12 +134,15 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         """torchtitan's, by a writer that renames complete checkpoints."""
         checkpoint = Path(checkpoint_id)
         if self.config.save_adapters_only:
-            state_dict = without_tensors(state_dict, but=trained_names(self._lm))
+            state_dict = without_tensors(state_dict, but=self._trained)
         holds = "training" if TRAIN_STATE in state_dict else "weights"
         if holds == "weights":  # torchtitan has cast them all
-            kept = keeps_float32(self._lm, self.export_dtype)
+            keeps = [keeps_float32(lm, self.export_dtype) for lm in self._lms]
             weights = self.states[MODEL].state_dict()
-            state_dict = {name: weights[name] if kept(name) else value for name, value in state_dict.items()}
+            state_dict = {
+                name: weights[name] if any(kept(name) for kept in keeps) else value
+                for name, value in state_dict.items()
+            }
         step = int(checkpoint.name.removeprefix("step-"))
         writer = CheckpointWriter(checkpoint, Card(step, holds, self.config.model, self.config.job, {}))
         self._refuse_full(state_dict)
@@ -167,12 +170,13 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         card = Card(curr_step, "weights", self.config.model, self.config.job, {})
         try:
             published.save(
-                self._lm,
+                self._lms,
                 checkpoint,
                 card,
                 config=self.config.hf_config,
                 tokenizer=self.config.tokenizer,
                 dtype=self.export_dtype,
+                group=self._pipeline,
             )
         except NotSaved as error:
             if dist.get_rank() == 0:
@@ -220,7 +224,8 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         step = of_all(self._step_to_load(step) if dist.get_rank() == 0 else None)[0]
         loaded = super()._load(step)
         if step == -1 and (adapter := self.config.initial_adapter_path) is not None:
-            load_adapter(self._lm, adapter)
+            for lm in self._lms:
+                load_adapter(lm, adapter)
             logger.info(f"the adapters are those of {adapter}")
         if step != -1 and not self.load_only:
             dist.barrier()  # all ranks have read before one renames
@@ -229,9 +234,18 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         return loaded
 
     @property
-    def _lm(self) -> Any:
-        (part,) = self.states[MODEL].model
-        return part.lm
+    def _lms(self) -> list[Any]:
+        """The model, or its stages of a pipeline that this process has."""
+        return [part.lm for part in self.states[MODEL].model]
+
+    @property
+    def _pipeline(self) -> dist.ProcessGroup | None:
+        return self.states[MODEL].model[0].pipeline
+
+    @property
+    def _trained(self) -> set[str]:
+        """The names of what trains."""
+        return {name for lm in self._lms for name in trained_names(lm)}
 
     def _step_to_load(self, step: int) -> int:
         if step != -1 and not (self.config.restarted and has_gone_on_from(self.path, step)):
@@ -254,7 +268,8 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         """
         checkpoint = Path(checkpoint_id)
         if from_hf:
-            load_weights(self._lm, checkpoint, seed=torch.initial_seed())
+            for lm in self._lms:
+                load_weights(lm, checkpoint, seed=torch.initial_seed())
             return
         own = checkpoint.parent == self.path
         if own and self.config.save_adapters_only:
@@ -275,7 +290,7 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
                 )
         with self._failures_as_one_line(f"{checkpoint} can't be loaded"):
             reader = CheckpointReader(checkpoint)
-            if adapted(self._lm):  # `check_saved` has refused a checkpoint that lacks more
+            if any(map(adapted, self._lms)):  # `check_saved` has refused a checkpoint that lacks more
                 state_dict = without_tensors(state_dict, but=reader.read_metadata().state_dict_metadata)
             dcp.load(state_dict, storage_reader=reader, planner=Planner())
         self.states[MODEL].load_state_dict(state_dict)

@@ -31,6 +31,7 @@ from titanplans.parallel.parallelize import dry_run
 from titanplans.plan.decoder import holds_fla
 from titanplans.plan.degrees import Degrees
 from titanplans.split.experts.loads import mixtures
+from titanplans.split.stages.schedules import check_schedule
 from titanplans.text import show
 from titanplans.torchrun import restarted
 from titanplans.training.checkpoint.card import damage
@@ -49,6 +50,7 @@ from titanplans.training.checkpoint.match import (
 from titanplans.training.data import ChatFormat, check_dataset, check_tokenizer, read_place
 from titanplans.training.job import resolve
 from titanplans.training.job.outputs import check_outputs
+from titanplans.training.pipeline.model_stages import stages_of
 from titanplans.training.trainer import documents
 from titanplans.training.trainer.memory import check_memory
 from titanplans.user_code import import_module
@@ -95,6 +97,7 @@ def check_job(job: JobConfig, world_size: int) -> None:
         )
     documents.check_documents(job, config)
     check_positions(job, model)
+    check_pipeline(job, model)
     check_parallelism(job, model)
     if job.loss.fused:
         FusedLoss(model)
@@ -203,6 +206,17 @@ def check_parallelism(job: JobConfig, model: nn.Module) -> None:
             "accelerators only: on this CPU "
             + ('set it to "float32"' if key == "mixed_precision_param" else "leave it out")
         )
+
+
+def check_pipeline(job: JobConfig, model: PreTrainedModel) -> None:
+    """Refuse stages that the layers, the processes or the schedule do not allow, or a model that can't be cut."""
+    p, batch = job.parallelism, job.training.local_batch_size
+    if (ranks := p.pipeline_parallel_degree) == 1:
+        return
+    with rename_option_errors():
+        stages = stages_of(model, p, ranks, job.training.seq_len)
+        microbatches = batch // p.pipeline_parallel_microbatch_size
+        check_schedule(p.pipeline_parallel_schedule, ranks, len(stages), microbatches)
 
 
 def check_experts(job: JobConfig, model: PreTrainedModel) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from titanplans.config import ConfigError, JobConfig
+from titanplans.parallel.pipeline.picture import FILE as PICTURE
+from titanplans.parallel.pipeline.picture import MEASURED_FILE as MEASURED_PICTURE
 from titanplans.text import show
 from titanplans.training.job.lock import LOCK
 from titanplans.training.job.resolve import trace_buf_size
@@ -31,7 +33,9 @@ def outputs(job: JobConfig) -> Iterator[Output]:
     """Yield what `job` writes. Every path but dump_folder itself is relative to dump_folder."""
     dump = Path(job.job.dump_folder)
     yield Output("job.dump_folder", dump, False)
-    for name in (FILE, LOCK, *([FILE_NAME] if job.metrics.enable_jsonl else [])):
+    names = [FILE, LOCK, *([FILE_NAME] if job.metrics.enable_jsonl else [])]
+    names += [PICTURE, MEASURED_PICTURE] if job.parallelism.pipeline_parallel_degree > 1 else []
+    for name in names:
         yield Output("job.dump_folder", dump / name, True)
     if job.job.save_config_file is not None:
         yield Output("job.save_config_file", dump / job.job.save_config_file, True)

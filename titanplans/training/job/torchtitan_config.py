@@ -58,7 +58,9 @@ def trainer_config(job: JobConfig, world_size: int | None = None) -> Trainer.Con
         skip_nan_inf=job.training.skip_nan_inf,
         skip_nan_inf_limit=job.training.skip_nan_inf_limit,
         load_balance_coeff=job.optimizer.load_balance_coeff,
-        model_spec=model_spec(config, name=name, flavor=flavor, strategy=spread, documents=apart),
+        model_spec=model_spec(
+            config, name=name, flavor=flavor, strategy=spread, pipeline=job.parallelism, documents=apart
+        ),
         hf_assets_path=resolve.tokenizer_path(job),
         dump_folder=job.job.dump_folder,
         profiler=Profiler.Config(**vars(job.profiling)),
@@ -73,7 +75,7 @@ def trainer_config(job: JobConfig, world_size: int | None = None) -> Trainer.Con
         # torchtitan hands it to the loss, which is ours.
         compile=spread.compile,  # pyrefly: ignore[bad-argument-type]
         comm=CommConfig(**vars(job.comm) | {"trace_buf_size": resolve.trace_buf_size(job)}),
-        validator=_validator(job, apart=documents.are_apart(job, apart)),
+        validator=_validator(job, world_size, apart=documents.are_apart(job, apart)),
         debug=DebugConfig(
             **vars(job.debug), print_config=job.job.print_config, save_config_file=job.job.save_config_file
         ),
@@ -153,6 +155,10 @@ def _parallelism(job: JobConfig) -> ParallelismConfig:
         # the job's value reaches the plan through the model spec.
         enable_sequence_parallel=p.enable_sequence_parallel and divisible,
         pipeline_parallel_degree=p.pipeline_parallel_degree,
+        pipeline_parallel_microbatch_size=p.pipeline_parallel_microbatch_size,
+        # Not the job's, which reaches the stages through the model spec: with this one torchtitan takes rank 0 to know the
+        # loss, as here each rank does.
+        pipeline_parallel_schedule="ZBVZeroBubble",
         context_parallel_degree=p.context_parallel_degree,
         expert_parallel_degree=p.expert_parallel_degree,
         # The other backends want modules that declare their sharding in torchtitan's own way.
@@ -180,14 +186,17 @@ def _checkpoint(job: JobConfig) -> CheckpointManager.Config:
     )
 
 
-def _validator(job: JobConfig, *, apart: bool) -> Validator.Config:
+def _validator(job: JobConfig, world_size: int, *, apart: bool) -> Validator.Config:
     v, data = job.validation, resolve.validation_data(job)
+    loader = _dataloader(job, data, v.dataloader, apart=apart, infinite=False)
     return Validator.Config(
         enable=v.enable,
         freq=v.freq,
         steps=v.steps,
-        # torchtitan makes it endless where `steps` are counted.
-        dataloader=_dataloader(job, data, v.dataloader, apart=apart, infinite=False),
+        # torchtitan makes it endless where `steps` are counted. A pipeline reads it by micro batches.
+        dataloader=replace(
+            loader, global_batch_size=data.local_batch_size * resolve.data_parallel_degree(job, world_size)
+        ),
         own_batch_size=data.local_batch_size,
         own_seq_len=data.seq_len,
         unshard=v.unshard,

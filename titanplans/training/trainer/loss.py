@@ -72,7 +72,7 @@ class CrossEntropyLoss(titan.BaseLoss):
                 loss = loss + added * ((labels != IGNORED).sum() / global_valid_tokens)
         return loss, {}
 
-    def fuse(self, model: torch.nn.Module) -> FusedLoss | None:
+    def fuse(self, model: torch.nn.Module, *, splits_backward: bool = False) -> FusedLoss | None:
         """Return what computes the loss in the head of `model`; None where the job leaves it open, and it can't be.
 
         Raises:
@@ -83,6 +83,10 @@ class CrossEntropyLoss(titan.BaseLoss):
         compiled = self._compile if self._is_compiled(self._compile) else None
         compute = entropy_and_gradient if compiled is None else compile_loss(entropy_and_gradient, compiled)
         try:
+            if splits_backward:
+                raise NotFused(
+                    "the pipeline's schedule runs its backward twice, and its gradients are kept for one"
+                )
             return FusedLoss(model, chunk_tokens=self.config.chunk_tokens, compute=compute)
         except NotFused as error:
             self.on_fusion_failed(error)

@@ -117,7 +117,9 @@ def _logits(job: JobConfig, model: PreTrainedModel) -> Part:
     own = p.context_parallel_degree  # tokens are cut
     size = 2 if "bfloat16" in (t.mixed_precision_param, t.dtype) else 4
     section, data = max(_data(job), key=lambda item: item[1].local_batch_size * item[1].seq_len)
-    tokens = data.local_batch_size * -(data.seq_len // -own)
+    piped = p.pipeline_parallel_degree > 1  # whose last stage has the logits of one micro batch
+    rows = p.pipeline_parallel_microbatch_size if piped else data.local_batch_size
+    tokens = rows * -(data.seq_len // -own)
     if fused and tokens > most:
         keys, what = f"loss.chunk_tokens = {most}", "the logits of a chunk"
         return Part(most * vocab_size * size // split, keys, f"{what} over {vocab_size:,} tokens", "lower it")

@@ -6,12 +6,13 @@ state dicts and parallelisms are the wrapped model's. Models are built in `titan
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.protocols import BaseModel
 from torchtitan.protocols.model_spec import ModelSpec
@@ -21,12 +22,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from titanplans import modeling
 from titanplans.apply.prepare import prepare
 from titanplans.config import DDPConfig, FSDP2Config, LoRA, rename_option_errors
+from titanplans.config.sections.parallelism import PipelineParallel
 from titanplans.errors import ModelError
 from titanplans.loss import DeferredLogits, FusedLoss, NotFused, Objective, added_loss
 from titanplans.parallel import parallelize
 from titanplans.parallel.parallelize import apply_data_parallelism
 from titanplans.parallel.record import record_of
 from titanplans.split.collectives import Group, group_of
+from titanplans.training.pipeline.pipeline import Pipeline, build_pipeline
 from titanplans.training.trainer import documents
 from titanplans.training.trainer.loss import CrossEntropyLoss
 
@@ -76,10 +79,12 @@ class LanguageModel(BaseModel):
     """The job's, with the terms that are added in training to the cross entropy of a token."""
     fused: FusedLoss | None = None
     """What computes the loss in the head, chunk by chunk; None: the forward gives logits."""
-    labels: torch.Tensor | None = None
-    """Of the next forward, for the fused loss: the trainer's and the validator's say them. Of others there are none."""
+    pipeline: dist.ProcessGroup | None = None
+    """The ranks that have the other stages, where this is one; None: it is whole."""
     data: Group | None = None
     """The ranks of data parallelism; None: there is one."""
+    inferred: Callable[[], None] = staticmethod(lambda: None)
+    """Called after a forward in which a pipeline's stage has learnt the shapes that it receives, and nothing else."""
     finish: Callable[[], None] | None = None
     """Called once the weights have values: applies DDP."""
 
@@ -92,17 +97,31 @@ class LanguageModel(BaseModel):
         for table in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
             self.__dict__[table] = lm.__dict__[table]
 
-    def take_loss(self, loss: CrossEntropyLoss, batch: DeviceMesh | None) -> None:
+    def take_loss(
+        self, loss: CrossEntropyLoss, batch: DeviceMesh | None, *, splits_backward: bool = False
+    ) -> None:
         """Compute `loss` in the head where that can be, and add the router balance loss of the ranks of `batch`.
+
+        `splits_backward`: a schedule computes gradients of weights after those of inputs, and runs a loss's backward twice.
 
         Raises:
             NotFused: the job asks for a loss in the head, and it can't be computed there.
         """
-        self.loss, self.fused = loss, loss.fuse(self.lm)
+        stage = record_of(self.lm).stage
+        if stage is not None and stage.gives:
+            return  # it makes no logits
+        self.loss, self.fused = loss, loss.fuse(self.lm, splits_backward=splits_backward)
         self.data = None if batch is None else group_of(batch)
         loss.added = lambda: self.added
 
-    def forward(self, tokens_BL: torch.Tensor, *, positions: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        tokens_BL: torch.Tensor,
+        *,
+        positions: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        received: Sequence[torch.Tensor] = (),
+    ) -> Any:
         """Logits `[B, L, V]` of token ids `[B, L]`; under loss parallel a DTensor, `Shard(2)` on "tp".
 
         `positions`, which count from the beginning of each document packed into a sequence, are dropped unless the model is
@@ -110,15 +129,18 @@ class LanguageModel(BaseModel):
         is its place in the sequence. By `cu_seqlens` the logits are `[1, B * L, V]`, in the same order.
 
         Where the loss is fused and the labels are known, what stands in for the logits, which nothing but the loss reads.
+
+        A stage of a pipeline takes what it has `received`, too; before the last one it returns what the next one takes.
         """
         inputs: dict[str, torch.Tensor] = {"input_ids": tokens_BL}
         if self._documents is not None:
             assert positions is not None
             inputs = documents.inputs(tokens_BL, positions, self._documents)
-        labels, self.labels = self.labels, None
-        output = self._fused(inputs, labels) if self.fused is not None and labels is not None else None
-        if output is None:
-            output = self.lm(**inputs, use_cache=False)
+        stage = record_of(self.lm).stage
+        forward = partial(self._output, inputs, labels)
+        output = forward() if stage is None else stage.run(received, forward)
+        if isinstance(output, tuple):
+            return output
         self.added = added_loss(self.lm, output, self.data if self.training else None)
         if self.added is None and getattr(self.lm.config, "output_router_logits", False):
             raise ModelError(
@@ -126,6 +148,10 @@ class LanguageModel(BaseModel):
                 "remove output_router_logits"
             )
         return output.logits
+
+    def _output(self, inputs: dict[str, torch.Tensor], labels: torch.Tensor | None) -> Any:
+        output = None if self.fused is None or labels is None else self._fused(inputs, labels)
+        return self.lm(**inputs, use_cache=False) if output is None else output
 
     def _fused(self, inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> Any:
         """Return the output of a forward whose head computes the loss; None if the model won't have it, now and later."""
@@ -190,6 +216,7 @@ def model_spec(
     name: str,
     flavor: str,
     strategy: FSDP2Config | DDPConfig,
+    pipeline: PipelineParallel = PipelineParallel(),  # noqa: B008  frozen
     documents: str | None = None,
 ) -> ModelSpec:
     """Return the model spec for torchtitan's trainer.
@@ -199,6 +226,7 @@ def model_spec(
         name, flavor: for the log.
         documents: see `LanguageModel.Config`.
         strategy: how the model is parallelised. torchtitan's own configs, which the trainer passes too, are not read.
+        pipeline: how stages are made and run.
     """
 
     def parallelize_language_model(
@@ -213,6 +241,31 @@ def model_spec(
             model.finish = partial(apply_data_parallelism, model.lm, parallel_dims, strategy)
         return model
 
+    def pipeline_language_model(
+        model: LanguageModel,
+        *,
+        parallel_dims: Any,
+        training: Any,
+        device: Any,
+        loss_fn: Any,
+        dump_folder: str,
+        **_: Any,
+    ) -> tuple[Pipeline, list[LanguageModel], bool, bool]:
+        assert isinstance(strategy, FSDP2Config)  # DDP has been refused
+        with rename_option_errors():
+            made = build_pipeline(
+                model,
+                pipeline,
+                strategy,
+                parallel_dims=parallel_dims,
+                seq_len=training.seq_len,
+                device=device,
+                loss=loss_fn,
+                dump_folder=dump_folder,
+            )
+        # Each process is given the tokens, and the loss.
+        return made, made.parts, True, True
+
     return ModelSpec(
         name=name,
         flavor=flavor,
@@ -220,7 +273,7 @@ def model_spec(
             hf_config=config, documents=documents, lora=strategy.lora, freeze=strategy.freeze
         ),
         parallelize_fn=parallelize_language_model,
-        pipelining_fn=None,
+        pipelining_fn=pipeline_language_model,
         post_optimizer_build_fn=None,
         state_dict_adapter=None,
     )

@@ -29,11 +29,12 @@ class Optimizers(OptimizersContainer):
         """The step may be given a learning rate that is a tensor."""
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]):
-        (model,) = model_parts
         settings = {"capturable": True} if config.capturable else {}
-        lm: Any = model.lm
         self.model_parts = model_parts
-        self.optimizers = build_optimizers(lm, config.options, **settings)
+        parts: list[Any] = model_parts
+        self.optimizers = [
+            optimizer for part in parts for optimizer in build_optimizers(part.lm, config.options, **settings)
+        ]
         if config.implementation == "fused_opt_states_bf16":
             self._register_bf16_optimizer_state_hook()
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]

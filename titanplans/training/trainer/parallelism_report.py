@@ -1,6 +1,7 @@
 """Write and log a job's parallelism report: the applied parallelism at the start, the measured one after a step.
 
-Rank 0 writes it to `parallelism.json` in the job's dump folder. `titanplans.parallel.report` says what it contains.
+Rank 0 writes it to `parallelism.json` in the job's dump folder. `titanplans.parallel.report` says what it contains;
+`titanplans.training.pipeline.report` describes the pipeline in it, and draws the pictures that lie next to it.
 """
 
 import json
@@ -9,16 +10,19 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from titanplans.config import rename_option_errors
 from titanplans.disk import naming
-from titanplans.observe.summary import after_step, at_start
+from titanplans.observe.summary import after_step, at_start, pipeline_after_step
 from titanplans.parallel import DDPConfig, FSDP2Config
 from titanplans.parallel.report import ParallelismReport
+
+if TYPE_CHECKING:  # it imports torchtitan, which looks for the device
+    from titanplans.training.pipeline.report import PipelineReport
 
 FILE = "parallelism.json"
 
@@ -35,6 +39,7 @@ class JobReport:
         dump_folder: the job's.
         micro_batches: the number in a step.
         measure: whether to measure a step.
+        pipeline: the part on the pipeline, if `model` is a stage of one.
 
     Attributes:
         steps_to_measure: how many are still to be measured.
@@ -51,20 +56,27 @@ class JobReport:
         dump_folder: str,
         micro_batches: int,
         measure: bool,
+        pipeline: "PipelineReport | None" = None,
     ):
         with rename_option_errors():
             self.report = ParallelismReport(model, mesh, config)
+        if pipeline is not None:
+            self.report.values["pipeline"] = pipeline.values
+        self._pipeline = pipeline
         self.report.values["micro_batches"] = micro_batches
         self.file = Path(dump_folder) / FILE
-        # After the first step DDP's reducer sorts its buckets anew, by the order in which gradients came.
-        self.steps_to_measure = (2 if isinstance(config, DDPConfig) else 1) if measure else 0
+        # After the first step DDP's reducer sorts its buckets anew, by the order in which gradients came. In the first step
+        # of a pipeline stages also learn the shapes that they receive, by a forward more; its third step is timed.
+        steps = 3 if pipeline is not None else 2 if isinstance(config, DDPConfig) else 1
+        self.steps_to_measure = steps if measure else 0
         if not measure:
             self.report.not_measured("metrics.measure_first_step = false")
 
     def start(self) -> None:
         """Write and log the part that is known before the first step."""
         self._write()
-        for line in at_start(self.report.values):
+        drawn = [] if self._pipeline is None else self._pipeline.text()
+        for line in [*at_start(self.report.values), *drawn]:
             _log.info(line)
 
     @contextmanager
@@ -80,6 +92,25 @@ class JobReport:
             ConfigError: a block that was to be compiled ran eagerly.
         """
         self.steps_to_measure -= 1
+        if self._pipeline is not None and not self.steps_to_measure:
+            # Without the recorder, which makes operators slower.
+            with self._pipeline.measuring(step):
+                yield
+            lines = pipeline_after_step(self.report.values)
+        else:
+            graphs = self.report.values["graphs"]
+            with self._recording(step, schedulers):
+                yield
+            if self._pipeline is not None and graphs is not None:
+                self.report.values["graphs"] = graphs  # of the first step: later ones compile nothing
+            last = self.steps_to_measure == (0 if self._pipeline is None else 1)
+            lines = after_step(self.report.values) if last else []
+        self._write()
+        for line in lines:
+            _log.info(line)
+
+    @contextmanager
+    def _recording(self, step: int, schedulers: Any) -> Iterator[None]:
         own = schedulers.step
         with rename_option_errors(), self.report.measuring(step) as record:
             schedulers.step = lambda: (own(), record.log_begins())
@@ -87,10 +118,6 @@ class JobReport:
                 yield
             finally:
                 del schedulers.step
-        self._write()
-        if not self.steps_to_measure:
-            for line in after_step(self.report.values):
-                _log.info(line)
 
     def _write(self) -> None:
         if dist.get_rank() != 0:
@@ -101,3 +128,5 @@ class JobReport:
         with naming(part):
             part.write_text(json.dumps(self.report.values, indent=1) + "\n")
         os.replace(part, self.file)
+        if self._pipeline is not None:
+            self._pipeline.draw()

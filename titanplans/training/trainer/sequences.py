@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 
@@ -21,6 +22,15 @@ class WholeSequences(ParallelDims):
     def cp_enabled(self) -> bool:
         """False: asked where ids and labels are cut."""
         return False
+
+    def get_optional_mesh(self, dims: str | list[str], **options: Any) -> DeviceMesh | None:
+        """torchtitan's; None for "pp", by which it would give stages other seeds, and clip."""
+        return None if dims == "pp" else super().get_optional_mesh(dims, **options)
+
+    def get_mesh(self, dims: str | list[str]) -> DeviceMesh:
+        """torchtitan's, "pp" included."""
+        mesh = super().get_optional_mesh(dims)
+        return super().get_mesh(dims) if mesh is None else mesh
 
     @property
     def dp_cp_enabled(self) -> bool:

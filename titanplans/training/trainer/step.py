@@ -32,12 +32,13 @@ class Skipped:
     def __init__(self) -> None:
         self.steps = self.in_a_row = 0
 
-    def clip(self, parameters: list[torch.Tensor], max_norm: float, step: int) -> torch.Tensor:
-        """Clip as `clip_gradients` does; where the norm is not finite on any rank, drop every gradient.
+    def clip(self, parameters: list[torch.Tensor], max_norm: float, step: int, **stages: Any) -> torch.Tensor:
+        """Clip as `clip_gradients` does, `stages` being its arguments for a pipeline.
 
+        Where the norm is not finite on any rank, drop every gradient.
         An optimizer passes over parameters without a gradient: weights and moments stay as they are.
         """
-        norm = clip_gradients(parameters, max_norm)
+        norm = clip_gradients(parameters, max_norm, **stages)
         if not skip_nonfinite(norm):
             self.in_a_row = 0
         else:

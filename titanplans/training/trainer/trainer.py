@@ -27,6 +27,7 @@ from titanplans.parallel.fsdp import gradient_sync
 from titanplans.parallel.mesh.rendezvous import own_rendezvous
 from titanplans.parallel.optimizers.load_balance import LoadBalancer
 from titanplans.training.launch.ending import Ending
+from titanplans.training.pipeline.pipeline import Pipeline
 from titanplans.training.trainer.metrics import MetricsProcessor
 from titanplans.training.trainer.model import LanguageModel
 from titanplans.training.trainer.optimizer import prepare_optimizer
@@ -78,11 +79,22 @@ class Trainer(torchtitan.trainer.Trainer):
         self.skipped = Skipped()
         self.asked_to_end: Callable[[], bool] = lambda: False
         super().__init__(config)
-        (part,) = self.model_parts
+        self.pipeline: Pipeline | None = getattr(self, "pp_schedule", None)
         asks = config.checkpoint.save_on_signal  # pyrefly: ignore[missing-attribute]
-        lm: Any = part.lm
-        part.take_loss(self.loss_fn, self.parallel_dims.get_optional_mesh("batch"))  # pyrefly: ignore[not-callable]
-        self.balancer = LoadBalancer(lm, self.parallel_dims, config.load_balance_coeff)
+        parts: Any = self.model_parts
+        for part in parts:
+            part.take_loss(
+                self.loss_fn,
+                self.parallel_dims.get_optional_mesh("batch"),
+                splits_backward=self.pipeline is not None and self.pipeline.splits_backward,
+            )
+        lms = [part.lm for part in parts]
+        stages = None if self.pipeline is None else self.pipeline.group
+        self.balancer = LoadBalancer(
+            torch.nn.ModuleList(lms), self.parallel_dims, config.load_balance_coeff, stages
+        )
+        for part in parts:
+            part.inferred = self.balancer.loads.forget
         self._ending = Ending(lambda: self.asked_to_end()) if asks else None
         self.finite = FiniteSoFar(self.model_parts, self.device)
         self.checkpointer.finite = self.finite.everywhere  # pyrefly: ignore[missing-attribute]
@@ -96,12 +108,14 @@ class Trainer(torchtitan.trainer.Trainer):
             for optimizer in self.optimizers:
                 prepare_optimizer(optimizer, config.strategy.compile)
         self.report = JobReport(
-            lm,
+            lms[0],
             self.parallel_dims,
             config.strategy,
             config.dump_folder,
             self.gradient_accumulation_steps,
             config.metrics.measure_first_step,  # pyrefly: ignore[missing-attribute]
+            self.pipeline
+            and self.pipeline.report(self.num_pipeline_parallel_microbatches, config.dump_folder),
         )
 
     def init_distributed(self) -> ParallelDims:
@@ -173,7 +187,8 @@ class Trainer(torchtitan.trainer.Trainer):
         self.step -= 1  # the last complete step
         try:
             with self._saved_before_a_data_error():
-                batches = [next(data_iterator) for _ in range(self.gradient_accumulation_steps)]
+                number = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
+                batches = [next(data_iterator) for _ in range(number)]
         except DataloaderExhaustedError:
             logger.info(
                 f"the data were read to their end, after step {self.step} of at most {self.config.training.steps}"
@@ -218,8 +233,14 @@ class Trainer(torchtitan.trainer.Trainer):
         norms = []
 
         def clip(parameters: list[torch.Tensor], most: float) -> torch.Tensor:
+            stages: dict[str, Any] = {}
+            if (pipeline := self.pipeline) is not None:
+                pipeline.share_gradients()
+                stages = {"pp_group": pipeline.group, "counted": pipeline.counted(parameters)}
             norms.append(
-                self.skipped.clip(parameters, most, self.step) if skips else clip_gradients(parameters, most)
+                self.skipped.clip(parameters, most, self.step, **stages)
+                if skips
+                else clip_gradients(parameters, most, **stages)
             )
             self.balancer.after_backward(skipped=bool(self.skipped.in_a_row))  # before the step is logged
             if self.skipped.in_a_row >= self.config.skip_nan_inf_limit:
@@ -269,13 +290,13 @@ class Trainer(torchtitan.trainer.Trainer):
     def post_dataloading_process(self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor) -> Any:
         """torchtitan's, which also gives the model the labels of its next forward."""
         inputs, labels, extra = super().post_dataloading_process(input_dict, labels)
-        part: Any = self.model_parts[0]
-        part.labels = labels
-        return inputs, labels, extra
+        return inputs, labels, extra | {"labels": labels}
 
     def _accumulating(self, *, last: bool) -> AbstractContextManager[None]:
         lm: Any = self.model_parts[0].lm
         strategy = self.config.strategy
+        if self.pipeline is not None:  # torch's stages see to it
+            return contextlib.nullcontext()
         if isinstance(strategy, DDPConfig):
             return ddp.accumulate(lm, last=last, defer=strategy.defer_grad_sync)
         return gradient_sync.accumulate(

@@ -1,6 +1,6 @@
 """torchtitan's `Validator` with this project's differences."""
 
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,9 +41,11 @@ class Validator(torchtitan.components.validate.Validator):
 
     def validate(self, model_parts: list[torch.nn.Module], step: int) -> None:
         """Log the loss over `steps` batches of the validation data, in nats per token."""
-        lm: Any = model_parts[0].lm
-        whole = gradient_sync.unsharded(lm) if self.config.unshard else nullcontext()
-        with self.metrics_processor.paused(), whole:
+        with ExitStack() as stack:
+            stack.enter_context(self.metrics_processor.paused())
+            parts: list[Any] = model_parts if self.config.unshard else []
+            for part in parts:
+                stack.enter_context(gradient_sync.unsharded(part.lm))
             super().validate(model_parts, step)
         self._validated = step
 
@@ -52,6 +54,4 @@ class Validator(torchtitan.components.validate.Validator):
     ) -> Any:
         """torchtitan's, which also tells the model the labels of the forward that comes."""
         inputs, labels, extra = super().post_dataloading_process(input_dict, labels, model_parts)
-        part: Any = model_parts[0]
-        part.labels = labels
-        return inputs, labels, extra
+        return inputs, labels, extra | {"labels": labels}

@@ -4,24 +4,22 @@ A parameter that several stages hold, such as that of a tied embedding, gets the
 """
 
 import copy
-from itertools import pairwise
 
 import pytest
 import torch
 import zoo
 
 from titanplans import find_decoder
+from titanplans.errors import ParallelError
 from titanplans.kernels import for_meta
 from titanplans.loss import cross_entropy
-from titanplans.parallel.pipeline.stage import PassedBlock, PassedModule, Stage
-from titanplans.parallel.pipeline.trace import trace
 from titanplans.proof.compare.forward import widened
+from titanplans.split.stages.stage import PassedBlock, PassedModule
+from titanplans.split.stages.stages import Stages
+from titanplans.split.stages.trace import trace
 
 OWN = {
     "nsa": dict(num_hidden_layers=2),  # its tiny config has one block
-    "qwen2_moe": dict(
-        output_router_logits=False
-    ),  # of the blocks of a stage that has none there is no balance
 }
 READS_VALUES = ("moba", "mom", "cat")
 """Their code makes Python numbers of tensors, of which there are none on meta."""
@@ -30,6 +28,8 @@ NAMES = [name for name in (*zoo.ARCHITECTURES, *zoo.FAMILIES) if name != "tiny"]
 
 def build(name, **fields):
     model = zoo.build(name, **OWN.get(name, {}) | fields).train()
+    if hasattr(model.config, "output_router_logits"):
+        model.config.output_router_logits = False  # refused below
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the others multiply no float64
     return model
@@ -39,7 +39,7 @@ def step(stages, inputs):
     """The logits, after a backward through all stages."""
     crossing = ()
     for stage in stages:
-        crossing = stage(*crossing, **inputs, use_cache=False)
+        crossing = stage.run(crossing, lambda stage=stage: stage.model(**inputs, use_cache=False))
     labels = inputs["input_ids"]
     cross_entropy(crossing.logits, labels, labels.numel()).backward()
     return crossing.logits
@@ -52,7 +52,8 @@ def cut(model, bounds, inputs):
         traced, ids = traced.to("meta"), ids.to("meta")
     with for_meta():
         found = trace(traced, decoder, {"input_ids": ids})
-    return [Stage(copy.deepcopy(model), decoder, found, first, last) for first, last in pairwise(bounds)]
+    stages = Stages(model, found, bounds[:-1])
+    return [stages.cut(copy.deepcopy(model), at) for at in range(len(stages))]
 
 
 def check(model, stages, inputs):
@@ -92,9 +93,8 @@ def test_unequal_stages_hold_their_own_blocks_alone(name, takes):
     check(model, stages, inputs)
     assert [len(stage.takes) for stage in stages] == takes
     for stage, own in zip(stages, (1, 1, 3, 1), strict=True):
-        decoder = find_decoder(stage.model)
-        passed = [isinstance(block.module, PassedBlock) for block in decoder.blocks]
-        assert passed.count(False) == own
+        assert len(find_decoder(stage.model).blocks) == own
+        assert sum(isinstance(module, PassedBlock) for module in stage.model.modules()) == 6 - own
     first, *inner, last = (stage.model for stage in stages)
     decoder = find_decoder(model)
     assert isinstance(last.get_submodule(decoder.embedding), PassedModule)
@@ -102,3 +102,17 @@ def test_unequal_stages_hold_their_own_blocks_alone(name, takes):
     for stage in inner:
         held = {name for name, _ in stage.named_parameters()}
         assert all(any(name.startswith(f"{block}.") for block in decoder.names) for name in held), held
+
+
+@pytest.mark.parametrize(
+    ("balances", "starts", "reason"),
+    [
+        (False, (0, 2), "0, 2 of MixtralForCausalLM, which has 2: each stage has one block or more"),
+        (True, (0, 1), r"output_router_logits = True: .* set it to False"),
+    ],
+)
+def test_stages_without_a_block_and_the_balance_of_routers_are_refused(balances, starts, reason):
+    model, inputs = build("mixtral"), zoo.inputs("mixtral")
+    model.config.output_router_logits = balances
+    with pytest.raises(ParallelError, match=reason):
+        cut(model, (*starts, 2), inputs)

@@ -1,0 +1,116 @@
+"""Proofs of pipelines: right ones of several cuts and stages, and engines that cut, hand over or sum wrongly, which fail."""
+
+import pytest
+import zoo
+
+from titanplans import Degrees, PlanError, verify
+from titanplans.proof.compare import pipeline, scheduled
+from titanplans.split.stages.stage import Stage
+from titanplans.split.stages.trace import Trace
+
+FOUR = dict(num_hidden_layers=4)
+TIED = dict(tie_word_embeddings=True)
+
+
+def proved(name, *degrees, conditions="plain", **fields):
+    return verify(lambda: zoo.build(name, **fields), degrees=degrees, conditions=conditions)
+
+
+@pytest.mark.parametrize(
+    ("name", "degrees", "fields"),
+    [
+        ("gla", Degrees(tp=2, pp=4), FOUR),  # every block is a stage
+        ("rwkv7", Degrees(tp=2, cp=2, pp=2), FOUR),  # the first block's values go to all others
+        ("llama", Degrees(pp=3), TIED | FOUR),  # stages of one and two blocks
+        ("mixtral", Degrees(tp=2, ep=2, pp=2), dict(output_router_logits=False)),
+        ("yoco", Degrees(cp=2, pp=2), {}),
+        ("gemma3", Degrees(tp=2, pp=2), {}),  # the tower is on both stages
+    ],
+)
+def test_stages_train_as_the_whole_model_does(name, degrees, fields):
+    report = proved(name, degrees, conditions="each", **fields)
+    assert report.passed, report.table()
+    assert {case.options.degrees for case in report.cases} == {degrees}
+
+
+@pytest.mark.parametrize("name", [name for name in (*zoo.ARCHITECTURES, *zoo.FAMILIES) if name != "tiny"])
+def test_every_architecture_is_proved_in_two_stages(name):
+    """By two schedules, on two ranks of a layer."""
+    fields = {"nsa": dict(num_hidden_layers=2)}.get(name, {})  # its tiny config has one block
+
+    def build():
+        model = zoo.build(name, **fields)
+        if hasattr(model.config, "output_router_logits"):
+            model.config.output_router_logits = False  # refused
+        return model
+
+    report = verify(build, degrees=[Degrees(tp=2, pp=2)], conditions="each")
+    assert report.passed, report.table()
+
+
+def test_a_pipeline_alone_is_proved_in_every_pair_of_conditions():
+    report = proved("llama", Degrees(pp=2), conditions="pairs", **TIED)
+    assert report.passed, report.table()
+    scenarios = [case.scenario for case in report.cases]
+    assert {one.dtype for one in scenarios} == {"float64", "float32", "bfloat16"}
+    assert {one.fused for one in scenarios} == {True, False}  # by 1F1B, and by backwards in two parts
+    assert any(check.what == "tied" for case in report.cases for check in case.checks)
+
+
+def test_stages_are_proved_by_default_where_there_are_two_blocks():
+    report = verify(lambda: zoo.build("gla"), conditions="plain")
+    assert Degrees(tp=2, pp=2) in {case.options.degrees for case in report.cases}
+    assert {case["pp"] for case in report.to_dict()["cases"]} == {1, 2}
+    alone = verify(lambda: zoo.build("gla", num_hidden_layers=1), conditions="plain")
+    assert {case.options.degrees.pp for case in alone.cases} == {1}
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "said"),
+    [
+        ("gla", 3, "pp = 3: GLAForCausalLM has 2 blocks, and each stage needs one: 2 stages at most"),
+        ("mixtral", 2, "pp = 2: output_router_logits = True: the balance"),
+    ],
+)
+def test_stages_that_can_not_be_are_refused_by_name(name, pp, said):
+    fields = dict(output_router_logits=True) if name == "mixtral" else {}
+    with pytest.raises(PlanError, match=said):
+        proved(name, Degrees(tp=2, pp=pp), **fields)
+
+
+def wrongly(monkeypatch, owner, name, change):
+    monkeypatch.setattr(owner, name, change(getattr(owner, name)))
+
+
+WRONG = {
+    "a gradient of a tied weight that is not summed": (
+        "llama", pipeline, "share_gradients", lambda right: lambda *given: None, "gradients model.embed_tokens.weight",
+    ),
+    "a value beside the stream that is not sent": (
+        "rwkv7", Trace, "crossing", lambda right: lambda self, at: right(self, at)[-1:], "runs in",
+    ),
+    "a stage that goes on with something else": (
+        "gla", Stage, "run", lambda right: lambda self, received, forward: right(self, [0 * x for x in received], forward),
+        "loss",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_pipeline_is_found(name, monkeypatch):
+    model, owner, attribute, change, place = WRONG[name]
+    wrongly(monkeypatch, owner, attribute, change)
+    (case,) = proved(model, Degrees(pp=2), **(TIED if model == "llama" else FOUR)).cases
+    assert not case.passed
+    assert case.worst.startswith(place), case.worst
+
+
+@pytest.mark.parametrize("lost", ["a backward", "the gradient of a micro batch"])
+def test_a_schedule_that_loses_gradients_is_found(lost, monkeypatch):
+    if lost == "a backward":
+        wrongly(monkeypatch, scheduled, "in_one_order", lambda right: lambda orders: right(orders)[:-1])
+    else:
+        wrongly(monkeypatch, scheduled, "backward_of_weights", lambda right: lambda weights, left: None)
+    report = proved("llama", Degrees(pp=2), conditions="each", **FOUR)
+    assert not report.passed
+    assert any(case.worst.startswith("gradients") for case in report.cases)

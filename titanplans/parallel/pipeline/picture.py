@@ -1,0 +1,100 @@
+"""A pipeline's timeline as a picture: a row a stage, time to the right, and bubbles left white.
+
+    print(as_text(timeline(orders("1F1B", ranks=4, stages=4, microbatches=8)), "1F1B"))
+
+Timelines that were measured are drawn as those that were computed.
+"""
+
+from collections.abc import Iterator
+from xml.sax.saxutils import escape
+
+from titanplans.parallel.pipeline.timeline import Span, Timeline
+
+FILE, MEASURED_FILE = "pipeline.svg", "pipeline_measured.svg"
+"""In a job's dump folder: as the schedule's order has it, and as a step took it."""
+COLOURS = {
+    "forward": "#8ab4f8",
+    "backward": "#f4a261",
+    "backward_input": "#f4a261",
+    "backward_weight": "#fbd9b5",
+}
+LETTERS = {"forward": "F", "backward": "B", "backward_input": "B", "backward_weight": "W"}
+LEGEND = {"forward": "forward", "backward": "backward", "backward_weight": "gradients of weights"}
+WIDTH, LEFT, ROW, GAP, TOP = 1000, 110, 24, 8, 44
+"""Of the SVG: the page, its left margin, the height of a row, the gap between ranks, and the top margin."""
+STYLE = """text { font: 11px system-ui, sans-serif; fill: #1b1f24; text-anchor: middle }
+.left { text-anchor: start; font-size: 13px } rect { stroke: #ffffff }"""
+DIGIT = 7
+"""Width of a digit in the SVG."""
+
+
+def title_of(timeline: Timeline, name: str) -> str:
+    """Return the title: the schedule's name and the idle share."""
+    return f"{name}: {timeline.idle_share:.1%} idle"
+
+
+def as_svg(timeline: Timeline, name: str) -> str:
+    """Return the picture as SVG; `name` is that of the schedule."""
+    scale = (WIDTH - LEFT - GAP) / timeline.duration
+    parts, y = [], TOP
+    for rank, rows in enumerate(rows_of(timeline)):
+        for stage, spans in rows:
+            parts.append(f'<text class="left" x="{GAP}" y="{y + 16}">rank {rank}, stage {stage}</text>')
+            for action, start, end in spans:
+                x, width = LEFT + (start - timeline.start) * scale, (end - start) * scale
+                colour, number = COLOURS[action.kind], str(action.microbatch)
+                parts.append(
+                    f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW - 2}" fill="{colour}"/>'
+                )
+                if DIGIT * len(number) < width:
+                    parts.append(f'<text x="{x + width / 2:.1f}" y="{y + 15}">{number}</text>')
+            y += ROW
+        y += GAP
+    for number, (kind, words) in enumerate(LEGEND.items()):
+        x = LEFT + 130 * number
+        parts.append(f'<rect x="{x}" y="{y}" width="14" height="14" fill="{COLOURS[kind]}"/>')
+        parts.append(f'<text class="left" x="{x + 20}" y="{y + 12}">{words}</text>')
+    title = escape(title_of(timeline, name))
+    head = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + ROW}" role="img">',
+        f"<title>{title}</title>",
+        f"<style>{STYLE}</style>",
+        f'<rect width="{WIDTH}" height="{y + ROW}" fill="#ffffff"/>',
+        f'<text class="left" x="{GAP}" y="24" font-weight="600">{title}</text>',
+    ]
+    return "\n".join([*head, *parts, "</svg>", ""])
+
+
+def as_text(timeline: Timeline, name: str, width: int = 100) -> str:
+    """Return the picture as lines of at most `width` characters, with dots for bubbles.
+
+    F is a forward, B a backward, W its part for weights; the micro batch follows where it fits, and dashes fill the time.
+    """
+    rows = [
+        (f"rank {rank} stage {stage} ", spans)
+        for rank, of_rank in enumerate(rows_of(timeline))
+        for stage, spans in of_rank
+    ]
+    left = max(len(label) for label, _ in rows)
+    columns = width - left
+    # A whole number of columns for the shortest computation, where they all fit.
+    shortest = min(span.end - span.start for _, spans in rows for span in spans)
+    scale = max(1, int(columns * shortest / timeline.duration)) / shortest
+    scale = min(scale, columns / timeline.duration)
+    lines = [title_of(timeline, name)]
+    for label, spans in rows:
+        line = ["."] * round(timeline.duration * scale)
+        for action, start, end in spans:
+            first, last = (round((time - timeline.start) * scale) for time in (start, end))
+            letter, room = LETTERS[action.kind], last - first
+            numbered = f"{letter}{action.microbatch}"
+            line[first:last] = (numbered if len(numbered) <= room else letter).ljust(room, "-")[:room]
+        lines.append(label.ljust(left) + "".join(line))
+    return "\n".join(lines)
+
+
+def rows_of(timeline: Timeline) -> Iterator[list[tuple[int, list[Span]]]]:
+    """Yield the stages of each rank, in order, each with its computations."""
+    for spans in timeline.ranks:
+        stages = sorted({span.action.stage for span in spans})
+        yield [(stage, [span for span in spans if span.action.stage == stage]) for stage in stages]

@@ -1,0 +1,178 @@
+"""Schedules of pipeline parallelism: which rank has which stages, and in which order it computes.
+
+    orders("1F1B", ranks=2, stages=2, microbatches=4)[1]    # F0 B0 F1 B1 F2 B2 F3 B3 of stage 1
+
+The orders are torch's own (`torch.distributed.pipelining`). Nothing runs here.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from functools import cache
+from typing import Literal, NamedTuple
+
+from titanplans.errors import ParallelError, either, near_multiples
+from titanplans.text import counted, show
+from titanplans.torch_private.pipelining import rank_orders
+
+Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
+"""A backward is whole, or in two parts: the gradient of the stage's input, and later those of its weights."""
+
+
+class Action(NamedTuple):
+    """A computation of a stage for a micro batch."""
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+
+Order = tuple[Action | None, ...]
+"""The computations of a rank one after the other; None is an idle step that torch puts there."""
+
+
+class Schedule(NamedTuple):
+    """A rule by which the ranks of a pipeline compute."""
+
+    stages_per_rank: tuple[int, int | None]
+    """The least and the most stages of a rank; None: any number."""
+    placement: Literal["loop", "v"] = "loop"
+    """Rank r of n has stages r, n + r, ... (loop), or r and the one as far from the end (v)."""
+    splits_backward: bool = False
+    """Backwards are in two parts, and those of the weights fill idle steps."""
+
+    def allows(self, each: int) -> bool:
+        """Whether a rank may have `each` stages."""
+        least, most = self.stages_per_rank
+        return least <= each and (most is None or each <= most)
+
+
+SCHEDULES = {
+    "GPipe": Schedule((1, 1)),
+    "1F1B": Schedule((1, 1)),
+    "LoopedBFS": Schedule((2, None)),
+    "Interleaved1F1B": Schedule((2, None)),
+    "InterleavedZeroBubble": Schedule((2, None), splits_backward=True),
+    "ZBVZeroBubble": Schedule((2, 2), "v", splits_backward=True),
+    "DualPipeV": Schedule((2, 2), "v", splits_backward=True),
+}
+"""By torch's names."""
+
+
+def schedule_of(name: str) -> Schedule:
+    """Return the schedule called `name`.
+
+    Raises:
+        ParallelError: there is none.
+    """
+    if name not in SCHEDULES:
+        raise ParallelError(f"schedule = {show(name)}: no such schedule; there are {', '.join(SCHEDULES)}")
+    return SCHEDULES[name]
+
+
+def number_of_stages(schedule: str, ranks: int, blocks: int, layers_per_stage: int | None = None) -> int:
+    """Return into how many stages `blocks` are cut; without `layers_per_stage`, as many as the schedule needs.
+
+    Raises:
+        ParallelError: no such schedule.
+    """
+    least, _ = schedule_of(schedule).stages_per_rank
+    return least * ranks if layers_per_stage is None else math.ceil(blocks / layers_per_stage)
+
+
+def stages_of_ranks(schedule: str, ranks: int, stages: int) -> tuple[tuple[int, ...], ...]:
+    """Return the stages of each rank.
+
+    Raises:
+        ParallelError: no such schedule, or not for that many stages.
+    """
+    found = schedule_of(schedule)
+    if stages % ranks or not stages:
+        raise ParallelError(
+            f"{counted(stages, 'stage')} over {counted(ranks, 'rank')}: each rank has the same number of stages; "
+            f"{near_multiples(stages, ranks)} stages would work"
+        )
+    if not found.allows(each := stages // ranks):
+        least, most = found.stages_per_rank
+        others = [name for name, other in SCHEDULES.items() if other.allows(each)]
+        raise ParallelError(
+            f"{schedule} with {counted(each, 'stage')} a rank: it takes {least}{'' if most else ' or more'}; make "
+            f"{counted(least * ranks, 'stage')} for {counted(ranks, 'rank')}, or choose {either(others)}"
+        )
+    if found.placement == "v":
+        return tuple((rank, stages - 1 - rank) for rank in range(ranks))
+    return tuple(tuple(range(rank, stages, ranks)) for rank in range(ranks))
+
+
+def check_schedule(schedule: str, ranks: int, stages: int, microbatches: int) -> None:
+    """Refuse what the schedule can't run.
+
+    Raises:
+        ParallelError: no such schedule, or not for that many stages or micro batches.
+    """
+    stages_of_ranks(schedule, ranks, stages)
+    given = f"{schedule} with {microbatches} micro {'batch' if microbatches == 1 else 'batches'}"
+    least = {"1F1B": ranks, "DualPipeV": stages}.get(schedule, 1)
+    if microbatches < least:
+        each = {"1F1B": "for each rank", "DualPipeV": "for each stage"}.get(schedule, "at least")
+        instead = {"1F1B": ", or choose GPipe", "DualPipeV": ", or choose ZBVZeroBubble"}.get(schedule, "")
+        raise ParallelError(f"{given}: it needs one {each}; {least} or more would work{instead}")
+    rounds = max(1, microbatches // ranks)
+    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and microbatches % rounds:
+        raise ParallelError(
+            f"{given} over {counted(ranks, 'rank')}: it runs them in {rounds} equal rounds; "
+            f"{near_multiples(microbatches, ranks)} would work"
+        )
+
+
+@cache
+def orders(schedule: str, ranks: int, stages: int, microbatches: int) -> tuple[Order, ...]:
+    """Return the computations of each rank, in torch's order; a pair that DualPipeV overlaps is one after the other.
+
+    Raises:
+        ParallelError: as `check_schedule`.
+    """
+    check_schedule(schedule, ranks, stages, microbatches)
+    found = rank_orders(schedule, ranks, stages, microbatches)
+    return tuple(tuple(None if one is None else Action(*one) for one in order) for order in found)
+
+
+def needs(action: Action, stages: int) -> tuple[Action, ...]:
+    """Return what `action` waits for: forwards, and gradients of inputs as "backward_input" (see `made`)."""
+    stage, kind, microbatch = action
+    if kind == "backward_weight":
+        return (Action(stage, "backward_input", microbatch),)
+    if kind == "forward":
+        return (Action(stage - 1, "forward", microbatch),) if stage else ()
+    behind = (Action(stage + 1, "backward_input", microbatch),) if stage + 1 < stages else ()
+    return (Action(stage, "forward", microbatch), *behind)
+
+
+def made(action: Action) -> Action:
+    """Return what others wait for once `action` is done: a whole backward gives the gradient of the input, too."""
+    return action._replace(kind="backward_input") if action.kind == "backward" else action
+
+
+def in_one_order(orders: Sequence[Order]) -> tuple[Action, ...]:
+    """Return the actions of all ranks, each after those that it needs, and each rank's in its order.
+
+    Raises:
+        ParallelError: ranks wait for each other.
+    """
+    waiting = [deque(action for action in order if action is not None) for order in orders]
+    stages = 1 + max(action.stage for actions in waiting for action in actions)
+    done: set[Action] = set()
+    merged: list[Action] = []
+    while any(waiting):
+        before = len(merged)
+        for actions in waiting:
+            if actions and done.issuperset(needs(actions[0], stages)):
+                merged.append(actions.popleft())
+                done.add(made(merged[-1]))
+        if len(merged) == before:
+            action = next(actions[0] for actions in waiting if actions)
+            raise ParallelError(
+                f"these orders never end: the {action.kind} of micro batch {action.microbatch} in stage {action.stage} "
+                "waits for something that comes after it; take those of a schedule"
+            )
+    return tuple(merged)

@@ -1,0 +1,85 @@
+"""Pipelines: the order of computations that each of torch's schedules gives a rank."""
+
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+_KINDS = {
+    "FORWARD": "forward",
+    "FULL_BACKWARD": "backward",
+    "BACKWARD_INPUT": "backward_input",
+    "BACKWARD_WEIGHT": "backward_weight",
+}
+"""Our words for torch's computations."""
+
+
+def rank_orders(
+    schedule: str, ranks: int, stages: int, microbatches: int
+) -> list[list[tuple[int, Any, int] | None]]:
+    """Return stage, kind and micro batch of each computation of each rank, in order; None for a deliberate idle step.
+
+    No process group is needed: torch builds a schedule from the numbers of ranks and stages alone.
+    """
+    # Here, since it imports the compiler.
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+    cls: Any = get_schedule_class(schedule)
+    own = [
+        SimpleNamespace(stage_index=at, num_stages=stages, group_size=ranks, group_rank=0, submod=None)
+        for at in range(0, stages, ranks)
+    ]
+    built = cls(own[0] if issubclass(cls, PipelineScheduleSingle) else own, microbatches)
+    orders = [_computations(built.pipeline_order[rank]) for rank in range(ranks)]
+    if schedule == "1F1B":
+        # In torch 2.13 this order begins the last rank's forwards at micro batch 1; the ranks run them from 0.
+        for order in orders:
+            numbers = count()
+            order[:] = [
+                (one[0], one[1], next(numbers)) if one is not None and one[1] == "forward" else one
+                for one in order
+            ]
+    return orders
+
+
+def keep_forwards(schedule: Any) -> None:
+    """Let a schedule of several stages a rank run forwards alone; torch 2.13's `eval` runs the rest, too, and fails."""
+    forwards = ("FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
+    for rank, actions in schedule.pipeline_order_with_comms.items():
+        single = [part for action in actions for part in (action.sub_actions or (action,))]
+        schedule.pipeline_order_with_comms[rank] = [
+            action for action in single if action.computation_type.name in forwards
+        ]
+
+
+def backward_of_inputs(
+    outputs: list[torch.Tensor],
+    gradients: Any,
+    inputs: list[torch.Tensor],
+    weights: Any,
+) -> tuple[Any, Any]:
+    """Return the gradients of a stage's inputs, and what `backward_of_weights` needs; `gradients` None: of a loss."""
+    from torch.distributed.pipelining._backward import stage_backward_input
+
+    return stage_backward_input(outputs, gradients, inputs, iter(weights))
+
+
+def backward_of_weights(weights: Any, left: Any) -> None:
+    """Add the gradients of a stage's weights, with what `backward_of_inputs` has left."""
+    from torch.distributed.pipelining._backward import stage_backward_weight
+
+    stage_backward_weight(iter(weights), left)
+
+
+def _computations(actions: Any) -> list[tuple[int, Any, int] | None]:
+    found: list[tuple[int, Any, int] | None] = []
+    for action in actions:
+        if action is None:
+            found.append(None)
+        elif action.computation_type.name == "OVERLAP_F_B":
+            found += _computations(action.sub_actions)
+        elif action.computation_type.name != "REDUCE_GRAD":  # the sum over data-parallel ranks
+            kind = _KINDS[action.computation_type.name]
+            found.append((action.stage_index, kind, action.microbatch_index))
+    return found

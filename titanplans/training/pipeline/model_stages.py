@@ -1,0 +1,62 @@
+"""How a job's model is cut into stages; known before a process starts."""
+
+import copy
+from typing import Any
+
+import torch
+
+from titanplans.config.sections.parallelism import PipelineParallel
+from titanplans.errors import ParallelError
+from titanplans.kernels import for_meta
+from titanplans.modeling import flops_of_blocks
+from titanplans.parallel.pipeline.balance import Bounds, balance, bounds_of_names
+from titanplans.plan.decoder import find_decoder
+from titanplans.split.stages.schedules import schedule_of
+from titanplans.split.stages.stages import Stages
+from titanplans.split.stages.trace import Trace, trace
+from titanplans.text import class_name
+
+
+def stages_of(model: Any, options: PipelineParallel, ranks: int, seq_len: int) -> Stages:
+    """Return the stages of `model`, a whole one on meta.
+
+    Raises:
+        ParallelError: so many stages are not possible, or can't be told from a forward on meta.
+    """
+    bounds = bounds_of(model, options, ranks, seq_len)
+    return Stages(model, trace_on_meta(model, seq_len), [first for first, _ in bounds])
+
+
+def trace_on_meta(model: Any, seq_len: int) -> Trace:
+    """Return what the blocks of `model`, on meta, hand to each other.
+
+    Raises:
+        ParallelError: its code reads values, and there are none on meta.
+    """
+    ids, model = torch.zeros(1, seq_len, dtype=torch.int64, device="meta"), copy.deepcopy(model)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the others multiply no float32
+    try:
+        with for_meta():
+            return trace(model, find_decoder(model), {"input_ids": ids})
+    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+        raise ParallelError(
+            f"{class_name(model)} can't be cut into stages: a forward on meta, which tells what blocks hand to each other, "
+            f"ends with {type(error).__name__}: {str(error).splitlines()[0]}; set pipeline_parallel_degree = 1"
+        ) from error
+
+
+def bounds_of(model: Any, options: PipelineParallel, ranks: int, seq_len: int) -> Bounds:
+    """Return the blocks of each stage of `model`, which is on meta: as the job names them, or of even cost.
+
+    Raises:
+        ParallelError: it can't be cut so.
+    """
+    decoder = find_decoder(model)
+    if options.pipeline_parallel_split_points:
+        return bounds_of_names(decoder.names, options.pipeline_parallel_split_points)
+    stages = ranks * schedule_of(options.pipeline_parallel_schedule).stages_per_rank[0]
+    if (layers := options.pipeline_parallel_layers_per_stage) is not None:
+        stages = -(len(decoder.names) // -layers)
+    costs = flops_of_blocks(model, decoder, seq_len)
+    return balance(costs.blocks, costs.first, costs.last, stages)

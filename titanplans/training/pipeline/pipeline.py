@@ -1,0 +1,166 @@
+"""The stages of this process, and the schedule that runs them: torchtitan's `pipelining_fn`, and its steps."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
+from titanplans.config import FSDP2Config
+from titanplans.config.sections.parallelism import PipelineParallel
+from titanplans.parallel.parallelize import parallelize_stage
+from titanplans.split.stages.schedules import schedule_of, stages_of_ranks
+from titanplans.split.stages.shared import Holder, share_gradients
+from titanplans.torch_private.pipelining import keep_forwards
+from titanplans.training.pipeline.model_stages import stages_of
+from titanplans.training.pipeline.report import PipelineReport, describe
+from titanplans.training.pipeline.stage import ScheduledStage
+
+
+class Pipeline:
+    """The stages of this process, which torchtitan's trainer and validator run as they run a schedule of torch's.
+
+    Args:
+        stages: makes the stages of this process, each of whose parts is a `LanguageModel`, parallelised.
+        shared: as `Stages.shared`.
+        ranks: of each stage, in the group of the pipeline.
+        schedule: torch's name of it.
+        description: of all stages, as `describe` returns it.
+    """
+
+    def __init__(
+        self,
+        stages: Callable[[], Sequence[ScheduledStage]],
+        shared: Sequence[Mapping[int, str]],
+        ranks: Sequence[int],
+        schedule: str,
+        description: dict[str, Any],
+    ):
+        self._description = description
+        self._make, self._kind, self._ranks, self._shared = (
+            stages,
+            get_schedule_class(schedule),
+            ranks,
+            shared,
+        )
+        self.splits_backward = schedule_of(schedule).splits_backward
+        self._schedules: dict[tuple[bool, int], tuple[Any, Sequence[ScheduledStage]]] = {}
+        own = stages()
+        self.parts, self.group = [stage.part for stage in own], own[0].group
+        self._device = own[0].device
+        self._numbers = [stage.stage_index for stage in own]
+        copies = [holder.parameter for holders in self._holders() for holder in holders[1:]]
+        self._copies = {id(copy) for copy in copies if copy is not None}
+
+    def step(self, *, loss_kwargs: dict[str, Any], **microbatches: Any) -> None:
+        """Run forward and backward of all micro batches; `losses` gets their loss, on every rank."""
+        self._run(False, loss_kwargs["global_valid_tokens"], **microbatches)
+
+    def eval(self, **microbatches: Any) -> None:
+        """Run the forward of all micro batches; `losses` gets the sum of their loss over tokens, on every rank."""
+        self._run(True, None, **microbatches)
+
+    def _run(
+        self,
+        evaluates: bool,
+        valid_tokens: torch.Tensor | None,
+        *,
+        arg_mbs: Sequence[tuple[torch.Tensor]],
+        kwarg_mbs: Sequence[dict[str, torch.Tensor]],
+        target_mbs: Sequence[torch.Tensor],
+        losses: list[torch.Tensor],
+        **unused: Any,
+    ) -> None:
+        # torch 2.13's schedules take a batch, and cut it again; torchtitan 0.3 has lists for those of a later torch.
+        inputs = {name: torch.cat([one[name] for one in kwarg_mbs]) for name in kwarg_mbs[0]}
+        inputs["tokens"] = torch.cat([tokens for (tokens,) in arg_mbs])
+        schedule, stages = self._schedule(evaluates, len(arg_mbs))
+        for stage in stages:
+            stage.valid_tokens = valid_tokens
+        has_last = any(stage.is_last for stage in stages)
+        found: list[torch.Tensor] | None = [] if has_last else None
+        run = schedule.eval if evaluates else schedule.step
+        run(target=inputs["labels"] if has_last else None, losses=found, return_outputs=False, **inputs)
+        total = torch.zeros((), device=inputs["tokens"].device)
+        if found is not None:
+            total = torch.stack([loss.detach().float() for loss in found]).sum()
+        dist.all_reduce(total, group=self.group)  # the others have none
+        losses.append(total)
+
+    def _schedule(self, evaluates: bool, microbatches: int) -> tuple[Any, Sequence[ScheduledStage]]:
+        """Return a schedule, and its stages: torch's keep the shapes of what is sent, and validation has others."""
+        if (evaluates, microbatches) not in self._schedules:
+            stages, kind = self._make(), self._kind
+            schedule = kind(
+                list(stages) if issubclass(kind, PipelineScheduleMulti) else stages[0],
+                n_microbatches=microbatches,
+                loss_fn=lambda loss, _: loss.clone(),  # torch detaches in place what the last stage gives
+                scale_grads=False,
+            )
+            if evaluates and issubclass(kind, PipelineScheduleMulti):
+                keep_forwards(schedule)
+            self._schedules[evaluates, microbatches] = schedule, stages
+        return self._schedules[evaluates, microbatches]
+
+    def report(self, micro_batches: int, dump_folder: str) -> PipelineReport:
+        """Return the part of the parallelism report on this pipeline, which takes so many micro batches at once."""
+        return PipelineReport(self._description, self.training_stages, micro_batches, Path(dump_folder))
+
+    def training_stages(self) -> list[ScheduledStage]:
+        """Return the stages that train, which the first step makes."""
+        made = [stages for (evaluates, _), (_, stages) in self._schedules.items() if not evaluates]
+        return [stage for stages in made for stage in stages]
+
+    def share_gradients(self) -> None:
+        """Give what several stages hold the sum of their gradients."""
+        share_gradients(self._holders(), self._device, self.group)
+
+    def counted(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return those of `parameters` that count into a norm here: what several stages hold counts in the first."""
+        return [parameter for parameter in parameters if id(parameter) not in self._copies]
+
+    def _holders(self) -> list[list[Holder]]:
+        named = [dict(part.lm.named_parameters(remove_duplicate=False)) for part in self.parts]
+        own = dict(zip(self._numbers, named, strict=True))
+        return [
+            [Holder(self._ranks[at], own[at][name] if at in own else None) for at, name in holders.items()]
+            for holders in self._shared
+        ]
+
+
+def build_pipeline(
+    model: Any,
+    options: PipelineParallel,
+    strategy: FSDP2Config,
+    *,
+    parallel_dims: Any,
+    seq_len: int,
+    device: torch.device,
+    loss: Any,
+    dump_folder: str,
+) -> Pipeline:
+    """Return the stages that this process has of `model`, a whole `LanguageModel` on meta, and their schedule.
+
+    Raises:
+        ParallelError: so many stages are not possible, or can't be told from a forward on meta.
+        PlanError, OptionError: as `parallelize`.
+    """
+    mesh, schedule = parallel_dims.get_mesh("pp"), options.pipeline_parallel_schedule
+    stages = stages_of(model.lm, options, mesh.size(), seq_len)
+    by_rank = stages_of_ranks(schedule, mesh.size(), len(stages))
+    description = describe(model.lm, stages, schedule, mesh.size(), seq_len)
+    ranks = [stage["rank"] for stage in description["stages"]]
+    parts = {}
+    for number in by_rank[mesh.get_local_rank()]:
+        parts[number] = copy.deepcopy(model)
+        parts[number].pipeline = mesh.get_group()
+        parallelize_stage(parts[number].lm, stages, number, parallel_dims, strategy, dump_folder)
+
+    def make() -> list[ScheduledStage]:
+        group = mesh.get_group()
+        return [ScheduledStage(part, at, len(stages), device, group, loss) for at, part in parts.items()]
+
+    return Pipeline(make, stages.shared, ranks, schedule, description)

@@ -1,0 +1,110 @@
+"""A job's pipeline in its parallelism report: stages, the idle share computed and measured, and pictures of both.
+
+The computed timeline is that of the schedule's order with stages as long as their FLOPs; sending takes no time in it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from titanplans.disk import naming
+from titanplans.modeling import flops_of_blocks
+from titanplans.parallel.pipeline.picture import FILE, MEASURED_FILE, as_svg, as_text
+from titanplans.parallel.pipeline.timeline import UNITS, timeline
+from titanplans.plan.decoder import is_held
+from titanplans.split.stages.schedules import orders, stages_of_ranks
+from titanplans.split.stages.stages import Stages
+from titanplans.training.pipeline.measure import measure
+from titanplans.training.pipeline.stage import ScheduledStage
+
+_ROWS = 11
+"""The most stages whose picture is logged."""
+
+
+def describe(model: Any, stages: Stages, schedule: str, ranks: int, seq_len: int) -> dict[str, Any]:
+    """Return the report's part on the stages of `model`, a whole one on meta."""
+    by_rank, names = stages_of_ranks(schedule, ranks, len(stages)), stages.decoder.names
+    cost = flops_of_blocks(model, stages.decoder, seq_len)
+    rows = []
+    for at, passed in enumerate(stages.passed):
+        first, last = stages.bounds[at : at + 2]
+        ends = cost.first * (at == 0) + cost.last * (at == len(stages) - 1)
+        rows.append(
+            {
+                "rank": next(rank for rank, numbers in enumerate(by_rank) if at in numbers),
+                "blocks": [names[first], names[last - 1]],
+                "tensors_received": len(stages.trace.crossing(first)),
+                "parameters": _held(model, passed),
+                "shared_parameters": sorted(stages.whole_names(at).values()),
+                "flops_per_token": sum(cost.blocks[first:last]) + ends,
+            }
+        )
+    return {"schedule": schedule, "ranks": ranks, "stages": rows}
+
+
+def _held(model: nn.Module, passed: Sequence[str]) -> int:
+    named = model.named_parameters(remove_duplicate=False)
+    return sum({id(p): p.numel() for name, p in named if is_held(name, passed)}.values())
+
+
+class PipelineReport:
+    """Computes, measures and draws the pipeline of a job.
+
+    Args:
+        description: what `describe` returned.
+        stages: returns the stages of this process that train, once they have been made.
+        micro_batches: which a pipeline takes at once.
+        folder: of the pictures.
+
+    Attributes:
+        values: the part of the parallelism report.
+    """
+
+    def __init__(
+        self,
+        description: dict[str, Any],
+        stages: Callable[[], Sequence[ScheduledStage]],
+        micro_batches: int,
+        folder: Path,
+    ):
+        rows, schedule = description["stages"], description["schedule"]
+        self._stages, self._folder, self._name = stages, folder, f"{schedule}, {micro_batches} micro batches"
+        self._computed = timeline(
+            orders(schedule, description["ranks"], len(rows), micro_batches),
+            lambda kind, stage: UNITS[kind] * rows[stage]["flops_per_token"],
+        )
+        self._drawn = {FILE: (self._computed, self._name)}
+        self.values = description | {
+            "micro_batches": micro_batches,
+            "idle_share": self._computed.idle_share,
+            "measured": None,
+        }
+
+    def text(self) -> list[str]:
+        """Return the computed timeline as lines of text; its title alone where there are many stages."""
+        title, *rows = as_text(self._computed, self._name).splitlines()
+        if len(rows) > _ROWS:
+            return [f"{title}: {self._folder / FILE}"]
+        return [f"{title}, if stages take the time of their FLOPs and sending none", *rows]
+
+    def draw(self) -> None:
+        """Write the timelines that are known as pictures."""
+        for file, (drawn, name) in self._drawn.items():
+            with naming(self._folder / file):
+                (self._folder / file).write_text(as_svg(drawn, name))
+
+    @contextmanager
+    def measuring(self, step: int) -> Iterator[None]:
+        """Measure the training step that runs inside, whose `stages` have run before; every rank does so."""
+        with measure(self._stages()) as times:
+            yield
+        found = times.gather()
+        self.values["measured"] = {
+            "step": step,
+            "idle_share": found.idle_share,
+            "seconds": found.duration,
+        }
+        self._drawn[MEASURED_FILE] = found, f"{self._name}, measured in step {step}"
