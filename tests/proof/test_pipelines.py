@@ -87,7 +87,7 @@ WRONG = {
         "llama", pipeline, "share_gradients", lambda right: lambda *given: None, "gradients model.embed_tokens.weight",
     ),
     "a value beside the stream that is not sent": (
-        "rwkv7", Trace, "crossing", lambda right: lambda self, at: right(self, at)[-1:], "runs in",
+        "rwkv7", Trace, "crossing", lambda right: lambda self, at: right(self, at)[-1:], "loss",
     ),
     "a stage that goes on with something else": (
         "gla", Stage, "run", lambda right: lambda self, received, forward: right(self, [0 * x for x in received], forward),

@@ -30,7 +30,7 @@ from titanplans.split.cut import Cut
 from titanplans.split.experts.by_experts import CutByExperts
 from titanplans.split.guards.first_forward import check_first_forward
 from titanplans.split.guards.generation import let_generate
-from titanplans.split.guards.inputs import Forwards, begin_at_output, guard_forwards
+from titanplans.split.guards.inputs import Forwards, begin_at_output, end_at_output, guard_forwards
 from titanplans.split.guards.unsupported_methods import refuse_unsupported_methods
 from titanplans.split.local_code import set_attributes, set_functions
 from titanplans.split.meshes import CutMeshes, meshes_of
@@ -239,6 +239,9 @@ def split(checked: Checked, cut: Cut) -> AppliedPlan:
     for name in plan.begin_stream:
         if isinstance(module := model.get_submodule(name), Elsewhere):
             begin_at_output(module, cut.border)
+    for name in plan.end_stream:
+        if isinstance(module := model.get_submodule(name), Elsewhere):
+            end_at_output(module, cut.border)
     _guard(plan, cut.border)
     let_generate(model)
     refuse_unsupported_methods(model)

@@ -22,7 +22,7 @@ from titanplans.plan.checks.sizes import check_degree
 from titanplans.plan.checks.tied import check_tied, tied_parameters
 from titanplans.plan.checks.tokens import check_tokens
 from titanplans.plan.converted import Crossing
-from titanplans.plan.decoder import is_held
+from titanplans.plan.decoder import is_held, join
 from titanplans.plan.local_code import Functions
 from titanplans.plan.plan import TPPlan
 from titanplans.plan.resolve import ResolvedPlan, resolve
@@ -54,7 +54,11 @@ class Checked:
             self.plan.of_stage(passed),
             {key: crossing for key, crossing in self.crossings.items() if is_held(key, passed)},
             [names for names in held if len(names) > 1],
-            {name: values for name, values in self.attributes.items() if is_held(name, passed)},
+            {
+                name: {key: value for key, value in values.items() if is_held(join(name, key), passed)}
+                for name, values in self.attributes.items()
+                if is_held(name, passed)
+            },
             {name: functions for name, functions in self.functions.items() if is_held(name, passed)},
             None if self.in_mixers is None else self.in_mixers.of_stage(passed),
         )

@@ -14,6 +14,7 @@ from titanplans.plan.decoder import Decoder, find_decoder, is_held, join, name_h
 from titanplans.plan.layout import Layout
 from titanplans.plan.plan import Plan, TPPlan
 from titanplans.plan.styles.base import Style
+from titanplans.plan.styles.replicated import EndOfStream
 from titanplans.plan.styles.vocab import VocabEmbedding, VocabHead
 from titanplans.user_code import as_user_error
 
@@ -46,6 +47,8 @@ class ResolvedPlan:
     """The parts of the model; of a mixer without a usual name, the region that stands for it."""
     begin_stream: tuple[str, ...]
     """The embeddings whose output is laid out as the stream; a foreign style is taken to do it."""
+    end_stream: tuple[str, ...]
+    """The modules whose input is made whole, where the stream ends before the head."""
     begins_at: str | None
     """The block at whose entry the stream is sharded; None: at the embedding, or not at all."""
 
@@ -115,7 +118,8 @@ def resolve(source: TPPlan, model: nn.Module) -> ResolvedPlan:
     begins_at = None
     if source.options.cuts_stream and not begin:
         begins_at = (decoder if decoder.blocks else find_decoder(model)).blocks[0].name
-    return ResolvedPlan(source, model, styles, entries, decoder, begin, begins_at)
+    end = tuple(entry.path for entry in entries if isinstance(entry.style, EndOfStream))
+    return ResolvedPlan(source, model, styles, entries, decoder, begin, end, begins_at)
 
 
 def head_of(styles: Plan, modules: Container[str]) -> str | None:

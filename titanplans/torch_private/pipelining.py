@@ -66,10 +66,13 @@ def backward_of_inputs(
 
 
 def backward_of_weights(weights: Any, left: Any) -> None:
-    """Add the gradients of a stage's weights, with what `backward_of_inputs` has left."""
+    """Add the gradients of a stage's weights, with what `backward_of_inputs` has left.
+
+    The graph is kept until then: torch goes through it once for each group of weights, and frees what several share.
+    """
     from torch.distributed.pipelining._backward import stage_backward_weight
 
-    stage_backward_weight(iter(weights), left)
+    stage_backward_weight(iter(weights), left, retain_graph=True)
 
 
 def _computations(actions: Any) -> list[tuple[int, Any, int] | None]:

@@ -22,6 +22,8 @@ WITHOUT_STAGES = (
     "parallelism.fsdp_defer_grad_sync",
     "parallelism.fsdp_keep_gathered",
     "checkpoint.initial_adapter_path",
+    "training.enable_cpu_offload",
+    "validation.unshard",
 )
 """Options that a pipeline's stages do not honour: torch sums the gradients of all micro batches at once."""
 
@@ -129,6 +131,18 @@ def pipeline(job: Any) -> Refusals:
             "parallelism.pipeline_parallel_schedule",
             "it runs a backward in two parts, and torch gives what a recomputation has kept once; use Interleaved1F1B, or "
             'set activation_checkpoint.mode = "full"',
+        )
+    if schedule in SPLIT_BACKWARD and (job.lora.rank is not None or job.training.freeze):
+        yield (
+            "parallelism.pipeline_parallel_schedule",
+            "it computes gradients of weights apart, and torch gets some wrong where others do not train; use "
+            "Interleaved1F1B",
+        )
+    if schedule in SPLIT_BACKWARD and job.loss.fused:
+        yield (
+            "loss.fused",
+            f"the backward of {schedule} is in two parts, and gradients that the head has computed are kept for one; leave "
+            "it out, or use Interleaved1F1B",
         )
     if job.validation.enable and (rows := job.validation.local_batch_size or batch) % size:
         yield (

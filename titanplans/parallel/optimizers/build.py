@@ -72,11 +72,15 @@ def group_parameters(model: nn.Module, options: Optimizer) -> list[ParameterGrou
         )
         if at not in claimed and not elsewhere:
             raise ConfigError(f"{_where(at, group)}: {_unmatched(group, names, frozen)}")
-    groups = []
+    groups: list[ParameterGroup] = []
     for at in sorted(claimed):
         own = options.groups[at] if at < len(options.groups) else None
-        groups += _split(own, at, claimed[at], options)
-    if options.name == "Muon" and not any(group.optimizer == "Muon" for group in groups):
+        groups += _split(own, at, claimed[at], options, of_stage=record_of(model).stage is not None)
+    if (
+        options.name == "Muon"
+        and record_of(model).stage is None
+        and not any(group.optimizer == "Muon" for group in groups)
+    ):
         raise ConfigError(
             'optimizer.name = "Muon": no parameter that trains is a matrix of a hidden layer, so all would have AdamW: '
             'set optimizer.name = "AdamW"; or let a group name matrices, as adapters\': [[optimizer.groups]] pattern = '
@@ -143,6 +147,8 @@ def _split(
     at: int,
     members: list[tuple[str, nn.Parameter, Role]],
     options: Optimizer,
+    *,
+    of_stage: bool,
 ) -> Iterator[ParameterGroup]:
     """Yield the parameters of one group of the options by optimizer, and by whether they decay."""
 
@@ -176,7 +182,7 @@ def _split(
                 where += ": what does not decay (vectors, biases, norms, marked _no_weight_decay)"
             found[kind, decays, mesh] = ParameterGroup(kind, settings, where)
         found[kind, decays, mesh].parameters[name] = parameter
-    if group is not None:
+    if group is not None and not of_stage:  # of the whole model this has been looked at
         kinds = {kind for kind, *_ in found}
         for keys, read in ((OF_ADAM, kinds - {"Muon"}), (OF_MUON, kinds & {"Muon"})):
             given = [key for key in keys if getattr(group, key) is not None]

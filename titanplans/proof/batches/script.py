@@ -18,6 +18,8 @@ class Script:
     """The forwards of an evaluation after the first step."""
     cached: tuple[dict[str, Any], dict[str, Any]] | None
     """After the second step, a forward that fills a cache, and one of a further token of each sequence."""
+    freezes: bool
+    """Some parameters do not train."""
     thaws: bool
     """In the last step frozen parameters train, and trained ones are frozen."""
 
@@ -48,7 +50,7 @@ def write_script(
         filled = sampler.tokens(MicroBatch(first[0].size, first[0].length, padding), number + 2, cached=True)
         cached = moved(filled, device, dtype), moved(one_more(filled, sampler), device, dtype)
     thaws = bool(scenario.frozen) and len(scenario.steps) > 1
-    return Script(tuple(map(tuple, steps)), evaluated, cached, thaws)
+    return Script(tuple(map(tuple, steps)), evaluated, cached, bool(scenario.frozen), thaws)
 
 
 def one_more(filled: dict[str, Any], sampler: Sampler) -> dict[str, Any]:

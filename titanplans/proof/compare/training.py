@@ -188,10 +188,11 @@ class TrainingRun:
         """Return the schedule by which a pipeline runs the step of a point; None: as one model, as in the first step."""
         if not isinstance(self.model, PipelinedModel) or self._draws or point.startswith("step 1,"):
             return None
-        if not point.startswith(f"step {len(self.script.steps)},"):
-            return "LoopedBFS"
-        # A loss in the head has one backward, and not one of inputs and another of weights.
-        return "InterleavedZeroBubble" if self._fused is None else "Interleaved1F1B"
+        last = point.startswith(f"step {len(self.script.steps)},")
+        # A loss in the head has one backward, and not one of inputs and another of weights; nor do jobs with frozen parts.
+        if self.script.freezes or (last and self._fused is not None):
+            return "Interleaved1F1B" if last else "LoopedBFS"
+        return "InterleavedZeroBubble"
 
     def _run_scheduled(
         self, schedule: str, batches: Mapping[str, Sample], take: Callable[[str, Any], torch.Tensor]

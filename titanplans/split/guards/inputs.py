@@ -122,6 +122,20 @@ def begin_at_output(module: nn.Module, border: Border) -> None:
     module.register_forward_hook(begin)
 
 
+def end_at_output(module: nn.Module, border: Border) -> None:
+    """Let `module`, which takes the place of one at which the stream ends, return zeros of a whole sequence."""
+
+    def end(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        if not border.stream.is_sharded():
+            return output
+        border.stream.stop()
+        shape = list(output.shape)
+        shape[border.tokens.dim] = border.stream.length
+        return output.new_zeros(shape)
+
+    module.register_forward_hook(end)
+
+
 def _before(
     known: Forwards, is_model: bool, is_base: bool, names: tuple[str, ...], module: nn.Module, args, kwargs
 ):

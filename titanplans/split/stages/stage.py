@@ -93,14 +93,20 @@ class PassedBlock(Elsewhere):
         self._call, self._received = call, received
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = tree_leaves((args, kwargs))
         leaves = [
             self._received[one.value]
             if one.value in self._received
-            else (one.constant if one.given is None else given[one.given])
+            else (one.constant if one.given is None else _leaf(one.given, args, kwargs))
             for one in self._call.returned
         ]
         return tree_unflatten(leaves, self._call.structure)
+
+
+def _leaf(at: int, args: Any, kwargs: Any) -> Any:
+    """Return a leaf of the arguments of a block; of the first, mostly the hidden states, without a walk through all."""
+    if at == 0 and args and isinstance(args[0], torch.Tensor):
+        return args[0]
+    return tree_leaves((args, kwargs))[at]
 
 
 class PassedModule(Elsewhere):
@@ -122,4 +128,7 @@ class PassedModule(Elsewhere):
         self.weight = self.weight if dtype is None else self.weight.to(dtype)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return x if self.width is None else self.weight.new_zeros(*x.shape, self.width)
+        # No other stage's part of the forward counts here; FSDP2 would warn of a view that has a gradient.
+        return (
+            x.detach() if self.width is None else self.weight.new_zeros(*x.shape, self.width, device=x.device)
+        )

@@ -28,10 +28,12 @@ from titanplans.parallel.mesh.process_group import default_device_type
 from titanplans.parallel.optimizers.build import group_parameters
 from titanplans.parallel.optimizers.load_balance import PUBLISHED
 from titanplans.parallel.parallelize import dry_run
-from titanplans.plan.decoder import holds_fla
+from titanplans.plan.decoder import holds_fla, is_held
 from titanplans.plan.degrees import Degrees
 from titanplans.split.experts.loads import mixtures
+from titanplans.split.guards.dropout import dropouts
 from titanplans.split.stages.schedules import check_schedule
+from titanplans.split.stages.stages import Stages
 from titanplans.text import show
 from titanplans.torchrun import restarted
 from titanplans.training.checkpoint.card import damage
@@ -97,8 +99,10 @@ def check_job(job: JobConfig, world_size: int) -> None:
         )
     documents.check_documents(job, config)
     check_positions(job, model)
-    check_pipeline(job, model)
+    stages = check_pipeline(job, model)
     check_parallelism(job, model)
+    if stages is not None:
+        check_stages_train(stages, model)
     if job.loss.fused:
         FusedLoss(model)
     check_experts(job, model)
@@ -208,15 +212,37 @@ def check_parallelism(job: JobConfig, model: nn.Module) -> None:
         )
 
 
-def check_pipeline(job: JobConfig, model: PreTrainedModel) -> None:
-    """Refuse stages that the layers, the processes or the schedule do not allow, or a model that can't be cut."""
+def check_pipeline(job: JobConfig, model: PreTrainedModel) -> Stages | None:
+    """Return the stages of a job, None without; refuse those that the layers, the processes or the schedule do not allow."""
     p, batch = job.parallelism, job.training.local_batch_size
     if (ranks := p.pipeline_parallel_degree) == 1:
-        return
+        return None
+    drawn = [*dropouts(model)]
+    if job.lora.rank is not None and job.lora.dropout:
+        drawn.append(f"lora.dropout = {job.lora.dropout}")
+    if drawn:
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_degree = {ranks}: {drawn[0]}, and stages would draw the same numbers, and "
+            "others in a resumed job: set it to 0"
+        )
     with rename_option_errors():
         stages = stages_of(model, p, ranks, job.training.seq_len)
-        microbatches = batch // p.pipeline_parallel_microbatch_size
-        check_schedule(p.pipeline_parallel_schedule, ranks, len(stages), microbatches)
+        batches = [batch, resolve.validation_data(job).local_batch_size] if job.validation.enable else [batch]
+        for sequences in batches:
+            microbatches = sequences // p.pipeline_parallel_microbatch_size
+            check_schedule(p.pipeline_parallel_schedule, ranks, len(stages), microbatches)
+    return stages
+
+
+def check_stages_train(stages: Stages, model: nn.Module) -> None:
+    """Refuse a stage in which nothing trains, whose process would have no optimizer."""
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    for at, passed in enumerate(stages.passed):
+        if not any(is_held(name, passed) for name in trained):
+            raise ConfigError(
+                f"training.freeze: nothing trains in stage {at} of {len(stages)}; cut them by "
+                "parallelism.pipeline_parallel_split_points so that something does in each"
+            )
 
 
 def check_experts(job: JobConfig, model: PreTrainedModel) -> None:

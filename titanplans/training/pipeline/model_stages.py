@@ -11,7 +11,7 @@ from titanplans.kernels import for_meta
 from titanplans.modeling import flops_of_blocks
 from titanplans.parallel.pipeline.balance import Bounds, balance, bounds_of_names
 from titanplans.plan.decoder import find_decoder
-from titanplans.split.stages.schedules import schedule_of
+from titanplans.split.stages.schedules import number_of_stages
 from titanplans.split.stages.stages import Stages
 from titanplans.split.stages.trace import Trace, trace
 from titanplans.text import class_name
@@ -39,10 +39,11 @@ def trace_on_meta(model: Any, seq_len: int) -> Trace:
     try:
         with for_meta():
             return trace(model, find_decoder(model), {"input_ids": ids})
-    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
+        why = next(iter(str(error).splitlines()), "")
         raise ParallelError(
             f"{class_name(model)} can't be cut into stages: a forward on meta, which tells what blocks hand to each other, "
-            f"ends with {type(error).__name__}: {str(error).splitlines()[0]}; set pipeline_parallel_degree = 1"
+            f"ends with {type(error).__name__}: {why}; set pipeline_parallel_degree = 1"
         ) from error
 
 
@@ -55,8 +56,7 @@ def bounds_of(model: Any, options: PipelineParallel, ranks: int, seq_len: int) -
     decoder = find_decoder(model)
     if options.pipeline_parallel_split_points:
         return bounds_of_names(decoder.names, options.pipeline_parallel_split_points)
-    stages = ranks * schedule_of(options.pipeline_parallel_schedule).stages_per_rank[0]
-    if (layers := options.pipeline_parallel_layers_per_stage) is not None:
-        stages = -(len(decoder.names) // -layers)
+    schedule, layers = options.pipeline_parallel_schedule, options.pipeline_parallel_layers_per_stage
+    stages = number_of_stages(schedule, ranks, len(decoder.names), layers)
     costs = flops_of_blocks(model, decoder, seq_len)
     return balance(costs.blocks, costs.first, costs.last, stages)

@@ -52,8 +52,6 @@ class Pipeline:
         self.parts, self.group = [stage.part for stage in own], own[0].group
         self._device = own[0].device
         self._numbers = [stage.stage_index for stage in own]
-        copies = [holder.parameter for holders in self._holders() for holder in holders[1:]]
-        self._copies = {id(copy) for copy in copies if copy is not None}
 
     def step(self, *, loss_kwargs: dict[str, Any], **microbatches: Any) -> None:
         """Run forward and backward of all micro batches; `losses` gets their loss, on every rank."""
@@ -120,7 +118,8 @@ class Pipeline:
 
     def counted(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return those of `parameters` that count into a norm here: what several stages hold counts in the first."""
-        return [parameter for parameter in parameters if id(parameter) not in self._copies]
+        copies = {id(holder.parameter) for holders in self._holders() for holder in holders[1:]}
+        return [parameter for parameter in parameters if id(parameter) not in copies]
 
     def _holders(self) -> list[list[Holder]]:
         named = [dict(part.lm.named_parameters(remove_duplicate=False)) for part in self.parts]

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch.distributed.pipelining import PipelineStage
 
+from titanplans.torch_private.pipelining import backward_of_weights
 from titanplans.training.trainer.loss import CrossEntropyLoss
 
 
@@ -41,10 +42,22 @@ class ScheduledStage(PipelineStage):
     ) -> Any:  # private: torch PipelineStage
         return self._run(received, **inputs)
 
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False
+    ) -> Any:
+        """torch's, which frees what several weights share with the first of them."""
+        if backward_type != "weight":
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        backward_of_weights(self.submod.parameters(), bwd_kwargs["param_groups"])
+        return (), None
+
     def _post_metadata_inference_cleanup(self) -> None:  # private: torch PipelineStage
         super()._post_metadata_inference_cleanup()
         self.part.inferred()
 
     def _run(self, received: Any, *, tokens: torch.Tensor, labels: torch.Tensor, **inputs: Any) -> Any:
         output = self.part(tokens, labels=labels, received=received, **inputs)
-        return self.loss(output, labels, self.valid_tokens)[0] if self.is_last else output
+        if self.is_last:
+            return self.loss(output, labels, self.valid_tokens)[0]
+        # Split backwards detach in place what a stage gives, which a view does not allow.
+        return tuple(x.clone() if x._is_view() else x for x in output)
