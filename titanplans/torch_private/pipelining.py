@@ -1,5 +1,6 @@
 """Pipelines: the order of computations that each of torch's schedules gives a rank."""
 
+from collections.abc import Iterable
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +52,11 @@ def keep_forwards(schedule: Any) -> None:
         schedule.pipeline_order_with_comms[rank] = [
             action for action in single if action.computation_type.name in forwards
         ]
+
+
+def without_views(outputs: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return what a stage gives with copies of views, since split backwards detach it in place."""
+    return tuple(x.clone() if x._is_view() else x for x in outputs)
 
 
 def backward_of_inputs(

@@ -10,7 +10,7 @@ import torch
 
 from titanplans.split.stages.schedules import Action, in_one_order, orders
 from titanplans.split.stages.stage import Stage
-from titanplans.torch_private.pipelining import backward_of_inputs, backward_of_weights
+from titanplans.torch_private.pipelining import backward_of_inputs, backward_of_weights, without_views
 
 Place = tuple[int, int]
 """Numbers of a stage and of a micro batch."""
@@ -45,10 +45,7 @@ def run_in_order(
             before = given.get((at - 1, number), [])
             taken[here] = [x.detach().requires_grad_(x.requires_grad) for x in before]
             output = forward(number, stages[at], taken[here])
-            # Split backwards detach in place what a stage gives, which a view does not allow.
-            given[here] = (
-                [loss(number, output)] if last else [x.clone() if x._is_view() else x for x in output]
-            )
+            given[here] = [loss(number, output)] if last else list(without_views(output))
             continue
         gradients = None if last else [x.grad for x in taken[at + 1, number]]
         if kind == "backward_input" and at > 0:

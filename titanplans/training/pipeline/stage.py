@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.distributed.pipelining import PipelineStage
 
-from titanplans.torch_private.pipelining import backward_of_weights
+from titanplans.torch_private.pipelining import backward_of_weights, without_views
 from titanplans.training.trainer.loss import CrossEntropyLoss
 
 
@@ -59,5 +59,4 @@ class ScheduledStage(PipelineStage):
         output = self.part(tokens, labels=labels, received=received, **inputs)
         if self.is_last:
             return self.loss(output, labels, self.valid_tokens)[0]
-        # Split backwards detach in place what a stage gives, which a view does not allow.
-        return tuple(x.clone() if x._is_view() else x for x in output)
+        return without_views(output)
