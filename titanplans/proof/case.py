@@ -113,10 +113,10 @@ def split(
         VerifyError: it changes code that the whole model runs, too.
     """
     with unpatched(model):
-        if options.degrees.pp > 1:
-            return split_stages(model, plan, options, world, reference.trace)
         mesh = world.mesh_of(options.degrees.cp)
         experts = None if options.degrees.ep == 1 else world.mesh_of.of_experts(options.degrees.ep)
+        if options.degrees.pp > 1:
+            return split_stages(model, plan, options, mesh, experts, reference.trace)
         return model, [apply_plan(model, mesh, plan=plan, experts=experts, **keywords(options))]
 
 

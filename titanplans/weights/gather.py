@@ -89,11 +89,10 @@ def of_stages(
         group: the ranks of its pipeline; the one with rank 0 has it first.
     """
     own = {name: tensor for model in models for name, tensor in with_values(stored(model)[0]).items()}
-    described: list[Any] = [None] * group.size()
     metas = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in own.items()
     }
-    dist.all_gather_object(described, metas, group=group)
+    described = of_all(metas, group)
     holder = {name: at for at in reversed(range(group.size())) for name in described[at]}
     tensors = {name: meta for metas in described for name, meta in metas.items()}
     to_rank_0 = dist.get_process_group_ranks(group)[0] == 0
@@ -130,10 +129,10 @@ def from_first(value: Any) -> Any:
     return values[0]
 
 
-def of_all(value: Any) -> list[Any]:
-    """Return the `value` of each rank."""
+def of_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the `value` of each rank of `group`; None: of all."""
     if not dist.is_initialized():
         return [value]
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values

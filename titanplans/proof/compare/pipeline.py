@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanplans.apply.apply import AppliedPlan, cut_of, split
@@ -20,7 +21,6 @@ from titanplans.errors import PlanError
 from titanplans.plan.custom import PlanSource, resolve_plan
 from titanplans.plan.decoder import find_decoder
 from titanplans.plan.options import TPOptions
-from titanplans.proof.ranks.world import World
 from titanplans.split.gradients import align_gradients
 from titanplans.split.meshes import meshes_of
 from titanplans.split.stages.shared import Holder, share_gradients
@@ -92,16 +92,19 @@ def _values(parameter: nn.Parameter | None) -> torch.Tensor:
 
 
 def split_stages(
-    model: nn.Module, plan: PlanSource, options: TPOptions, world: World, trace: Trace
+    model: nn.Module,
+    plan: PlanSource,
+    options: TPOptions,
+    mesh: DeviceMesh,
+    experts: DeviceMesh | None,
+    trace: Trace,
 ) -> tuple[PipelinedModel, list[AppliedPlan]]:
-    """Return the stages of copies of `model`, each split over the ranks of `world`.
+    """Return the stages of copies of `model`, each split over `mesh`, and `experts`, as `apply_plan` takes them.
 
     Raises:
         PlanError: strict application refuses the plan.
         ParallelError: so many stages are not possible.
     """
-    mesh = world.mesh_of(options.degrees.cp)
-    experts = None if options.degrees.ep == 1 else world.mesh_of.of_experts(options.degrees.ep)
     stages = Stages(model, trace, starts_of(len(find_decoder(model).names), options.degrees.pp))
     made, applied = [], []
     for number in range(len(stages)):

@@ -208,9 +208,7 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         tensors = [value for values in states for value in values if isinstance(value, torch.Tensor)]
         needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if (pipeline := self._pipeline) is not None:
-            of_stages: list[int] = [0] * pipeline.size()
-            dist.all_gather_object(of_stages, needed, group=pipeline)
-            needed = sum(of_stages)
+            needed = sum(of_all(needed, pipeline))
         self.path.mkdir(parents=True, exist_ok=True)
         free = of_all(shutil.disk_usage(self.path).free)[0]
         if free < needed:

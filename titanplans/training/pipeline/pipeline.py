@@ -40,12 +40,8 @@ class Pipeline:
         description: dict[str, Any],
     ):
         self._description = description
-        self._make, self._kind, self._ranks, self._shared = (
-            stages,
-            get_schedule_class(schedule),
-            ranks,
-            shared,
-        )
+        self._make, self._kind = stages, get_schedule_class(schedule)
+        self._ranks, self._shared = ranks, shared
         self.splits_backward = schedule_of(schedule).splits_backward
         self._schedules: dict[tuple[bool, int], tuple[Any, Sequence[ScheduledStage]]] = {}
         own = stages()
@@ -122,6 +118,8 @@ class Pipeline:
         return [parameter for parameter in parameters if id(parameter) not in copies]
 
     def _holders(self) -> list[list[Holder]]:
+        if not self._shared:  # each step asks twice
+            return []
         named = [dict(part.lm.named_parameters(remove_duplicate=False)) for part in self.parts]
         own = dict(zip(self._numbers, named, strict=True))
         return [

@@ -112,7 +112,7 @@ class Trainer(torchtitan.trainer.Trainer):
             self.parallel_dims,
             config.strategy,
             config.dump_folder,
-            self.gradient_accumulation_steps,
+            self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches,
             config.metrics.measure_first_step,  # pyrefly: ignore[missing-attribute]
             self.pipeline
             and self.pipeline.report(self.num_pipeline_parallel_microbatches, config.dump_folder),
