@@ -9,6 +9,7 @@ loss, gradient norm, and every gradient.
 
 import argparse
 import copy
+import faulthandler
 import functools
 import itertools
 import sys
@@ -66,6 +67,16 @@ RECOMPUTE = {
     "by memory budget": {"mode": "memory_budget"},
 }  # fmt: skip
 DATA = ("fsdp", "hsdp", "ddp")
+WHOLE = ""
+SCHEDULES = ("1F1B", "ZBVZeroBubble")
+"""Of pipelines of 2 processes: the latter has 2 stages in each, and splits backwards."""
+IN_STAGES = (
+    "none",
+    "tp 2",
+    "cp 2",
+    "tp 2 x cp 2, whole sequence, gathered logits",
+    *(t for t in TENSOR if "ep" in t),
+)
 
 
 class Combination(NamedTuple):
@@ -77,6 +88,11 @@ class Combination(NamedTuple):
     compiled: bool
     data: str
     offload: bool
+    schedule: str
+
+    @property
+    def pp(self) -> int:
+        return 1 if self.schedule == WHOLE else 2
 
     @property
     def tp(self) -> int:
@@ -94,27 +110,38 @@ class Combination(NamedTuple):
     def ranks(self) -> int:
         """As few as there can be: FSDP and HSDP shard over the ranks of context parallelism, too."""
         if self.cp == 1:
-            return 2 * self.tp * (2 if self.data == "hsdp" else 1)
-        return 2 * self.tp * (1 if self.tp == 2 and self.data == "fsdp" else 2)
+            return 2 * self.pp * self.tp * (2 if self.data == "hsdp" else 1)
+        return 2 * self.pp * self.tp * (1 if self.tp == 2 and self.data == "fsdp" else 2)
+
+    @property
+    def degrees(self):
+        from titanplans.parallel import Degrees
+
+        rest = self.ranks // (self.pp * self.tp * self.cp)
+        copies = {"fsdp": 1, "hsdp": 2, "ddp": rest}[self.data]
+        return Degrees(
+            pp=self.pp, tp=self.tp, cp=self.cp, ep=self.ep, dp_replicate=copies, dp_shard=rest // copies
+        )
 
     def __str__(self) -> str:
-        parts = [self.kind, self.tensor, self.data, f"recompute {self.recompute}"]
+        parts = [self.kind, self.tensor, *[self.schedule] * (self.pp - 1), self.data]
+        parts.append(f"recompute {self.recompute}")
         return ", ".join(parts + ["compiled"] * self.compiled + ["offloaded"] * self.offload)
 
 
 ALL = [
     Combination(*values)
-    for values in itertools.product(KINDS, TENSOR, RECOMPUTE, (False, True), DATA, (False, True))
-    if (values[0] == "qwen3_moe") == ("ep" in values[1])
+    for values in itertools.product(
+        KINDS, TENSOR, RECOMPUTE, (False, True), DATA, (False, True), (WHOLE, *SCHEDULES)
+    )
+    if (values[0] == "qwen3_moe") == ("ep" in values[1]) and (values[-1] == WHOLE or values[1] in IN_STAGES)
 ]
 
 
 def strategy(combination, backend="aot_eager"):
-    """Return the strategy and the degrees; raises where the strategy itself refuses."""
-    from titanplans.parallel import Degrees, read_strategy
+    """Return the strategy of a whole model; raises where the strategy itself refuses."""
+    from titanplans.parallel import read_strategy
 
-    tp, cp = combination.tp, combination.cp
-    rest = combination.ranks // (tp * cp)
     values = {
         "strategy": "ddp" if combination.data == "ddp" else "fsdp2",
         "activation_checkpoint": RECOMPUTE[combination.recompute],
@@ -123,26 +150,68 @@ def strategy(combination, backend="aot_eager"):
     }
     if combination.compiled:
         values["compile"] = {"enable": True, "backend": backend, "components": ["model"]}
-    copies = {"fsdp": 1, "hsdp": 2, "ddp": rest}[combination.data]
-    return read_strategy(values), Degrees(
-        tp=tp, cp=cp, ep=combination.ep, dp_replicate=copies, dp_shard=rest // copies
+    return read_strategy(values)
+
+
+def job(combination):
+    """Return a job whose stages are those of the combination; raises where a job is refused."""
+    from titanplans.config.schema import build_job
+
+    degrees = combination.degrees
+    rows = case_of(combination).rows // (degrees.dp_replicate * degrees.dp_shard)
+    sections = {
+        "training": {
+            "local_batch_size": rows, "seq_len": LENGTH, "enable_cpu_offload": combination.offload,
+            "mixed_precision_param": "float32",
+        },
+        "activation_checkpoint": RECOMPUTE[combination.recompute],
+        "compile": {"enable": combination.compiled, "backend": "aot_eager", "components": ["model"]},
+        "parallelism": {
+            "pipeline_parallel_degree": degrees.pp, "tensor_parallel_degree": degrees.tp,
+            "context_parallel_degree": degrees.cp, "expert_parallel_degree": degrees.ep,
+            "pipeline_parallel_schedule": combination.schedule,
+            "pipeline_parallel_microbatch_size": max(1, rows // 4),
+            "data_parallel_strategy": "ddp" if combination.data == "ddp" else "fsdp2",
+            **(TENSOR[combination.tensor] or {}),
+        },
+    }  # fmt: skip
+    return build_job(
+        {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    )
+
+
+def case_of(combination):
+    """Return the batch; each rank of a pipeline has two micro batches or more of it."""
+    return equal.Case(
+        functools.partial(build, combination.kind, combination.pp),
+        functools.partial(parallelise, combination),
+        LENGTH,
+        SIZES["vocab_size"],
+        rows=equal.ROWS * combination.pp,
     )
 
 
 @functools.cache
-def on_meta(kind):
+def config_of(kind, pp):
+    """Return the config of a kind, two blocks a process of a pipeline; a pipeline has no balance of routers in its loss."""
+    own = OWN[kind] | ({"output_router_logits": False} if kind == "qwen3_moe" and pp > 1 else {})
+    return zoo.config(kind, **SIZES, **own, num_hidden_layers=2 * pp)
+
+
+@functools.cache
+def on_meta(kind, pp):
     """Return the tiny model of a kind, on meta; nobody changes it."""
     from titanplans import kernels, modeling
 
     kernels.install("cpu")
-    return modeling.build(zoo.config(kind, **SIZES, **OWN[kind]))
+    return modeling.build(config_of(kind, pp))
 
 
-def build(kind):
+def build(kind, pp):
     """Return the tiny model of a kind with values, the same each time."""
     from titanplans import modeling
 
-    model = copy.deepcopy(on_meta(kind))
+    model = copy.deepcopy(on_meta(kind, pp))
     model.to_empty(device="cpu")
     modeling.initialize(model, seed=0)
     return model
@@ -150,14 +219,16 @@ def build(kind):
 
 def refusal(combination):
     """Return why the combination is refused; None if it is not."""
+    from titanplans.config.schema import strategy_of
     from titanplans.parallel import Mesh
     from titanplans.parallel.parallelize import check_compatible
 
     with fake_ranks(combination.ranks):
         try:
-            config, degrees = strategy(combination)
-            mesh, model = Mesh(degrees, "cpu"), on_meta(combination.kind)
-            check_compatible(model, mesh, config)
+            in_stages = combination.pp > 1
+            config = strategy_of(job(combination)) if in_stages else strategy(combination)
+            mesh, model = Mesh(combination.degrees, "cpu"), on_meta(combination.kind, combination.pp)
+            check_compatible(model, mesh, config, stage=in_stages)
         except UserError as error:
             return str(error)
     return None
@@ -173,10 +244,16 @@ def run_one(combination):
 
     torch._dynamo.reset()
     counters.clear()
-    case = equal.Case(
-        functools.partial(build, combination.kind), functools.partial(parallelise, combination), LENGTH, 64
-    )
-    worst = equal.check(case, single(combination.kind))
+    case = case_of(combination)
+    expected = single(combination.kind, case.rows, combination.pp)
+    if combination.pp == 1:
+        worst = equal.check(case, expected)
+    else:
+        import pipelined
+
+        config, mesh = config_of(combination.kind, combination.pp), mesh_once(combination.degrees)
+        found = pipelined.train(config, job(combination), mesh, case)
+        worst = equal.compare(found, expected, case.tolerance)
     return worst, counters["stats"]["unique_graphs"]
 
 
@@ -185,9 +262,8 @@ def parallelise(combination, model):
     from titanplans.parallel import cross_entropy, parallelize, total_norm
     from titanplans.split.gradients import align_gradients
 
-    config, degrees = strategy(combination)
-    mesh = mesh_once(degrees)
-    parallelize(model, parallel_dims=mesh, config=config)
+    mesh = mesh_once(combination.degrees)
+    parallelize(model, parallel_dims=mesh, config=strategy(combination))
 
     def norm(parameters):
         parameters = list(parameters)
@@ -202,11 +278,12 @@ def parallelise(combination, model):
 
 
 @functools.cache
-def single(kind):
+def single(kind, rows, pp):
     """Return the step of one process."""
     from titanplans.parallel import total_norm
 
-    return equal.train(equal.Parallel(build(kind), norm=total_norm), equal.Case(None, None, LENGTH, 64))
+    case = equal.Case(None, None, LENGTH, SIZES["vocab_size"], rows=rows)
+    return equal.train(equal.Parallel(build(kind, pp), norm=total_norm), case)
 
 
 @functools.cache
@@ -221,6 +298,7 @@ def run_all(rank, combinations, ranks, progress):
     """Run those of `combinations` that are for a world of `ranks`; what `run_one` returns, or an error of any rank."""
     results, begin = {}, time.time()
     for number, combination in enumerate(c for c in combinations if c.ranks == ranks):
+        faulthandler.dump_traceback_later(worlds.LIMIT, exit=True)  # begins again
         try:
             results[combination] = run_one(combination)
         except AssertionError as error:
@@ -250,18 +328,19 @@ def page(verdicts):
     blocks = [HEAD.format(
         all=len(ALL), ran=sum(v is None for v in verdicts.values()), refused=sum(v is not None for v in verdicts.values())
     )]  # fmt: skip
-    for kind, title in KINDS.items():
-        columns = [*dict.fromkeys((c.tp, c.cp, c.data) for c in ALL if c.kind == kind)]
+    for (kind, title), staged in itertools.product(KINDS.items(), (False, True)):
+        shown = [c for c in ALL if c.kind == kind and (c.pp > 1) == staged]
+        columns = [*dict.fromkeys((c.tp, c.cp, c.data) for c in shown)]
         head = ["recomputed", "compiled"]
         head += [f"{'tp x ' * (tp - 1)}{'cp x ' * (cp - 1)}{data}" for tp, cp, data in columns]
         rows = [head, ["---"] * len(head)]
         for recompute, compiled in itertools.product(RECOMPUTE, (False, True)):
+            row = [c for c in shown if (c.recompute, c.compiled) == (recompute, compiled)]
             cells = [
-                cell(verdicts, reasons, [c for c in ALL if c[0] == kind and c.recompute == recompute
-                                         and c.compiled == compiled and (c.tp, c.cp, c.data) == column])
-                for column in columns
-            ]  # fmt: skip
+                cell(verdicts, reasons, [c for c in row if (c.tp, c.cp, c.data) == of]) for of in columns
+            ]
             rows.append([recompute, "yes" if compiled else "", *cells])
+        title += ", in the stages of a pipeline" * staged
         blocks.append(f"## Where {title}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows))
     notes = "".join(f"{number}. {text}\n" for number, text in enumerate(reasons, start=1))
     return "\n".join([*blocks, f"## Why not\n\n{notes}"])
@@ -276,18 +355,19 @@ def cell(verdicts, reasons, combinations):
 HEAD = """\
 # Combinations
 
-Tensor, sequence, loss, context and expert parallelism, activation checkpointing, compile, FSDP, HSDP, DDP and CPU offload:
-every combination gives the loss, the gradient norm and each gradient of one process, or is refused by name before any
-weight moves. This page is written by `tests/combinations.py`.
+Tensor, sequence, loss, context, expert and pipeline parallelism, activation checkpointing, compile, FSDP, HSDP, DDP and CPU
+offload: every combination gives the loss, the gradient norm and each gradient of one process, or is refused by name before
+any weight moves. This page is written by `tests/combinations.py`.
 
-Of {all} combinations {refused} are refused, and {ran} are not. A cell counts the latter: with and without offload, and
-under tensor parallelism with the sequence sharded or whole, and the logits sharded or gathered. Numbers in brackets are
-reasons of refusals, below.
+Of {all} combinations {refused} are refused, and {ran} are not. A cell counts the latter: with and without offload; under
+tensor parallelism with the sequence sharded or whole, and the logits sharded or gathered; in stages by 1F1B and by
+ZBVZeroBubble. Numbers in brackets are reasons of refusals, below.
 
-What is not refused was run, one step of a model of two blocks over 2 to 8 gloo ranks (of what is compiled over 8, one of
-each policy and kind of model), float32, compiled by aot_eager. Loss within 1e-6 of one process, norm within 1e-5, each
-gradient within 1e-4 of its largest number; a sum too many or too few is off by 1. `make test-all` runs a part that holds
-every pair of options, each degree 2, over 2 to 8 ranks, and checks that this page is what the code refuses.
+What is not refused was run, one step of a model of two blocks, of four in stages, over 2 to 16 gloo ranks (of what is
+compiled over 8 or 16, one of each policy and kind of model), float32, compiled by aot_eager. Loss within 1e-6 of one
+process, norm within 1e-5, each gradient within 1e-4 of its largest number; a sum too many or too few is off by 1.
+`make test-all` runs a part that holds every pair of options that 8 ranks can have, and checks that this page is what the
+code refuses.
 """
 
 
@@ -304,7 +384,7 @@ def cover(candidates, wanted):
 
 def recomputed_by_kind(combination):
     """What is compiled takes seconds each: every policy of each kind of model, and every other option once."""
-    return {(combination.kind, combination.recompute), *enumerate(combination)}
+    return {(combination.kind, combination.recompute, combination.pp), *enumerate(combination)}
 
 
 def main():
@@ -316,7 +396,7 @@ def main():
         PAGE.write_text(page(verdicts))
         return 0
     accepted = [c for c, why in verdicts.items() if why is None]
-    slow = [c for c in accepted if c.compiled and c.ranks == 8]
+    slow = [c for c in accepted if c.compiled and c.ranks >= 8]
     chosen = [*(c for c in accepted if c not in slow), *cover(slow, recomputed_by_kind)]
     results = run_in_worlds(chosen, progress=True)
     wrong = {c: result for c, result in results.items() if isinstance(result, str)}

@@ -19,6 +19,7 @@ from test_context_jobs import (
     STEPS,
     TP,
     VALIDATION,
+    WIDE,
 )
 
 from titanplans.config import load_job
@@ -26,12 +27,14 @@ from titanplans.errors import OptionError, ParallelError
 
 PP = ("--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_microbatch_size=2")
 MORE = ("--parallelism.pipeline_parallel_degree=4", "--parallelism.pipeline_parallel_microbatch_size=1")
+LAYERS = "--parallelism.pipeline_parallel_layers_per_stage=1"
 EP = "--parallelism.expert_parallel_degree=2"
 MODELS = {
     "gla": dict(num_hidden_layers=4),
     "rwkv7": dict(num_hidden_layers=4),
     "llama": dict(num_hidden_layers=4, tie_word_embeddings=True),
     "glm4_moe": dict(num_hidden_layers=3),
+    "wide": WIDE | dict(num_hidden_layers=2),
 }
 
 
@@ -40,9 +43,11 @@ def schedule(name):
 
 
 JOBS = {
-    "gla, pp 2 x tp 2": ("gla", (*STEPS, *PP, TP)),
+    "gla, pp 2 x tp 2, stages by names": (
+        "gla", (*STEPS, *PP, TP, "--parallelism.pipeline_parallel_split_points=['model.layers.3']"),
+    ),
     "gla, pp 4, GPipe": ("gla", (*STEPS, *MORE, schedule("GPipe"))),
-    "gla, pp 2 x fsdp 2, Interleaved1F1B": ("gla", (*HALF, *PP, schedule("Interleaved1F1B"))),
+    "gla, pp 2 x fsdp 2, Interleaved1F1B": ("gla", (*HALF, *PP, schedule("Interleaved1F1B"), LAYERS)),
     "gla, pp 2 x tp 2, DualPipeV": (
         "gla", (*STEPS, *PP[:1], "--parallelism.pipeline_parallel_microbatch_size=1", TP, schedule("DualPipeV")),
     ),
@@ -58,6 +63,11 @@ JOBS = {
 }  # fmt: skip
 TUNED = {
     "lora": ("gla", ("--lora.rank=3", "--optimizer.lr=3e-2"), (*HALF, *PP)),
+    "qlora": ("wide", ("--lora.rank=3", "--lora.quantize_base=nf4", "--optimizer.lr=3e-2"), (*STEPS, *PP, TP)),
+    "float8": (
+        "wide", ("--quantize.linear.float8.recipe_name=rowwise_with_gw_hp", "--quantize.linear.float8.emulate"),
+        (*HALF, *PP),
+    ),
     "muon": (
         "llama", ("--optimizer.name=Muon", "--optimizer.groups=[{pattern = 'embed', lr = 1e-3}]"), (*STEPS, *PP, TP),
     ),
@@ -78,7 +88,14 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def one(folder):
     return worlds.run(
-        partial(context.on_one_rank, models=[*MODELS], tuned=TUNED, whole="llama", options=VALIDATION), 1
+        partial(
+            context.on_one_rank,
+            models=[name for name in MODELS if name != "wide"],
+            tuned=TUNED,
+            whole="llama",
+            options=VALIDATION,
+        ),
+        1,
     )
 
 
@@ -105,7 +122,7 @@ def test_a_job_has_the_figures_of_one_process(one, four, name):
 
 
 @pytest.mark.parametrize("name", TUNED)
-def test_adapters_and_muon_train_alike(one, four, name):
+def test_adapters_float8_and_muon_train_alike(one, four, name):
     # bfloat16 rounds what Muon orthogonalises.
     assert four[name][LOSS] == pytest.approx(one[name][LOSS], rel=1e-4 if name == "muon" else 1e-5)
     assert one[name][LOSS][3] < one[name][LOSS][1] - 0.05

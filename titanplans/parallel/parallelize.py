@@ -37,6 +37,7 @@ from titanplans.parallel.mesh.mesh import mesh_of_one
 from titanplans.parallel.optimizers.roles import find_roles
 from titanplans.parallel.record import record_of
 from titanplans.plan.custom import PlanSource, resolve_plan
+from titanplans.plan.decoder import is_held
 from titanplans.plan.degrees import Degrees
 from titanplans.plan.options import TPOptions
 from titanplans.precision.autocast import apply_autocast
@@ -148,8 +149,12 @@ def apply_steps(
         )
 
     # Before anything wraps a module: a plan names modules as the model has them, and shards whole parameters.
+    recomputed = config.activation_checkpoint if ac_config is None else ac_config
+    names = None
     if stage is not None:
         stages, number = stage
+        every = check_activation_checkpointing(model, config.activation_checkpoint)
+        names = [name for name in every if is_held(name, stages.passed[number])]
         record.stage, record.whole_names = stages.cut(model, number), stages.whole_names(number)
         record.steps.append(f"pipeline parallelism, stage {number} of {len(stages)}")
         checked = None if checked is None else checked.of_stage(stages.passed[number])
@@ -171,9 +176,8 @@ def apply_steps(
         record.steps += [f"{name} parallelism" for name in degrees]
 
     # Before compile, so that the compiler sees the recomputation.
-    recomputed = config.activation_checkpoint if ac_config is None else ac_config
     if config.activation_checkpoint.mode != "none":
-        apply_activation_checkpointing(model, recomputed, dump_folder)
+        apply_activation_checkpointing(model, recomputed, dump_folder, names)
         record.steps.append("activation checkpointing")
         record.policy = _in_words(recomputed)
 

@@ -59,7 +59,7 @@ def total_norm(
     for param in parameters:
         local = members.setdefault(_sharding_groups(param if param.grad is None else param.grad), [])
         if param.grad is not None:
-            local.append(_local(param.grad))
+            local.append(local_of(param.grad))
     powers = [_zero(device), *(local_power(local, norm_type, device) for local in members.values())]
     for group in dict.fromkeys(group for groups in members for group in groups):
         rows = [row for row, groups in enumerate(members, start=1) if group in groups]
@@ -110,7 +110,7 @@ def clip_gradients(
     if math.isinf(max_norm):
         return norm
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    local = [_local(param.grad) for param in parameters if param.grad is not None]
+    local = [local_of(param.grad) for param in parameters if param.grad is not None]
     for (device, _), grads in _alike(local).items():
         foreach_mul_(grads, factor.to(device))
     return norm
@@ -160,7 +160,7 @@ def check_no_meta(model: nn.Module) -> None:
         ParallelError: names those that have not.
     """
     named = [*model.named_parameters(), *model.named_buffers()]
-    left = [name for name, tensor in named if _local(tensor).device.type == "meta"]
+    left = [name for name, tensor in named if local_of(tensor).device.type == "meta"]
     if left:
         raise ParallelError(
             f"still on meta, without values: {some(left, 5)}: call to_empty() and initialise the model, "
@@ -172,7 +172,8 @@ def _listed(parameters: Parameters) -> Sequence[torch.Tensor]:
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor; another tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -181,7 +182,7 @@ def _device(parameters: Sequence[torch.Tensor]) -> torch.device:
     for param in parameters:
         if isinstance(param, DTensor):
             kind = param.device_mesh.device_type
-            local = _local(param).device
+            local = local_of(param).device
             return local if local.type == kind else torch.empty(0, device=kind).device
     return parameters[0].device if parameters else torch.device("cpu")
 

@@ -106,7 +106,9 @@ def pipeline(job: Any) -> Refusals:
             "parallelism.pipeline_parallel_degree",
             f'DDP copies whole models; use {STRATEGY} = "fsdp2", or remove this key',
         )
-    yield from needs(job, "parallelism.pipeline_parallel_degree", (1,), *WITHOUT_STAGES)
+    for option in WITHOUT_STAGES:
+        if get(job, option) != default(job, option):
+            yield option, "the stages of a pipeline have no such option; remove this key"
     if batch % size:
         yield (
             "training.local_batch_size",

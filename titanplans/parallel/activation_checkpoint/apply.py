@@ -4,7 +4,7 @@ Modules are wrapped in place in torch's non-reentrant checkpoint, under their ow
 of a recomputed block is in `operators` (outputs of operators) and `keep_mixer` (a module).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,9 @@ _NOTHING = {
 """Why a mode may find no module to recompute, in a model that has blocks."""
 
 
-def apply_activation_checkpointing(model: nn.Module, options: Any, dump_folder: str = "") -> None:
+def apply_activation_checkpointing(
+    model: nn.Module, options: Any, dump_folder: str = "", names: Sequence[str] | None = None
+) -> None:
     """Let the blocks of `model` recompute what `options` say, in place.
 
     The model's config gets `use_cache = False`: a block that is computed again would put its keys into the cache twice.
@@ -39,13 +41,14 @@ def apply_activation_checkpointing(model: nn.Module, options: Any, dump_folder: 
         options: an `ActivationCheckpoint`, or a torchtitan ActivationCheckpointing.Config, whose policies treat the
             children of `layers`.
         dump_folder: folder for the picture of a memory budget.
+        names: of a pipeline's stage, the modules that are recomputed: the numbers of blocks are those in the whole model.
 
     Raises:
         PlanError, ParallelError: as `check_activation_checkpointing`; nothing is touched then.
     """
-    names = (
-        check_activation_checkpointing(model, options) if isinstance(options, ActivationCheckpoint) else []
-    )
+    if names is None:
+        ours = isinstance(options, ActivationCheckpoint)
+        names = check_activation_checkpointing(model, options) if ours else []
     _switch_cache_off(model)
     if not isinstance(options, ActivationCheckpoint):
         for layers in dict.fromkeys(name.rpartition(".")[0] for name in find_decoder(model).names):

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from titanplans.apply.apply import AppliedPlan, cut_of, split
 from titanplans.apply.check import check
@@ -21,7 +20,7 @@ from titanplans.errors import PlanError
 from titanplans.plan.custom import PlanSource, resolve_plan
 from titanplans.plan.decoder import find_decoder
 from titanplans.plan.options import TPOptions
-from titanplans.split.gradients import align_gradients
+from titanplans.split.gradients import align_gradients, local_of
 from titanplans.split.meshes import meshes_of
 from titanplans.split.stages.shared import Holder, share_gradients
 from titanplans.split.stages.stage import Stage
@@ -88,7 +87,7 @@ class PipelinedModel(nn.Module):
 
 def _values(parameter: nn.Parameter | None) -> torch.Tensor:
     assert parameter is not None
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local_of(parameter)
 
 
 def split_stages(

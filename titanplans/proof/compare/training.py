@@ -37,7 +37,7 @@ from titanplans.proof.compare.pipeline import PipelinedModel
 from titanplans.proof.compare.record import Recorder
 from titanplans.proof.compare.scale import recorded
 from titanplans.proof.compare.scheduled import order_of, run_in_order
-from titanplans.split.gradients import align_gradients, total_norm
+from titanplans.split.gradients import align_gradients, local_of, total_norm
 from titanplans.split.stages.stage import Stage
 from titanplans.split.state import border_of_model
 
@@ -263,7 +263,7 @@ def _shard(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tens
     """Return this rank's part of `tensor`, laid out as `like`, in the same memory if it lies so already."""
     if isinstance(tensor, DTensor) and isinstance(like, DTensor):
         tensor = tensor.redistribute(placements=like.placements)
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local_of(tensor)
 
 
 def _settings(dtype: torch.dtype) -> dict[str, Any]:

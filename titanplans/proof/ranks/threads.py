@@ -20,11 +20,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from titanplans.proof.ranks.fake import mesh_sizes, refuse_a_rank
 from titanplans.proof.ranks.lockstep import Lockstep, RankStopped
 from titanplans.proof.ranks.thread_groups import ThreadGroup, asking_noted
+from titanplans.split.gradients import local_of
 from titanplans.torch_private.threads import groups_of_threads, meshes_by_thread, shared_shardings
 
 T = TypeVar("T")
@@ -41,9 +41,7 @@ class ThreadWorld:
         self.asked: Collection[str] = lockstep.asked
 
     def gather(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        parts = [
-            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach() for tensor in tensors
-        ]
+        parts = [local_of(tensor).detach() for tensor in tensors]
         what = ("gather", ("tensors", len(parts)))
         return map(
             list, self._lockstep(self._rank, what, parts, lambda values: list(zip(*values, strict=True)))

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from titanplans.adapters.low_rank import draws
 from titanplans.errors import PlanError, either
 from titanplans.proof.ranks import threads
+from titanplans.split.gradients import local_of
 
 T = TypeVar("T")
 
@@ -69,7 +70,7 @@ class ProcessWorld:
 
     def gather(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         for tensor in tensors:  # one by one: together they may not fit into memory
-            local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).contiguous()
+            local = local_of(tensor).contiguous()
             shapes = self.gather_objects(local.shape)
             # Shards may differ in size; the collective takes one.
             flat = local.new_zeros(max(shape.numel() for shape in shapes))

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from titanplans.errors import UserError
+from titanplans.plan.decoder import Elsewhere
 
 Found = tuple[str, str, nn.Module]
 """A Linear whose weight is read, its parent's name, and the parent."""
@@ -60,7 +61,9 @@ class Calls:
         self.remove()
         parents = {name: name.rpartition(".")[0] for name in self.names if name not in self.called}
         found = [
-            (n, parent, model.get_submodule(parent)) for n, parent in parents.items() if parent in self.called
+            (name, parent, model.get_submodule(parent))
+            for name, parent in parents.items()
+            if parent in self.called and not isinstance(model.get_submodule(name), Elsewhere)
         ]
         if found:
             raise self.refuse(found)

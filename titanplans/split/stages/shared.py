@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+
+from titanplans.split.gradients import local_of
 
 
 class Holder(NamedTuple):
@@ -58,7 +59,7 @@ def _exist(
 
 
 def _share(holders: Sequence[Holder], group: dist.ProcessGroup | None) -> None:
-    grads = [None if one is None else _local(one.grad) for _, one in holders]  # pyrefly: ignore[bad-argument-type]
+    grads = [None if one is None else local_of(one.grad) for _, one in holders]  # pyrefly: ignore[bad-argument-type]
     like = next(grad for grad in grads if grad is not None)
     given = [torch.empty_like(like) if grad is None else grad.contiguous() for grad in grads]
     others = dict.fromkeys(holder.rank for holder in holders if holder.parameter is None)
@@ -74,7 +75,3 @@ def _share(holders: Sequence[Holder], group: dist.ProcessGroup | None) -> None:
     for grad in grads:
         if grad is not None:
             grad.copy_(total)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

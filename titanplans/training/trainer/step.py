@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torchtitan.distributed import utils as dist_utils
 
-from titanplans.split.gradients import clip_gradients, skip_nonfinite
+from titanplans.split.gradients import clip_gradients, local_of, skip_nonfinite
 
 Clip = Callable[[list[torch.Tensor], float], torch.Tensor]
 
@@ -71,7 +70,7 @@ class FiniteSoFar:
         """Whether all weights are finite, and all that was added, on every rank. Collective."""
         every = [parameter.detach() for model in self.models for parameter in model.parameters()]
         weights = [weight for weight in every if weight.is_floating_point()]  # NF4 codes always are
-        local = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
+        local = [local_of(weight) for weight in weights]
         self._flag *= torch.nn.utils.get_total_norm(local, torch.inf).isfinite()
         torch.distributed.all_reduce(self._flag, torch.distributed.ReduceOp.MIN)
         return bool(self._flag.item())

@@ -23,7 +23,7 @@ from titanplans.parallel.optimizers.muon.exchange import (
 )
 from titanplans.parallel.optimizers.muon.orthogonal import SCALES, orthogonalize
 from titanplans.parallel.optimizers.roles import Sections
-from titanplans.split.gradients import align_gradients
+from titanplans.split.gradients import align_gradients, local_of
 
 
 class Muon(torch.optim.Optimizer):
@@ -133,7 +133,7 @@ class Muon(torch.optim.Optimizer):
         assert grad is not None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
-        local, momentum = _local(grad), _local(state["momentum_buffer"])
+        local, momentum = local_of(grad), local_of(state["momentum_buffer"])
         momentum.lerp_(local, 1 - group["momentum"])
         return local.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum.clone()
 
@@ -157,7 +157,7 @@ class Muon(torch.optim.Optimizer):
             if begin < end:
                 update.narrow(dim, begin - first, end - begin).mul_(scale(*shape[-2:]))
             at += size
-        local, lr = _local(param), float(group["lr"])
+        local, lr = local_of(param), float(group["lr"])
         local.mul_(1 - lr * group["weight_decay"])
         local.add_(update, alpha=-lr)
 
@@ -177,7 +177,3 @@ def _one_ahead(begun: Iterator[_Begun]) -> Iterator[_Begun]:
         before = each
     if before is not None:
         yield before
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

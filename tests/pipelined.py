@@ -1,0 +1,87 @@
+"""A training step of a pipeline over real process groups, by the code of jobs; for `equal.compare`."""
+
+from typing import Any
+
+import equal
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PretrainedConfig
+
+from titanplans.config import JobConfig
+from titanplans.config.schema import strategy_of
+from titanplans.parallel.record import record_of
+from titanplans.split.gradients import align_gradients, clip_gradients
+from titanplans.training.pipeline.pipeline import Pipeline, build_pipeline
+from titanplans.training.trainer.loss import CrossEntropyLoss
+from titanplans.training.trainer.model import LanguageModel
+
+
+def train(config: PretrainedConfig, job: JobConfig, mesh: Any, case: equal.Case) -> equal.Trained:
+    """Train one step of the stages that this rank of `mesh` has; return it for the whole model."""
+    pipeline = _build(config, job, mesh, case.length)
+    ids, labels = equal.batch(case, mesh.get_mesh("dp").get_group())
+    size, losses = job.parallelism.pipeline_parallel_microbatch_size, list[torch.Tensor]()
+    pipeline.step(
+        loss_kwargs={"global_valid_tokens": torch.tensor(case.rows * case.length)},
+        arg_mbs=[(part,) for part in ids.split(size)],
+        kwarg_mbs=[{"labels": part} for part in labels.split(size)],
+        target_mbs=labels.split(size),
+        losses=losses,
+    )
+    (loss,) = losses
+    dist.all_reduce(loss, group=mesh.get_mesh("loss").get_group())
+    parameters = [parameter for part in pipeline.parts for parameter in part.lm.parameters()]
+    pipeline.share_gradients()
+    norm = clip_gradients(
+        parameters, torch.inf, pp_group=pipeline.group, counted=pipeline.counted(parameters)
+    )
+    align_gradients(parameters)
+    own = [(name, parameter) for part in pipeline.parts for name, parameter in _whole_names(part.lm)]
+    gradients = _of_all(
+        pipeline, [(name, None if p.grad is None else equal.whole(p.grad)) for name, p in own]
+    )
+    torch.optim.SGD(parameters, lr=1.0).step()
+    return equal.Trained(
+        loss, norm, gradients, _of_all(pipeline, [(name, equal.whole(p)) for name, p in own])
+    )
+
+
+def _build(config: PretrainedConfig, job: JobConfig, mesh: Any, length: int) -> Pipeline:
+    """Return the stages, with the weights that `equal`'s whole model has: they are drawn with seed 0."""
+    loss = CrossEntropyLoss(CrossEntropyLoss.Config(fused=False))
+    pipeline = build_pipeline(
+        LanguageModel(LanguageModel.Config(hf_config=config)),
+        job.parallelism,
+        strategy_of(job),
+        parallel_dims=mesh,
+        seq_len=length,
+        device=torch.device("cpu"),
+        loss=loss,
+        dump_folder="",
+    )
+    torch.manual_seed(0)
+    for part in pipeline.parts:
+        part.to_empty(device="cpu")
+        part.init_states()
+        part.take_loss(loss, None, splits_backward=pipeline.splits_backward)
+        part.train()
+    return pipeline
+
+
+def _whole_names(stage: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of `stage` by their names in the whole model."""
+    names = record_of(stage).whole_names
+    return [(names.get(equal.plain(name), equal.plain(name)), p) for name, p in stage.named_parameters()]
+
+
+def _of_all(pipeline: Pipeline, own: list[tuple[str, torch.Tensor | None]]) -> dict[str, Any]:
+    """Return what all stages have, by name; what several of them have is the same to the bit."""
+    everyones: list[Any] = [None] * dist.get_world_size(pipeline.group)
+    dist.all_gather_object(everyones, own, group=pipeline.group)
+    found: dict[str, Any] = {}
+    for name, tensor in (pair for pairs in everyones for pair in pairs):
+        if tensor is not None and found.setdefault(name, tensor) is not tensor:
+            assert torch.equal(found[name], tensor), f"{name}: stages that share it differ"
+        found.setdefault(name, None)
+    return found
