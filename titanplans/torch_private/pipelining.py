@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+SPLITS_BACKWARD = torch.__version__ >= "2.13"
+"""Whether a backward of inputs and one of weights give all gradients: torch 2.11 counts some twice."""
+
 _KINDS = {
     "FORWARD": "forward",
     "FULL_BACKWARD": "backward",

@@ -40,6 +40,7 @@ from titanplans.proof.compare.scheduled import order_of, run_in_order
 from titanplans.split.gradients import align_gradients, local_of, total_norm
 from titanplans.split.stages.stage import Stage
 from titanplans.split.state import border_of_model
+from titanplans.torch_private.pipelining import SPLITS_BACKWARD
 
 Key = tuple[str, str]
 """A quantity's kind ("loss", "gradients", …) and its name within the kind: a parameter, or "" for the only one."""
@@ -190,7 +191,7 @@ class TrainingRun:
             return None
         last = point.startswith(f"step {len(self.script.steps)},")
         # A loss in the head has one backward, and not one of inputs and another of weights; nor do jobs with frozen parts.
-        if self.script.freezes or (last and self._fused is not None):
+        if self.script.freezes or (last and self._fused is not None) or not SPLITS_BACKWARD:
             return "Interleaved1F1B" if last else "LoopedBFS"
         return "InterleavedZeroBubble"
 
