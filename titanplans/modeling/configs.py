@@ -5,7 +5,6 @@ installed `transformers` or `fla` is refused, remote code included.
 """
 
 import copy
-import difflib
 import importlib
 import inspect
 import json
@@ -20,7 +19,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from titanplans.config.families import Family, families, find_flavor
-from titanplans.errors import ModelError
+from titanplans.errors import ModelError, nearest
 from titanplans.modeling.config_values import check_values, unread_keys
 from titanplans.modeling.own import own_config
 from titanplans.text import show
@@ -210,8 +209,8 @@ def _fields(config: PretrainedConfig) -> list[str]:
 
 def _nearest(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` if some known word is close, else nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    close = nearest(word, list(known))
+    return f"; did you mean {close!r}?" if close else ""
 
 
 def _line(error: Exception) -> str:

@@ -14,7 +14,7 @@ import copy
 import functools
 import hashlib
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -76,7 +76,7 @@ class Reference:
             if not is_own(
                 model.config
             ):  # whose modules write their parameters after they have registered them
-                stack.enter_context(_unwritten_to_meta())
+                stack.enter_context(_to_meta(lambda parameter: bool(parameter.isnan().any())))
             stack.enter_context(_without_init_weights())
             for kind in kinds:
                 stack.enter_context(_recorded(kind, self._calls))
@@ -237,11 +237,6 @@ def _without_init_weights() -> Iterator[None]:
         yield
     finally:
         PreTrainedModel.init_weights = original
-
-
-def _unwritten_to_meta() -> AbstractContextManager[None]:
-    """A parameter that holds NaN when its module gets it moves to the meta device."""
-    return _to_meta(lambda parameter: bool(parameter.isnan().any()))
 
 
 @contextmanager

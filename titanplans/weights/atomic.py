@@ -48,7 +48,9 @@ def _refuse_existing(target: Path, directory: Path) -> None:
         )
 
 
-def on_first_rank(action: Callable[[], None], path: Path, *, then: Callable[[], None] = lambda: None) -> None:
+def on_first_rank(
+    action: Callable[[], None], path: Path, *, then: Callable[[], object] = lambda: None
+) -> None:
     """Do `action` on rank 0, and `then` on every rank; raise its error on every rank.
 
     Args:

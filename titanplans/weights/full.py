@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from titanplans.errors import ModelError
 from titanplans.split.parameters.shards import copy_shard
-from titanplans.text import some
 from titanplans.torch_private.dispatch import tree_map_only
 from titanplans.torch_private.distributed import group_device_types
+from titanplans.weights.compare import differences, in_words
 from titanplans.weights.gather import from_first, gather, of_all, rank, stored, whole
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -156,28 +156,20 @@ def _fault(
 ) -> str | None:
     """Return what does not fit, in words; None if all does."""
     there = _by_target(described, tied)
-    shapes = {
-        name: (described[there[name]][0], tensor.shape) for name, tensor in targets.items() if name in there
-    }
+    theirs = {first: described[name][0] for first, name in there.items()}
+    ours = {name: tensor.shape for name, tensor in targets.items() if strict or name in there}
     values = state or {}
-    faults = {
-        "the state lacks": [name for name in targets if strict and name not in there],
-        "it has unknown names:": [name for first, name in there.items() if first not in targets],
-        "of another shape:": [
-            f"{name} ({tuple(given)}, here {tuple(own)})"
-            for name, (given, own) in shapes.items()
-            if given != own
-        ],
-        "tied here, and of different values:": [
+    others = {
+        "tied here, and of different values": [
             f"{name} and {there[tied[name]]}"
             for name in values
-            if name in tied and not _equal(values[name], values[there[tied[name]]])
+            if name in tied and not torch.equal(values[name], values[there[tied[name]]])
         ],
-        "without memory yet (call model.to_empty(device=...), then titanplans.modeling.initialize for buffers):": [
+        "without memory yet: call model.to_empty(device=...), then titanplans.modeling.initialize for buffers": [
             name for name, tensor in targets.items() if tensor.is_meta
         ],
     }
-    return "; ".join(f"{words} {some(names)}" for words, names in faults.items() if names) or None
+    return "; ".join(filter(None, (differences(theirs, ours), in_words(others)))) or None
 
 
 def _flat(state: Mapping[str, Mapping[str, Any]]) -> dict[str, torch.Tensor]:
@@ -197,10 +189,6 @@ def _flat(state: Mapping[str, Mapping[str, Any]]) -> dict[str, torch.Tensor]:
 
 def _names(groups: Iterable[Mapping[str, Any]]) -> list[list[str]]:
     return [sorted(group["params"]) for group in groups]
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one is other or torch.equal(one, other)
 
 
 def _broadcast(

@@ -32,22 +32,8 @@ from titanplans.text import class_name
 Read = Callable[[nn.Module, str], torch.Tensor | None]
 Kind = Callable[[type[nn.Module], tuple[str, ...]], type[nn.Module]]
 """Subclasses a module's class so that the parameters of these names are read in some way."""
-
-
-class ParameterMemo(dict[int, nn.Parameter]):
-    """Parameters already distributed, by the `id` of the original: what keeps tied weights tied.
-
-    Holds the originals too, so that no `id` is reused while a plan is being applied.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._originals: list[nn.Parameter] = []
-
-    def remember(self, original: nn.Parameter, distributed: nn.Parameter) -> None:
-        """Record that `original` has become `distributed`."""
-        self._originals.append(original)
-        self[id(original)] = distributed
+ParameterMemo = dict[nn.Parameter, nn.Parameter]
+"""What each parameter of a model has been distributed as: it keeps tied weights tied."""
 
 
 class ParameterMesh(NamedTuple):
@@ -106,12 +92,12 @@ def localize(
             continue
         param = module._parameters[name]
         assert param is not None, name
-        known = memo.get(id(param))
+        known = memo.get(param)
         if known is None:
             tensor = distribute_tensor(param.detach(), mesh, over.placements(layout))
             known = nn.Parameter(tensor, requires_grad=param.requires_grad)
             known.__dict__.update(param.__dict__)  # marks such as _no_weight_decay
-            memo.remember(param, known)
+            memo[param] = known
         module._parameters[name] = known
     if layouts:
         readings = {

@@ -55,7 +55,7 @@ def import_folder(
     writing = folders.writing_path(checkpoint)
     try:
         writing.mkdir(parents=True)
-        refuse_full(writing, sum(tensor.nbytes for tensor in state.values()))
+        refuse_full(checkpoint.parent, sum(tensor.nbytes for tensor in state.values()))
         dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
     except FileExistsError as error:
         raise ConfigError(

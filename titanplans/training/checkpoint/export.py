@@ -20,7 +20,7 @@ from titanplans.plan.adapted import is_factor
 from titanplans.training.checkpoint.card import CARD, Card, base_of, read_card
 from titanplans.training.checkpoint.convert import size_of
 from titanplans.training.checkpoint.match import changes, model_card
-from titanplans.training.checkpoint.weights import Weights, beside, of_adapter, of_base, of_checkpoint
+from titanplans.training.checkpoint.weights import beside, of_adapter, of_base, of_checkpoint
 from titanplans.training.data.vocabulary import default_tokenizer_path
 from titanplans.weights.adapters import (
     CONFIG,
@@ -32,8 +32,9 @@ from titanplans.weights.adapters import (
     write_adapter,
 )
 from titanplans.weights.atomic import written_atomically
+from titanplans.weights.lazy import LazyTensor
 from titanplans.weights.merged import merged, merges
-from titanplans.weights.save import lazily, write_folder
+from titanplans.weights.save import write_folder
 
 
 def export(
@@ -79,9 +80,7 @@ def export(
         )
     if adapter:
         assert found.adapted is not None
-        values = {peft_name(name): found.own.read(name) for name in trained_names(found.adapted)}
-        if given is not None:
-            values = {name: value.to(given) for name, value in values.items()}
+        values = {peft_name(name): found.own[name].read().to(given) for name in trained_names(found.adapted)}
         with written_atomically(folder) as directory:
             write_adapter(directory, adapter_config(found.adapted, found.base), values)
         return f"{folder}: {size_of(folder)}, adapters that peft.PeftModel.from_pretrained reads"
@@ -94,17 +93,13 @@ def export(
             named = _base(found.base, what)
             overrides = found.card.job.get("model.config_overrides", ()) if found.card is not None else ()
             others = of_base(modeling.build(found.config), named, f"{what}: {named}", overrides)
-            weights = beside(weights, others, adapters, given if found.card is None else _dtype(weights))
-        weights = merged(*weights, adapters)
+            factors = (tensor.dtype for name, tensor in weights.items() if is_factor(name))
+            weights = beside(weights, others, adapters, given if found.card is None else next(factors))
+        weights = merged(weights, adapters)
     tokenizer = tokenizer or _tokenizer(found)
     with written_atomically(folder) as directory:
         write_folder(
-            directory,
-            found.config,
-            lazily(*weights),
-            dtype=given,
-            max_shard_size=max_shard_size,
-            tokenizer=tokenizer,
+            directory, found.config, weights, dtype=given, max_shard_size=max_shard_size, tokenizer=tokenizer
         )
     beside_it = f"the tokenizer of {tokenizer}" if tokenizer else "no tokenizer: --tokenizer names one"
     return f"{folder}: {size_of(folder)}, {beside_it}{rounded}"
@@ -113,7 +108,7 @@ def export(
 class _Found(NamedTuple):
     """What is to be exported."""
 
-    own: Weights
+    own: dict[str, LazyTensor]
     config: PretrainedConfig
     card: Card | None
     adapted: nn.Module | None
@@ -182,14 +177,8 @@ def _base(named: str | None, what: str) -> Path:
         ConfigError: it is not known, or not there.
     """
     if named is None or not os.path.isdir(named):
-        where = (
-            "nothing names the weights that they"
-            if named is None
-            else f"there is no {named}, whose weights they"
-        )
-        raise ConfigError(
-            f"{what}: it holds only adapters, and {where} are added to; name their folder by --base"
-        )
+        why = "nothing names the folder of their base weights" if named is None else f"there is no {named}"
+        raise ConfigError(f"{what}: it holds only adapters, and {why}; name it by --base")
     return Path(named)
 
 
@@ -203,11 +192,6 @@ def _tokenizer(found: _Found) -> str | None:
             return named
     has_one = found.base is not None and os.path.isfile(os.path.join(found.base, "tokenizer.json"))
     return found.base if has_one else None
-
-
-def _dtype(weights: Weights) -> torch.dtype:
-    """Return the dtype of adapters."""
-    return next(tensor.dtype for name, tensor in weights.tensors.items() if is_factor(name))
 
 
 def _with_adapters(config: PretrainedConfig, options: LoRA) -> nn.Module:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from titanplans.config import ConfigError, JobConfig
 from titanplans.text import show
-from titanplans.training.checkpoint.match import own_folder
+from titanplans.training.checkpoint.folder import own_folder
 
 LOCK = "titanplans.lock"
 _HELD = (errno.EACCES, errno.EAGAIN)

@@ -73,19 +73,14 @@ def check_outputs(job: JobConfig) -> None:
 
 def _obstacle(path: Path, is_file: bool) -> str | None:
     """Return why the file, or a file in the folder, can't be written; None if it can."""
-    if is_file and path.is_dir():
-        return f"{path} is a directory, where a file must be written"
     if is_file and path.exists():
         if not path.is_file():
             return f"{path} is not a regular file"
         return None if os.access(path, os.W_OK) else f"{path} may not be written"
     inside = Path(os.path.abspath(path if is_file else path / "file"))
     there = next(folder for folder in inside.parents if os.path.lexists(folder))
-    if there.is_symlink() and not there.exists():
-        there.stat()  # raises where it leads in a circle
-        return f"{there} is a link"
     if not there.is_dir():
-        return f"{there} is a file, not a directory"
+        return f"{there} is a file, or a link that leads nowhere, and not a directory"
     # A folder of its own: ranks of torchrun ask at the same time.
     with tempfile.TemporaryDirectory(prefix=".titanplans-", dir=there) as probe:
         file = Path(probe) / inside.relative_to(there)
