@@ -17,7 +17,7 @@ from titanplans import modeling
 from titanplans.errors import ModelError, NotSaved
 from titanplans.parallel import Degrees, FSDP2Config, LoRA, Mesh, add_adapters, parallelize
 from titanplans.weights.adapters import CONFIG, WEIGHTS, adapter_options, load_adapter, save_adapter
-from titanplans.weights.merged import handed_on
+from titanplans.weights.merged import whole_tensors
 
 IDS = torch.arange(16).reshape(2, 8) * 5 % 96
 MODELS = {
@@ -65,7 +65,7 @@ def _over_ranks(rank: int, folder: str) -> dict[str, float]:
         model.eval()
         logits(model)  # leaves the root gathered
         save_adapter(model, path, base_model="base")
-        merged = {name: tensor.read() for name, tensor in handed_on([model]).items()}
+        merged = {name: tensor.read() for name, tensor in whole_tensors([model]).items()}
         split = whole(name, seed=5)
         parallelize(split, parallel_dims=Mesh(Degrees(tp=4), "cpu"), config=config)
         load_adapter(split, path)

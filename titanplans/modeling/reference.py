@@ -137,7 +137,7 @@ class Reference:
                 unit.module._parameters[name] = _like(parameter, full)
 
     def _run_init_weights(self, unit: InitUnit, members: dict[str, nn.Module]) -> None:
-        """What `PreTrainedModel.initialize_weights` does, on the modules of one unit."""
+        """Do as `PreTrainedModel.initialize_weights`, on the modules of one unit."""
         own = {id(p) for module in members.values() for p in module._parameters.values()}
         others = {name: p for name, p in self.model.named_parameters() if id(p) not in own}
         versions = {name: version(p) for name, p in others.items()}

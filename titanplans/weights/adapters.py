@@ -217,7 +217,7 @@ def adapter_config(model: nn.Module, base_model: str | None = None) -> dict[str,
 
 
 def trained_names(model: nn.Module) -> dict[str, None]:
-    """Return the names, in the state dict, of what an adapter's files hold: the factors, and what else trains."""
+    """Return the names, in the state dict, of the tensors in an adapter's files: factors, and other trained ones."""
     state = model.state_dict(keep_vars=True)
     return {
         name: None
@@ -227,7 +227,7 @@ def trained_names(model: nn.Module) -> dict[str, None]:
 
 
 def peft_name(name: str) -> str:
-    """Return the name in peft's file of a parameter: of "q_proj.lora_A" "base_model.model.q_proj.lora_A.weight"."""
+    """Return a parameter's name in peft's file: "base_model.model.q_proj.lora_A.weight" for "q_proj.lora_A"."""
     return f"{_PREFIX}{name}.weight" if is_factor(name) else f"{_PREFIX}{name}"
 
 

@@ -110,14 +110,8 @@ def _fill(
 ) -> Any:
     """Copy whole tensors into `targets`, once all ranks agree that they fit; return rank 0's `small`.
 
-    Args:
-        targets: plain tensors and DTensors by name.
-        tied: other names of targets.
-        state: as `load_full_state_dict` takes it.
-        strict: whether each target must be there.
-        what: has the targets, for the error.
-        wrong: what else does not fit, in words.
-        small: any small object.
+    `tied` are other names of targets, `state` and `strict` are as for `load_full_state_dict`. An error says that `what`
+    can't be loaded, and why; `wrong` is a reason that the caller has found. `small` is any small object.
     """
     own = None if state is None else {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}
     described, small = from_first((own, small))
@@ -173,11 +167,7 @@ def _fault(
 
 
 def _flat(state: Mapping[str, Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """Return the tensors of an optimizer's state by "parameter: name of the state".
-
-    Raises:
-        ModelError: something in it is no tensor.
-    """
+    """Return the tensors of an optimizer's state by "parameter: name of the state"."""
     flat = {f"{name}: {key}": value for name, values in state.items() for key, value in values.items()}
     for name, value in flat.items():
         if not isinstance(value, torch.Tensor):

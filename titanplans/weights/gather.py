@@ -37,7 +37,7 @@ def gather(
 
 
 def stored(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors of the state dict, each by its first name; and of tied ones, the first name by each other.
+    """Return the tensors of the state dict, a tied one by its first name alone; and that name by each of its others.
 
     They are the model's own memory: writing into them changes the model.
     """
@@ -79,7 +79,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def of_stages(models: Sequence[nn.Module], group: dist.ProcessGroup) -> dict[str, LazyTensor]:
-    """Return the whole tensors of a model that stages of a pipeline share out; each is read on rank 0's CPU.
+    """Return the tensors of a model whose pipeline stages are on several ranks; reading one gives it whole on rank 0's CPU.
 
     Collective: each rank reads all of them, in one order. What several stages hold is read of the first.
 

@@ -34,11 +34,6 @@ class LazyTensor:
     ):
         self.name, self.shape, self.dtype, self._fetch = name, torch.Size(shape), dtype, fetch
 
-    @classmethod
-    def of(cls, name: str, tensor: torch.Tensor) -> "LazyTensor":
-        """Return a tensor that is there as a lazy one."""
-        return cls(name, tensor.shape, tensor.dtype, lambda box: tensor[slices(box)])
-
     @property
     def ndim(self) -> int:
         """Number of dimensions."""
@@ -78,7 +73,7 @@ class LazyTensor:
         return LazyTensor(self.name, [self.shape[dim] for dim in order], self.dtype, fetch)
 
     def contiguous(self) -> "LazyTensor":
-        """This tensor: in which order its values lie is decided when they are read."""
+        """Itself: the memory layout is decided by the read."""
         return self
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

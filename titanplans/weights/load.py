@@ -209,12 +209,12 @@ def _check_tied(targets: dict[str, torch.Tensor], match: Match, folder: os.PathL
 
 
 def _as_tensor(lazy: LazyTensor) -> torch.Tensor:
-    """The same, for functions that are written for tensors."""
+    """Cast for the type checker: functions on tensors take lazy ones."""
     return cast(torch.Tensor, lazy)
 
 
 def _castable(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether values keep their meaning: a float of 8 bits has a scale somewhere else."""
+    """Whether a cast keeps the values: 8-bit floats have their scales in another tensor."""
     if stored.is_floating_point and stored.itemsize > 1:
         return wanted.is_floating_point
     return stored == wanted

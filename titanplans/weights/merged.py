@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,15 +17,9 @@ from titanplans.weights.gather import of_stages, stored, whole, with_values
 from titanplans.weights.lazy import LazyTensor, computed, lazily
 
 
-class Merge(NamedTuple):
-    """How an adapter is added to its weight."""
-
-    scaling: float
-    transposed: bool
-    quantised: bool
-
-
-def handed_on(models: Sequence[nn.Module], group: dist.ProcessGroup | None = None) -> dict[str, LazyTensor]:
+def whole_tensors(
+    models: Sequence[nn.Module], group: dist.ProcessGroup | None = None
+) -> dict[str, LazyTensor]:
     """Return the whole tensors of a model, split in any way, with its adapters added to the weights.
 
     Reading one is collective, and gives it on rank 0's CPU, elsewhere a tensor on meta.
@@ -40,27 +34,19 @@ def handed_on(models: Sequence[nn.Module], group: dist.ProcessGroup | None = Non
     if group is not None:
         return of_stages(models, group)
     tensors = with_values(stored(models[0])[0])
-    return merged(lazily(tensors, lambda name: whole(tensors[name])), merges(models[0]))
+    return merged(lazily(tensors, lambda name: whole(tensors[name])), named_adapted(models[0]))
 
 
-def merges(model: nn.Module) -> dict[str, Merge]:
-    """Return the adapters of `model`, which may be split, by the names that their modules have in the state dict."""
-    found: dict[str, Any] = named_adapted(model)
-    return {
-        name: Merge(module._low_rank.scaling, is_transposed(module), is_quantised(module))
-        for name, module in found.items()
-    }
-
-
-def merged(tensors: Mapping[str, LazyTensor], adapters: Mapping[str, Merge]) -> dict[str, LazyTensor]:
-    """Return tensors without the `adapters`, which `merges` returns: W + scaling * lora_B lora_A where one was.
+def merged(tensors: Mapping[str, LazyTensor], adapters: Mapping[str, nn.Module]) -> dict[str, LazyTensor]:
+    """Return tensors without the adapters of the modules `adapters`: W + scaling * lora_B lora_A where one was.
 
     Raises:
         ModelError: a part of an adapter, or its weight, is not among `tensors`.
     """
     left = dict(tensors)
     for owner, adapter in adapters.items():
-        names = _parts(owner, adapter)
+        base = (CODES, SCALES) if is_quantised(adapter) else ("weight",)
+        names = [f"{owner}.{name}" for name in (*base, *FACTORS)]
         if missing := [name for name in names if name not in left]:
             raise ModelError(
                 f"{owner} has an adapter, and {missing[0]} is not there to be merged with it: a weight that is tied to "
@@ -70,19 +56,14 @@ def merged(tensors: Mapping[str, LazyTensor], adapters: Mapping[str, Merge]) -> 
     return left
 
 
-def _sum(adapter: Merge, *parts: torch.Tensor) -> torch.Tensor:
+def _sum(adapter: Any, *parts: torch.Tensor) -> torch.Tensor:
     """The sum is made in float32, or the weight's float64, and has the weight's dtype; of one in NF4, that of lora_A."""
     *base, a, b = parts
-    dtype = a.dtype if adapter.quantised else base[0].dtype
+    dtype = a.dtype if is_quantised(adapter) else base[0].dtype
     wide = torch.promote_types(dtype, torch.float32)
-    weight = dequantise(base[0], base[1], wide) if adapter.quantised else base[0].to(wide)
-    update = b.to(wide) @ a.to(wide) * adapter.scaling
-    return (weight + (update.t() if adapter.transposed else update)).to(dtype)
-
-
-def _parts(owner: str, adapter: Merge) -> list[str]:
-    base = (CODES, SCALES) if adapter.quantised else ("weight",)
-    return [f"{owner}.{name}" for name in (*base, *FACTORS)]
+    weight = dequantise(base[0], base[1], wide) if is_quantised(adapter) else base[0].to(wide)
+    update = b.to(wide) @ a.to(wide) * adapter._low_rank.scaling
+    return (weight + (update.t() if is_transposed(adapter) else update)).to(dtype)
 
 
 def named_adapted(model: nn.Module) -> dict[str, nn.Module]:

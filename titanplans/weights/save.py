@@ -26,7 +26,7 @@ from titanplans.weights.files import copy_tokenizer, refuse_full, write_config, 
 from titanplans.weights.folder import INDEX
 from titanplans.weights.gather import from_first, rank
 from titanplans.weights.lazy import LazyTensor, lazily
-from titanplans.weights.merged import handed_on
+from titanplans.weights.merged import whole_tensors
 from titanplans.weights.names import to_published
 
 
@@ -58,7 +58,7 @@ def save_weights(
     """
     config = _generating(model) if config is None else config
     target = Path(folder)
-    tensors = handed_on([model])
+    tensors = whole_tensors([model])
     with written_atomically(target) as directory:
         write_folder(
             directory, config, tensors, dtype=dtype, max_shard_size=max_shard_size, tokenizer=tokenizer
@@ -159,11 +159,7 @@ def check_names(plain: PreTrainedModel, tensors: Mapping[str, torch.Tensor | Laz
 
 
 def _published(plain: PreTrainedModel, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Return the tensors by their published names, tied ones once.
-
-    Raises:
-        ModelError: on every rank: they are not those of the model that the config describes.
-    """
+    """Return the tensors by their published names, tied ones once; refuse those of another model, on every rank."""
     check_names(plain, tensors)
     once = dict(tensors)
     for name, source in plain.all_tied_weights_keys.items():

@@ -50,7 +50,7 @@ def there(folder):
 
 def test_every_path_that_a_job_writes_to_is_asked_for():
     job = build_job(SWITCHES | {"job.save_config_file": "config.json"})
-    assert {output.key for output in outputs(job)} == set(WRITTEN)
+    assert {key for key, _, _ in outputs(job)} == set(WRITTEN)
     assert len(WRITTEN) == 7
 
 

@@ -51,7 +51,7 @@ class MixerPart(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What reading a parameter takes, but the parameter."""
+    """How a parameter is read."""
 
     layout: Layout
     gradient: tuple[Placement, ...]

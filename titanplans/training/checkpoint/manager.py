@@ -35,7 +35,7 @@ from titanplans.weights.atomic import on_first_rank
 from titanplans.weights.files import refuse_full
 from titanplans.weights.gather import of_all
 from titanplans.weights.load import load_weights
-from titanplans.weights.merged import handed_on
+from titanplans.weights.merged import whole_tensors
 from titanplans.weights.save import check_names
 
 
@@ -84,7 +84,7 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
             if not self.load_only and dist.get_rank() == 0:
                 folder.tidy(self.path)
             if self.last_save_in_hf:  # refused now, not after the last step
-                check_names(modeling.build(config.hf_config), handed_on(self._lms, self._pipeline))
+                check_names(modeling.build(config.hf_config), whole_tensors(self._lms, self._pipeline))
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         """Save if it is due.
@@ -164,7 +164,7 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
             return dcp.async_save(state_dict, **options)
 
     def _save_last_step(self, curr_step: int) -> None:
-        """torchtitan's; under last_save_in_hf a Hugging Face folder with a card, written tensor by tensor."""
+        """As torchtitan's; with last_save_in_hf, write a Hugging Face folder with a card, tensor by tensor."""
         if not self.last_save_in_hf:
             super()._save_last_step(curr_step)
             return
@@ -316,7 +316,7 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
 
 
 def without_tensors(state: dict[str, Any], *, but: Collection[str]) -> dict[str, Any]:
-    """Return a state `but` of tensors only those of these names."""
+    """Return a state without tensors, `but` those of these names."""
     return {
         name: value for name, value in state.items() if name in but or not isinstance(value, torch.Tensor)
     }

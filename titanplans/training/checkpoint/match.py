@@ -48,7 +48,7 @@ _RESULT = re.compile(
 
 
 def model_card(hf_config: PretrainedConfig) -> dict[str, Any]:
-    """Return what of a model's config two models must share to share weights: `Card.model`."""
+    """Return the values of a config that two models must share to share weights: `Card.model`."""
     values = json.loads(hf_config.to_json_string(use_diff=False))
     return {
         key: value for key, value in values.items() if key not in _INCIDENTAL and not key.startswith("fuse_")
@@ -56,7 +56,7 @@ def model_card(hf_config: PretrainedConfig) -> dict[str, Any]:
 
 
 def weighty(card: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a model's card says how it computes."""
+    """Return the values of `model_card` that decide how a model computes."""
     return {key: value for key, value in card.items() if not key.endswith("token_id")}
 
 
@@ -237,7 +237,7 @@ def truncated(checkpoint: Path, index: Metadata) -> str | None:
 
 
 def changes(theirs: Mapping[str, Any], ours: Mapping[str, Any], but: Collection[str] = ()) -> str:
-    """Return the first five keys with another value, in words; "" if there are none `but` these, of the text config, too."""
+    """Return the first five keys `but` these with another value, in words; "" if there are none. Of text configs, too."""
     differing = []
     for key in sorted({*theirs, *ours} - {*but}):
         before, now = theirs.get(key), ours.get(key)

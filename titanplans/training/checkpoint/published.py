@@ -19,7 +19,7 @@ from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.card import Card, base_of, file_checksum, write_card
 from titanplans.weights.adapters import gathered_adapter, write_adapter
 from titanplans.weights.atomic import on_first_rank
-from titanplans.weights.merged import handed_on
+from titanplans.weights.merged import whole_tensors
 from titanplans.weights.save import write_folder
 
 ADAPTER = "adapter"
@@ -38,7 +38,7 @@ def save(
 ) -> None:
     """Write a step-N folder. Collective; rank 0 writes, and takes checksums as each file is whole.
 
-    `models` and `group` are as for `handed_on`, the others as for `write_folder`.
+    `models` and `group` are as for `whole_tensors`, the others as for `write_folder`.
 
     Raises:
         NotSaved: on every rank: the disk is full, or refuses; the partial files are in `folder.writing_path(checkpoint)`.
@@ -60,7 +60,7 @@ def save(
     write_folder(
         writing,
         config,
-        handed_on(models, group),
+        whole_tensors(models, group),
         dtype=dtype,
         max_shard_size="5GB",
         tokenizer=tokenizer,

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from titanplans import modeling
 from titanplans.errors import ConfigError
-from titanplans.precision.nf4 import CODES, SCALES, quantise
+from titanplans.precision.nf4 import CODES, SCALES, is_quantised, quantise
 from titanplans.training.checkpoint.card import CARD, damage, read_card
 from titanplans.training.checkpoint.match import changes, model_card, tensors_of, truncated, weighty
 from titanplans.training.checkpoint.storage import CheckpointReader, Planner
@@ -25,7 +25,6 @@ from titanplans.weights.adapters import WEIGHTS, check_adapter, peft_name, train
 from titanplans.weights.folder import open_folder
 from titanplans.weights.lazy import LazyTensor, computed, lazily
 from titanplans.weights.load import match_folder
-from titanplans.weights.merged import Merge
 
 
 def of_checkpoint(checkpoint: Path, what: str) -> dict[str, LazyTensor]:
@@ -70,7 +69,7 @@ def of_folder(plain: PreTrainedModel, folder: Path, what: str) -> dict[str, Lazy
 
 
 def of_adapter(model: nn.Module, folder: Path) -> dict[str, LazyTensor]:
-    """Return what peft's files in `folder` hold, by the names of `model`, which has such adapters.
+    """Return the tensors of peft's files in `folder`, by the names of `model`, which has such adapters.
 
     Raises:
         ModelError: they are of other adapters, or damaged.
@@ -110,10 +109,10 @@ def of_base(
     return found
 
 
-def beside(
+def with_base(
     own: Mapping[str, LazyTensor],
     base: Mapping[str, LazyTensor],
-    adapters: Mapping[str, Merge],
+    adapters: Mapping[str, nn.Module],
     least: torch.dtype | None,
 ) -> dict[str, LazyTensor]:
     """Return the weights of `base` with those of `own` in their place; weights that the job kept in NF4 are rounded alike.
@@ -121,11 +120,11 @@ def beside(
     Args:
         own: of adapters, and of other trained modules.
         base: by the names of the model without adapters.
-        adapters: as `merges` returns them.
+        adapters: the modules with adapters, by name.
         least: of the base's floating-point tensors at least this dtype; None: as they are.
     """
     tensors = {}
-    small = {f"{owner}.weight": owner for owner, adapter in adapters.items() if adapter.quantised}
+    small = {f"{owner}.weight": owner for owner, adapter in adapters.items() if is_quantised(adapter)}
     for name, tensor in base.items():
         if (owner := small.get(name)) is not None:
             codes, scales = computed(quantise, [tensor])

@@ -44,7 +44,7 @@ class StepBatch(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """In place of a share: a stream has ended; the rest of the others is to be read one after another."""
+    """Takes the place of a share when a stream has ended: then the others are read one after another."""
 
 
 class PackedText(IterableDataset):

@@ -29,7 +29,7 @@ def fingerprint(files: Sequence[tuple[str, Path]]) -> dict[str, str]:
 
 def _sample(path: Path, blocks: int) -> str:
     """The hash of a file's size and blocks."""
-    with refusing(f"{path} can't be read", "repair the file or leave it out"), path.open("rb") as file:
+    with refusing(f"{path} can't be read"), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         whole, last = size <= blocks * _BLOCK, size - _BLOCK
         digest = xxhash.xxh3_64(str(size).encode())

@@ -157,7 +157,7 @@ def pack_best_fit(
 
 
 class _Document(NamedTuple):
-    """A document as rows of a length take it."""
+    """A document, cut for rows of one length."""
 
     position: Any
     pieces: list[np.ndarray]

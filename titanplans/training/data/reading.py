@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 @contextmanager
-def refusing(what: str, remedy: str) -> Iterator[None]:
+def refusing(what: str, remedy: str = "repair the file or leave it out") -> Iterator[None]:
     """Turn an exception of a library in the body into a DataError: `what`, its reason, and the remedy.
 
     Raises:

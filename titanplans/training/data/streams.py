@@ -104,7 +104,7 @@ class DataPosition:
     """A stream has ended: the rest of them is read one after another, from the cursors on."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as values that `json.dumps` takes."""
+        """Return a dict for `json.dumps`."""
         return asdict(self) | {"streams": self.streams.count, "in_a_row": self.streams.in_a_row}
 
     @classmethod

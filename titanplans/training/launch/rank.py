@@ -1,4 +1,4 @@
-"""What a rank does, whoever has started it: titanplans' launcher, torchrun, or nobody where there is one process only."""
+"""One rank's training, started by titanplans' launcher, by torchrun, or as the only process."""
 
 import gc
 import os

@@ -11,7 +11,7 @@ from titanplans.errors import DataError
 
 
 class Columns(NamedTuple):
-    """The names in a row, as the options of [training.chat] that are called so; None: such rows have none."""
+    """The names of a row's columns and keys, as in [training.chat]; None: rows have no such column."""
 
     messages_column: str | None = None
     role_key: str = "role"
@@ -40,7 +40,7 @@ FORMATS = {
 
 
 def laid_out(chat: Chat) -> Columns:
-    """Return the names of a job: those that it gives, and else its format's."""
+    """Return the names that a job gives, and its format's for the others."""
     given: dict[str, Any] = {
         name: value for name in Columns._fields if (value := getattr(chat, name)) is not None
     }

@@ -47,7 +47,7 @@ class TextColumn:
         return {self.name: expect(value, str, where, "texts", remedy)}
 
     def parts(self, record: dict[str, str]) -> Iterator[dict[str, str]]:
-        """Return a row as Arrow holds it, cut into what Arrow holds of each of its documents."""
+        """Cut a row into its documents, each as Arrow holds it."""
         return ({self.name: piece} for piece in pieces(self.read(record, "a row")[self.name]))
 
     def document(self, part: dict[str, str]) -> str:
