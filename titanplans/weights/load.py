@@ -104,13 +104,8 @@ def load_weights(
     more = targets.keys() - match.tensors.keys() - match.tied.keys() - set(match.missing) - codes
     initialize(model, seed=seed, only=more)  # buffers that no folder holds, and adapters
     tie(model, match.tied)
-    loaded = Loaded(
-        len(match.tensors),
-        opened.bytes_read,
-        time.perf_counter() - start,
-        match.missing,
-        match.unexpected,
-    )
+    seconds = time.perf_counter() - start
+    loaded = Loaded(len(match.tensors), opened.bytes_read, seconds, match.missing, match.unexpected)
     left = in_words(
         {
             "of the model not in it, which keep their values": loaded.missing,

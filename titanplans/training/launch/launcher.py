@@ -47,13 +47,14 @@ def local_ranks(job: JobConfig) -> int:
     Raises:
         UserError: the degrees need more GPUs than this machine has.
     """
-    degrees, shards = job.parallelism, job.parallelism.shard_degree
-    ranks = degrees.data_parallel_replicate_degree * degrees.tensor_parallel_degree
-    ranks *= degrees.context_parallel_degree * degrees.pipeline_parallel_degree
+    from titanplans.training.job.resolve import fewest_processes
+
+    ranks = fewest_processes(job)
     if default_device_type() == "cpu":
-        return ranks * max(1, shards)
+        return ranks
     gpus = torch.accelerator.device_count()
-    ranks *= max(1, gpus // ranks) if shards == -1 else shards
+    if job.parallelism.shard_degree == -1:
+        ranks *= max(1, gpus // ranks)
     if ranks > gpus:
         raise UserError(
             f"[parallelism] the degrees multiply to {ranks} ranks, but this machine has {gpus} GPUs: "
