@@ -48,7 +48,7 @@ class PackedSource:
 
     def windows(
         self, stream: int, streams: int, start: SourcePlace, *, epochs: int | None
-    ) -> Iterator[Window[Any]]:
+    ) -> Iterator[Window]:
         """Return the rows of a stream from `start` on; of so many epochs, or endlessly."""
         documents, apart = self._documents(stream, streams, start, epochs), self._data.documents == "apart"
         if self._chat is not None:
