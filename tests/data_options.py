@@ -19,8 +19,11 @@ def open_source(*names, seed=0, chat=None, **options):
     return sources.open_source(corpus(*names, **options), seed=seed, chat=chat)
 
 
-def check_dataset(*names, split="train", text_column="text", **options):
-    return checks.check_dataset(corpus(*names, split=split, text_column=text_column), **options)
+def check_dataset(*names, split="train", text_column="text", seq_len=0, **options):
+    options = {"tokenizer_path": default_tokenizer_path(), **options}
+    return checks.check_dataset(
+        corpus(*names, split=split, text_column=text_column), seq_len=seq_len, **options
+    )
 
 
 def config(dataset="stdlib", dataset_path=None, split="train", text_column="text", chat=None, **options):

@@ -248,10 +248,6 @@ def run(model, line, config):
     loss_of(model)
 
 
-def unfinished(**options):
-    return lambda model, line: apply_ddp(model, line, DDPConfig(**options))
-
-
 STATIC = DDPConfig(static_graph=True, defer_grad_sync=False)
 LOOKED_FOR = DDPConfig(find_unused_parameters=True)
 REFUSALS = {
@@ -268,9 +264,6 @@ REFUSALS = {
     "deferred": (deferred, "loses count"),
     "hidden, unused": (lambda model, line: run(model, line, LOOKED_FOR), "a SimpleNamespace"),
     "hidden, static": (lambda model, line: run(model, line, STATIC), "a SimpleNamespace"),
-    "2-D": (lambda model, line: None, 'get_mesh("dp")'),
-    "not compiled": (unfinished(compile={"enable": True}), "no block of the model is compiled"),
-    "not recomputed": (unfinished(activation_checkpoint={"mode": "full"}), "no module is checkpointed"),
 }
 """A change of a model after which it can't be replicated, and words of the error."""
 
@@ -281,7 +274,7 @@ def refusals():
     def replicated(name, model):
         result = REFUSALS[name][0](model, mesh["dp"])
         whole = result if isinstance(result, nn.Module) else model
-        apply_ddp(whole, mesh if name == "2-D" else mesh["dp"], DDPConfig())
+        apply_ddp(whole, mesh["dp"], DDPConfig())
 
     return {name: refusal(replicated, name, build(), kind=ParallelError) for name in REFUSALS}
 

@@ -117,7 +117,7 @@ def test_options_reach_the_package_by_its_own_names():
         ({"tp_dim": "tp"}, 'options.tp_dim = "tp": megatron-fsdp 0.'),
         ({"sync_model_each_microbatch": False}, "has no such option"),
         ({"nccl_ub": "yes"}, 'options.nccl_ub = "yes": expected true or false'),
-        ({"main_grads_dtype": "fp32"}, "expected the name of a dtype"),
+        ({"main_grads_dtype": "fp32"}, "expected a dtype such as float32"),
     ],
 )
 def test_what_the_package_does_not_take_is_refused(options, words):

@@ -164,17 +164,17 @@ def test_a_state_that_does_not_fit_is_refused_by_every_rank(found):
     begin = "the model can't be loaded: "
     assert said.pop("not strict") is None
     words = {
-        "lacking": f"{begin}the state lacks {q}, model.layers.1.self_attn.q_proj.weight",
-        "unknown": f"{begin}it has unknown names: model.nrm.weight",
-        "shape": f"{begin}of another shape: {norm} ((65,), here (64,))",
-        "tied": f"{begin}tied here, and of different values: lm_head.weight and model.embed_tokens.weight",
+        "lacking": f"{begin}2 tensors of the model not in it ({q}, model.layers.1.self_attn.q_proj.weight)",
+        "unknown": f"{begin}1 tensor of it not in the model (model.nrm.weight)",
+        "shape": f"{begin}1 tensor of another shape ({norm} (65,), expected (64,))",
+        "tied": f"{begin}1 tensor tied here, and of different values (lm_head.weight and model.embed_tokens.weight)",
         "none": f"{begin}there is no state on rank 0",
-        "one rank's own": f"{begin}of another shape: {norm} ((65,), here (64,))",
+        "one rank's own": f"{begin}1 tensor of another shape ({norm} (65,), expected (64,))",
         "groups": "the optimizer can't be loaded: it has other groups",
-        "meta": f"{begin}without memory yet",
+        "meta": f"{begin}2 tensors without memory yet",
     }
     assert {case: text[: len(words[case])] for case, text in said.items()} == words
-    assert said["meta"].endswith(": weight, bias")
+    assert said["meta"].endswith(" (weight, bias)")
 
 
 def test_rank_0_has_the_state_once_and_others_one_tensor(found):

@@ -176,7 +176,7 @@ def test_pickles_are_not_read(tmp_path):
     for name in ("pytorch_model.bin", "other.pt"):
         (tmp_path / name).write_bytes(pickle.dumps(Runs()))
     said = refusal(tmp_path)
-    assert "holds its weights as pickles (other.pt, and 1 more file)" in said
+    assert "holds its weights as pickles (other.pt, pytorch_model.bin)" in said
     assert "convert them to safetensors" in said
     (tmp_path / SINGLE).write_bytes(pickle.dumps(Runs()))
     assert "model.safetensors is damaged" in refusal(tmp_path)
@@ -210,7 +210,7 @@ def test_an_index_that_does_not_fit_its_files(many, values):
     one, two = sorted(file.name for file in many.glob("*.safetensors"))
     index = (many / INDEX).read_text()
     change_index(many, lambda index: index["weight_map"].update({"model.norm.weight": one}))
-    assert f"model.norm.weight is in {one}, and it is not" in refusal(many)
+    assert f"names the file of 1 tensor wrongly, first model.norm.weight in {one}" in refusal(many)
     (many / INDEX).write_text(index)
     save_file(load_file(many / one) | {"model.norm.weight": values["model.norm.weight"]}, many / one)
     assert f"model.norm.weight is in {one} and in {two}" in refusal(many)
@@ -224,7 +224,7 @@ def test_an_index_that_does_not_fit_its_files(many, values):
         ("[" * 100_000, "is damaged"),
         ("[]", "has no weight_map"),
         ('{"weight_map": {}}', "has no weight_map"),
-        ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "it names a twice"),
+        ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "y.safetensors is not there"),
     ]:
         (many / INDEX).write_text(text)
         assert why in refusal(many)

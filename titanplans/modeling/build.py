@@ -54,35 +54,16 @@ def construct(config: PretrainedConfig, device: torch.device, dtype: torch.dtype
             f"model_type {kind!r} needs a package that is not installed ({' '.join(str(error).split())}); softmax "
             "attention needs flash-attn on a GPU, or kernels.install('cpu') before the model is built"
         ) from error
-    # The constructors check their sizes with asserts as well as with errors.
-    except (AssertionError, ValueError) as error:
-        raise ModelError(f"model_type {kind!r} can't be built: {' '.join(str(error).split())}") from error
-    # What they don't check: a name that is in no table of theirs, and values that nothing can be computed with.
-    except KeyError as error:
+    # The constructors check their sizes with asserts as well as with errors. What they don't check: a name that is in no
+    # table of theirs, and values that nothing can be computed with.
+    except (AssertionError, ValueError, KeyError, ArithmeticError, RuntimeError, TypeError) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
         raise ModelError(
-            f"model_type {kind!r} can't be built: it knows no {_named(config, error)}"
-        ) from error
-    except (ArithmeticError, RuntimeError, TypeError) as error:
-        raise ModelError(
-            f"model_type {kind!r} can't be built with the values of its config: {' '.join(str(error).split())} "
-            f"({_place(error)})"
+            f"model_type {kind!r} can't be built with the values of its config: {type(error).__name__}: "
+            f"{' '.join(str(error).split())} ({'/'.join(Path(last.filename).parts[-3:])}:{last.lineno})"
         ) from error
     kept = keeps_float32(model, dtype)
     for name, tensor in model.state_dict(keep_vars=True).items():
         if kept(name):
             tensor.data = tensor.data.float()
     return model
-
-
-def _named(config: PretrainedConfig, error: KeyError) -> str:
-    """The key that was looked up, with the fields of the config that have it: 'hidden_act = "x"'."""
-    (key,) = error.args
-    values = config.get_text_config().to_dict() | config.to_dict()
-    fields = [name for name, value in values.items() if value == key]
-    return f"{' = '.join(fields)} = {key!r}" if fields else f"{key!r} ({_place(error)})"
-
-
-def _place(error: Exception) -> str:
-    """The file and line that raised `error`, with the two folders that it is in."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{'/'.join(Path(last.filename).parts[-3:])}:{last.lineno}"

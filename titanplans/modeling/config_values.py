@@ -55,27 +55,19 @@ def check_values(values: Mapping[str, Any], config_class: type[PretrainedConfig]
     Raises:
         ModelError: the first such value, with its key and the expected kind.
     """
-    for key, table in _tables(values, ""):
-        if (quantised := table.get("quantization_config")) is not None:
-            method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
-            raise ModelError(
-                f"{where}: {key}quantization_config (quant_method = {_json(method)}): a quantised model can't be trained, "
-                "and without it another model would be: take the config.json of the model that was quantised, or remove "
-                "quantization_config to train new weights in training.dtype"
-            )
     _check_table(values, config_class, where, "")
-
-
-def _tables(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    yield prefix, values
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _tables(value, f"{prefix}{key}.")
 
 
 def _check_table(values: Mapping[str, Any], config_class: Any, where: str, prefix: str) -> None:
     fields = inspect.signature(config_class).parameters if config_class is not None else {}
     nested = config_class.sub_configs if config_class is not None else {}
+    if (quantised := values.get("quantization_config")) is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
+        raise ModelError(
+            f"{where}: {prefix}quantization_config (quant_method = {_json(method)}): a quantised model can't be trained, "
+            "and without it another model would be: take the config.json of the model that was quantised, or remove "
+            "quantization_config to train new weights in training.dtype"
+        )
     for key, value in values.items():
         said = f"{where}: {prefix}{key} = {_json(value)}"
         field = fields.get(key, _NO_FIELD)
@@ -106,7 +98,7 @@ def _check_value(key: str, value: Any, hint: Any, said: str) -> None:
 def unread_keys(
     values: Mapping[str, Any], config: PretrainedConfig
 ) -> Iterator[tuple[str, PretrainedConfig]]:
-    """Yield the keys of a config.json that are no field of its class, such as misspelt ones, and what it makes of the rest.
+    """Yield each key of a config.json that is no field of its config class, such as a misspelt one, with the config.
 
     transformers keeps them as attributes, which a model's own code may read; mostly nothing does.
     """

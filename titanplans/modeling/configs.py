@@ -5,7 +5,6 @@ installed `transformers` or `fla` is refused, remote code included.
 """
 
 import copy
-import difflib
 import importlib
 import inspect
 import json
@@ -20,7 +19,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from titanplans.config.families import Family, families, find_flavor
-from titanplans.errors import ModelError
+from titanplans.errors import ModelError, nearest
 from titanplans.modeling.config_values import check_values, unread_keys
 from titanplans.modeling.own import own_config
 from titanplans.text import show
@@ -58,13 +57,13 @@ def load_config(name: str, flavor: str, **overrides: Any) -> PretrainedConfig:
     fields = family.flavors[flavor]
     if family.own_class is not None:
         return own_config(family.own_class, fields | overrides, f"{family.source}, flavor {flavor!r}")
-    config_class = _config_class(family)
+    config_class, source = _config_class(family), f"{family.source}, flavor {flavor!r}"
     # Copies throughout: config classes write defaults into the mappings they are given.
-    config = _made(config_class, fields, f"{family.source}, flavor {flavor!r}")
+    config = _made(config_class, fields, source)
     try:
         _check_fields(config, fields, also=family.undeclared)
     except ModelError as error:
-        raise ModelError(f"{family.source}, flavor {flavor!r}: {error}") from error
+        raise ModelError(f"{source}: {error}") from error
     values = _overridden(config, fields, overrides)
     return _made(config_class, values, f"model {name!r}, flavor {flavor!r}, {overrides}")
 
@@ -78,41 +77,40 @@ def load_config_file(path: str | PathLike[str]) -> PretrainedConfig:
         ModelError: no such file, not a JSON object, `model_type` missing or unknown, a value of another type or out of
             its range, a quantised model, or what the config class refuses.
     """
-    path = Path(path)
+    where = f"model config {str(path)!r}"
     try:
-        if path.is_dir():
+        if (path := Path(path)).is_dir():
             path = path / "config.json"
+            where = f"model config {str(path)!r}"
         if path.exists() and not path.is_file():
-            raise ModelError(f"model config {str(path)!r} is no file")  # a pipe, which would be waited for
+            raise ModelError(f"{where} is no file")  # a pipe, which would be waited for
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ModelError(f"model config {str(path)!r} can't be read: {error.strerror}") from error
+        raise ModelError(f"{where} can't be read: {error.strerror}") from error
     # JSONDecodeError names line and column, UnicodeDecodeError the byte.
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"model config {str(path)!r} is not JSON: {error}") from error
+        raise ModelError(f"{where} is not JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ModelError(
-            f"model config {str(path)!r} must hold a JSON object, it holds a {type(values).__name__}"
-        )
+        raise ModelError(f"{where} must hold a JSON object, it holds a {type(values).__name__}")
     if "model_type" not in values:
-        raise ModelError(f'model config {str(path)!r} has no \'model_type\', e.g. "model_type": "gla"')
+        raise ModelError(f'{where} has no \'model_type\', e.g. "model_type": "gla"')
     import fla.models  # noqa: F401  # registers FLA's model types with transformers
 
     model_type = values["model_type"]
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ModelError(
-            f"model config {str(path)!r}: model_type {model_type!r} is in neither the installed transformers "
-            f"nor fla{_nearest(str(model_type), CONFIG_MAPPING.keys())}; code from a hub is never run"
+            f"{where}: model_type {model_type!r} is in neither the installed transformers nor fla"
+            f"{_nearest(str(model_type), CONFIG_MAPPING.keys())}; code from a hub is never run"
         )
-    check_values(values, CONFIG_MAPPING[model_type], f"model config {str(path)!r}")
+    check_values(values, CONFIG_MAPPING[model_type], where)
     try:
         config = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(values))
     except _BAD_VALUE as error:
-        raise ModelError(f"model config {str(path)!r}: {_line(error)}") from error
+        raise ModelError(f"{where}: {_line(error)}") from error
     for key, owner in unread_keys(values, config):
         _tell(
-            f"model config {str(path)!r}: {key} is no field of {type(owner).__name__}, and does nothing unless the model's "
-            f"code asks for it{_nearest(key, _fields(owner))}"
+            f"{where}: {key} is no field of {type(owner).__name__}, and does nothing unless the model's code asks for it"
+            f"{_nearest(key, _fields(owner))}"
         )
     return config
 
@@ -210,8 +208,8 @@ def _fields(config: PretrainedConfig) -> list[str]:
 
 def _nearest(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` if some known word is close, else nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    close = nearest(word, list(known))
+    return f"; did you mean {close!r}?" if close else ""
 
 
 def _line(error: Exception) -> str:

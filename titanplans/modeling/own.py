@@ -31,7 +31,7 @@ class OwnConfig(PretrainedConfig):
 
 
 class OwnModel(nn.Module):
-    """What the rest of the house asks of a model of transformers, for one that is none."""
+    """The attributes of a transformers model that the engine reads, for a model of one's own."""
 
     @property
     def all_tied_weights_keys(self) -> dict[str, str]:
@@ -45,7 +45,7 @@ class OwnModel(nn.Module):
         return sorted({type(block.module).__name__ for block in find_decoder(self, required=False).blocks})
 
     def is_custom_code(self) -> bool:
-        """Nothing that transformers has to know."""
+        """No: transformers loads nothing of it."""
         return False
 
     def _initialize_weights(self, module: nn.Module, custom: bool) -> None:

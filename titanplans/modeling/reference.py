@@ -14,7 +14,7 @@ import copy
 import functools
 import hashlib
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -76,7 +76,7 @@ class Reference:
             if not is_own(
                 model.config
             ):  # whose modules write their parameters after they have registered them
-                stack.enter_context(_unwritten_to_meta())
+                stack.enter_context(_to_meta(lambda parameter: bool(parameter.isnan().any())))
             stack.enter_context(_without_init_weights())
             for kind in kinds:
                 stack.enter_context(_recorded(kind, self._calls))
@@ -137,7 +137,7 @@ class Reference:
                 unit.module._parameters[name] = _like(parameter, full)
 
     def _run_init_weights(self, unit: InitUnit, members: dict[str, nn.Module]) -> None:
-        """What `PreTrainedModel.initialize_weights` does, on the modules of one unit."""
+        """Do as `PreTrainedModel.initialize_weights`, on the modules of one unit."""
         own = {id(p) for module in members.values() for p in module._parameters.values()}
         others = {name: p for name, p in self.model.named_parameters() if id(p) not in own}
         versions = {name: version(p) for name, p in others.items()}
@@ -237,11 +237,6 @@ def _without_init_weights() -> Iterator[None]:
         yield
     finally:
         PreTrainedModel.init_weights = original
-
-
-def _unwritten_to_meta() -> AbstractContextManager[None]:
-    """A parameter that holds NaN when its module gets it moves to the meta device."""
-    return _to_meta(lambda parameter: bool(parameter.isnan().any()))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What a proof needs of a model: a real one with weights, and inputs to call it with.
+"""Models with weights, and inputs for them, as a proof takes them.
 
 How a split model is compared with the whole one is in `titanplans.proof`.
 """

@@ -6,13 +6,9 @@ the model's own methods stay as they are. Three things differ from torch's DDP:
 - Gradients are summed, not averaged, because the loss is divided by the tokens of the whole batch. The reducer
   averages, so each gradient is first multiplied by the number of ranks. A reducer that sums would be wrong where
   gradients are reduced twice before a step: each rank would add the first sum once more.
-- Blocks are compiled one by one, before DDP. The reducer's hooks are on the parameters, outside of every graph, and a
-  block's gradients are summed while earlier blocks run their backward. torch's DDPOptimizer, which also cuts graphs
-  inside a block, runs only if `split_compiled_blocks` asks for it.
-- Buffers take rank 0's values once, when the model is parallelised. With `broadcast_buffers` they do so again before
-  each forward in training; otherwise each rank keeps what its forwards write.
-
-Which options exclude each other is in `config.compatibility`.
+- Blocks are compiled one by one, before DDP, and their gradients are summed while earlier blocks run their backward.
+  torch's DDPOptimizer, which also cuts graphs inside a block, runs only with `split_compiled_blocks`.
+- Buffers take rank 0's values once; with `broadcast_buffers` before each forward in training.
 """
 
 from collections.abc import Iterator
@@ -28,14 +24,12 @@ from torch.distributed.tensor import DTensor
 
 from titanplans.config import DDPConfig
 from titanplans.errors import ParallelError
-from titanplans.parallel.activation_checkpoint import is_recomputed
 from titanplans.parallel.mesh.degrees import NOT_FOR_DDP
 from titanplans.precision.autocast import apply_autocast
 from titanplans.text import class_name
 from titanplans.torch_private.compile import is_compiled_whole
 from titanplans.torch_private.ddp import DDP, has_static_graph, hide_ddp_from_compiler, replicate, start_ddp
 from titanplans.torch_private.dispatch import tree_leaves
-from titanplans.torch_private.modules import compiled_call
 
 
 def apply_ddp(model: nn.Module, mesh: DeviceMesh, config: DDPConfig) -> None:
@@ -52,13 +46,7 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, config: DDPConfig) -> None:
     Raises:
         ParallelError: the model can't be replicated. Before anything is sent.
     """
-    if mesh.ndim != 1:
-        raise ParallelError(
-            f"ddp over a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names}: give the one of the ranks that read "
-            'different data, get_mesh("dp")'
-        )
     refuse_model(model, mesh)
-    _refuse_unfinished(model, config)
     group = mesh.get_group()
     if config.autocast_dtype is not None:
         apply_autocast(model, mesh.device_type, getattr(torch, config.autocast_dtype))
@@ -83,8 +71,8 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, config: DDPConfig) -> None:
     # Now, not in the first forward: a copy of the parameters taken before it must hold rank 0's values.
     start_ddp(model)
     if not config.split_compiled_blocks:
-        model.register_forward_pre_hook(_hide_from_compiler)
-    model.register_forward_hook(_hide_from_compiler, always_call=True)
+        model.register_forward_pre_hook(hide_ddp_from_compiler)
+    model.register_forward_hook(hide_ddp_from_compiler, always_call=True)
 
 
 @contextmanager
@@ -120,17 +108,15 @@ def refuse_model(model: nn.Module, mesh: DeviceMesh) -> None:
         ParallelError: it is split, replicated, compiled as a whole, frozen, on meta or on another device.
     """
     ddp = f"ddp of {class_name(model)}"
+    why = ""
     if isinstance(model, DDP):
-        raise ParallelError(f"{ddp}: it is already replicated by DDP; remove the second call")
-    if is_compiled_whole(model):
-        raise ParallelError(
-            f"{ddp}: it is compiled as a whole, and the reducer's hooks must stay outside of a graph; compile its "
-            "blocks one by one (titanplans.parallel.compile)"
-        )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ParallelError(
-            f"{ddp}: all parameters are frozen, so there is no gradient to sum; leave DDP out"
-        )
+        why = "it is already replicated by DDP; remove the second call"
+    elif is_compiled_whole(model):
+        why = "it is compiled as a whole, and the reducer's hooks stay outside of a graph; compile its blocks one by one"
+    elif not any(parameter.requires_grad for parameter in model.parameters()):
+        why = "all parameters are frozen, so there is no gradient to sum; leave DDP out"
+    if why:
+        raise ParallelError(f"{ddp}: {why}")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(tensor, DTensor):
             axes = tensor.device_mesh.mesh_dim_names
@@ -153,22 +139,6 @@ def _broadcast_in_training(group: dist.ProcessGroup, model: nn.Module, inputs: A
         _broadcast(group, model)
 
 
-def _refuse_unfinished(model: nn.Module, config: DDPConfig) -> None:
-    """Refuse a model that lacks a step which `config` names: taken after DDP, the step would have no effect."""
-    if config.compile.blocks and not any(compiled_call(m) is not None for m in model.modules()):
-        raise ParallelError(
-            "ddp with compile.enable = true, but no block of the model is compiled: call apply_compile "
-            "first, or set compile.enable to false"
-        )
-    mode = config.activation_checkpoint.mode
-    recomputes = any(map(is_recomputed, model.modules()))
-    if mode != "none" and not recomputes:
-        raise ParallelError(
-            f'ddp with activation_checkpoint.mode = "{mode}", but no module is checkpointed: apply the policy '
-            "first, or set the mode to none"
-        )
-
-
 def _refuse_hidden_outputs(model: nn.Module, inputs: Any, output: Any) -> None:
     """Refuse outputs in which torch finds no tensor: it would take every parameter for unused, and sum nothing."""
     if torch.is_grad_enabled() and not any(
@@ -178,8 +148,3 @@ def _refuse_hidden_outputs(model: nn.Module, inputs: Any, output: Any) -> None:
             f"ddp with find_unused_parameters or static_graph looks for tensors in what {class_name(model)} returns, and "
             f"finds none in a {type(output).__name__}: return a tensor, tuple, dict or ModelOutput, or set both to false"
         )
-
-
-def _hide_from_compiler(*args: Any) -> None:
-    """Let the compiler forget which DDP runs: it would cut graphs at its buckets."""
-    hide_ddp_from_compiler()

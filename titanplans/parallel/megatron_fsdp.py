@@ -67,11 +67,12 @@ def check_available() -> None:
 def refuse_mesh(mesh: DeviceMesh) -> None:
     """Raise ParallelError unless "dp_shard" is above 1, and all other dimensions of `mesh` are 1."""
     for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True):
+        why = ""
         if name == "dp_shard" and size == 1:
             why = "over one rank it doubles gradients in each micro batch; raise it, or take FSDP2Config"
-            raise ParallelError(f"megatron_fsdp with {name} = {size}: {why}")
-        if name != "dp_shard" and size > 1:
+        elif name != "dp_shard" and size > 1:
             why = "it is not known to be right but for sharding alone; set it to 1, or take FSDP2Config"
+        if why:
             raise ParallelError(f"megatron_fsdp with {name} = {size}: {why}")
 
 
@@ -96,22 +97,18 @@ def arguments(
     # Gradients are summed over ranks: all loops here divide the loss by the tokens of the whole batch.
     given, policy = {"calculate_per_token_loss": True}, {}
     for name, value in config.options.items():
+        dtype = None if value == "none" else getattr(torch, str(value), value)
         if name in switches and isinstance(value, bool):
             given[name] = value
-        elif name in dtypes and (
-            value == "none" or isinstance(getattr(torch, str(value), None), torch.dtype)
-        ):
-            policy[name] = getattr(torch, str(value), None)
+        elif name in dtypes and (dtype is None or isinstance(dtype, torch.dtype)):
+            policy[name] = dtype
         else:
-            known = ", ".join(sorted(switches | dtypes))
-            why = f"megatron-fsdp {library.__version__} has no such option; there are {known}"
+            there = ", ".join(sorted(switches | dtypes))
+            why = f"megatron-fsdp {library.__version__} has no such option; there are {there}"
             if name in switches | dtypes:
-                kind = (
-                    "true or false"
-                    if name in switches
-                    else 'the name of a dtype such as "float32", or "none"'
+                why = (
+                    f"expected {'true or false' if name in switches else 'a dtype such as float32, or none'}"
                 )
-                why = f"expected {kind}"
             raise OptionError(f"options.{name}", value, why)
     return given | {
         "module": model,
@@ -133,11 +130,10 @@ def unit_classes(model: nn.Module, config: MegatronFSDPConfig) -> list[type[nn.M
     if (names := config.fsdp_unit_modules) is None:
         return list(dict.fromkeys(type(block.module) for block in find_decoder(model).blocks))
     classes = dict.fromkeys(type(module) for module in model.modules())
-    there = {cls.__name__ for cls in classes}
-    for name in names:
-        if name not in there:
-            why = f'no module of the model is of class "{name}"; give one of {", ".join(sorted(there))}'
-            raise config.error("fsdp_unit_modules", why)
+    there = sorted({cls.__name__ for cls in classes})
+    if missing := [name for name in names if name not in there]:
+        why = f'no module of the model is of class "{missing[0]}"; give one of {", ".join(there)}'
+        raise config.error("fsdp_unit_modules", why)
     return [cls for cls in classes if cls.__name__ in names]
 
 
@@ -149,9 +145,8 @@ def register_optimizer(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ParallelError: parameters that are not such a model's.
     """
-    if not all(
-        hasattr(p, "_megatron_fsdp_model") for group in optimizer.param_groups for p in group["params"]
-    ):
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if not all(hasattr(parameter, "_megatron_fsdp_model") for parameter in parameters):
         raise ParallelError(
             f"{type(optimizer).__name__} holds parameters that megatron-fsdp does not manage: build it on the "
             "parameters of what apply_megatron_fsdp returned"

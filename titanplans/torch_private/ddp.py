@@ -22,6 +22,6 @@ def start_ddp(model: DDP) -> None:
     replicate.state(model).lazy_init()  # pyrefly: ignore[missing-attribute, bad-argument-type]
 
 
-def hide_ddp_from_compiler() -> None:
-    """Let dynamo forget which DDP runs: it would cut graphs where buckets end."""
+def hide_ddp_from_compiler(*_: object) -> None:
+    """Let dynamo forget which DDP runs: it would cut graphs where buckets end. A forward hook, or a pre-hook."""
     DistributedDataParallel._active_ddp_module = None

@@ -1,5 +1,6 @@
 """Weights in Hugging Face's form: from a folder into a model that is split, and back.
 
+    compare.py   how a folder's tensors differ from a model's, in words
     folder.py    which tensors are in which files of a folder, checked, and any part of one
     lazy.py      tensors that are read part by part, through torch's functions
     names.py     published names and those of the module tree, by transformers' own conversions

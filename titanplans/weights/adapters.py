@@ -9,7 +9,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,10 @@ from titanplans.errors import ModelError
 from titanplans.plan.adapted import LowRank, is_factor, is_transposed, low_rank_of
 from titanplans.plan.decoder import without_wrappers
 from titanplans.split.parameters.shards import copy_shard
-from titanplans.text import some
+from titanplans.weights.atomic import on_first_rank
+from titanplans.weights.compare import differences
 from titanplans.weights.files import write_safetensors
-from titanplans.weights.gather import from_first, gather, rank, stored
+from titanplans.weights.gather import gather, rank, stored
 from titanplans.weights.merged import named_adapted
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -52,17 +53,11 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str], *, base_model
         base_model: name or folder of the model that they belong to, for adapter_config.json.
 
     Raises:
-        ModelError: there are no adapters, or they differ in rank or scaling; or the folder can't be written.
+        ModelError: there are no adapters, or they differ in rank or scaling.
+        NotSaved: the folder can't be written.
     """
     config, tensors = gathered_adapter(model, base_model)
-    failed = None
-    if rank() == 0:
-        try:
-            write_adapter(Path(folder), config, tensors)
-        except OSError as error:
-            failed = f"{folder} can't be written ({error.strerror})"
-    if (failed := from_first(failed)) is not None:
-        raise ModelError(failed)
+    on_first_rank(lambda: write_adapter(Path(folder), config, tensors), Path(folder))
 
 
 def gathered_adapter(
@@ -74,8 +69,15 @@ def gathered_adapter(
     return config, {peft_name(name): tensor for name, tensor in tensors if rank() == 0}
 
 
-def write_adapter(folder: Path, config: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+def write_adapter(
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: dict[str, torch.Tensor],
+    seal: Callable[[Path], None] = sync,
+) -> None:
     """Write peft's two files, the weights first under a temporary name; `tensors` have peft's names, and one process writes.
+
+    `seal` brings each file to the disk, as for `write_folder`.
 
     Raises:
         OSError: the disk is full, or refuses.
@@ -85,6 +87,9 @@ def write_adapter(folder: Path, config: Mapping[str, Any], tensors: dict[str, to
     write_safetensors(folder, {unfinished: tensors}, iter(tensors.items()), seal=sync)
     os.replace(folder / unfinished, folder / WEIGHTS)
     (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+    for name in (WEIGHTS, CONFIG):
+        seal(folder / name)
+    sync(folder)
 
 
 def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
@@ -130,19 +135,9 @@ def check_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         raise ModelError(f"{path / WEIGHTS} is damaged ({error})") from error
     state = stored(model)[0]
     here = {peft_name(name): tuple(state[name].shape) for name in trained_names(model)}
-    kinds = {
-        "that train are not in it": [name for name in here if name not in there],
-        "of it do not train here": [name for name in there if name not in here],
-        "have another shape": [
-            f"{name} {there[name]}, here {here[name]}"
-            for name in here
-            if name in there and there[name] != here[name]
-        ],
-    }
-    wrong = [f"{len(names)} {what} ({some(names)})" for what, names in kinds.items() if names]
-    if wrong:
+    if differing := differences(there, here):
         raise ModelError(
-            f"{path / WEIGHTS} is of other adapters: {'; '.join(wrong)}. lora.target_modules and lora.modules_to_save say "
+            f"{path / WEIGHTS} is of other adapters: {differing}. lora.target_modules and lora.modules_to_save say "
             f"which there are, {path / CONFIG} which it has"
         )
 
@@ -194,9 +189,7 @@ def adapter_config(model: nn.Module, base_model: str | None = None) -> dict[str,
     kinds = set(_low_ranks(model).values())
     if len(kinds) != 1:
         raise ModelError(
-            "the model has no adapters"
-            if not kinds
-            else f"adapters differ, and peft's files hold one kind: {kinds}"
+            f"peft's files hold adapters of one rank and scaling, and the model's have {kinds or 'none'}"
         )
     (low_rank,) = kinds
     modules = named_adapted(model)
@@ -224,7 +217,7 @@ def adapter_config(model: nn.Module, base_model: str | None = None) -> dict[str,
 
 
 def trained_names(model: nn.Module) -> dict[str, None]:
-    """Return the names, in the state dict, of what an adapter's files hold: the factors, and what else trains."""
+    """Return the names, in the state dict, of the tensors in an adapter's files: factors, and other trained ones."""
     state = model.state_dict(keep_vars=True)
     return {
         name: None
@@ -234,7 +227,7 @@ def trained_names(model: nn.Module) -> dict[str, None]:
 
 
 def peft_name(name: str) -> str:
-    """Return the name in peft's file of a parameter: of "q_proj.lora_A" "base_model.model.q_proj.lora_A.weight"."""
+    """Return a parameter's name in peft's file: "base_model.model.q_proj.lora_A.weight" for "q_proj.lora_A"."""
     return f"{_PREFIX}{name}.weight" if is_factor(name) else f"{_PREFIX}{name}"
 
 

@@ -22,7 +22,12 @@ def written_atomically(target: Path) -> Iterator[Path]:
     directory = target.with_name(f".{target.name}.writing")
 
     def begin() -> None:
-        _refuse_existing(target, directory)
+        if is_taken(target):
+            raise ModelError(f"{target} already exists and is not overwritten; name a new folder")
+        if os.path.exists(directory):
+            raise ModelError(
+                f"{directory} is there: another process writes {target}, or one was killed while it did; if so, remove it"
+            )
         directory.mkdir(parents=True)
 
     def end() -> None:
@@ -39,16 +44,9 @@ def written_atomically(target: Path) -> Iterator[Path]:
         raise
 
 
-def _refuse_existing(target: Path, directory: Path) -> None:
-    if is_taken(target):
-        raise ModelError(f"{target} already exists and is not overwritten; name a new folder")
-    if os.path.exists(directory):
-        raise ModelError(
-            f"{directory} is there: another process writes {target}, or one was killed while it did; if so, remove it"
-        )
-
-
-def on_first_rank(action: Callable[[], None], path: Path, *, then: Callable[[], None] = lambda: None) -> None:
+def on_first_rank(
+    action: Callable[[], None], path: Path, *, then: Callable[[], object] = lambda: None
+) -> None:
     """Do `action` on rank 0, and `then` on every rank; raise its error on every rank.
 
     Args:

@@ -100,5 +100,5 @@ def refuse_full(directory: Path, needed: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise NotSaved(
-            f"{directory.parent} has {free / 1e9:,.2f} GB free, and the weights take {needed / 1e9:,.2f} GB"
+            f"{directory} has {free / 1e9:,.2f} GB free, but {needed / 1e9:,.2f} GB are to be written"
         )

@@ -17,10 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from titanplans.errors import ModelError
-from titanplans.weights.lazy import Box, LazyTensor
+from titanplans.text import counted, some
+from titanplans.weights.lazy import Box, LazyTensor, slices
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_INDEX_LIMIT = 100_000_000  # bytes; as safetensors allows a header
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -66,11 +66,7 @@ class Folder:
             file = self._files[stored.file]
             if any(first >= last for first, last in box):
                 return torch.empty([max(0, last - first) for first, last in box], dtype=stored.dtype)
-            part = (
-                file.get_slice(name)[tuple(slice(first, last) for first, last in box)]
-                if box
-                else file.get_tensor(name)
-            )
+            part = file.get_slice(name)[slices(box)] if box else file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{stored.file} can't be read at {name}: {_reason(error)}") from error
         self.bytes_read += part.numel() * part.element_size()
@@ -110,15 +106,22 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
     wrong = [name for name, file in named.items() if name not in stored or stored[name].file.name != file]
     if wrong:
         raise ModelError(
-            f"{index} says that {wrong[0]} is in {named[wrong[0]]}, and it is not{_more(len(wrong) - 1, 'tensor')}: "
-            "the folder is incomplete or mixed from two; fetch it again"
+            f"{index} names the file of {counted(len(wrong), 'tensor')} wrongly, first {wrong[0]} in {named[wrong[0]]}: the "
+            "folder is incomplete or mixed from two; fetch it again"
         )
     return Folder(folder, stored)
 
 
 def _read_index(index: Path) -> dict[str, str]:
     """Return tensor name -> file name."""
-    values = _json(_bytes(index), index)
+    if not index.is_file():
+        raise ModelError(f"{index} is not a regular file")  # reading a pipe would wait
+    try:
+        values = json.loads(index.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{index} can't be read: {_reason(error)}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{index} is damaged: {_reason(error)}; fetch it again") from error
     named = values.get("weight_map") if isinstance(values, dict) else None
     if not isinstance(named, dict) or not named:
         raise ModelError(f"{index} has no weight_map from names of tensors to files: fetch it again")
@@ -139,7 +142,7 @@ def _read_header(file: Path) -> dict[str, Stored]:
             f"{file} is not there, though the index names it: the folder is incomplete, fetch it"
         )
     if not file.is_file():
-        raise ModelError(f"{file} is not a regular file")  # reading a pipe would wait
+        raise ModelError(f"{file} is not a regular file")
     stored = {}
     try:
         with safe_open(file, framework="pt") as opened:
@@ -157,48 +160,16 @@ def _read_header(file: Path) -> dict[str, Stored]:
     return stored
 
 
-def _bytes(file: Path) -> bytes:
-    try:
-        if not file.is_file():
-            raise ModelError(f"{file} is not a regular file")
-        if (size := file.stat().st_size) > _INDEX_LIMIT:
-            raise ModelError(f"{file} has {size:,} bytes, and an index has {_INDEX_LIMIT:,} at most")
-        return file.read_bytes()
-    except OSError as error:
-        raise ModelError(f"{file} can't be read: {error.strerror}") from error
-
-
-def _json(text: bytes, file: Path) -> Any:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        values = dict(pairs)
-        if len(values) < len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise ModelError(f"{file} is damaged: it names {twice} twice")
-        return values
-
-    try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=once)
-    except ModelError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{file} is damaged: {_reason(error)}") from error
-
-
 def _nothing(folder: Path) -> str:
     """Return why a folder without safetensors is refused."""
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
     if pickles:
         return (
-            f"{folder} holds its weights as pickles ({pickles[0]}{_more(len(pickles) - 1, 'file')}), which can run code "
-            "when they are read: they are never read here. If you trust their origin, convert them to safetensors by "
-            "transformers' from_pretrained and save_pretrained"
+            f"{folder} holds its weights as pickles ({some(pickles)}), which can run code when they are read: they are "
+            "never read here. If you trust their origin, convert them to safetensors by transformers' from_pretrained "
+            "and save_pretrained"
         )
     return f"{folder} holds neither {SINGLE} nor {INDEX}"
-
-
-def _more(count: int, what: str) -> str:
-    return f", and {count} more {what}{'s' if count > 1 else ''}" if count else ""
 
 
 def _reason(error: Exception) -> str:

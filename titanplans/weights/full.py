@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from titanplans.errors import ModelError
 from titanplans.split.parameters.shards import copy_shard
-from titanplans.text import some
 from titanplans.torch_private.dispatch import tree_map_only
 from titanplans.torch_private.distributed import group_device_types
+from titanplans.weights.compare import differences, in_words
 from titanplans.weights.gather import from_first, gather, of_all, rank, stored, whole
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -110,14 +110,8 @@ def _fill(
 ) -> Any:
     """Copy whole tensors into `targets`, once all ranks agree that they fit; return rank 0's `small`.
 
-    Args:
-        targets: plain tensors and DTensors by name.
-        tied: other names of targets.
-        state: as `load_full_state_dict` takes it.
-        strict: whether each target must be there.
-        what: has the targets, for the error.
-        wrong: what else does not fit, in words.
-        small: any small object.
+    `tied` are other names of targets, `state` and `strict` are as for `load_full_state_dict`. An error says that `what`
+    can't be loaded, and why; `wrong` is a reason that the caller has found. `small` is any small object.
     """
     own = None if state is None else {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}
     described, small = from_first((own, small))
@@ -156,36 +150,24 @@ def _fault(
 ) -> str | None:
     """Return what does not fit, in words; None if all does."""
     there = _by_target(described, tied)
-    shapes = {
-        name: (described[there[name]][0], tensor.shape) for name, tensor in targets.items() if name in there
-    }
+    theirs = {first: described[name][0] for first, name in there.items()}
+    ours = {name: tensor.shape for name, tensor in targets.items() if strict or name in there}
     values = state or {}
-    faults = {
-        "the state lacks": [name for name in targets if strict and name not in there],
-        "it has unknown names:": [name for first, name in there.items() if first not in targets],
-        "of another shape:": [
-            f"{name} ({tuple(given)}, here {tuple(own)})"
-            for name, (given, own) in shapes.items()
-            if given != own
-        ],
-        "tied here, and of different values:": [
+    others = {
+        "tied here, and of different values": [
             f"{name} and {there[tied[name]]}"
             for name in values
-            if name in tied and not _equal(values[name], values[there[tied[name]]])
+            if name in tied and not torch.equal(values[name], values[there[tied[name]]])
         ],
-        "without memory yet (call model.to_empty(device=...), then titanplans.modeling.initialize for buffers):": [
+        "without memory yet: call model.to_empty(device=...), then titanplans.modeling.initialize for buffers": [
             name for name, tensor in targets.items() if tensor.is_meta
         ],
     }
-    return "; ".join(f"{words} {some(names)}" for words, names in faults.items() if names) or None
+    return "; ".join(filter(None, (differences(theirs, ours), in_words(others)))) or None
 
 
 def _flat(state: Mapping[str, Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """Return the tensors of an optimizer's state by "parameter: name of the state".
-
-    Raises:
-        ModelError: something in it is no tensor.
-    """
+    """Return the tensors of an optimizer's state by "parameter: name of the state"."""
     flat = {f"{name}: {key}": value for name, values in state.items() for key, value in values.items()}
     for name, value in flat.items():
         if not isinstance(value, torch.Tensor):
@@ -197,10 +179,6 @@ def _flat(state: Mapping[str, Mapping[str, Any]]) -> dict[str, torch.Tensor]:
 
 def _names(groups: Iterable[Mapping[str, Any]]) -> list[list[str]]:
     return [sorted(group["params"]) for group in groups]
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one is other or torch.equal(one, other)
 
 
 def _broadcast(

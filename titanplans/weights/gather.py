@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanplans.errors import ModelError
+from titanplans.weights.lazy import LazyTensor, lazily
 
 
 @torch.no_grad()
@@ -36,7 +37,7 @@ def gather(
 
 
 def stored(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors of the state dict, each by its first name; and of tied ones, the first name by each other.
+    """Return the tensors of the state dict, a tied one by its first name alone; and that name by each of its others.
 
     They are the model's own memory: writing into them changes the model.
     """
@@ -77,10 +78,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return full.to("cpu", copy=is_view).contiguous()
 
 
-def of_stages(
-    models: Sequence[nn.Module], group: dist.ProcessGroup
-) -> tuple[dict[str, torch.Tensor], Callable[[str], torch.Tensor]]:
-    """Return the tensors of a model that stages of a pipeline share out, on meta, and what reads one whole, on rank 0's CPU.
+def of_stages(models: Sequence[nn.Module], group: dist.ProcessGroup) -> dict[str, LazyTensor]:
+    """Return the tensors of a model whose pipeline stages are on several ranks; reading one gives it whole on rank 0's CPU.
 
     Collective: each rank reads all of them, in one order. What several stages hold is read of the first.
 
@@ -113,7 +112,7 @@ def of_stages(
             return full.cpu()
         return meta
 
-    return tensors, read
+    return lazily(tensors, read)
 
 
 def rank() -> int:

@@ -7,12 +7,13 @@ of published weights, says of each part of its result where it comes from.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from titanplans.errors import ModelError
+from titanplans.torch_private.dispatch import tree_leaves, tree_map_only
 
 Box = tuple[tuple[int, int], ...]
 """First index and the one behind the last, of each dimension."""
@@ -33,19 +34,10 @@ class LazyTensor:
     ):
         self.name, self.shape, self.dtype, self._fetch = name, torch.Size(shape), dtype, fetch
 
-    @classmethod
-    def of(cls, name: str, tensor: torch.Tensor) -> "LazyTensor":
-        """Return a tensor that is there as a lazy one."""
-        return cls(name, tensor.shape, tensor.dtype, lambda box: tensor[_slices(box)])
-
     @property
     def ndim(self) -> int:
         """Number of dimensions."""
         return len(self.shape)
-
-    def size(self, dim: int | None = None) -> Any:
-        """The shape, or its entry `dim`."""
-        return self.shape if dim is None else self.shape[dim]
 
     def read(self, box: Box | None = None) -> torch.Tensor:
         """Return the values in `box`, all of them if it is None."""
@@ -80,27 +72,14 @@ class LazyTensor:
 
         return LazyTensor(self.name, [self.shape[dim] for dim in order], self.dtype, fetch)
 
-    def squeeze(self, dim: int) -> "LazyTensor":
-        """As torch's, of one dimension."""
-        dim = dim % self.ndim
-        if self.shape[dim] != 1:
-            return self
-        shape = self.shape[:dim] + self.shape[dim + 1 :]
-        return LazyTensor(
-            self.name,
-            shape,
-            self.dtype,
-            lambda box: self.read((*box[:dim], (0, 1), *box[dim:])).squeeze(dim),
-        )
-
     def contiguous(self) -> "LazyTensor":
-        """This tensor: in which order its values lie is decided when they are read."""
+        """Itself: the memory layout is decided by the read."""
         return self
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__") or not callable(method := getattr(torch.Tensor, name, None)):
             raise AttributeError(f"a LazyTensor has no {name}")
-        return lambda *args, **kwargs: _whole(method, (self, *args), kwargs)
+        return lambda *args, **kwargs: computed(method, (self, *args), kwargs)
 
     @classmethod
     def __torch_function__(
@@ -114,9 +93,32 @@ class LazyTensor:
             return _concatenated(*args, **kwargs)
         if func is torch.Tensor.copy_:
             return func(args[0], args[1].read(), **kwargs)
-        if getattr(func, "__name__", "") in ("chunk", "narrow", "transpose", "squeeze"):
+        if getattr(func, "__name__", "") in ("chunk", "narrow", "transpose"):
             return getattr(args[0], func.__name__)(*args[1:], **kwargs)
-        return _whole(func, args, kwargs)
+        return computed(func, args, kwargs)
+
+
+def lazily(
+    tensors: Mapping[str, torch.Tensor | LazyTensor], read: Callable[[str], torch.Tensor]
+) -> dict[str, LazyTensor]:
+    """Return tensors that `read(name)` gives whole; the last one is kept, so that its parts may be read one by one.
+
+    Args:
+        tensors: shapes and dtypes; may lie on meta.
+        read: returns the values, or on a rank that does not write a tensor on meta.
+    """
+    last: dict[str, torch.Tensor] = {}
+
+    def lazy(name: str, tensor: torch.Tensor | LazyTensor) -> LazyTensor:
+        def fetch(box: Box) -> torch.Tensor:
+            if name not in last:
+                last.clear()
+                last[name] = read(name)
+            return last[name][slices(box)]
+
+        return LazyTensor(name, tensor.shape, tensor.dtype, fetch)
+
+    return {name: lazy(name, tensor) for name, tensor in tensors.items()}
 
 
 def _stacked(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
@@ -161,29 +163,25 @@ def _concatenated(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
     return LazyTensor(_names(tensors), shape, first.dtype, fetch)
 
 
-def _whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Any function: its shapes are known from meta tensors, its values are computed when they are read."""
+def computed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
+    """Return what any function makes of lazy tensors: shapes are known from meta tensors, values are computed when read."""
 
     def with_tensors(make: Callable[[LazyTensor], torch.Tensor]) -> Any:
-        def replaced(value: Any) -> Any:
-            if isinstance(value, LazyTensor):
-                return make(value)
-            return type(value)(map(replaced, value)) if isinstance(value, list | tuple) else value
+        own_args, own_kwargs = tree_map_only(LazyTensor, make, (args, kwargs or {}))
+        return func(*own_args, **own_kwargs)
 
-        return func(*map(replaced, args), **{name: replaced(value) for name, value in kwargs.items()})
-
-    name = next(value.name for value in _flat([*args, *kwargs.values()]) if isinstance(value, LazyTensor))
+    name = next(value.name for value in tree_leaves((args, kwargs)) if isinstance(value, LazyTensor))
     shapes = with_tensors(lambda lazy: torch.empty(lazy.shape, dtype=lazy.dtype, device="meta"))
 
     def result(pick: Callable[[Any], torch.Tensor]) -> LazyTensor:
         meta = pick(shapes)
         return LazyTensor(
-            name, meta.shape, meta.dtype, lambda box: pick(with_tensors(LazyTensor.read))[_slices(box)]
+            name, meta.shape, meta.dtype, lambda box: pick(with_tensors(LazyTensor.read))[slices(box)]
         )
 
     if isinstance(shapes, torch.Tensor):
         return result(lambda outcome: outcome)
-    if isinstance(shapes, list | tuple):
+    if isinstance(shapes, list | tuple) and not isinstance(shapes, torch.Size):
         return type(shapes)(result(operator.itemgetter(index)) for index in range(len(shapes)))
     return shapes
 
@@ -195,17 +193,12 @@ def _dont_fit(first: LazyTensor, other: LazyTensor) -> ModelError:
     )
 
 
-def _flat(values: Sequence[Any]) -> list[Any]:
-    return [
-        inner for value in values for inner in (_flat(value) if isinstance(value, list | tuple) else [value])
-    ]
-
-
 def _names(tensors: Sequence[LazyTensor]) -> str:
     return tensors[0].name if len(tensors) == 1 else f"{tensors[0].name} ... {tensors[-1].name}"
 
 
-def _slices(box: Box) -> tuple[slice, ...]:
+def slices(box: Box) -> tuple[slice, ...]:
+    """Return `box` as an index."""
     return tuple(slice(first, last) for first, last in box)
 
 

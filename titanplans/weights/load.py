@@ -7,11 +7,9 @@ a folder has two values for tied weights.
 import logging
 import os
 import time
-from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -23,7 +21,9 @@ from titanplans.precision import nf4
 from titanplans.precision.kept_dtypes import keeps_float32
 from titanplans.split.parameters.shards import copy_shard, local_shard
 from titanplans.text import some
+from titanplans.weights.compare import in_words
 from titanplans.weights.folder import Folder, open_folder
+from titanplans.weights.gather import of_all
 from titanplans.weights.lazy import LazyTensor
 from titanplans.weights.names import from_published
 
@@ -104,24 +104,17 @@ def load_weights(
     more = targets.keys() - match.tensors.keys() - match.tied.keys() - set(match.missing) - codes
     initialize(model, seed=seed, only=more)  # buffers that no folder holds, and adapters
     tie(model, match.tied)
-    loaded = Loaded(
-        len(match.tensors),
-        opened.bytes_read,
-        time.perf_counter() - start,
-        match.missing,
-        match.unexpected,
+    seconds = time.perf_counter() - start
+    loaded = Loaded(len(match.tensors), opened.bytes_read, seconds, match.missing, match.unexpected)
+    left = in_words(
+        {
+            "of the model not in it, which keep their values": loaded.missing,
+            "of it not in the model": loaded.unexpected,
+        }
     )
-    notes = [
-        f"; {_count(names)} {what} ({some(names)})"
-        for names, what in [
-            (loaded.missing, "of the model not in it, which keep their values"),
-            (loaded.unexpected, "of it not in the model"),
-        ]
-        if names
-    ]
     _logger.info(
         f"read {loaded.tensors:,} tensors of {folder}: {loaded.bytes_read:,} bytes on this rank in {loaded.seconds:.2f} s"
-        + "".join(notes)
+        f"{'; ' * bool(left)}{left}"
     )
     return loaded
 
@@ -163,16 +156,17 @@ def match_folder(model: PreTrainedModel, folder: Folder, *, strict: bool = True)
             else:
                 tensors[source] = lazy
     missing = [name for name in expected if name not in tensors and name not in tied]
-    kinds = [
-        ("of the model not in it", missing if strict else []),
-        ("of it not in the model", unexpected if strict else []),
-        ("of another shape or type", wrong),
-    ]
-    if any(found for _, found in kinds):
+    differing = in_words(
+        {
+            "of the model not in it": missing if strict else (),
+            "of it not in the model": unexpected if strict else (),
+            "of another shape or type": wrong,
+        }
+    )
+    if differing:
         raise ModelError(
-            f"{folder.path} does not hold the weights of this model, {type(plain).__name__}: "
-            + "; ".join(f"{_count(found)} {what} ({some(found)})" for what, found in kinds if found)
-            + ". Name its own folder, or take the config.json that belongs to this one"
+            f"{folder.path} does not hold the weights of this model, {type(plain).__name__}: {differing}. Name its own "
+            "folder, or take the config.json that belongs to this one"
         )
     return Match(tensors, again, tied, tuple(missing), tuple(unexpected))
 
@@ -200,10 +194,8 @@ def _check_tied(targets: dict[str, torch.Tensor], match: Match, folder: os.PathL
             parameter = parameter.to_local()
         if not torch.equal(torch.empty_like(parameter).copy_(value), parameter):
             differing.append(name)
-    if match.again and dist.is_initialized():
-        found: list[list[str]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(found, differing)
-        differing = [name for names in found for name in names]
+    if match.again:
+        differing = [name for names in of_all(differing) for name in names]
     if differing:
         raise ModelError(
             f"{folder} has {differing[0]} and {match.tied[differing[0]]} with other values, and the model's config ties the "
@@ -212,12 +204,12 @@ def _check_tied(targets: dict[str, torch.Tensor], match: Match, folder: os.PathL
 
 
 def _as_tensor(lazy: LazyTensor) -> torch.Tensor:
-    """The same, for functions that are written for tensors."""
+    """Cast for the type checker: functions on tensors take lazy ones."""
     return cast(torch.Tensor, lazy)
 
 
 def _castable(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether values keep their meaning: a float of 8 bits has a scale somewhere else."""
+    """Whether a cast keeps the values: 8-bit floats have their scales in another tensor."""
     if stored.is_floating_point and stored.itemsize > 1:
         return wanted.is_floating_point
     return stored == wanted
@@ -225,7 +217,3 @@ def _castable(stored: torch.dtype, wanted: torch.dtype) -> bool:
 
 def _kind(tensor: torch.Tensor | LazyTensor) -> str:
     return f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _count(names: Sequence[str]) -> str:
-    return f"{len(names):,} tensor{'s' if len(names) > 1 else ''}"

@@ -1,102 +1,69 @@
 """Adapters added to their base weights, tensor by tensor: a model without adapters, to be published."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from titanplans.adapters.low_rank import adapted
 from titanplans.errors import ModelError
 from titanplans.plan.adapted import FACTORS, is_transposed
 from titanplans.plan.decoder import without_wrappers
-from titanplans.precision.nf4 import BLOCK, CODES, SCALES, dequantise, is_quantised
-from titanplans.weights.gather import stored, whole, with_values
-
-Read = Callable[[str], torch.Tensor]
-"""Returns the whole tensor of a name, or on a rank that does not write one on meta; collective, if the model is split."""
+from titanplans.precision.nf4 import CODES, SCALES, dequantise, is_quantised
+from titanplans.weights.gather import of_stages, stored, whole, with_values
+from titanplans.weights.lazy import LazyTensor, computed, lazily
 
 
-class Merge(NamedTuple):
-    """How an adapter is added to its weight."""
+def whole_tensors(
+    models: Sequence[nn.Module], group: dist.ProcessGroup | None = None
+) -> dict[str, LazyTensor]:
+    """Return the whole tensors of a model, split in any way, with its adapters added to the weights.
 
-    scaling: float
-    transposed: bool
-    quantised: bool
+    Reading one is collective, and gives it on rank 0's CPU, elsewhere a tensor on meta.
 
-
-def handed_on(model: nn.Module) -> tuple[dict[str, torch.Tensor], Read]:
-    """Return the tensors of `model`, split in any way, with its adapters added to the weights, and what reads them whole.
+    Args:
+        models: the model, or the stages of it that this process has.
+        group: the ranks of the pipeline, whose stages have no adapters; None: there is one model.
 
     Raises:
         ModelError: a weight with an adapter is tied to another; or something has no memory yet.
     """
-    tensors = with_values(stored(model)[0])
-    return merged(tensors, lambda name: whole(tensors[name]), merges(model))
+    if group is not None:
+        return of_stages(models, group)
+    tensors = with_values(stored(models[0])[0])
+    return merged(lazily(tensors, lambda name: whole(tensors[name])), named_adapted(models[0]))
 
 
-def merges(model: nn.Module) -> dict[str, Merge]:
-    """Return the adapters of `model`, which may be split, by the names that their modules have in the state dict."""
-    found: dict[str, Any] = named_adapted(model)
-    return {
-        name: Merge(module._low_rank.scaling, is_transposed(module), is_quantised(module))
-        for name, module in found.items()
-    }
-
-
-def merged(
-    tensors: Mapping[str, torch.Tensor], read: Read, adapters: Mapping[str, Merge]
-) -> tuple[dict[str, torch.Tensor], Read]:
-    """Return tensors without adapters, and what reads them: W + scaling * lora_B lora_A where one was.
-
-    The sum is made in float32 (in float64 where the weight is), and rounded to the dtype of the weight, or of the adapter
-    where the weight is in NF4.
-
-    Args:
-        tensors: name -> shape and dtype; may lie on meta.
-        read: returns the values of each.
-        adapters: of the model, as `merges` returns them.
+def merged(tensors: Mapping[str, LazyTensor], adapters: Mapping[str, nn.Module]) -> dict[str, LazyTensor]:
+    """Return tensors without the adapters of the modules `adapters`: W + scaling * lora_B lora_A where one was.
 
     Raises:
         ModelError: a part of an adapter, or its weight, is not among `tensors`.
     """
-    left, taken = {}, set()
+    left = dict(tensors)
     for owner, adapter in adapters.items():
-        parts = _parts(owner, adapter)
-        if missing := [name for name in parts if name not in tensors]:
+        base = (CODES, SCALES) if is_quantised(adapter) else ("weight",)
+        names = [f"{owner}.{name}" for name in (*base, *FACTORS)]
+        if missing := [name for name in names if name not in left]:
             raise ModelError(
                 f"{owner} has an adapter, and {missing[0]} is not there to be merged with it: a weight that is tied to "
                 "another, or a checkpoint of adapters alone"
             )
-        taken |= set(parts)
-        left[f"{owner}.weight"] = _described(tensors, owner, adapter)
-
-    def read_merged(name: str) -> torch.Tensor:
-        owner = name.rpartition(".")[0]
-        if name not in left:
-            return read(name)
-        adapter, like = adapters[owner], left[name]
-        *base, a, b = (read(part) for part in _parts(owner, adapter))
-        wide = torch.promote_types(like.dtype, torch.float32)
-        weight = dequantise(base[0], base[1], wide) if adapter.quantised else base[0].to(wide)
-        update = b.to(wide) @ a.to(wide) * adapter.scaling
-        return (weight + (update.t() if adapter.transposed else update)).to(like.dtype)
-
-    others = {name: tensor for name, tensor in tensors.items() if name not in taken}
-    return {**others, **left}, read_merged
+        left[f"{owner}.weight"] = computed(partial(_sum, adapter), [left.pop(name) for name in names])
+    return left
 
 
-def _parts(owner: str, adapter: Merge) -> list[str]:
-    base = (CODES, SCALES) if adapter.quantised else ("weight",)
-    return [f"{owner}.{name}" for name in (*base, *FACTORS)]
-
-
-def _described(tensors: Mapping[str, torch.Tensor], owner: str, adapter: Merge) -> torch.Tensor:
-    """Return the merged weight on meta."""
-    if not adapter.quantised:
-        return tensors[f"{owner}.weight"].to("meta")
-    outputs, blocks = tensors[f"{owner}.{SCALES}"].shape
-    return torch.empty(outputs, blocks * BLOCK, dtype=tensors[f"{owner}.lora_A"].dtype, device="meta")
+def _sum(adapter: Any, *parts: torch.Tensor) -> torch.Tensor:
+    """The sum is made in float32, or the weight's float64, and has the weight's dtype; of one in NF4, that of lora_A."""
+    *base, a, b = parts
+    dtype = a.dtype if is_quantised(adapter) else base[0].dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    weight = dequantise(base[0], base[1], wide) if is_quantised(adapter) else base[0].to(wide)
+    update = b.to(wide) @ a.to(wide) * adapter._low_rank.scaling
+    return (weight + (update.t() if is_transposed(adapter) else update)).to(dtype)
 
 
 def named_adapted(model: nn.Module) -> dict[str, nn.Module]:

@@ -97,7 +97,7 @@ def to_published(model: PreTrainedModel, tensors: Mapping[str, LazyTensor]) -> d
 
 
 def _ignored(model: PreTrainedModel) -> set[str]:
-    """Patterns of published names that are no weights of the model: what its class says, and tables of old releases."""
+    """Patterns of published names to ignore: those of the model's class, and buffers that old releases stored."""
     ignored = set(model._keys_to_ignore_on_load_unexpected or ())
     buffers = [name for name, _ in model.named_buffers()]
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):

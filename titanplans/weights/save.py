@@ -7,6 +7,7 @@ as `.NAME.writing` in the same folder, synced to the disk, and renamed when it i
 import copy
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -20,19 +21,13 @@ from titanplans.errors import ModelError
 from titanplans.modeling.build import build
 from titanplans.precision.kept_dtypes import keeps_float32
 from titanplans.weights.atomic import on_first_rank, written_atomically
-from titanplans.weights.files import (
-    copy_tokenizer,
-    refuse_full,
-    write_config,
-    write_safetensors,
-)
+from titanplans.weights.compare import differences
+from titanplans.weights.files import copy_tokenizer, refuse_full, write_config, write_safetensors
 from titanplans.weights.folder import INDEX
 from titanplans.weights.gather import from_first, rank
-from titanplans.weights.lazy import Box, LazyTensor
-from titanplans.weights.merged import handed_on
+from titanplans.weights.lazy import LazyTensor, lazily
+from titanplans.weights.merged import whole_tensors
 from titanplans.weights.names import to_published
-
-_SHOWN = 3
 
 
 def save_weights(
@@ -63,9 +58,11 @@ def save_weights(
     """
     config = _generating(model) if config is None else config
     target = Path(folder)
-    lazy = lazily(*handed_on(model))
+    tensors = whole_tensors([model])
     with written_atomically(target) as directory:
-        write_folder(directory, config, lazy, dtype=dtype, max_shard_size=max_shard_size, tokenizer=tokenizer)
+        write_folder(
+            directory, config, tensors, dtype=dtype, max_shard_size=max_shard_size, tokenizer=tokenizer
+        )
 
 
 def _generating(model: nn.Module) -> PretrainedConfig:
@@ -80,27 +77,6 @@ def _generating(model: nn.Module) -> PretrainedConfig:
     if hasattr(text, "use_cache"):
         text.use_cache = True
     return config
-
-
-def lazily(tensors: Mapping[str, torch.Tensor], read: Callable[[str], torch.Tensor]) -> dict[str, LazyTensor]:
-    """Return tensors that `read(name)` gives whole; the last one is kept, so that its parts may be read one by one.
-
-    Args:
-        tensors: shapes and dtypes; may lie on meta.
-        read: returns the values, or on a rank that does not write a tensor on meta.
-    """
-    last: dict[str, torch.Tensor] = {}
-
-    def lazy(name: str, tensor: torch.Tensor) -> LazyTensor:
-        def fetch(box: Box) -> torch.Tensor:
-            if name not in last:
-                last.clear()
-                last[name] = read(name)
-            return last[name][tuple(slice(*bounds) for bounds in box)]
-
-        return LazyTensor(name, tensor.shape, tensor.dtype, fetch)
-
-    return {name: lazy(name, tensor) for name, tensor in tensors.items()}
 
 
 def write_folder(
@@ -126,7 +102,8 @@ def write_folder(
         ModelError, NotSaved: as `save_weights` does, which removes nothing here.
     """
     plain = build(config)
-    published = _published(plain, tensors)
+    # Each is read whole once, though its published parts may be read one by one.
+    published = _published(plain, lazily(tensors, lambda name: tensors[name].read()))
     kept = keeps_float32(plain, dtype)
     dtypes = {
         name: dtype if dtype and t.dtype.is_floating_point and not kept(t.name) else t.dtype
@@ -142,7 +119,7 @@ def write_folder(
     values = ((name, lazy.read().to(dtypes[name])) for name, lazy in published.items())
 
     def write() -> None:
-        refuse_full(directory, split.metadata["total_size"])
+        refuse_full(directory.parent, split.metadata["total_size"])
         write_config(directory, plain, config, dtypes)
         if tokenizer is not None:
             copy_tokenizer(Path(tokenizer), directory)
@@ -161,11 +138,8 @@ def write_folder(
             seal(directory / INDEX)
         sync(directory)
 
-    def read_on() -> None:
-        for _ in values:  # reading is collective, also where the disk has refused on rank 0
-            pass
-
-    on_first_rank(write, directory, then=read_on)
+    # Reading is collective, also where the disk has refused on rank 0.
+    on_first_rank(write, directory, then=lambda: deque(values, maxlen=0))
 
 
 def check_names(plain: PreTrainedModel, tensors: Mapping[str, torch.Tensor | LazyTensor]) -> None:
@@ -176,30 +150,16 @@ def check_names(plain: PreTrainedModel, tensors: Mapping[str, torch.Tensor | Laz
     """
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     tied = plain.all_tied_weights_keys
-    optional = {*tied, *tied.values()}
+    # Of tied weights one is enough.
+    optional = {name for pair in tied.items() if shapes.keys() & set(pair) for name in pair} - shapes.keys()
     expected: dict[str, torch.Tensor] = plain.state_dict()
-    wanted = {name: t.shape for name, t in expected.items() if name in shapes or name not in optional}
-    wrong = [
-        f"{name} is {_shape(shapes, name)}, expected {_shape(wanted, name)}"
-        for name in {**wanted, **shapes}
-        if shapes.get(name) != wanted.get(name)
-    ]
-    wrong += [
-        f"{n} and {source} are not there" for n, source in tied.items() if not {n, source} & shapes.keys()
-    ]
-    if wrong:
-        more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        raise ModelError(
-            f"these are not the weights of a {type(plain).__name__} of its config: {'; '.join(wrong[:_SHOWN])}{more}"
-        )
+    wanted = {name: tensor.shape for name, tensor in expected.items() if name not in optional}
+    if differing := differences(shapes, wanted):
+        raise ModelError(f"these are not the weights of a {type(plain).__name__} of its config: {differing}")
 
 
 def _published(plain: PreTrainedModel, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Return the tensors by their published names, tied ones once.
-
-    Raises:
-        ModelError: on every rank: they are not those of the model that the config describes.
-    """
+    """Return the tensors by their published names, tied ones once; refuse those of another model, on every rank."""
     check_names(plain, tensors)
     once = dict(tensors)
     for name, source in plain.all_tied_weights_keys.items():
@@ -216,7 +176,3 @@ def _published(plain: PreTrainedModel, tensors: Mapping[str, LazyTensor]) -> dic
                 "in it keeps both"
             )
     return to_published(plain, once)
-
-
-def _shape(shapes: Mapping[str, torch.Size], name: str) -> object:
-    return tuple(shapes[name]) if name in shapes else "not there"

@@ -204,7 +204,7 @@ def test_what_can_not_be_written_is_one_line(job, at, tmp_path, capsys):
         ),
         (
             (*plainly, "--config", tmp_path / "other"),
-            "these are not the weights of a GLAForCausalLM.*: model.embeddings.weight is (4096, 32)",
+            "these are not the weights of a GLAForCausalLM.*model.embeddings.weight (4096, 32), expected",
         ),
         (("import", hf, tmp_path / "there"), "import: /there already exists"),
         (("import", hf, tmp_path / "step-7"), "import: /step-7 would be a checkpoint of another step"),

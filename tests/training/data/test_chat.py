@@ -301,10 +301,10 @@ def test_a_checkpoint_of_other_settings_is_not_gone_on_from(chat, rows):
         ({"messages": None}, "FILE, line 2: 'messages' holds no value"),
         ({"messages": "hello"}, "FILE, line 2: 'messages' is a text, and not one of JSON"),
         ({"messages": {"role": "user"}}, "'messages' holds a value of type dict"),
-        ({"messages": ["hello"]}, "message 1 of 'messages' is of type str"),
+        ({"messages": ["hello"]}, "message 1 of 'messages' holds a value of type str"),
         ({"messages": [{"from": "human", "value": "a"}]}, "message 1 of 'messages' has 'from', 'value', and"),
         ({"messages": [{"role": "user", "content": None}]}, "has 'role', and needs a role and a content"),
-        ({"messages": [{"role": "user", "content": 3}]}, "has a content of type int"),
+        ({"messages": [{"role": "user", "content": 3}]}, "holds a value of type int where there should be a text"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
             "FILE, line 2, message 1 of 'messages' has a part of type 'image'",
@@ -313,7 +313,7 @@ def test_a_checkpoint_of_other_settings_is_not_gone_on_from(chat, rows):
         ({"messages": [said("judge", "a")]}, "can't write the conversation (TemplateError: no role judge)"),
         ({"prompt": "a", "completion": 3}, "'completion' holds a value of type int"),
         ({"messages": TALK, "tools": "{"}, "'tools' is a text, and not one of JSON"),
-        ({"messages": TALK, "tools": [1]}, '"tools" is not a list of objects'),
+        ({"messages": TALK, "tools": [1]}, "'tools' holds a value of type int where there should be a list of schemas"),
     ],
 )  # fmt: skip
 def test_a_row_that_is_no_conversation_ends_the_job_with_its_line(chat, rows, row, reason):

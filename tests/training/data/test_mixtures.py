@@ -101,15 +101,15 @@ def test_sources_come_go_move_and_pause_by_name(build, data, tokenizer):
     taken, state = [], None
     for sources, said in (
         ((a,), None),
-        ((b, a), "b is new, of weight 1"),
+        ((b, a), '{"b" = 1.0, "a" = 3.0} from here on, and had {"a" = 3.0}'),
         ((a, b), None),
-        ((a.replace(weight=0.0), b), "a has weight 0, and had 3"),
-        ((a.replace(weight=1.0), b), "a has weight 1, and had 0"),
-        ((a.replace(weight=1.0),), "b is left out, and its place given up"),
+        ((a.replace(weight=0.0), b), '{"a" = 0.0, "b" = 1.0} from here on, and had {"a" = 3.0, "b" = 1.0}'),
+        ((a.replace(weight=1.0), b), '{"a" = 1.0, "b" = 1.0} from here on, and had {"a" = 0.0, "b" = 1.0}'),
+        ((a.replace(weight=1.0),), '{"a" = 1.0} from here on, and had {"a" = 1.0, "b" = 1.0}'),
     ):
         loader = build(data.replace(sources=sources))
         if state is not None:
-            assert loader.check_state(state)[1] == ([f"data.sources from here on: {said}"] if said else [])
+            assert loader.check_state(state)[1] == ([f"data.sources have the weights {said}"] if said else [])
             loader.load_state_dict(state)
         taken += global_batches([loader], 2)
         state = loader.state_dict()

@@ -3,10 +3,10 @@
 A change of the Linear itself (its product in float8, an adapter) would then be left out without a word.
 """
 
-import copy
 import inspect
 import re
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -47,9 +47,13 @@ class Calls:
         self.called: set[str] = set()
         watched = dict.fromkeys(n for name in names for n in (name, name.rpartition(".")[0]))
         self.handles: list[Any] = [
-            model.get_submodule(name).register_forward_pre_hook(_Called(self, name)) for name in watched
+            model.get_submodule(name).register_forward_pre_hook(partial(self.note, name)) for name in watched
         ]
         self.handles.append(model.register_forward_hook(self.check))
+
+    def note(self, name: str, module: nn.Module, args: Any) -> None:
+        """Before the forward of a module."""
+        self.called.add(name)
 
     def remove(self) -> None:
         """Take all hooks away."""
@@ -67,21 +71,6 @@ class Calls:
         ]
         if found:
             raise self.refuse(found)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Calls":
-        """A copied model has a first forward of its own."""
-        twin = memo[id(self)] = object.__new__(Calls)
-        twin.names, twin.refuse, twin.called = self.names, self.refuse, set(self.called)
-        twin.handles = copy.deepcopy(self.handles, memo)
-        return twin
-
-
-class _Called:
-    def __init__(self, calls: Calls, name: str):
-        self.calls, self.name = calls, name
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        self.calls.called.add(self.name)
 
 
 def read_weights(model: nn.Module, names: Collection[str]) -> list[Found]:

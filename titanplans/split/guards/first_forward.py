@@ -6,8 +6,7 @@ forwards cost nothing: the hooks take themselves away.
 """
 
 import copy
-import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -95,7 +94,7 @@ class _First:
                 ]
 
     def before_draw(self, *_: Any) -> None:
-        """Before the dropout of an adapter draws, which may: note what has drawn until then."""
+        """Before the dropout of an adapter draws: note whether something else has drawn."""
         self.drew |= self.state is not None and not _generator_state(self.mesh).equal(self.state)
 
     def after_draw(self, *_: Any) -> None:
@@ -117,11 +116,7 @@ class _First:
 
 
 def _check_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Refuse a parameter that came after the split.
-
-    Raises:
-        PlanError: names it.
-    """
+    """Refuse a parameter that came after the split."""
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             names = parameter.device_mesh.mesh_dim_names  # after FSDP, those of its mesh before
@@ -135,11 +130,7 @@ def _check_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _check_sums(model: nn.Module) -> None:
-    """Refuse FSDP2 that averages gradients which are parts of a sum over the ranks of context parallelism.
-
-    Raises:
-        PlanError: names the module.
-    """
+    """Refuse FSDP2 that averages gradients which are parts of a sum over the ranks of context parallelism."""
     for name, module in model.named_modules():
         group = fsdp_group(module) if isinstance(module, FSDPModule) else None
         if group is not None and group.gradient_divide_factor is None:
@@ -151,39 +142,32 @@ def _check_sums(model: nn.Module) -> None:
 
 
 def _check_batch(module: nn.Module, args: tuple, kwargs: Mapping[str, Any], mesh: DeviceMesh) -> None:
-    """Check that every rank of the TP mesh calls `module` with the same arguments.
-
-    Collective. Raises:
-        PlanError: names the first argument that differs, and the first rank that has another one.
-    """
+    """Refuse arguments of `module` that are not the same on every rank of the mesh. Collective."""
     given = dict(zip(positional(module), args, strict=False)) | dict(kwargs)
     mine = {name: [_essence(leaf) for leaf in tree_leaves(value)] for name, value in given.items()}
-    everyones: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(everyones, mine, mesh.get_group())
-    for name in functools.reduce(lambda names, other: names | other, everyones):
-        for rank, theirs in enumerate(everyones):
-            if theirs.get(name) != everyones[0].get(name):
-                raise PlanError(
-                    f"{class_name(module)} was called with another {name} on model-parallel rank {rank} than on rank 0: "
-                    "the ranks that split a model work on one batch, so read data by the rank in the data-parallel mesh, "
-                    "not by the global rank, and with one seed"
-                )
+    for rank, (theirs, first) in _differing(mine, mesh):
+        name = next(name for name in first | theirs if theirs.get(name) != first.get(name))
+        raise PlanError(
+            f"{class_name(module)} was called with another {name} on model-parallel rank {rank} than on rank 0: "
+            "the ranks that split a model work on one batch, so read data by the rank in the data-parallel mesh, "
+            "not by the global rank, and with one seed"
+        )
 
 
 def _check_seed(state: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Check that every rank of the TP mesh will draw the same numbers, as adapters' dropout takes them to. Collective.
+    """Refuse ranks of the mesh that will draw other numbers: adapters' dropout takes them to be the same. Collective."""
+    for rank, _ in _differing(checksum(state), mesh):
+        raise PlanError(
+            f"adapters have a dropout, and model-parallel rank {rank} would draw other numbers for it than rank 0: "
+            "seed the ranks that split a model alike, by torch.manual_seed, or set lora.dropout to 0"
+        )
 
-    Raises:
-        PlanError: they will not.
-    """
+
+def _differing(mine: Any, mesh: DeviceMesh) -> Iterator[tuple[int, tuple[Any, Any]]]:
+    """Yield the ranks of the mesh whose value is not rank 0's, each with both values. Collective."""
     everyones: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(everyones, checksum(state), mesh.get_group())
-    for rank, theirs in enumerate(everyones):
-        if theirs != everyones[0]:
-            raise PlanError(
-                f"adapters have a dropout, and model-parallel rank {rank} would draw other numbers for it than rank 0: "
-                "seed the ranks that split a model alike, by torch.manual_seed, or set lora.dropout to 0"
-            )
+    dist.all_gather_object(everyones, mine, mesh.get_group())
+    return ((rank, (theirs, everyones[0])) for rank, theirs in enumerate(everyones) if theirs != everyones[0])
 
 
 def _essence(value: Any) -> Any:

@@ -67,11 +67,9 @@ def _draws_of_the_first_rank(mesh: DeviceMesh) -> Iterator[None]:
     first = own.to(device, copy=True)
     dist.broadcast(first, group=mesh.get_group(), group_src=0)
     first = first.cpu()
-    if torch.equal(own, first):
-        yield
-        return
     generator.set_rng_state(first)
     try:
         yield
     finally:
-        generator.set_rng_state(own)
+        if not torch.equal(own, first):
+            generator.set_rng_state(own)

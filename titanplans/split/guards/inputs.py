@@ -111,7 +111,7 @@ def _begin(border: Border, block: nn.Module, args, kwargs):
 
 
 def begin_at_output(module: nn.Module, border: Border) -> None:
-    """Let the output of `module`, which takes an embedding's place in a stage of a pipeline, be laid out as the stream."""
+    """Lay out the output of `module`, a pipeline stage's stand-in for the embedding, as the stream."""
 
     def begin(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
         if not border.stream.is_sharded():
@@ -123,7 +123,7 @@ def begin_at_output(module: nn.Module, border: Border) -> None:
 
 
 def end_at_output(module: nn.Module, border: Border) -> None:
-    """Let `module`, which takes the place of one at which the stream ends, return zeros of a whole sequence."""
+    """Let `module`, a stand-in for the module at which the stream ends, return zeros of the whole sequence."""
 
     def end(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
         if not border.stream.is_sharded():
@@ -163,7 +163,7 @@ def _before(
 
 
 def _refuse(known: Forwards, is_model: bool, module: nn.Module, given: Mapping[str, Any]) -> None:
-    """Refuse what the code of `module` would get wrong with its arguments as `given`, by name."""
+    """Refuse arguments, `given` by name, that the code of `module` would handle wrongly."""
     name = class_name(module)
     if is_model and known.border.tokens.ranks > 1 and given.get("labels") is not None:
         raise PlanError(
@@ -223,7 +223,7 @@ def _after(known: Forwards, is_model: bool, is_base: bool, module: nn.Module, ar
 
 
 def _whole(border: Border, states: Any, seen: dict[int, torch.Tensor]) -> Any:
-    """Return `states`, a tensor or a tuple of them, with the shards in it made whole; one tensor stays one."""
+    """Return `states`, a tensor or a tuple of them, with each shard made whole; equal tensors stay one."""
     if isinstance(states, tuple | list):
         made = [_whole(border, each, seen) for each in states]
         kind: Any = type(states)

@@ -32,22 +32,8 @@ from titanplans.text import class_name
 Read = Callable[[nn.Module, str], torch.Tensor | None]
 Kind = Callable[[type[nn.Module], tuple[str, ...]], type[nn.Module]]
 """Subclasses a module's class so that the parameters of these names are read in some way."""
-
-
-class ParameterMemo(dict[int, nn.Parameter]):
-    """Parameters already distributed, by the `id` of the original: what keeps tied weights tied.
-
-    Holds the originals too, so that no `id` is reused while a plan is being applied.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._originals: list[nn.Parameter] = []
-
-    def remember(self, original: nn.Parameter, distributed: nn.Parameter) -> None:
-        """Record that `original` has become `distributed`."""
-        self._originals.append(original)
-        self[id(original)] = distributed
+ParameterMemo = dict[nn.Parameter, nn.Parameter]
+"""What each parameter of a model has been distributed as: it keeps tied weights tied."""
 
 
 class ParameterMesh(NamedTuple):
@@ -66,7 +52,7 @@ class ParameterMesh(NamedTuple):
         return (Replicate(),) * self.copies + ((layout.placement,) if self.cut else ())
 
     def gradient(self, layout: Layout) -> tuple[Placement, ...]:
-        """Return how its gradient does."""
+        """Return the placements of its gradient."""
         return (Partial(),) * self.copies + ((layout.gradient,) if self.cut else ())
 
 
@@ -94,39 +80,28 @@ def localize(
     mesh, parts, buffers = over.mesh, parts or {}, layouts.keys() & module._buffers.keys()
     if mesh is None:  # what is read as it is needs no reader
         layouts = {name: layout for name, layout in layouts.items() if name in parts or layout.deferred}
-    whole = {
-        name: layouts[name]._replace(
-            placement=Replicate(), rows=rows_read(layouts[name], getattr(module, name).shape, group[1])
-        )
-        for name in buffers & layouts.keys()
-    }
-    layouts = {**layouts, **whole}
-    for name, layout in layouts.items() if mesh is not None else ():
+    layouts = dict(layouts)
+    for name, layout in layouts.items():
         if name in buffers:
-            continue
-        param = module._parameters[name]
-        assert param is not None, name
-        known = memo.get(id(param))
-        if known is None:
-            tensor = distribute_tensor(param.detach(), mesh, over.placements(layout))
-            known = nn.Parameter(tensor, requires_grad=param.requires_grad)
-            known.__dict__.update(param.__dict__)  # marks such as _no_weight_decay
-            memo.remember(param, known)
-        module._parameters[name] = known
+            rows = rows_read(layout, getattr(module, name).shape, group[1])
+            layouts[name] = layout._replace(placement=Replicate(), rows=rows)
+        elif mesh is not None:
+            param = module._parameters[name]
+            assert param is not None, name
+            if (known := memo.get(param)) is None:
+                tensor = distribute_tensor(param.detach(), mesh, over.placements(layout))
+                known = nn.Parameter(tensor, requires_grad=param.requires_grad)
+                known.__dict__.update(param.__dict__)  # marks such as _no_weight_decay
+                memo[param] = known
+            module._parameters[name] = known
     if layouts:
-        readings = {
-            name: Reading(
-                layout,
-                () if mesh is None or name in buffers else over.gradient(layout),
-                over.cut and _uneven(getattr(module, name), layout, group[1]),
-                rank,
-                group,
-                GradientSpec(),
-                parts.get(name),
+        for name, layout in layouts.items():
+            placement, shape = layout.placement, getattr(module, name).shape
+            uneven = over.cut and isinstance(placement, Shard) and shape[placement.dim] % group[1] != 0
+            gradient = () if mesh is None or name in buffers else over.gradient(layout)
+            make_state(module).readings[name] = Reading(
+                layout, gradient, uneven, rank, group, GradientSpec(), parts.get(name)
             )
-            for name, layout in layouts.items()
-        }
-        make_state(module).readings |= readings
         for names, kind in _kinds(layouts, buffers).items():
             specialise(module, kind(type(module), names))
         if mesh is not None:
@@ -134,7 +109,7 @@ def localize(
 
 
 def readings_of(module: nn.Module) -> dict[str, Reading]:
-    """Return how the parameters of `module` are read, by name; of one that is not split, none."""
+    """Return how the parameters of `module` are read, by name; {} if it is not split."""
     return {} if (state := state_of(module)) is None else state.readings
 
 
@@ -168,7 +143,7 @@ def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
 def _part(
     local: torch.Tensor, param: torch.Tensor | None, reading: Reading, state: SplitState
 ) -> torch.Tensor:
-    """Return what the code of a mixer uses of `local` on a rank of context parallelism; a product with own tokens all."""
+    """Return the part of `local` that a mixer uses on a rank of context parallelism; all, in products with own tokens."""
     if (part := reading.part) is None or state.reads_all:
         return local
     if part.divided_by > 1:
@@ -192,11 +167,6 @@ def deferred_bias(module: nn.Module) -> torch.Tensor | None:
     """Return the bias of `module` that its own forward does not see; None if there is none, or it does."""
     reading = readings_of(module).get("bias")
     return local_parameter(module, "bias") if reading is not None and reading.layout.deferred else None
-
-
-def _uneven(param: torch.Tensor | None, layout: Layout, ranks: int) -> bool:
-    assert param is not None
-    return isinstance(layout.placement, Shard) and param.shape[layout.placement.dim] % ranks != 0
 
 
 def is_gathered(param: torch.Tensor | None, reading: Reading) -> bool:

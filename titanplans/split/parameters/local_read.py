@@ -51,7 +51,7 @@ class MixerPart(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What reading a parameter takes, but the parameter."""
+    """How a parameter is read."""
 
     layout: Layout
     gradient: tuple[Placement, ...]
@@ -74,7 +74,7 @@ def read(
     """
     local = local_tensor(param)
     plain = is_plain(local)
-    if plain and not needs_gradient(param):
+    if plain and not (param.requires_grad and torch.is_grad_enabled()):
         return local.view_as(local)
     if plain or uneven:
         return read_all([param], [gradient_spec.spec(param, gradient)])[0]
@@ -84,11 +84,6 @@ def read(
 def is_plain(local: torch.Tensor) -> bool:
     """Whether `local` is an eager tensor of no subclass, such as fake tensors and float8."""
     return type(local) is torch.Tensor and not torch.compiler.is_compiling()
-
-
-def needs_gradient(param: torch.Tensor) -> bool:
-    """Whether autograd records a read of `param` now."""
-    return param.requires_grad and torch.is_grad_enabled()
 
 
 def read_all(params: Sequence[DTensor], specs: Sequence[DTensorSpec]) -> Sequence[torch.Tensor]:

@@ -32,7 +32,7 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def retire_replaced(module: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
-    """Make those of `before`, the parameters of `module` at some time, that it no longer has unreadable to optimizers."""
+    """Let no optimizer read gradients of those of `before`, earlier parameters of `module`, that it no longer has."""
     now = parameters_of(module)
     there = {id(parameter) for parameter in now.values()}
     for name, old in before.items():
@@ -42,7 +42,7 @@ def retire_replaced(module: nn.Module, before: Mapping[str, nn.Parameter]) -> No
 
 
 def successor_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return what stands in the place of `parameter` now: itself if it was not replaced."""
+    """Return the parameter that has replaced `parameter`; itself if none has."""
     while (successor := parameter.__dict__.get(_SUCCESSOR)) is not None:
         parameter = successor
     return parameter

@@ -83,7 +83,7 @@ def _filled(rows: torch.Tensor, run: Run, dim: int) -> torch.Tensor:
 
 
 def _put_back(grads: Sequence[torch.Tensor], dim: int, runs: Sequence[Run]) -> torch.Tensor:
-    """Return the gradient of all rows of `dim`, out of those of each rank's rows; of rows that ranks share, the sum."""
+    """Return the gradient of all rows of `dim` from those of each rank's rows; rows that ranks share are summed."""
     parts: dict[int, torch.Tensor] = {}
     for rank, grad in enumerate(grads):
         for run, part in zip(runs, grad.split([run.size for run in runs], dim), strict=True):

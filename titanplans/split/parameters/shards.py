@@ -38,13 +38,7 @@ def copy_shard(destination: torch.Tensor, full: torch.Tensor, *, name: str) -> N
             destination.copy_(full)
             return
         part = local_shard(full, destination.device_mesh, destination.placements, name=name)
-        local = destination.to_local()
-        if local.shape != part.shape:
-            raise ModelError(
-                f"{name}: this rank holds {tuple(local.shape)}, but placements {destination.placements} on "
-                f"{destination.device_mesh} give {tuple(part.shape)} of {tuple(full.shape)}"
-            )
-        local.copy_(part)
+        destination.to_local().copy_(part)
 
 
 def take_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
@@ -76,13 +70,10 @@ def local_shard(
     full: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], *, name: str
 ) -> torch.Tensor:
     """Return this rank's view of `full` under `placements`: empty where it holds nothing."""
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise ModelError(f"{name}: this rank is not in the mesh {mesh}")
-    part = full
+    part, coordinate = full, mesh.get_coordinate()
+    assert coordinate is not None
     for axis, dim in cut_axes(mesh, placements, name=name):
-        chunks = part.chunk(mesh.size(axis), dim=dim)
-        index = coordinate[axis]
+        chunks, index = part.chunk(mesh.size(axis), dim=dim), coordinate[axis]
         part = chunks[index] if index < len(chunks) else part.narrow(dim, 0, 0)
     return part
 

@@ -1,6 +1,5 @@
 """`titanplans import`: a Hugging Face folder to a distributed checkpoint; in one process, on a CPU, tensor by tensor."""
 
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -36,11 +35,9 @@ def import_folder(
         dtype: of the floating-point tensors; None for the folder's.
 
     Raises:
-        ConfigError, ModelError: the folder is damaged or of another model, or `checkpoint` is there.
+        ConfigError, ModelError: the folder is damaged or of another model.
         NotSaved: the disk is full, or refuses.
     """
-    if os.path.exists(checkpoint):
-        raise ConfigError(f"import: {checkpoint} already exists and is not overwritten; name a new folder")
     if re.fullmatch(r"step-[0-9]+", checkpoint.name) and checkpoint.name != "step-0":
         raise ConfigError(f"import: {checkpoint} would be a checkpoint of another step; name it step-0")
     kernels.install("cpu")
@@ -55,7 +52,7 @@ def import_folder(
     writing = folders.writing_path(checkpoint)
     try:
         writing.mkdir(parents=True)
-        refuse_full(writing, sum(tensor.nbytes for tensor in state.values()))
+        refuse_full(checkpoint.parent, sum(tensor.nbytes for tensor in state.values()))
         dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
     except FileExistsError as error:
         raise ConfigError(
@@ -78,7 +75,7 @@ def size_of(folder: Path) -> str:
 
 
 class _LazyPlanner(DefaultSavePlanner):
-    """Saves tensors that are read when they are written, in `dtype` those that are `kept` in none."""
+    """Reads each tensor as it is saved, and casts it to `dtype` unless it is `kept` in its own."""
 
     def __init__(
         self, tensors: dict[str, LazyTensor], dtype: torch.dtype | None, kept: Callable[[str], bool]

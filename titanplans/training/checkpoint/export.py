@@ -17,10 +17,11 @@ from titanplans.config import LoRA
 from titanplans.errors import ConfigError
 from titanplans.modeling.own import own_config
 from titanplans.plan.adapted import is_factor
+from titanplans.precision.nf4 import is_quantised
 from titanplans.training.checkpoint.card import CARD, Card, base_of, read_card
 from titanplans.training.checkpoint.convert import size_of
 from titanplans.training.checkpoint.match import changes, model_card
-from titanplans.training.checkpoint.weights import Weights, beside, of_adapter, of_base, of_checkpoint
+from titanplans.training.checkpoint.weights import of_adapter, of_base, of_checkpoint, with_base
 from titanplans.training.data.vocabulary import default_tokenizer_path
 from titanplans.weights.adapters import (
     CONFIG,
@@ -32,8 +33,9 @@ from titanplans.weights.adapters import (
     write_adapter,
 )
 from titanplans.weights.atomic import written_atomically
-from titanplans.weights.merged import merged, merges
-from titanplans.weights.save import lazily, write_folder
+from titanplans.weights.lazy import LazyTensor
+from titanplans.weights.merged import merged, named_adapted
+from titanplans.weights.save import write_folder
 
 
 def export(
@@ -79,32 +81,26 @@ def export(
         )
     if adapter:
         assert found.adapted is not None
-        values = {peft_name(name): found.own.read(name) for name in trained_names(found.adapted)}
-        if given is not None:
-            values = {name: value.to(given) for name, value in values.items()}
+        values = {peft_name(name): found.own[name].read().to(given) for name in trained_names(found.adapted)}
         with written_atomically(folder) as directory:
             write_adapter(directory, adapter_config(found.adapted, found.base), values)
         return f"{folder}: {size_of(folder)}, adapters that peft.PeftModel.from_pretrained reads"
     weights, rounded = found.own, ""
     if found.adapted is not None:
-        adapters = merges(found.adapted)
-        if any(adapter.quantised for adapter in adapters.values()):
+        adapters = named_adapted(found.adapted)
+        if any(map(is_quantised, adapters.values())):
             rounded = "; added to weights rounded to NF4: --adapter, and an export of that folder, add to the whole base"
         if found.alone:
             named = _base(found.base, what)
             overrides = found.card.job.get("model.config_overrides", ()) if found.card is not None else ()
             others = of_base(modeling.build(found.config), named, f"{what}: {named}", overrides)
-            weights = beside(weights, others, adapters, given if found.card is None else _dtype(weights))
-        weights = merged(*weights, adapters)
+            factors = (tensor.dtype for name, tensor in weights.items() if is_factor(name))
+            weights = with_base(weights, others, adapters, given if found.card is None else next(factors))
+        weights = merged(weights, adapters)
     tokenizer = tokenizer or _tokenizer(found)
     with written_atomically(folder) as directory:
         write_folder(
-            directory,
-            found.config,
-            lazily(*weights),
-            dtype=given,
-            max_shard_size=max_shard_size,
-            tokenizer=tokenizer,
+            directory, found.config, weights, dtype=given, max_shard_size=max_shard_size, tokenizer=tokenizer
         )
     beside_it = f"the tokenizer of {tokenizer}" if tokenizer else "no tokenizer: --tokenizer names one"
     return f"{folder}: {size_of(folder)}, {beside_it}{rounded}"
@@ -113,7 +109,7 @@ def export(
 class _Found(NamedTuple):
     """What is to be exported."""
 
-    own: Weights
+    own: dict[str, LazyTensor]
     config: PretrainedConfig
     card: Card | None
     adapted: nn.Module | None
@@ -131,65 +127,47 @@ def _is_peft(folder: Path) -> bool:
 def _of_peft(folder: Path, what: str, config: str | None, base: str | None) -> _Found:
     options = adapter_options(folder)
     named = base or base_model(folder)
-    stands = _base(named, what)
-    kernels.install("cpu")
-    if os.path.isfile(stands / CARD):
-        hf_config = _config(config, read_card(stands), stands)
-    else:
-        hf_config = modeling.load_config_file(config or stands)
+    hf_config, _ = _config(config, _base(named, what))
     adapted = _with_adapters(hf_config, options)
     return _Found(of_adapter(adapted, folder), hf_config, None, adapted, True, named)
 
 
 def _of_job(checkpoint: Path, what: str, config: str | None, base: str | None) -> _Found:
     own = of_checkpoint(checkpoint, what)
-    card = read_card(checkpoint) if os.path.isfile(checkpoint / CARD) else None
-    kernels.install("cpu")
-    hf_config, job = _config(config, card, checkpoint), {} if card is None else card.job
+    hf_config, card = _config(config, checkpoint)
+    job = {} if card is None else card.job
     options = {key.removeprefix("lora."): value for key, value in job.items() if key.startswith("lora.")}
     adapted = _with_adapters(hf_config, LoRA(**options)) if options.get("rank") else None
     alone = adapted is not None and job.get("checkpoint.save_adapters_only", False)
     return _Found(own, hf_config, card, adapted, alone, base or base_of(job))
 
 
-def _config(given: str | None, card: Card | None, checkpoint: Path) -> PretrainedConfig:
-    """Return the model's config.
-
-    Raises:
-        ConfigError: neither the command nor a card says, or both do and differ.
-    """
+def _config(given: str | None, folder: Path) -> tuple[PretrainedConfig, Card | None]:
+    """Return the model's config and the card, if there is one; refuse two that differ, of the command and of the card."""
     import fla.models  # noqa: F401  # registers FLA's model types with transformers
 
-    if given is not None:
-        config = modeling.load_config_file(given)
+    kernels.install("cpu")
+    card = read_card(folder) if os.path.isfile(folder / CARD) else None
+    if card is None and given is None and not os.path.isfile(folder / "config.json"):
+        raise ConfigError(f"export {folder}: it has no {CARD}, which names the model; give its --config")
+    if card is None or given is not None:
+        config = modeling.load_config_file(given or folder)
         if card is not None and (differing := changes(card.model, model_card(config))):
             raise ConfigError(
-                f"--config {given}: {checkpoint} is of another model ({differing}); remove --config"
+                f"--config {given}: {folder} is of another model ({differing}); remove --config"
             )
-        return config
-    if card is None:
-        raise ConfigError(f"export {checkpoint}: it has no {CARD}, which names the model; give its --config")
+        return config, card
     values = dict(card.model)
     if "own_class" in values:
-        return own_config(values["own_class"], values["own_arguments"])
-    return CONFIG_MAPPING[values["model_type"]].from_dict(values)
+        return own_config(values["own_class"], values["own_arguments"]), card
+    return CONFIG_MAPPING[values["model_type"]].from_dict(values), card
 
 
 def _base(named: str | None, what: str) -> Path:
-    """Return the folder of the base weights of adapters.
-
-    Raises:
-        ConfigError: it is not known, or not there.
-    """
+    """Return the folder of the base weights of adapters; refuse one that is not there."""
     if named is None or not os.path.isdir(named):
-        where = (
-            "nothing names the weights that they"
-            if named is None
-            else f"there is no {named}, whose weights they"
-        )
-        raise ConfigError(
-            f"{what}: it holds only adapters, and {where} are added to; name their folder by --base"
-        )
+        why = "nothing names the folder of their base weights" if named is None else f"there is no {named}"
+        raise ConfigError(f"{what}: it holds only adapters, and {why}; name it by --base")
     return Path(named)
 
 
@@ -203,11 +181,6 @@ def _tokenizer(found: _Found) -> str | None:
             return named
     has_one = found.base is not None and os.path.isfile(os.path.join(found.base, "tokenizer.json"))
     return found.base if has_one else None
-
-
-def _dtype(weights: Weights) -> torch.dtype:
-    """Return the dtype of adapters."""
-    return next(tensor.dtype for name, tensor in weights.tensors.items() if is_factor(name))
 
 
 def _with_adapters(config: PretrainedConfig, options: LoRA) -> nn.Module:

@@ -12,9 +12,10 @@ nor removed. Needs no torch.
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
+from titanplans.config import JobConfig
 from titanplans.disk import sync
 from titanplans.errors import ConfigError
 from titanplans.training.checkpoint.card import CARD, damage, read_card
@@ -22,6 +23,11 @@ from titanplans.training.checkpoint.card import CARD, damage, read_card
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _HALF = re.compile(r"\.(step-(?:0|[1-9][0-9]*))\.(writing|replaced|removed)")
 _ASIDE = re.compile(r"set-aside-([1-9][0-9]*)")
+
+
+def own_folder(job: JobConfig) -> Path:
+    """Return the folder of the job's checkpoints."""
+    return Path(job.job.dump_folder) / job.checkpoint.folder
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -80,22 +86,16 @@ def remove(checkpoint: Path) -> Path:
     return checkpoint.rename(removed)
 
 
-def discard(folder: Path) -> None:
-    """Remove the partial files of a failed save, so that they do not fill the disk."""
-    for path in list(_entries(folder)):
-        if (match := _HALF.fullmatch(path.name)) and match.group(2) == "writing":
-            _erase(path)
+def tidy(folder: Path, states: Collection[str] = ("writing", "replaced", "removed")) -> None:
+    """Remove the partial files of a killed process, or of a failed save, which has `states` = ["writing"].
 
-
-def tidy(folder: Path) -> None:
-    """Remove the partial files of a killed process. No other process may be writing to `folder`."""
+    No other process may be writing to `folder`.
+    """
     for path in list(_entries(folder)):
-        if not (match := _HALF.fullmatch(path.name)):
-            continue
-        name, state = match.groups()
+        name, state = match.groups() if (match := _HALF.fullmatch(path.name)) else ("", None)
         if state == "replaced" and not (folder / name).exists():
             path.rename(folder / name)  # killed between two renames
-        else:
+        elif state in states:
             _erase(path)
 
 

@@ -4,11 +4,10 @@ torchtitan decides when a checkpoint is due, its content and the thread that wri
 """
 
 import gc
-import shutil
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +22,21 @@ from torchtitan.components.checkpointer.dcp import AsyncMode
 from torchtitan.tools.logging import logger
 from transformers import PretrainedConfig
 
-from titanplans import disk
+from titanplans import disk, modeling
 from titanplans.adapters.low_rank import adapted
 from titanplans.errors import ConfigError, Diverged, NotSaved, UserError
 from titanplans.precision.kept_dtypes import keeps_float32
 from titanplans.training.checkpoint import folder, published
 from titanplans.training.checkpoint.card import CARD, Card, damage, read_card
-from titanplans.training.checkpoint.match import changes, has_gone_on_from, to_resume
+from titanplans.training.checkpoint.match import changes, has_gone_on_from, model_card, to_resume
 from titanplans.training.checkpoint.storage import CheckpointReader, CheckpointWriter, Planner, cause_of
 from titanplans.weights.adapters import load_adapter, trained_names
+from titanplans.weights.atomic import on_first_rank
+from titanplans.weights.files import refuse_full
 from titanplans.weights.gather import of_all
 from titanplans.weights.load import load_weights
+from titanplans.weights.merged import whole_tensors
+from titanplans.weights.save import check_names
 
 
 class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
@@ -47,10 +50,7 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
     class Config(torchtitan.components.checkpointer.CheckpointManager.Config):
         """torchtitan's, whose `build` makes this class."""
 
-        model: dict[str, Any] = field(default_factory=dict)
-        """As `Card.model`."""
-
-        job: dict[str, Any] = field(default_factory=dict)
+        job: dict[str, Any]
         """As `Card.job`."""
 
         save_on_signal: bool = False
@@ -65,7 +65,7 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         restarted: bool = False
         """A launcher has started the job again."""
 
-        hf_config: PretrainedConfig | None = None
+        hf_config: PretrainedConfig
         """The model's, for the config.json of a Hugging Face folder."""
 
         tokenizer: str | None = None
@@ -83,8 +83,8 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
             self.path = Path(self.folder)
             if not self.load_only and dist.get_rank() == 0:
                 folder.tidy(self.path)
-            if self.last_save_in_hf:
-                published.check(self._lms, config.hf_config, self._pipeline)  # now, not after the last step
+            if self.last_save_in_hf:  # refused now, not after the last step
+                check_names(modeling.build(config.hf_config), whole_tensors(self._lms, self._pipeline))
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         """Save if it is due.
@@ -134,7 +134,8 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         """torchtitan's, by a writer that renames complete checkpoints."""
         checkpoint = Path(checkpoint_id)
         if self.config.save_adapters_only:
-            state_dict = without_tensors(state_dict, but=self._trained)
+            trained = {name for lm in self._lms for name in trained_names(lm)}
+            state_dict = without_tensors(state_dict, but=trained)
         holds = "training" if TRAIN_STATE in state_dict else "weights"
         if holds == "weights":  # torchtitan has cast them all
             keeps = [keeps_float32(lm, self.export_dtype) for lm in self._lms]
@@ -144,7 +145,8 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
                 for name, value in state_dict.items()
             }
         step = int(checkpoint.name.removeprefix("step-"))
-        writer = CheckpointWriter(checkpoint, Card(step, holds, self.config.model, self.config.job, {}))
+        model = model_card(self.config.hf_config)
+        writer = CheckpointWriter(checkpoint, Card(step, holds, model, self.config.job, {}))
         self._refuse_full(state_dict)
         # What an asynchronous save has copied ends up in cycles, with a mesh for each DTensor. torchtitan has switched
         # Python's collections off, and its own see young objects alone, which these no longer are when they are written.
@@ -162,12 +164,12 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
             return dcp.async_save(state_dict, **options)
 
     def _save_last_step(self, curr_step: int) -> None:
-        """torchtitan's; under last_save_in_hf a Hugging Face folder with a card, written tensor by tensor."""
+        """As torchtitan's; with last_save_in_hf, write a Hugging Face folder with a card, tensor by tensor."""
         if not self.last_save_in_hf:
             super()._save_last_step(curr_step)
             return
         checkpoint = folder.checkpoint_path(self.path, curr_step)
-        card = Card(curr_step, "weights", self.config.model, self.config.job, {})
+        card = Card(curr_step, "weights", model_card(self.config.hf_config), self.config.job, {})
         try:
             published.save(
                 self._lms,
@@ -180,7 +182,7 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
             )
         except NotSaved as error:
             if dist.get_rank() == 0:
-                folder.discard(self.path)
+                folder.tidy(self.path, ["writing"])
             raise NotSaved(
                 f"step {curr_step} can't be saved in {self.path}: {error}; {self.resume_point()}"
             ) from error
@@ -202,20 +204,15 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
 
     def _refuse_full(self, state_dict: dict[str, Any]) -> None:
         """Refuse a save for which the disk has no room, before anything is written."""
-        states = [state_dict.values()]
-        if OPTIMIZER in state_dict:
-            states.append(state_dict[OPTIMIZER].state_dict().values())
-        tensors = [value for values in states for value in values if isinstance(value, torch.Tensor)]
-        needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        states = state_dict | (state_dict[OPTIMIZER].state_dict() if OPTIMIZER in state_dict else {})
+        needed = sum(value.nbytes for value in states.values() if isinstance(value, torch.Tensor))
         if (pipeline := self._pipeline) is not None:
             needed = sum(of_all(needed, pipeline))
         self.path.mkdir(parents=True, exist_ok=True)
-        free = of_all(shutil.disk_usage(self.path).free)[0]
-        if free < needed:
-            raise NotSaved(
-                f"{self.path} has {free / 1e9:,.2f} GB free, but a checkpoint takes {needed / 1e9:,.2f} GB; "
-                f"{self.resume_point()}"
-            )
+        try:
+            on_first_rank(lambda: refuse_full(self.path, needed), self.path)
+        except NotSaved as error:
+            raise NotSaved(f"{error}; {self.resume_point()}") from None
 
     def _load(self, step: int = -1) -> bool:
         """Load what `step` says, -1 for the newest from which training goes on; what came later is set aside.
@@ -244,22 +241,18 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
     def _pipeline(self) -> dist.ProcessGroup | None:
         return self.states[MODEL].model[0].pipeline
 
-    @property
-    def _trained(self) -> set[str]:
-        """The names of what trains."""
-        return {name for lm in self._lms for name in trained_names(lm)}
-
     def _step_to_load(self, step: int) -> int:
         if step != -1 and not (self.config.restarted and has_gone_on_from(self.path, step)):
             return step
-        newest = to_resume(self.path)
-        last = folder.steps(self.path)[-1:]
-        if newest is not None and newest.name != f"step-{last[0]}":
+        if (newest := to_resume(self.path)) is None:
+            return -1
+        last = folder.steps(self.path)[-1]
+        if newest.name != f"step-{last}":
             logger.info(
-                f"the job resumes from {newest.name} and repeats the steps up to {last[0]}: step-{last[0]} holds only "
+                f"the job resumes from {newest.name} and repeats the steps up to {last}: step-{last} holds only "
                 "the weights; checkpoint.last_save_model_only = false saves the last step whole"
             )
-        return -1 if newest is None else int(newest.name.removeprefix("step-"))
+        return int(newest.name.removeprefix("step-"))
 
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
@@ -308,7 +301,7 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         except CheckpointException as failed:
             self.save_future = None
             if dist.get_rank() == 0:
-                folder.discard(self.path)  # no rank writes any more
+                folder.tidy(self.path, ["writing"])  # no rank writes any more
             cause = cause_of(failed)
             if isinstance(cause, UserError):
                 raise cause from None
@@ -323,7 +316,7 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
 
 
 def without_tensors(state: dict[str, Any], *, but: Collection[str]) -> dict[str, Any]:
-    """Return a state `but` of tensors only those of these names."""
+    """Return a state without tensors, `but` those of these names."""
     return {
         name: value for name, value in state.items() if name in but or not isinstance(value, torch.Tensor)
     }

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic_core import to_jsonable_python
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from transformers import PretrainedConfig, PreTrainedModel
@@ -23,11 +24,13 @@ from titanplans.plan.adapted import is_factor
 from titanplans.text import show
 from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.card import CARD, Card, damage, read_card
+from titanplans.training.checkpoint.folder import own_folder
 from titanplans.training.checkpoint.storage import CheckpointReader
 from titanplans.weights.adapters import trained_names
+from titanplans.weights.compare import differences
 
 # States that torchtitan saves with the weights, whose names have no prefix.
-OTHER_STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")
+_OTHER_STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 
 # Keys that say nothing about the model's weights or results.
 _INCIDENTAL = {
@@ -45,7 +48,7 @@ _RESULT = re.compile(
 
 
 def model_card(hf_config: PretrainedConfig) -> dict[str, Any]:
-    """Return what of a model's config two models must share to share weights: `Card.model`."""
+    """Return the values of a config that two models must share to share weights: `Card.model`."""
     values = json.loads(hf_config.to_json_string(use_diff=False))
     return {
         key: value for key, value in values.items() if key not in _INCIDENTAL and not key.startswith("fuse_")
@@ -53,13 +56,8 @@ def model_card(hf_config: PretrainedConfig) -> dict[str, Any]:
 
 
 def weighty(card: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a model's card says how it computes."""
+    """Return the values of `model_card` that decide how a model computes."""
     return {key: value for key, value in card.items() if not key.endswith("token_id")}
-
-
-def own_folder(job: JobConfig) -> Path:
-    """Return the folder of the job's checkpoints."""
-    return Path(job.job.dump_folder) / job.checkpoint.folder
 
 
 def to_resume(path: Path, step: int = -1) -> Path | None:
@@ -114,7 +112,7 @@ def check_finished(last: Path, job: JobConfig) -> None:
     Raises:
         ConfigError: with the keys that differ.
     """
-    card = read_card(last).job if (last / CARD).is_file() else {}
+    card = read_card(last).job
     decide = {
         name: to_jsonable_python(key.default) for name, key in keys().items() if _RESULT.fullmatch(name)
     }
@@ -165,7 +163,7 @@ def check_saved(
             raise damaged(checkpoint, key, wrong)
     differing = changes(card.model, model_card(model.config), overrides) if card is not None else ""
     if not differing and not in_hf:
-        differing = _misshapen(saved, model, card, own=key == "checkpoint.folder")
+        differing = _other_shapes(saved, model, card, own=key == "checkpoint.folder")
     if differing:
         raise ConfigError(
             f"{key}: {checkpoint} is of another model ({differing}); name another folder, or return to that model"
@@ -178,33 +176,31 @@ def check_saved(
         )
 
 
-def _misshapen(saved: Mapping[str, Any], model: PreTrainedModel, card: Card | None, *, own: bool) -> str:
-    """Return the first weight of another shape in a checkpoint's index, in words; "" if there is none."""
-    there = {
-        name: list(entry.size) if isinstance(entry, TensorStorageMetadata) else None
-        for name, entry in saved.items()
-        if name.partition(".")[0] not in OTHER_STATES
-    }
-    here = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+def _other_shapes(saved: Mapping[str, Any], model: PreTrainedModel, card: Card | None, *, own: bool) -> str:
+    """Return which weights in a checkpoint's index are not the model's, in words; "" if all are."""
+    there = {name: tensor.shape for name, tensor in tensors_of(saved).items()}
+    here = {name: tensor.shape for name, tensor in model.state_dict().items()}
     if adapted(model):
         if own and card is not None and card.job.get("checkpoint.save_adapters_only"):
-            trained = trained_names(model)
-            here = {name: shape for name, shape in here.items() if name in trained}
+            here = {name: here[name] for name in trained_names(model)}
         elif not own and not any(map(is_factor, there)):  # of the model before it got adapters
             here = {name: shape for name, shape in here.items() if not is_factor(name)}
-    for name in [*here, *there]:
-        if here.get(name) != there.get(name):
-            return f"{name}: {there.get(name) or 'not there'}, now {here.get(name) or 'not there'}"
-    return ""
+    return differences(there, here)
+
+
+def tensors_of(saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the weights in a checkpoint's index, on meta."""
+    return {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        for name, entry in saved.items()
+        if isinstance(entry, TensorStorageMetadata) and name.partition(".")[0] not in _OTHER_STATES
+    }
 
 
 def check_optimizer(checkpoint: Path, groups: Iterable[ParameterGroup], key: str) -> None:
     """Refuse a checkpoint whose optimizer state does not match the job's optimizers and their parameters.
 
-    Args:
-        checkpoint: its folder.
-        groups: the job's.
-        key: as for `check_saved`.
+    `key` is that of the job which leads to it, for the message.
 
     Raises:
         ConfigError: names the first parameter.
@@ -213,15 +209,14 @@ def check_optimizer(checkpoint: Path, groups: Iterable[ParameterGroup], key: str
     for group in groups:
         state = "momentum_buffer" if group.optimizer == "Muon" else "exp_avg"
         for name in group.parameters:
-            if f"optimizer.state.{name}.{state}" in saved:
-                continue
             start = f"optimizer.state.{name}."
-            other = [entry.removeprefix(start) for entry in saved if entry.startswith(start)]
-            raise ConfigError(
-                f"{key}: {checkpoint} holds {' and '.join(other) or 'no optimizer state'} of {name}, and {group.optimizer}, "
-                f"which has it in this job, needs {state}; return to the optimizer of that run, or start afresh "
-                'with exclude_from_loading = ["optimizer"] in [checkpoint]'
-            )
+            if start + state not in saved:
+                other = [entry.removeprefix(start) for entry in saved if entry.startswith(start)]
+                raise ConfigError(
+                    f"{key}: {checkpoint} holds {' and '.join(other) or 'no optimizer state'} of {name}, and "
+                    f"{group.optimizer}, which has it in this job, needs {state}; return to the optimizer of that run, or "
+                    'start afresh with exclude_from_loading = ["optimizer"] in [checkpoint]'
+                )
 
 
 def damaged(checkpoint: Path, key: str, wrong: str) -> ConfigError:
@@ -235,25 +230,21 @@ def truncated(checkpoint: Path, index: Metadata) -> str | None:
     sizes: dict[str, int] = {}
     for entry in (index.storage_data or {}).values():
         sizes[entry.relative_path] = max(sizes.get(entry.relative_path, 0), entry.offset + entry.length)
-    for path, size in ((checkpoint / name, size) for name, size in sizes.items()):
-        if not path.is_file() or path.stat().st_size < size:
-            return f"{path} is truncated or missing"
+    for name, size in sizes.items():
+        if not (checkpoint / name).is_file() or (checkpoint / name).stat().st_size < size:
+            return f"{checkpoint / name} is truncated or missing"
     return None
 
 
 def changes(theirs: Mapping[str, Any], ours: Mapping[str, Any], but: Collection[str] = ()) -> str:
-    """Return the first five keys with another value, in words; "" if there are none `but` these, of the text config, too."""
-    text, but = "text_config", {*but, "text_config"}
-    theirs, ours = (
-        {**card, **{f"{text}.{key}": value for key, value in card.get(text, {}).items()}}
-        for card in (theirs, ours)
-    )
-    differing = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
-    differing = [key for key in differing if key.removeprefix(f"{text}.") not in but]
-    shown = [f"{key} = {_show(theirs.get(key))}, now {_show(ours.get(key))}" for key in differing[:5]]
+    """Return the first five keys `but` these with another value, in words; "" if there are none. Of text configs, too."""
+    differing = []
+    for key in sorted({*theirs, *ours} - {*but}):
+        before, now = theirs.get(key), ours.get(key)
+        if isinstance(before, Mapping) and isinstance(now, Mapping) and key == "text_config":
+            differing += [f"text_config.{words}" for words in filter(None, [changes(before, now, but)])]
+        elif before != now:
+            then, since = ("unset" if value is None else show(value) for value in (before, now))
+            differing.append(f"{key} = {then}, now {since}")
     more = f" and {len(differing) - 5} more keys" if len(differing) > 5 else ""
-    return "; ".join(shown) + more
-
-
-def _show(value: Any) -> str:
-    return "unset" if value is None else show(value)
+    return "; ".join(differing[:5]) + more

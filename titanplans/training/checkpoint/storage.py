@@ -88,7 +88,7 @@ class _Hashing(FileSystem):
 
 
 class _Hashed:
-    """A stream to write to, from the first byte to the last."""
+    """A stream that hashes the bytes that it writes."""
 
     def __init__(self, stream: io.IOBase):
         self._stream = stream
@@ -140,14 +140,14 @@ class CheckpointReader(FileSystemReader):
 
 
 def cause_of(failed: CheckpointException) -> BaseException:
-    """Return the first error of the ranks that failed: one of the user's if there is one, or else of the system's."""
+    """Return the first error of the ranks that failed: a UserError before an OSError before any other."""
     causes = [cause for cause, _ in failed.failures.values()]
     kinds = (UserError, OSError, BaseException)
     return next(cause for kind in kinds for cause in causes if isinstance(cause, kind))
 
 
 class Planner(DefaultLoadPlanner):
-    """torch's, which loads objects other than tensors without running code, too."""
+    """torch's, which also loads objects other than tensors without running code."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put numbers, strings, tensors, lists and dicts where they belong.
@@ -166,7 +166,7 @@ class Planner(DefaultLoadPlanner):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Of a checkpoint's index: torch's descriptions of tensors and files, and nothing that could run."""
+    """Unpickles torch's descriptions of tensors and files, and nothing that could run."""
 
     _ALLOWED: ClassVar = {
         "torch.distributed.checkpoint.metadata": {

@@ -1,63 +1,48 @@
 """Where an export reads weights: a distributed checkpoint, a Hugging Face folder, peft's files; and adapters on a base.
 
-Each is the tensors by the model's own names, on meta, and what reads one of them whole: one process, tensor by tensor.
+Each is the tensors by the model's own names, which one process reads whole, one by one.
 """
 
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedModel
 
 from titanplans import modeling
 from titanplans.errors import ConfigError
-from titanplans.precision.nf4 import CODES, SCALES, quantise
+from titanplans.precision.nf4 import CODES, SCALES, is_quantised, quantise
 from titanplans.training.checkpoint.card import CARD, damage, read_card
-from titanplans.training.checkpoint.match import OTHER_STATES, changes, model_card, truncated, weighty
+from titanplans.training.checkpoint.match import changes, model_card, tensors_of, truncated, weighty
 from titanplans.training.checkpoint.storage import CheckpointReader, Planner
 from titanplans.weights.adapters import WEIGHTS, check_adapter, peft_name, trained_names
 from titanplans.weights.folder import open_folder
-from titanplans.weights.lazy import LazyTensor
+from titanplans.weights.lazy import LazyTensor, computed, lazily
 from titanplans.weights.load import match_folder
-from titanplans.weights.merged import Merge, Read
 
 
-class Weights(NamedTuple):
-    """Tensors to be read."""
-
-    tensors: dict[str, torch.Tensor]
-    """On meta."""
-    read: Read
-
-
-def of_checkpoint(checkpoint: Path, what: str) -> Weights:
+def of_checkpoint(checkpoint: Path, what: str) -> dict[str, LazyTensor]:
     """Return the weights of a step-N folder.
 
     Raises:
         ConfigError: it is none, or damaged; begins with `what`. Reading does, too.
     """
     if not os.path.isfile(checkpoint / ".metadata"):
-        hint = "name a step-N folder"
-        if os.path.isfile(checkpoint / "config.json"):
-            hint = "it already is a Hugging Face folder"
+        is_published = os.path.isfile(checkpoint / "config.json")
+        hint = "it already is a Hugging Face folder" if is_published else "name a step-N folder"
         raise ConfigError(f"{what}: it holds no distributed checkpoint (.metadata); {hint}")
     reader = CheckpointReader(checkpoint)
     metadata = reader.read_metadata()
     has_card = os.path.isfile(checkpoint / CARD)
     if (wrong := damage(checkpoint) if has_card else truncated(checkpoint, metadata)) is not None:
         raise ConfigError(f"{what}: {wrong}; take another checkpoint")
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-        for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata) and name.partition(".")[0] not in OTHER_STATES
-    }
+    tensors = tensors_of(metadata.state_dict_metadata)
 
     def read(name: str) -> torch.Tensor:
         state = {name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype)}
@@ -67,7 +52,7 @@ def of_checkpoint(checkpoint: Path, what: str) -> Weights:
             raise ConfigError(f"{what}: {name} in it is damaged; take another checkpoint") from error
         return state[name]
 
-    return Weights(tensors, read)
+    return lazily(tensors, read)
 
 
 def of_folder(plain: PreTrainedModel, folder: Path, what: str) -> dict[str, LazyTensor]:
@@ -83,8 +68,8 @@ def of_folder(plain: PreTrainedModel, folder: Path, what: str) -> dict[str, Lazy
     return {name: match.tensors[match.tied.get(name, name)] for name in plain.state_dict()}
 
 
-def of_adapter(model: nn.Module, folder: Path) -> Weights:
-    """Return what peft's files in `folder` hold, by the names of `model`, which has such adapters.
+def of_adapter(model: nn.Module, folder: Path) -> dict[str, LazyTensor]:
+    """Return the tensors of peft's files in `folder`, by the names of `model`, which has such adapters.
 
     Raises:
         ModelError: they are of other adapters, or damaged.
@@ -96,10 +81,12 @@ def of_adapter(model: nn.Module, folder: Path) -> Weights:
             return file.get_tensor(peft_name(name))
 
     state = model.state_dict(keep_vars=True)
-    return Weights({name: state[name].detach() for name in trained_names(model)}, read)
+    return lazily({name: state[name] for name in trained_names(model)}, read)
 
 
-def of_base(plain: PreTrainedModel, base: Path, what: str, overrides: Collection[str] = ()) -> Weights:
+def of_base(
+    plain: PreTrainedModel, base: Path, what: str, overrides: Collection[str] = ()
+) -> dict[str, LazyTensor]:
     """Return the base weights of adapters of the model `plain`, from a Hugging Face folder or a checkpoint, whose
     config may differ in the fields `overrides`.
 
@@ -111,11 +98,7 @@ def of_base(plain: PreTrainedModel, base: Path, what: str, overrides: Collection
         found = of_checkpoint(base, what)
         theirs = read_card(base).model if os.path.isfile(base / CARD) else None
     else:
-        lazy = of_folder(plain, base, what)
-        found = Weights(
-            {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in lazy.items()},
-            lambda name: lazy[name].read(),
-        )
+        found = of_folder(plain, base, what)
         if os.path.isfile(base / "config.json"):
             theirs = model_card(modeling.load_config_file(base))
     ours = weighty(model_card(plain.config))
@@ -126,33 +109,28 @@ def of_base(plain: PreTrainedModel, base: Path, what: str, overrides: Collection
     return found
 
 
-def beside(own: Weights, base: Weights, adapters: Mapping[str, Merge], least: torch.dtype | None) -> Weights:
+def with_base(
+    own: Mapping[str, LazyTensor],
+    base: Mapping[str, LazyTensor],
+    adapters: Mapping[str, nn.Module],
+    least: torch.dtype | None,
+) -> dict[str, LazyTensor]:
     """Return the weights of `base` with those of `own` in their place; weights that the job kept in NF4 are rounded alike.
 
     Args:
         own: of adapters, and of other trained modules.
         base: by the names of the model without adapters.
-        adapters: as `merges` returns them.
+        adapters: the modules with adapters, by name.
         least: of the base's floating-point tensors at least this dtype; None: as they are.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    small = {f"{owner}.weight": owner for owner, adapter in adapters.items() if adapter.quantised}
-    for name, tensor in base.tensors.items():
+    tensors = {}
+    small = {f"{owner}.weight": owner for owner, adapter in adapters.items() if is_quantised(adapter)}
+    for name, tensor in base.items():
         if (owner := small.get(name)) is not None:
-            codes, scales = quantise(tensor)
+            codes, scales = computed(quantise, [tensor])
             tensors |= {f"{owner}.{CODES}": codes, f"{owner}.{SCALES}": scales}
         elif least is not None and tensor.dtype.is_floating_point:
             tensors[name] = tensor.to(torch.promote_types(tensor.dtype, least))
         else:
             tensors[name] = tensor
-
-    def read(name: str) -> torch.Tensor:
-        if name in own.tensors:
-            return own.read(name)
-        owner, _, part = name.rpartition(".")
-        if f"{owner}.weight" in small and part in (CODES, SCALES) and name not in base.tensors:
-            codes, scales = quantise(base.read(f"{owner}.weight"))
-            return codes if part == CODES else scales
-        return base.read(name).to(tensors[name].dtype)
-
-    return Weights({**tensors, **own.tensors}, read)
+    return {**tensors, **own}

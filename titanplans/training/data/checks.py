@@ -18,18 +18,14 @@ PLACE = "place"
 
 
 def check_dataset(
-    of: Corpus,
-    *,
-    tokenizer_path: str | None = None,
-    seq_len: int | None = None,
-    chat: ChatFormat | None = None,
+    of: Corpus, *, tokenizer_path: str, seq_len: int, chat: ChatFormat | None = None
 ) -> str | None:
     """Refuse a data set that the loader could not use; of conversations return in words how many are read.
 
     Args:
         of: as for `titanplans.training.data.corpus.sources.open_source`.
-        tokenizer_path: with `seq_len`, also asks whether the data hold one sequence of that length.
-        seq_len: tokens in a sequence.
+        tokenizer_path: the folder of the tokenizer.
+        seq_len: tokens in a sequence; the data have to hold one.
         chat: reads rows as conversations; reading one is enough.
 
     Raises:
@@ -43,8 +39,6 @@ def check_dataset(
                 f"dataset = {shown!r}: holds {chat.what_is_left_out()} for dataset_split = {split!r}; give more"
             )
         return source.summary
-    if tokenizer_path is None or seq_len is None:
-        return None
     tokenizer, found = load_tokenizer(tokenizer_path), 0
     for _, text in source.documents(0, 0, 1, None):
         with refusing(
@@ -71,14 +65,14 @@ def read_place(folder: str | Path) -> dict[str, str]:
 
     reader = CheckpointReader(str(folder))
     keys = reader.read_metadata().state_dict_metadata
-    if any(key.startswith("dataloader.") for key in keys) and f"dataloader.{PLACE}" not in keys:
+    saved = {key for key in keys if key.startswith("dataloader.")}
+    if saved and f"dataloader.{PLACE}" not in saved:
         raise DataError(
             f"{folder}: its place in the data is a pickle for each data-parallel rank (torchtitan's, or an earlier "
             'version\'s), which is not read; start the data anew with exclude_from_loading = ["dataloader"] in [checkpoint]'
         )
-    state: dict[str, str] = {}
-    if f"dataloader.{PLACE}" in keys:
-        loaded = {"dataloader": {PLACE: ""}}
-        dcp.load(loaded, storage_reader=reader, planner=Planner(), no_dist=True)
-        state = loaded["dataloader"]
-    return state
+    if not saved:
+        return {}
+    loaded = {"dataloader": {PLACE: ""}}
+    dcp.load(loaded, storage_reader=reader, planner=Planner(), no_dist=True)
+    return loaded["dataloader"]

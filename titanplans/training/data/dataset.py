@@ -6,7 +6,7 @@ No token is ever saved: a resumed run tokenises the documents again in which a s
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from titanplans.training.data.streams import BatchSlice, Cursor, DataPosition, S
 class Row(NamedTuple):
     """A row of a stream."""
 
-    window: Window[Any]
+    window: Window
     source: int
     stream: int
     cursor: Cursor
@@ -44,7 +44,7 @@ class StepBatch(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """In place of a share: a stream has ended; the rest of the others is to be read one after another."""
+    """Takes the place of a share when a stream has ended: then the others are read one after another."""
 
 
 class PackedText(IterableDataset):
@@ -157,7 +157,7 @@ def _with_errors(batches: Iterator[StepBatch | Ended]) -> Iterator[StepBatch | D
         yield error
 
 
-def _place(window: Window[Any]) -> SourcePlace:
+def _place(window: Window) -> SourcePlace:
     """Return where the next row begins; `ahead` matches no document where rows were packed across epochs."""
     (epoch, document, digest), last = window.next_document, window.last_read
     ahead = None

@@ -29,7 +29,7 @@ class Figures:
             self._found[f"long_documents/{self._names[source]}"] += number
 
     def take(self, readers: int) -> dict[str, float]:
-        """Return what all ranks have read, of whom so many have read something else than the others; all ask together."""
+        """Return what all ranks have read, `readers` of them different data. Collective."""
         every = of_all(self._found)
         self._found = Counter()
         of = {name: n * readers // len(every) for name, n in sum(every, Counter[str]()).items()}
@@ -40,7 +40,7 @@ class Figures:
 
 
 class Flag:
-    """Asks all ranks for a yes or no, each the same number of times, without waiting for their accelerators."""
+    """Combines a yes or no of each rank, without waiting for accelerators. Collective."""
 
     def __init__(self) -> None:
         self._asks = dist.is_initialized() and dist.get_world_size() > 1

@@ -5,12 +5,11 @@ whole. A change between the blocks of a large file that leaves its size alone is
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import xxhash
 
-from titanplans.errors import DataError
 from titanplans.training.data.reading import refusing
 
 _BLOCK = 4096
@@ -28,49 +27,9 @@ def fingerprint(files: Sequence[tuple[str, Path]]) -> dict[str, str]:
     return {name: _sample(path, blocks) for name, path in files}
 
 
-def check_files(
-    saved: dict[str, str],
-    current: dict[str, str],
-    paths: dict[str, Path],
-    reads_the_same: Callable[[], bool],
-) -> str | None:
-    """Refuse files that are not the checkpoint's, by name, unless what was read before its place `reads_the_same`.
-
-    `saved` and `current` are fingerprints, `paths` those of the current files.
-
-    Returns:
-        A line for the log about files that have changed elsewhere.
-
-    Raises:
-        DataError: the place would be in other text.
-    """
-    if saved == current:
-        return None
-    changed = [str(paths[name]) for name in current.keys() & saved.keys() if saved[name] != current[name]]
-    found = [
-        _words(sorted(changed), "has changed", "have changed"),
-        _words([str(paths[name]) for name in sorted(current.keys() - saved.keys())], "is new", "are new"),
-        _words(sorted(saved.keys() - current.keys()), "can't be found", "can't be found"),
-    ]
-    said = f"since the checkpoint {', '.join(filter(None, found))}"
-    if reads_the_same():
-        return f"{said}; what was read before its place is the same, so training goes on from there"
-    raise DataError(
-        f"{said}, and with that the order of the documents or a text that has been read: restore the files, or give up "
-        'the place, and read the data anew, by exclude_from_loading = ["dataloader"] in [checkpoint]'
-    )
-
-
-def _words(paths: list[str], one: str, many: str) -> str:
-    """The first of some files, how many more there are, and what they do; "" of none."""
-    if len(paths) < 2:
-        return "".join(f"{path} {one}" for path in paths)
-    return f"{paths[0]} and {len(paths) - 1} more {many}"
-
-
 def _sample(path: Path, blocks: int) -> str:
     """The hash of a file's size and blocks."""
-    with refusing(f"{path} can't be read", "repair the file or leave it out"), path.open("rb") as file:
+    with refusing(f"{path} can't be read"), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         whole, last = size <= blocks * _BLOCK, size - _BLOCK
         digest = xxhash.xxh3_64(str(size).encode())

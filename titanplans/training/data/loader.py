@@ -6,7 +6,7 @@ torchtitan's loader keeps a place for each data-parallel rank, as a pickle, and 
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,16 +14,18 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader
-from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.tools.logging import logger
 
 from titanplans.config.sections.data import Data
 from titanplans.errors import DataError
+from titanplans.training.data.chat.chat import ChatFormat
 from titanplans.training.data.checks import PLACE
+from titanplans.training.data.corpus.sources import open_source
 from titanplans.training.data.dataset import Ended, PackedText, StepBatch
 from titanplans.training.data.figures import Figures, Flag
 from titanplans.training.data.fingerprint import fingerprint
-from titanplans.training.data.mixture import open_packed
+from titanplans.training.data.mixture import PackedSource
 from titanplans.training.data.resume import VERSION, resume
 from titanplans.training.data.streams import BatchSlice, DataPosition, Streams, divide, merged
 from titanplans.training.data.workers import live_as_long_as_the_rank
@@ -70,18 +72,26 @@ class TextDataLoader(BaseDataLoader):
         *,
         dp_world_size: int,
         dp_rank: int,
-        tokenizer: BaseTokenizer,
+        tokenizer: HuggingFaceTokenizer,
         seq_len: int,
         local_batch_size: int,
         snapshot_every_n_steps: int | None = None,
     ) -> None:
         del snapshot_every_n_steps  # of torchdata's loader; here the place is known after each step
         data = config.data
-        self._parts = [open_packed(of, data, config.seed, tokenizer, seq_len) for of in data.sources]
+        self._parts: list[PackedSource] = []
+        for of in data.sources:
+            chat = ChatFormat(of.chat, tokenizer.tokenizer_path, seq_len) if of.chat.enable else None
+            source = open_source(of, seed=config.seed, chat=chat)
+            self._parts.append(PackedSource(of.title, source, data, tokenizer, seq_len, chat))
         self._weights = {of.title: of.weight for of in data.sources}
         in_step = config.global_batch_size or local_batch_size * dp_world_size
         self._share = BatchSlice(in_step // dp_world_size, dp_rank, dp_world_size, max(1, config.num_workers))
-        streams = divide(self._choose_streams, self._share) if config.infinite else Streams(1)
+        streams = Streams(1)
+        if config.infinite:
+            streams = divide(
+                lambda ns: min(part.source.choose_streams(ns) for part in self._parts), self._share
+            )
         self._place = DataPosition(streams, rest=not config.infinite)
         self._shares = PackedText(
             self._parts,
@@ -167,9 +177,6 @@ class TextDataLoader(BaseDataLoader):
         """Return what all ranks together have read since they last asked, see docs/data.md; {} where nothing varies."""
         return self._figures.take(self._share.ranks) if self._tells else {}
 
-    def _choose_streams(self, counts: Sequence[int]) -> int:
-        return min(part.source.choose_streams(counts) for part in self._parts)
-
     def read(self) -> list[str]:
         """Return in words how much of each source was read; all ranks ask together."""
         place = merged(of_all(self._place))
@@ -229,8 +236,8 @@ def _as_it_is(share: StepBatch | DataError | Ended) -> StepBatch | DataError | E
     return share
 
 
-def _describe(tokenizer: BaseTokenizer) -> str:
-    """The number of tokens, and a digest of what it makes of the text of them all: a merge that differs shows there."""
+def _describe(tokenizer: HuggingFaceTokenizer) -> str:
+    """The vocabulary's size, and a digest of the encoding of all tokens' text, in which another merge shows."""
     size = tokenizer.get_vocab_size()
     ids = tokenizer.encode(_PROBE + tokenizer.decode(list(range(size))), add_bos=True, add_eos=True)
     return f"{size} tokens, {hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:8]}"

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
+from torchtitan.components.tokenizer import BaseTokenizer
 
-from titanplans.config.sections.data import Data, DataSource
+from titanplans.config.sections.data import Data
 from titanplans.errors import DataError
 from titanplans.text import counted
 from titanplans.training.data.chat.chat import ChatFormat, Tokens
-from titanplans.training.data.corpus.sources import Source, open_source
+from titanplans.training.data.corpus.sources import Source
 from titanplans.training.data.packing import Window, pack, pack_best_fit, pack_conversations
 from titanplans.training.data.reading import refusing
 from titanplans.training.data.streams import SourcePlace
@@ -48,7 +48,7 @@ class PackedSource:
 
     def windows(
         self, stream: int, streams: int, start: SourcePlace, *, epochs: int | None
-    ) -> Iterator[Window[Any]]:
+    ) -> Iterator[Window]:
         """Return the rows of a stream from `start` on; of so many epochs, or endlessly."""
         documents, apart = self._documents(stream, streams, start, epochs), self._data.documents == "apart"
         if self._chat is not None:
@@ -90,7 +90,13 @@ class PackedSource:
             if epochs is not None and epoch + 1 >= epochs:
                 return
             if not used and document is None:
-                what = self._chat.what_is_left_out() if self._chat else self._what_is_not_used()
+                what = "no text"
+                if self._chat is not None:
+                    what = self._chat.what_is_left_out()
+                elif self._data.long_documents == "drop":
+                    what = (
+                        f'no document within seq_len = {self._seq_len} tokens (data.long_documents = "drop")'
+                    )
                 raise DataError(
                     f"dataset = {self.source.identity['dataset']!r}: holds {what} for stream {stream} of {streams}; give "
                     "more documents, or train on fewer ranks with fewer num_workers"
@@ -124,15 +130,10 @@ class PackedSource:
         return f"{self.name}: {read / size:.2f} epochs, {counted(read, 'document')} of {size:,}"
 
     def _is_used(self, tokens: int) -> bool:
-        """Whether rows take something of a document of so many tokens."""
+        """Whether rows use any of a document with this number of tokens."""
         if self._chat is not None or self._data.packing == "cut":
             return tokens > 0
         return tokens > 1 and (self._data.long_documents == "cut" or tokens <= self._seq_len + 1)
-
-    def _what_is_not_used(self) -> str:
-        if self._data.long_documents == "drop":
-            return f'no document within seq_len = {self._seq_len} tokens (data.long_documents = "drop")'
-        return "no text"
 
     def _encode(self, text: str) -> np.ndarray:
         with refusing(f"{self.source.identity['dataset']}: the tokenizer can't read it", "give another"):
@@ -145,24 +146,9 @@ _NOTHING = "-"
 
 
 def _chained(digest: str, document: "str | Tokens") -> str:
-    """The digest of documents up to `document`, by that of those before it; "" where that is not known."""
+    """Extend the digest of the documents before `document` by it; "", an unknown digest, stays ""."""
     content = document.encode("utf-8", "surrogatepass") if isinstance(document, str) else document.to_bytes()
     return digest and xxhash.xxh3_64(digest.encode() + content).hexdigest()[:12]
-
-
-def open_packed(
-    of: DataSource, data: Data, seed: int, tokenizer: BaseTokenizer, seq_len: int
-) -> PackedSource:
-    """Open a source as the job names it; `seed` is that of the order of its documents, the rest as for `PackedSource`.
-
-    Raises:
-        DataError: the source can't be used.
-    """
-    chat = None
-    if of.chat.enable:
-        assert isinstance(tokenizer, HuggingFaceTokenizer)  # the trainer's
-        chat = ChatFormat(of.chat, tokenizer.tokenizer_path, seq_len)
-    return PackedSource(of.title, open_source(of, seed=seed, chat=chat), data, tokenizer, seq_len, chat)
 
 
 def _packing(data: Data, seq_len: int) -> dict[str, Any]:

@@ -9,19 +9,16 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from titanplans.loss import IGNORED
 from titanplans.training.data.chat.chat import Tokens
 
-P = TypeVar("P")
-"""The position of a document, of whatever kind the source uses."""
-
 
 @dataclass(frozen=True)
-class Window(Generic[P]):
+class Window:
     """One window, and where the next begins."""
 
     inputs: np.ndarray
@@ -33,13 +30,13 @@ class Window(Generic[P]):
     positions: np.ndarray
     """`[n]`: each input's place in what it may see: its document, or the window."""
 
-    next_document: P
-    """The document that holds the next window's first token, the last of this one; the last conversation of this one."""
+    next_document: Any
+    """The position of the document with this window's last token, the next one's first; or of the last conversation."""
 
     next_offset: int
     """That token's place in its document; 1 after a conversation."""
 
-    last_read: P | None = None
+    last_read: Any = None
     """Of best fit: the last document that was read for this window and those packed with it."""
 
     packed: Sequence[tuple[int, int]] = ()
@@ -47,8 +44,8 @@ class Window(Generic[P]):
 
 
 def pack(
-    documents: Iterable[tuple[P, np.ndarray]], seq_len: int, offset: int = 0, *, apart: bool = False
-) -> Iterator[Window[P]]:
+    documents: Iterable[tuple[Any, np.ndarray]], seq_len: int, offset: int = 0, *, apart: bool = False
+) -> Iterator[Window]:
     """Cuts the stream of `documents`, pairs of position and tokens, into windows.
 
     To go on after a window, pass the documents from `next_document` on, and `next_offset`.
@@ -62,7 +59,7 @@ def pack(
     Yields:
         Full windows; at the end of the documents one shorter window, if anything is left to predict.
     """
-    live: deque[tuple[P, np.ndarray]] = deque()
+    live: deque[tuple[Any, np.ndarray]] = deque()
     held = -offset
     for position, tokens in documents:
         live.append((position, tokens))
@@ -76,7 +73,7 @@ def pack(
         yield _cut(live, offset, held - 1, apart)
 
 
-def _cut(live: deque[tuple[P, np.ndarray]], offset: int, n: int, apart: bool) -> Window[P]:
+def _cut(live: deque[tuple[Any, np.ndarray]], offset: int, n: int, apart: bool) -> Window:
     """The `n + 1` tokens from `offset` on; drops the documents that end before the last of these."""
     parts: list[np.ndarray] = []
     wanted = n + 1
@@ -106,7 +103,7 @@ ROWS_AT_ONCE = 32
 
 
 def pack_best_fit(
-    documents: Iterable[tuple[P, np.ndarray]],
+    documents: Iterable[tuple[Any, np.ndarray]],
     seq_len: int,
     offset: int = 0,
     packed: Sequence[tuple[int, int]] = (),
@@ -114,7 +111,7 @@ def pack_best_fit(
     apart: bool = True,
     drop: bool = False,
     found_long: Callable[[], None] = lambda: None,
-) -> Iterator[Window[P]]:
+) -> Iterator[Window]:
     """Puts whole documents into rows, each where it leaves the least room.
 
     To go on after a window, pass the documents from `next_document` on, its `next_offset` and its `packed`; with another
@@ -131,7 +128,7 @@ def pack_best_fit(
     """
     last_read: Any = None
 
-    def read() -> Iterator[tuple[P, list[np.ndarray]]]:
+    def read() -> Iterator[tuple[Any, list[np.ndarray]]]:
         nonlocal last_read
         for last_read, tokens in documents:
             yield last_read, [tokens]
@@ -157,7 +154,7 @@ def pack_best_fit(
 
 
 class _Document(NamedTuple):
-    """A document as rows of a length take it."""
+    """A document, cut for rows of one length."""
 
     position: Any
     pieces: list[np.ndarray]
@@ -174,18 +171,18 @@ class _Part(NamedTuple):
 
 
 def _groups(
-    documents: Iterator[tuple[P, list[np.ndarray]]],
+    documents: Iterator[tuple[Any, list[np.ndarray]]],
     seq_len: int,
     part: int,
     drop: bool,
     found_long: Callable[[], None] = lambda: None,
-) -> Iterator[tuple[list[list[np.ndarray]], P, _Part, _Part]]:
+) -> Iterator[tuple[list[list[np.ndarray]], Any, _Part, _Part]]:
     """Yield rows that are filled together, each a list of parts; the first document's position; their first part; the next.
 
     The first rows begin with `part` of the first document.
     """
 
-    def cut(position: P, pieces: list[np.ndarray], *, counts: bool = True) -> _Document:
+    def cut(position: Any, pieces: list[np.ndarray], *, counts: bool = True) -> _Document:
         parts = []
         for piece in pieces:
             is_long = len(piece) - 1 > seq_len
@@ -225,8 +222,8 @@ def _groups(
 
 
 def _left(
-    documents: Iterator[tuple[P, list[np.ndarray]]], seq_len: int, offset: int, drop: bool
-) -> Iterator[tuple[P, list[np.ndarray]]]:
+    documents: Iterator[tuple[Any, list[np.ndarray]]], seq_len: int, offset: int, drop: bool
+) -> Iterator[tuple[Any, list[np.ndarray]]]:
     """What rows of `seq_len` have not used at `offset`: pieces, at the first document's position, then whole documents."""
     part, used = divmod(offset, ROWS_AT_ONCE)
     for rows, first, _, (document, number) in _groups(documents, seq_len, part, drop):
@@ -239,8 +236,8 @@ def _left(
 
 
 def pack_conversations(
-    documents: Iterable[tuple[P, Tokens]], seq_len: int, offset: int = 0, *, packing: bool = True
-) -> Iterator[Window[P]]:
+    documents: Iterable[tuple[Any, Tokens]], seq_len: int, offset: int = 0, *, packing: bool = True
+) -> Iterator[Window]:
     """Puts conversations into windows, each whole, in their order.
 
     To go on after a window, pass the documents from `next_document` on, and `next_offset`.
@@ -266,7 +263,7 @@ def pack_conversations(
         yield _joined(parts, last)
 
 
-def _joined(parts: list[Tokens], last: Any) -> Window[Any]:
+def _joined(parts: list[Tokens], last: Any) -> Window:
     return Window(
         inputs=np.concatenate([part.ids[:-1] for part in parts]),
         labels=np.concatenate([np.where(part.counted, part.ids, IGNORED)[1:] for part in parts]),

@@ -5,7 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from titanplans.errors import DataError
-from titanplans.training.data.fingerprint import check_files, fingerprint
+from titanplans.text import show, some
+from titanplans.training.data.fingerprint import fingerprint
 from titanplans.training.data.mixture import PackedSource
 from titanplans.training.data.streams import DataPosition, SourcePlace
 
@@ -59,7 +60,8 @@ def resume(
     before = {name: values["weight"] for name, values in saved.items()}
     if list(before.items()) != list(weights.items()):
         place = replace(place, weighted_since=place.sequences)
-        said.append(_changes(before, weights))
+    if before != weights:
+        said.append(f"data.sources have the weights {show(weights)} from here on, and had {show(before)}")
     return place, [line for line in said if line]
 
 
@@ -67,22 +69,31 @@ def _check_source(
     number: int, part: PackedSource, saved: dict[str, Any], place: DataPosition, *, several: bool
 ) -> str | None:
     """Refuse a source that is not the saved one; return a line for the log about its files."""
-    before, now, files = dict(saved["identity"]), dict(part.identity), part.source.files
-    current = fingerprint(files)
-    if files and current == saved["files"]:  # the same files, wherever they lie now
+    before, now, paths, then = dict(saved["identity"]), dict(part.identity), part.source.files, saved["files"]
+    current = fingerprint(paths)
+    if paths and current == then:  # the same files, wherever they lie now
         before["dataset"] = now["dataset"]
     for of in (before, now):
         of.pop(_LENGTH, None)
     named = f" of {part.name}" if several else ""
     _check_identity(*({f"{key}{named}": value for key, value in of.items()} for of in (before, now)))
-
-    def reads_the_same() -> bool:
-        return all(
-            part.reads_the_same(stream, place.streams.count, cursor.places[number])
-            for stream, cursor in place.cursors.items()
-        )
-
-    return check_files(saved["files"], current, dict(files), reads_the_same)
+    if current == then:
+        return None
+    kinds = {
+        "have changed": [str(path) for name, path in paths if then.get(name, current[name]) != current[name]],
+        "are new": [str(path) for name, path in paths if name not in then],
+        "can't be found": sorted(then.keys() - current.keys()),
+    }
+    found = ", ".join(f"files {what} ({some(names)})" for what, names in kinds.items() if names)
+    if all(
+        part.reads_the_same(stream, place.streams.count, cursor.places[number])
+        for stream, cursor in place.cursors.items()
+    ):
+        return f"since the checkpoint {found}; what was read before its place is the same, so training goes on from there"
+    raise DataError(
+        f"since the checkpoint {found}, and with that the order of the documents or a text that has been read: restore the "
+        'files, or give up the place, and read the data anew, by exclude_from_loading = ["dataloader"] in [checkpoint]'
+    )
 
 
 _LENGTH = "seq_len"
@@ -103,15 +114,3 @@ def _check_identity(saved: dict[str, Any], current: dict[str, Any]) -> None:
             raise DataError(
                 f"{key} = {current.get(key)!r}: the checkpoint's data loader had {saved.get(key)!r}; {_REMEDY}"
             )
-
-
-def _changes(before: dict[str, float], now: dict[str, float]) -> str:
-    """The changes of a mixture, in words; "" where only the order is another."""
-    said = [f"{name} is new, of weight {weight:g}" for name, weight in now.items() if name not in before]
-    said += [f"{name} is left out, and its place given up" for name in before if name not in now]
-    said += [
-        f"{name} has weight {weight:g}, and had {before[name]:g}"
-        for name, weight in now.items()
-        if before.get(name, weight) != weight
-    ]
-    return f"data.sources from here on: {'; '.join(said)}" if said else ""

@@ -7,7 +7,7 @@ ranks may change between two steps: a rank takes its part of each global batch, 
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 
@@ -104,15 +104,8 @@ class DataPosition:
     """A stream has ended: the rest of them is read one after another, from the cursors on."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
-        return {
-            "streams": self.streams.count,
-            "in_a_row": self.streams.in_a_row,
-            "sequences": self.sequences,
-            "cursors": {str(stream): list(cursor) for stream, cursor in sorted(self.cursors.items())},
-            "weighted_since": self.weighted_since,
-            "rest": self.rest,
-        }
+        """Return a dict for `json.dumps`."""
+        return asdict(self) | {"streams": self.streams.count, "in_a_row": self.streams.in_a_row}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "DataPosition":

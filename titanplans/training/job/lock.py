@@ -1,4 +1,4 @@
-"""One job in a folder: who writes there locks it, and another that wants to is refused.
+"""One job a folder: a job locks the folders that it writes to, and a second one is refused.
 
 The lock is the system's, on `titanplans.lock` in the folder, and goes with the process that holds it, however that ends.
 The file's content only names the holder. The lock belongs to a process (lockf, not flock), so a fork does
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from titanplans.config import ConfigError, JobConfig
 from titanplans.text import show
-from titanplans.training.checkpoint.match import own_folder
+from titanplans.training.checkpoint.folder import own_folder
 
 LOCK = "titanplans.lock"
 _HELD = (errno.EACCES, errno.EAGAIN)
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def locked(job: JobConfig) -> Iterator[None]:
-    """Hold the folders that `job` writes to, which are made: dump_folder, and that of the checkpoints if it saves any.
+    """Make and lock the folders that `job` writes to: dump_folder, and that of its checkpoints if it saves any.
 
     Raises:
         ConfigError: another process holds one; which, on which machine, and since when.

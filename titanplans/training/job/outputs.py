@@ -1,4 +1,4 @@
-"""What a job writes, and whether it can: asked before a rank starts, by making the same folders and removing them.
+"""The paths that a job writes to, tried before a rank starts by making the same folders and removing them.
 
 The libraries make their folders when they come to them, some at the first checkpoint, and each fails in its own way.
 """
@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
 
 from titanplans.config import ConfigError, JobConfig
 from titanplans.parallel.pipeline.picture import FILE as PICTURE
@@ -20,25 +19,16 @@ from titanplans.training.trainer.jsonl import FILE_NAME, read_rows
 from titanplans.training.trainer.parallelism_report import FILE
 
 
-class Output(NamedTuple):
-    """A path that a job writes to."""
-
-    key: str
-    """The job's key that says where."""
-    path: Path
-    is_file: bool
-
-
-def outputs(job: JobConfig) -> Iterator[Output]:
-    """Yield what `job` writes. Every path but dump_folder itself is relative to dump_folder."""
+def outputs(job: JobConfig) -> Iterator[tuple[str, Path, bool]]:
+    """Yield the paths that `job` writes to: the key that gives it, the path, below dump_folder, and whether it is a file."""
     dump = Path(job.job.dump_folder)
-    yield Output("job.dump_folder", dump, False)
+    yield "job.dump_folder", dump, False
     names = [FILE, LOCK, *([FILE_NAME] if job.metrics.enable_jsonl else [])]
     names += [PICTURE, MEASURED_PICTURE] if job.parallelism.pipeline_parallel_degree > 1 else []
     for name in names:
-        yield Output("job.dump_folder", dump / name, True)
+        yield "job.dump_folder", dump / name, True
     if job.job.save_config_file is not None:
-        yield Output("job.save_config_file", dump / job.job.save_config_file, True)
+        yield "job.save_config_file", dump / job.job.save_config_file, True
     folders = {
         "metrics.save_tb_folder": job.metrics.enable_tensorboard or job.metrics.enable_wandb,
         "checkpoint.folder": job.checkpoint.enable and not job.checkpoint.load_only,
@@ -47,9 +37,9 @@ def outputs(job: JobConfig) -> Iterator[Output]:
         "comm.save_traces_folder": trace_buf_size(job) > 0,
     }
     for key in (key for key, wanted in folders.items() if wanted):
-        yield Output(key, dump / attrgetter(key)(job), False)
+        yield key, dump / attrgetter(key)(job), False
     if folders["checkpoint.folder"]:
-        yield Output("checkpoint.folder", dump / job.checkpoint.folder / LOCK, True)
+        yield "checkpoint.folder", dump / job.checkpoint.folder / LOCK, True
 
 
 def check_outputs(job: JobConfig) -> None:
@@ -73,19 +63,14 @@ def check_outputs(job: JobConfig) -> None:
 
 def _obstacle(path: Path, is_file: bool) -> str | None:
     """Return why the file, or a file in the folder, can't be written; None if it can."""
-    if is_file and path.is_dir():
-        return f"{path} is a directory, where a file must be written"
     if is_file and path.exists():
         if not path.is_file():
             return f"{path} is not a regular file"
         return None if os.access(path, os.W_OK) else f"{path} may not be written"
     inside = Path(os.path.abspath(path if is_file else path / "file"))
     there = next(folder for folder in inside.parents if os.path.lexists(folder))
-    if there.is_symlink() and not there.exists():
-        there.stat()  # raises where it leads in a circle
-        return f"{there} is a link"
     if not there.is_dir():
-        return f"{there} is a file, not a directory"
+        return f"{there} is a file, or a link that leads nowhere, and not a directory"
     # A folder of its own: ranks of torchrun ask at the same time.
     with tempfile.TemporaryDirectory(prefix=".titanplans-", dir=there) as probe:
         file = Path(probe) / inside.relative_to(there)

@@ -18,7 +18,7 @@ from titanplans.config.compatibility.job import schedule_steps
 from titanplans.config.sections.data import DataLoader
 from titanplans.torchrun import restarted
 from titanplans.training.checkpoint.manager import CheckpointManager
-from titanplans.training.checkpoint.match import job_values, model_card
+from titanplans.training.checkpoint.match import job_values
 from titanplans.training.data.loader import TextDataLoader
 from titanplans.training.job import resolve
 from titanplans.training.trainer import documents
@@ -177,7 +177,6 @@ def _checkpoint(job: JobConfig) -> CheckpointManager.Config:
             "initial_adapter_path": adapter and str(Path(adapter).absolute()),
             # Without a path it has no effect, and torchtitan warns that it is set: it is its default.
             "initial_load_model_only": initial is not None and job.checkpoint.initial_load_model_only,
-            "model": model_card(resolve.hf_config(job)),
             "job": job_values(job),
             "restarted": restarted(os.environ),
             "hf_config": resolve.hf_config(job),

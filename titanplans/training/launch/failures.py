@@ -20,6 +20,7 @@ class Failure(NamedTuple):
     """A rank that failed by itself, and was not stopped by the launcher."""
 
     rank: int
+    pid: int | None
     status: int
     """The process's exit code; negative: the signal that killed it."""
     how: str
@@ -49,7 +50,7 @@ def failures(processes: list[BaseProcess], folder: Path) -> list[Failure]:
         if status := process.exitcode:
             path = folder / f"rank_{rank}.json"
             report = json.loads(path.read_text()) if path.exists() else {"how": _how(status)}
-            found.append(Failure(rank, status, **report))
+            found.append(Failure(rank, process.pid, status, **report))
     found.sort(key=lambda failure: failure.time)
     if found and found[0].line:
         found.sort(key=lambda failure: (not failure.line, failure.rank))

@@ -47,13 +47,14 @@ def local_ranks(job: JobConfig) -> int:
     Raises:
         UserError: the degrees need more GPUs than this machine has.
     """
-    degrees, shards = job.parallelism, job.parallelism.shard_degree
-    ranks = degrees.data_parallel_replicate_degree * degrees.tensor_parallel_degree
-    ranks *= degrees.context_parallel_degree * degrees.pipeline_parallel_degree
+    from titanplans.training.job.resolve import fewest_processes
+
+    ranks = fewest_processes(job)
     if default_device_type() == "cpu":
-        return ranks * max(1, shards)
+        return ranks
     gpus = torch.accelerator.device_count()
-    ranks *= max(1, gpus // ranks) if shards == -1 else shards
+    if job.parallelism.shard_degree == -1:
+        ranks *= max(1, gpus // ranks)
     if ranks > gpus:
         raise UserError(
             f"[parallelism] the degrees multiply to {ranks} ranks, but this machine has {gpus} GPUs: "
@@ -83,14 +84,14 @@ def launch(job: JobConfig, ranks: int, restarts: int = 0) -> int:
     if method == "fork":
         importlib.import_module("titanplans.training.job.torchtitan_config")  # the Trainer, once for all
     for left in range(restarts, -1, -1):
-        asked, failed, pids = _run_ranks(job, ranks, restarts - left, store.port, method)
+        asked, failed = _run_ranks(job, ranks, restarts - left, store.port, method)
         if not failed:
             return 0
         first = failed[0]
         if first.line:
             say(f"error: rank {first.rank}: {first.line}" if first.rank else f"error: {first.line}")
             return first.status
-        which = f"rank {first.rank} (pid {pids[first.rank]}) {first.how}"
+        which = f"rank {first.rank} (pid {first.pid}) {first.how}"
         if asked or not left:
             break
         if (last := finished(job, restarted=True)) is not None:
@@ -117,8 +118,8 @@ def _local_store() -> TCPStore:
 
 def _run_ranks(
     job: JobConfig, ranks: int, restart: int, port: int, method: Literal["fork", "spawn"]
-) -> tuple[bool, list[Failure], list[int | None]]:
-    """Start the ranks and wait for their end; return whether SIGTERM arrived, which failed, and their processes' ids."""
+) -> tuple[bool, list[Failure]]:
+    """Start the ranks and wait for their end; return whether SIGTERM arrived, and which failed."""
     asked = threading.Event()
     processes: list[BaseProcess] = []
 
@@ -158,7 +159,7 @@ def _run_ranks(
             stopped.said = True
             raise
         _terminate(processes, _GRACE_SECONDS)
-        return asked.is_set(), failed, [process.pid for process in processes]
+        return asked.is_set(), failed
 
 
 def start_method(job: JobConfig) -> Literal["fork", "spawn"]:

@@ -20,6 +20,7 @@ from titanplans.config.arguments import take_max_restarts
 from titanplans.disk import one_line
 from titanplans.errors import RunError, UserError
 from titanplans.torchrun import Ranks, read_ranks, restarted
+from titanplans.training.checkpoint.folder import newest, own_folder, remedy
 from titanplans.training.launch.exit_status import refuse
 from titanplans.training.launch.logs import init_logging
 from titanplans.training.launch.orphans import end_with_parent
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> int:
                     f"--max-restarts {restarts}"
                 )
             init_logging(rank)
-            with one_line(lambda: _resume_point(job)):
+            with one_line(lambda: newest(own_folder(job))):
                 for note in job.notes:
                     logging.getLogger(__name__).info(note)  # rank 0's alone reach the screen
                 return _run(job, torchrun, restarts)
@@ -61,7 +62,6 @@ def _run(job: JobConfig, torchrun: Ranks | None, restarts: int) -> int:
 
     from titanplans import kernels
     from titanplans.training.checkpoint.card import damage
-    from titanplans.training.checkpoint.folder import remedy
     from titanplans.training.checkpoint.match import finished
     from titanplans.training.job.checks import check_job
     from titanplans.training.job.lock import locked
@@ -90,13 +90,6 @@ def _run(job: JobConfig, torchrun: Ranks | None, restarts: int) -> int:
         if not torchrun:
             os.environ.update(_ALONE)
         return run_rank(job)
-
-
-def _resume_point(job: JobConfig) -> str:
-    from titanplans.training.checkpoint.folder import newest
-    from titanplans.training.checkpoint.match import own_folder
-
-    return newest(own_folder(job))
 
 
 def _launched(environ: Mapping[str, str]) -> Ranks | None:

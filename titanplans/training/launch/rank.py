@@ -1,4 +1,4 @@
-"""What a rank does, whoever has started it: titanplans' launcher, torchrun, or nobody where there is one process only."""
+"""One rank's training, started by titanplans' launcher, by torchrun, or as the only process."""
 
 import gc
 import os
@@ -8,6 +8,7 @@ import threading
 from titanplans import disk
 from titanplans.config import JobConfig
 from titanplans.errors import RunError, UserError
+from titanplans.training.checkpoint.folder import newest, own_folder
 from titanplans.training.launch.exit_status import exit_now, fail, refuse
 from titanplans.training.launch.failures import REPORTS
 from titanplans.training.launch.logs import init_logging
@@ -48,8 +49,6 @@ def _train(job: JobConfig, rank: int, asked: threading.Event) -> None:
     device_type = prepare_device()
     # From here on the model libraries and torchtitan are imported, which needs both of the above.
     from titanplans import kernels
-    from titanplans.training.checkpoint.folder import newest
-    from titanplans.training.checkpoint.match import own_folder
     from titanplans.training.job.checks import import_custom
     from titanplans.training.job.torchtitan_config import trainer_config
     from titanplans.training.trainer.trainer import Trainer

@@ -52,7 +52,7 @@ class Tokens:
 
     @property
     def says_something(self) -> bool:
-        """Whether a token counts that another precedes, from which it can be predicted."""
+        """Whether any token but the first counts: the first can't be predicted."""
         return bool(self.counted[1:].any())
 
 
@@ -134,7 +134,7 @@ class ChatFormat:
     def _answers(
         self, conversation: Conversation, answers: list[int], text: str, where: str
     ) -> Iterator[tuple[int, int]]:
-        """The assistant's words in some of the messages, as characters from and to."""
+        """Yield the span of characters of each of the `answers`."""
         if self._template.marked and answers:
             from_here = 0
             if conversation.prompt or self._chat.train_on == "last":
@@ -170,7 +170,7 @@ class ChatFormat:
         return tokens if tokens.says_something else None
 
     def what_is_left_out(self) -> str:
-        """Return in words why none of a data set's rows may be left."""
+        """Return in words why all rows of a data set may have been left out."""
         return (
             f"no conversation in which the assistant says something, within seq_len = {self.seq_len} tokens "
             f'(chat.train_on = "{self._chat.train_on}", truncation = "{self._chat.truncation}")'

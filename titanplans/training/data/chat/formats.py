@@ -11,7 +11,7 @@ from titanplans.errors import DataError
 
 
 class Columns(NamedTuple):
-    """The names in a row, as the options of [training.chat] that are called so; None: such rows have none."""
+    """The names of a row's columns and keys, as in [training.chat]; None: rows have no such column."""
 
     messages_column: str | None = None
     role_key: str = "role"
@@ -40,7 +40,7 @@ FORMATS = {
 
 
 def laid_out(chat: Chat) -> Columns:
-    """Return the names of a job: those that it gives, and else its format's."""
+    """Return the names that a job gives, and its format's for the others."""
     given: dict[str, Any] = {
         name: value for name in Columns._fields if (value := getattr(chat, name)) is not None
     }
@@ -68,9 +68,14 @@ def columns_of(there: Sequence[str], chat: Chat, where: str) -> Columns:
         names = names._replace(messages_column=None)
     else:
         first = "messages_column" if names.messages_column else "prompt_column"
+        fits = [
+            f', or set format = "{name}"'
+            for name, other in FORMATS.items()
+            if other.messages_column in there or {other.prompt_column, other.completion_column} <= set(there)
+        ]
         raise DataError(
             f"{first} = {getattr(names, first)!r}: {found}; name the one with the messages in chat.messages_column, or "
-            f"those of prompts and their answers in prompt_column and completion_column{_fits(there)}"
+            f"those of prompts and their answers in prompt_column and completion_column{''.join(fits[:1])}"
         )
     for option in ("input_column", "system_column"):
         if getattr(names, option) not in there:
@@ -89,13 +94,3 @@ def columns_of(there: Sequence[str], chat: Chat, where: str) -> Columns:
             'would be read; set chat.format = "alpaca", or input_column'
         )
     return names
-
-
-def _fits(there: Sequence[str]) -> str:
-    """Return in words which format has such columns, if one does."""
-    for name, columns in FORMATS.items():
-        if columns.messages_column in there or {columns.prompt_column, columns.completion_column} <= set(
-            there
-        ):
-            return f', or set format = "{name}"'
-    return ""

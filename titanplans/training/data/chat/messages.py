@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from titanplans.config.sections.data import Chat
 from titanplans.errors import DataError
 from titanplans.training.data.chat.formats import FORMATS, Columns, columns_of
+from titanplans.training.data.reading import expect
 
 _REMEDY = "repair the row or leave it out"
 
@@ -23,7 +24,7 @@ class Conversation(NamedTuple):
     """Messages at the beginning in which nothing counts: those of a prompt."""
 
 
-def conversation_of(row: object, chat: Chat, where: str) -> Conversation:
+def conversation_of(row: Any, chat: Chat, where: str) -> Conversation:
     """Return the conversation of a row, which has a column of messages, or one of a prompt and one of its completion.
 
     Args:
@@ -35,10 +36,7 @@ def conversation_of(row: object, chat: Chat, where: str) -> Conversation:
         DataError: it has no such column, no message, or a message without a role that is known or a content that is a text
             and says something.
     """
-    if not isinstance(row, dict):
-        raise DataError(
-            f"{where} holds a value of type {type(row).__name__} where there should be an object; {_REMEDY}"
-        )
+    row = expect(row, dict, where, "an object", _REMEDY)
     names = columns_of(list(row), chat, where)
     if names.messages_column is not None:
         messages, before = _messages(row, names.messages_column, names, where), 0
@@ -60,8 +58,8 @@ def conversation_of(row: object, chat: Chat, where: str) -> Conversation:
     tools: Any = row.get("tools")
     if isinstance(tools, str):
         tools = _parsed(tools, "tools", where)
-    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise DataError(f'{where}: "tools" is not a list of objects, each the schema of a tool; {_REMEDY}')
+    for tool in expect(tools or [], list, f"{where}: 'tools'", "a list of schemas", _REMEDY):
+        expect(tool, dict, f"{where}: 'tools'", "a list of schemas", _REMEDY)
     return Conversation(messages, tools or None, before)
 
 
@@ -69,31 +67,22 @@ def _messages(
     row: dict[str, Any], column: Any, names: Columns, where: str, role: str | None = None
 ) -> list[dict[str, Any]]:
     """The messages of a cell: a list of them, or a text of `role`'s; JSON of a list where there is no role."""
-    value = row[column]
+    value, wanted = row[column], f"{'a text or ' * (role is not None)}a list of messages"
     if isinstance(value, str):
         if role is not None:
             return [{"role": role, "content": _text(value, f"{where}: {column!r}", says_something=True)}]
         value = _parsed(value, column, where)
-    if not isinstance(value, list):
-        found = "no value" if value is None else f"a value of type {type(value).__name__}"
-        raise DataError(
-            f"{where}: {column!r} holds {found} where there should be {'a text or ' * (role is not None)}a list of "
-            f"messages; {_REMEDY}"
-        )
+    messages: list[Any] = expect(value, list, f"{where}: {column!r}", wanted, _REMEDY)
     return [
         _message(message, names, f"{where}, message {number} of {column!r}")
-        for number, message in enumerate(value, 1)
+        for number, message in enumerate(messages, 1)
     ]
 
 
-def _optional(row: dict[str, Any], column: str, where: str) -> str | None:
-    """The text of a cell that may be empty."""
-    value = row[column]
-    if value is not None and not isinstance(value, str):
-        raise DataError(
-            f"{where}: {column!r} holds a value of type {type(value).__name__} where there should be a text; {_REMEDY}"
-        )
-    return _text(value, f"{where}: {column!r}") if value and value.strip() else None
+def _optional(row: dict[str, Any], column: str, where: str) -> str:
+    """The text of a cell, which may be empty."""
+    text = _text("" if row[column] is None else row[column], f"{where}: {column!r}")
+    return text if text.strip() else ""
 
 
 def _parsed(text: str, column: str, where: str) -> Any:
@@ -105,13 +94,10 @@ def _parsed(text: str, column: str, where: str) -> Any:
         ) from None
 
 
-def _message(message: object, names: Columns, where: str) -> dict[str, Any]:
+def _message(message: Any, names: Columns, where: str) -> dict[str, Any]:
     role_key, content_key = names.role_key, names.content_key
-    if not isinstance(message, dict):
-        raise DataError(
-            f"{where} is of type {type(message).__name__}, and no {{{role_key}, {content_key}}}; {_REMEDY}"
-        )
-    message = {key: value for key, value in message.items() if value is not None}  # columns of other rows
+    found = expect(message, dict, where, f"{{{role_key}, {content_key}}}", _REMEDY)
+    message = {key: value for key, value in found.items() if value is not None}  # columns of other rows
     called = content_key not in message and message.get("tool_calls")
     role = message.pop(role_key, None)
     if not isinstance(role, str) or (content_key not in message and not called):
@@ -137,20 +123,13 @@ def _message(message: object, names: Columns, where: str) -> dict[str, Any]:
                     f"{where} has a part of type {kind!r}: only texts are trained on; take it out, or leave the row out"
                 )
         content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise DataError(
-            f"{where} has a content of type {type(content).__name__} where there should be a text; {_REMEDY}"
-        )
     # A message of tool calls or thoughts needs no text.
     more = role == "tool" or any(isinstance(value, str | list) and value for value in message.values())
     return message | {"role": role, "content": _text(content, where, says_something=not more)}
 
 
-def _text(text: str, where: str, *, says_something: bool = False) -> str:
+def _text(value: object, where: str, *, says_something: bool = False) -> str:
+    text = expect(value, str, where, "a text", _REMEDY)
     if says_something and not text.strip():
         raise DataError(f"{where} is empty; {_REMEDY}")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise DataError(f"{where} holds an unpaired surrogate; {_REMEDY}") from None
     return text

@@ -169,7 +169,7 @@ class ChatTemplate:
 
 @functools.lru_cache(maxsize=1)
 def _load(folder: str, _states: tuple[tuple[str, int], ...]) -> Any:
-    """transformers' tokenizer of a folder, once as long as its files stay: each validation asks anew."""
+    """Load transformers' tokenizer of a folder, again only if its files have changed: each validation asks."""
     import transformers
 
     return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -190,7 +190,7 @@ def _find(path: str | None, tokenizer: Any, where: str) -> tuple[str, str]:
 
 
 def _unset(template: str, known: Collection[str]) -> list[str]:
-    """The special tokens that a template writes, and neither tests nor `known` has: Jinja writes nothing for them."""
+    """The special tokens that a template writes untested and that are not `known`: Jinja writes nothing for them."""
     from jinja2 import Environment, nodes
 
     def names(node: Any) -> set[str]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from titanplans.errors import DataError
 from titanplans.training.data.corpus.pieces import PIECE_BYTES, pieces
+from titanplans.training.data.reading import expect
 
 
 class TextColumn:
@@ -34,35 +35,21 @@ class TextColumn:
 
     def read(self, row: object, where: str) -> dict[str, str]:
         """Return a row as Arrow holds it. Raises DataError, which names `where`, for one that can't be used."""
-        if not isinstance(row, dict):
-            raise DataError(
-                f"{where} holds a value of type {type(row).__name__} where there should be an object with "
-                f"{self.name!r}; repair the file or leave it out"
-            )
-        (column,) = self.columns(list(row), where)
-        value = row[column]
+        found = expect(row, dict, where, f"an object with {self.name!r}", "repair the file or leave it out")
+        (column,) = self.columns(list(found), where)
+        value = found[column]
         for key in self.name.split(".")[1:] if column != self.name else ():
             value = value.get(key) if isinstance(value, dict) else None
-        if not isinstance(value, str):
-            raise self._none(
-                where, "no value" if value is None else f"a value of type {type(value).__name__}"
-            )
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise self._none(where, "an unpaired surrogate") from None
-        return {self.name: value}
+        where, remedy = (
+            f"text_column = {self.name!r}: {where}",
+            "name a column of texts, or leave such rows out",
+        )
+        return {self.name: expect(value, str, where, "texts", remedy)}
 
     def parts(self, record: dict[str, str]) -> Iterator[dict[str, str]]:
-        """Return a row as Arrow holds it, cut into what Arrow holds of each of its documents."""
+        """Cut a row into its documents, each as Arrow holds it."""
         return ({self.name: piece} for piece in pieces(self.read(record, "a row")[self.name]))
 
     def document(self, part: dict[str, str]) -> str:
         """Return the text of a document."""
         return part[self.name]
-
-    def _none(self, where: str, found: str) -> DataError:
-        return DataError(
-            f"text_column = {self.name!r}: {where} holds {found} where there should be texts; "
-            f"name a column of texts, or leave such rows out"
-        )

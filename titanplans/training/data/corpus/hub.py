@@ -85,9 +85,7 @@ class HubStream:
         while True:
             with (
                 quietly(),
-                refusing(
-                    f"{self.identity['dataset']} can't be read further", "repair the file or leave it out"
-                ),
+                refusing(f"{self.identity['dataset']} can't be read further"),
             ):
                 batch = next(batches, None)
             if batch is None:
@@ -102,11 +100,7 @@ class HubStream:
 def _tables(
     builder: "ArrowBasedBuilder", reader: RowFormat, **shards: Any
 ) -> Iterator[tuple[Any, "pyarrow.Table"]]:
-    """Take the place of a builder's `_generate_tables`: the rows of its files as their reader reads them.
-
-    Raises:
-        DataError: a file can't be read, or a row of it can't be used; names both.
-    """
+    """Take the place of a builder's `_generate_tables`: the rows of its files as their reader reads them."""
     import pyarrow
 
     builder.info.features = None  # what is there, and nothing that is made of it
@@ -114,7 +108,7 @@ def _tables(
     file = next(iter(shards.get("base_files") or shards.get("files") or [builder.dataset_name]))
     while True:
         try:
-            with refusing(f"{file} can't be read", "repair the file or leave it out"):
+            with refusing(f"{file} can't be read"):
                 key, table = next(tables, (None, None))
         except DataError:
             if Path(file).suffix in FORMATS["json"] and Path(file).is_file():

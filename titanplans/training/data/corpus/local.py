@@ -152,7 +152,7 @@ class TextFiles:
         file, start = self._pieces[i]
         size = self._sizes[file]
 
-        with refusing(f"{file} can't be read", "repair the file or leave it out"), file.open("rb") as stream:
+        with refusing(f"{file} can't be read"), file.open("rb") as stream:
 
             def read(place: int, length: int) -> bytes:
                 stream.seek(place)

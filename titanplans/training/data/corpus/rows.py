@@ -115,7 +115,7 @@ def _stored(files: Sequence[Path], file_format: str, reader: RowFormat) -> "Data
 def _parts(files: Sequence[Path], file_format: str, reader: RowFormat) -> Iterator[dict[str, Any]]:
     read, number = {"json": records, "parquet": _parquet}[file_format], 0
     for file in files:
-        with refusing(f"{file} can't be read as {file_format}", "repair the file or leave it out"):
+        with refusing(f"{file} can't be read as {file_format}"):
             for record in read(str(file.absolute()), reader):
                 yield from (part | {_ROW: number} for part in reader.parts(record))
                 number += 1
@@ -135,7 +135,7 @@ def _parquet(file: str, reader: RowFormat) -> Iterator[dict[str, Any]]:
 def of_table(
     table: "pyarrow.Table | pyarrow.RecordBatch", file: str, before: int, reader: RowFormat
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a table as Arrow holds them; `before` it there were so many rows in the file.
+    """Yield the rows of a table as Arrow holds them; the file has `before` rows in front of it.
 
     Raises:
         DataError: a column is missing, or a row can't be used; names the file, and the row from 1 on.
@@ -143,7 +143,7 @@ def of_table(
     columns = {name: table.column(name) for name in reader.columns(table.schema.names, file)}
     for number in range(len(table)):
         where = f"{file}, row {before + number + 1}"
-        with refusing(f"{where} can't be read", "repair the file or leave it out"):
+        with refusing(f"{where} can't be read"):
             row = {name: _value(column[number]) for name, column in columns.items()}
         yield reader.read(row, where)
 
@@ -169,7 +169,7 @@ def records(file: str, reader: RowFormat) -> Iterator[dict[str, Any]]:
     with open(file, "rb") as stream:
         if next((line for line in stream if line.strip()), b"").lstrip().startswith(b"["):
             stream.seek(0)
-            with refusing(f"{file} can't be read as json", "repair the file or leave it out"):
+            with refusing(f"{file} can't be read as json"):
                 rows = json.load(stream)
             for number, row in enumerate(rows, 1):
                 yield reader.read({"text": row} if isinstance(row, str) else row, f"{file}, row {number}")
@@ -177,8 +177,6 @@ def records(file: str, reader: RowFormat) -> Iterator[dict[str, Any]]:
         stream.seek(0)
         for number, line in enumerate(stream, 1):
             if line.strip():
-                with refusing(
-                    f"{file}, line {number} can't be read as json", "repair the file or leave it out"
-                ):
+                with refusing(f"{file}, line {number} can't be read as json"):
                     row = json.loads(line)
                 yield reader.read(row, f"{file}, line {number}")

@@ -9,8 +9,6 @@ import os
 import sysconfig
 from pathlib import Path
 
-from titanplans.errors import DataError
-
 # Third-party packages, tests (half of the bytes, much of it tables of expected values), and what is
 # generated: character tables, and the build's own settings with paths of the machine that made it.
 _LEFT_OUT_FOLDERS = {
@@ -23,7 +21,6 @@ _LEFT_OUT_FOLDERS = {
     "__pycache__",
 }
 _LEFT_OUT_PREFIXES = ("_sysconfigdata", "config-")
-_FEWEST_FILES = 100
 STDLIB_PIECE_BYTES = 1024
 """Short documents: a small batch, 2,000 tokens say, is then cut from several files."""
 
@@ -34,21 +31,10 @@ def stdlib_root() -> Path:
 
 
 def stdlib_files(root: Path) -> list[Path]:
-    """The standard library's `.py` files that count as text, in the order of their relative paths.
-
-    Raises:
-        DataError: `root` holds (almost) no sources, as under a Python that was frozen or zipped.
-    """
+    """The standard library's `.py` files that count as text, in the order of their relative paths."""
     files: list[Path] = []
     for parent, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in _LEFT_OUT_FOLDERS]
         kept = [name for name in names if name.endswith(".py") and not name.startswith(_LEFT_OUT_PREFIXES)]
         files += [Path(parent, name) for name in kept]
-    files = sorted(filter(os.path.getsize, files), key=lambda file: file.relative_to(root).as_posix())
-    if len(files) < _FEWEST_FILES:
-        raise DataError(
-            f"dataset = 'stdlib': {root} holds {len(files)} Python sources where the standard library has "
-            f"hundreds (a zipped, frozen or stripped Python?); run with a full Python, or give "
-            f"dataset_path = 'folder or glob of .txt, .jsonl or .parquet files'"
-        )
-    return files
+    return sorted(filter(os.path.getsize, files), key=lambda file: file.relative_to(root).as_posix())
