@@ -92,7 +92,7 @@ def test_a_sweep_survives_a_failing_cell_and_is_resumed(folder, capsys, monkeypa
     # Half done: a cell was running when the sweep was killed. From here on another program stands in for the jobs.
     (folder / "quick.py").write_text(QUICK)
     monkeypatch.setattr(process, "TRAIN", [sys.executable, "quick.py"])
-    (folder / "out" / "diverges" / "cell.json").write_text(json.dumps(diverges | {"state": "running"}))
+    (folder / "out" / "diverges" / "cell.json").write_text(json.dumps(diverges | {"state": "interrupted"}))
     text = SWEEP.replace("optimizer.lr = 1e30\n", "optimizer.lr = 1e-3\n")
     text = text.replace("timing_skip_steps = 1", "timing_skip_steps = 9")
     (folder / "sweep.toml").write_text(text)
@@ -118,7 +118,7 @@ def test_a_sweep_survives_a_failing_cell_and_is_resumed(folder, capsys, monkeypa
     assert said.out == ""
     assert record("first") == first
     assert main(["sweep.toml", "--only", "contradicts"]) == 2, "all of them refused"
-    assert states() == {"first": "outdated", "diverges": "outdated", "contradicts": "refused"}
+    assert states() == {"first": "not run", "diverges": "not run", "contradicts": "refused"}
     assert "8." not in "".join(
         line for line in Path("out/table.md").read_text().splitlines() if line.startswith("|")
     )
@@ -141,12 +141,12 @@ def test_under_torchrun_it_is_refused(folder, capsys, monkeypatch):
 # ---------------------------------------------------------------- a job that sleeps
 
 SLEEPER = """
-import pathlib, signal, subprocess, sys, time
+import os, signal, subprocess, sys, time
 if "--debug.seed=9" in sys.argv:  # one that does not listen, and has a child
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     print("child", child.pid, flush=True)
-print("asleep", flush=True)
+print("asleep", os.getpid(), flush=True)
 time.sleep(60)
 """
 TWO = '[sweep]\nbase = "base.toml"\ndump_folder = "out"\n[grid]\ndebug.seed = [1, 2]\n'
@@ -167,23 +167,19 @@ def sleeper(folder, monkeypatch):
     return folder
 
 
-def sweep(folder: Path) -> subprocess.Popen:
-    """Start a sweep, and wait until its first job sleeps."""
+def sweep(folder: Path) -> tuple[subprocess.Popen, int]:
+    """Start a sweep, and wait until its first job sleeps; return both processes."""
     started = subprocess.Popen(
         [sys.executable, "-c", SWEEPER],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=(folder / "said").open("w"),
     )
-    wait_for(folder / "out" / "seed=1" / "log.txt", "asleep")
-    return started
-
-
-def wait_for(path: Path, text: str) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists() or text not in path.read_text():
-        assert time.monotonic() < deadline, path
+    log, deadline = folder / "out" / "seed=1" / "log.txt", time.monotonic() + 60
+    while not log.exists() or "asleep" not in log.read_text():
+        assert time.monotonic() < deadline, log
         time.sleep(0.02)
+    return started, int(log.read_text().split()[1])
 
 
 on_linux = pytest.mark.skipif(
@@ -196,7 +192,7 @@ def test_a_time_limit_stops_a_cell_and_the_next_one_runs(sleeper, capsys):
     start = time.monotonic()
     assert main(["sweep.toml"]) == 1
     assert time.monotonic() - start < 20
-    assert states() == {"seed=1": "timed out", "seed=2": "timed out"}
+    assert states() == {"seed=1": "failed", "seed=2": "failed"}
     assert record("seed=1")["line"] == "stopped at [sweep] time_limit_seconds = 0.3"
     assert record("seed=1")["exit_status"] == -signal.SIGTERM
 
@@ -233,33 +229,29 @@ def test_a_job_that_does_not_listen_is_killed_with_its_children(sleeper, monkeyp
 
 
 @on_linux
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_the_job_and_leaves_the_table(sleeper, signum):
-    started = sweep(sleeper)
-    job = int((sleeper / "out" / "lock").read_text().split()[-1])
+    started, job = sweep(sleeper)
     started.send_signal(signum)
     assert started.wait(timeout=30) == 128 + signum
     assert gone([job], 0)
-    assert states() == {"seed=1": "stopped", "seed=2": "not run"}
-    assert record("seed=1")["line"] == f"stopped with the sweep, by {signal.Signals(signum).name}"
+    assert states() == {"seed=1": "interrupted", "seed=2": "not run"}
     assert "stopped; out/table.csv" in (sleeper / "said").read_text()
 
 
 @on_linux
-def test_what_a_killed_sweep_left_running_is_not_disturbed(sleeper, capsys):
-    started = sweep(sleeper)
-    job = int((sleeper / "out" / "lock").read_text().split()[-1])
-    assert main(["sweep.toml"]) == 2, "while it runs"
-    started.kill()
-    started.wait()
+@pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGKILL])
+def test_a_sweep_runs_once_and_a_killed_one_takes_its_job_with_it(sleeper, capsys, signum):
+    started, job = sweep(sleeper)
     assert main(["sweep.toml"]) == 2
-    for line in capsys.readouterr().err.splitlines():
-        assert line.startswith("error: out: another sweep runs here")
-        assert f", job {job})" in line
-    assert record("seed=1")["state"] == "running"
-    os.kill(job, signal.SIGKILL)
+    said = capsys.readouterr().err
+    assert said.startswith("error: [sweep] dump_folder: out: another job writes to ")
+    assert f", process {started.pid} on " in said
+    started.send_signal(signum)
+    started.wait()
     assert gone([job], 10), "it lives on"
+    assert record("seed=1")["state"] == "interrupted"
 
     (sleeper / "sweep.toml").write_text(TWO.replace("[grid]", "time_limit_seconds = 0.3\n[grid]"))
     assert main(["sweep.toml"]) == 1
-    assert states() == {"seed=1": "timed out", "seed=2": "timed out"}
+    assert states() == {"seed=1": "failed", "seed=2": "failed"}

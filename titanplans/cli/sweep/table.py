@@ -122,7 +122,7 @@ def table(cells: list[Cell]) -> list[dict[str, Any]]:
 
 def _row(cell: Cell, varied: list[str], first: Cell | None) -> dict[str, Any]:
     """`first` is the first cell that finished, with which the others' losses are compared."""
-    record: Any = {} if cell.state in ("not run", "outdated") else cell.record
+    record: Any = {} if cell.state == "not run" else cell.record
     figures = {figure: record.get("figures", {}).get(figure.name) for figure in FIGURES}
     reasons = [f"no {figure.title}: {why}" for figure, why in figures.items() if isinstance(why, str)]
     if first is not None and cell.state == "finished" and (other := _other_data(record, first.record)):
