@@ -274,25 +274,19 @@ def test_list_names_plans_model_types_mixers_and_what_these_are_split_by(command
     assert [name for name, what in by.items() if what == "nothing"] == ["BitNetPlan"]  # whole on every rank
 
 
-def test_list_says_what_is_split_of_a_model_type(command):
-    status, out, _ = command("list", "gla", "bitnet")
+def test_list_says_what_is_split_of_each_mixer_of_a_model_type(command):
+    status, out, _ = command("list", "gla", "bitnet", "qwen3_next")
     assert status == 0
-    gla, bitnet = out.splitlines()[-2:]
-    assert gla.startswith("gla: each rank has its part of 'num_heads'")
-    assert "ranks may share heads of: 'k_proj', 'v_proj', 'gk_proj.1'" in gla
-    assert bitnet == "bitnet: each rank has its part of nothing: whole on every rank"
-    assert "Olmo2Plan" not in out
-    assert "BitNetPlan" in out
-
-
-def test_list_says_whose_parts_those_are_where_a_model_has_several_mixers(command):
-    status, out, _ = command("list", "qwen3_next")
-    assert status == 0
-    recurrent, attention = out.splitlines()[-2:]
-    assert recurrent.startswith("qwen3_next, Qwen3NextGatedDeltaNet: each rank has its part of 'num_k_heads'")
-    assert attention.startswith(
-        "qwen3_next, Qwen3NextAttention: each rank has its part of 'num_attention_heads'"
-    )
+    lines = out.splitlines()
+    assert lines[0].startswith("gla: plans/fla/gla.py, ")
+    assert lines[1].startswith("  GatedLinearAttention: split by 'num_heads'")
+    assert "ranks may share heads of: 'k_proj', 'v_proj', 'gk_proj.1'" in lines[1]
+    assert "  BitAttention: split by nothing: whole on every rank" in lines
+    mixers = [line.partition(";")[0] for line in lines[-3:-1]]
+    assert mixers == [
+        "  Qwen3NextGatedDeltaNet: split by 'num_k_heads'",
+        "  Qwen3NextAttention: split by 'num_attention_heads', 'num_key_value_heads'",
+    ]
 
 
 def test_progress_is_one_line_of_a_terminal(monkeypatch):

@@ -69,11 +69,7 @@ def _converted(command: str, arguments: argparse.Namespace) -> str:
 
 
 def parser(command: str) -> argparse.ArgumentParser:
-    """Return the parser of the options of "export" or "import".
-
-    Args:
-        command: which of the two.
-    """
+    """Return the parser of the options of `command`, "export" or "import"."""
     exports = command == "export"
     parser = argparse.ArgumentParser(
         prog=f"titanplans {command}",

@@ -53,11 +53,7 @@ def parse_arguments(argv: list[str]) -> tuple[str | None, list[tuple[str, str]],
 
 
 def take_max_restarts(argv: list[str]) -> tuple[int, list[str]]:
-    """Take `--max-restarts N`, an option of the launcher and none of the job's, out of a command line; 0 without it.
-
-    Raises:
-        ConfigError: it has no number.
-    """
+    """Take `--max-restarts N`, an option of the launcher and none of the job's, out of a command line; 0 without it."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--max-restarts", "--max_restarts", nargs="?", default="0", const="")
     found, rest = parser.parse_known_args(argv)

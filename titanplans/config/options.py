@@ -148,11 +148,7 @@ class Options(BaseModel):
         return type(self)(**dict(self) | changes)
 
     def to_dict(self, *, exclude_none: bool = False) -> dict[str, Any]:
-        """Return the options as dicts, lists, strings and numbers.
-
-        Raises:
-            OptionError: the plan is a Python object, which has no such form.
-        """
+        """Return the options as dicts, lists, strings and numbers; a plan that is a Python object is an OptionError."""
         try:
             return to_jsonable_python(self, exclude_none=exclude_none)
         except PydanticSerializationError:
@@ -185,11 +181,7 @@ def get(options: Any, option: str) -> Any:
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
-    """Return the values of a TOML text; `where` begins the message of an error.
-
-    Raises:
-        ConfigError: not TOML, with line and column.
-    """
+    """Return the values of a TOML text, or raise a ConfigError with line and column; `where` begins its message."""
     try:
         return tomli.loads(text)
     except tomli.TOMLDecodeError as error:

@@ -117,12 +117,7 @@ def _is(raw: Any, value: Any, read: Read) -> bool:
 def refuse_or_note(unread: dict[str, Unread], values: dict[str, Any]) -> list[str]:
     """Refuse the keys of other projects that ask for a missing feature; return one note of those without effect.
 
-    Args:
-        unread: such keys, of all sources.
-        values: the job's values by today's keys.
-
-    Raises:
-        ConfigError: the first key that is refused.
+    `values` are the job's, by today's keys.
     """
 
     def waits(key: str) -> bool:

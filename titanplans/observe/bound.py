@@ -127,13 +127,9 @@ def noted_calls(model: nn.Module, applied: AppliedPlan) -> Iterator[Calls]:
 
 
 def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Calls) -> dict[str, Allowances]:
-    """Return what each block of `model` and each of its ends needs, by part.
+    """Return what each block of a split `model` and each of its ends needs, by part.
 
-    Args:
-        model: a causal language model, split.
-        applied: what `apply_plan` returned.
-        options: those by which it is judged; as a rule `applied.plan.options`.
-        calls: of one forward.
+    `calls` are of one forward; `options` those by which it is judged, as a rule `applied.plan.options`.
     """
     decoder, degree = applied.decoder, applied.border.group[1]
     needed: dict[str, tuple[list[Allowance], list[Allowance]]] = {name: ([], []) for name in decoder.names}

@@ -11,13 +11,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from torch import nn
 
 from titanplans.errors import ParallelError
-from titanplans.observe.guard import Guard
 from titanplans.observe.tracker import ModuleTracker
 from titanplans.torch_private.compile import (
     compilations,
@@ -69,11 +67,7 @@ class Compilation:
 
 
 class CompileRecord:
-    """The compiler's work, module by module; made by `record_compilation`.
-
-    Attributes:
-        by_module: by the module's name; None for code outside of the model.
-    """
+    """The compiler's work by module, under None outside of the model; made by `record_compilation`."""
 
     def __init__(self) -> None:
         self.by_module: dict[str | None, Compilation] = {}
@@ -118,27 +112,24 @@ class CompileRecord:
 
 
 @contextmanager
-def record_compilation(places: ModuleTracker, guard: Guard) -> Iterator[CompileRecord]:
-    """Record the compiler's work in the step that `places` follows; the record's own code runs through `guard`."""
+def record_compilation(places: ModuleTracker) -> Iterator[CompileRecord]:
+    """Record the compiler's work in the step that `places` follows."""
     record = CompileRecord()
     previous: Any = None
 
-    def note(found: bool) -> None:
-        record.of(places.module).found += found
-
     def guards_checked(found: bool) -> bool:
-        guard(note, found)
+        record.of(places.module).found += found
         return found if previous is None else previous(found)
 
     remember_compilations(_EVERY_COMPILATION)
-    guard(record.skip)
-    places.on_change = partial(guard, record.book)
+    record.skip()
+    places.on_change = record.book
     previous = set_guard_hook(guards_checked)
     try:
         yield record
     finally:
         set_guard_hook(previous)
-        guard(record.book, places.module)
+        record.book(places.module)
         remember_compilations(None)
 
 
@@ -159,11 +150,7 @@ def check_compiled(
 ) -> None:
     """Raise ParallelError if one of `blocks`, all to be compiled, ran eagerly in the recorded step.
 
-    Args:
-        blocks: fully qualified names.
-        optional: those among them that may not run at all: a vision tower's, to which no image came.
-        places: of the step.
-        record: of the step.
+    Those in `optional` may not run at all: a vision tower's, to which no image came.
     """
     for name in blocks:
         why = None

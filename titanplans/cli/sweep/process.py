@@ -27,10 +27,6 @@ _SECONDS_TO_STOP = 20.0
 def run_cell(cell: Cell, time_limit: float | None) -> dict[str, Any]:
     """Run the cell's job, and wait until all its processes have ended. It is killed if the sweep is.
 
-    Args:
-        cell: its log.txt is appended to.
-        time_limit: seconds; None for none.
-
     Returns:
         `state`, `exit_status` (negative: the signal that killed it), `line` and `seconds` of the cell's record.
 

@@ -60,11 +60,9 @@ Figures = dict[str, float | int | str]
 
 
 def read_figures(folder: Path, skip_steps: int) -> Figures:
-    """Return the figures of a run that ended with status 0.
+    """Return the figures of a run that ended with status 0, by its dump_folder.
 
-    Args:
-        folder: its dump_folder.
-        skip_steps: tokens/s is the median over the logged intervals that begin after this step.
+    tokens/s is the median over the logged intervals that begin after `skip_steps`.
     """
     report = json.loads((folder / PARALLELISM).read_text()) if (folder / PARALLELISM).is_file() else {}
     none = f"{PARALLELISM} does not say" if report else f"the run wrote no {PARALLELISM}"

@@ -56,10 +56,11 @@ def parser() -> argparse.ArgumentParser:
 def add_commands(commands: Any) -> None:
     """Add the three commands to `commands`, argparse's subparsers."""
     listed = commands.add_parser("list", help="the registered plans, with their model types and token mixers")
-    words = "only their plans, with each rank's part of their mixers"
+    words = "of these: file and lines of the plan, what a rank has a part of, the largest degree of each size"
     listed.add_argument("model_types", nargs="*", metavar="MODEL_TYPE", help=words)
-    words = "of each: file and lines of the plan, what a rank has a part of, the largest degree of each size"
-    listed.add_argument("--long", action="store_true", help=words)
+    listed.add_argument(
+        "--long", action="store_true", help="the same of every model type with a debug flavor"
+    )
     shared: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     _add_verify(
         commands.add_parser(
@@ -86,11 +87,6 @@ def add_commands(commands: Any) -> None:
 
 def parse(argv: list[str]) -> Namespace:
     """Return the options of a command line, None if not given; `words` is the line itself.
-
-    `--help` prints, and ends the process with status 0.
-
-    Args:
-        argv: without the program's name.
 
     Raises:
         VerifyError: an unknown option, or an invalid value.
@@ -171,9 +167,8 @@ def _check_name(words: str | None, flavor: str | None, option: str) -> None:
 def not_listed(name: str, known: Iterable[str]) -> VerifyError:
     """Return the error for a plan that `list` can't find, with the nearest."""
     meant = nearest(name, list(known))
-    return VerifyError(
-        f"list {name}: no plan is registered for it; {f'did you mean {meant}?' if meant else 'titanplans list has all'}"
-    )
+    instead = f"did you mean {meant}?" if meant else "titanplans list has all"
+    return VerifyError(f"list {name}: no plan with a debug flavor is registered for it; {instead}")
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:

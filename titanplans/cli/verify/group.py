@@ -16,11 +16,7 @@ _PATIENCE = timedelta(minutes=5)
 
 
 def check_launch(request: Namespace) -> None:
-    """Refuse torchrun without a process group, a process group without torchrun, and degrees that are not its size.
-
-    Raises:
-        VerifyError: with the command that would work.
-    """
+    """Refuse torchrun without a process group or the reverse, and degrees that are not its size, by a VerifyError."""
     grouped = request.ranks == "process_group"
     started = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -46,11 +42,7 @@ def check_launch(request: Namespace) -> None:
 
 @contextmanager
 def started_ranks(request: Namespace) -> Iterator[torch.device]:
-    """Give the device of this process's ranks; set up the process group if one was asked for, and take it down.
-
-    Raises:
-        ParallelError: fewer GPUs than processes.
-    """
+    """Give the device of this process's ranks; set up the process group if one was asked for, and take it down."""
     if request.ranks != "process_group":
         yield torch.device("cpu")
         return

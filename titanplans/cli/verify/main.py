@@ -24,9 +24,7 @@ from titanplans.training.launch.signals import Stopped, stop_on_signals
 def main(argv: list[str], *, alone: bool = False) -> int:
     """Run the command line `argv` (see `titanplans.cli.verify.arguments`); return the exit status.
 
-    Args:
-        argv: without the program's name.
-        alone: this process does nothing else before or after, so that it may fork others.
+    `alone`: this process does nothing else before or after, so that it may fork others.
     """
     rank, threshold = int(os.environ.get("RANK", "0")), gc.get_threshold()
     try:
@@ -34,12 +32,10 @@ def main(argv: list[str], *, alone: bool = False) -> int:
             request = parse(argv)
             if request.command == "list":
                 gc.disable()  # as for a proof
-                if request.long:
-                    from titanplans.cli.long_listing import long_listing as listing
-                else:
-                    from titanplans.cli.listing import listing
+                from titanplans.cli.listing import listing, long_listing
 
-                print(listing(request.model_types))
+                names = request.model_types
+                print(long_listing(names) if names or request.long else listing())
                 return 0
             if request.command == "async-tp":
                 with redirect_stdout(sys.stderr):  # stdout is the result's

@@ -41,9 +41,6 @@ class JobReport:
         measure: whether to measure a step.
         pipeline: the part on the pipeline, if `model` is a stage of one.
 
-    Attributes:
-        steps_to_measure: how many are still to be measured.
-
     Raises:
         ConfigError: a component of [compile] was not compiled.
     """
@@ -81,15 +78,9 @@ class JobReport:
 
     @contextmanager
     def measuring(self, step: int, schedulers: Any) -> Iterator[None]:
-        """Measure the training step that runs inside.
+        """Measure the training step that runs inside; a ConfigError if a block that was to be compiled ran eagerly.
 
-        Args:
-            step: its number.
-            schedulers: torchtitan's container of them, whose step ends what every training step does; what
-                comes after is for the log.
-
-        Raises:
-            ConfigError: a block that was to be compiled ran eagerly.
+        What comes after the step of `schedulers`, torchtitan's container, is for the log.
         """
         self.steps_to_measure -= 1
         if self._pipeline is not None and not self.steps_to_measure:
@@ -113,7 +104,7 @@ class JobReport:
     def _recording(self, step: int, schedulers: Any) -> Iterator[None]:
         own = schedulers.step
         with rename_option_errors(), self.report.measuring(step) as record:
-            schedulers.step = lambda: (own(), record.log_begins())
+            schedulers.step = lambda: (own(), record.places.log_begins())
             try:
                 yield
             finally:
