@@ -82,7 +82,7 @@ def test_json_is_all_of_stdout_and_nothing_of_a_capture_stays(capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["async-tp"], "async-tp takes either a SUBJECT or --all"),
+        (["async-tp"], "one of the arguments SUBJECT --all is required"),
         (["async-tp", "qwen3", "--tp", "3"], "tensor_parallel_degree = 3 does not divide"),
         (["async-tp", "qwen3", "--float8", "int4"], "argument --float8: invalid choice: 'int4'"),
     ],

@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from titanplans.cli.plot import Curve, main, read
+from titanplans.cli.main import main
+from titanplans.cli.plot import Curve, read
 from titanplans.cli.sweep.table import FIGURES, csv_table
 from titanplans.training.trainer.jsonl import JsonlWriter
 
@@ -29,12 +30,12 @@ def run(tmp_path, monkeypatch):
 
 
 def drawn(capsys, *words: str) -> str:
-    assert main(list(words)) == 0
+    assert main(["plot", *words]) == 0
     return capsys.readouterr().out
 
 
 def refused(capsys, *words: str) -> str:
-    assert main(list(words)) == 2
+    assert main(["plot", *words]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     return err

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from jobs import Job, gone
 
+from titanplans.cli.main import main
 from titanplans.cli.sweep import process
-from titanplans.cli.sweep.main import main
 
 ROOT = Path(__file__).parents[2]
 BASE = """
@@ -76,7 +76,7 @@ def states() -> dict[str, str]:
 
 
 def test_a_sweep_survives_a_failing_cell_and_is_resumed(folder, capsys, monkeypatch):
-    assert main(["sweep.toml"]) == 1
+    assert main(["sweep", "sweep.toml"]) == 1
     assert states() == {"first": "finished", "diverges": "failed", "contradicts": "refused"}
     first, diverges, contradicts = map(record, ("first", "diverges", "contradicts"))
     begin = json.loads((folder / "out" / "diverges" / "metrics.jsonl").read_text().splitlines()[0])
@@ -98,7 +98,7 @@ def test_a_sweep_survives_a_failing_cell_and_is_resumed(folder, capsys, monkeypa
     (folder / "sweep.toml").write_text(text)
     written = (folder / "out" / "first" / "log.txt").stat()
     capsys.readouterr()
-    assert main(["sweep.toml"]) == 0
+    assert main(["sweep", "sweep.toml"]) == 0
     assert "[1/3] first: finished before\n" in capsys.readouterr().out
     assert (folder / "out" / "first" / "log.txt").stat() == written
     assert states() == {"first": "finished", "diverges": "finished", "contradicts": "refused"}
@@ -111,30 +111,30 @@ def test_a_sweep_survives_a_failing_cell_and_is_resumed(folder, capsys, monkeypa
     # The base job changes below cells that have finished.
     (folder / "base.toml").write_text(BASE.replace("steps = 3", "steps = 2"))
     capsys.readouterr()
-    assert main(["sweep.toml"]) == 2
+    assert main(["sweep", "sweep.toml"]) == 2
     said = capsys.readouterr()
     assert said.err.startswith("error: sweep.toml: cell first has finished with other settings: ")
     assert ": training.steps = 3, now 2: --rerun changed " in said.err
     assert said.out == ""
     assert record("first") == first
-    assert main(["sweep.toml", "--only", "contradicts"]) == 2, "all of them refused"
+    assert main(["sweep", "sweep.toml", "--only", "contradicts"]) == 2, "all of them refused"
     assert states() == {"first": "not run", "diverges": "not run", "contradicts": "refused"}
     assert "8." not in "".join(
         line for line in Path("out/table.md").read_text().splitlines() if line.startswith("|")
     )
     capsys.readouterr()
-    assert main(["sweep.toml", "--dry-run", "--only", "first"]) == 0
+    assert main(["sweep", "sweep.toml", "--dry-run", "--only", "first"]) == 0
     said = capsys.readouterr().out
     assert said.startswith(
         "first: has finished with other settings: training.steps = 3, now 2\n  titanplans train base.toml "
     )
-    assert main(["sweep.toml", "--rerun", "all", "--only", "first"]) == 0
+    assert main(["sweep", "sweep.toml", "--rerun", "all", "--only", "first"]) == 0
     assert record("first")["figures"]["loss_first"] == 8.5
 
 
 def test_under_torchrun_it_is_refused(folder, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    assert main(["sweep.toml"]) == 2
+    assert main(["sweep", "sweep.toml"]) == 2
     assert "run it without torchrun" in capsys.readouterr().err
 
 
@@ -190,7 +190,7 @@ on_linux = pytest.mark.skipif(
 def test_a_time_limit_stops_a_cell_and_the_next_one_runs(sleeper, capsys):
     (sleeper / "sweep.toml").write_text(TWO.replace("[grid]", "time_limit_seconds = 0.3\n[grid]"))
     start = time.monotonic()
-    assert main(["sweep.toml"]) == 1
+    assert main(["sweep", "sweep.toml"]) == 1
     assert time.monotonic() - start < 20
     assert states() == {"seed=1": "failed", "seed=2": "failed"}
     assert record("seed=1")["line"] == "stopped at [sweep] time_limit_seconds = 0.3"
@@ -200,19 +200,19 @@ def test_a_time_limit_stops_a_cell_and_the_next_one_runs(sleeper, capsys):
 def test_a_checkpoint_of_other_settings_is_not_deleted_without_a_word(sleeper, capsys):
     limited = TWO.replace("[1, 2]", "[1]").replace("[grid]", "time_limit_seconds = 0.3\n[grid]")
     (sleeper / "sweep.toml").write_text(limited)
-    assert main(["sweep.toml"]) == 1
+    assert main(["sweep", "sweep.toml"]) == 1
     checkpoint = sleeper / "out" / "seed=1" / "checkpoint"
     checkpoint.mkdir()
-    assert main(["sweep.toml"]) == 1, "the same settings: it would go on from there"
+    assert main(["sweep", "sweep.toml"]) == 1, "the same settings: it would go on from there"
     assert checkpoint.exists()
 
     (sleeper / "sweep.toml").write_text(limited + "[set]\ntraining.steps = 9\n")
     capsys.readouterr()
-    assert main(["sweep.toml"]) == 2
+    assert main(["sweep", "sweep.toml"]) == 2
     said = capsys.readouterr().err
     assert "cell seed=1 has a checkpoint with other settings: training.steps = 3, now 9" in said
     assert checkpoint.exists()
-    assert main(["sweep.toml", "--rerun", "changed"]) == 1
+    assert main(["sweep", "sweep.toml", "--rerun", "changed"]) == 1
     assert not checkpoint.exists()
 
 
@@ -222,7 +222,7 @@ def test_a_job_that_does_not_listen_is_killed_with_its_children(sleeper, monkeyp
     (sleeper / "sweep.toml").write_text(
         TWO.replace("[1, 2]", "[9]").replace("[grid]", "time_limit_seconds = 2\n[grid]")
     )
-    assert main(["sweep.toml"]) == 1
+    assert main(["sweep", "sweep.toml"]) == 1
     assert record("seed=9")["exit_status"] == -signal.SIGKILL
     child = int((sleeper / "out" / "seed=9" / "log.txt").read_text().split()[1])
     assert gone([child], 10), "it lives on"
@@ -243,7 +243,7 @@ def test_a_signal_stops_the_job_and_leaves_the_table(sleeper, signum):
 @pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGKILL])
 def test_a_sweep_runs_once_and_a_killed_one_takes_its_job_with_it(sleeper, capsys, signum):
     started, job = sweep(sleeper)
-    assert main(["sweep.toml"]) == 2
+    assert main(["sweep", "sweep.toml"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: [sweep] dump_folder: out: another job writes to ")
     assert f", process {started.pid} on " in said
@@ -253,5 +253,5 @@ def test_a_sweep_runs_once_and_a_killed_one_takes_its_job_with_it(sleeper, capsy
     assert record("seed=1")["state"] == "interrupted"
 
     (sleeper / "sweep.toml").write_text(TWO.replace("[grid]", "time_limit_seconds = 0.3\n[grid]"))
-    assert main(["sweep.toml"]) == 1
+    assert main(["sweep", "sweep.toml"]) == 1
     assert states() == {"seed=1": "failed", "seed=2": "failed"}

@@ -228,7 +228,7 @@ def test_a_job_is_proved_as_it_is_split(command, folder):
             "own_plans_of_test_verify:small",
         ),
         (
-            ("qwen3", "--plan", "own_plans_of_test_verify:Unregistered", "--layers", "1"),
+            ("own_plans_of_test_verify:Unregistered", "--model", "qwen3", "--layers", "1"),
             "qwen3, flavor debug",
         ),
     ],
@@ -310,17 +310,15 @@ OURS = "own_plans_of_test_verify"
 REFUSED = {
     "a name that is no path": (("verify", "x" * 5000), "is unknown; available: abc, "),
     "a folder for the output": (("verify", "gla", "--output", "."), "--output .: Is a directory"),
+    "an output in no folder": (("verify", "gla", "--output", "no/x"), "--output no/x: No such file or directory"),
     "no command": ((), "the following arguments are required"),
-    "no subject": (("verify",), "either a SUBJECT or --all"),
-    "subject and all": (("verify", "gla", "--all"), "either a SUBJECT or --all"),
-    "all with a plan": (("verify", "--all", "--plan", "gla"), "--plan gla: goes with one SUBJECT"),
+    "no subject": (("verify",), "one of the arguments SUBJECT --all is required"),
+    "subject and all": (("verify", "gla", "--all"), "--all: not allowed with argument SUBJECT"),
+    "all with a flavor": (("verify", "--all", "--flavor", "1B"), "--flavor 1B: goes with one SUBJECT"),
     "no job": (("verify", "no.toml"), "no.toml: no such job file"),
     "no config": (("verify", "no.json"), "'no.json' can't be read: No such file"),
     "flavor of a config": (("verify", "qwen3.json", "--flavor", "1B"), "--flavor 1B: goes with a named model"),
     "model of a model": (("verify", "gla", "--model", "qwen3"), "--model qwen3: goes with a plan"),
-    "plan of a plan": (
-        ("verify", f"{OURS}:Unregistered", "--model", "qwen3", "--plan", "qwen3"), f"{OURS}:Unregistered is a plan already",
-    ),
     "degree 0": (("verify", "gla", "--tp", "0"), "'0' is not a list of degrees above 0"),
     "degree x": (("verify", "gla", "--tp", "2,x"), "'2,x' is not a list of degrees above 0"),
     "degree and heads": (("verify", "gla", "--tp", "2,3"), "tensor_parallel_degree = 3 does not divide num_heads = 8"),
@@ -347,7 +345,7 @@ REFUSED = {
     ),
     "no name": (("verify", "titanplans.plans.hf.qwen:"), "write module:attribute"),
     "syntax": (("verify", "broken_syntax:Plan"), "can't be imported: SyntaxError"),
-    "import fails": (("verify", "gla", "--plan", "broken_name:Plan"), "broken_name.py, line 2)"),
+    "import fails": (("verify", "broken_name:Plan", "--model", "gla"), "broken_name.py, line 2)"),
     "import raises": (("verify", "broken_driver:Plan"), "RuntimeError: no driver ("),
     "a typo in a plan": (
         ("verify", f"{OURS}:Typo", "--model", "qwen3"),
@@ -407,9 +405,9 @@ def test_degree_1_of_a_job_splits_nothing(command, folder):
 @pytest.mark.parametrize(
     ("size", "words", "said"),
     [
-        ("2", (), "torchrun started 2 processes, and each"),
+        ("2", (), "--nproc-per-node 2 -m titanplans verify gla --process-group"),
         ("2", ("--process-group", "--tp", "4"), "tp 4: torchrun started 2 processes"),
-        ("1", ("--process-group",), "--process-group with 1 process splits nothing"),
+        ("1", ("--process-group",), "--process-group: torchrun started 1 processes"),
     ],
 )
 def test_a_launch_that_does_not_fit_is_refused(command, monkeypatch, size, words, said):

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanplans.config import load_job
 from titanplans.config.values import PositiveInt, from_text
-from titanplans.errors import UserError
 from titanplans.text import columns, counted, in_bytes
-from titanplans.training.launch.exit_status import refuse
 
 if TYPE_CHECKING:
     from titanplans.training.data.dataset import StepBatch
@@ -45,17 +43,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Show what `argv` names; return the exit status."""
-    try:
-        own, words = parser().parse_known_args(argv)
-        if own.clean:
-            _clean()
-            return 0
+    """Show what `argv` names; return the exit status, or raise a UserError."""
+    own, words = parser().parse_known_args(argv)
+    if own.clean:
+        _clean()
+    else:
         number = from_text(own.rows, PositiveInt, "--rows")
-        job = load_job(words, "data")
-        _show(job, number)
-    except UserError as error:
-        return refuse(error, rank=0)
+        _show(load_job(words, "data"), number)
     return 0
 
 

@@ -9,8 +9,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from titanplans.disk import is_taken
-from titanplans.errors import ConfigError, RunError, UserError, nearest
-from titanplans.training.launch.exit_status import refuse
+from titanplans.errors import ConfigError, did_you_mean
 from titanplans.training.launch.logs import init_logging
 from titanplans.training.launch.signals import stop_on_signals
 
@@ -18,17 +17,14 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def main(argv: list[str]) -> int:
-    """Do what `argv`, which begins with the command, says; return 0, 1 if the disk refuses, 2 if it can't be done so."""
+    """Do what `argv`, which begins with the command, says; return 0, or raise a UserError or a RunError."""
     command, *rest = argv
     arguments = parser(command).parse_args(rest)
     with redirect_stdout(sys.stderr):  # whatever libraries log
         init_logging(0)
-    try:
-        with stop_on_signals():
-            _check_folders(command, arguments)
-            print(_converted(command, arguments))
-    except (UserError, RunError) as error:
-        return refuse(error, rank=0)
+    with stop_on_signals():
+        _check_folders(command, arguments)
+        print(_converted(command, arguments))
     return 0
 
 
@@ -38,10 +34,8 @@ def _check_folders(command: str, arguments: argparse.Namespace) -> None:
     source, target = folders if command == "export" else folders[::-1]
     if not source.is_dir():
         beside = sorted(path.name for path in source.parent.glob("*/"))
-        meant = nearest(source.name, beside)
-        raise ConfigError(
-            f"{command} {source}: there is no such folder{f'; did you mean {source.parent / meant}?' if meant else ''}"
-        )
+        instead = did_you_mean(source.name, beside, "name one that is there")
+        raise ConfigError(f"{command} {source}: there is no such folder; {instead}")
     if is_taken(target):
         raise ConfigError(f"{command}: {target} already exists and is not overwritten; name a new folder")
 

@@ -63,7 +63,7 @@ def listing() -> str:
     return "\n".join([*columns(rows), *_not_loaded(), "titanplans list MODEL_TYPE ...: each rank's part"])
 
 
-def long_listing(model_types: Sequence[str] = ()) -> str:
+def long_listing(model_types: Sequence[str]) -> str:
     """Return some lines about each architecture, or about those in `model_types`.
 
     Raises:
@@ -77,7 +77,7 @@ def long_listing(model_types: Sequence[str] = ()) -> str:
     return "\n".join([*lines, *_not_loaded()])
 
 
-def architectures(model_types: Sequence[str] = ()) -> Iterator[Architecture]:
+def architectures(model_types: Sequence[str]) -> Iterator[Architecture]:
     """Yield the registered architectures that have a debug flavor, or those in `model_types`; all are built on meta."""
     from titanplans import kernels, modeling  # which import all model libraries
 

@@ -1,7 +1,7 @@
 """`titanplans plot`: losses, norms and tokens/s of runs, or a sweep's table, in the terminal or as a picture.
 
-Terminals are drawn by plotext, pictures by matplotlib, which is installed on request. Exit status 0 drawn, 2 there is
-nothing to draw, or not so.
+Terminals are drawn by plotext, pictures by matplotlib, which is installed on request. Exit status: 0 drawn, 2 nothing
+is there to draw, or it can't be drawn as asked.
 """
 
 import argparse
@@ -18,9 +18,8 @@ from typing import NamedTuple
 
 from titanplans.cli.sweep.table import FIGURES, LOSS, TOKENS, VALIDATION_LOSS
 from titanplans.disk import naming
-from titanplans.errors import ConfigError, UserError
+from titanplans.errors import ConfigError
 from titanplans.text import some
-from titanplans.training.launch.exit_status import refuse
 from titanplans.training.trainer.jsonl import FILE_NAME, read_rows
 
 TABLE = "table.csv"
@@ -65,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
         prog="titanplans plot",
         description="Draw losses, norms of the gradient and tokens/s of runs over their steps, as they were logged with "
         "--metrics.enable_jsonl, or the table of one sweep.",
-        epilog="exit status: 0 drawn, 2 there is nothing to draw, or not so",
+        epilog="exit status: 0 drawn, 2 nothing is there to draw, or it can't be drawn as asked",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -81,14 +80,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Draw what `argv` names; return the exit status."""
+    """Draw what `argv` names; return the exit status, or raise a UserError."""
     arguments = parser().parse_args(argv)
-    try:
-        if arguments.output is not None:
-            _check_output(arguments.output)
-        panels, notes = read(arguments.runs)
-    except UserError as error:
-        return refuse(error, rank=0)
+    if arguments.output is not None:
+        _check_output(arguments.output)
+    panels, notes = read(arguments.runs)
     if arguments.output is None:
         colors = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         print(draw(panels, width=shutil.get_terminal_size((100, 24)).columns, colors=colors))

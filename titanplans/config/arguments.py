@@ -28,9 +28,6 @@ def parse_arguments(argv: list[str]) -> tuple[str | None, list[tuple[str, str]],
             name, equals, value = word[2:].partition("=")
             key = name.replace("-", "_")
             positive = ".".join([*key.split(".")[:-1], key.split(".")[-1].removeprefix("no_")])
-            if key.startswith("no_") and takes_no_value(key[3:]):
-                section, _, last = key[3:].rpartition(".")
-                raise ConfigError(f"--{name}: no such option; false is --{section}.no-{last}")
             if positive != key and takes_no_value(positive):
                 if equals:
                     raise ConfigError(f"{word}: takes no value; write --{positive}={value} instead")

@@ -5,7 +5,6 @@ installed `transformers` or `fla` is refused, remote code included.
 """
 
 import copy
-import difflib
 import importlib
 import inspect
 import json
@@ -20,7 +19,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from titanplans.config.families import Family, families, find_flavor
-from titanplans.errors import ModelError
+from titanplans.errors import ModelError, did_you_mean
 from titanplans.modeling.config_values import check_values, unread_keys
 from titanplans.modeling.own import own_config
 from titanplans.text import show
@@ -102,7 +101,7 @@ def load_config_file(path: str | PathLike[str]) -> PretrainedConfig:
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ModelError(
             f"model config {str(path)!r}: model_type {model_type!r} is in neither the installed transformers "
-            f"nor fla{_nearest(str(model_type), CONFIG_MAPPING.keys())}; code from a hub is never run"
+            f"nor fla; {did_you_mean(str(model_type), CONFIG_MAPPING.keys(), 'code from a hub is never run')}"
         )
     check_values(values, CONFIG_MAPPING[model_type], f"model config {str(path)!r}")
     try:
@@ -112,7 +111,7 @@ def load_config_file(path: str | PathLike[str]) -> PretrainedConfig:
     for key, owner in unread_keys(values, config):
         _tell(
             f"model config {str(path)!r}: {key} is no field of {type(owner).__name__}, and does nothing unless the model's "
-            f"code asks for it{_nearest(key, _fields(owner))}"
+            f"code asks for it; {did_you_mean(key, _fields(owner), 'remove it if it does not')}"
         )
     return config
 
@@ -188,9 +187,7 @@ def _check_fields(config: PretrainedConfig, fields: Mapping[str, Any], also: Ite
     known = list(dict.fromkeys([*_fields(config), *also]))
     for key, value in fields.items():
         if key not in known:
-            raise ModelError(
-                f"{type(config).__name__} has no field {key!r}{_nearest(key, known)}; its fields: {', '.join(known)}"
-            )
+            raise ModelError(f"{type(config).__name__} has no field {key!r}; {did_you_mean(key, known)}")
         if key in config.sub_configs and isinstance(value, Mapping):
             _check_fields(getattr(config, key), value, also)
 
@@ -206,12 +203,6 @@ def _fields(config: PretrainedConfig) -> list[str]:
         if "kwargs" not in parameters:
             break  # others go to the class that this one extends
     return list(dict.fromkeys(fields))
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` if some known word is close, else nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _line(error: Exception) -> str:

@@ -69,8 +69,8 @@ class Collective(NamedTuple):
     """Issued by an operator that multiplies matrices meanwhile (async tensor parallelism)."""
 
     module: str | None = None
-    """Fully qualified name of the innermost module in whose forward, or in the backward of whose forward, it is issued;
-    of FSDP2, the first module of the unit. "" for the model's own, None outside of the model or if it is not known."""
+    """The innermost module whose forward or backward issues it, by its fully qualified name; for FSDP2 the first module of
+    the unit. "" is the model itself; None is outside of the model, or not known."""
 
     phase: Phase = "forward"
 

@@ -16,7 +16,7 @@ from titanplans.cli.sweep.spec import Settings, Spec
 from titanplans.config import ConfigError, JobConfig, load_job
 from titanplans.config.schema import keys
 from titanplans.config.translate import flatten
-from titanplans.disk import is_taken
+from titanplans.disk import is_taken, write_whole
 from titanplans.errors import UserError
 from titanplans.text import show
 
@@ -31,7 +31,7 @@ class Cell:
         name: also that of its folder, the job's dump_folder.
         settings: what differs from the base job.
         arguments: what `titanplans train` is given.
-        job: the whole job; None where there is none, and `refusal` says why.
+        job: the whole job; None if its settings contradict each other, as `refusal` says.
         identity: what decides the results, as JSON has it: every key of the job, and the content of its model's file.
         record: what cell.json holds: `cell`, `command`, `settings`, `job` (the identity), `state`, `exit_status`, `line`
             (why it did not finish), `seconds`, and `figures` if it finished.
@@ -101,12 +101,9 @@ class Cell:
         )
 
     def update(self, **values: Any) -> None:
-        """Write the record with these values, whole or not at all."""
+        """Write the record with these values."""
         self.record = (self.record or {}) | values
-        self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self.folder / f"{FILE_NAME}.tmp"
-        temporary.write_text(json.dumps(self.record, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(self.folder / FILE_NAME)
+        write_whole(self.folder / FILE_NAME, json.dumps(self.record, indent=1) + "\n")
 
     def read(self) -> None:
         """Read the record, if there is one.

@@ -1,6 +1,6 @@
 """The command line: read the sweep, run the cells that are not done, write the table after each.
 
-    0          every cell finished or was refused, not all the latter
+    0          every cell finished or was refused, and one at least finished
     1          a cell failed or exceeded its time limit; the others have been run
     2          every cell was refused; or the sweep can't be run as written: one line says why, and nothing was run
     128 + N    stopped by signal N; the same command continues
@@ -23,7 +23,6 @@ from titanplans.cli.sweep.table import read_figures, shown, write_tables
 from titanplans.config import ConfigError
 from titanplans.errors import UserError
 from titanplans.lock import locked_folder
-from titanplans.training.launch.exit_status import refuse
 from titanplans.training.launch.logs import init_logging
 from titanplans.training.launch.signals import Stopped
 
@@ -48,29 +47,24 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run the sweep that `argv` names; return the exit status."""
+    """Run the sweep that `argv` names; return the exit status, or raise a UserError."""
     arguments = parser().parse_args(argv)
-    try:
-        if "RANK" in os.environ:
-            raise UserError("a sweep starts its jobs itself, on this machine; run it without torchrun")
-        spec = read_spec(arguments.sweep)
-        cells = make_cells(spec)
-        names = [cell.name for cell in cells]
-        for name in arguments.only:
-            if name not in names:
-                raise ConfigError(
-                    f"--only {name}: {spec.path} has no such cell; there are {', '.join(names)}"
-                )
-        chosen = [cell for cell in cells if not arguments.only or cell.name in arguments.only]
-        where = f"[sweep] dump_folder: {spec.folder}"
-        with nullcontext() if arguments.dry_run else locked_folder(spec.folder, where):
-            for cell in cells:
-                cell.read()
-            if arguments.dry_run:
-                return _dry_run(chosen)
-            return _run(spec, cells, chosen, arguments.rerun)
-    except UserError as error:
-        return refuse(error, rank=0)
+    if "RANK" in os.environ:
+        raise UserError("a sweep starts its jobs itself, on this machine; run it without torchrun")
+    spec = read_spec(arguments.sweep)
+    cells = make_cells(spec)
+    names = [cell.name for cell in cells]
+    for name in arguments.only:
+        if name not in names:
+            raise ConfigError(f"--only {name}: {spec.path} has no such cell; there are {', '.join(names)}")
+    chosen = [cell for cell in cells if not arguments.only or cell.name in arguments.only]
+    where = f"[sweep] dump_folder: {spec.folder}"
+    with nullcontext() if arguments.dry_run else locked_folder(spec.folder, where):
+        for cell in cells:
+            cell.read()
+        if arguments.dry_run:
+            return _dry_run(chosen)
+        return _run(spec, cells, chosen, arguments.rerun)
 
 
 def _dry_run(cells: list[Cell]) -> int:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from titanplans.cli.sweep.cells import Cell, show_or_unset
 from titanplans.cli.sweep.spec import Spec
+from titanplans.disk import write_whole
 from titanplans.training.trainer.jsonl import FILE_NAME, read_rows
 
 PARALLELISM = "parallelism.json"
@@ -100,14 +101,12 @@ def _loss(rows: list[dict[str, Any]], key: str, none: str) -> float | str:
 
 
 def write_tables(spec: Spec, cells: list[Cell]) -> str:
-    """Write table.csv and table.md, each whole or not at all; return their paths."""
+    """Write table.csv and table.md; return their paths."""
     rows = table(cells)
-    paths = []
-    for name, text in (("table.csv", csv_table(rows)), ("table.md", markdown_table(spec, rows))):
-        part = spec.folder / f"part-{name}"
-        part.write_text(text, encoding="utf-8")
-        paths.append(part.replace(spec.folder / name))
-    return ", ".join(map(str, paths))
+    texts = {spec.folder / "table.csv": csv_table(rows), spec.folder / "table.md": markdown_table(spec, rows)}
+    for path, text in texts.items():
+        write_whole(path, text)
+    return ", ".join(map(str, texts))
 
 
 def table(cells: list[Cell]) -> list[dict[str, Any]]:

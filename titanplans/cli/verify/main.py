@@ -26,12 +26,11 @@ def main(argv: list[str], *, alone: bool = False) -> int:
 
     `alone`: this process does nothing else before or after, so that it may fork others.
     """
-    rank, threshold = int(os.environ.get("RANK", "0")), gc.get_threshold()
+    rank = int(os.environ.get("RANK", "0"))
     try:
         with stop_on_signals():
             request = parse(argv)
             if request.command == "list":
-                gc.disable()  # as for a proof
                 from titanplans.cli.listing import listing, long_listing
 
                 names = request.model_types
@@ -46,16 +45,15 @@ def main(argv: list[str], *, alone: bool = False) -> int:
             return _verify(request, rank, alone)
     except UserError as error:
         return refuse(error, rank)
-    finally:
-        gc.set_threshold(*threshold)
-        gc.enable()  # a listing, or a refused subject, leaves it off
 
 
 def _verify(request: Namespace, rank: int, alone: bool) -> int:
     # Libraries' logs go to stderr: stdout is the result's.
     with redirect_stdout(sys.stderr):
         init_logging(rank)
-    gc.disable()  # imports leave no garbage, and looking for it takes a fifth of the time
+    gc.set_threshold(
+        100_000
+    )  # imports and trainings leave little garbage; looking for it takes a sixth of the time
     # Not at the top: mistakes in the command line are reported before the model libraries are imported.
     from titanplans.cli.verify.group import check_launch, started_ranks
 
@@ -93,7 +91,6 @@ def _verify(request: Namespace, rank: int, alone: bool) -> int:
                     own = subject.config is None or kernels.calls_fla(subject.config)
                     if own or "fla" in sys.modules:  # FLA takes a second to import
                         kernels.install(device.type)
-                    _collect_what_is_new()
                     outcome = prove(subject, request, device, show, watch, fork=forks and not request.all)
                 watch(outcome)
                 found.append(outcome.report.passed)
@@ -127,10 +124,3 @@ def _interpret(device_type: str) -> None:
     )
     interpreted.start()
     interpreted.widen()
-
-
-def _collect_what_is_new() -> None:
-    """Collect garbage again, but not among imports, and seldom: a training leaves little."""
-    gc.freeze()
-    gc.set_threshold(10_000)
-    gc.enable()

@@ -6,7 +6,6 @@ Rank 0 writes it to `parallelism.json` in the job's dump folder. `titanplans.par
 
 import json
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from titanplans.config import rename_option_errors
-from titanplans.disk import naming
+from titanplans.disk import write_whole
 from titanplans.observe.summary import after_step, at_start, pipeline_after_step
 from titanplans.parallel import DDPConfig, FSDP2Config
 from titanplans.parallel.report import ParallelismReport
@@ -113,11 +112,6 @@ class JobReport:
     def _write(self) -> None:
         if dist.get_rank() != 0:
             return
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        # Whole or not at all: a sweep may read it while the job runs.
-        part = self.file.with_suffix(".part")
-        with naming(part):
-            part.write_text(json.dumps(self.report.values, indent=1) + "\n")
-        os.replace(part, self.file)
+        write_whole(self.file, json.dumps(self.report.values, indent=1) + "\n")
         if self._pipeline is not None:
             self._pipeline.draw()
