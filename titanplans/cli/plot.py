@@ -67,15 +67,10 @@ def parser() -> argparse.ArgumentParser:
         epilog="exit status: 0 drawn, 2 nothing is there to draw, or it can't be drawn as asked",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="a job's dump_folder; or one sweep's folder, alone"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="a picture, .png, .svg or .pdf, instead of the terminal; pip install 'titanplans[plot]'",
-    )
+    words = "a job's dump_folder; or one sweep's folder, alone"
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=words)
+    words = "a picture, .png, .svg or .pdf, instead of the terminal; pip install 'titanplans[plot]'"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=words)
     return parser
 
 

@@ -36,9 +36,9 @@ def main(argv: list[str], *, alone: bool = False) -> int:
                 names = request.model_types
                 print(long_listing(names) if names or request.long else listing())
                 return 0
+            with redirect_stdout(sys.stderr):  # libraries' logs: stdout is the result's
+                init_logging(rank)
             if request.command == "async-tp":
-                with redirect_stdout(sys.stderr):  # stdout is the result's
-                    init_logging(0)
                 from titanplans.cli.async_tp import main as async_tp
 
                 return async_tp(request)
@@ -48,9 +48,6 @@ def main(argv: list[str], *, alone: bool = False) -> int:
 
 
 def _verify(request: Namespace, rank: int, alone: bool) -> int:
-    # Libraries' logs go to stderr: stdout is the result's.
-    with redirect_stdout(sys.stderr):
-        init_logging(rank)
     gc.set_threshold(
         100_000
     )  # imports and trainings leave little garbage; looking for it takes a sixth of the time
