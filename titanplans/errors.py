@@ -98,9 +98,10 @@ def either(values: Sequence[object]) -> str:
 
 def nearest(name: str, names: Collection[str]) -> str | None:
     """Return which of `names` looks most like `name`, in whichever case; None where none does."""
-    folded = {other.casefold(): other for other in names}
-    alike = difflib.get_close_matches(name.casefold(), folded, n=1)
-    return folded[alike[0]] if alike else None
+    word, folded = name.casefold(), {other.casefold(): other for other in names}
+    alike = difflib.get_close_matches(word, folded)
+    # Of those that are equally near, one with the same letters: two are often exchanged.
+    return folded[min(alike, key=lambda other: sorted(other) != sorted(word))] if alike else None
 
 
 def did_you_mean(name: str, names: Collection[str], otherwise: str | None = None) -> str:

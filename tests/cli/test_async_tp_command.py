@@ -11,8 +11,8 @@ from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
 
 from titanplans import apply_plan, modeling
 from titanplans.cli.async_tp import decide, graphs_end_as_on_a_gpu, prepare_block
+from titanplans.cli.main import main
 from titanplans.cli.verify.arguments import parse
-from titanplans.cli.verify.main import main
 from titanplans.cli.verify.subject import Subject, every_model
 from titanplans.observe.fusible import capture
 from titanplans.observe.graphs import install_record

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from titanplans.cli.verify.main import main
+from titanplans.cli.main import main
 from titanplans.cli.verify.screen import progress
 from titanplans.proof.batches.conditions import MicroBatch
 
@@ -311,7 +311,6 @@ REFUSED = {
     "a name that is no path": (("verify", "x" * 5000), "is unknown; available: abc, "),
     "a folder for the output": (("verify", "gla", "--output", "."), "--output .: Is a directory"),
     "an output in no folder": (("verify", "gla", "--output", "no/x"), "--output no/x: No such file or directory"),
-    "no command": ((), "the following arguments are required"),
     "no subject": (("verify",), "one of the arguments SUBJECT --all is required"),
     "subject and all": (("verify", "gla", "--all"), "--all: not allowed with argument SUBJECT"),
     "all with a flavor": (("verify", "--all", "--flavor", "1B"), "--flavor 1B: goes with one SUBJECT"),

@@ -46,7 +46,7 @@ COMMANDS = {
     "import": "cli.export",
     "completion": "cli.completion",
 }
-"""The module of each, which has a `main`."""
+"""The module of each, whose `main` takes the rest of the command line; with the command, if it has several."""
 
 
 def run(argv: list[str] | None = None) -> NoReturn:
@@ -118,9 +118,8 @@ def main(argv: list[str]) -> int:
     if command in COMMANDS:
         try:
             module = import_module(f"titanplans.{COMMANDS[command]}")
-            if module.__name__ == "titanplans.cli.verify.main":
-                return module.main(argv, alone=True)
-            return module.main(argv if command in ("export", "import") else rest)
+            several = list(COMMANDS.values()).count(COMMANDS[command]) > 1
+            return module.main(argv if several else rest)
         except (UserError, RunError) as error:
             return refuse(error, int(os.environ.get("RANK", "0")))
         except KeyboardInterrupt as error:

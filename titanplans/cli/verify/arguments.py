@@ -139,7 +139,7 @@ def _lora(given: Iterable[str]) -> dict[str, Any]:
     for words in given:
         name, sign, value = words.partition("=")
         if not sign or name not in hints:
-            raise VerifyError(f"--lora {words}: write KEY=VALUE, such as rank=8, of {', '.join(hints)}")
+            raise VerifyError(f"--lora {words}: write KEY=VALUE, such as rank=8; {did_you_mean(name, hints)}")
         found[name] = from_text(value, hints[name], f"--lora {name}")
     return found
 

@@ -15,36 +15,30 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 
 from titanplans.cli.verify.arguments import parse
-from titanplans.errors import UserError, VerifyError
-from titanplans.training.launch.exit_status import refuse
+from titanplans.errors import VerifyError
 from titanplans.training.launch.logs import init_logging
 from titanplans.training.launch.signals import Stopped, stop_on_signals
 
 
-def main(argv: list[str], *, alone: bool = False) -> int:
-    """Run the command line `argv` (see `titanplans.cli.verify.arguments`); return the exit status.
-
-    `alone`: this process does nothing else before or after, so that it may fork others.
-    """
+def main(argv: list[str]) -> int:
+    """Run the command line `argv` (see `titanplans.cli.verify.arguments`); return the exit status, or raise a UserError."""
+    alone = "torch" not in sys.modules  # nothing has used it before, so this process may be forked
     rank = int(os.environ.get("RANK", "0"))
-    try:
-        with stop_on_signals():
-            request = parse(argv)
-            if request.command == "list":
-                from titanplans.cli.listing import listing, long_listing
+    with stop_on_signals():
+        request = parse(argv)
+        if request.command == "list":
+            from titanplans.cli.listing import listing, long_listing
 
-                names = request.model_types
-                print(long_listing(names) if names or request.long else listing())
-                return 0
-            with redirect_stdout(sys.stderr):  # libraries' logs: stdout is the result's
-                init_logging(rank)
-            if request.command == "async-tp":
-                from titanplans.cli.async_tp import main as async_tp
+            names = request.model_types
+            print(long_listing(names) if names or request.long else listing())
+            return 0
+        with redirect_stdout(sys.stderr):  # libraries' logs: stdout is the result's
+            init_logging(rank)
+        if request.command == "async-tp":
+            from titanplans.cli.async_tp import main as async_tp
 
-                return async_tp(request)
-            return _verify(request, rank, alone)
-    except UserError as error:
-        return refuse(error, rank)
+            return async_tp(request)
+        return _verify(request, rank, alone)
 
 
 def _verify(request: Namespace, rank: int, alone: bool) -> int:
