@@ -105,7 +105,11 @@ def test_a_config_leaves_the_flavor_as_it_was():
         (("qwen3", "debug"), {"hidden_size": "wide"}, ["hidden_size", "wide"]),
         (("gemma3", "debug"), {"vocb_size": 8}, ["Gemma3Config", "did you mean vocab_size?"]),
         (("gemma3", "debug"), {"text_config": {"layers": 1}}, ["Gemma3TextConfig", "layers"]),
-        (("gemma3", "debug"), {"vision_config": {"image": 1}}, ["SiglipVisionConfig", "did you mean image_size?"]),
+        (
+            ("gemma3", "debug"),
+            {"vision_config": {"image": 1}},
+            ["SiglipVisionConfig", "did you mean image_size?"],
+        ),
         (("gla", "debug"), {"attn": {"layers": [9], "num_heads": 4}}, ["out-of-range layer 9"]),
     ],
 )
