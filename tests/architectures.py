@@ -10,7 +10,7 @@ from pathlib import Path
 import zoo
 
 from titanplans import registered_plans
-from titanplans.cli.long_listing import architectures
+from titanplans.cli.listing import architectures
 
 PAGE = Path(__file__).parents[1] / "docs" / "generated" / "architectures.md"
 HEAD = """# Architectures

@@ -57,7 +57,7 @@ def is_listed_and_proved(words):
     from titanplans.config import load_job
     from titanplans.training.job.resolve import hf_config
 
-    assert main(["list", "my_model"]) == 0
+    assert main(["list"]) == main(["list", "my_model"]) == 0
     assert main(["verify", "my_model", "--quick"]) == 0
     assert main(["verify", "own.toml", "--quick"]) == 0
     assert hf_config(load_job(["job.toml"])).own_arguments == {"width": 128}

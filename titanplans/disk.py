@@ -50,6 +50,15 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file, in a folder that is made, whole or not at all: another process may read it meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    with naming(part):
+        part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
 @contextmanager
 def one_line(resume_point: Callable[[], str]) -> Iterator[None]:
     """Turn the error of a disk that refuses a write in the body into one line.

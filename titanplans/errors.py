@@ -6,7 +6,7 @@ else (a bug, a full disk) is caught on the way.
 """
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from titanplans.text import class_name, show
@@ -96,25 +96,18 @@ def either(values: Sequence[object]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def nearest(name: str, names: Sequence[str]) -> str | None:
-    """Return which of `names` looks most like `name`; None where none holds it or has half of its letters."""
-    alike = difflib.get_close_matches(name, names, n=8, cutoff=0.55)
-    alike = [
-        other for other in alike if name in other or 2 * _edits(name, other) < max(len(name), len(other))
-    ]
-    return min(alike, key=lambda other: _edits(name, other), default=None)
+def nearest(name: str, names: Collection[str]) -> str | None:
+    """Return which of `names` looks most like `name`, in whichever case; None where none does."""
+    word, folded = name.casefold(), {other.casefold(): other for other in names}
+    alike = difflib.get_close_matches(word, folded)
+    # Of those that are equally near, one with the same letters: two are often exchanged.
+    return folded[min(alike, key=lambda other: sorted(other) != sorted(word))] if alike else None
 
 
-def _edits(a: str, b: str) -> int:
-    """Return how many letters to add, drop, change, or exchange with the next one make `b` of `a`."""
-    before, row = [], list(range(len(b) + 1))
-    for i, x in enumerate(a):
-        above, before, row = before, row, [i + 1]
-        for j, y in enumerate(b):
-            row.append(min(before[j] + (x != y), before[j + 1] + 1, row[j] + 1))
-            if i and j and (x, y) == (b[j - 1], a[i - 1]):
-                row[-1] = min(row[-1], above[j - 1] + 1)
-    return row[-1]
+def did_you_mean(name: str, names: Collection[str], otherwise: str | None = None) -> str:
+    """Return "did you mean gla?" with the nearest of `names`; where none is near `otherwise`, or all of them."""
+    meant = nearest(name, names)
+    return f"did you mean {meant}?" if meant else otherwise or f"there are {', '.join(names)}"
 
 
 def near_multiples(value: int, step: int) -> str:

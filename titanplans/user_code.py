@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from titanplans.errors import PlanError, UserError, nearest
+from titanplans.errors import PlanError, UserError, did_you_mean
 
 _TORCH = importlib.util.find_spec("torch")  # which is not imported for it
 _FOLDERS = _TORCH.submodule_search_locations if _TORCH else None
@@ -99,8 +99,7 @@ def load_attribute(
         return getattr(module, attribute)
     public = {key: value for key, value in vars(module).items() if not key.startswith("_")}
     there = [key for key, value in public.items() if not isinstance(value, ModuleType) and fits(value)]
-    meant = nearest(attribute, there)
-    remedy = f"did you mean {meant}?" if meant else f"it has {', '.join(there) or 'nothing'}"
+    remedy = did_you_mean(attribute, there, f"it has {', '.join(there) or 'nothing'}")
     place = getattr(module, "__file__", None) or "built in"
     raise error(f"{what}: module {module_name} has no {attribute}; {remedy} ({place})")
 
@@ -117,8 +116,7 @@ def check_keywords(cls: type, arguments: Mapping[str, Any], what: str, error: ty
     except TypeError as mistaken:
         known = list(signature.parameters)
         stray = next((key for key in arguments if key not in known), "")
-        meant = nearest(stray, known)
-        remedy = f"did you mean {meant}?" if meant else f"it takes {', '.join(known) or 'none'}"
+        remedy = did_you_mean(stray, known, f"it takes {', '.join(known) or 'none'}")
         code = getattr(cls.__init__, "__code__", None)
         place = f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
         raise error(f"{what}: TypeError: {mistaken}; {remedy}{place}") from mistaken

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate
 
 from titanplans import Degrees, PlanError, check_plan, modeling
 from titanplans.adapters.low_rank import adapted, draw_factor
-from titanplans.cli.verify.main import main
+from titanplans.cli.main import main
 from titanplans.errors import OptionError
 from titanplans.modeling.samples import build_real
 from titanplans.parallel import (

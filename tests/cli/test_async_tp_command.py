@@ -11,8 +11,8 @@ from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
 
 from titanplans import apply_plan, modeling
 from titanplans.cli.async_tp import decide, graphs_end_as_on_a_gpu, prepare_block
+from titanplans.cli.main import main
 from titanplans.cli.verify.arguments import parse
-from titanplans.cli.verify.main import main
 from titanplans.cli.verify.subject import Subject, every_model
 from titanplans.observe.fusible import capture
 from titanplans.observe.graphs import install_record
@@ -82,7 +82,7 @@ def test_json_is_all_of_stdout_and_nothing_of_a_capture_stays(capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["async-tp"], "async-tp takes either a SUBJECT or --all"),
+        (["async-tp"], "one of the arguments SUBJECT --all is required"),
         (["async-tp", "qwen3", "--tp", "3"], "tensor_parallel_degree = 3 does not divide"),
         (["async-tp", "qwen3", "--float8", "int4"], "argument --float8: invalid choice: 'int4'"),
     ],

@@ -164,7 +164,7 @@ def test_a_record_reads_back_and_notices_what_changed(spec, tmp_path):
     )
     assert cells_of()[0].state == "finished"
     (tmp_path / "base.toml").write_text("[training]\nsteps = 3\n")
-    assert cells_of()[0].state == "outdated"
+    assert cells_of()[0].state == "not run"
     assert cells_of()[0].changes() == [
         'model.flavor = "debug", now unset',
         'model.name = "gla", now unset',
@@ -254,7 +254,7 @@ def test_figures_of_other_settings_are_not_shown(spec):
     cells = some_cells(spec)
     cells[0].record["job"]["training.steps"] = 1
     row = table(cells)[0]
-    assert (row["state"], row["ranks"], row["loss_last"], row["reason"]) == ("outdated", None, None, "")
+    assert (row["state"], row["ranks"], row["loss_last"], row["reason"]) == ("not run", None, None, "")
 
 
 def test_losses_over_other_data_are_said_not_to_compare(tmp_path, spec):

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from jobs import Job, gone
 
+from titanplans.cli.main import main
 from titanplans.cli.sweep import process
-from titanplans.cli.sweep.main import main
 
 ROOT = Path(__file__).parents[2]
 BASE = """
@@ -76,7 +76,7 @@ def states() -> dict[str, str]:
 
 
 def test_a_sweep_survives_a_failing_cell_and_is_resumed(folder, capsys, monkeypatch):
-    assert main(["sweep.toml"]) == 1
+    assert main(["sweep", "sweep.toml"]) == 1
     assert states() == {"first": "finished", "diverges": "failed", "contradicts": "refused"}
     first, diverges, contradicts = map(record, ("first", "diverges", "contradicts"))
     begin = json.loads((folder / "out" / "diverges" / "metrics.jsonl").read_text().splitlines()[0])
@@ -92,13 +92,13 @@ def test_a_sweep_survives_a_failing_cell_and_is_resumed(folder, capsys, monkeypa
     # Half done: a cell was running when the sweep was killed. From here on another program stands in for the jobs.
     (folder / "quick.py").write_text(QUICK)
     monkeypatch.setattr(process, "TRAIN", [sys.executable, "quick.py"])
-    (folder / "out" / "diverges" / "cell.json").write_text(json.dumps(diverges | {"state": "running"}))
+    (folder / "out" / "diverges" / "cell.json").write_text(json.dumps(diverges | {"state": "interrupted"}))
     text = SWEEP.replace("optimizer.lr = 1e30\n", "optimizer.lr = 1e-3\n")
     text = text.replace("timing_skip_steps = 1", "timing_skip_steps = 9")
     (folder / "sweep.toml").write_text(text)
     written = (folder / "out" / "first" / "log.txt").stat()
     capsys.readouterr()
-    assert main(["sweep.toml"]) == 0
+    assert main(["sweep", "sweep.toml"]) == 0
     assert "[1/3] first: finished before\n" in capsys.readouterr().out
     assert (folder / "out" / "first" / "log.txt").stat() == written
     assert states() == {"first": "finished", "diverges": "finished", "contradicts": "refused"}
@@ -111,42 +111,42 @@ def test_a_sweep_survives_a_failing_cell_and_is_resumed(folder, capsys, monkeypa
     # The base job changes below cells that have finished.
     (folder / "base.toml").write_text(BASE.replace("steps = 3", "steps = 2"))
     capsys.readouterr()
-    assert main(["sweep.toml"]) == 2
+    assert main(["sweep", "sweep.toml"]) == 2
     said = capsys.readouterr()
     assert said.err.startswith("error: sweep.toml: cell first has finished with other settings: ")
     assert ": training.steps = 3, now 2: --rerun changed " in said.err
     assert said.out == ""
     assert record("first") == first
-    assert main(["sweep.toml", "--only", "contradicts"]) == 2, "all of them refused"
-    assert states() == {"first": "outdated", "diverges": "outdated", "contradicts": "refused"}
+    assert main(["sweep", "sweep.toml", "--only", "contradicts"]) == 2, "all of them refused"
+    assert states() == {"first": "not run", "diverges": "not run", "contradicts": "refused"}
     assert "8." not in "".join(
         line for line in Path("out/table.md").read_text().splitlines() if line.startswith("|")
     )
     capsys.readouterr()
-    assert main(["sweep.toml", "--dry-run", "--only", "first"]) == 0
+    assert main(["sweep", "sweep.toml", "--dry-run", "--only", "first"]) == 0
     said = capsys.readouterr().out
     assert said.startswith(
         "first: has finished with other settings: training.steps = 3, now 2\n  titanplans train base.toml "
     )
-    assert main(["sweep.toml", "--rerun", "all", "--only", "first"]) == 0
+    assert main(["sweep", "sweep.toml", "--rerun", "all", "--only", "first"]) == 0
     assert record("first")["figures"]["loss_first"] == 8.5
 
 
 def test_under_torchrun_it_is_refused(folder, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    assert main(["sweep.toml"]) == 2
+    assert main(["sweep", "sweep.toml"]) == 2
     assert "run it without torchrun" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- a job that sleeps
 
 SLEEPER = """
-import pathlib, signal, subprocess, sys, time
+import os, signal, subprocess, sys, time
 if "--debug.seed=9" in sys.argv:  # one that does not listen, and has a child
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     print("child", child.pid, flush=True)
-print("asleep", flush=True)
+print("asleep", os.getpid(), flush=True)
 time.sleep(60)
 """
 TWO = '[sweep]\nbase = "base.toml"\ndump_folder = "out"\n[grid]\ndebug.seed = [1, 2]\n'
@@ -167,23 +167,19 @@ def sleeper(folder, monkeypatch):
     return folder
 
 
-def sweep(folder: Path) -> subprocess.Popen:
-    """Start a sweep, and wait until its first job sleeps."""
+def sweep(folder: Path) -> tuple[subprocess.Popen, int]:
+    """Start a sweep, and wait until its first job sleeps; return both processes."""
     started = subprocess.Popen(
         [sys.executable, "-c", SWEEPER],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=(folder / "said").open("w"),
     )
-    wait_for(folder / "out" / "seed=1" / "log.txt", "asleep")
-    return started
-
-
-def wait_for(path: Path, text: str) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists() or text not in path.read_text():
-        assert time.monotonic() < deadline, path
+    log, deadline = folder / "out" / "seed=1" / "log.txt", time.monotonic() + 60
+    while not log.exists() or "asleep" not in log.read_text():
+        assert time.monotonic() < deadline, log
         time.sleep(0.02)
+    return started, int(log.read_text().split()[1])
 
 
 on_linux = pytest.mark.skipif(
@@ -194,9 +190,9 @@ on_linux = pytest.mark.skipif(
 def test_a_time_limit_stops_a_cell_and_the_next_one_runs(sleeper, capsys):
     (sleeper / "sweep.toml").write_text(TWO.replace("[grid]", "time_limit_seconds = 0.3\n[grid]"))
     start = time.monotonic()
-    assert main(["sweep.toml"]) == 1
+    assert main(["sweep", "sweep.toml"]) == 1
     assert time.monotonic() - start < 20
-    assert states() == {"seed=1": "timed out", "seed=2": "timed out"}
+    assert states() == {"seed=1": "failed", "seed=2": "failed"}
     assert record("seed=1")["line"] == "stopped at [sweep] time_limit_seconds = 0.3"
     assert record("seed=1")["exit_status"] == -signal.SIGTERM
 
@@ -204,19 +200,19 @@ def test_a_time_limit_stops_a_cell_and_the_next_one_runs(sleeper, capsys):
 def test_a_checkpoint_of_other_settings_is_not_deleted_without_a_word(sleeper, capsys):
     limited = TWO.replace("[1, 2]", "[1]").replace("[grid]", "time_limit_seconds = 0.3\n[grid]")
     (sleeper / "sweep.toml").write_text(limited)
-    assert main(["sweep.toml"]) == 1
+    assert main(["sweep", "sweep.toml"]) == 1
     checkpoint = sleeper / "out" / "seed=1" / "checkpoint"
     checkpoint.mkdir()
-    assert main(["sweep.toml"]) == 1, "the same settings: it would go on from there"
+    assert main(["sweep", "sweep.toml"]) == 1, "the same settings: it would go on from there"
     assert checkpoint.exists()
 
     (sleeper / "sweep.toml").write_text(limited + "[set]\ntraining.steps = 9\n")
     capsys.readouterr()
-    assert main(["sweep.toml"]) == 2
+    assert main(["sweep", "sweep.toml"]) == 2
     said = capsys.readouterr().err
     assert "cell seed=1 has a checkpoint with other settings: training.steps = 3, now 9" in said
     assert checkpoint.exists()
-    assert main(["sweep.toml", "--rerun", "changed"]) == 1
+    assert main(["sweep", "sweep.toml", "--rerun", "changed"]) == 1
     assert not checkpoint.exists()
 
 
@@ -226,40 +222,36 @@ def test_a_job_that_does_not_listen_is_killed_with_its_children(sleeper, monkeyp
     (sleeper / "sweep.toml").write_text(
         TWO.replace("[1, 2]", "[9]").replace("[grid]", "time_limit_seconds = 2\n[grid]")
     )
-    assert main(["sweep.toml"]) == 1
+    assert main(["sweep", "sweep.toml"]) == 1
     assert record("seed=9")["exit_status"] == -signal.SIGKILL
     child = int((sleeper / "out" / "seed=9" / "log.txt").read_text().split()[1])
     assert gone([child], 10), "it lives on"
 
 
 @on_linux
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_the_job_and_leaves_the_table(sleeper, signum):
-    started = sweep(sleeper)
-    job = int((sleeper / "out" / "lock").read_text().split()[-1])
+    started, job = sweep(sleeper)
     started.send_signal(signum)
     assert started.wait(timeout=30) == 128 + signum
     assert gone([job], 0)
-    assert states() == {"seed=1": "stopped", "seed=2": "not run"}
-    assert record("seed=1")["line"] == f"stopped with the sweep, by {signal.Signals(signum).name}"
+    assert states() == {"seed=1": "interrupted", "seed=2": "not run"}
     assert "stopped; out/table.csv" in (sleeper / "said").read_text()
 
 
 @on_linux
-def test_what_a_killed_sweep_left_running_is_not_disturbed(sleeper, capsys):
-    started = sweep(sleeper)
-    job = int((sleeper / "out" / "lock").read_text().split()[-1])
-    assert main(["sweep.toml"]) == 2, "while it runs"
-    started.kill()
+@pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGKILL])
+def test_a_sweep_runs_once_and_a_killed_one_takes_its_job_with_it(sleeper, capsys, signum):
+    started, job = sweep(sleeper)
+    assert main(["sweep", "sweep.toml"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: [sweep] dump_folder: out: another job writes to ")
+    assert f", process {started.pid} on " in said
+    started.send_signal(signum)
     started.wait()
-    assert main(["sweep.toml"]) == 2
-    for line in capsys.readouterr().err.splitlines():
-        assert line.startswith("error: out: another sweep runs here")
-        assert f", job {job})" in line
-    assert record("seed=1")["state"] == "running"
-    os.kill(job, signal.SIGKILL)
     assert gone([job], 10), "it lives on"
+    assert record("seed=1")["state"] == "interrupted"
 
     (sleeper / "sweep.toml").write_text(TWO.replace("[grid]", "time_limit_seconds = 0.3\n[grid]"))
-    assert main(["sweep.toml"]) == 1
-    assert states() == {"seed=1": "timed out", "seed=2": "timed out"}
+    assert main(["sweep", "sweep.toml"]) == 1
+    assert states() == {"seed=1": "failed", "seed=2": "failed"}

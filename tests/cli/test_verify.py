@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.multiprocessing as mp
 import worlds
 
-from titanplans.cli.verify.main import main
+from titanplans.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 BROKEN = """

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from titanplans.cli.verify.main import main
+from titanplans.cli.main import main
 from titanplans.cli.verify.screen import progress
 from titanplans.proof.batches.conditions import MicroBatch
 
@@ -228,7 +228,7 @@ def test_a_job_is_proved_as_it_is_split(command, folder):
             "own_plans_of_test_verify:small",
         ),
         (
-            ("qwen3", "--plan", "own_plans_of_test_verify:Unregistered", "--layers", "1"),
+            ("own_plans_of_test_verify:Unregistered", "--model", "qwen3", "--layers", "1"),
             "qwen3, flavor debug",
         ),
     ],
@@ -274,25 +274,19 @@ def test_list_names_plans_model_types_mixers_and_what_these_are_split_by(command
     assert [name for name, what in by.items() if what == "nothing"] == ["BitNetPlan"]  # whole on every rank
 
 
-def test_list_says_what_is_split_of_a_model_type(command):
-    status, out, _ = command("list", "gla", "bitnet")
+def test_list_says_what_is_split_of_each_mixer_of_a_model_type(command):
+    status, out, _ = command("list", "gla", "bitnet", "qwen3_next")
     assert status == 0
-    gla, bitnet = out.splitlines()[-2:]
-    assert gla.startswith("gla: each rank has its part of 'num_heads'")
-    assert "ranks may share heads of: 'k_proj', 'v_proj', 'gk_proj.1'" in gla
-    assert bitnet == "bitnet: each rank has its part of nothing: whole on every rank"
-    assert "Olmo2Plan" not in out
-    assert "BitNetPlan" in out
-
-
-def test_list_says_whose_parts_those_are_where_a_model_has_several_mixers(command):
-    status, out, _ = command("list", "qwen3_next")
-    assert status == 0
-    recurrent, attention = out.splitlines()[-2:]
-    assert recurrent.startswith("qwen3_next, Qwen3NextGatedDeltaNet: each rank has its part of 'num_k_heads'")
-    assert attention.startswith(
-        "qwen3_next, Qwen3NextAttention: each rank has its part of 'num_attention_heads'"
-    )
+    lines = out.splitlines()
+    assert lines[0].startswith("gla: plans/fla/gla.py, ")
+    assert lines[1].startswith("  GatedLinearAttention: split by 'num_heads'")
+    assert "ranks may share heads of: 'k_proj', 'v_proj', 'gk_proj.1'" in lines[1]
+    assert "  BitAttention: split by nothing: whole on every rank" in lines
+    mixers = [line.partition(";")[0] for line in lines[-3:-1]]
+    assert mixers == [
+        "  Qwen3NextGatedDeltaNet: split by 'num_k_heads'",
+        "  Qwen3NextAttention: split by 'num_attention_heads', 'num_key_value_heads'",
+    ]
 
 
 def test_progress_is_one_line_of_a_terminal(monkeypatch):
@@ -316,17 +310,14 @@ OURS = "own_plans_of_test_verify"
 REFUSED = {
     "a name that is no path": (("verify", "x" * 5000), "is unknown; available: abc, "),
     "a folder for the output": (("verify", "gla", "--output", "."), "--output .: Is a directory"),
-    "no command": ((), "the following arguments are required"),
-    "no subject": (("verify",), "either a SUBJECT or --all"),
-    "subject and all": (("verify", "gla", "--all"), "either a SUBJECT or --all"),
-    "all with a plan": (("verify", "--all", "--plan", "gla"), "--plan gla: goes with one SUBJECT"),
+    "an output in no folder": (("verify", "gla", "--output", "no/x"), "--output no/x: No such file or directory"),
+    "no subject": (("verify",), "one of the arguments SUBJECT --all is required"),
+    "subject and all": (("verify", "gla", "--all"), "--all: not allowed with argument SUBJECT"),
+    "all with a flavor": (("verify", "--all", "--flavor", "1B"), "--flavor 1B: goes with one SUBJECT"),
     "no job": (("verify", "no.toml"), "no.toml: no such job file"),
     "no config": (("verify", "no.json"), "'no.json' can't be read: No such file"),
     "flavor of a config": (("verify", "qwen3.json", "--flavor", "1B"), "--flavor 1B: goes with a named model"),
     "model of a model": (("verify", "gla", "--model", "qwen3"), "--model qwen3: goes with a plan"),
-    "plan of a plan": (
-        ("verify", f"{OURS}:Unregistered", "--model", "qwen3", "--plan", "qwen3"), f"{OURS}:Unregistered is a plan already",
-    ),
     "degree 0": (("verify", "gla", "--tp", "0"), "'0' is not a list of degrees above 0"),
     "degree x": (("verify", "gla", "--tp", "2,x"), "'2,x' is not a list of degrees above 0"),
     "degree and heads": (("verify", "gla", "--tp", "2,3"), "tensor_parallel_degree = 3 does not divide num_heads = 8"),
@@ -353,7 +344,7 @@ REFUSED = {
     ),
     "no name": (("verify", "titanplans.plans.hf.qwen:"), "write module:attribute"),
     "syntax": (("verify", "broken_syntax:Plan"), "can't be imported: SyntaxError"),
-    "import fails": (("verify", "gla", "--plan", "broken_name:Plan"), "broken_name.py, line 2)"),
+    "import fails": (("verify", "broken_name:Plan", "--model", "gla"), "broken_name.py, line 2)"),
     "import raises": (("verify", "broken_driver:Plan"), "RuntimeError: no driver ("),
     "a typo in a plan": (
         ("verify", f"{OURS}:Typo", "--model", "qwen3"),
@@ -413,9 +404,9 @@ def test_degree_1_of_a_job_splits_nothing(command, folder):
 @pytest.mark.parametrize(
     ("size", "words", "said"),
     [
-        ("2", (), "torchrun started 2 processes, and each"),
+        ("2", (), "--nproc-per-node 2 -m titanplans verify gla --process-group"),
         ("2", ("--process-group", "--tp", "4"), "tp 4: torchrun started 2 processes"),
-        ("1", ("--process-group",), "--process-group with 1 process splits nothing"),
+        ("1", ("--process-group",), "--process-group: torchrun started 1 processes"),
     ],
 )
 def test_a_launch_that_does_not_fit_is_refused(command, monkeypatch, size, words, said):

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from titanplans.cli.verify.main import main
+from titanplans.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 FEW = """

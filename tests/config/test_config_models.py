@@ -57,9 +57,9 @@ def test_every_name_of_others_leads_to_a_flavor_and_hides_none():
 @pytest.mark.parametrize(
     ("name", "flavor", "words"),
     [
-        ("llamma", "debug", "'llamma' is unknown; .* abc, bitnet, .*'llama'"),
-        ("qwen3", "7B", "'qwen3' has no flavor '7B'; .* debug, .*'1.7B'"),
-        ("llama3", "8b", r"'llama3' .*has no flavor '8b'.* debugmodel, 8B, .*'8B'"),
+        ("llamma", "debug", "'llamma' is unknown; .* abc, bitnet, .* did you mean llama"),
+        ("qwen3", "7B", "'qwen3' has no flavor '7B'; did you mean 1.7B"),
+        ("llama3", "8b", r"'llama3' .*has no flavor '8b' here; did you mean 8B"),
     ],
 )
 def test_a_model_that_is_not_there_is_refused(job, name, flavor, words):
@@ -88,4 +88,4 @@ def test_the_model_is_refused_first_and_without_torch(job, tmp_path, option):
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: model 'qwen33' is unknown")
-    assert "did you mean 'qwen3'?" in line
+    assert "did you mean qwen3?" in line

@@ -36,7 +36,7 @@ COMMANDS = {
         "tensor_parallel_degree = 3 does not divide num_heads = 8",
     ),
     "train configs/gla_1.3B.toml": (("--print-config",), 0, 'flavor = "1.3B"'),
-    "list --long gla": ((), 0, "largest degree: debug 8, 340M 4"),
+    "list gla": ((), 0, "largest degree: debug 8, 340M 4"),
 }
 """By the words behind `titanplans`: what is added here, the exit status, and words of what it prints.
 

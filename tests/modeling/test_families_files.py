@@ -45,7 +45,10 @@ def test_none_and_defaults_of_nested_tables(tmp_path):
         ('config_class = "a.B"\nhidden_size = 4\n[debug]\n', ["'hidden_size'", "[defaults]"]),
         ('config_class = "transformers.Llama"\n[debug]\n', ["config_class = 'transformers.Llama'"]),
         ('config_class = "tranformers.LlamaConfig"\n[debug]\n', ["No module named 'tranformers'"]),
-        ('config_class = "transformers.LlamaConfig"\n[debug]\nhiden_size = 4\n', ["debug", "'hidden_size'?"]),
+        (
+            'config_class = "transformers.LlamaConfig"\n[debug]\nhiden_size = 4\n',
+            ["debug", "did you mean hidden_size?"],
+        ),
         ('config_class = "transformers.LlamaConfig"\n[debug]\nhidden_size = "x"\n', ["debug", "hidden_size"]),
         (
             'config_class = "transformers.Gemma3Config"\n[debug]\ntext_config.layers = 4\n',

@@ -4,7 +4,7 @@ import inspect
 
 import architectures
 
-from titanplans.cli.long_listing import place
+from titanplans.cli.listing import place
 
 
 def test_the_page_has_every_architecture():

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from test_trainer import train, write_inputs
 from transformers import AutoModelForCausalLM
 
-from titanplans.cli.export import main
+from titanplans.cli.main import main
 from titanplans.config import load_job, strategy_of
 from titanplans.training.checkpoint.card import damage
 from titanplans.training.checkpoint.storage import CheckpointReader

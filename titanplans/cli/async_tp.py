@@ -132,11 +132,7 @@ def _outcome(verdict: Verdict) -> str:
 
 
 def main(request: Namespace) -> int:
-    """Decide what `request` asks and print it; return the exit status.
-
-    Raises:
-        UserError: it can't be asked as written.
-    """
+    """Decide what `request` asks, or raise a UserError, and print it; return the exit status."""
     kernels.install("cpu")
     decisions, failures = [], {}
     for name in every_model() if request.all else [request.subject or ""]:

@@ -7,11 +7,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from titanplans.errors import ConfigError, UserError
+from titanplans.errors import ConfigError
 from titanplans.text import columns
-from titanplans.training.checkpoint.card import CARD, Card, damage, read_card
+from titanplans.training.checkpoint.card import CARD, damage
 from titanplans.training.checkpoint.folder import checkpoint_path, steps
-from titanplans.training.launch.exit_status import refuse
 
 
 def parser() -> argparse.ArgumentParser:
@@ -30,23 +29,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Check what `argv` names; return 0, 1 if something is damaged, or 2 if there is nothing to check."""
-    folder = Path(parser().parse_args(argv).folder)
-    try:
-        checkpoints = _checkpoints(folder)
-    except UserError as error:
-        return refuse(error, rank=0)
-    rows, whole = [["checkpoint", "holds", "files", "GB", ""]], True
-    for checkpoint in checkpoints:
-        found = _look(checkpoint)
-        wrong = found if isinstance(found, str) else damage(checkpoint)
-        whole = whole and wrong is None
-        shown = ("", "", "") if isinstance(found, str) else _sizes(found)
-        rows.append([checkpoint.name, *shown, wrong or "whole"])
-    print("\n".join(columns(rows)))
-    if not whole:
+    """Check what `argv` names; return 0, or 1 if something is damaged; a UserError if there is nothing to check."""
+    found = {
+        checkpoint.name: damage(checkpoint)
+        for checkpoint in _checkpoints(Path(parser().parse_args(argv).folder))
+    }
+    print("\n".join(columns([(name, wrong or "whole") for name, wrong in found.items()])))
+    if any(found.values()):
         print("resume from a whole one by checkpoint.load_step, and move the damaged away", file=sys.stderr)
-    return 0 if whole else 1
+        return 1
+    return 0
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -60,15 +52,3 @@ def _checkpoints(folder: Path) -> list[Path]:
             f"check {folder}: there is no step-N folder with a {CARD} in it; name a job's dump_folder/checkpoint"
         )
     return found
-
-
-def _look(checkpoint: Path) -> Card | str:
-    try:
-        return read_card(checkpoint)
-    except ConfigError as error:
-        return str(error)
-
-
-def _sizes(card: Card) -> tuple[str, str, str]:
-    size = sum(size for size, _ in card.files.values())
-    return card.holds, str(len(card.files)), f"{size / 1e9:.3f}"

@@ -20,9 +20,9 @@ from titanplans.config.translate import takes_no_value
 _SHELLS = ("bash", "zsh")
 _FILES = ("runs", "sweep", "folder", "checkpoint", "output", "config")
 _SUBJECTS = ("subject", "model", "model_types")
-"""Arguments that are paths, and names of models or paths."""
+"""Arguments that are paths, and those that are a model's name or a path."""
 _SUBJECT = "_titanplans_subject"
-"""The function that completes the latter."""
+"""The function that completes a model's name or a path."""
 
 
 def main(argv: list[str]) -> int:

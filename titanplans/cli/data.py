@@ -8,13 +8,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanplans.config import load_job
 from titanplans.config.values import PositiveInt, from_text
-from titanplans.errors import UserError
 from titanplans.text import columns, counted, in_bytes
-from titanplans.training.launch.exit_status import refuse
 
 if TYPE_CHECKING:
     from titanplans.training.data.dataset import StepBatch
@@ -45,33 +44,23 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Show what `argv` names; return the exit status."""
-    try:
-        own, words = parser().parse_known_args(argv)
-        if own.clean:
-            _clean()
-            return 0
+    """Show what `argv` names; return the exit status, or raise a UserError."""
+    own, words = parser().parse_known_args(argv)
+    if own.clean:
+        folder, size = _copies()
+        shutil.rmtree(folder, ignore_errors=not folder.exists())
+        print(f"removed {folder}: {in_bytes(size)}")
+    else:
         number = from_text(own.rows, PositiveInt, "--rows")
-        job = load_job(words, "data")
-        _show(job, number)
-    except UserError as error:
-        return refuse(error, rank=0)
+        _show(load_job(words, "data"), number)
     return 0
 
 
-def _clean() -> None:
+def _copies() -> tuple[Path, int]:
+    """Return the folder of the copies of corpora in the cache, and their bytes."""
     from titanplans.training.data.corpus.rows import copies
 
-    size, folder = size_of_copies(), copies()
-    shutil.rmtree(folder, ignore_errors=not folder.exists())
-    print(f"removed {folder}: {in_bytes(size)}")
-
-
-def size_of_copies() -> int:
-    """Return the bytes of the copies of corpora in the cache."""
-    from titanplans.training.data.corpus.rows import copies
-
-    return sum(file.stat().st_size for file in copies().rglob("*") if file.is_file())
+    return copies(), sum(file.stat().st_size for file in copies().rglob("*") if file.is_file())
 
 
 def _show(job: Any, number: int) -> None:
@@ -100,7 +89,7 @@ def _show(job: Any, number: int) -> None:
     for at, (share, row) in enumerate(rows[:number]):
         print("\n".join(_row(tokenizer, share, row, f"row {at + 1}", names)), end="\n\n")
     print("\n".join(_counted(rows, names, apart, seconds)))
-    if size := size_of_copies():
+    if size := _copies()[1]:
         print(f"copies of corpora in the cache: {in_bytes(size)}, which titanplans data --clean removes")
 
 

@@ -9,109 +9,71 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from titanplans.disk import is_taken
-from titanplans.errors import ConfigError, RunError, UserError, nearest
-from titanplans.training.launch.exit_status import refuse
+from titanplans.errors import ConfigError, did_you_mean
 from titanplans.training.launch.logs import init_logging
 from titanplans.training.launch.signals import stop_on_signals
 
-_DTYPES = ("float32", "bfloat16", "float16")
+_COMMANDS = {
+    "export": (
+        "Write the weights of a distributed checkpoint as a Hugging Face folder, which from_pretrained loads.",
+        {"checkpoint": "a step-N folder, or one of peft's adapters", "folder": "the new folder"},
+    ),
+    "import": (
+        "Write a Hugging Face folder as a distributed checkpoint: a job's checkpoint.initial_load_path.",
+        {"folder": "a folder of safetensors", "checkpoint": "the new folder"},
+    ),
+}
+"""Of each command its description, and its source and target with their words of help."""
 
 
 def main(argv: list[str]) -> int:
-    """Do what `argv`, which begins with the command, says; return 0, 1 if the disk refuses, 2 if it can't be done so."""
+    """Do what `argv`, which begins with the command, says; return 0, or raise a UserError or a RunError."""
     command, *rest = argv
     arguments = parser(command).parse_args(rest)
     with redirect_stdout(sys.stderr):  # whatever libraries log
         init_logging(0)
-    try:
-        with stop_on_signals():
-            _check_folders(command, arguments)
-            print(_converted(command, arguments))
-    except (UserError, RunError) as error:
-        return refuse(error, rank=0)
+    with stop_on_signals():
+        _check_folders(command, arguments)
+        if command == "export":
+            from titanplans.training.checkpoint.export import export as convert
+        else:
+            from titanplans.training.checkpoint.convert import import_folder as convert
+        print(convert(**vars(arguments)))
     return 0
 
 
 def _check_folders(command: str, arguments: argparse.Namespace) -> None:
     """Refuse what needs no torch: a source that is not there, and a target that is."""
-    folders = arguments.checkpoint, arguments.folder
-    source, target = folders if command == "export" else folders[::-1]
+    source, target = (getattr(arguments, name) for name in _COMMANDS[command][1])
     if not source.is_dir():
         beside = sorted(path.name for path in source.parent.glob("*/"))
-        meant = nearest(source.name, beside)
-        raise ConfigError(
-            f"{command} {source}: there is no such folder{f'; did you mean {source.parent / meant}?' if meant else ''}"
-        )
+        instead = did_you_mean(source.name, beside, "name one that is there")
+        raise ConfigError(f"{command} {source}: there is no such folder; {instead}")
     if is_taken(target):
         raise ConfigError(f"{command}: {target} already exists and is not overwritten; name a new folder")
 
 
-def _converted(command: str, arguments: argparse.Namespace) -> str:
-    """Do it, and return in words what was done."""
-    if command == "import":
-        from titanplans.training.checkpoint.convert import import_folder
-
-        return import_folder(
-            arguments.folder, arguments.checkpoint, config=arguments.config, dtype=arguments.dtype
-        )
-    from titanplans.training.checkpoint.export import export
-
-    return export(
-        arguments.checkpoint,
-        arguments.folder,
-        config=arguments.config,
-        dtype=arguments.dtype,
-        max_shard_size=arguments.max_shard_size,
-        tokenizer=arguments.tokenizer,
-        adapter=arguments.adapter,
-        base=arguments.base,
-    )
-
-
 def parser(command: str) -> argparse.ArgumentParser:
-    """Return the parser of the options of "export" or "import".
-
-    Args:
-        command: which of the two.
-    """
-    exports = command == "export"
+    """Return the parser of the options of `command`, "export" or "import"."""
+    description, folders = _COMMANDS[command]
     parser = argparse.ArgumentParser(
         prog=f"titanplans {command}",
-        description="Write the weights of a distributed checkpoint as a Hugging Face folder, which from_pretrained loads."
-        if exports
-        else "Write a Hugging Face folder as a distributed checkpoint: a job's checkpoint.initial_load_path.",
+        description=description,
         epilog="exit status: 0 written, 1 the disk refuses, 2 it can't be done as written",
         allow_abbrev=False,
     )
-    checkpoint, folder = (
-        ("a step-N folder, or one of peft's adapters", "the new folder")
-        if exports
-        else ("the new folder", "a folder of safetensors")
-    )
-    names = [("checkpoint", checkpoint), ("folder", folder)]
-    for name, what in names if exports else names[::-1]:
-        parser.add_argument(name, metavar=name.upper(), type=Path, help=what)
-    parser.add_argument("--dtype", choices=_DTYPES, help="of the written weights; as they are if left out")
-    parser.add_argument(
-        "--config",
-        help="a config.json, or the folder of one; for a checkpoint of torchtitan's, which has none",
-    )
-    if exports:
-        parser.add_argument(
-            "--max-shard-size", default="5GB", metavar="SIZE", help="of a file at most, e.g. 500MB; 5GB"
-        )
-        parser.add_argument(
-            "--adapter",
-            action="store_true",
-            help="the adapters alone, as peft reads them; not added to the weights",
-        )
-        parser.add_argument(
-            "--base",
-            metavar="FOLDER",
-            help="of adapters alone: the weights that they are added to, a Hugging Face folder or a step-N folder; that of "
-            "the job, or of adapter_config.json, if left out",
-        )
-        parser.add_argument(
-            "--tokenizer", metavar="FOLDER", help="copied into the folder; default: the job's"
-        )
+    add = parser.add_argument
+    for name, what in folders.items():
+        add(name, metavar=name.upper(), type=Path, help=what)
+    dtypes = ("float32", "bfloat16", "float16")
+    add("--dtype", choices=dtypes, help="of the written weights; as they are if left out")
+    words = "a config.json, or the folder of one; for a checkpoint of torchtitan's, which has none"
+    add("--config", help=words)
+    if command == "export":
+        add("--max-shard-size", default="5GB", metavar="SIZE", help="of a file at most, e.g. 500MB; 5GB")
+        words = "the adapters alone, as peft reads them; not added to the weights"
+        add("--adapter", action="store_true", help=words)
+        words = "weights that adapters alone are added to: a Hugging Face folder or a step-N folder; default: the job's"
+        add("--base", metavar="FOLDER", help=words)
+        add("--tokenizer", metavar="FOLDER", help="copied into the folder; default: the job's")
     return parser

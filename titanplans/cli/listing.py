@@ -1,12 +1,16 @@
-"""`titanplans list`: the registered plans; for named model types also each rank's part of a mixer."""
+"""`titanplans list`: the registered plans; of model types, what each rank has a part of and the largest degrees."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.apply.apply import check_plan
 from titanplans.cli.verify.arguments import not_listed
+from titanplans.errors import PlanError
 from titanplans.plan.decoder import find_decoder
 from titanplans.plan.degrees import Degrees
 from titanplans.plan.options import TPOptions
@@ -18,6 +22,9 @@ from titanplans.plan.styles.projections import KVColwise, Packed, RowwiseInRegio
 from titanplans.plan.styles.replicated import Whole
 from titanplans.text import columns
 
+_DEGREES = (2, 4, 8, 16, 32, 64)
+"""Those that are tried."""
+
 _WORDS: Mapping[str, tuple[type, ...]] = {
     "ranks may share heads of": (KVColwise,),
     "packed": (Packed,),
@@ -28,59 +35,92 @@ _WORDS: Mapping[str, tuple[type, ...]] = {
 """The words for a mixer's parts with such a style."""
 
 
-def listing(model_types: Sequence[str] = ()) -> str:
-    """Return a table of the registered plans: class, module, model types, token mixers, and the unit of their split.
+class Architecture(NamedTuple):
+    """A registered model type with named sizes."""
 
-    Args:
-        model_types: only their plans, and each rank's part of their mixers.
+    name: str
+    plan: str
+    """The file of its plan's class."""
+    lines: int
+    """Of that class."""
+    split: dict[str, str]
+    """What each rank has a part of, by the class of the mixer."""
+    degrees: dict[str, int]
+    """The largest degree of each size, among powers of two up to 64."""
 
-    Raises:
-        VerifyError: a model type has no plan.
-    """
+
+def listing() -> str:
+    """Return a table of the registered plans: class, module, model types, token mixers, and the unit of their split."""
     by_plan: dict[type[TPPlan], tuple[list[str], list[str]]] = {}
     for column, table in enumerate((registered_plans(), registered_mixers())):
         for name, plan in table.items():
             by_plan.setdefault(plan, ([], []))[column].append(name)
     rows = [("plan", "model types", "token mixers", "split by")]
     for plan, (types, mixers) in by_plan.items():
-        if not model_types or not set(types).isdisjoint(model_types):
-            place = f"{plan.__module__}:{plan.__qualname__}"
-            by = "heads" if plan.head_names == TPPlan.head_names else ", ".join(plan.head_names)
-            rows.append((place, ", ".join(types) or "-", ", ".join(mixers) or "-", by or "nothing"))
-    said = [line for name in model_types for line in _of_debug_flavor(name)]
-    more = [] if model_types else ["titanplans list MODEL_TYPE ...: each rank's part"]
-    return "\n".join([*columns(rows), *said, *(f"not loaded: {fault}" for fault in faulty_plans()), *more])
+        by = "heads" if plan.head_names == TPPlan.head_names else ", ".join(plan.head_names)
+        place = f"{plan.__module__}:{plan.__qualname__}"
+        rows.append((place, ", ".join(types) or "-", ", ".join(mixers) or "-", by or "nothing"))
+    return "\n".join([*columns(rows), *_not_loaded(), "titanplans list MODEL_TYPE ...: each rank's part"])
 
 
-def _of_debug_flavor(name: str) -> list[str]:
-    """Return each rank's part of the debug flavor of a model type, built on meta: one line for each class of mixer."""
-    from titanplans import (
-        kernels,
-        modeling,  # imports all model libraries
-    )
+def long_listing(model_types: Sequence[str]) -> str:
+    """Return some lines about each architecture, or about those in `model_types`.
 
-    plans = registered_plans()
-    if name not in plans:
-        raise not_listed(name, plans)
-    if "debug" not in modeling.available().get(name, ()):
-        return [f"{name}: its split is not listed: there is no debug flavor of it to build"]
-    kernels.install("cpu")  # some models can't be built without
-    model = modeling.build(modeling.load_config(name, "debug"))
-    found = split_by(model, plans[name], check_plan(model, Degrees(tp=2)))
-    return [
-        f"{name}{f', {kind}' if len(found) > 1 else ''}: each rank has its part of {words}"
-        for kind, words in found.items()
-    ]
+    Raises:
+        VerifyError: one of them has no plan, or no debug flavor to build.
+    """
+    lines = []
+    for one in architectures(model_types):
+        lines.append(f"{one.name}: {one.plan}, {one.lines} lines")
+        lines += [f"  {kind}: split by {words}" for kind, words in one.split.items()]
+        lines.append("  largest degree: " + ", ".join(f"{size} {n}" for size, n in one.degrees.items()))
+    return "\n".join([*lines, *_not_loaded()])
+
+
+def architectures(model_types: Sequence[str]) -> Iterator[Architecture]:
+    """Yield the registered architectures that have a debug flavor, or those in `model_types`; all are built on meta."""
+    from titanplans import kernels, modeling  # which import all model libraries
+
+    kernels.install("cpu")  # some models can't be built without; on meta they run on nothing
+    plans, flavors = registered_plans(), modeling.available()
+    known = [name for name in plans if "debug" in flavors.get(name, ())]
+    for name in model_types or known:
+        if name not in known:
+            raise not_listed(name, known)
+        model, plan = modeling.build(modeling.load_config(name, "debug")), plans[name]
+        yield Architecture(
+            name,
+            place(plan),
+            len(inspect.getsource(plan).splitlines()),
+            split_by(model, plan, check_plan(model, Degrees(tp=2))),
+            {flavor: largest(name, flavor) for flavor in flavors[name]},
+        )
+
+
+def place(plan: type[TPPlan]) -> str:
+    """Return the file of a plan, as its module names it: plans/fla/gla.py."""
+    return f"{plan.__module__.removeprefix('titanplans.').replace('.', '/')}.py"
+
+
+def largest(name: str, flavor: str) -> int:
+    """Return the largest degree that the plan accepts for a named size."""
+    from titanplans import modeling
+
+    model = modeling.build(modeling.load_config(name, flavor))
+    for before, degree in itertools.pairwise((1, *_DEGREES)):
+        try:
+            check_plan(model, Degrees(tp=degree))
+        except PlanError:
+            return before
+    return _DEGREES[-1]
+
+
+def _not_loaded() -> list[str]:
+    return [f"not loaded: {fault}" for fault in faulty_plans()]
 
 
 def split_by(model: nn.Module, plan: type[TPPlan], styles: Mapping[str, ParallelStyle]) -> dict[str, str]:
-    """Return in words, for each class of mixer in `model`, the parts that the ranks share out.
-
-    Args:
-        model: not split.
-        plan: its plan.
-        styles: of that plan, at some degree.
-    """
+    """Return in words, for each class of mixer in a whole `model`, what ranks share out by these styles of `plan`."""
     found = {}
     for key, mixer in find_decoder(model).mixers.items():
         kind = type(mixer).__name__

@@ -27,9 +27,9 @@ from types import TracebackType
 from typing import NoReturn
 
 from titanplans.disk import is_refusal, reason
-from titanplans.errors import as_line, nearest
+from titanplans.errors import RunError, UserError, as_line, did_you_mean
 from titanplans.quiet import silence
-from titanplans.training.launch.exit_status import exit_now, finish, mute_stdout
+from titanplans.training.launch.exit_status import exit_now, finish, mute_stdout, refuse
 from titanplans.training.launch.signals import Stopped
 from titanplans.versions import blamed, versions
 
@@ -46,7 +46,7 @@ COMMANDS = {
     "import": "cli.export",
     "completion": "cli.completion",
 }
-"""The module of each, which has a `main`."""
+"""The module of each, whose `main` takes the rest of the command line; with the command, if it has several."""
 
 
 def run(argv: list[str] | None = None) -> NoReturn:
@@ -118,15 +118,14 @@ def main(argv: list[str]) -> int:
     if command in COMMANDS:
         try:
             module = import_module(f"titanplans.{COMMANDS[command]}")
-            if module.__name__ == "titanplans.cli.verify.main":
-                return module.main(argv, alone=True)
-            return module.main(argv if command in ("export", "import") else rest)
+            several = list(COMMANDS.values()).count(COMMANDS[command]) > 1
+            return module.main(argv if several else rest)
+        except (UserError, RunError) as error:
+            return refuse(error, int(os.environ.get("RANK", "0")))
         except KeyboardInterrupt as error:
             stopped = error if isinstance(error, Stopped) else Stopped(signal.SIGINT)
             if not stopped.said:
                 print(f"stopped by {stopped}", file=sys.stderr)
             return stopped.exit_status
-    meant = nearest(command, [*COMMANDS])
-    remedy = f"did you mean {meant}?" if meant else f"there are {', '.join(COMMANDS)}"
-    print(as_line(f"error: {command}: no such command; {remedy}"), file=sys.stderr)
+    print(as_line(f"error: {command}: no such command; {did_you_mean(command, COMMANDS)}"), file=sys.stderr)
     return 2

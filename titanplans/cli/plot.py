@@ -1,7 +1,7 @@
 """`titanplans plot`: losses, norms and tokens/s of runs, or a sweep's table, in the terminal or as a picture.
 
-Terminals are drawn by plotext, pictures by matplotlib, which is installed on request. Exit status 0 drawn, 2 there is
-nothing to draw, or not so.
+Terminals are drawn by plotext, pictures by matplotlib, which is installed on request. Exit status: 0 drawn, 2 nothing
+is there to draw, or it can't be drawn as asked.
 """
 
 import argparse
@@ -18,9 +18,8 @@ from typing import NamedTuple
 
 from titanplans.cli.sweep.table import FIGURES, LOSS, TOKENS, VALIDATION_LOSS
 from titanplans.disk import naming
-from titanplans.errors import ConfigError, UserError
+from titanplans.errors import ConfigError
 from titanplans.text import some
-from titanplans.training.launch.exit_status import refuse
 from titanplans.training.trainer.jsonl import FILE_NAME, read_rows
 
 TABLE = "table.csv"
@@ -65,30 +64,22 @@ def parser() -> argparse.ArgumentParser:
         prog="titanplans plot",
         description="Draw losses, norms of the gradient and tokens/s of runs over their steps, as they were logged with "
         "--metrics.enable_jsonl, or the table of one sweep.",
-        epilog="exit status: 0 drawn, 2 there is nothing to draw, or not so",
+        epilog="exit status: 0 drawn, 2 nothing is there to draw, or it can't be drawn as asked",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="a job's dump_folder; or one sweep's folder, alone"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="a picture, .png, .svg or .pdf, instead of the terminal; pip install 'titanplans[plot]'",
-    )
+    words = "a job's dump_folder; or one sweep's folder, alone"
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=words)
+    words = "a picture, .png, .svg or .pdf, instead of the terminal; pip install 'titanplans[plot]'"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=words)
     return parser
 
 
 def main(argv: list[str]) -> int:
-    """Draw what `argv` names; return the exit status."""
+    """Draw what `argv` names; return the exit status, or raise a UserError."""
     arguments = parser().parse_args(argv)
-    try:
-        if arguments.output is not None:
-            _check_output(arguments.output)
-        panels, notes = read(arguments.runs)
-    except UserError as error:
-        return refuse(error, rank=0)
+    if arguments.output is not None:
+        _check_output(arguments.output)
+    panels, notes = read(arguments.runs)
     if arguments.output is None:
         colors = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         print(draw(panels, width=shutil.get_terminal_size((100, 24)).columns, colors=colors))
@@ -113,60 +104,47 @@ def _check_output(path: Path) -> None:
         )
 
 
-def read(paths: Sequence[str]) -> tuple[list[Panel], list[str]]:
-    """Return what to draw of some runs, or of one sweep, and a line for each thing that can't be drawn.
-
-    Args:
-        paths: a run's dump_folder or its metrics.jsonl, several of them; or the folder or the table.csv of a sweep.
+def read(folders: Sequence[str]) -> tuple[list[Panel], list[str]]:
+    """Return what to draw of the dump_folders of runs or of one sweep's folder, and a line for each thing that can't be.
 
     Raises:
         ConfigError: no metrics or table is there, a file is damaged, or nothing in it can be drawn.
     """
-    tables = [path for path in paths if _table(path).is_file()]
-    if tables and len(paths) > 1:
+    tables = [table for folder in folders if (table := Path(folder) / TABLE).is_file()]
+    if tables and len(folders) > 1:
         raise ConfigError(
-            f"plot {' '.join(paths)}: {tables[0]} is a sweep, which is drawn alone; for the curves of its cells name their "
-            "folders"
+            f"plot {' '.join(folders)}: {tables[0].parent} is a sweep, which is drawn alone; for the curves of its cells "
+            "name their folders"
         )
-    panels, notes = _sweep(_table(tables[0])) if tables else _runs(paths)
+    panels, notes = _sweep(tables[0]) if tables else _runs(folders)
     if not panels:
-        raise ConfigError(f"plot {' '.join(paths)}: no figure is logged there yet")
+        raise ConfigError(f"plot {' '.join(folders)}: no figure is logged there yet")
     return panels, notes
 
 
-def _table(path: str) -> Path:
-    return Path(path) if Path(path).name == TABLE else Path(path) / TABLE
-
-
-def _runs(paths: Sequence[str]) -> tuple[list[Panel], list[str]]:
-    # Named by their folders, or by the whole paths where folders have one name.
-    folders = [Path(path).parent if Path(path).name == FILE_NAME else Path(path) for path in paths]
-    names = [folder.resolve().name for folder in folders]
-    if len(set(names)) < len(names):
-        names = list(map(str, folders))
+def _runs(folders: Sequence[str]) -> tuple[list[Panel], list[str]]:
     panels, notes = [Panel(title) for title in _PANELS], []
-    for run, (name, path) in enumerate(zip(names, paths, strict=True)):
-        rows = read_rows(_metrics(path))
+    for run, folder in enumerate(folders):
+        rows = read_rows(_metrics(Path(folder)))
         for panel, keys in zip(panels, _PANELS.values(), strict=True):
             for key in keys:
                 validation = key == VALIDATION_LOSS
-                what = f"{name}, validation" if validation else name
-                known = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+                what = f"{folder}, validation" if validation else folder
+                known = {row["step"]: row[key] for row in rows if row.get(key) is not None}
                 if known:
-                    steps, values = map(list, zip(*known, strict=True))
-                    panel.curves[what] = Curve(run, validation, steps, values)
+                    panel.curves[what] = Curve(run, validation, list(known), list(known.values()))
                 if lost := [str(row["step"]) for row in rows if key in row and row[key] is None]:
                     notes.append(f"{what}: {panel.title} is not finite at step {some(lost)}")
     return [panel for panel in panels if panel.curves], notes
 
 
-def _metrics(path: str) -> Path:
+def _metrics(folder: Path) -> Path:
     """Return a run's file of metrics; of runs that have one for each rank, rank 0's."""
-    for file in (Path(path), Path(path) / FILE_NAME, Path(path) / "rank_0" / FILE_NAME):
+    for file in (folder / FILE_NAME, folder / "rank_0" / FILE_NAME):
         if file.is_file():
             return file
     raise ConfigError(
-        f"plot {path}: there is no {FILE_NAME}, which a job writes with --metrics.enable_jsonl; name such a job's "
+        f"plot {folder}: there is no {FILE_NAME}, which a job writes with --metrics.enable_jsonl; name such a job's "
         "job.dump_folder"
     )
 

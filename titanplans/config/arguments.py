@@ -28,9 +28,6 @@ def parse_arguments(argv: list[str]) -> tuple[str | None, list[tuple[str, str]],
             name, equals, value = word[2:].partition("=")
             key = name.replace("-", "_")
             positive = ".".join([*key.split(".")[:-1], key.split(".")[-1].removeprefix("no_")])
-            if key.startswith("no_") and takes_no_value(key[3:]):
-                section, _, last = key[3:].rpartition(".")
-                raise ConfigError(f"--{name}: no such option; false is --{section}.no-{last}")
             if positive != key and takes_no_value(positive):
                 if equals:
                     raise ConfigError(f"{word}: takes no value; write --{positive}={value} instead")
@@ -53,11 +50,7 @@ def parse_arguments(argv: list[str]) -> tuple[str | None, list[tuple[str, str]],
 
 
 def take_max_restarts(argv: list[str]) -> tuple[int, list[str]]:
-    """Take `--max-restarts N`, an option of the launcher and none of the job's, out of a command line; 0 without it.
-
-    Raises:
-        ConfigError: it has no number.
-    """
+    """Take `--max-restarts N`, an option of the launcher and none of the job's, out of a command line; 0 without it."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--max-restarts", "--max_restarts", nargs="?", default="0", const="")
     found, rest = parser.parse_known_args(argv)

@@ -14,7 +14,7 @@ from importlib.resources.abc import Traversable
 from typing import Any, NamedTuple
 
 from titanplans.config.other_names import MODELS_OF_OTHERS
-from titanplans.errors import ModelError, PlanError, nearest
+from titanplans.errors import ModelError, PlanError, did_you_mean
 from titanplans.user_code import check_package, import_module
 
 DEFAULT_NAME, DEFAULT_FLAVOR = "gla", "debug"
@@ -66,20 +66,16 @@ def find_flavor(name: str, flavor: str) -> Family:
     known = {name: read_family(own[name])} if name in own else families()
     if name not in known:
         if (theirs := MODELS_OF_OTHERS.get(name)) is not None:
-            raise ModelError(
-                f"model {name!r} (torchtitan's) has no flavor {flavor!r} here; available: {', '.join(theirs)}"
-                f"{_meant(flavor, theirs)}"
-            )
+            instead = did_you_mean(flavor, theirs)
+            raise ModelError(f"model {name!r} (torchtitan's) has no flavor {flavor!r} here; {instead}")
         raise ModelError(
-            f"model {name!r} is unknown; available: {', '.join(known)}{_meant(name, [*known, *MODELS_OF_OTHERS])} "
-            "(any other Hugging Face model: give its config.json)"
+            f"model {name!r} is unknown; available: {', '.join(known)}; "
+            f"{did_you_mean(name, [*known, *MODELS_OF_OTHERS], 'for any other Hugging Face model give its config.json')}"
             f"{''.join(f'. Not read: {fault}' for fault in find_families().faults)}"
         )
     if flavor not in known[name].flavors:
-        flavors = list(known[name].flavors)
-        raise ModelError(
-            f"model {name!r} has no flavor {flavor!r}; available: {', '.join(flavors)}{_meant(flavor, flavors)}"
-        )
+        instead = did_you_mean(flavor, known[name].flavors)
+        raise ModelError(f"model {name!r} has no flavor {flavor!r}; {instead}")
     return known[name]
 
 
@@ -107,19 +103,10 @@ def check_plan(plan: object) -> None:
 
 def unknown_plan(plan: str, known: Iterable[str], faults: Iterable[str] = ()) -> PlanError:
     """Return the error for a plan that is not registered: the nearest, and all."""
-    known = list(known)
-    meant = nearest(plan, known)
     return PlanError(
-        f"plan = '{plan}': not registered{f'; did you mean {meant}?' if meant else ''} (there are "
-        f"{', '.join(known)}); a plan of your own is named 'module:Class'"
+        f"plan = '{plan}': not registered; a plan of your own is named 'module:Class'; {did_you_mean(plan, list(known))}"
         f"{''.join(f'. Not loaded: {fault}' for fault in faults)}"
     )
-
-
-def _meant(word: str, known: Iterable[str]) -> str:
-    names = {name.casefold(): name for name in known}
-    close = nearest(word.casefold(), list(names))
-    return f"; did you mean {names[close]!r}?" if close else ""
 
 
 @cache

@@ -1,5 +1,7 @@
 """The line of a key in a job file, searched for when an error or a note names the key, since tomli keeps no positions."""
 
+import functools
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,21 +39,18 @@ def located(error: OptionError, place: object) -> OptionError:
 
 def line_of(text: str, key: str, value: Any = None) -> int | None:
     """Return the line number at which a dotted key (with this value) or a section first appears; None if it does not."""
-    lines, name = text.split("\n"), key.rpartition(".")[2]
-    for number, line in enumerate(lines, 1):
-        if name in line and _has(_shortest_document(lines, number), key, value):
-            return number
-    return None
+    return next((line for line, document in _documents(text) if _has(document, key, value)), None)
 
 
-def _shortest_document(lines: list[str], least: int) -> dict[str, Any]:
-    """Return the document of the first `least` lines, and of those that end the value of the last one."""
-    for end in range(least, len(lines) + 1):
-        try:
-            return tomli.loads("\n".join(lines[:end]))
-        except ValueError:
-            pass
-    return {}
+@functools.cache
+def _documents(text: str) -> list[tuple[int, dict[str, Any]]]:
+    """Return the documents of the first lines of a text, each with the line at which its last value begins."""
+    found, begin, lines = [], 1, text.split("\n")
+    for end in range(1, len(lines) + 1):
+        with suppress(ValueError):
+            found.append((begin, tomli.loads("\n".join(lines[:end]))))
+            begin = end + 1
+    return found
 
 
 def _has(document: Any, key: str, value: Any) -> bool:

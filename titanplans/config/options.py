@@ -23,7 +23,7 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from titanplans.config.other_names import AUTOMODEL, AUTOMODEL_WORDS, REFUSED
 from titanplans.config.values import STRICT, mismatch, writable
-from titanplans.errors import ConfigError, OptionError, nearest
+from titanplans.errors import ConfigError, OptionError, did_you_mean
 
 Refusals = Iterator[tuple[str, str]]
 """An option, "compile.mode" for one of a nested group, and the reason with the remedy."""
@@ -126,9 +126,7 @@ class Options(BaseModel):
         name = str(fault["loc"][0])
         if name not in known:
             refused = REFUSED.get(f"{cls.section or 'parallelism'}.{name}")
-            meant = nearest(name, list(known))
-            instead = f"did you mean {meant}?" if meant else f"there are {', '.join(known)}"
-            reason = refused.reason if refused else instead
+            reason = refused.reason if refused else did_you_mean(name, known)
             return OptionError(cls.full_name(name), values[name], f"no such option; {reason}")
         why = mismatch([one for one in faults if one["loc"][:1] == fault["loc"][:1]], known[name].hint)
         value = values[name] if name in values else known[name].default
@@ -148,11 +146,7 @@ class Options(BaseModel):
         return type(self)(**dict(self) | changes)
 
     def to_dict(self, *, exclude_none: bool = False) -> dict[str, Any]:
-        """Return the options as dicts, lists, strings and numbers.
-
-        Raises:
-            OptionError: the plan is a Python object, which has no such form.
-        """
+        """Return the options as dicts, lists, strings and numbers; a plan that is a Python object is an OptionError."""
         try:
             return to_jsonable_python(self, exclude_none=exclude_none)
         except PydanticSerializationError:
@@ -185,11 +179,7 @@ def get(options: Any, option: str) -> Any:
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
-    """Return the values of a TOML text; `where` begins the message of an error.
-
-    Raises:
-        ConfigError: not TOML, with line and column.
-    """
+    """Return the values of a TOML text, or raise a ConfigError with line and column; `where` begins its message."""
     try:
         return tomli.loads(text)
     except tomli.TOMLDecodeError as error:
@@ -204,10 +194,6 @@ def read_toml(path: Path, what: str = "job file") -> dict[str, Any]:
     Raises:
         ConfigError: it can't be read (with the others of its directory), or is not TOML (with line and column).
     """
-    if path.suffix in (".yaml", ".yml") and path.is_file():
-        raise ConfigError(
-            f"{path}: a {what} is TOML ([section], key = value), and this is YAML by its name; convert it"
-        )
     try:
         if path.is_file():  # reading a pipe would wait
             return parse_toml(path.read_text(encoding="utf-8"), str(path))

@@ -28,7 +28,7 @@ from titanplans.config.sections.parallelism import (
 )
 from titanplans.config.sections.quantize import Float8
 from titanplans.config.values import Constraint
-from titanplans.errors import ConfigError, nearest
+from titanplans.errors import ConfigError, did_you_mean
 
 
 class StrategyOptions(Freezing):
@@ -106,9 +106,7 @@ def read_strategy(source: str | Mapping[str, Any]) -> Strategy:
     if name is None:
         raise ConfigError(f"strategy is missing: set it to one of {', '.join(_STRATEGIES)}")
     if not isinstance(name, str) or name not in _STRATEGIES:
-        meant = nearest(str(name), list(_STRATEGIES))
-        instead = f"did you mean {meant}?" if meant else f"there are {', '.join(_STRATEGIES)}"
-        raise ConfigError(f"strategy = {name!r}: no such strategy; {instead}")
+        raise ConfigError(f"strategy = {name!r}: no such strategy; {did_you_mean(str(name), _STRATEGIES)}")
     return _STRATEGIES[name](**values)
 
 

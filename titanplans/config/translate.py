@@ -12,7 +12,7 @@ from titanplans.config.lines import KeyInFile, located
 from titanplans.config.other_names import ELSEWHERE, REFUSED, RENAMED, REQUIRES_SWITCH
 from titanplans.config.schema import keys
 from titanplans.config.values import from_text, from_toml
-from titanplans.errors import ConfigError, OptionError, nearest
+from titanplans.errors import ConfigError, OptionError, did_you_mean, nearest
 from titanplans.text import show
 
 _NOWHERE = KeyInFile("")
@@ -117,12 +117,7 @@ def _is(raw: Any, value: Any, read: Read) -> bool:
 def refuse_or_note(unread: dict[str, Unread], values: dict[str, Any]) -> list[str]:
     """Refuse the keys of other projects that ask for a missing feature; return one note of those without effect.
 
-    Args:
-        unread: such keys, of all sources.
-        values: the job's values by today's keys.
-
-    Raises:
-        ConfigError: the first key that is refused.
+    `values` are the job's, by today's keys.
     """
 
     def waits(key: str) -> bool:
@@ -168,7 +163,7 @@ def unknown(key: str) -> str:
     of_all = {key.name: dotted for dotted, key in reversed(keys().items())}
     known = [*REFUSED, *RENAMED, *keys()]
     near = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section} or of_all
-    if meant := of_all.get(name) or near.get(nearest(name, list(near)) or ""):
+    if meant := of_all.get(name) or near.get(nearest(name, near) or ""):
         return f"no such key; did you mean {meant}?"
     return f"no such key; titanplans train --help {section} prints those there are"
 
@@ -176,9 +171,7 @@ def unknown(key: str) -> str:
 def unknown_section(section: str) -> str:
     """Say that there is no such section, and which one may be meant."""
     names = list(dict.fromkeys(key.section for key in keys().values()))
-    meant = nearest(section, names)
-    instead = f"did you mean [{meant}]?" if meant else f"there are {', '.join(names)}"
-    return f"no section [{section}]; {instead}"
+    return f"no section [{section}]; {did_you_mean(section, names)}"
 
 
 def _sections() -> set[str]:

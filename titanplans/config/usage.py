@@ -27,11 +27,7 @@ Train the job in JOB.toml; options override it. Under torchrun, every process is
 def usage(of: str | None = None) -> str:
     """Return the text of `--help`: every section with its keys, types, defaults and documentation.
 
-    Args:
-        of: only this section with those in it, or only this key, in whichever sections.
-
-    Raises:
-        ConfigError: there is no such section and no such key.
+    `of`: only this section with those in it, or only this key, in whichever sections; a ConfigError if there is none.
     """
     asked = [
         key

@@ -99,11 +99,7 @@ def writable(value: Any) -> Any:
 
 
 def from_toml(value: Any, hint: Any, where: object) -> Any:
-    """Return a value that TOML gave as one of type `hint`.
-
-    Raises:
-        ConfigError: another type, not among the choices, or against a constraint; `where` begins the message.
-    """
+    """Return a value that TOML gave as one of type `hint`, or raise a ConfigError, whose message `where` begins."""
     try:
         return fit(value, hint)
     except Mismatch as mismatch:
@@ -111,12 +107,9 @@ def from_toml(value: Any, hint: Any, where: object) -> Any:
 
 
 def from_text(text: str, hint: Any, where: object) -> Any:
-    """Return a word of the command line as a value of type `hint`.
+    """Return a word of the command line as a value of type `hint`, or raise a ConfigError.
 
     Lists are `a,b` or `["a", "b"]`, tables `{"a" = "b"}`, and `none` is None where that is allowed.
-
-    Raises:
-        ConfigError: as `from_toml`.
     """
     reasons, general = [], f"expected {describe(hint)}"
     for value in _readings(text):

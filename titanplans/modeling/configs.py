@@ -19,7 +19,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from titanplans.config.families import Family, families, find_flavor
-from titanplans.errors import ModelError, nearest
+from titanplans.errors import ModelError, did_you_mean
 from titanplans.modeling.config_values import check_values, unread_keys
 from titanplans.modeling.own import own_config
 from titanplans.text import show
@@ -99,8 +99,8 @@ def load_config_file(path: str | PathLike[str]) -> PretrainedConfig:
     model_type = values["model_type"]
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ModelError(
-            f"{where}: model_type {model_type!r} is in neither the installed transformers nor fla"
-            f"{_nearest(str(model_type), CONFIG_MAPPING.keys())}; code from a hub is never run"
+            f"{where}: model_type {model_type!r} is in neither the installed transformers "
+            f"nor fla; {did_you_mean(str(model_type), CONFIG_MAPPING.keys(), 'code from a hub is never run')}"
         )
     check_values(values, CONFIG_MAPPING[model_type], where)
     try:
@@ -109,8 +109,8 @@ def load_config_file(path: str | PathLike[str]) -> PretrainedConfig:
         raise ModelError(f"{where}: {_line(error)}") from error
     for key, owner in unread_keys(values, config):
         _tell(
-            f"{where}: {key} is no field of {type(owner).__name__}, and does nothing unless the model's code asks for it"
-            f"{_nearest(key, _fields(owner))}"
+            f"{where}: {key} is no field of {type(owner).__name__}, and does nothing unless the model's "
+            f"code asks for it; {did_you_mean(key, _fields(owner), 'remove it if it does not')}"
         )
     return config
 
@@ -186,9 +186,7 @@ def _check_fields(config: PretrainedConfig, fields: Mapping[str, Any], also: Ite
     known = list(dict.fromkeys([*_fields(config), *also]))
     for key, value in fields.items():
         if key not in known:
-            raise ModelError(
-                f"{type(config).__name__} has no field {key!r}{_nearest(key, known)}; its fields: {', '.join(known)}"
-            )
+            raise ModelError(f"{type(config).__name__} has no field {key!r}; {did_you_mean(key, known)}")
         if key in config.sub_configs and isinstance(value, Mapping):
             _check_fields(getattr(config, key), value, also)
 
@@ -204,12 +202,6 @@ def _fields(config: PretrainedConfig) -> list[str]:
         if "kwargs" not in parameters:
             break  # others go to the class that this one extends
     return list(dict.fromkeys(fields))
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` if some known word is close, else nothing."""
-    close = nearest(word, list(known))
-    return f"; did you mean {close!r}?" if close else ""
 
 
 def _line(error: Exception) -> str:

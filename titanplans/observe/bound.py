@@ -24,7 +24,7 @@ With context parallelism a part needs what it needs without it, of this rank's t
 of tokens x rows, the rows of each rank that shares key/value heads counted. What its code reads before its products is
 gathered: that is no part of the bound, and named apart (`communication`).
 
-What a foreign style sends nobody knows: a mixer and an MLP have one region all the same. A region is entered once, however
+A style of another library declares nothing: its mixer or MLP counts as one region. A region is entered once, however
 many styles inside of it gather.
 
 Gradients of replicated parameters that are sums over the ranks are no part of this: they are summed together, once a
@@ -33,7 +33,7 @@ tensor or a row.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -45,6 +45,7 @@ from titanplans.observe.by_tokens import (
     Calls,
     exchanged_rows,
     exchanges,
+    holder,
     of_all_tokens,
     own_shape,
     within_mixers,
@@ -84,11 +85,11 @@ def part_of(module: str | None, decoder: Decoder) -> str:
     """
     if module is None:
         return "loss"
-    if module == decoder.names[0] or _within(module, decoder.embedding):
+    if module == decoder.names[0] or holder(module, [decoder.embedding]):
         return "embedding"
-    if _within(module, decoder.head) or _within(module, decoder.norm):
+    if holder(module, [decoder.head, decoder.norm]):
         return "head"
-    return next((block for block in decoder.names if _within(module, block)), module or "the model")
+    return holder(module, decoder.names) or module or "the model"
 
 
 @contextmanager
@@ -113,27 +114,17 @@ def noted_calls(model: nn.Module, applied: AppliedPlan) -> Iterator[Calls]:
         degree = applied.mesh.size() if name in inside and not style.gathers else border.group[1]
         calls.setdefault(name, []).append(Call(shapes, sharded, degree, exchanged_rows(module, border)))
 
-    handles = [
-        model.get_submodule(name).register_forward_pre_hook(
-            partial(note, name, style), prepend=True, with_kwargs=True
-        )
-        for name, style in by_module.items()
-    ]
-    try:
+    with ExitStack() as stack:
+        for name, style in by_module.items():
+            module, hook = model.get_submodule(name), partial(note, name, style)
+            stack.enter_context(module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
         yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Calls) -> dict[str, Allowances]:
-    """Return what each block of `model` and each of its ends needs, by part.
+    """Return what each block of a split `model` and each of its ends needs, by part.
 
-    Args:
-        model: a causal language model, split.
-        applied: what `apply_plan` returned.
-        options: those by which it is judged; as a rule `applied.plan.options`.
-        calls: of one forward.
+    `calls` are of one forward; `options` those by which it is judged, as a rule `applied.plan.options`.
     """
     decoder, degree = applied.decoder, applied.border.group[1]
     needed: dict[str, tuple[list[Allowance], list[Allowance]]] = {name: ([], []) for name in decoder.names}
@@ -149,7 +140,7 @@ def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Cal
     regions: dict[str, Sequence[Call]] = {}
     styles, inside = _judged(applied), within_mixers(applied)
     for key, style in styles.items():
-        path, home = _path(key, applied), _home(key, decoder)
+        path, home = _path(key, applied), holder(key, (*decoder.mixers, *decoder.mlps)) or key
         own = calls.get(path, ())
         if style.gathers:
             if home in regions:
@@ -219,11 +210,6 @@ def _path(key: str, applied: AppliedPlan) -> str:
     return key if entry is None else entry.path
 
 
-def _home(key: str, decoder: Decoder) -> str:
-    """Return the mixer or MLP in which `key` stands, or `key`: of those that gather inside of one it needs one."""
-    return next((name for name in (*decoder.mixers, *decoder.mlps) if _within(key, name)), key)
-
-
 def exceeding(collectives: Iterable[Collective], needed: Sequence[Allowance]) -> list[Collective]:
     """Return those of a part's `collectives` in one direction that are too many or too large."""
     left = sorted(needed, key=lambda allowance: allowance.elements)
@@ -243,14 +229,10 @@ def _fits(collective: Collective, allowance: Allowance, anywhere: bool) -> bool:
     return (
         collective.operation in allowance.operations
         and _elements(collective) <= allowance.elements
-        and (anywhere or _within(collective.module or "", allowance.module))
+        and (anywhere or holder(collective.module, [allowance.module]) is not None)
     )
 
 
 def _elements(collective: Collective) -> int:
     assert collective.elements is not None  # what runs has sizes
     return collective.elements
-
-
-def _within(name: str, part: str | None) -> bool:
-    return part is not None and (name == part or name.startswith(part + "."))

@@ -4,7 +4,7 @@ A mixer needs one exchange in and one out. Its code may read the sequence before
 other code may count over all tokens, as a balance loss does: that is gathered, which no plan avoids, and it is named.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,6 @@ from torch import nn
 
 from titanplans.apply.apply import AppliedPlan
 from titanplans.observe.operators import Collective
-from titanplans.plan.decoder import within
 from titanplans.plan.layout import shard_size
 from titanplans.plan.token_regions import region_of, token_regions
 from titanplans.split.costs import Call, exchanged
@@ -38,36 +37,26 @@ class ReadWhole(NamedTuple):
 
     def mixer_of(self, collective: Collective) -> str | None:
         """Return the mixer in which `collective` is issued."""
-        return _holder(collective, self.mixers)
+        return holder(collective.module, self.mixers)
 
     def holds(self, collective: Collective) -> bool:
         """Return whether `collective` is one of those."""
         if collective.group != self.ranks or collective.operation not in ("all_gather", "reduce_scatter"):
             return False
         # Between mixers a block has no use for hidden states of whole sequences; the model's own code may.
-        least = 1 if _holder(collective, self.blocks) else 0
+        least = 1 if holder(collective.module, self.blocks) else 0
         return self.mixer_of(collective) is not None or (collective.elements or 0) <= self.hidden - least
 
     def lines(self, collectives: Sequence[Collective]) -> list[str]:
-        """Return in words what `collectives`, all of them in this, are for."""
-        mixers: dict[str, list[Collective]] = {}
-        others = []
-        for collective in collectives:
-            mixer = self.mixer_of(collective)
-            (others if mixer is None else mixers.setdefault(mixer, [])).append(collective)
-        found = []
-        for verb, what in (("gathers", "the input"), ("sums", "the output")):
-            of = {
-                name: sent
-                for name, issued in mixers.items()
-                if (sent := [c for c in issued if _verb(c) == verb])
-            }
-            if of:
-                sent = [c for issued in of.values() for c in issued]
-                found.append(f"{_sends(verb, sent)} {what} of {counted(len(of), 'mixer')}: {', '.join(of)}")
-        if others:
-            found.append(f"{_sends('gathers', others)} what other code reads of all tokens")
-        return found
+        """Return in words for which modules `collectives` are, all of them in this."""
+        if not collectives:
+            return []
+        sent = counted(len(collectives), "collective"), in_bytes(sum(c.received or 0 for c in collectives))
+        readers = dict.fromkeys(self.mixer_of(collective) or "other code" for collective in collectives)
+        return [
+            f"context parallelism gathers and sums, in {sent[0]} ({sent[1]} received by a rank), all tokens of "
+            f"{', '.join(readers)}"
+        ]
 
 
 def read_whole(applied: AppliedPlan, calls: Calls) -> ReadWhole:
@@ -123,17 +112,6 @@ def exchanges(applied: AppliedPlan, calls: Calls) -> Iterator[tuple[str, int]]:
         yield from ((mixer, exchanged(call)) for call in calls.get(path, ()) if call.exchanged)
 
 
-def _holder(collective: Collective, names: Sequence[str]) -> str | None:
-    """Return which of the modules `names` issued `collective`, itself or a module in it."""
-    module = collective.module or ""
-    return next((name for name in names if module == name or within(module, name)), None)
-
-
-def _verb(collective: Collective) -> str:
-    """Return what `collective` does in the forward, to which a backward's belongs."""
-    return "gathers" if (collective.operation == "all_gather") != (collective.phase == "backward") else "sums"
-
-
-def _sends(verb: str, collectives: Sequence[Collective]) -> str:
-    size = in_bytes(sum(c.received or 0 for c in collectives))
-    return f"context parallelism {verb}, in {counted(len(collectives), 'collective')} ({size} received by a rank),"
+def holder(module: str | None, names: Iterable[str | None]) -> str | None:
+    """Return which of the modules `names` is `module`, or holds it."""
+    return next((name for name in names if name and f"{module}.".startswith(f"{name}.")), None)

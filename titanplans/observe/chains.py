@@ -1,7 +1,7 @@
 """From a collective of one of inductor's graphs to the matrix products next to it: which, and over which operators.
 
-A gather is followed to what reads its result, a scatter back to what made its input. What belongs to the
-collective itself, how shards become a whole and a whole shards, does not count as a step.
+A gather is followed to what reads its result, a scatter back to what made its input. Operators that only join shards, or
+split into them, belong to the collective and count as no step.
 """
 
 from collections import deque
@@ -23,7 +23,7 @@ LONG = (*PRODUCTS, "_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_ba
 VIEWS = ("view", "_unsafe_view", "reshape", "squeeze", "unsqueeze")
 
 Side = Literal["users", "all_input_nodes"]
-"""Where to go from a node: to what reads it, or to what it reads."""
+"""From a node to its readers, or to its inputs."""
 
 
 class Chain(NamedTuple):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -23,8 +22,7 @@ from titanplans.observe.recorder import record_collectives
 from titanplans.plan.decoder import Decoder, join
 from titanplans.plan.options import TPOptions
 from titanplans.split.parameters.local_parameters import readings_of
-from titanplans.split.partial_gradients import number_of_sums
-from titanplans.text import columns, counted, in_bytes
+from titanplans.text import columns, in_bytes
 from titanplans.torch_private.dtensor import local_tensor
 
 _DIRECTIONS = ("forward", "backward")
@@ -42,9 +40,6 @@ class Communication:
 
     gradients: Mapping[str, int]
     """Bytes of each replicated parameter whose gradient is reduced once a step, by name."""
-
-    gradient_sums: tuple[int, int]
-    """In how many all-reduces: all of a step together, and by FSDP's units, which are the blocks and the ends."""
 
     decoder: Decoder
 
@@ -123,7 +118,6 @@ class Communication:
             ],
             "gathered": [_as_json(c) for c in self.gathered],
             "gradients": dict(self.gradients),
-            "gradient_sums": dict(zip(("together", "by_unit"), self.gradient_sums, strict=True)),
         }
 
     def _alike(self) -> Iterator[tuple[str, list[str]]]:
@@ -137,13 +131,9 @@ class Communication:
             yield (f"{len(parts)} x {kind}" if parts[0] in kinds else kind), parts
 
     def _gradient_line(self) -> list[str]:
-        if not self.gradients:
-            return []
-        size, (together, by_unit) = in_bytes(sum(self.gradients.values())), self.gradient_sums
-        return [
-            f"once a step the gradients of {len(self.gradients)} replicated parameters are summed: {size}, "
-            f"in {counted(together, 'all-reduce')}; with FSDP in {by_unit}, one as each unit's backward ends"
-        ]
+        size = in_bytes(sum(self.gradients.values()))
+        words = f"once a step the gradients of {len(self.gradients)} replicated parameters are summed: {size}"
+        return [words] if self.gradients else []
 
 
 def count_communication(
@@ -168,57 +158,38 @@ def count_communication(
     """
     with record_collectives(model) as record, noted_calls(model, applied) as calls:
         run()
-    if record.guard.failure is not None:
-        raise record.guard.failure  # a proof is not to rest on part of a record
+    if record.failure is not None:
+        raise NotImplementedError(record.failure)  # a proof is not to rest on part of a record
     if (again := next((c.module for c in record.collectives if c.phase == "recomputed"), None)) is not None:
         raise PlanError(
             f"{again} is called again in the backward: count the "
             "communication without activation checkpointing, which adds its forward's collectives to every plan alike"
         )
-    bounds = bound(model, applied, options, calls)
-    partial = summed_gradients(model)
-    units: dict[str, list[str]] = {}
-    for name in partial:
-        units.setdefault(part_of(name, applied.decoder), []).append(name)
     return Communication(
         tuple(record.collectives),
-        bounds,
-        {name: local.nbytes for name, (local, _) in partial.items()},
-        (_sums(partial.values()), sum(_sums(map(partial.__getitem__, names)) for names in units.values())),
+        bound(model, applied, options, calls),
+        summed_gradients(model),
         applied.decoder,
         read_whole(applied, calls),
     )
 
 
-Summed = tuple[torch.Tensor, tuple[int, ...]]
-"""This rank's part of a parameter, and the dimensions of its mesh over which its gradient is summed."""
-
-
-def summed_gradients(model: nn.Module) -> dict[str, Summed]:
-    """Return the parameters of a split model whose gradient is a sum over ranks that hold the same part, by name.
+def summed_gradients(model: nn.Module) -> dict[str, int]:
+    """Return the bytes of each parameter whose gradient is a sum over ranks that hold the same part, by name.
 
     FSDP or the optimizer, which reduces the gradients, sums them once a step: see `partial_gradients`.
     """
-    dims = {
-        join(path, name): tuple(
-            dim for dim, placement in enumerate(reading.gradient) if placement.is_partial()
-        )
+    partial = {
+        join(path, name)
         for path, module in model.named_modules()
         for name, reading in readings_of(module).items()
+        if any(placement.is_partial() for placement in reading.gradient)
     }
     return {
-        name: (local_tensor(param), dims[name])
+        name: local_tensor(param).nbytes
         for name, param in model.named_parameters()  # tied ones once
-        if param.requires_grad and dims.get(name) and isinstance(param, DTensor)
+        if param.requires_grad and name in partial and isinstance(param, DTensor)
     }
-
-
-def _sums(parts: Iterable[Summed]) -> int:
-    """Return in how many all-reduces gradients of `parts` are summed."""
-    alike: dict[tuple[int, ...], list[torch.Tensor]] = {}
-    for local, dims in parts:
-        alike.setdefault(dims, []).append(local)
-    return sum(len(dims) * number_of_sums(locals_) for dims, locals_ in alike.items())
 
 
 def _direction(collective: Collective) -> str:

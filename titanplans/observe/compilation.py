@@ -11,13 +11,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from torch import nn
 
 from titanplans.errors import ParallelError
-from titanplans.observe.guard import Guard
 from titanplans.observe.tracker import ModuleTracker
 from titanplans.torch_private.compile import (
     compilations,
@@ -69,46 +67,34 @@ class Compilation:
 
 
 class CompileRecord:
-    """The compiler's work, module by module; made by `record_compilation`.
-
-    Attributes:
-        by_module: by the module's name; None for code outside of the model.
-    """
+    """The compiler's work by module, under None outside of the model; made by `record_compilation`."""
 
     def __init__(self) -> None:
         self.by_module: dict[str | None, Compilation] = {}
-        self._graphs = 0
-        self._compilations = 0
-        self._breaks: Counter[str] = Counter()
+        self._booked = _counted()
 
     def of(self, module: str | None) -> Compilation:
         """Return the module's entry."""
         return self.by_module.setdefault(module, Compilation())
 
-    def skip(self) -> None:
-        """Forget what torch counted before."""
-        self.book(None)
-        self.by_module.clear()
-
     def book(self, module: str | None) -> None:
         """Book on `module` what torch has counted since the last time."""
-        counters = compiler_counters()
-        graphs, made_so_far = counters["stats"]["unique_graphs"], compilations()
-        breaks = Counter(counters["graph_break"])
-        if len(made_so_far) == self._compilations and graphs == self._graphs and breaks == self._breaks:
+        counted = _counted()
+        if counted == self._booked:
             return
+        (graphs, compiled, breaks), before = counted, self._booked
         entry = self.of(module)
-        entry.graphs += graphs - self._graphs
-        for why, count in (breaks - self._breaks).items():
+        entry.graphs += graphs - before[0]
+        for why, count in (breaks - before[2]).items():
             entry.breaks[_short(why)] += count
-        for made in made_so_far[self._compilations :]:
+        for made in compiled[len(before[1]) :]:
             if made.fail_type is not None:
                 why = str(made.fail_reason)
                 kind = "RecompileLimitExceeded" if why.startswith(_LIMIT) else made.fail_type
                 entry.failures.append(f"{kind}: {' '.join(why.split(chr(10))[:2])}".strip())
             elif made.has_guarded_code and not str(made.compile_id).endswith("/0"):
                 entry.recompilations += 1
-        self._graphs, self._compilations, self._breaks = graphs, len(made_so_far), breaks
+        self._booked = counted
 
     def outside(self, blocks: Iterable[str]) -> Compilation:
         """Return the compiler's work outside of `blocks`, in the model or not: the head may compute the loss."""
@@ -118,27 +104,23 @@ class CompileRecord:
 
 
 @contextmanager
-def record_compilation(places: ModuleTracker, guard: Guard) -> Iterator[CompileRecord]:
-    """Record the compiler's work in the step that `places` follows; the record's own code runs through `guard`."""
+def record_compilation(places: ModuleTracker) -> Iterator[CompileRecord]:
+    """Record the compiler's work in the step that `places` follows."""
+    remember_compilations(_EVERY_COMPILATION)
     record = CompileRecord()
     previous: Any = None
 
-    def note(found: bool) -> None:
-        record.of(places.module).found += found
-
     def guards_checked(found: bool) -> bool:
-        guard(note, found)
+        record.of(places.module).found += found
         return found if previous is None else previous(found)
 
-    remember_compilations(_EVERY_COMPILATION)
-    guard(record.skip)
-    places.on_change = partial(guard, record.book)
+    places.on_change = record.book
     previous = set_guard_hook(guards_checked)
     try:
         yield record
     finally:
         set_guard_hook(previous)
-        guard(record.book, places.module)
+        record.book(places.module)
         remember_compilations(None)
 
 
@@ -159,11 +141,7 @@ def check_compiled(
 ) -> None:
     """Raise ParallelError if one of `blocks`, all to be compiled, ran eagerly in the recorded step.
 
-    Args:
-        blocks: fully qualified names.
-        optional: those among them that may not run at all: a vision tower's, to which no image came.
-        places: of the step.
-        record: of the step.
+    Those in `optional` may not run at all: a vision tower's, to which no image came.
     """
     for name in blocks:
         why = None
@@ -187,6 +165,12 @@ def check_outside_blocks(record: CompileRecord, components: Sequence[str], block
             "train with the results of prepare_loss and prepare_optimizer, and see that torch.compile is not switched "
             "off; or remove them from components"
         )
+
+
+def _counted() -> tuple[int, list[Any], Counter[str]]:
+    """The graphs, the compilations and the graph breaks that torch has counted so far."""
+    counters = compiler_counters()
+    return counters["stats"]["unique_graphs"], compilations(), Counter(counters["graph_break"])
 
 
 def _short(why: str) -> str:

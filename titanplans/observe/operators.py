@@ -69,8 +69,8 @@ class Collective(NamedTuple):
     """Issued by an operator that multiplies matrices meanwhile (async tensor parallelism)."""
 
     module: str | None = None
-    """Fully qualified name of the innermost module in whose forward, or in the backward of whose forward, it is issued;
-    of FSDP2, the first module of the unit. "" for the model's own, None outside of the model or if it is not known."""
+    """The innermost module whose forward or backward issues it, by its fully qualified name; for FSDP2 the first module of
+    the unit. "" is the model itself; None is outside of the model, or not known."""
 
     phase: Phase = "forward"
 
@@ -92,15 +92,10 @@ class Collective(NamedTuple):
 
 
 def received(operation: str, size: int, ranks: int) -> int:
-    """Return the bytes that each rank receives on a ring: the other ranks' shares, and in an all-reduce twice.
+    """Return the bytes that each rank receives on a ring of `ranks`, of a whole tensor of `size` bytes.
 
-    (n-1)/n and 2(n-1)/n of the whole (Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce
+    (n-1)/n and, in an all-reduce, 2(n-1)/n of the whole (Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce
     algorithms"); for an operation to or from a single rank, the whole.
-
-    Args:
-        operation: as `operation_of` has it.
-        size: bytes of the whole tensor.
-        ranks: size of the process group.
     """
     passes = _RING_PASSES.get(operation)
     return size if passes is None else passes * size * (ranks - 1) // ranks
@@ -128,11 +123,7 @@ def is_fused(func: Any) -> bool:
 
 
 def describe(func: Any, args: Any, kwargs: Any, result: Any) -> Collective | None:
-    """Return the collective that the operator issues with these tensors, real or fake; None if it sends nothing.
-
-    Raises:
-        NotImplementedError: as `operation_of`.
-    """
+    """Return the collective that the operator issues with these tensors, real or fake; None if it sends nothing."""
     operation = operation_of(func)
     if operation is None:
         return None

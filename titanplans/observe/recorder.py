@@ -12,60 +12,43 @@ describes an operator. The collectives of a replayed CUDA graph are not seen.
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from titanplans.observe.guard import Guard
 from titanplans.observe.operators import NAMESPACES, Collective, describe
 from titanplans.observe.tracker import ModuleTracker, follow
 from titanplans.torch_private.dispatch import FakeTensor, TorchDispatchMode, fake_mode_is_on
 
 
+@dataclass
 class CollectiveRecord:
-    """The issued collectives, in order.
+    """The issued collectives, in order."""
 
-    Attributes:
-        collectives: those over more than one rank.
-        places: where the step is; None if that can't be followed.
-        guard: of the recorder's own code; after a failure the record is incomplete.
-    """
-
-    def __init__(self) -> None:
-        self.collectives: list[Collective] = []
-        self.places: ModuleTracker | None = None
-        self.guard = Guard()
-
-    def log_begins(self) -> None:
-        """From now on collectives are for the log alone, and not in every step."""
-        if self.places is not None:
-            self.places.log_begins()
+    places: ModuleTracker
+    """Where the step is."""
+    collectives: list[Collective] = field(default_factory=list)
+    """Those over more than one rank."""
+    failure: str | None = None
+    """The operator that `operators` does not know; the record is then incomplete."""
 
 
 @contextmanager
 def record_collectives(model: nn.Module) -> Iterator[CollectiveRecord]:
-    """Record the collectives of what runs inside, by the modules of `model`. Not to be entered twice at a time.
-
-    Whatever fails in the recorder is kept in `record.guard.failure` and not raised; outside nothing of it is left.
-    """
-    record = CollectiveRecord()
+    """Record the collectives of what runs inside, by the modules of `model`. Not to be entered twice at a time."""
     with ExitStack() as stack:
-        record.guard(_start, model, record, stack)
+        record = CollectiveRecord(follow(model, stack))
+        stack.enter_context(_Mode(record))
         yield record
-
-
-def _start(model: nn.Module, record: CollectiveRecord, stack: ExitStack) -> None:
-    record.places = follow(model, stack, record.guard)
-    stack.enter_context(_Mode(record, record.places))
 
 
 class _Mode(TorchDispatchMode):
     supports_higher_order_operators = True
 
-    def __init__(self, record: CollectiveRecord, places: ModuleTracker):
+    def __init__(self, record: CollectiveRecord):
         super().__init__()
-        self.record, self.places = record, places
+        self.record = record
         # Otherwise fake tensors are those of DTensor, which asks for shapes, and of a compiler.
         self.counted = (
             torch.Tensor,
@@ -86,12 +69,13 @@ class _Mode(TorchDispatchMode):
             return NotImplemented  # subclasses first: they issue collectives on what they hold
         result = func(*args, **kwargs)
         if getattr(func, "namespace", None) in NAMESPACES:
-            self.record.guard(self._note, func, args, kwargs, result)
+            try:
+                collective = describe(func, args, kwargs, result)
+            except NotImplementedError as error:
+                self.record.failure = str(error)
+                return result
+            if collective is not None and collective.ranks > 1:
+                module, phase = self.record.places.now()
+                placed = collective._replace(module=module, phase=phase, of_unit=self.record.places.in_unit)
+                self.record.collectives.append(placed)
         return result
-
-    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        collective = describe(func, args, kwargs, result)
-        if collective is not None and collective.ranks > 1:
-            module, phase = self.places.now()
-            placed = collective._replace(module=module, phase=phase, of_unit=self.places.in_unit)
-            self.record.collectives.append(placed)

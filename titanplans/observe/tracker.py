@@ -1,7 +1,7 @@
 """Where a training step is: in which module, and whether forward, backward or recomputation.
 
     with ExitStack() as stack:
-        places = follow(model, stack, guard)
+        places = follow(model, stack)
         ...                     # one step; at any moment in it:
         places.now()
 
@@ -15,13 +15,13 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from titanplans.observe.guard import Guard
 from titanplans.observe.operators import Phase
 from titanplans.torch_private.autograd import in_backward, number_of_node, running_node, sequence_number
 from titanplans.torch_private.ddp import DDP
@@ -114,24 +114,18 @@ class ModuleTracker:
         return self._modules[place - 1] if place else None
 
 
-def follow(model: nn.Module, stack: ExitStack, guard: Guard) -> ModuleTracker:
-    """Follow the forwards and backwards of `model` until `stack` closes. Not twice at a time.
-
-    Args:
-        model: split or not, compiled or not.
-        stack: unwraps everything when it closes.
-        guard: of the observer.
-    """
+def follow(model: nn.Module, stack: ExitStack) -> ModuleTracker:
+    """Follow the forwards and backwards of `model`, split or not, compiled or not, until `stack` closes."""
     places = ModuleTracker(model)
     for name, module in list(_outside_of_graphs(model)):
         compiled = compiled_call(module)
-        enter, leave = (places.enter, name, compiled is not None), (places.leave,)
+        enter = partial(places.enter, name, compiled is not None)
         call = plain_call(module) if compiled is None else compiled
-        _wrap(stack, guard, module, COMPILED_CALL, call, enter, leave)
+        _wrap(stack, module, COMPILED_CALL, call, enter, places.leave)
     for name, unit in fsdp_units(model):
-        enter, leave = (places._units.append, name), (places._units.pop,)
+        enter = partial(places._units.append, name)
         for method in ("unshard", "post_backward"):
-            _wrap(stack, guard, unit, method, getattr(unit, method), enter, leave)
+            _wrap(stack, unit, method, getattr(unit, method), enter, places._units.pop)
     return places
 
 
@@ -163,21 +157,20 @@ def _outside_of_graphs(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _wrap(
     stack: ExitStack,
-    guard: Guard,
     owner: Any,
     name: str,
     call: Callable[..., Any],
-    enter: tuple[Any, ...],
-    leave: tuple[Any, ...],
+    enter: Callable[[], object],
+    leave: Callable[[], object],
 ) -> None:
     """Until `stack` closes, let `owner` have an attribute `name` of its own: `call` between `enter` and `leave`."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        guard(*enter)
+        enter()
         try:
             return call(*args, **kwargs)
         finally:
-            guard(*leave)
+            leave()
 
     own = owner.__dict__
     if name in own:

@@ -5,9 +5,8 @@
         ...                                             # a whole training step
     report.values                                       # plain dicts, lists, numbers: docs/observe.md
 
-Its values are read off the model, counted as they happen, or given by torch. A step that can't be recorded is None,
-and `reasons` says why: a failure of the recorder never ends the run. When the report is written is the
-training loop's matter, in which words it is logged `titanplans.observe.summary`'s.
+Its values are read off the model, counted as they happen, or given by torch. A step with an operator whose bytes can't be
+counted is None, and `reasons` names it. The training loop writes the report; `titanplans.observe.summary` puts it in words.
 """
 
 from collections import Counter
@@ -29,7 +28,6 @@ from titanplans.observe.compilation import (
     is_compiled,
     record_compilation,
 )
-from titanplans.observe.guard import reason
 from titanplans.observe.operators import Collective
 from titanplans.observe.recorder import CollectiveRecord, record_collectives
 from titanplans.observe.tracker import ModuleTracker, fsdp_units
@@ -57,16 +55,13 @@ _OF_STEP = ("step", "blocks", "other_modules", "graphs")
 
 
 class ParallelismReport:
-    """The report on one model; `measuring` fills in the part of a step.
+    """The report on one model, in `values`; `measuring` fills in the part of a step.
 
     Args:
         model: parallelised; under DDP with its values. A stage of a pipeline is reported as a model; the "step" counts what
             the other stages of this process communicate, too, as of no module.
         mesh: a `Mesh`, or torchtitan's ParallelDims.
         config: the strategy that was applied.
-
-    Attributes:
-        values: the report.
 
     Raises:
         ParallelError: a block that was to be compiled is not.
@@ -115,24 +110,21 @@ class ParallelismReport:
 
         The step computes the same, a little slower; nothing stays in the model.
 
-        Args:
-            step: its number, for the report.
-
         Raises:
             ParallelError: a component that was to be compiled ran eagerly.
         """
         compilation = None
         with ExitStack() as stack:
             record = stack.enter_context(record_collectives(self.model))
-            if self.values["compile"] is not None and record.places is not None:
-                compilation = stack.enter_context(record_compilation(record.places, record.guard))
+            if self.values["compile"] is not None:
+                compilation = stack.enter_context(record_compilation(record.places))
             yield record
         self.values["measured_after_step"] = step
-        if record.guard.failure is not None:
-            self.not_measured(reason(record.guard.failure))
+        if record.failure is not None:
+            self.not_measured(record.failure)
             return
         self.values |= self._communication(record) | {"reasons": {}}
-        if compilation is not None and record.places is not None:
+        if compilation is not None:
             if self._to_compile("model"):
                 check_compiled(self.blocks, self._towers, record.places, compilation)
             stage = record_of(self.model).stage

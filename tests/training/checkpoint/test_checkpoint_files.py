@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from said import refusal
 
-from titanplans.cli.check import main as check
+from titanplans.cli.main import main
 from titanplans.config.schema import build_job
 from titanplans.errors import ConfigError
 from titanplans.training.checkpoint import folder
@@ -65,14 +65,14 @@ def test_every_flipped_bit_is_found(tmp_path, capsys):
             flipped = bytearray(whole)
             flipped[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
             path.write_bytes(flipped)
-            assert check([str(checkpoint)]) == 1
+            assert main(["check", str(checkpoint)]) == 1
             assert path.name in capsys.readouterr().out
         path.write_bytes(whole[:-1])
-        assert check([str(tmp_path)]) == 1
+        assert main(["check", str(tmp_path)]) == 1
         path.unlink()
-        assert check([str(checkpoint)]) == (2 if path.name == CARD else 1)
+        assert main(["check", str(checkpoint)]) == (2 if path.name == CARD else 1)
         path.write_bytes(whole)
-    assert check([str(tmp_path)]) == 0
+    assert main(["check", str(tmp_path)]) == 0
 
 
 class Killed(BaseException):

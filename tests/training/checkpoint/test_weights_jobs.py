@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_refused_before_processes_start(job, monkeypatch):
 
 
 def test_verify_takes_the_model_of_the_folder(job, monkeypatch, capsys):
-    from titanplans.cli.verify.main import main
+    from titanplans.cli.main import main
 
     monkeypatch.chdir(job.folder)
     assert main(["verify", "job.toml", "--quick"]) == 0

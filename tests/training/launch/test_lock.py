@@ -12,7 +12,8 @@ import pytest
 
 from titanplans.config import ConfigError
 from titanplans.config.schema import build_job
-from titanplans.training.job.lock import LOCK, locked
+from titanplans.lock import LOCK
+from titanplans.training.job.lock import locked
 
 SAVES = {"checkpoint.enable": True}
 

@@ -1,12 +1,12 @@
 """The cells of a sweep: the command line and the job of each, and its record on disk.
 
-A record is one JSON file, `cell.json` in the cell's folder: written before the cell starts, with state "running", and after
-it has ended. What depends on the machine, the data and the model is refused when the job runs; `refusal` checks it without.
+A record is one JSON file, `cell.json` in the cell's folder: written before the cell starts, with state "interrupted", and
+after it has ended. What depends on the machine, the data and the model is refused when the job runs; `refusal` checks it
+without.
 """
 
 import hashlib
 import json
-import os
 import re
 import shlex
 from pathlib import Path
@@ -16,13 +16,12 @@ from titanplans.cli.sweep.spec import Settings, Spec
 from titanplans.config import ConfigError, JobConfig, load_job
 from titanplans.config.schema import keys
 from titanplans.config.translate import flatten
-from titanplans.disk import is_taken
+from titanplans.disk import is_taken, write_whole
 from titanplans.errors import UserError
 from titanplans.text import show
 
 FILE_NAME = "cell.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{,199}")  # file systems take 255 bytes
-_RESULT = {"state": "running", "exit_status": None, "line": None, "seconds": None, "figures": {}}
 
 
 class Cell:
@@ -32,7 +31,7 @@ class Cell:
         name: also that of its folder, the job's dump_folder.
         settings: what differs from the base job.
         arguments: what `titanplans train` is given.
-        job: the whole job; None where there is none, and `refusal` says why.
+        job: the whole job; None if its settings contradict each other, as `refusal` says.
         identity: what decides the results, as JSON has it: every key of the job, and the content of its model's file.
         record: what cell.json holds: `cell`, `command`, `settings`, `job` (the identity), `state`, `exit_status`, `line`
             (why it did not finish), `seconds`, and `figures` if it finished.
@@ -64,12 +63,8 @@ class Cell:
 
     @property
     def state(self) -> str:
-        """The recorded state; "interrupted" if the sweep was killed, "outdated" if the settings are others now."""
-        if self.record is None:
-            return "not run"
-        if self.changes():
-            return "outdated"
-        return "interrupted" if self.record["state"] == "running" else self.record["state"]
+        """The recorded state; "not run" if the settings are others now."""
+        return "not run" if self.record is None or self.changes() else self.record["state"]
 
     def changes(self) -> list[str]:
         """Return how the cell differs from the one that was run: "training.steps = 10, now 12"."""
@@ -96,15 +91,19 @@ class Cell:
     def begin(self) -> None:
         """Write the record of a cell that is about to run."""
         self.record = {"cell": self.name, "command": self.command, "settings": self.settings}
-        self.update(job=dict(self.identity), **_RESULT)
+        self.update(
+            job=dict(self.identity),
+            state="interrupted",
+            exit_status=None,
+            line=None,
+            seconds=None,
+            figures={},
+        )
 
     def update(self, **values: Any) -> None:
-        """Write the record with these values, whole or not at all."""
+        """Write the record with these values."""
         self.record = (self.record or {}) | values
-        self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self.folder / f"{FILE_NAME}.tmp"
-        temporary.write_text(json.dumps(self.record, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(self.folder / FILE_NAME)
+        write_whole(self.folder / FILE_NAME, json.dumps(self.record, indent=1) + "\n")
 
     def read(self) -> None:
         """Read the record, if there is one.
@@ -113,7 +112,7 @@ class Cell:
             ConfigError: the folder is there and is no cell's, or the record is not one of this release's.
         """
         path = self.folder / FILE_NAME
-        if not os.path.isfile(path):
+        if not path.is_file():
             if is_taken(self.folder):
                 raise ConfigError(
                     f"{self.folder} holds files, but no {FILE_NAME}, so it is not a sweep's; move it away, or give "
@@ -122,7 +121,7 @@ class Cell:
             return
         try:
             self.record = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(self.record, dict) or not {"job", *_RESULT} <= self.record.keys():
+            if not isinstance(self.record, dict) or not {"job", "state"} <= self.record.keys():
                 raise ValueError("it is no record of this release")
         except ValueError as error:  # not JSON, too
             raise ConfigError(

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from titanplans.cli.sweep.cells import Cell, show_or_unset
 from titanplans.cli.sweep.spec import Spec
+from titanplans.disk import write_whole
 from titanplans.training.trainer.jsonl import FILE_NAME, read_rows
 
 PARALLELISM = "parallelism.json"
@@ -60,11 +61,9 @@ Figures = dict[str, float | int | str]
 
 
 def read_figures(folder: Path, skip_steps: int) -> Figures:
-    """Return the figures of a run that ended with status 0.
+    """Return the figures of a run that ended with status 0, by its dump_folder.
 
-    Args:
-        folder: its dump_folder.
-        skip_steps: tokens/s is the median over the logged intervals that begin after this step.
+    tokens/s is the median over the logged intervals that begin after `skip_steps`.
     """
     report = json.loads((folder / PARALLELISM).read_text()) if (folder / PARALLELISM).is_file() else {}
     none = f"{PARALLELISM} does not say" if report else f"the run wrote no {PARALLELISM}"
@@ -102,14 +101,12 @@ def _loss(rows: list[dict[str, Any]], key: str, none: str) -> float | str:
 
 
 def write_tables(spec: Spec, cells: list[Cell]) -> str:
-    """Write table.csv and table.md, each whole or not at all; return their paths."""
+    """Write table.csv and table.md; return their paths."""
     rows = table(cells)
-    paths = []
-    for name, text in (("table.csv", csv_table(rows)), ("table.md", markdown_table(spec, rows))):
-        part = spec.folder / f"part-{name}"
-        part.write_text(text, encoding="utf-8")
-        paths.append(part.replace(spec.folder / name))
-    return ", ".join(map(str, paths))
+    texts = {spec.folder / "table.csv": csv_table(rows), spec.folder / "table.md": markdown_table(spec, rows)}
+    for path, text in texts.items():
+        write_whole(path, text)
+    return ", ".join(map(str, texts))
 
 
 def table(cells: list[Cell]) -> list[dict[str, Any]]:
@@ -122,7 +119,7 @@ def table(cells: list[Cell]) -> list[dict[str, Any]]:
 
 def _row(cell: Cell, varied: list[str], first: Cell | None) -> dict[str, Any]:
     """`first` is the first cell that finished, with which the others' losses are compared."""
-    record: Any = {} if cell.state in ("not run", "outdated") else cell.record
+    record: Any = {} if cell.state == "not run" else cell.record
     figures = {figure: record.get("figures", {}).get(figure.name) for figure in FIGURES}
     reasons = [f"no {figure.title}: {why}" for figure, why in figures.items() if isinstance(why, str)]
     if first is not None and cell.state == "finished" and (other := _other_data(record, first.record)):

@@ -4,15 +4,15 @@ import argparse
 import itertools
 import shlex
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
-from os.path import abspath, dirname, isdir
+from collections.abc import Collection, Iterable, Sequence
+from os.path import isdir
 from typing import Any, NoReturn
 
 from titanplans.config import LoRA
-from titanplans.config.families import check_plan, find_flavor, plan_names
+from titanplans.config.families import find_flavor, plan_names
 from titanplans.config.options import options_of
 from titanplans.config.values import from_text
-from titanplans.errors import VerifyError, nearest
+from titanplans.errors import VerifyError, did_you_mean
 from titanplans.plan.degrees import Degrees
 from titanplans.user_code import check_package
 
@@ -56,10 +56,11 @@ def parser() -> argparse.ArgumentParser:
 def add_commands(commands: Any) -> None:
     """Add the three commands to `commands`, argparse's subparsers."""
     listed = commands.add_parser("list", help="the registered plans, with their model types and token mixers")
-    words = "only their plans, with each rank's part of their mixers"
+    words = "of these: file and lines of the plan, what a rank has a part of, the largest degree of each size"
     listed.add_argument("model_types", nargs="*", metavar="MODEL_TYPE", help=words)
-    words = "of each: file and lines of the plan, what a rank has a part of, the largest degree of each size"
-    listed.add_argument("--long", action="store_true", help=words)
+    listed.add_argument(
+        "--long", action="store_true", help="the same of every model type with a debug flavor"
+    )
     shared: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     _add_verify(
         commands.add_parser(
@@ -87,11 +88,6 @@ def add_commands(commands: Any) -> None:
 def parse(argv: list[str]) -> Namespace:
     """Return the options of a command line, None if not given; `words` is the line itself.
 
-    `--help` prints, and ends the process with status 0.
-
-    Args:
-        argv: without the program's name.
-
     Raises:
         VerifyError: an unknown option, or an invalid value.
     """
@@ -109,25 +105,18 @@ def parse(argv: list[str]) -> Namespace:
             "--tp 1 splits nothing, so nothing can be proved: name degrees of 2 or more, or over one GPU --process-group "
             "--tp 1, which runs the split model's whole path"
         )
-    if (request.subject is None) != request.all:
-        raise VerifyError(
-            f"{request.command} takes either a SUBJECT or --all; see titanplans {request.command} --help"
-        )
     if getattr(request, "kernels", None) == "real":
         if request.dtype == "float64":
             raise VerifyError(
                 "--dtype float64: Triton's kernels compute in float32; leave it or --kernels real out"
             )
         request.dtype = "float32"
-    for option in ("model", "flavor", "plan", "layers", "vocab_size"):
+    for option in ("model", "flavor", "layers", "vocab_size"):
         if request.all and (value := getattr(request, option)) is not None:
             raise VerifyError(f"--{option.replace('_', '-')} {value}: goes with one SUBJECT, not with --all")
     request.lora = _lora(request.lora or ())
     _check_name(request.model, request.flavor, "--model")
     _check_name(request.subject, request.flavor, request.command)
-    check_plan(request.plan)
-    if getattr(request, "output", None) is not None and not isdir(dirname(abspath(request.output))):
-        raise VerifyError(f"--output {request.output}: its folder is not there; name a file in one that is")
     return request
 
 
@@ -135,7 +124,7 @@ def cuts(
     tp: Sequence[int] | None,
     cp: Sequence[int] | None,
     ep: Sequence[int] | None,
-    pp: Sequence[int] | None = None,
+    pp: Sequence[int] | None,
 ) -> tuple[Degrees, ...] | None:
     """Return the product of the degrees; of experts alone, over as many ranks of a layer and of a sequence; None: none."""
     if tp is None and cp is None and pp is None:
@@ -150,11 +139,7 @@ def _lora(given: Iterable[str]) -> dict[str, Any]:
     for words in given:
         name, sign, value = words.partition("=")
         if not sign or name not in hints:
-            meant = nearest(name, list(hints)) if sign else None
-            raise VerifyError(
-                f"--lora {words}: write KEY=VALUE, such as rank=8, of {', '.join(hints)}"
-                f"{f'; did you mean {meant}?' if meant else ''}"
-            )
+            raise VerifyError(f"--lora {words}: write KEY=VALUE, such as rank=8; {did_you_mean(name, hints)}")
         found[name] = from_text(value, hints[name], f"--lora {name}")
     return found
 
@@ -168,12 +153,10 @@ def _check_name(words: str | None, flavor: str | None, option: str) -> None:
     find_flavor(words, flavor or "debug")
 
 
-def not_listed(name: str, known: Iterable[str]) -> VerifyError:
+def not_listed(name: str, known: Collection[str]) -> VerifyError:
     """Return the error for a plan that `list` can't find, with the nearest."""
-    meant = nearest(name, list(known))
-    return VerifyError(
-        f"list {name}: no plan is registered for it; {f'did you mean {meant}?' if meant else 'titanplans list has all'}"
-    )
+    instead = did_you_mean(name, known, "titanplans list has all")
+    return VerifyError(f"list {name}: no plan with a debug flavor is registered for it; {instead}")
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
@@ -206,11 +189,11 @@ def _add_subject(
     add = parser.add_argument
     size = {"type": _positive, "metavar": "N"}
     recipes = ("none", "tensorwise", "rowwise", "rowwise_with_gw_hp")
-    add("subject", nargs="?", metavar="SUBJECT", help="a named model, a job, a config.json or a plan")
-    add("--all", action="store_true", help="every named model, one after the other, in its debug size")
+    one = parser.add_mutually_exclusive_group(required=True).add_argument
+    one("subject", nargs="?", metavar="SUBJECT", help="a named model, a job, a config.json or a plan")
+    one("--all", action="store_true", help="every named model, one after the other, in its debug size")
     add("--model", metavar="MODEL", help="for a plan: a named model, a config.json, or module:callable")
     add("--flavor", metavar="NAME", help="size of a named model; default debug")
-    add("--plan", metavar="PLAN", help="another plan for the model: a registered name, or module:Class")
     add("--tp", type=_degrees, metavar="2,4,8", help=f"degrees; default: {degrees}")
     if contexts:
         words = "degrees of context parallelism, each with each --tp, or alone; default: 1, and without --tp 2, too"

@@ -16,41 +16,26 @@ _PATIENCE = timedelta(minutes=5)
 
 
 def check_launch(request: Namespace) -> None:
-    """Refuse torchrun without a process group, a process group without torchrun, and degrees that are not its size.
-
-    Raises:
-        VerifyError: with the command that would work.
-    """
-    grouped = request.ranks == "process_group"
-    started = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if started and not grouped:
-        raise VerifyError(
-            f"torchrun started {size} processes, and each would hold all ranks: add --process-group, or leave torchrun out"
-        )
-    if grouped and not started:
-        degree = request.degrees[0].sharing if request.degrees else 2
-        raise VerifyError(
-            "--process-group needs the processes that torchrun starts: "
-            f"torchrun --nproc-per-node {degree} -m titanplans {request.words}"
-        )
+    """Refuse torchrun without a process group or the reverse, and degrees that are not its size, by a VerifyError."""
+    grouped, size = request.ranks == "process_group", int(os.environ.get("WORLD_SIZE", "1"))
     cuts = request.degrees or ()
-    if grouped and any(cut.sharing != size for cut in cuts):
-        said = ", ".join(map(str, cuts))
-        raise VerifyError(f"{said}: torchrun started {size} processes; start as many as tp x cp")
-    if grouped and size == 1 and not cuts:
+    if grouped != ({"RANK", "WORLD_SIZE"} <= os.environ.keys()):
+        group = "" if grouped else " --process-group"
+        degree = cuts[0].sharing if cuts else 2
         raise VerifyError(
-            "--process-group with 1 process splits nothing: start as many as the degree, --nproc-per-node 2, or say --tp 1"
+            "--process-group goes with torchrun, which starts a process for each rank, and torchrun with --process-group: "
+            f"torchrun --nproc-per-node {degree} -m titanplans {request.words}{group}"
+        )
+    if grouped and (any(cut.sharing != size for cut in cuts) or (size == 1 and not cuts)):
+        said = ", ".join(map(str, cuts)) or "--process-group"
+        raise VerifyError(
+            f"{said}: torchrun started {size} processes; start as many as tp x cp, two at least, or say --tp 1 for one"
         )
 
 
 @contextmanager
 def started_ranks(request: Namespace) -> Iterator[torch.device]:
-    """Give the device of this process's ranks; set up the process group if one was asked for, and take it down.
-
-    Raises:
-        ParallelError: fewer GPUs than processes.
-    """
+    """Give the device of this process's ranks; set up the process group if one was asked for, and take it down."""
     if request.ranks != "process_group":
         yield torch.device("cpu")
         return

@@ -15,51 +15,36 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 
 from titanplans.cli.verify.arguments import parse
-from titanplans.errors import UserError, VerifyError
-from titanplans.training.launch.exit_status import refuse
+from titanplans.errors import VerifyError
 from titanplans.training.launch.logs import init_logging
 from titanplans.training.launch.signals import Stopped, stop_on_signals
 
 
-def main(argv: list[str], *, alone: bool = False) -> int:
-    """Run the command line `argv` (see `titanplans.cli.verify.arguments`); return the exit status.
+def main(argv: list[str]) -> int:
+    """Run the command line `argv` (see `titanplans.cli.verify.arguments`); return the exit status, or raise a UserError."""
+    alone = "torch" not in sys.modules  # nothing has used it before, so this process may be forked
+    rank = int(os.environ.get("RANK", "0"))
+    with stop_on_signals():
+        request = parse(argv)
+        if request.command == "list":
+            from titanplans.cli.listing import listing, long_listing
 
-    Args:
-        argv: without the program's name.
-        alone: this process does nothing else before or after, so that it may fork others.
-    """
-    rank, threshold = int(os.environ.get("RANK", "0")), gc.get_threshold()
-    try:
-        with stop_on_signals():
-            request = parse(argv)
-            if request.command == "list":
-                gc.disable()  # as for a proof
-                if request.long:
-                    from titanplans.cli.long_listing import long_listing as listing
-                else:
-                    from titanplans.cli.listing import listing
+            names = request.model_types
+            print(long_listing(names) if names or request.long else listing())
+            return 0
+        with redirect_stdout(sys.stderr):  # libraries' logs: stdout is the result's
+            init_logging(rank)
+        if request.command == "async-tp":
+            from titanplans.cli.async_tp import main as async_tp
 
-                print(listing(request.model_types))
-                return 0
-            if request.command == "async-tp":
-                with redirect_stdout(sys.stderr):  # stdout is the result's
-                    init_logging(0)
-                from titanplans.cli.async_tp import main as async_tp
-
-                return async_tp(request)
-            return _verify(request, rank, alone)
-    except UserError as error:
-        return refuse(error, rank)
-    finally:
-        gc.set_threshold(*threshold)
-        gc.enable()  # a listing, or a refused subject, leaves it off
+            return async_tp(request)
+        return _verify(request, rank, alone)
 
 
 def _verify(request: Namespace, rank: int, alone: bool) -> int:
-    # Libraries' logs go to stderr: stdout is the result's.
-    with redirect_stdout(sys.stderr):
-        init_logging(rank)
-    gc.disable()  # imports leave no garbage, and looking for it takes a fifth of the time
+    gc.set_threshold(
+        100_000
+    )  # imports and trainings leave little garbage; looking for it takes a sixth of the time
     # Not at the top: mistakes in the command line are reported before the model libraries are imported.
     from titanplans.cli.verify.group import check_launch, started_ranks
 
@@ -97,7 +82,6 @@ def _verify(request: Namespace, rank: int, alone: bool) -> int:
                     own = subject.config is None or kernels.calls_fla(subject.config)
                     if own or "fla" in sys.modules:  # FLA takes a second to import
                         kernels.install(device.type)
-                    _collect_what_is_new()
                     outcome = prove(subject, request, device, show, watch, fork=forks and not request.all)
                 watch(outcome)
                 found.append(outcome.report.passed)
@@ -131,10 +115,3 @@ def _interpret(device_type: str) -> None:
     )
     interpreted.start()
     interpreted.widen()
-
-
-def _collect_what_is_new() -> None:
-    """Collect garbage again, but not among imports, and seldom: a training leaves little."""
-    gc.freeze()
-    gc.set_threshold(10_000)
-    gc.enable()

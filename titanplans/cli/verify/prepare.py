@@ -63,16 +63,9 @@ class Prepared:
 def prepare(
     subject: Subject, request: Namespace, device: torch.device, dtype: torch.dtype | None = None
 ) -> Prepared:
-    """Choose model, dtype and sizes before anything large is built.
+    """Choose model, dtype and sizes before anything large is built; a UserError if it can't be built as asked.
 
-    Args:
-        subject: the model, with its float8 modules and its adapters.
-        request: the command line.
-        device: of the model.
-        dtype: of its weights; None: float64, or float32 if its kernels compute no other.
-
-    Raises:
-        UserError: the model can't be built as asked.
+    `dtype` None: float64, or float32 if the model's kernels compute no other.
     """
     notes, make = [], None
     if subject.config is None:
@@ -176,9 +169,6 @@ def check_memory(
         dtype: of the weights.
         device: whose memory counts.
         copies: of the whole model, one for each rank that is a thread.
-
-    Raises:
-        VerifyError: names what the proof needs, what there is, and the remedies.
     """
     parameters = sum(p.numel() for p in model.parameters())
     needed = max(_COPIES, _KEPT + copies) * parameters * dtype.itemsize

@@ -83,10 +83,6 @@ def prove(
         progress: called with a few words before each step.
         watch: called with the outcome so far after each case.
         fork: prove the cases of a small model in as many processes as there are cores.
-
-    Raises:
-        UserError: the model can't be built, or needs a GPU; the plan or the degree does not fit it; there is not
-            enough memory.
     """
     start = time.perf_counter()
     progress("the model")

@@ -77,7 +77,7 @@ def row(outcome: Outcome) -> str:
     return f"{so_far}  {verdict}  {case_name(case.options)}; {training(case, outcome.report)}; worst {case.worst}"
 
 
-def summary(found: Sequence[Mapping[str, Any]], seconds: float, missing: int = 0) -> str:
+def summary(found: Sequence[Mapping[str, Any]], seconds: float, missing: int) -> str:
     """Return the verdict on several subjects, each from `Outcome.to_dict`, on one line; `missing` are left to prove."""
     wrong = [one["subject"] for one in found if one["verdict"] != "proved"]
     cases = sum(len(one["report"]["cases"]) for one in found)

@@ -31,14 +31,7 @@ def news(at: int, outcome: Outcome) -> News:
 
 
 class SoFar:
-    """The newest outcome of each subject of a command.
-
-    Args:
-        request: the command line.
-        names: of the subjects.
-        rank: of this process; 0 writes and prints.
-        show: shows a few words (`titanplans.cli.verify.screen.progress`).
-    """
+    """The newest outcome of each subject of a command, which rank 0 writes and prints; `show` is of `screen.progress`."""
 
     def __init__(self, request: Namespace, names: list[str], rank: int, show: Callable[..., None]):
         self.request, self.names, self.rank, self.show = request, names, rank, show

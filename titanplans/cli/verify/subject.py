@@ -68,25 +68,15 @@ def find_subject(words: str, request: Namespace) -> Subject:
         subject = _job(words, request)
     else:
         subject = _model(words, request.flavor, request.command)
-    if request.plan is not None:
-        if is_plan:
-            raise VerifyError(f"--plan {request.plan}: {words} is a plan already; leave one of them out")
-        subject = replace(subject, plan=request.plan)
     if subject.degrees is None:  # else a job's, with those of the command line
         subject = replace(subject, degrees=request.degrees)
-    chosen = {
-        key: value
-        for key in ("loss_parallel", "sequence_parallel")
-        if (value := getattr(request, key)) is not None
-    }
+    switches = {key: getattr(request, key) for key in ("loss_parallel", "sequence_parallel")}
+    chosen: dict[str, Any] = {key: value for key, value in switches.items() if value is not None}
     float8 = Float8() if request.float8 == "none" else subject.float8
     if request.float8 not in (None, "none"):
         float8 = float8.replace(recipe_name=request.float8, emulate=True)
-    filters: dict[str, Any] = {}
-    if request.float8_filter:
-        filters["filter_fqns"] = request.float8_filter
-    if request.float8_filter_unaligned:
-        filters["filter_unaligned"] = True
+    options = {"filter_fqns": request.float8_filter, "filter_unaligned": request.float8_filter_unaligned}
+    filters: dict[str, Any] = {name: value for name, value in options.items() if value}
     if filters and float8.recipe_name is None:
         raise VerifyError(
             "--float8-filter: nothing is float8; add --float8 tensorwise, for one, or leave it out"

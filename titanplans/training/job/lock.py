@@ -1,29 +1,13 @@
-"""One job a folder: a job locks the folders that it writes to, and a second one is refused.
-
-The lock is the system's, on `titanplans.lock` in the folder, and goes with the process that holds it, however that ends.
-The file's content only names the holder. The lock belongs to a process (lockf, not flock), so a fork does
-not hold it, and most network file systems support it.
-"""
+"""One job in a folder: who writes there locks it, and another that wants to is refused."""
 
 import contextlib
-import errno
-import fcntl
-import logging
-import os
-import platform
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from titanplans.config import ConfigError, JobConfig
+from titanplans.config import JobConfig
+from titanplans.lock import locked_folder
 from titanplans.text import show
 from titanplans.training.checkpoint.folder import own_folder
-
-LOCK = "titanplans.lock"
-_HELD = (errno.EACCES, errno.EAGAIN)
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-
-_log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -38,32 +22,5 @@ def locked(job: JobConfig) -> Iterator[None]:
         held.append(("checkpoint.folder", job.checkpoint.folder, own_folder(job)))
     with contextlib.ExitStack() as stack:
         for key, value, folder in held:
-            stack.enter_context(_lock(folder, f"{key} = {show(value)}"))
+            stack.enter_context(locked_folder(folder, f"{key} = {show(value)}"))
         yield
-
-
-@contextlib.contextmanager
-def _lock(folder: Path, what: str) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    # It stays there: another job may have opened it, and would lock what no longer has a name.
-    with open(folder / LOCK, "a+") as file:
-        file.seek(0)
-        holder = file.read().strip() or "whose process is not recorded yet"
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in _HELD:
-                raise ConfigError(
-                    f"{what}: another job writes to {folder.absolute()}, {holder}; stop it, wait for it, or name another "
-                    "folder"
-                ) from error
-            if error.errno not in _NO_LOCKS:
-                raise
-            _log.warning(
-                f"{folder} can't be locked ({error.strerror}), so another job could write to it, too"
-            )
-        file.truncate(0)
-        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        print(f"process {os.getpid()} on {platform.node()} since {since}", file=file, flush=True)
-        yield
-        file.truncate(0)

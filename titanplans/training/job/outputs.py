@@ -10,10 +10,10 @@ from operator import attrgetter
 from pathlib import Path
 
 from titanplans.config import ConfigError, JobConfig
+from titanplans.lock import LOCK
 from titanplans.parallel.pipeline.picture import FILE as PICTURE
 from titanplans.parallel.pipeline.picture import MEASURED_FILE as MEASURED_PICTURE
 from titanplans.text import show
-from titanplans.training.job.lock import LOCK
 from titanplans.training.job.resolve import trace_buf_size
 from titanplans.training.trainer.jsonl import FILE_NAME, read_rows
 from titanplans.training.trainer.parallelism_report import FILE

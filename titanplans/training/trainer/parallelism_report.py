@@ -6,7 +6,6 @@ Rank 0 writes it to `parallelism.json` in the job's dump folder. `titanplans.par
 
 import json
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from titanplans.config import rename_option_errors
-from titanplans.disk import naming
+from titanplans.disk import write_whole
 from titanplans.observe.summary import after_step, at_start, pipeline_after_step
 from titanplans.parallel import DDPConfig, FSDP2Config
 from titanplans.parallel.report import ParallelismReport
@@ -40,9 +39,6 @@ class JobReport:
         micro_batches: the number in a step.
         measure: whether to measure a step.
         pipeline: the part on the pipeline, if `model` is a stage of one.
-
-    Attributes:
-        steps_to_measure: how many are still to be measured.
 
     Raises:
         ConfigError: a component of [compile] was not compiled.
@@ -81,15 +77,9 @@ class JobReport:
 
     @contextmanager
     def measuring(self, step: int, schedulers: Any) -> Iterator[None]:
-        """Measure the training step that runs inside.
+        """Measure the training step that runs inside; a ConfigError if a block that was to be compiled ran eagerly.
 
-        Args:
-            step: its number.
-            schedulers: torchtitan's container of them, whose step ends what every training step does; what
-                comes after is for the log.
-
-        Raises:
-            ConfigError: a block that was to be compiled ran eagerly.
+        What comes after the step of `schedulers`, torchtitan's container, is for the log.
         """
         self.steps_to_measure -= 1
         if self._pipeline is not None and not self.steps_to_measure:
@@ -113,7 +103,7 @@ class JobReport:
     def _recording(self, step: int, schedulers: Any) -> Iterator[None]:
         own = schedulers.step
         with rename_option_errors(), self.report.measuring(step) as record:
-            schedulers.step = lambda: (own(), record.log_begins())
+            schedulers.step = lambda: (own(), record.places.log_begins())
             try:
                 yield
             finally:
@@ -122,11 +112,6 @@ class JobReport:
     def _write(self) -> None:
         if dist.get_rank() != 0:
             return
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        # Whole or not at all: a sweep may read it while the job runs.
-        part = self.file.with_suffix(".part")
-        with naming(part):
-            part.write_text(json.dumps(self.report.values, indent=1) + "\n")
-        os.replace(part, self.file)
+        write_whole(self.file, json.dumps(self.report.values, indent=1) + "\n")
         if self._pipeline is not None:
             self._pipeline.draw()
