@@ -50,7 +50,7 @@ def documents(lengths: tuple[int, ...]) -> list[tuple[int, np.ndarray]]:
     return [(number, np.full(length, number)) for number, length in enumerate(lengths)]
 
 
-def row(top: int, source: str, window: Window[int]) -> list[str]:
+def row(top: int, source: str, window: Window) -> list[str]:
     """Return a row: a box for each document, a border where the next does not see it, and its place that is filled up."""
     starts = [*np.flatnonzero(window.positions == 0), len(window.positions)]
     parts = [f'<text class="left style" x="14" y="{top + 17}">{source}</text>']
