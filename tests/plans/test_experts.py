@@ -193,8 +193,8 @@ def test_in_float8_the_router_reads_the_sequence_as_it_is():
     model = build()
     source = registered_plans()["qwen2_moe"](TPOptions(Degrees(tp=2), float8="tensorwise"))
     crossings = check(source, model).crossings
-    assert crossings["model.layers.0.mlp"].enter is None  # a dense one
-    assert all(crossings["model.layers.1.mlp"])
+    assert crossings["model.layers.0.mlp"]["activations"] is None  # a dense one
+    assert all(crossings["model.layers.1.mlp"].values())
     report = proved(of, build=build)
     assert report.passed, report.table()
 

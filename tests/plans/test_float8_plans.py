@@ -220,30 +220,35 @@ def crossings(name, recipe="tensorwise", plan=None, **changed):
     model = proofs.float8(name, recipe, **changed).build()
     with fake_ranks(2) as mesh:
         found = apply_plan(model, mesh, plan=plan).crossings
-    return {n.removeprefix("model.layers.0."): tuple(crossing) for n, crossing in found.items()}
+    return {n.removeprefix("model.layers.0."): dict(crossing) for n, crossing in found.items()}
 
 
 def test_a_region_whose_projections_are_all_float8_is_entered_and_left_in_float8():
     assert crossings("qwen3") == {
-        "self_attn": (None, ""),
-        "self_attn.o_proj": ("", None),
-        "mlp": (None, ""),
-        "mlp.down_proj": ("", None),
-        "lm_head": (None, ""),
+        "self_attn": {"activations": None},
+        "self_attn.o_proj": {"gradients": None},
+        "mlp": {"activations": None},
+        "mlp.down_proj": {"gradients": None},
+        "lm_head": {"activations": None},
     }
-    assert crossings("gla") == {"attn": (None, None), "mlp": (None, None), "lm_head": (None, "")}
+    both = {"activations": None, "gradients": None}
+    assert crossings("gla") == {"attn": both, "mlp": both, "lm_head": {"activations": None}}
 
 
 def test_what_is_not_float8_says_why():
     found = crossings("gla", unconverted=("gk_proj", "down_proj"))
-    assert found["attn"] == ("model.layers.0.attn.gk_proj.0 is not converted, and reads it too", None)
-    assert found["mlp"] == (None, "model.layers.0.mlp.down_proj is not converted, and gives it")
+    why = "model.layers.0.attn.gk_proj.0 is not converted, and reads it too"
+    assert found["attn"] == {"activations": why, "gradients": None}
+    why = "model.layers.0.mlp.down_proj is not converted, and gives it"
+    assert found["mlp"] == {"activations": None, "gradients": why}
     found = crossings("qwen3", "rowwise")
-    assert all("rowwise scales the tensors" in why for crossing in found.values() for why in crossing if why)
+    assert all(
+        "rowwise scales the tensors" in why for crossing in found.values() for why in crossing.values()
+    )
     read_elsewhere = changed(LlamaPlan, lambda plan: plan.attn_input(float8_input=False))
     found = crossings("llama", plan=read_elsewhere)
-    assert "float8_input = False" in found["self_attn"][0]
-    assert found["mlp"] == (None, "")
+    assert "float8_input = False" in found["self_attn"]["activations"]
+    assert found["mlp"] == {"activations": None}
 
 
 @pytest.mark.parametrize("name", proofs.FLOAT8)

@@ -265,10 +265,13 @@ def _cut(entry: Entry, cut: Cut, crossing: Crossing | None) -> None:
             split_linear(
                 module, entry.style, cut.ranks
             )  # before the parameters: a packed weight is read around it
-        if by_weights and crossing is not None and None in crossing:
+        in_float8 = [] if crossing is None else [side for side, why in crossing.items() if why is None]
+        if by_weights and in_float8:
             from titanplans.precision.float8.border import Float8Border  # imports torchao
 
-            border = Float8Border(border, module, enter=crossing.enter is None, leave=crossing.leave is None)
+            border = Float8Border(
+                border, module, enter="activations" in in_float8, leave="gradients" in in_float8
+            )
     cut.lay_out(entry)
     place_dropout(module, entry.layouts, cut.border)
     if entry.parameter is None:

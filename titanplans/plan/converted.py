@@ -5,8 +5,9 @@
 torchao is imported only if a model holds one of its modules.
 """
 
+from collections.abc import Mapping
 from functools import cache
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -22,14 +23,9 @@ ALIGNMENT = 16
 _PLAIN = "_plain_border"
 
 
-class Crossing(NamedTuple):
-    """How a sequence crosses the border of a region or of the head: None: in float8; else the reason why not."""
-
-    enter: str | None
-    """The activations, cast once for all projections behind the border and gathered as bytes."""
-
-    leave: str | None
-    """The gradients of the output, likewise; "" where nothing leaves here."""
+Crossing = Mapping[Literal["activations", "gradients"], str | None]
+"""What crosses the border of a region or of the head: the activations that enter, the gradients of the output. None: cast
+to float8, once for all projections behind the border, and gathered as bytes; else the reason why not."""
 
 
 def keep_border_plain(module: nn.Module, reason: str) -> None:

@@ -123,23 +123,26 @@ def _crossings(plan: ResolvedPlan) -> dict[str, Crossing]:
         linears = [e for e in inside if isinstance(e.module, nn.Linear)]
         if not any(is_float8(e.module) for e in linears):
             continue
-        if recipe != "tensorwise":
-            otherwise = (
-                f"{recipe} scales the tensors of each product along other dimensions: cast in each module"
-            )
-            found[entry.key] = Crossing(otherwise if enters else "", otherwise if style.closes else "")
-            continue
         last = [e for e in linears if isinstance(e.style, Rowwise)]
-        first = [e for e in linears if e not in last]
-        enter = _why_plain(first, "reads it too") if enters else ""
-        if enters and isinstance(style, Region) and not style.float8_input:
-            enter = "the plan says that something else reads it, too (float8_input = False)"
         plain = plain_border(entry.module)
-        found[entry.key] = Crossing(
-            (plain or enter) if enters else "",
-            (plain or _why_leaves_plainly(style, inside, last)) if style.closes else "",
-        )
+        if recipe != "tensorwise":
+            plain = f"{recipe} scales the tensors of each product along other dimensions: cast in each module"
+        crossing: dict[Any, str | None] = {}
+        if enters:
+            crossing["activations"] = plain or _why_enters_plainly(
+                style, [e for e in linears if e not in last]
+            )
+        if style.closes:
+            crossing["gradients"] = plain or _why_leaves_plainly(style, inside, last)
+        found[entry.key] = crossing
     return found
+
+
+def _why_enters_plainly(style: Style, first: list[Entry]) -> str | None:
+    """Return why the input enters in high precision; None if it enters in float8."""
+    if isinstance(style, Region) and not style.float8_input:
+        return "the plan says that something else reads it, too (float8_input = False)"
+    return _why_plain(first, "reads it too")
 
 
 def _why_leaves_plainly(style: Style, inside: list[Entry], last: list[Entry]) -> str | None:

@@ -34,8 +34,7 @@ def float8_report(
         "borders": {
             name: {
                 side: "in float8" if why is None else f"not in float8: {why}"
-                for side, why in (("activations", crossing.enter), ("gradients", crossing.leave))
-                if why != ""
+                for side, why in crossing.items()
             }
             for name, crossing in crossings.items()
         },
