@@ -53,7 +53,10 @@ def cut(model, bounds, inputs):
     with for_meta():
         found = trace(traced, decoder, {"input_ids": ids})
     stages = Stages(model, found, bounds[:-1])
-    return [stages.cut(copy.deepcopy(model), at) for at in range(len(stages))]
+    made = [stages.cut(copy.deepcopy(model), at) for at in range(len(stages))]
+    for stage in made:
+        stage.watch()
+    return made
 
 
 def check(model, stages, inputs):

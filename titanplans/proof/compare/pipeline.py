@@ -41,6 +41,7 @@ class PipelinedModel(nn.Module):
         self.stages, self.config = stages, stages[-1].model.config
         for at, stage in enumerate(stages):
             self.add_module(str(at), stage.model)
+            stage.watch()
         self.shared = SharedParameters(shared, {at: stage.model for at, stage in enumerate(stages)})
         make_state(self).border = border_of_model(stages[-1].model)
 
