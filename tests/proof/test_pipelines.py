@@ -4,7 +4,8 @@ import pytest
 import zoo
 
 from titanplans import Degrees, PlanError, verify
-from titanplans.proof.compare import pipeline, scheduled
+from titanplans.proof.compare import scheduled
+from titanplans.split.stages.shared import SharedParameters
 from titanplans.split.stages.stage import Stage
 from titanplans.split.stages.trace import Trace
 
@@ -84,7 +85,7 @@ def wrongly(monkeypatch, owner, name, change):
 
 WRONG = {
     "a gradient of a tied weight that is not summed": (
-        "llama", pipeline, "share_gradients", lambda right: lambda *given: None, "gradients model.embed_tokens.weight",
+        "llama", SharedParameters, "sum_gradients", lambda right: lambda self: None, "gradients model.embed_tokens.weight",
     ),
     "a value beside the stream that is not sent": (
         "rwkv7", Trace, "crossing", lambda right: lambda self, at: right(self, at)[-1:], "loss",

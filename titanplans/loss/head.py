@@ -33,6 +33,7 @@ from titanplans.split.parameters.local_parameters import local_parameter
 from titanplans.split.state import border_of_model, state_of
 from titanplans.text import class_name
 from titanplans.torch_private.autograd import version
+from titanplans.torch_private.swapped import swapped
 
 CHUNK = 512
 """Tokens of a chunk by default; docs/benchmarks.md has the figures."""
@@ -97,11 +98,8 @@ class FusedLoss:
             called = True
             return self._loss(input, labels, objective)
 
-        self.head.__dict__["forward"] = forward
-        try:
+        with swapped(self.head, "forward", forward):
             yield
-        finally:
-            del self.head.__dict__["forward"]
         if not called:
             raise NotFused(f"the forward of {self._model} did not call its head")
 

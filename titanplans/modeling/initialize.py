@@ -53,26 +53,44 @@ def initialize(model: PreTrainedModel, *, seed: int, only: Collection[str] | Non
         if not todo:
             return
     reference = Reference(model, next(model.parameters()).device, seed, owners)
-    # In a stage of a pipeline the one that it is tied to may be another stage's.
-    alone = {
-        source: target for target, source in reference.tied.items() if target in todo and source not in todo
-    }
-    there = {without_wrappers(path): module for path, module in model.named_modules()}
+    writer = Writer(model, todo, reference.tied)
     for unit in reference.units():
-        if isinstance(there.get(unit.path), Elsewhere) and not any(_is_of(name, unit) for name in alone):
+        module = writer.modules.get(unit.path)
+        if isinstance(module, Elsewhere) and not any(_is_of(name, unit) for name in writer.alone):
             continue
-        if unit.path in there and (only is None or any(_is_of(name, unit) for name in todo)):
+        if module is not None and (only is None or any(_is_of(name, unit) for name in todo)):
             for name, value in reference.values(unit).items():
-                owner = name.rpartition(".")[0]
-                codes, scales = f"{owner}.{nf4.CODES}", f"{owner}.{nf4.SCALES}"
-                if name.endswith(".weight") and codes in todo:
-                    nf4.write(there[owner], value, owner)
-                    del todo[codes], todo[scales]
-                elif (own := alone.get(name, name)) in todo:
-                    copy_shard(todo.pop(own), value, name=own)
+                writer.write(name, value)
     tie(model, reference.tied)
     for name in todo.keys() - reference.tied.keys():
         raise ModelError(f"{name} is not in the model that its config describes: nothing initialises it")
+
+
+class Writer:
+    """Writes whole tensors of a model into one that has it: split in any way, in NF4, or as a stage of a pipeline.
+
+    Args:
+        model: it.
+        left: tensors of it, by name; what is written is taken out.
+        tied: each tied parameter, and the one that it is tied to.
+    """
+
+    def __init__(self, model: nn.Module, left: dict[str, torch.Tensor], tied: Mapping[str, str]):
+        self.modules = {without_wrappers(path): module for path, module in model.named_modules()}
+        self.left = left
+        # In a stage of a pipeline the one that it is tied to may be another stage's.
+        self.alone = {source: name for name, source in tied.items() if name in left and source not in left}
+
+    @torch.no_grad()
+    def write(self, name: str, value: torch.Tensor) -> None:
+        """Write this rank's part of `value`, if the tensor of this name is left."""
+        owner, _, own = name.rpartition(".")
+        codes, scales = f"{owner}.{nf4.CODES}", f"{owner}.{nf4.SCALES}"
+        if own == "weight" and codes in self.left:
+            nf4.write(self.modules[owner], value, owner)
+            del self.left[codes], self.left[scales]
+        elif (here := self.alone.get(name, name)) in self.left:
+            copy_shard(self.left.pop(here), value, name=here)
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -29,6 +29,7 @@ from titanplans.modeling.build import construct
 from titanplans.modeling.own import is_own
 from titanplans.plan.decoder import join
 from titanplans.torch_private.autograd import version
+from titanplans.torch_private.swapped import swapped
 
 
 class InitUnit(NamedTuple):
@@ -77,7 +78,8 @@ class Reference:
                 model.config
             ):  # whose modules write their parameters after they have registered them
                 stack.enter_context(_to_meta(lambda parameter: bool(parameter.isnan().any())))
-            stack.enter_context(_without_init_weights())
+            # Only the constructors' own marks are to be on the modules.
+            stack.enter_context(swapped(PreTrainedModel, "init_weights", lambda self: None))
             for kind in kinds:
                 stack.enter_context(_recorded(kind, self._calls))
             self.model = construct(copy.deepcopy(model.config), device, torch.float32)
@@ -209,7 +211,7 @@ def _give_later_buffers(made: nn.Module, layer: nn.Module) -> None:
 @contextmanager
 def _recorded(layer: type[nn.Module], calls: dict[nn.Module, Callable[[], nn.Module]]) -> Iterator[None]:
     """Instances of `layer` are made on meta, and how to make them again is noted in `calls`."""
-    original, inherited = layer.__init__, "__init__" not in vars(layer)
+    original = layer.__init__
 
     @functools.wraps(original)
     def record(self: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -218,25 +220,8 @@ def _recorded(layer: type[nn.Module], calls: dict[nn.Module, Callable[[], nn.Mod
         if type(self) is layer:
             calls[self] = functools.partial(layer, *args, **kwargs)
 
-    layer.__init__ = record
-    try:
+    with swapped(layer, "__init__", record):
         yield
-    finally:
-        if inherited:
-            del layer.__init__
-        else:
-            layer.__init__ = original
-
-
-@contextmanager
-def _without_init_weights() -> Iterator[None]:
-    """Constructors of models leave `_init_weights` to us, so that only their own marks are on the modules."""
-    original = PreTrainedModel.init_weights
-    PreTrainedModel.init_weights = lambda self: None
-    try:
-        yield
-    finally:
-        PreTrainedModel.init_weights = original
 
 
 @contextmanager

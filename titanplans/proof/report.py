@@ -48,7 +48,22 @@ class Report:
 
     def table(self) -> str:
         """Return the report as text, its numbers in epsilons."""
-        return _table(self)
+        found = dict.fromkeys(check.what for case in self.cases for check in case.checks)
+        checks = (*CHECKS, *(what for what in found if what == SCALE or what.endswith(" loss")))
+        degrees = [case.options.degrees for case in self.cases]
+        others = [name for name in ("cp", "ep", "pp") if any(getattr(cut, name) > 1 for cut in degrees)]
+        cuts = ("tp", *others)
+        head = (*cuts, "loss", "sequence", "training", *checks, "verdict", "worst")
+        rows = [head, *(_row(case, checks, training(case, self), cuts) for case in self.cases)]
+        first = len(cuts) + 3
+        lines = [
+            f"{self.subject}, {self.dtype}, ranks: {self.ranks}",
+            "",
+            *columns(rows, right=(*range(first - 3), *range(first, len(head) - 2))),
+            "",
+        ]
+        unreached = [f"not reached: {words}" for words in self.unreached]
+        return "\n".join([*lines, *_failures(self), *map(str, self.refused), *unreached, _legend(self)])
 
 
 def _plain(value: Any) -> Any:
@@ -57,29 +72,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _table(report: Report) -> str:
-    """Return `report` as text, its numbers in epsilons."""
-    found = dict.fromkeys(check.what for case in report.cases for check in case.checks)
-    checks = (*CHECKS, *(what for what in found if what == SCALE or what.endswith(" loss")))
-    others = [
-        name
-        for name in ("cp", "ep", "pp")
-        if any(getattr(case.options.degrees, name) > 1 for case in report.cases)
-    ]
-    cuts = ("tp", *others)
-    head = (*cuts, "loss", "sequence", "training", *checks, "verdict", "worst")
-    rows = [head, *(_row(case, checks, training(case, report), cuts) for case in report.cases)]
-    first = len(cuts) + 3
-    lines = [
-        f"{report.subject}, {report.dtype}, ranks: {report.ranks}",
-        "",
-        *columns(rows, right=(*range(first - 3), *range(first, len(head) - 2))),
-        "",
-    ]
-    unreached = [f"not reached: {words}" for words in report.unreached]
-    return "\n".join([*lines, *_failures(report), *map(str, report.refused), *unreached, _legend(report)])
 
 
 def training(case: CaseResult, report: Report) -> str:

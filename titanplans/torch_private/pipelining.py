@@ -21,8 +21,8 @@ _KINDS = {
 
 def rank_orders(
     schedule: str, ranks: int, stages: int, microbatches: int
-) -> list[list[tuple[int, Any, int] | None]]:
-    """Return stage, kind and micro batch of each computation of each rank, in order; None for a deliberate idle step.
+) -> list[list[tuple[int, Any, int]]]:
+    """Return stage, kind and micro batch of each computation of each rank, in order.
 
     No process group is needed: torch builds a schedule from the numbers of ranks and stages alone.
     """
@@ -41,8 +41,7 @@ def rank_orders(
         for order in orders:
             numbers = count()
             order[:] = [
-                (one[0], one[1], next(numbers)) if one is not None and one[1] == "forward" else one
-                for one in order
+                (stage, kind, next(numbers) if kind == "forward" else number) for stage, kind, number in order
             ]
     return orders
 
@@ -84,12 +83,10 @@ def backward_of_weights(weights: Any, left: Any) -> None:
     stage_backward_weight(iter(weights), left, retain_graph=True)
 
 
-def _computations(actions: Any) -> list[tuple[int, Any, int] | None]:
-    found: list[tuple[int, Any, int] | None] = []
-    for action in actions:
-        if action is None:
-            found.append(None)
-        elif action.computation_type.name == "OVERLAP_F_B":
+def _computations(actions: Any) -> list[tuple[int, Any, int]]:
+    found: list[tuple[int, Any, int]] = []
+    for action in filter(None, actions):  # torch has None for a step in which a rank is idle
+        if action.computation_type.name == "OVERLAP_F_B":
             found += _computations(action.sub_actions)
         elif action.computation_type.name != "REDUCE_GRAD":  # the sum over data-parallel ranks
             kind = _KINDS[action.computation_type.name]

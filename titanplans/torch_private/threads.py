@@ -17,6 +17,7 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded_gr
 
 from titanplans.torch_private.dispatch import tree_map_only
 from titanplans.torch_private.dtensor import DTensorSpec
+from titanplans.torch_private.swapped import swapped
 
 __all__ = [
     "groups_of_threads",
@@ -83,11 +84,8 @@ def shared_shardings() -> Iterator[None]:
             known[key] = found
         return found
 
-    propagator.propagate_op_sharding_non_cached = shared  # type: ignore[assignment]
-    try:
+    with swapped(propagator, "propagate_op_sharding_non_cached", shared):
         yield
-    finally:
-        del propagator.propagate_op_sharding_non_cached
 
 
 @contextmanager
@@ -99,8 +97,5 @@ def meshes_by_thread() -> Iterator[None]:
         make(self, *args, **kwargs)
         self._thread_id, self._hash = threading.get_ident(), None
 
-    DeviceMesh.__init__ = init  # type: ignore[method-assign]
-    try:
+    with swapped(DeviceMesh, "__init__", init):
         yield
-    finally:
-        DeviceMesh.__init__ = make  # type: ignore[method-assign]

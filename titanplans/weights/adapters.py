@@ -23,11 +23,12 @@ from titanplans.disk import sync
 from titanplans.errors import ModelError
 from titanplans.plan.adapted import LowRank, is_factor, is_transposed, low_rank_of
 from titanplans.plan.decoder import without_wrappers
+from titanplans.split.objects import rank
 from titanplans.split.parameters.shards import copy_shard
 from titanplans.weights.atomic import on_first_rank
 from titanplans.weights.compare import differences
 from titanplans.weights.files import write_safetensors
-from titanplans.weights.gather import gather, rank, stored
+from titanplans.weights.gather import gather, stored
 from titanplans.weights.merged import named_adapted
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from titanplans.disk import is_taken, reason, sync
 from titanplans.errors import ModelError, NotSaved
-from titanplans.weights.gather import from_first, rank
+from titanplans.split.objects import from_first, rank
 
 
 @contextmanager

@@ -13,11 +13,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from titanplans.errors import ModelError
+from titanplans.split.objects import from_first, of_all, rank
 from titanplans.split.parameters.shards import copy_shard
 from titanplans.torch_private.dispatch import tree_map_only
 from titanplans.torch_private.distributed import group_device_types
 from titanplans.weights.compare import differences, in_words
-from titanplans.weights.gather import from_first, gather, of_all, rank, stored, whole
+from titanplans.weights.gather import gather, stored, whole
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 Described = dict[str, tuple[torch.Size, torch.dtype]]

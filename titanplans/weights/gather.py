@@ -4,7 +4,6 @@ The mesh may have any dimensions (tensor parallelism, FSDP2 over it, replicas of
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanplans.errors import ModelError
+from titanplans.split.objects import of_all, rank
 from titanplans.weights.lazy import LazyTensor, lazily
 
 
@@ -113,25 +113,3 @@ def of_stages(models: Sequence[nn.Module], group: dist.ProcessGroup) -> dict[str
         return meta
 
     return lazily(tensors, read)
-
-
-def rank() -> int:
-    """Return this process's rank; 0 where it is alone."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def from_first(value: Any) -> Any:
-    """Return rank 0's `value`, which is small and no tensor."""
-    values = [value]
-    if dist.is_initialized():
-        dist.broadcast_object_list(values, src=0)
-    return values[0]
-
-
-def of_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the `value` of each rank of `group`; None: of all."""
-    if not dist.is_initialized():
-        return [value]
-    values = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values

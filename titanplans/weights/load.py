@@ -10,20 +10,16 @@ import time
 from typing import NamedTuple, cast
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from titanplans.errors import ModelError
 from titanplans.modeling.build import build
-from titanplans.modeling.initialize import initialize, named_tensors, tie
-from titanplans.plan.decoder import without_wrappers
+from titanplans.modeling.initialize import Writer, initialize, named_tensors, tie
 from titanplans.precision import nf4
 from titanplans.precision.kept_dtypes import keeps_float32
-from titanplans.split.parameters.shards import copy_shard, local_shard
 from titanplans.text import some
-from titanplans.weights.compare import in_words
+from titanplans.weights.compare import check_copies, in_words, once
 from titanplans.weights.folder import Folder, open_folder
-from titanplans.weights.gather import of_all
 from titanplans.weights.lazy import LazyTensor
 from titanplans.weights.names import from_published
 
@@ -86,22 +82,15 @@ def load_weights(
     """
     start = time.perf_counter()
     targets = named_tensors(model)
-    small = {without_wrappers(name): module for name, module in nf4.quantised(model).items()}
     opened = open_folder(folder)
     match = match_folder(model, opened, strict=strict)
-    # In a stage of a pipeline the one that it is tied to may be another stage's.
-    alone = {source: name for name, source in match.tied.items() if name in targets and source not in targets}
     _check_kept(model, {name: targets[name].dtype for name in match.tensors.keys() & targets.keys()})
-    with torch.no_grad():
-        for name, lazy in match.tensors.items():
-            owner = name.rpartition(".")[0]
-            if owner in small and name.endswith(".weight"):
-                nf4.write(small[owner], _as_tensor(lazy), owner)
-            elif (own := alone.get(name, name)) in targets:  # a stage has not all
-                copy_shard(targets[own], _as_tensor(lazy), name=own)
-        _check_tied(targets, match, opened.path)
-    codes = {f"{owner}.{name}" for owner in small for name in (nf4.CODES, nf4.SCALES)}
-    more = targets.keys() - match.tensors.keys() - match.tied.keys() - set(match.missing) - codes
+    check_copies(match.again, match.tensors, match.tied, opened.path)
+    writer = Writer(model, targets, match.tied)
+    for name, lazy in match.tensors.items():
+        writer.write(name, cast(torch.Tensor, lazy))  # functions on tensors take lazy ones
+    more = writer.left.keys() - match.tied.keys() - set(match.missing)
+    more = {name for name in more if not name.endswith((nf4.CODES, nf4.SCALES))}
     initialize(model, seed=seed, only=more)  # buffers that no folder holds, and adapters
     tie(model, match.tied)
     seconds = time.perf_counter() - start
@@ -147,14 +136,7 @@ def match_folder(model: PreTrainedModel, folder: Folder, *, strict: bool = True)
         for name, lazy in tensors.items()
         if lazy.shape != expected[name].shape or not _castable(lazy.dtype, expected[name].dtype)
     ]
-    again = {}
-    for name, source in tied.items():
-        if name in tensors:
-            lazy = tensors.pop(name)
-            if source in tensors:
-                again[name] = lazy
-            else:
-                tensors[source] = lazy
+    tensors, again = once(tensors, tied)
     missing = [name for name in expected if name not in tensors and name not in tied]
     differing = in_words(
         {
@@ -179,33 +161,6 @@ def _check_kept(model: PreTrainedModel, dtypes: dict[str, torch.dtype]) -> None:
             f"{type(model).__name__} keeps {some(sorted(narrow))} in float32, and this model has it in "
             f"{str(dtypes[narrow[0]]).removeprefix('torch.')}: build it with modeling.build, or cast it to float32"
         )
-
-
-def _check_tied(targets: dict[str, torch.Tensor], match: Match, folder: os.PathLike[str]) -> None:
-    """Refuse a folder that has two values for a weight, on all ranks alike."""
-    differing = []
-    for name, lazy in match.again.items():
-        held = next((held for held in (match.tied[name], name) if held in targets), None)
-        if held is None:  # another stage of a pipeline looks
-            continue
-        parameter, value = targets[held], _as_tensor(lazy)
-        if isinstance(parameter, DTensor):
-            value = local_shard(value, parameter.device_mesh, parameter.placements, name=name)
-            parameter = parameter.to_local()
-        if not torch.equal(torch.empty_like(parameter).copy_(value), parameter):
-            differing.append(name)
-    if match.again:
-        differing = [name for names in of_all(differing) for name in names]
-    if differing:
-        raise ModelError(
-            f"{folder} has {differing[0]} and {match.tied[differing[0]]} with other values, and the model's config ties the "
-            "two: tie_word_embeddings = false in its config.json keeps both"
-        )
-
-
-def _as_tensor(lazy: LazyTensor) -> torch.Tensor:
-    """Cast for the type checker: functions on tensors take lazy ones."""
-    return cast(torch.Tensor, lazy)
 
 
 def _castable(stored: torch.dtype, wanted: torch.dtype) -> bool:

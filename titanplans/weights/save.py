@@ -21,10 +21,9 @@ from titanplans.errors import ModelError
 from titanplans.modeling.build import build
 from titanplans.precision.kept_dtypes import keeps_float32
 from titanplans.weights.atomic import on_first_rank, written_atomically
-from titanplans.weights.compare import differences
+from titanplans.weights.compare import check_copies, differences, once
 from titanplans.weights.files import copy_tokenizer, refuse_full, write_config, write_safetensors
 from titanplans.weights.folder import INDEX
-from titanplans.weights.gather import from_first, rank
 from titanplans.weights.lazy import LazyTensor, lazily
 from titanplans.weights.merged import whole_tensors
 from titanplans.weights.names import to_published
@@ -161,18 +160,6 @@ def check_names(plain: PreTrainedModel, tensors: Mapping[str, torch.Tensor | Laz
 def _published(plain: PreTrainedModel, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Return the tensors by their published names, tied ones once; refuse those of another model, on every rank."""
     check_names(plain, tensors)
-    once = dict(tensors)
-    for name, source in plain.all_tied_weights_keys.items():
-        if name not in once:
-            continue
-        other = once.pop(name)
-        if source not in once:
-            once[source] = other
-            continue
-        one, two = other.read(), once[source].read()  # on every rank: reading may be collective
-        if from_first(rank() == 0 and not torch.equal(one, two)):
-            raise ModelError(
-                f"{name} and {source} have other values, and the model's config ties the two: tie_word_embeddings = false "
-                "in it keeps both"
-            )
-    return to_published(plain, once)
+    kept, copies = once(tensors, plain.all_tied_weights_keys)
+    check_copies(copies, kept, plain.all_tied_weights_keys, f"the {type(plain).__name__} to save")
+    return to_published(plain, kept)

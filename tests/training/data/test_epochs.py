@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from titanplans.config.sections.data import Data
 from titanplans.errors import DataError
 from titanplans.loss import IGNORED
-from titanplans.weights.gather import of_all
+from titanplans.split.objects import of_all
 
 SEQ_LEN = 24
 SOURCES = {"a": (57, "0123456789", 3), "b": (23, "uvwxyz", 17), "c": (6, "klmn", 40)}

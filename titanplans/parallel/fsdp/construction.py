@@ -5,7 +5,7 @@ split over tensor-parallel ranks it makes a mesh of both dimensions, which holds
 Here a chunk is made when it is asked for, and one mesh serves all parameters. docs/benchmarks.md has the figures.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
@@ -13,23 +13,17 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param  # private: torch chunks all shards
 
+from titanplans.torch_private.swapped import swapped
+
 
 @contextmanager
 def independent_of_world() -> Iterator[None]:  # private: torch chunks all shards
     """Let `fully_shard` do the work of one rank inside; the shards and meshes are equal."""
-    before = _fsdp_param._chunk_with_empty, DeviceMesh._concatenate
-    _fsdp_param._chunk_with_empty = Chunks  # type: ignore[assignment]
-    DeviceMesh._concatenate = staticmethod(_cached(before[1]))  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        _fsdp_param._chunk_with_empty = before[0]
-        DeviceMesh._concatenate = staticmethod(before[1])  # type: ignore[method-assign]
-
-
-def _cached(concatenate: Callable[[list[DeviceMesh]], DeviceMesh]) -> Callable[..., DeviceMesh]:
+    concatenate = DeviceMesh._concatenate
     once = cache(lambda meshes: concatenate(list(meshes)))
-    return lambda meshes: once(tuple(meshes))
+    cached = staticmethod(lambda meshes: once(tuple(meshes)))
+    with swapped(_fsdp_param, "_chunk_with_empty", Chunks), swapped(DeviceMesh, "_concatenate", cached):
+        yield
 
 
 class Chunks(Sequence[torch.Tensor]):

@@ -54,6 +54,7 @@ def group_parameters(model: nn.Module, options: Optimizer) -> list[ParameterGrou
             what is no matrix, or has nothing.
     """
     roles, whole = _roles(model), record_of(model).whole_names
+    is_stage = record_of(model).stage is not None  # other stages may have what a group is for
     claimed: dict[int, list[tuple[str, nn.Parameter, Role]]] = {}
     frozen = []
     for own, parameter, module in named(model):
@@ -67,20 +68,14 @@ def group_parameters(model: nn.Module, options: Optimizer) -> list[ParameterGrou
         )
     names = [name for members in claimed.values() for name, _, _ in members]
     for at, group in enumerate(options.groups):
-        elsewhere = record_of(model).stage is not None and any(
-            re.search(group.pattern, name) for name in roles
-        )
+        elsewhere = is_stage and any(re.search(group.pattern, name) for name in roles)
         if at not in claimed and not elsewhere:
             raise ConfigError(f"{_where(at, group)}: {_unmatched(group, names, frozen)}")
     groups: list[ParameterGroup] = []
     for at in sorted(claimed):
         own = options.groups[at] if at < len(options.groups) else None
-        groups += _split(own, at, claimed[at], options, of_stage=record_of(model).stage is not None)
-    if (
-        options.name == "Muon"
-        and record_of(model).stage is None
-        and not any(group.optimizer == "Muon" for group in groups)
-    ):
+        groups += _split(own, at, claimed[at], options, of_stage=is_stage)
+    if options.name == "Muon" and not is_stage and all(group.optimizer != "Muon" for group in groups):
         raise ConfigError(
             'optimizer.name = "Muon": no parameter that trains is a matrix of a hidden layer, so all would have AdamW: '
             'set optimizer.name = "AdamW"; or let a group name matrices, as adapters\': [[optimizer.groups]] pattern = '

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titanplans.split.experts.loads import Loads
+from titanplans.split.objects import of_all
 
 _COUNTS = ("experts/idle", "experts/dropped")
 
@@ -49,11 +50,9 @@ class LoadBalancer:
 
     def figures(self) -> dict[str, float]:
         """Return metrics of the newest loads, and the largest bias, of all stages. Collective over these."""
-        own = self._figures()
-        if self._stages is None:
-            return own
-        found: list[dict[str, float]] = [{}] * self._stages.size()
-        dist.all_gather_object(found, own, group=self._stages)
+        found = [self._figures()]
+        if self._stages is not None:
+            found = of_all(found[0], self._stages)
         return {
             name: (sum if name in _COUNTS else max)(one[name] for one in found if name in one)
             for name in dict.fromkeys(name for one in found for name in one)

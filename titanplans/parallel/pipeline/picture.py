@@ -5,7 +5,6 @@
 Timelines that were measured are drawn as those that were computed.
 """
 
-from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
 from titanplans.parallel.pipeline.timeline import Span, Timeline
@@ -36,20 +35,19 @@ def title_of(timeline: Timeline, name: str) -> str:
 def as_svg(timeline: Timeline, name: str) -> str:
     """Return the picture as SVG; `name` is that of the schedule."""
     scale = (WIDTH - LEFT - GAP) / timeline.duration
-    parts, y = [], TOP
-    for rank, rows in enumerate(rows_of(timeline)):
-        for stage, spans in rows:
-            parts.append(f'<text class="left" x="{GAP}" y="{y + 16}">rank {rank}, stage {stage}</text>')
-            for action, start, end in spans:
-                x, width = LEFT + (start - timeline.start) * scale, (end - start) * scale
-                colour, number = COLOURS[action.kind], str(action.microbatch)
-                parts.append(
-                    f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW - 2}" fill="{colour}"/>'
-                )
-                if DIGIT * len(number) < width:
-                    parts.append(f'<text x="{x + width / 2:.1f}" y="{y + 15}">{number}</text>')
-            y += ROW
-        y += GAP
+    parts, rows = [], rows_of(timeline)
+    for row, (rank, stage, spans) in enumerate(rows):
+        y = TOP + ROW * row + GAP * rank
+        parts.append(f'<text class="left" x="{GAP}" y="{y + 16}">rank {rank}, stage {stage}</text>')
+        for action, start, end in spans:
+            x, width = LEFT + (start - timeline.start) * scale, (end - start) * scale
+            colour, number = COLOURS[action.kind], str(action.microbatch)
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW - 2}" fill="{colour}"/>'
+            )
+            if DIGIT * len(number) < width:
+                parts.append(f'<text x="{x + width / 2:.1f}" y="{y + 15}">{number}</text>')
+    y = TOP + ROW * len(rows) + GAP * len(timeline.ranks)
     for number, (kind, words) in enumerate(LEGEND.items()):
         x = LEFT + 130 * number
         parts.append(f'<rect x="{x}" y="{y}" width="14" height="14" fill="{COLOURS[kind]}"/>')
@@ -70,11 +68,7 @@ def as_text(timeline: Timeline, name: str, width: int = 100) -> str:
 
     F is a forward, B a backward, W its part for weights; the micro batch follows where it fits, and dashes fill the time.
     """
-    rows = [
-        (f"rank {rank} stage {stage} ", spans)
-        for rank, of_rank in enumerate(rows_of(timeline))
-        for stage, spans in of_rank
-    ]
+    rows = [(f"rank {rank} stage {stage} ", spans) for rank, stage, spans in rows_of(timeline)]
     left = max(len(label) for label, _ in rows)
     columns = width - left
     # A whole number of columns for the shortest computation, where they all fit.
@@ -93,8 +87,10 @@ def as_text(timeline: Timeline, name: str, width: int = 100) -> str:
     return "\n".join(lines)
 
 
-def rows_of(timeline: Timeline) -> Iterator[list[tuple[int, list[Span]]]]:
-    """Yield the stages of each rank, in order, each with its computations."""
-    for spans in timeline.ranks:
-        stages = sorted({span.action.stage for span in spans})
-        yield [(stage, [span for span in spans if span.action.stage == stage]) for stage in stages]
+def rows_of(timeline: Timeline) -> list[tuple[int, int, list[Span]]]:
+    """Return each rank's stages, in order, with their computations: numbers of rank and stage, and spans."""
+    return [
+        (rank, stage, [span for span in spans if span.action.stage == stage])
+        for rank, spans in enumerate(timeline.ranks)
+        for stage in sorted({span.action.stage for span in spans})
+    ]

@@ -44,21 +44,16 @@ class Timeline(NamedTuple):
         return 1 - busy / (len(self.ranks) * self.duration)
 
 
-def in_units(kind: Kind, stage: int) -> float:
-    """Return the duration of a computation where all stages are alike."""
-    return UNITS[kind]
-
-
-def timeline(orders: Sequence[Order], duration: Callable[[Kind, int], float] = in_units) -> Timeline:
+def timeline(
+    orders: Sequence[Order], duration: Callable[[Kind, int], float] = lambda kind, _: UNITS[kind]
+) -> Timeline:
     """Return the timeline of `orders` if each computation starts once its rank is free and what it needs is there.
 
     Args:
-        orders: of each rank; idle steps of torch's count nothing.
-        duration: of a kind of computation in a stage; sending takes no time.
+        orders: of each rank.
+        duration: of a kind of computation in a stage, `UNITS` where all are alike; sending takes no time.
     """
-    rank_of = {
-        action.stage: rank for rank, order in enumerate(orders) for action in order if action is not None
-    }
+    rank_of = {action.stage: rank for rank, order in enumerate(orders) for action in order}
     spans: list[list[Span]] = [[] for _ in orders]
     ends: dict[Action, float] = {}
     for action in in_one_order(orders):

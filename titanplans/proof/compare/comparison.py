@@ -15,6 +15,7 @@ from titanplans.proof.compare.tolerance import difference, largest
 from titanplans.proof.compare.training import Key, TrainingRun
 from titanplans.proof.ranks.world import World, wholes
 from titanplans.proof.result import CaseResult, Check
+from titanplans.split.gradients import local_of
 
 
 @dataclass
@@ -101,8 +102,10 @@ class Comparison:
 
     def _compare_ties(self, training: TrainingRun) -> None:
         if isinstance(training.model, PipelinedModel):
-            if training.model.shared:
-                self._note("tied", 0.0 if training.model.agrees else math.inf, 0.0, "", "")
+            held = [[local_of(p) for p in holders.values()] for holders in training.model.shared.held()]
+            if held:
+                agree = all(one.equal(first) for first, *others in held for one in others)
+                self._note("tied", 0.0 if agree else math.inf, 0.0, "", "")
             return
         parameters = dict(training.model.named_parameters(remove_duplicate=False))
         for names in self.reference.tied:

@@ -9,7 +9,6 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,13 +19,13 @@ from titanplans.errors import PlanError
 from titanplans.plan.custom import PlanSource, resolve_plan
 from titanplans.plan.decoder import find_decoder
 from titanplans.plan.options import TPOptions
-from titanplans.split.gradients import align_gradients, local_of
 from titanplans.split.meshes import meshes_of
-from titanplans.split.stages.shared import Holder, share_gradients
+from titanplans.split.stages.shared import SharedParameters
 from titanplans.split.stages.stage import Stage
 from titanplans.split.stages.stages import Stages, balance_fault
 from titanplans.split.stages.trace import Trace
 from titanplans.split.state import border_of_model, make_state
+from titanplans.text import counted
 
 
 class PipelinedModel(nn.Module):
@@ -34,7 +33,7 @@ class PipelinedModel(nn.Module):
 
     Args:
         stages: in their order, split.
-        shared: as `Stages.shared`.
+        shared: of each parameter that several stages hold, its name in each.
     """
 
     def __init__(self, stages: Sequence[Stage], shared: Sequence[Mapping[int, str]]):
@@ -42,8 +41,8 @@ class PipelinedModel(nn.Module):
         self.stages, self.config = stages, stages[-1].model.config
         for at, stage in enumerate(stages):
             self.add_module(str(at), stage.model)
-        of_stage = [dict(stage.model.named_parameters(remove_duplicate=False)) for stage in stages]
-        self.shared = [[Holder(0, of_stage[at][name]) for at, name in holders.items()] for holders in shared]
+            stage.watch()
+        self.shared = SharedParameters(shared, {at: stage.model for at, stage in enumerate(stages)})
         make_state(self).border = border_of_model(stages[-1].model)
 
         @functools.wraps(stages[0].model.forward)  # its signature tells which inputs the model takes
@@ -57,7 +56,7 @@ class PipelinedModel(nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield each parameter of the whole model once, as its first stage holds it."""
-        copies = {id(holder.parameter) for _, *others in self.shared for holder in others}
+        copies = self.shared.copies()
         for stage in self.stages:
             for name, parameter in stage.model.named_parameters():
                 if id(parameter) not in copies:
@@ -67,27 +66,6 @@ class PipelinedModel(nn.Module):
         """Yield all parameters, also those that another stage holds, too."""
         for stage in self.stages:
             yield from stage.model.parameters()
-
-    @property
-    def last(self) -> nn.Module:
-        """The model of the last stage."""
-        return self.stages[-1].model
-
-    @property
-    def agrees(self) -> bool:
-        """Whether stages that hold one parameter hold the same values, to the bit."""
-        held = [[_values(holder.parameter) for holder in holders] for holders in self.shared]
-        return all(one.equal(values[0]) for values in held for one in values)
-
-    def sum_gradients(self) -> None:
-        """Give what several stages hold the sum of their gradients, aligned."""
-        align_gradients(self.parameters())
-        share_gradients(self.shared, next(self.parameters()).device)
-
-
-def _values(parameter: nn.Parameter | None) -> torch.Tensor:
-    assert parameter is not None
-    return local_of(parameter)
 
 
 def split_stages(
@@ -104,7 +82,8 @@ def split_stages(
         PlanError: strict application refuses the plan.
         ParallelError: so many stages are not possible.
     """
-    stages = Stages(model, trace, starts_of(len(find_decoder(model).names), options.degrees.pp))
+    blocks, number_of_stages = len(find_decoder(model).names), options.degrees.pp
+    stages = Stages(model, trace, [at * blocks // number_of_stages for at in range(number_of_stages)])
     made, applied = [], []
     for number in range(len(stages)):
         part = copy.deepcopy(model)
@@ -112,7 +91,7 @@ def split_stages(
         made.append(stages.cut(part, number))
         checked = checked.of_stage(stages.passed[number])
         applied.append(split(checked, cut_of(checked, meshes_of(mesh), experts, sum_over_cp=True)))
-    return PipelinedModel(made, stages.shared), applied
+    return PipelinedModel(made, [*stages.shared.values()]), applied
 
 
 def refuse_stages(model: nn.Module, stages: int) -> None:
@@ -123,14 +102,9 @@ def refuse_stages(model: nn.Module, stages: int) -> None:
     """
     blocks = len(find_decoder(model, required=False).names)
     if stages > max(blocks, 1):
-        has = "1 block" if blocks == 1 else f"{blocks} blocks"
         raise PlanError(
-            f"pp = {stages}: {type(model).__name__} has {has}, and each stage needs one: {blocks} stages at most"
+            f"pp = {stages}: {type(model).__name__} has {counted(blocks, 'block')}, and each stage needs one: "
+            f"{blocks} stages at most"
         )
     if stages > 1 and (reason := balance_fault(model)) is not None:
         raise PlanError(f"pp = {stages}: {reason}")
-
-
-def starts_of(blocks: int, stages: int) -> tuple[int, ...]:
-    """Return at which of so many blocks each stage begins, shared out evenly."""
-    return tuple(number * blocks // stages for number in range(stages))

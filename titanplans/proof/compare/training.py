@@ -36,7 +36,7 @@ from titanplans.proof.compare.forward import (
 from titanplans.proof.compare.pipeline import PipelinedModel
 from titanplans.proof.compare.record import Recorder
 from titanplans.proof.compare.scale import recorded
-from titanplans.proof.compare.scheduled import order_of, run_in_order
+from titanplans.proof.compare.scheduled import run_in_order
 from titanplans.split.gradients import align_gradients, local_of, total_norm
 from titanplans.split.stages.stage import Stage
 from titanplans.split.state import border_of_model
@@ -74,7 +74,9 @@ class TrainingRun:
         watched: Collection[str] = (),
         fused: bool = False,
     ):
-        self._last = model.last if isinstance(model, PipelinedModel) else model  # it makes the logits
+        self._last = (
+            model.stages[-1].model if isinstance(model, PipelinedModel) else model
+        )  # it makes the logits
         self._fused = FusedLoss(self._last) if fused else None
         self._draws = draws(model)
         self.model, self.script, self.losses, self.recording = model, script, losses or {}, recording
@@ -106,9 +108,9 @@ class TrainingRun:
             self._point = f"{name}, after its backward"
             named = dict(self.model.named_parameters())
             self.raw = {n: p.grad for n, p in named.items() if p.grad is not None}
+            align_gradients(self.model.parameters())
             if isinstance(self.model, PipelinedModel):
-                self.model.sum_gradients()
-            align_gradients(named.values())
+                self.model.shared.sum_gradients()
             found = {("gradients", n): p.grad for n, p in named.items() if p.grad is not None}
             yield name, {**found, ("norm", ""): total_norm(named.values())}
             for param, shard in self._shards.items():
@@ -208,8 +210,9 @@ class TrainingRun:
             with fusing:
                 return stage.run(received, partial(call, stage.model, batches[name].inputs))
 
-        order = order_of(schedule, len(stages), len(names))
-        run_in_order(stages, order, forward, lambda number, output: take(names[number], output))
+        run_in_order(
+            stages, schedule, len(names), forward, lambda number, output: take(names[number], output)
+        )
 
     def _summed(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss of all tokens, where ranks have their own."""

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from titanplans.proof.ranks.lockstep import Lockstep
+from titanplans.torch_private.swapped import swapped
 from titanplans.torch_private.threads import threaded_groups as threaded
 
 BACKEND = "titanplans_threads"
@@ -142,11 +143,8 @@ def asking_noted() -> Iterator[None]:
             ThreadGroup.lockstep.asked[who] = None
         return rank
 
-    dist.get_rank = get_rank
-    try:
+    with swapped(dist, "get_rank", get_rank):
         yield
-    finally:
-        dist.get_rank = own
 
 
 dist.Backend.register_backend(

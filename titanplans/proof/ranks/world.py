@@ -17,6 +17,7 @@ from titanplans.adapters.low_rank import draws
 from titanplans.errors import PlanError, either
 from titanplans.proof.ranks import threads
 from titanplans.split.gradients import local_of
+from titanplans.split.objects import of_all
 
 T = TypeVar("T")
 
@@ -80,9 +81,7 @@ class ProcessWorld:
             yield [one[: shape.numel()].view(shape) for one, shape in zip(gathered, shapes, strict=True)]
 
     def gather_objects(self, value: T) -> list[T]:
-        values = [value] * self.mesh.size()
-        dist.all_gather_object(values, value)
-        return values
+        return of_all(value)
 
     def together(self, work: Callable[[], T]) -> T:
         return work()

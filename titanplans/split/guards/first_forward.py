@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -21,6 +20,7 @@ from titanplans.plan.checks.keys import ADAPTERS
 from titanplans.split.checksum import checksum
 from titanplans.split.guards.dropout import REMEDY, WHOLE, draws_alike, dropouts
 from titanplans.split.guards.inputs import positional
+from titanplans.split.objects import of_all
 from titanplans.split.parameters.replaced import parameters_of, retire_replaced
 from titanplans.text import class_name
 from titanplans.torch_private.dispatch import dispatch_is_watched, tree_leaves
@@ -165,8 +165,7 @@ def _check_seed(state: torch.Tensor, mesh: DeviceMesh) -> None:
 
 def _differing(mine: Any, mesh: DeviceMesh) -> Iterator[tuple[int, tuple[Any, Any]]]:
     """Yield the ranks of the mesh whose value is not rank 0's, each with both values. Collective."""
-    everyones: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(everyones, mine, mesh.get_group())
+    everyones = of_all(mine, mesh.get_group())
     return ((rank, (theirs, everyones[0])) for rank, theirs in enumerate(everyones) if theirs != everyones[0])
 
 

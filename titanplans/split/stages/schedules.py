@@ -6,6 +6,7 @@ The orders are torch's own (`torch.distributed.pipelining`). Nothing runs here.
 """
 
 import math
+import sys
 from collections import deque
 from collections.abc import Sequence
 from functools import cache
@@ -27,34 +28,30 @@ class Action(NamedTuple):
     microbatch: int
 
 
-Order = tuple[Action | None, ...]
-"""The computations of a rank one after the other; None is an idle step that torch puts there."""
+Order = tuple[Action, ...]
+"""The computations of a rank one after the other."""
 
 
 class Schedule(NamedTuple):
     """A rule by which the ranks of a pipeline compute."""
 
-    stages_per_rank: tuple[int, int | None]
-    """The least and the most stages of a rank; None: any number."""
+    stages_per_rank: range
+    """How many stages a rank may have."""
     placement: Literal["loop", "v"] = "loop"
     """Rank r of n has stages r, n + r, ... (loop), or r and the one as far from the end (v)."""
     splits_backward: bool = False
     """Backwards are in two parts, and those of the weights fill idle steps."""
 
-    def allows(self, each: int) -> bool:
-        """Whether a rank may have `each` stages."""
-        least, most = self.stages_per_rank
-        return least <= each and (most is None or each <= most)
 
-
+ONE, TWO, TWO_OR_MORE = range(1, 2), range(2, 3), range(2, sys.maxsize)
 SCHEDULES = {
-    "GPipe": Schedule((1, 1)),
-    "1F1B": Schedule((1, 1)),
-    "LoopedBFS": Schedule((2, None)),
-    "Interleaved1F1B": Schedule((2, None)),
-    "InterleavedZeroBubble": Schedule((2, None), splits_backward=True),
-    "ZBVZeroBubble": Schedule((2, 2), "v", splits_backward=True),
-    "DualPipeV": Schedule((2, 2), "v", splits_backward=True),
+    "GPipe": Schedule(ONE),
+    "1F1B": Schedule(ONE),
+    "LoopedBFS": Schedule(TWO_OR_MORE),
+    "Interleaved1F1B": Schedule(TWO_OR_MORE),
+    "InterleavedZeroBubble": Schedule(TWO_OR_MORE, splits_backward=True),
+    "ZBVZeroBubble": Schedule(TWO, "v", splits_backward=True),
+    "DualPipeV": Schedule(TWO, "v", splits_backward=True),
 }
 """By torch's names."""
 
@@ -76,8 +73,8 @@ def number_of_stages(schedule: str, ranks: int, blocks: int, layers_per_stage: i
     Raises:
         ParallelError: no such schedule.
     """
-    least, _ = schedule_of(schedule).stages_per_rank
-    return least * ranks if layers_per_stage is None else math.ceil(blocks / layers_per_stage)
+    least = schedule_of(schedule).stages_per_rank[0] * ranks
+    return least if layers_per_stage is None else math.ceil(blocks / layers_per_stage)
 
 
 def stages_of_ranks(schedule: str, ranks: int, stages: int) -> tuple[tuple[int, ...], ...]:
@@ -92,11 +89,11 @@ def stages_of_ranks(schedule: str, ranks: int, stages: int) -> tuple[tuple[int, 
             f"{counted(stages, 'stage')} over {counted(ranks, 'rank')}: each rank has the same number of stages; "
             f"{near_multiples(stages, ranks)} stages would work"
         )
-    if not found.allows(each := stages // ranks):
-        least, most = found.stages_per_rank
-        others = [name for name, other in SCHEDULES.items() if other.allows(each)]
+    if (each := stages // ranks) not in found.stages_per_rank:
+        least, more = found.stages_per_rank[0], " or more" if found.stages_per_rank == TWO_OR_MORE else ""
+        others = [name for name, other in SCHEDULES.items() if each in other.stages_per_rank]
         raise ParallelError(
-            f"{schedule} with {counted(each, 'stage')} a rank: it takes {least}{'' if most else ' or more'}; make "
+            f"{schedule} with {counted(each, 'stage')} a rank: it takes {least}{more}; make "
             f"{counted(least * ranks, 'stage')} for {counted(ranks, 'rank')}, or choose {either(others)}"
         )
     if found.placement == "v":
@@ -112,10 +109,11 @@ def check_schedule(schedule: str, ranks: int, stages: int, microbatches: int) ->
     """
     stages_of_ranks(schedule, ranks, stages)
     given = f"{schedule} with {microbatches} micro {'batch' if microbatches == 1 else 'batches'}"
-    least = {"1F1B": ranks, "DualPipeV": stages}.get(schedule, 1)
+    least, each, instead = {
+        "1F1B": (ranks, "for each rank", ", or choose GPipe"),
+        "DualPipeV": (stages, "for each stage", ", or choose ZBVZeroBubble"),
+    }.get(schedule, (1, "at least", ""))
     if microbatches < least:
-        each = {"1F1B": "for each rank", "DualPipeV": "for each stage"}.get(schedule, "at least")
-        instead = {"1F1B": ", or choose GPipe", "DualPipeV": ", or choose ZBVZeroBubble"}.get(schedule, "")
         raise ParallelError(f"{given}: it needs one {each}; {least} or more would work{instead}")
     rounds = max(1, microbatches // ranks)
     if schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and microbatches % rounds:
@@ -134,7 +132,7 @@ def orders(schedule: str, ranks: int, stages: int, microbatches: int) -> tuple[O
     """
     check_schedule(schedule, ranks, stages, microbatches)
     found = rank_orders(schedule, ranks, stages, microbatches)
-    return tuple(tuple(None if one is None else Action(*one) for one in order) for order in found)
+    return tuple(tuple(Action(*one) for one in order) for order in found)
 
 
 def needs(action: Action, stages: int) -> tuple[Action, ...]:
@@ -159,7 +157,7 @@ def in_one_order(orders: Sequence[Order]) -> tuple[Action, ...]:
     Raises:
         ParallelError: ranks wait for each other.
     """
-    waiting = [deque(action for action in order if action is not None) for order in orders]
+    waiting = [deque(order) for order in orders]
     stages = 1 + max(action.stage for actions in waiting for action in actions)
     done: set[Action] = set()
     merged: list[Action] = []

@@ -4,8 +4,7 @@ Each holder has the same values. It gets the sum of their gradients before each 
 to the bit.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,64 +13,74 @@ from torch import nn
 from titanplans.split.gradients import local_of
 
 
-class Holder(NamedTuple):
-    """A stage that holds a parameter."""
-
-    rank: int
-    """In the group of the pipeline."""
-    parameter: nn.Parameter | None
-    """None: it is another rank's."""
-
-
-@torch.no_grad()
-def share_gradients(
-    shared: Sequence[Sequence[Holder]], device: torch.device, group: dist.ProcessGroup | None = None
-) -> None:
-    """Give all holders of a parameter the sum of their gradients. A missing one counts as zero; where all are, they stay.
-
-    Gradients lie as the parameters do (`titanplans.split.gradients.align_gradients`), equally in all stages.
+class SharedParameters:
+    """The parameters that several stages hold, as a rank of a pipeline has them.
 
     Args:
-        shared: of each such parameter of the model its holders, in the order of the stages.
-        device: on which `group` communicates.
-        group: the ranks of the pipeline, which all call this together; None: all stages are on this one.
+        names: of each such parameter its name in each stage that holds it, the values of `Stages.shared`.
+        own: the models of the stages on this rank, by their numbers.
+        ranks: of each stage, in `group`.
+        group: the ranks of the pipeline; None: all stages are on this one.
     """
-    own = [[one.parameter for one in holders if one.parameter is not None] for holders in shared]
-    for holders, parameters, exists in zip(shared, own, _exist(own, device, group), strict=True):
-        if not parameters or not exists:
-            continue
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        _share(holders, group)
 
+    def __init__(
+        self,
+        names: Sequence[Mapping[int, str]],
+        own: Mapping[int, nn.Module],
+        ranks: Sequence[int] = (),
+        group: dist.ProcessGroup | None = None,
+    ):
+        self._names, self._own, self._ranks, self._group = names, own, ranks, group
 
-def _exist(
-    own: Sequence[Sequence[nn.Parameter]], device: torch.device, group: dist.ProcessGroup | None
-) -> list[bool]:
-    """Return whether each parameter has a gradient in any stage."""
-    here = [any(parameter.grad is not None for parameter in parameters) for parameters in own]
-    if group is None or not here:
-        return here
-    there = torch.tensor(here, dtype=torch.int32, device=device)
-    dist.all_reduce(there, dist.ReduceOp.MAX, group)
-    return [bool(exists) for exists in there.tolist()]
+    def held(self) -> list[dict[int, nn.Parameter]]:
+        """Return each parameter as stages on this rank hold it, by their numbers."""
+        if not self._names:
+            return []
+        named = {at: dict(model.named_parameters(remove_duplicate=False)) for at, model in self._own.items()}
+        return [{at: named[at][name] for at, name in names.items() if at in named} for names in self._names]
 
+    def copies(self) -> set[int]:
+        """Return the `id`s of the parameters here that an earlier stage holds, too: a norm counts them there."""
+        pairs = zip(self._names, self.held(), strict=True)
+        return {id(held[at]) for names, held in pairs for at in held if at != min(names)}
 
-def _share(holders: Sequence[Holder], group: dist.ProcessGroup | None) -> None:
-    grads = [None if one is None else local_of(one.grad) for _, one in holders]  # pyrefly: ignore[bad-argument-type]
-    like = next(grad for grad in grads if grad is not None)
-    given = [torch.empty_like(like) if grad is None else grad.contiguous() for grad in grads]
-    others = dict.fromkeys(holder.rank for holder in holders if holder.parameter is None)
-    operations = []
-    for (rank, parameter), tensor in zip(holders, given, strict=True):
-        if parameter is None:
-            operations.append(dist.P2POp(dist.irecv, tensor, group=group, group_peer=rank))
-        else:
-            operations += [dist.P2POp(dist.isend, tensor, group=group, group_peer=one) for one in others]
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
-    total = torch.stack(given).sum(0)  # in the order of the stages: the same bits on each rank
-    for grad in grads:
-        if grad is not None:
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """Give all holders of a parameter the sum of their gradients. All ranks of the pipeline call this together.
+
+        A missing gradient counts as zero; where all are missing, they stay. Gradients lie as the parameters do
+        (`titanplans.split.gradients.align_gradients`), equally in all stages.
+        """
+        held = self.held()
+        exist = [any(parameter.grad is not None for parameter in holders.values()) for holders in held]
+        if self._group is not None and held:
+            model = next(iter(self._own.values()))
+            anywhere = torch.tensor(exist, dtype=torch.int32, device=next(model.parameters()).device)
+            dist.all_reduce(anywhere, dist.ReduceOp.MAX, self._group)
+            exist = anywhere.tolist()
+        for names, holders, exists in zip(self._names, held, exist, strict=True):
+            if not holders or not exists:
+                continue
+            grads = {}
+            for at, parameter in holders.items():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                grads[at] = local_of(parameter.grad)
+            self._sum(list(names), grads)
+
+    def _sum(self, stages: Sequence[int], grads: Mapping[int, torch.Tensor]) -> None:
+        """Make each of `grads`, by the stage that has it, the sum of those of all `stages` that hold the parameter."""
+        like = next(iter(grads.values()))
+        parts = {at: grads[at].contiguous() if at in grads else torch.empty_like(like) for at in stages}
+        elsewhere = {at: self._ranks[at] for at in stages if at not in grads}
+        sent = [(dist.isend, parts[at], rank) for at in grads for rank in dict.fromkeys(elsewhere.values())]
+        taken = [(dist.irecv, parts[at], rank) for at, rank in elsewhere.items()]
+        operations = [
+            dist.P2POp(op, part, group=self._group, group_peer=rank) for op, part, rank in sent + taken
+        ]
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        # In the order of the stages: the same bits on each rank.
+        total = torch.stack(list(parts.values())).sum(0)
+        for grad in grads.values():
             grad.copy_(total)

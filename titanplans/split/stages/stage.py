@@ -40,7 +40,7 @@ class Stage:
         received: Values,
     ):
         self.model, self.takes, self.gives = model, tuple(takes), tuple(gives)
-        self._names, self._received, self._watches = names, received, False
+        self._names, self._received = names, received
         self._made: Values = {}
 
     def run(self, received: Sequence[torch.Tensor], forward: Callable[[], Any]) -> Any:
@@ -49,8 +49,6 @@ class Stage:
         Returns:
             What the stage behind takes, in the order of `gives`; of the last stage what `forward` returns.
         """
-        if not self._watches:
-            self.watch()
         self._received.update(zip(self.takes, received, strict=True))
         try:
             output = forward()
@@ -62,7 +60,6 @@ class Stage:
 
     def watch(self) -> None:
         """Keep from here on what blocks give that later stages need; call it once nothing will wrap a block any more."""
-        self._watches = True
         for at in {value.block for value in self.gives}:
             block = self.model.get_submodule(self._names[at])
             if isinstance(block, PassedBlock):

@@ -18,37 +18,29 @@ class Stages:
     Args:
         model: the whole model, not split, on any device; it is read here alone.
         trace: of a forward of it.
-        starts: the number of the first block of each stage; the first one's is 0.
+        starts: the number of the first block of each stage, ascending from 0.
 
     Raises:
-        ParallelError: a stage has no block; a router's balance, which is no sum over stages, is a part of the loss.
+        ParallelError: a router's balance, which is no sum over stages, is a part of the loss.
     """
 
     def __init__(self, model: nn.Module, trace: Trace, starts: Sequence[int]):
         self.decoder: Decoder = find_decoder(model)
         self.trace = trace
         self.bounds = (*starts, len(self.decoder.names))
-        if starts[0] != 0 or any(first >= last for first, last in pairwise(self.bounds)):
-            raise ParallelError(
-                f"stages that begin at blocks {', '.join(map(str, starts))} of {class_name(model)}, which has "
-                f"{len(self.decoder.names)}: each stage has one block or more, the first begins at block 0"
-            )
         if (reason := balance_fault(model)) is not None:
             raise ParallelError(reason)
         self.passed = tuple(tuple(self._passed(model, *bounds)) for bounds in pairwise(self.bounds))
         """For each stage the names of the modules that others hold."""
-        self._names: list[str] = []
-        self.shared = tuple(self._shared(model))
-        """The parameters that several stages hold: of each the first of its names in each of them."""
+        self.shared = dict(self._shared(model))
+        """The parameters that several stages hold, by the name in `model`: of each the name in each of them."""
 
     def __len__(self) -> int:
         return len(self.passed)
 
     def whole_names(self, number: int) -> dict[str, str]:
         """Return for the parameters that the stage of this `number` shares, by their names in it, those in the model."""
-        return {
-            holders[number]: self._names[at] for at, holders in enumerate(self.shared) if number in holders
-        }
+        return {names[number]: whole for whole, names in self.shared.items() if number in names}
 
     def cut(self, model: nn.Module, number: int) -> Stage:
         """Make `model`, a copy of the whole one, prepared but not split, the stage of this `number`, in place."""
@@ -74,7 +66,7 @@ class Stages:
             if elsewhere and (call.keeps_shape or name == self.decoder.head or embeds):
                 yield name
 
-    def _shared(self, model: nn.Module) -> Iterator[Mapping[int, str]]:
+    def _shared(self, model: nn.Module) -> Iterator[tuple[str, Mapping[int, str]]]:
         names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).append(name)
@@ -82,8 +74,7 @@ class Stages:
             held = ((at, [n for n in known if is_held(n, passed)]) for at, passed in enumerate(self.passed))
             holders = {at: here[0] for at, here in held if here}
             if len(holders) > 1:
-                self._names.append(known[0])
-                yield holders
+                yield known[0], holders
 
 
 def balance_fault(model: nn.Module) -> str | None:

@@ -26,6 +26,7 @@ from titanplans import disk, modeling
 from titanplans.adapters.low_rank import adapted
 from titanplans.errors import ConfigError, Diverged, NotSaved, UserError
 from titanplans.precision.kept_dtypes import keeps_float32
+from titanplans.split.objects import of_all
 from titanplans.training.checkpoint import folder, published
 from titanplans.training.checkpoint.card import CARD, Card, damage, read_card
 from titanplans.training.checkpoint.match import changes, has_gone_on_from, model_card, to_resume
@@ -33,7 +34,6 @@ from titanplans.training.checkpoint.storage import CheckpointReader, CheckpointW
 from titanplans.weights.adapters import load_adapter, trained_names
 from titanplans.weights.atomic import on_first_rank
 from titanplans.weights.files import refuse_full
-from titanplans.weights.gather import of_all
 from titanplans.weights.load import load_weights
 from titanplans.weights.merged import whole_tensors
 from titanplans.weights.save import check_names

@@ -22,6 +22,7 @@ from titanplans.training.checkpoint.card import CARD, damage, read_card
 from titanplans.training.checkpoint.match import changes, model_card, tensors_of, truncated, weighty
 from titanplans.training.checkpoint.storage import CheckpointReader, Planner
 from titanplans.weights.adapters import WEIGHTS, check_adapter, peft_name, trained_names
+from titanplans.weights.compare import check_copies
 from titanplans.weights.folder import open_folder
 from titanplans.weights.lazy import LazyTensor, computed, lazily
 from titanplans.weights.load import match_folder
@@ -59,12 +60,10 @@ def of_folder(plain: PreTrainedModel, folder: Path, what: str) -> dict[str, Lazy
     """Return the tensors of a Hugging Face folder by the names of the model `plain`, tied ones under each.
 
     Raises:
-        ConfigError, ModelError: it is damaged, of another model, or has two values of tied weights; begins with `what`.
+        ModelError: it is damaged, of another model, or has two values of tied weights.
     """
     match = match_folder(plain, open_folder(folder))
-    for name, again in match.again.items():
-        if not torch.equal(again.read(), match.tensors[match.tied[name]].read()):
-            raise ConfigError(f"{what}: its config.json ties {name} to {match.tied[name]}, but they differ")
+    check_copies(match.again, match.tensors, match.tied, what)
     return {name: match.tensors[match.tied.get(name, name)] for name in plain.state_dict()}
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from titanplans.split.objects import of_all
 from titanplans.training.data.dataset import StepBatch
-from titanplans.weights.gather import of_all
 
 
 class Figures:

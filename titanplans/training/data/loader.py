@@ -19,6 +19,7 @@ from torchtitan.tools.logging import logger
 
 from titanplans.config.sections.data import Data
 from titanplans.errors import DataError
+from titanplans.split.objects import of_all
 from titanplans.training.data.chat.chat import ChatFormat
 from titanplans.training.data.checks import PLACE
 from titanplans.training.data.corpus.sources import open_source
@@ -29,7 +30,6 @@ from titanplans.training.data.mixture import PackedSource
 from titanplans.training.data.resume import VERSION, resume
 from titanplans.training.data.streams import BatchSlice, DataPosition, Streams, divide, merged
 from titanplans.training.data.workers import live_as_long_as_the_rank
-from titanplans.weights.gather import of_all
 
 _PROBE = "Tokenizers differ: 3.14 | naïve façade | 日本語 | \t\n  def f(x): return x**2"
 

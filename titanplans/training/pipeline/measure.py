@@ -1,21 +1,22 @@
 """When the stages of a pipeline compute in a training step, measured on each of its ranks.
 
-Times of several ranks need one clock. Ranks on the CPUs of one machine have it. Elsewhere each counts from the end of a
-barrier before the step, which ranks leave within the time of a message of each other.
+Each rank counts from the end of a barrier before the step, which ranks leave within the time of a message of each other.
 """
 
-import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from titanplans.parallel.pipeline.timeline import Span, Timeline
+from titanplans.split.objects import of_all
 from titanplans.split.stages.schedules import Action, Kind
+from titanplans.torch_private.swapped import swapped
 from titanplans.training.pipeline.stage import ScheduledStage
 
 _KINDS: dict[str, Kind] = {
@@ -27,26 +28,20 @@ _KINDS: dict[str, Kind] = {
 
 
 class StageTimes:
-    """The times of the stages of this process, on a GPU by events of its stream, which do not wait for it."""
+    """The times of `stages`, those of this process; on a GPU by events of its stream, which do not wait for it."""
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None):
-        self._group, self._on_gpu = group, device.type == "cuda"
+    def __init__(self, stages: Sequence[ScheduledStage]):
+        self._group, self._on_gpu = stages[0].group, stages[0].device.type == "cuda"
         self._marks: list[tuple[Action, Any, Any]] = []
-        dist.barrier(group)
+        dist.barrier(self._group)
         self._zero = self._now()
 
-    def watch(self, stage: ScheduledStage, method: str) -> Callable[..., Any]:
-        """Return `method` of `stage`, noting when it begins and ends."""
-        return partial(self._timed, stage.stage_index, _KINDS[method], getattr(stage, method))
-
-    def _timed(
-        self, stage: int, kind: Kind, method: Callable[..., Any], microbatch: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        if kwargs.get("full_backward") is False:
-            kind = "backward_input"
+    def timed(self, stage: ScheduledStage, name: str, microbatch: int, *args: Any, **kwargs: Any) -> Any:
+        """Call the method called `name` of `stage`, and note when it begins and ends."""
+        kind = "backward_input" if kwargs.get("full_backward") is False else _KINDS[name]
         begin = self._now()
-        output = method(microbatch, *args, **kwargs)
-        self._marks.append((Action(stage, kind, microbatch), begin, self._now()))
+        output = getattr(type(stage), name)(stage, microbatch, *args, **kwargs)
+        self._marks.append((Action(stage.stage_index, kind, microbatch), begin, self._now()))
         return output
 
     def _now(self) -> Any:
@@ -56,39 +51,24 @@ class StageTimes:
         event.record()
         return event
 
+    def _seconds(self, mark: Any) -> float:
+        return self._zero.elapsed_time(mark) / 1e3 if self._on_gpu else mark - self._zero
+
     def gather(self) -> Timeline:
         """Return what all ranks of the pipeline measured, in seconds; each of them calls this."""
         if self._on_gpu:
             torch.cuda.synchronize()
-            clock, zero = None, 0.0
-            own = [
-                Span(action, *(self._zero.elapsed_time(at) / 1e3 for at in ends))
-                for action, *ends in self._marks
-            ]
-        else:
-            clock, zero = socket.gethostname(), self._zero
-            own = [Span(*mark) for mark in self._marks]
-        found: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(found, (clock, zero, own), group=self._group)
-        if clock is not None and all(other == clock for other, _, _ in found):
-            return Timeline(tuple(tuple(spans) for _, _, spans in found))
-        return Timeline(
-            tuple(
-                tuple(span._replace(start=span.start - zero, end=span.end - zero) for span in spans)
-                for _, zero, spans in found
-            )
+        own = tuple(
+            Span(action, self._seconds(begin), self._seconds(end)) for action, begin, end in self._marks
         )
+        return Timeline(tuple(of_all(own, self._group)))
 
 
 @contextmanager
 def measure(stages: Sequence[ScheduledStage]) -> Iterator[StageTimes]:
     """Measure the computations of `stages`, those of this process, inside; every rank of the pipeline does so."""
-    times = StageTimes(stages[0].device, stages[0].group)
-    for stage in stages:
-        vars(stage).update({method: times.watch(stage, method) for method in _KINDS})
-    try:
+    times = StageTimes(stages)
+    with ExitStack() as stack:
+        for stage, name in product(stages, _KINDS):
+            stack.enter_context(swapped(stage, name, partial(times.timed, stage, name)))
         yield times
-    finally:
-        for stage in stages:
-            for method in _KINDS:
-                del vars(stage)[method]

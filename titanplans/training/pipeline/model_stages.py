@@ -9,7 +9,7 @@ from titanplans.config.sections.parallelism import PipelineParallel
 from titanplans.errors import ParallelError
 from titanplans.kernels import for_meta
 from titanplans.modeling import flops_of_blocks
-from titanplans.parallel.pipeline.balance import Bounds, balance, bounds_of_names
+from titanplans.parallel.pipeline.balance import balance, starts_of_names
 from titanplans.plan.decoder import find_decoder
 from titanplans.split.stages.schedules import number_of_stages
 from titanplans.split.stages.stages import Stages
@@ -23,8 +23,15 @@ def stages_of(model: Any, options: PipelineParallel, ranks: int, seq_len: int) -
     Raises:
         ParallelError: so many stages are not possible, or can't be told from a forward on meta.
     """
-    bounds = bounds_of(model, options, ranks, seq_len)
-    return Stages(model, trace_on_meta(model, seq_len), [first for first, _ in bounds])
+    decoder = find_decoder(model)
+    if options.pipeline_parallel_split_points:
+        starts = starts_of_names(decoder.names, options.pipeline_parallel_split_points)
+    else:
+        schedule, layers = options.pipeline_parallel_schedule, options.pipeline_parallel_layers_per_stage
+        stages = number_of_stages(schedule, ranks, len(decoder.names), layers)
+        costs = flops_of_blocks(model, decoder, seq_len)
+        starts = balance(costs.blocks, costs.first, costs.last, stages)
+    return Stages(model, trace_on_meta(model, seq_len), starts)
 
 
 def trace_on_meta(model: Any, seq_len: int) -> Trace:
@@ -45,18 +52,3 @@ def trace_on_meta(model: Any, seq_len: int) -> Trace:
             f"{class_name(model)} can't be cut into stages: a forward on meta, which tells what blocks hand to each other, "
             f"ends with {type(error).__name__}: {why}; set pipeline_parallel_degree = 1"
         ) from error
-
-
-def bounds_of(model: Any, options: PipelineParallel, ranks: int, seq_len: int) -> Bounds:
-    """Return the blocks of each stage of `model`, which is on meta: as the job names them, or of even cost.
-
-    Raises:
-        ParallelError: it can't be cut so.
-    """
-    decoder = find_decoder(model)
-    if options.pipeline_parallel_split_points:
-        return bounds_of_names(decoder.names, options.pipeline_parallel_split_points)
-    schedule, layers = options.pipeline_parallel_schedule, options.pipeline_parallel_layers_per_stage
-    stages = number_of_stages(schedule, ranks, len(decoder.names), layers)
-    costs = flops_of_blocks(model, decoder, seq_len)
-    return balance(costs.blocks, costs.first, costs.last, stages)

@@ -12,8 +12,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from titanplans.config import FSDP2Config
 from titanplans.config.sections.parallelism import PipelineParallel
 from titanplans.parallel.parallelize import parallelize_stage
-from titanplans.split.stages.schedules import schedule_of, stages_of_ranks
-from titanplans.split.stages.shared import Holder, share_gradients
+from titanplans.split.stages.schedules import schedule_of
+from titanplans.split.stages.shared import SharedParameters
 from titanplans.torch_private.pipelining import keep_forwards
 from titanplans.training.pipeline.model_stages import stages_of
 from titanplans.training.pipeline.report import PipelineReport, describe
@@ -25,9 +25,7 @@ class Pipeline:
 
     Args:
         stages: makes the stages of this process, each of whose parts is a `LanguageModel`, parallelised.
-        shared: as `Stages.shared`.
-        ranks: of each stage, in the group of the pipeline.
-        schedule: torch's name of it.
+        shared: of each parameter that several stages hold, its name in each.
         description: of all stages, as `describe` returns it.
     """
 
@@ -35,19 +33,17 @@ class Pipeline:
         self,
         stages: Callable[[], Sequence[ScheduledStage]],
         shared: Sequence[Mapping[int, str]],
-        ranks: Sequence[int],
-        schedule: str,
         description: dict[str, Any],
     ):
-        self._description = description
-        self._make, self._kind = stages, get_schedule_class(schedule)
-        self._ranks, self._shared = ranks, shared
-        self.splits_backward = schedule_of(schedule).splits_backward
+        self._make, self._description = stages, description
+        self._kind = get_schedule_class(description["schedule"])
+        self.splits_backward = schedule_of(description["schedule"]).splits_backward
         self._schedules: dict[tuple[bool, int], tuple[Any, Sequence[ScheduledStage]]] = {}
         own = stages()
         self.parts, self.group = [stage.part for stage in own], own[0].group
-        self._device = own[0].device
-        self._numbers = [stage.stage_index for stage in own]
+        ranks = [stage["rank"] for stage in description["stages"]]
+        models = {stage.stage_index: stage.part.lm for stage in own}
+        self._shared = SharedParameters(shared, models, ranks, self.group)
 
     def step(self, *, loss_kwargs: dict[str, Any], **microbatches: Any) -> None:
         """Run forward and backward of all micro batches; `losses` gets their loss, on every rank."""
@@ -74,14 +70,13 @@ class Pipeline:
         schedule, stages = self._schedule(evaluates, len(arg_mbs))
         for stage in stages:
             stage.valid_tokens = valid_tokens
-        has_last = any(stage.is_last for stage in stages)
-        found: list[torch.Tensor] | None = [] if has_last else None
+        found: list[torch.Tensor] = []  # where the last stage is
         run = schedule.eval if evaluates else schedule.step
-        run(target=inputs["labels"] if has_last else None, losses=found, return_outputs=False, **inputs)
+        run(target=inputs["labels"], losses=found, return_outputs=False, **inputs)
         total = torch.zeros((), device=inputs["tokens"].device)
-        if found is not None:
+        if found:
             total = torch.stack([loss.detach().float() for loss in found]).sum()
-        dist.all_reduce(total, group=self.group)  # the others have none
+        dist.all_reduce(total, group=self.group)
         losses.append(total)
 
     def _schedule(self, evaluates: bool, microbatches: int) -> tuple[Any, Sequence[ScheduledStage]]:
@@ -105,27 +100,17 @@ class Pipeline:
 
     def training_stages(self) -> list[ScheduledStage]:
         """Return the stages that train, which the first step makes."""
-        made = [stages for (evaluates, _), (_, stages) in self._schedules.items() if not evaluates]
-        return [stage for stages in made for stage in stages]
+        made = self._schedules.items()
+        return [stage for (evaluates, _), (_, stages) in made if not evaluates for stage in stages]
 
     def share_gradients(self) -> None:
         """Give what several stages hold the sum of their gradients."""
-        share_gradients(self._holders(), self._device, self.group)
+        self._shared.sum_gradients()
 
     def counted(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return those of `parameters` that count into a norm here: what several stages hold counts in the first."""
-        copies = {id(holder.parameter) for holders in self._holders() for holder in holders[1:]}
+        copies = self._shared.copies()
         return [parameter for parameter in parameters if id(parameter) not in copies]
-
-    def _holders(self) -> list[list[Holder]]:
-        if not self._shared:  # each step asks twice
-            return []
-        named = [dict(part.lm.named_parameters(remove_duplicate=False)) for part in self.parts]
-        own = dict(zip(self._numbers, named, strict=True))
-        return [
-            [Holder(self._ranks[at], own[at][name] if at in own else None) for at, name in holders.items()]
-            for holders in self._shared
-        ]
 
 
 def build_pipeline(
@@ -145,19 +130,17 @@ def build_pipeline(
         ParallelError: so many stages are not possible, or can't be told from a forward on meta.
         PlanError, OptionError: as `parallelize`.
     """
-    mesh, schedule = parallel_dims.get_mesh("pp"), options.pipeline_parallel_schedule
+    mesh, group = parallel_dims.get_mesh("pp"), parallel_dims.get_mesh("pp").get_group()
     stages = stages_of(model.lm, options, mesh.size(), seq_len)
-    by_rank = stages_of_ranks(schedule, mesh.size(), len(stages))
-    description = describe(model.lm, stages, schedule, mesh.size(), seq_len)
-    ranks = [stage["rank"] for stage in description["stages"]]
+    description = describe(model.lm, stages, options.pipeline_parallel_schedule, mesh.size(), seq_len)
     parts = {}
-    for number in by_rank[mesh.get_local_rank()]:
-        parts[number] = copy.deepcopy(model)
-        parts[number].pipeline = mesh.get_group()
-        parallelize_stage(parts[number].lm, stages, number, parallel_dims, strategy, dump_folder)
+    for number, stage in enumerate(description["stages"]):
+        if stage["rank"] == mesh.get_local_rank():
+            parts[number] = copy.deepcopy(model)
+            parts[number].pipeline = group
+            parallelize_stage(parts[number].lm, stages, number, parallel_dims, strategy, dump_folder)
 
     def make() -> list[ScheduledStage]:
-        group = mesh.get_group()
         return [ScheduledStage(part, at, len(stages), device, group, loss) for at, part in parts.items()]
 
-    return Pipeline(make, stages.shared, ranks, schedule, description)
+    return Pipeline(make, [*stages.shared.values()], description)

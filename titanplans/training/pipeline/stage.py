@@ -33,14 +33,19 @@ class ScheduledStage(PipelineStage):
         super().__init__(part.lm, number, stages, device, group=group)
         self.part, self.loss = part, loss
 
-    def forward_maybe_with_nosync(self, *received: torch.Tensor, **inputs: Any) -> Any:
+    def forward_maybe_with_nosync(
+        self, *received: torch.Tensor, tokens: torch.Tensor, labels: torch.Tensor, **inputs: Any
+    ) -> Any:
         """Run a micro batch; `received` is what the stage before gave."""
-        return self._run(received, **inputs)
+        output = self.part(tokens, labels=labels, received=received, **inputs)
+        if self.is_last:
+            return self.loss(output, labels, self.valid_tokens)[0]
+        return without_views(output)
 
     def _compute_outputs(
-        self, *received: torch.Tensor, module: Any, **inputs: Any
+        self, *received: Any, module: Any, **inputs: Any
     ) -> Any:  # private: torch PipelineStage
-        return self._run(received, **inputs)
+        return self.forward_maybe_with_nosync(*received, **inputs)
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False
@@ -54,9 +59,3 @@ class ScheduledStage(PipelineStage):
     def _post_metadata_inference_cleanup(self) -> None:  # private: torch PipelineStage
         super()._post_metadata_inference_cleanup()
         self.part.inferred()
-
-    def _run(self, received: Any, *, tokens: torch.Tensor, labels: torch.Tensor, **inputs: Any) -> Any:
-        output = self.part(tokens, labels=labels, received=received, **inputs)
-        if self.is_last:
-            return self.loss(output, labels, self.valid_tokens)[0]
-        return without_views(output)

@@ -19,6 +19,7 @@ from titanplans.disk import write_whole
 from titanplans.observe.summary import after_step, at_start, pipeline_after_step
 from titanplans.parallel import DDPConfig, FSDP2Config
 from titanplans.parallel.report import ParallelismReport
+from titanplans.torch_private.swapped import swapped
 
 if TYPE_CHECKING:  # it imports torchtitan, which looks for the device
     from titanplans.training.pipeline.report import PipelineReport
@@ -102,12 +103,12 @@ class JobReport:
     @contextmanager
     def _recording(self, step: int, schedulers: Any) -> Iterator[None]:
         own = schedulers.step
-        with rename_option_errors(), self.report.measuring(step) as record:
-            schedulers.step = lambda: (own(), record.places.log_begins())
-            try:
-                yield
-            finally:
-                del schedulers.step
+        with (
+            rename_option_errors(),
+            self.report.measuring(step) as record,
+            swapped(schedulers, "step", lambda: (own(), record.places.log_begins())),
+        ):
+            yield
 
     def _write(self) -> None:
         if dist.get_rank() != 0:

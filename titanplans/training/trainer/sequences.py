@@ -4,8 +4,7 @@ torchtitan's own cuts ids, labels and positions before the model, for its own at
 what torchtitan counts by the labels of a rank (tokens, the mean loss of a batch) it would count once a rank of the group.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
+
+from titanplans.torch_private.swapped import swapped
 
 
 class WholeSequences(ParallelDims):
@@ -43,15 +44,13 @@ class WholeSequences(ParallelDims):
         return self.dp_shard_enabled or self.cp > 1
 
 
-@contextmanager
-def whole_batches(dims: ParallelDims) -> Iterator[None]:
+def whole_batches(dims: ParallelDims) -> AbstractContextManager[None]:
     """Let torchtitan's `train_step` find the largest of the batches' mean losses, and not of their parts.
 
     It calls `torchtitan.distributed.utils.dist_max`, which is replaced only while the body runs.
     """
     if dims.cp == 1:
-        yield
-        return
+        return nullcontext()
     largest, group = dist_utils.dist_max, dims.get_mesh("cp").get_group()
 
     def of_batches(x: torch.Tensor, *args: Any, **kwargs: Any) -> float:
@@ -59,8 +58,4 @@ def whole_batches(dims: ParallelDims) -> Iterator[None]:
         dist.all_reduce(whole, group=group)
         return largest(whole, *args, **kwargs)
 
-    dist_utils.dist_max = of_batches  # pyrefly: ignore[bad-assignment]
-    try:
-        yield
-    finally:
-        dist_utils.dist_max = largest
+    return swapped(dist_utils, "dist_max", of_batches)

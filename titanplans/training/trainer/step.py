@@ -5,8 +5,8 @@
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from torchtitan.distributed import utils as dist_utils
 
 from titanplans.split.gradients import clip_gradients, local_of, skip_nonfinite
+from titanplans.torch_private.swapped import swapped
 
 Clip = Callable[[list[torch.Tensor], float], torch.Tensor]
 
@@ -76,8 +77,7 @@ class FiniteSoFar:
         return bool(self._flag.item())
 
 
-@contextmanager
-def clipping(clip: Clip) -> Iterator[None]:
+def clipping(clip: Clip) -> AbstractContextManager[None]:
     """Let torchtitan's `train_step` clip by `clip(parameters, max_norm)`, which returns the norm before clipping.
 
     `train_step` calls `torchtitan.distributed.utils.clip_grad_norm_`, which stacks the norms of all gradients. That
@@ -91,9 +91,4 @@ def clipping(clip: Clip) -> Iterator[None]:
         assert pp_mesh is None  # `WholeSequences` leaves the norm of all stages to `clip`
         return clip(list(parameters), max_norm)
 
-    before = dist_utils.clip_grad_norm_
-    dist_utils.clip_grad_norm_ = clip_grad_norm_  # pyrefly: ignore[bad-assignment]
-    try:
-        yield
-    finally:
-        dist_utils.clip_grad_norm_ = before
+    return swapped(dist_utils, "clip_grad_norm_", clip_grad_norm_)

@@ -1,0 +1,27 @@
+"""Small Python objects, sent between ranks; without a process group a process is alone, with rank 0."""
+
+from typing import Any
+
+import torch.distributed as dist
+
+
+def rank() -> int:
+    """Return this process's rank."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def from_first(value: Any) -> Any:
+    """Return rank 0's `value`. Collective."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def of_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the `value` of each rank of `group`, in rank order; None: of all. Collective."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
