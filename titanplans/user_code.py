@@ -1,7 +1,7 @@
 """Code of the user's own: a mistake in it becomes an error of one line that names the line of code.
 
 A plan's module, its class and its methods are somebody's work in progress, and a traceback through this package would
-hide the line that matters. Errors in the project's own code are not caught here.
+hide the line that matters.
 """
 
 import importlib
@@ -17,14 +17,14 @@ from typing import Any
 
 from titanplans.errors import PlanError, UserError, did_you_mean
 
-_TORCH = importlib.util.find_spec("torch")  # which is not imported for it
+_TORCH = importlib.util.find_spec("torch")  # found without importing it
 _FOLDERS = _TORCH.submodule_search_locations if _TORCH else None
-_NOT_THEIRS = (*(_FOLDERS or ()), str(Path(__file__).parent), "<frozen")
+_NOT_THEIRS = (*(f"{folder}/" for folder in (*(_FOLDERS or ()), Path(__file__).parent)), "<frozen")
 
 
 @contextmanager
 def as_user_error(what: str, error: type[UserError] = PlanError) -> Iterator[None]:
-    """Turn what code in the body raises into an `error`: it begins with `what` and ends with the file and line.
+    """Turn what code in the body raises into an `error`: it begins with `what` and ends with the file and line, if known.
 
     Raises:
         UserError: unchanged, if the body raised one; otherwise `error`.
@@ -54,8 +54,9 @@ def import_module(module_name: str, what: str, error: type[UserError] = PlanErro
         with as_user_error(f"{what}: {module_name} can't be imported", error):
             return importlib.import_module(module_name)
     except error as failed:
-        if isinstance(failed.__cause__, ModuleNotFoundError):
-            raise error(_no_module(what, failed.__cause__.name)) from failed.__cause__
+        missing = failed.__cause__
+        if isinstance(missing, ModuleNotFoundError) and f"{module_name}.".startswith(f"{missing.name}."):
+            raise error(_no_module(what, missing.name)) from missing
         raise
 
 

@@ -7,7 +7,7 @@ from .mixer import MixerPlan
 
 @register_plan("cyclic_flow_attention", mixer="fla.layers.cyfa.CyclicFlowAttention")
 class CyclicFlowAttentionPlan(MixerPlan):
-    """One product with the joined weights of queries, keys and values, cut by `key_dim` and `value_dim`."""
+    """FLA joins the weights of queries, keys and values for one product, and cuts it by `key_dim` and `value_dim`."""
 
     by_head = (
         *("q_proj", "k_proj", "v_proj", "q_conv1d", "k_conv1d", "v_conv1d", "g_proj.1"),

@@ -9,7 +9,7 @@ from .mixer import MixerPlan
 
 @register_plan("forgetting_transformer", mixer="fla.layers.forgetting_attn.ForgettingAttention")
 class ForgettingTransformerPlan(MixerPlan):
-    """Each head forgets at its own rate, `f_proj`. Queries and keys are normed head by head, with weights for each."""
+    """`f_proj` is a forget gate per head. Queries and keys are normed per head, each with weights of its own."""
 
     by_head = ("q_proj", "q_norm", "f_proj", "g_proj")
     by_shared_head = ("k_proj", "k_norm", "v_proj")

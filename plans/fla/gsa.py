@@ -12,7 +12,7 @@ from .mixer import MixerPlan
 
 @register_plan("gsa", mixer="fla.layers.gsa.GatedSlotAttention")
 class GSAPlan(MixerPlan):
-    """Its norm is over all heads, and fused with `o_proj`: one number a token is summed over the ranks."""
+    """RMSNorm over all heads, fused with `o_proj`: ranks sum one number a token."""
 
     by_head = ("q_proj", "q_conv1d")
     by_shared_head = ("k_proj", "v_proj", "k_conv1d", "v_conv1d", "f_proj")

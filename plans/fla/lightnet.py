@@ -12,7 +12,7 @@ from .mixer import MixerPlan
 
 @register_plan("lightnet", mixer="fla.layers.lightnet.LightNetAttention")
 class LightNetPlan(MixerPlan):
-    """Its gated norm is over all heads, and fused with `o_proj`: one number a token is summed over the ranks."""
+    """Gated RMSNorm over all heads, fused with `o_proj`: ranks sum one number a token."""
 
     by_head = ("q_proj", "k_proj", "v_proj", "q_conv1d", "k_conv1d", "v_conv1d", "g_proj.1")
     for_all_heads = ("g_proj.0",)

@@ -7,7 +7,7 @@ from .mixer import MixerPlan
 
 @register_plan("linear_attn", mixer="fla.layers.linear_attn.LinearAttention")
 class LinearAttentionPlan(MixerPlan):
-    """Feature maps work on each head, by weights that all heads share."""
+    """Feature maps act on each head; all heads share their weights."""
 
     by_head = ("q_proj",)
     by_shared_head = ("k_proj", "v_proj")

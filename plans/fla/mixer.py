@@ -1,4 +1,4 @@
-"""What most mixers of flash-linear-attention have in common: a plan is the names of their parts."""
+"""The base plan of FLA's mixers: a subclass lists their parts by name."""
 
 from torch import nn
 
@@ -8,7 +8,7 @@ from .transformer import TransformerPlan
 
 
 class MixerPlan(TransformerPlan):
-    """A mixer whose heads are split, by the names of its modules and parameters; those that it has not are left out.
+    """A mixer whose heads are split, by the names of its modules and parameters; parts that it does not have are left out.
 
     The rest of the model is FLA's transformer.
     """
@@ -16,7 +16,7 @@ class MixerPlan(TransformerPlan):
     by_head: tuple[str, ...] = ()
     """Split by the heads that `head_names` count."""
     by_shared_head: tuple[str, ...] = ()
-    """Split by those that `shared_head_names` count, or by all heads if the mixer counts none. Goes before `by_head`."""
+    """Split by the heads that `shared_head_names` count, or by all heads if there are none; wins over `by_head`."""
     for_all_heads: tuple[str, ...] = ()
     """One for all heads: replicated."""
     counts: tuple[str, ...] = ()

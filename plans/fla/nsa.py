@@ -9,13 +9,12 @@ from .mixer import MixerPlan
 
 @register_plan("nsa", mixer="fla.layers.nsa.NativeSparseAttention")
 class NSAPlan(MixerPlan):
-    """The query heads of a key/value head choose their blocks together, so no two ranks share a key/value head."""
+    """The query heads of a key/value head select blocks together, so ranks can't share a key/value head."""
 
     shared_head_names = ()
     head_names = ("num_kv_heads",)
     by_head = ("q_proj", "k_proj", "v_proj")
 
     def attn_plan(self, attn: nn.Module) -> Plan:
-        return super().attn_plan(attn) | {
-            "g_proj": self.colwise(interleaved=True)
-        }  # three gates a query head
+        three_gates_a_head = self.colwise(interleaved=True)
+        return super().attn_plan(attn) | {"g_proj": three_gates_a_head}

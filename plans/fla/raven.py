@@ -9,17 +9,17 @@ from .mixer import MixerPlan
 
 @register_plan("raven", mixer="fla.layers.raven.Raven")
 class RavenPlan(MixerPlan):
-    """A router gives each token some of each key/value head's slots. The norm is over the whole width, or gated by head."""
+    """A router gives each token some of each key/value head's slots. `g_norm` is over all heads, `o_norm` of each."""
 
-    by_head = ("q_proj", "o_gate_proj", "g_norm")
+    by_head = ("q_proj", "o_gate_proj")
     by_shared_head = ("k_proj", "v_proj", "a_proj", "f_proj", "A_log", "dt_bias", "r_bias")
     for_all_heads = ("q_norm", "k_norm", "o_norm", "feature_map.layer")
 
     def attn_plan(self, attn: nn.Module) -> Plan:
-        if attn.add_gumbel_noise:
+        if attn.add_gumbel_noise and self.options.degrees.sharing > 1:
             raise PlanError(
-                "with add_gumbel_noise = True, Raven draws random numbers for the slots of each head in training: ranks "
-                "that draw alike give their heads the same ones, ranks that don't drift apart: set add_gumbel_noise = False"
+                "add_gumbel_noise = True: ranks that split the heads can't draw the noise that the whole model draws for "
+                "each head; set add_gumbel_noise = False"
             )
         plan = super().attn_plan(attn)
         if not attn.use_output_gate:

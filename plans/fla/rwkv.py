@@ -9,9 +9,9 @@ from .mixer import MixerPlan
 
 @register_plan("rwkv7", mixer="fla.layers.rwkv7.RWKV7Attention")
 class RWKV7Plan(MixerPlan):
-    """Each token is mixed with the one before it inside both regions, where every rank has the whole sequence.
+    """Token shift mixes neighbours, so it runs inside the regions of mixer and MLP, where each rank has the whole sequence.
 
-    The values of the first layer, which all others read, stay where they are: each rank has those of its heads.
+    The first layer's values, which all others read, stay split by heads.
     """
 
     by_head = (
@@ -42,7 +42,7 @@ class RWKV7Plan(MixerPlan):
 
 @register_plan("rwkv6", mixer="fla.layers.rwkv6.RWKV6Attention")
 class RWKV6Plan(MixerPlan):
-    """The MLP multiplies its sum by a gate, which each rank has whole, so a part of the sum times it is a part, too."""
+    """The MLP gates its output; each rank has the whole gate, so gated partial sums still add up."""
 
     by_head = ("r_proj.linear", "w_proj.linear.lora.2", "k_proj.linear", "v_proj.linear", "g_proj.linear")
     by_head += ("bonus", "g_norm")

@@ -9,7 +9,7 @@ from .experts import ExpertsPlan
 
 @register_plan("deepseek_v2", "deepseek_v3")
 class DeepseekPlan(ExpertsPlan):
-    """Heads are split where they leave the latents, which every rank computes whole.
+    """Heads are split at the up-projections; every rank computes the latents whole.
 
     The latents are narrow: in V3 1536 of queries, 512 of keys and values, and 64 of the rotary key, which all heads share.
     """
@@ -20,8 +20,8 @@ class DeepseekPlan(ExpertsPlan):
     def attn_plan(self, attn: Any) -> Plan:
         queries: Plan = {"q_proj": self.colwise()}
         if attn.q_proj is None:
-            whole = self.replicated_in_region()
-            queries = {"q_a_proj": whole, "q_a_layernorm": whole, "q_b_proj": self.colwise()}
+            latent = dict.fromkeys(("q_a_proj", "q_a_layernorm"), self.replicated_in_region())
+            queries = {**latent, "q_b_proj": self.colwise()}
         return {
             **self.attn_input(),
             **queries,

@@ -9,7 +9,7 @@ from .llama import LlamaPlan
 
 @register_plan("olmo2", "olmo3")
 class Olmo2Plan(LlamaPlan):
-    """The norms' widths are split; a token's mean square is averaged over the ranks."""
+    """The norms' weights are sharded; a token's mean square is averaged over the ranks."""
 
     def attn_plan(self, attn: Any) -> Plan:
         keys = self.split_norm(heads=self.kv_heads(attn), rows=len(attn.k_norm.weight))

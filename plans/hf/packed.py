@@ -1,4 +1,4 @@
-"""The plans of decoders that pack projections: Phi-3 queries, keys and values, too; GLM-4 gate and up alone."""
+"""The plans of decoders with packed projections: GLM-4 gate and up; Phi-3 also queries, keys and values."""
 
 from typing import Any
 

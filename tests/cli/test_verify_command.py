@@ -113,6 +113,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "own_plans_of_test_verify.py").write_text(OWN)
     (tmp_path / "broken_syntax.py").write_text("def f(:")
     (tmp_path / "broken_name.py").write_text("x = 1\ny = undefined\n")
+    (tmp_path / "broken_import.py").write_text("import no_such_thing\n")
     (tmp_path / "broken_driver.py").write_text("raise RuntimeError('no driver')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -346,6 +347,7 @@ REFUSED = {
     "syntax": (("verify", "broken_syntax:Plan"), "can't be imported: SyntaxError"),
     "import fails": (("verify", "broken_name:Plan", "--model", "gla"), "broken_name.py, line 2)"),
     "import raises": (("verify", "broken_driver:Plan"), "RuntimeError: no driver ("),
+    "imports what is not there": (("verify", "broken_import:Plan", "--model", "gla"), "broken_import.py, line 1)"),
     "a typo in a plan": (
         ("verify", f"{OURS}:Typo", "--model", "qwen3"),
         "plan Typo: AttributeError: 'Typo' object has no attribute 'replicatd' (",

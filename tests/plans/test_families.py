@@ -9,8 +9,9 @@ from titanplans import Degrees, PlanError, check_plan, modeling
 def test_raven_is_refused_with_random_numbers_for_each_head():
     with torch.device("meta"):
         model = modeling.build(modeling.load_config("raven", "debug", add_gumbel_noise=True))
-    with pytest.raises(PlanError, match=r"with add_gumbel_noise = True"):
+    with pytest.raises(PlanError, match=r"add_gumbel_noise = True"):
         check_plan(model, Degrees(tp=2))
+    check_plan(model, Degrees(pp=2))  # no heads are split
 
 
 def test_deltaformer_is_refused_with_fewer_heads_of_keys():

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import worlds
 from said import python
 
 from titanplans.errors import UserError
@@ -18,10 +19,20 @@ from titanplans.training.trainer.device import HostDevice, peak_resident_bytes, 
 prepare_device()  # before torchtitan, which the next line imports
 
 from titanplans.training.trainer.metrics import MetricsProcessor, _significant, format_seconds  # noqa: E402
+from titanplans.training.trainer.step import FiniteSoFar  # noqa: E402
 
 on_a_cpu = pytest.mark.skipif(
     default_device_type() != "cpu", reason="what a machine without accelerator gets"
 )
+
+
+def test_a_rank_whose_shard_of_a_weight_is_empty_knows_whether_all_are_finite():
+    model = torch.nn.ParameterList([torch.ones(2), torch.empty(0)])
+    with worlds.fake(2):
+        assert FiniteSoFar([model], torch.device("cpu")).everywhere()
+        with torch.no_grad():
+            model[0][1] = torch.nan
+        assert not FiniteSoFar([model], torch.device("cpu")).everywhere()
 
 
 @on_a_cpu

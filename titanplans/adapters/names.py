@@ -1,4 +1,4 @@
-"""Which modules and parameters the names and patterns of an option stand for; one that stands for none is refused."""
+"""The modules and parameters that an option names, by names and patterns; one that matches none is an error."""
 
 from collections.abc import Callable, Collection
 from fnmatch import fnmatchcase
@@ -10,14 +10,14 @@ Refusal = Callable[[str], UserError]
 
 
 def matches(word: str, name: str) -> bool:
-    """Whether `word` names `name`: its end, from a dot on, or as a pattern all of it."""
+    """Whether `word` is a dotted suffix of `name`, or a pattern that matches all of it."""
     if any(sign in word for sign in "*?["):
         return fnmatchcase(name, word)
     return name == word or name.endswith(f".{word}")
 
 
 def end_of(name: str) -> str:
-    """Return the last part of a name, with its module's where it is a number: "gk_proj.0"."""
+    """Return a name from its last part that is no number: "gk_proj.0"."""
     parts = name.split(".")
     words = [at for at, part in enumerate(parts) if not part.isdigit()]
     return ".".join(parts[words[-1] :]) if words else name
@@ -30,7 +30,7 @@ def select(words: Collection[str], names: Collection[str], refuse: Refusal, what
         words: of the option.
         names: what there is.
         refuse: makes the error.
-        what: there is, in the singular: "Linear module".
+        what: their kind, in the singular: "Linear module".
 
     Raises:
         UserError: a word matches none.

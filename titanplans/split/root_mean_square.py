@@ -1,4 +1,4 @@
-"""The root mean square of a width that ranks share: the ratio of a rank's own to that of all of them."""
+"""The root mean square of a sharded width: the ratio of a rank's own to that of the whole."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from titanplans.split.collectives import Group, gather, sum_in_region
 def root_ratio(
     x: torch.Tensor, epsilon: float, group: Group, members: tuple[int, ...] | None = None
 ) -> torch.Tensor:
-    """Return the ratio of the root mean square of this rank's `x` [..., width] to that of more ranks', [..., 1].
+    """Return the root mean square of this rank's `x` [..., width] over that of all `members` together, [..., 1].
 
-    They are all ranks of `group`, or those of these numbers.
+    `members`: numbers of ranks in `group`; None: all.
     """
     own = _MeanSquare.apply(x, epsilon)
     if members is None or len(members) == group[1]:
@@ -41,7 +41,7 @@ class _MeanSquare(torch.autograd.Function):
 
 
 class _RootRatio(torch.autograd.Function):
-    """The root of `own` over the mean of `total`, a sum over so many ranks; fewer kernels than autograd's."""
+    """sqrt(own / (total / ranks)); fewer kernels than autograd's."""
 
     @staticmethod
     def forward(ctx: Any, own, total, ranks):

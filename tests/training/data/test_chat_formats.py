@@ -108,10 +108,12 @@ REFUSED = [
     (ASK | {"input": ["a"]}, ALPACA, "FILE, line 1: 'input' holds a value of type list"),
     (ASK | {"instruction": [said("user", "a"), said("user", "b")]}, ALPACA,
      "FILE, line 1: 'input' belongs to a prompt"),
-    ({"instruction": "a"}, ALPACA, "prompt_column = 'instruction': FILE, line 1 has the columns 'instruction'"),
+    ({"instruction": "a"}, ALPACA, "completion_column = 'output': FILE, line 1 has the columns 'instruction'"),
+    (ASK, {"prompt_column": "question"}, "prompt_column = 'question': FILE, line 1 has the columns"),
     ({"prompt": "a", "completion": "b"}, {"input_column": "more"},
      "input_column = 'more': FILE, line 1 has the columns 'completion', 'prompt'"),
     (TALK, SHAREGPT | {"input_column": "id"}, "input_column = 'id': FILE, line 1 holds messages"),
+    (TALK, SHAREGPT | {"prompt_column": "id"}, "prompt_column = 'id': FILE, line 1 holds messages"),
     ({"messages": [said("user", "a"), said("assistant", "")]}, {}, "FILE, line 1, message 2 of 'messages' is empty"),
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Log-linear attention on a CPU, in its quadratic form, and the forward of its Mamba 2, which FLA itself keeps to GPUs."""
+"""Log-linear attention on a CPU in quadratic form, and the forward of its Mamba 2, which FLA has for GPUs only."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from titanplans.kernels.recurrent.chunks import between
 
 
 class Past(NamedTuple):
-    """The inputs of all tokens so far, [B, T, ...]: here the state, from which everything is computed again."""
+    """The state: all inputs so far, [B, T, ...]; each call computes from them again."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -34,7 +34,7 @@ def chunk_log_linear_attn(
     """Outputs [B, T, H, V] of q, k [B, T, G, K], v [B, T, H, V], log gates g [B, T, H], level_scales [B, T, H, L]."""
     if cu_seqlens is not None:
         raise KernelError(
-            "chunk_log_linear_attn: cu_seqlens are not computed on a CPU; leave them out or run on a GPU"
+            "chunk_log_linear_attn: cu_seqlens is not supported on a CPU; leave it out or run on a GPU"
         )
     dtype = accumulation_dtype(q, k, v, g, level_scales)
     state = Past(*(x.to(dtype) for x in (q, k, v, g, level_scales)))
@@ -70,9 +70,8 @@ def log_linear_mamba2_forward(
 
     last_state = get_layer_cache(mixer, past_key_values)
     m: Any = mixer
-    m.dt_limit = tuple(
-        m.dt_limit
-    )  # of a config.json a list, which FLA's fused path takes for another limit than none
+    # A config.json gives a list, which FLA compares with a tuple.
+    m.dt_limit = tuple(m.dt_limit)
     output, conv_state, state = m.cuda_kernels_forward(hidden_states, last_state, use_cache, attention_mask)
     update_layer_cache(
         mixer,

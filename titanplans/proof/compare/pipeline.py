@@ -1,7 +1,7 @@
-"""A model whose blocks are shared out over the stages of a pipeline, all of them on each rank of the proof.
+"""A model cut into the stages of a pipeline, all of them on each rank of the proof.
 
-So nothing is sent, and every other fact of a pipeline holds: which blocks a stage has, what crosses its borders, which
-parameters several stages hold, and in which order a schedule computes.
+So nothing is sent; which blocks a stage has, what passes between stages, shared parameters and the schedule's order are as
+in a job.
 """
 
 import copy
@@ -80,7 +80,6 @@ def split_stages(
 
     Raises:
         PlanError: strict application refuses the plan.
-        ParallelError: so many stages are not possible.
     """
     blocks, number_of_stages = len(find_decoder(model).names), options.degrees.pp
     stages = Stages(model, trace, [at * blocks // number_of_stages for at in range(number_of_stages)])

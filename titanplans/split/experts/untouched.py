@@ -1,4 +1,4 @@
-"""The cut that cuts nothing: what data parallelism alone does to the rest of a model whose experts are shared out."""
+"""The cut that splits nothing: for a model with expert parallelism, and neither tensor nor context parallelism."""
 
 from torch.distributed.device_mesh import DeviceMesh
 

@@ -53,12 +53,12 @@ def _on_rows(cls: type[nn.Module], begins_stream: bool) -> type[nn.Module]:
             return cls.forward(self, input)
         rows = self._parameters["weight"].shape[0]
         size = shard_size(rows, border.group[1])
-        # Clamped and compared: two kernels, where two bounds take three.
+        # One clamp and one comparison are a kernel less than two bounds.
         assert_async(input.clamp(0, rows - 1).eq(input).all(), "a token id outside of the vocabulary")
         local_ids = input - border.rank * size
         elsewhere = local_ids.clamp(0, size - 1).ne(local_ids)
         padding = self.padding_idx
-        # A shard does not know the padding row's global number: its gradient is stopped below.
+        # padding_idx is a row of the whole table; its gradient is stopped below.
         self.padding_idx = None
         try:
             out = cls.forward(self, local_ids.masked_fill(elsewhere, 0))
@@ -88,7 +88,7 @@ def _expect_head(style: VocabHead, module: nn.Module, call: Call) -> tuple[Expec
 
 
 class _Head:
-    """The hooks of a head: its input enters from the stream, or whole after the stream's end; its logits are sharded."""
+    """The hooks of a head: it takes the stream's shard, or whole hidden states after its end; logits are sharded."""
 
     def __init__(self, style: VocabHead, border: Border, vocabulary: int):
         self.style, self.border, self.vocabulary, self.length = style, border, vocabulary, 0
@@ -123,7 +123,7 @@ class _Head:
 
 
 def _shards_of(x: torch.Tensor, mesh: DeviceMesh, sizes: Mapping[int, int]) -> DTensor:
-    """Return the DTensor of the local shards `x`: the axes of `mesh` shard the dimensions in `sizes`, of these lengths."""
+    """Return local shards `x` as a DTensor: the axes of `mesh` shard the dimensions in `sizes`, by their lengths."""
     shape = [sizes.get(dim, size) for dim, size in enumerate(x.shape)]
     stride = torch.empty(shape, device="meta").stride()
     placements = [Shard(dim) for dim in sizes]
@@ -133,7 +133,7 @@ def _shards_of(x: torch.Tensor, mesh: DeviceMesh, sizes: Mapping[int, int]) -> D
 def _gather_shards(x: torch.Tensor, border: Border, dim: int, size: int) -> torch.Tensor:
     """All-gather the shards `x` of a tensor of length `size` in `dim`.
 
-    The code after it is the same on every rank, and so is the gradient: the backward takes this rank's shard of it.
+    Later code is replicated, and so is the gradient: the backward takes this rank's shard of it.
     """
     if size % border.group[1] == 0:
         return collect(x, dim, size, border.rank, border.group)
@@ -141,7 +141,7 @@ def _gather_shards(x: torch.Tensor, border: Border, dim: int, size: int) -> torc
 
 
 class _GatherShards(torch.autograd.Function):
-    """The all-gather of uneven shards: DTensor pads them, which takes 0.2 ms."""
+    """The all-gather of uneven shards, which DTensor pads, in 0.2 ms."""
 
     @staticmethod
     def forward(ctx: Any, x, mesh, dim, size):
@@ -154,7 +154,7 @@ class _GatherShards(torch.autograd.Function):
 
 
 class _GatherShardsBackward(torch.autograd.Function):
-    """The backward of `_GatherShards`, and `_GatherShards` is its backward."""
+    """The backward of `_GatherShards`; its own backward is `_GatherShards`."""
 
     @staticmethod
     def forward(ctx: Any, x, mesh, dim):

@@ -1,12 +1,12 @@
-"""The cut by tokens, on top of the one by weights: the ranks of both share a mixer's heads.
+"""Context parallelism by all-to-all, the cut by tokens, on top of the one by weights: tp x cp ranks share a mixer's heads.
 
-    ranks of      have                                                          over
-    tp            their heads' and widths' weights                              whatever the cut by weights splits
-    cp            their tokens between the mixers; inside, their part of the    mixers, embeddings, the head and its loss
-                  heads of their tp rank, of all tokens
+    ranks of      have                                                          splits
+    tp            their share of heads and widths                               whatever the cut by weights splits
+    cp            their tokens; inside a mixer all tokens, of a share of the    mixers, embeddings, the head and its loss
+                  heads of their tp rank
 
-Head counts, rows, split norms and sums inside of a mixer are those of all tp x cp ranks, tp first: a cp rank's heads are
-among those of its tp rank.
+Inside a mixer, head counts, rows, split norms and sums are over all tp x cp ranks, numbered tp first: a cp rank's heads are
+a subset of its tp rank's.
 """
 
 from titanplans.errors import PlanError
@@ -38,7 +38,7 @@ IN_MIXERS: dict[type[Style], Rule] = {
     Rowwise: BY_INPUTS,
     ReplicatedInRegion: OF_EACH_TOKEN,
 }
-"""By style: where the rule is another than that by weights."""
+"""By style, on the stream and in mixers: where the rule is another than that by weights."""
 
 
 class CutByTokens:
@@ -48,8 +48,8 @@ class CutByTokens:
         plan: resolved for the ranks of tensor parallelism.
         in_mixers: the same plan, for all ranks that share the heads of a mixer.
         meshes: of both.
-        summed: parameters become DTensors whose gradients are parts over the ranks of context parallelism, for whoever sums
-            them (`align_gradients`); False: data parallelism over a mesh that holds these ranks sums.
+        summed: parameters become DTensors whose gradients are Partial over cp, which `align_gradients` reduces; False: the
+            mesh of data parallelism includes these ranks, and reduces.
     """
 
     def __init__(self, plan: ResolvedPlan, in_mixers: ResolvedPlan, meshes: CutMeshes, *, summed: bool):
@@ -58,6 +58,7 @@ class CutByTokens:
         self.border = border = Border(meshes, plan.source.options.stream)
         self.tp, self.cp = border.group[1], border.tokens.ranks
         self.rank = border.rank * self.cp + border.tokens.rank
+        # By number, tp first, the rank in the group, in which cp comes first.
         order = tuple(rank % self.cp * self.tp + rank // self.cp for rank in range(self.tp * self.cp))
         self.ranks = HeadRanks(self.rank, len(order), group_of(meshes.sharing), border, order)
         if summed:
@@ -68,7 +69,7 @@ class CutByTokens:
         self._memo = ParameterMemo()
 
     def lay_out(self, entry: Entry) -> None:
-        """Distribute the parameters of `entry`; in a mixer its module reads this rank's part of them."""
+        """Distribute the parameters of `entry`; inside a mixer its module reads this rank's slice."""
         layouts = dict(entry.layouts)
         if self.border.mesh is None:  # one rank has all rows
             defers = not isinstance(entry.style, Rowwise) and self._is_inside(entry)
@@ -102,7 +103,7 @@ class CutByTokens:
         rule_of(style, rules).install(style, entry.module, Site(border, ranks))
 
     def _is_whole(self, style: Style) -> bool:
-        """Whether a module outside of the mixers works on own tokens as it is, since no weights are cut."""
+        """Whether a module outside of the mixers needs no hooks, since no weight is split."""
         opens = isinstance(style, Region) and not style.arguments
         return self.border.mesh is None and (style.inside or opens)
 
@@ -110,7 +111,7 @@ class CutByTokens:
         return region_of(entry, self.regions, self.plan) is not None
 
     def _part(self, entry: Entry, name: str, inner: Layout) -> MixerPart | None:
-        """Return what this rank reads, out of what its rank of tensor parallelism holds of a parameter."""
+        """Return which part of its tp rank's shard of a parameter this rank reads."""
         param, outer = getattr(entry.module, name), entry.layouts[name]
         divided_by = inner.divided_by // outer.divided_by
         held = _held(inner, param.shape, self.rank, self.tp * self.cp)
@@ -121,13 +122,13 @@ class CutByTokens:
         return MixerPart(dim, self._within(entry, None if of_tp is None else of_tp[1], rows), divided_by)
 
     def _heads(self, entry: Entry) -> Heads:
-        """Return how the rows of a product are shared out: the outputs, or the inputs, of its weight."""
+        """Return how the outputs of a projection, or its inputs, are divided over the cp ranks."""
         name = "weight" if "weight" in entry.layouts else "nf4_codes"
         outer, inner = entry.layouts[name], self.in_mixers.by_key[entry.key].layouts[name]
         shape = entry.module._parameters[name].shape  # type: ignore[union-attr]
         of_tp = _held(outer, shape, self.border.rank, self.tp)
         assert of_tp is not None
-        # A column of codes stands for two inputs.
+        # NF4 packs two inputs into a code.
         wide = entry.module.in_features // shape[1] if name != "weight" and of_tp[0] == 1 else 1  # type: ignore[operator]
         ranges = []
         for rank in range(self.cp):

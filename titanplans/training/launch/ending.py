@@ -1,10 +1,9 @@
-"""All ranks of a job that was asked to end agree on the step after which they do, without a collective.
+"""On a signal, all ranks stop after the same step, which they agree on through the process group's store.
 
 A signal reaches some ranks earlier than others, or one alone, and a checkpoint is saved by all of them at one step. The
-first rank that was asked writes into the process group's store after which step: the next but one. No rank has ended that
-step before it has seen the note, because each step ends with a sum over all ranks (of the gradient's norm). On an
-accelerator, which works off what its process has queued, the process first waits for the step before the last, with which
-the accelerator is mostly done.
+first rank that gets it writes the step after next into the store. No rank ends that step before it can read this, since the
+collectives of a step make each rank wait for all others. On an accelerator the process runs ahead, so it first waits for the
+step before the last.
 """
 
 from collections.abc import Callable
@@ -18,7 +17,7 @@ _KEY = "titanplans/last_step"
 
 
 class Ending:
-    """Asked after each step whether it is the last.
+    """Tells after each step whether it is the last.
 
     Args:
         asked: whether this rank was asked to end.

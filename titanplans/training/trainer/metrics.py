@@ -28,7 +28,7 @@ _A100_PEAK_FLOPS = 312e12
 
 
 class MetricsProcessor(titan.MetricsProcessor):
-    """Log line, TensorBoard, W&B and metrics.jsonl. `total_steps` is set by the trainer; without it no time left."""
+    """Log line, TensorBoard, W&B and metrics.jsonl. The trainer sets `total_steps`, by which the time left is shown."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.MetricsProcessor.Config):
@@ -50,7 +50,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         self.peak_flops = None if self.has_quantization else self._known_peak_flops()
         self.total_steps: int | None = None
         self.of_data: Callable[[], dict[str, float]] = dict
-        """What the data loader tells about a logged interval; all ranks call it."""
+        """The data loader's metrics of a logged interval; called on all ranks."""
         self.balancer: LoadBalancer | None = None
         self._first_step: int | None = None
         self._time_first_log = 0.0
@@ -74,11 +74,11 @@ class MetricsProcessor(titan.MetricsProcessor):
         Args:
             step: the optimiser step, from 1.
             global_avg_loss: nats per token, over all ranks.
-            global_max_loss: the largest rank's nats per token.
+            global_max_loss: the largest of the ranks' mean losses.
             grad_norm: 2-norm of all gradients before clipping.
             extra_metrics: more scalars for the writers.
         """
-        if math.isnan(global_max_loss):  # of a rank whose rows of the last step of an epoch are filled up
+        if math.isnan(global_max_loss):  # a rank had only padding in the last step of an epoch
             global_max_loss = global_avg_loss
         now = time.perf_counter()
         seconds = now - self.time_last_log
@@ -124,7 +124,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         if self.balancer is not None:
             extra |= self.balancer.figures()
             self._show(self.balancer.picture(), step)
-        if "n_tokens_seen" in extra:  # summed over the ranks that share a sequence, too
+        if "n_tokens_seen" in extra:  # cp ranks count the same tokens
             extra["n_tokens_seen"] //= self.parallel_dims.cp
         self._write(scalars | extra, step)
         self._print(fields)
@@ -147,7 +147,7 @@ class MetricsProcessor(titan.MetricsProcessor):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the enclosed time, and the tokens read in it, out of the throughput of training."""
+        """Leave the enclosed time and tokens out of the throughput of training."""
         tokens, started = self.ntokens_since_last_log, time.perf_counter()
         try:
             yield

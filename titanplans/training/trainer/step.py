@@ -1,4 +1,4 @@
-"""Gradient clipping in torchtitan's `train_step`, skipping steps whose gradient is not finite, and what was finite so far.
+"""Gradient clipping in torchtitan's `train_step`, skipping steps whose gradient is not finite, and whether a run is finite.
 
 `train_step` has no hook between the last backward and the optimizer. The norm is computed in
 `titanplans.split.gradients`.
@@ -26,7 +26,7 @@ class Skipped:
 
     Attributes:
         steps: the number of steps that this run has skipped.
-        in_a_row: of these the ones since the last that was taken.
+        in_a_row: steps skipped since the last one that was taken.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class FiniteSoFar:
 
     Args:
         models: whose weights they are.
-        device: of the flag, so that a step adds to it without a synchronisation.
+        device: of the flag, so that adding to it does not synchronise.
     """
 
     def __init__(self, models: Sequence[nn.Module], device: torch.device):
@@ -68,10 +68,12 @@ class FiniteSoFar:
         self._flag *= torch.stack([number.float() for number in numbers]).isfinite().all()
 
     def everywhere(self) -> bool:
-        """Whether all weights are finite, and all that was added, on every rank. Collective."""
+        """Whether the weights, and all that was added, are finite on every rank. Collective."""
         every = [parameter.detach() for model in self.models for parameter in model.parameters()]
         weights = [weight for weight in every if weight.is_floating_point()]  # NF4 codes always are
-        local = [local_of(weight) for weight in weights]
+        local = [
+            shard for weight in weights if (shard := local_of(weight)).numel()
+        ]  # an empty one has no maximum
         self._flag *= torch.nn.utils.get_total_norm(local, torch.inf).isfinite()
         torch.distributed.all_reduce(self._flag, torch.distributed.ReduceOp.MIN)
         return bool(self._flag.item())

@@ -58,20 +58,26 @@ def columns_of(there: Sequence[str], chat: Chat, where: str) -> Columns:
     names = laid_out(chat)
     found = f"{where} has the columns {', '.join(map(repr, sorted(there))) or 'none'}"
     if names.messages_column in there:
-        if chat.input_column is not None:
-            raise DataError(
-                f"input_column = {chat.input_column!r}: {where} holds messages, and an input belongs to a prompt that is a "
-                "text; leave it out"
-            )
+        for option in ("prompt_column", "completion_column", "input_column"):
+            if (given := getattr(chat, option)) is not None:
+                raise DataError(
+                    f"{option} = {given!r}: {where} holds messages, which are read instead; leave it out"
+                )
         names = names._replace(prompt_column=None, completion_column=None, input_column=None)
     elif {names.prompt_column, names.completion_column} <= set(there):
         names = names._replace(messages_column=None)
     else:
-        first = "messages_column" if names.messages_column else "prompt_column"
+        texts = ("prompt_column", "completion_column")
+        named = any(getattr(chat, option) is not None for option in texts) and chat.messages_column is None
+        missing = (option for option in texts if getattr(names, option) not in there)
+        first = "messages_column" if names.messages_column and not named else next(missing)
         fits = [
             f', or set format = "{name}"'
             for name, other in FORMATS.items()
-            if other.messages_column in there or {other.prompt_column, other.completion_column} <= set(there)
+            if name != chat.format
+            and (
+                other.messages_column in there or {other.prompt_column, other.completion_column} <= set(there)
+            )
         ]
         raise DataError(
             f"{first} = {getattr(names, first)!r}: {found}; name the one with the messages in chat.messages_column, or "
@@ -90,7 +96,7 @@ def columns_of(there: Sequence[str], chat: Chat, where: str) -> Columns:
         and alpaca.input_column in there
     ):
         raise DataError(
-            f"prompt_column = {names.prompt_column!r}: {where} also has {alpaca.input_column!r}, and nothing of it "
-            'would be read; set chat.format = "alpaca", or input_column'
+            f"prompt_column = {names.prompt_column!r}: {where} also has {alpaca.input_column!r}, which would not be read; "
+            'set chat.format = "alpaca", or input_column'
         )
     return names
