@@ -203,6 +203,7 @@ ONE = "[grid]\ntraining.steps = [1, 2]\n"
         (ONE + "[training]\nsteps = 3", "no such option; there are sweep, set, grid"),
         (ONE + "[axes]\nx = 3", "no such option; did you mean axis?"),
         ("[[axis]]\ntraining.steps = [1, 2]\noptimizer.lr = [1e-3]", "training.steps has 2, optimizer.lr has 1"),
+        (ONE + "[set]\ntraining.steps = 1\n'training.steps' = 2", "[set] training.steps: is given twice"),
         ("[[axis]]\nnames = ['a']\ntraining.steps = [1, 2]", "names has 1, training.steps has 2"),
         ("[[axis]]\nnames = ['a']", "no cell: give [grid]"),
     ],

@@ -58,12 +58,21 @@ def construct(config: PretrainedConfig, device: torch.device, dtype: torch.dtype
     # table of theirs, and values that nothing can be computed with.
     except (AssertionError, ValueError, KeyError, ArithmeticError, RuntimeError, TypeError) as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if isinstance(error, KeyError) and (fields := _fields_of(config, error.args[0])):
+            said = f"it knows no {' = '.join(fields)} = {error.args[0]!r}"
         raise ModelError(
-            f"model_type {kind!r} can't be built with the values of its config: {type(error).__name__}: "
-            f"{' '.join(str(error).split())} ({'/'.join(Path(last.filename).parts[-3:])}:{last.lineno})"
+            f"model_type {kind!r} can't be built with the values of its config: {said} "
+            f"({'/'.join(Path(last.filename).parts[-3:])}:{last.lineno})"
         ) from error
     kept = keeps_float32(model, dtype)
     for name, tensor in model.state_dict(keep_vars=True).items():
         if kept(name):
             tensor.data = tensor.data.float()
     return model
+
+
+def _fields_of(config: PretrainedConfig, value: object) -> list[str]:
+    """Return the fields of `config` that have this value."""
+    values = config.get_text_config().to_dict() | config.to_dict()
+    return [name for name, own in values.items() if own == value]

@@ -6,7 +6,7 @@ device: by FSDP those of a unit as its backward ends, without FSDP all of them b
 (`gradients.align_gradients`). Until then they are Partial, whoever reads them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -50,12 +50,6 @@ def summed(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _whole(grad: DTensor) -> tuple[Placement, ...]:
     """Return the placements of `grad` once it is summed."""
     return tuple(Replicate() if p.is_partial("sum") else p for p in grad.placements)
-
-
-def number_of_sums(grads: Iterable[torch.Tensor]) -> int:
-    """Return how many all-reduces `summed` takes for `grads`, contiguous and of one mesh, or for their parameters."""
-    grads = list(grads)
-    return sum(map(_is_large, grads)) + len({grad.dtype for grad in grads if not _is_large(grad)})
 
 
 def _is_large(grad: torch.Tensor) -> bool:

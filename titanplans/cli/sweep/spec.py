@@ -121,9 +121,19 @@ def read_spec(path: str) -> Spec:
 _Point = tuple[str, Settings]
 
 
+def _flat(table: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the values of a table by key."""
+    found: dict[str, Any] = {}
+    for key, value in flatten(table, "", KeyInFile(where)):
+        if key in found:
+            raise ConfigError(f"{where} {key}: is given twice; keep one")
+        found[key] = value
+    return found
+
+
 def _settings(table: dict[str, Any], where: str) -> Settings:
     given, settings = Given(), {}
-    for key, value in flatten(table, "", KeyInFile(where)):
+    for key, value in _flat(table, where).items():
         word = value if isinstance(value, str) else _toml(value)
         given.add(key, word, from_text, f"{where} {key}")
         if key in given.unread and given.unread[key].asks:
@@ -148,7 +158,7 @@ def _toml(value: Any) -> str:
 
 def _axis(table: dict[str, Any], where: str) -> list[_Point]:
     """Return the points of an axis, whose keys vary together; `names` are theirs."""
-    columns = dict(flatten(table, "", KeyInFile(where)))
+    columns = _flat(table, where)
     for key, values in columns.items():
         if not isinstance(values, tuple) or not values:
             raise ConfigError(

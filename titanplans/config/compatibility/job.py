@@ -109,12 +109,16 @@ def pipeline(job: Any) -> Refusals:
     for option in WITHOUT_STAGES:
         if get(job, option) != default(job, option):
             yield option, "the stages of a pipeline have no such option; remove this key"
-    if batch % size:
-        yield (
-            "training.local_batch_size",
-            f"it is not a multiple of parallelism.pipeline_parallel_microbatch_size = {size}; "
-            f"{near_multiples(batch, size)} would work",
-        )
+    batches = {"training": batch}
+    if job.validation.enable:
+        batches["validation"] = job.validation.local_batch_size or batch
+    for section, rows in batches.items():
+        if rows % size:
+            yield (
+                f"{section}.local_batch_size",
+                f"{rows} is not a multiple of parallelism.pipeline_parallel_microbatch_size = {size}; "
+                f"{near_multiples(rows, size)} would work",
+            )
     if p.pipeline_parallel_layers_per_stage is not None and p.pipeline_parallel_split_points:
         yield (
             "parallelism.pipeline_parallel_layers_per_stage",
@@ -145,12 +149,6 @@ def pipeline(job: Any) -> Refusals:
             "loss.fused",
             f"the backward of {schedule} is in two parts, and gradients that the head has computed are kept for one; leave "
             "it out, or use Interleaved1F1B",
-        )
-    if job.validation.enable and (rows := job.validation.local_batch_size or batch) % size:
-        yield (
-            "validation.local_batch_size",
-            f"{rows} is not a multiple of parallelism.pipeline_parallel_microbatch_size = {size}; "
-            f"{near_multiples(rows, size)} would work",
         )
     if job.checkpoint.last_save_in_hf and job.lora.rank is not None:
         yield (
