@@ -27,8 +27,7 @@ from titanplans.plan.plan import Plan, TPPlan
 from titanplans.plan.resolve import Entry, ResolvedPlan
 from titanplans.plan.styles.vocab import VocabHead
 from titanplans.split.cut import Cut
-from titanplans.split.experts.by_experts import CutByExperts
-from titanplans.split.experts.untouched import Untouched
+from titanplans.split.experts.by_experts import CutByExperts, Untouched
 from titanplans.split.guards.first_forward import check_first_forward
 from titanplans.split.guards.generation import let_generate
 from titanplans.split.guards.inputs import Forwards, begin_at_output, end_at_output, guard_forwards

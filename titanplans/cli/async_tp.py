@@ -28,7 +28,7 @@ from titanplans.errors import UserError, VerifyError
 from titanplans.kernels.install import MARK
 from titanplans.observe.fusible import Verdict, capture, graph_breaks
 from titanplans.parallel.compile import async_tp
-from titanplans.parallel.compile.fla_graphs import calls_kernels, end_graphs_at_kernels
+from titanplans.parallel.compile.graph_breaks import calls_kernels, end_graphs_at_kernels
 from titanplans.plan.decoder import find_decoder
 from titanplans.plan.degrees import Degrees
 from titanplans.precision.float8.conversion import keep_plain_between_graphs

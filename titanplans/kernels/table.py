@@ -10,7 +10,7 @@ from typing import Any
 
 from titanplans.kernels import precision
 from titanplans.kernels.attention import attention, attention_parts, decoding, rotary
-from titanplans.kernels.layers import activations, bitlinear, convolution, losses, norms, residuals
+from titanplans.kernels.layers import activations, convolution, losses, norms, residuals
 from titanplans.kernels.naive import Naive
 from titanplans.kernels.recurrent import (
     formulas,
@@ -118,7 +118,7 @@ REFERENCES: dict[str, Reference] = {
     "fla.ops.log_linear_attn.chunk:chunk_log_linear_attn": log_linear.chunk_log_linear_attn,
     "fla.ops.attnres.fused:fused_attnres": residuals.fused_attnres,
     "fla.ops.utils.cumsum:chunk_global_cumsum": gates.chunk_global_cumsum,
-    "fla.modules.norm.layernorm_quant:LayerNormLinearQuantFunction": bitlinear.layer_norm_linear_quant,
+    "fla.modules.norm.layernorm_quant:LayerNormLinearQuantFunction": norms.layer_norm_linear_quant,
     "fla.ops.gsa.gate:fused_additive_gate": gates.fused_additive_gate,
     "fla.ops.utils.pooling:MeanPoolingFunction": attention_parts.mean_pooling,
     **_WRAPPERS,

@@ -11,6 +11,7 @@ parallelism. Outside of the `with` the model is as it was: it gives logits.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanplans.errors import ParallelError, either
-from titanplans.loss.after_head import after_head
 from titanplans.loss.deferred_logits import Computed, DeferredLogits, NotFused, stand_in
-from titanplans.loss.fused import Compute, Settings, fused_cross_entropy
+from titanplans.loss.fused import Compute, Elementwise, Settings, fused_cross_entropy
 from titanplans.loss.shares import (
     IGNORED,
     Objective,
@@ -64,7 +64,7 @@ class FusedLoss:
         self.head, self.chunk_tokens, self.compute = model.get_submodule(name), chunk_tokens, compute
         self._model = class_name(model)
         _refuse_head(self.head, f"{self._model}.{name}")
-        self._after_head = after_head(getattr(model, "config", None))
+        self._after_head = _elementwise(getattr(model, "config", None))
         self._border = border_of_model(model)
         self._share: VocabularyShare | None = None
 
@@ -179,3 +179,33 @@ def _autocast(hidden: torch.Tensor) -> torch.dtype | None:
     kind = hidden.device.type
     computes = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if computes else None
+
+
+def _elementwise(config: Any) -> Elementwise | None:
+    """Return the function that a model with this config applies to its logits; None: none.
+
+    `DeferredLogits.check` compares it with the model's code at each forward, and refuses a model that does something else.
+    """
+    for name, function in _FUNCTIONS.items():
+        if (number := getattr(config, name, None)) is not None:
+            return partial(function, number=number)
+    return None
+
+
+def _capped(logits: torch.Tensor, number: float) -> torch.Tensor:
+    return torch.tanh(logits / number) * number
+
+
+def _multiplied(logits: torch.Tensor, number: float) -> torch.Tensor:
+    return logits * number
+
+
+def _divided(logits: torch.Tensor, number: float) -> torch.Tensor:
+    return logits / number
+
+
+_FUNCTIONS = {
+    "final_logit_softcapping": _capped,  # Gemma 2 and 3
+    "logit_scale": _multiplied,  # Cohere
+    "logits_scaling": _divided,  # Granite
+}

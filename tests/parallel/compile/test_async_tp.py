@@ -17,7 +17,7 @@ from titanplans import kernels, modeling
 from titanplans.observe.graphs import install_record
 from titanplans.parallel import Degrees, Mesh, ParallelError
 from titanplans.parallel.compile import async_tp
-from titanplans.parallel.compile.fla_graphs import end_graphs_at_kernels
+from titanplans.parallel.compile.graph_breaks import end_graphs_at_kernels
 from titanplans.plan.layout import StreamLayout
 from titanplans.proof.ranks.fake import fake_ranks
 from titanplans.split.meshes import meshes_of

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from titanplans.config.compatibility.on_mesh import StrategyOnMesh, check_on_mesh
 from titanplans.parallel import Compile, Degrees, FSDP2Config, Mesh, ParallelError, parallelize
 from titanplans.parallel.compile import apply_compile, compile_loss, compile_options, components
-from titanplans.parallel.compile.fla_graphs import end_graphs_at_kernels
+from titanplans.parallel.compile.graph_breaks import end_graphs_at_kernels
 from titanplans.parallel.compile.limits import count_kinds
 from titanplans.proof.ranks.fake import fake_ranks
 

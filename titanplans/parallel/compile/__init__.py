@@ -1,6 +1,6 @@
 """torch.compile: the blocks of a model, the loss and the optimizer's step.
 
-`components` compiles them; `limits` refuses what torch would run eagerly without an error; `fla_graphs` says where a
+`components` compiles them; `limits` refuses what torch would run eagerly without an error; `graph_breaks` says where a
 graph ends in modules of flash-linear-attention; `async_tp` switches async tensor parallelism on and checks it.
 """
 

@@ -2,8 +2,8 @@
 
 inductor's pass `micro_pipeline_tp` replaces an all-gather and the matrix products that read it, or a product and
 the reduce-scatter of it, by one operator that works in pieces, so that a piece is sent while another is
-multiplied. Where it finds no such pair it leaves the graph unchanged and says nothing. `expose` lets it find more;
-`overlap` overlaps the remaining collectives with products that do not wait for them. Both are
+multiplied. Where it finds no such pair it leaves the graph unchanged and says nothing. `overlap` lets it
+find more, and overlaps the remaining collectives with products that do not wait for them. Both are
 counted in the finished graphs (`titanplans.observe.graphs`), and nothing fused is an error. Which collectives
 of which model can be fused is decided without a GPU by `titanplans async-tp`.
 """
@@ -71,8 +71,7 @@ def install_passes() -> None:
     """
     # Not at the top: their class is inductor's, which takes two seconds to import.
     from titanplans.observe.graphs import GraphRecord, install_record
-    from titanplans.parallel.compile.expose import Expose
-    from titanplans.parallel.compile.overlap import Overlap
+    from titanplans.parallel.compile.overlap import Expose, Overlap
 
     for setting, own in ((FIRST_PASSES, Expose), (LAST_PASSES, Overlap)):
         others = [hook for hook in own_passes(setting) if not isinstance(hook, own | GraphRecord)]
@@ -86,7 +85,7 @@ def prepare(model: nn.Module) -> None:
 
     With `fuse_swiglu` it is one function with the activation, and out of every graph. One after the other they
     give the same numbers; the activation's result is kept for the backward. That the gathers of such blocks are in
-    one graph with their products is `titanplans.parallel.compile.fla_graphs`' matter.
+    one graph with their products is `titanplans.parallel.compile.graph_breaks`' matter.
     """
     apart = [
         m for m in model.modules() if getattr(m, "fuse_swiglu", None) is True and hasattr(m, "down_proj")

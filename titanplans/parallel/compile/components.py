@@ -16,7 +16,12 @@ from titanplans.config import Compile
 from titanplans.errors import ParallelError
 from titanplans.parallel.activation_checkpoint import Kept, memory_budget
 from titanplans.parallel.compile import async_tp
-from titanplans.parallel.compile.fla_graphs import calls_kernels, end_graphs_at_kernels
+from titanplans.parallel.compile.graph_breaks import (
+    calls_kernels,
+    end_graphs_at_kernels,
+    end_graphs_where_tokens_leave,
+    sends_tokens,
+)
 from titanplans.parallel.compile.limits import (
     RECOMPILATIONS,
     check_switched_on,
@@ -24,7 +29,6 @@ from titanplans.parallel.compile.limits import (
     count_kinds,
     limited,
 )
-from titanplans.parallel.compile.token_graphs import end_graphs_where_tokens_leave, sends_tokens
 from titanplans.parallel.optimizers.muon import Muon
 from titanplans.plan.decoder import find_decoder
 from titanplans.split.state import border_of_model
@@ -55,7 +59,7 @@ def apply_compile(
 
     A block must become one graph, and it is an error if it does not, unless its routers' logits are recorded
     (`output_router_logits`), which a graph can't, or it holds modules of flash-linear-attention, whose kernels take
-    themselves out of every graph (`fla_graphs`), or it sends tokens to other ranks (`token_graphs`). Such a block is
+    themselves out of every graph, or it sends tokens to other ranks (`graph_breaks`). Such a block is
     compiled inside of the checkpoint around it, so that a recomputation runs the compiled graphs again, and can't keep
     operators. A kind of block that is compiled more often than `RECOMPILATIONS` is an error, too.
 

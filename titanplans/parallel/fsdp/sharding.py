@@ -26,10 +26,9 @@ from titanplans.config import FSDP2Config
 from titanplans.errors import ParallelError, either
 from titanplans.parallel.fsdp.construction import independent_of_world
 from titanplans.parallel.fsdp.dtypes import split_dtypes
-from titanplans.parallel.fsdp.experts import split_experts
 from titanplans.parallel.fsdp.images import check_images
 from titanplans.parallel.fsdp.prefetch import chain_units, check_depth
-from titanplans.parallel.fsdp.units import FSDPUnit, find_units, fsdp_module
+from titanplans.parallel.fsdp.units import FSDPUnit, find_units, fsdp_module, split_experts
 from titanplans.parallel.record import record_of
 from titanplans.split.parameters.replaced import replacing
 from titanplans.split.partial_gradients import summed

@@ -7,14 +7,15 @@ is in `dtypes`, how units are sharded in `sharding`; units by a user's own condi
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from titanplans.errors import ParallelError
-from titanplans.plan.decoder import find_decoder, join
+from titanplans.plan.decoder import find_decoder, join, within
 from titanplans.text import class_name
 
 Role = Literal["tower", "embedding", "block", "ends", "condition", "dtype", "experts", "root"]
@@ -151,3 +152,21 @@ def has_parameters(module: nn.Module) -> bool:
 def has_forward(module: nn.Module) -> bool:
     """Whether `module` can be called; a ModuleList, which FSDP can't hook, can't."""
     return type(module).forward is not nn.Module.forward
+
+
+def split_experts(model: nn.Module, units: Sequence[FSDPUnit]) -> list[FSDPUnit]:
+    """Return `units`, each with the modules in it that hold experts of an expert-parallel mesh as units inside."""
+    experts = [name for name, module in model.named_modules() if _is_shared_out(module)]
+    done, left = [], dict.fromkeys(experts)
+    for unit in sorted(units, key=lambda unit: -max(name.count(".") for name in unit.names)):
+        own = [name for name in left if any(within(name, outer) for outer in unit.names)]
+        for name in own:
+            del left[name]
+        inside = tuple(FSDPUnit((name,), "experts", unit.last) for name in own)
+        done.append(replace(unit, inner=(*inside, *unit.inner)))
+    return sorted(done, key=lambda unit: [u.names for u in units].index(unit.names))
+
+
+def _is_shared_out(module: nn.Module) -> bool:
+    held = [param for param in module._parameters.values() if isinstance(param, DTensor)]
+    return any("ep" in (param.device_mesh.mesh_dim_names or ()) for param in held)

@@ -1,13 +1,16 @@
-"""The cut by experts, and another one of everything else: experts over ranks that include those of tensor parallelism."""
+"""The cut by experts, over ranks that include those of tensor parallelism; all else is another cut's, or is not cut."""
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanplans.errors import PlanError
+from titanplans.plan.layout import StreamLayout
 from titanplans.plan.resolve import Entry
 from titanplans.plan.styles.experts import ByExpert
 from titanplans.split.cut import Cut
 from titanplans.split.experts.dispatch import ExpertRanks, install_dispatch
+from titanplans.split.local_code import HeadRanks
+from titanplans.split.meshes import CutMeshes
 from titanplans.split.parameters.local_parameters import ParameterMemo, ParameterMesh, localize
 from titanplans.split.stream import Border
 
@@ -57,3 +60,20 @@ class CutByExperts:
             install_dispatch(entry.module, self._expert_ranks)
         else:
             self._others.install(entry, border)
+
+
+class Untouched:
+    """Leaves modules and parameters as they are. `alone`: a mesh of this rank, which alone works on its batch."""
+
+    distributes, sums = False, True
+
+    def __init__(self, alone: DeviceMesh):
+        self.mesh = alone
+        self.border = Border(CutMeshes(None, None, alone, alone), StreamLayout(sharded=False))
+        self.ranks = HeadRanks(0, 1, (alone.get_group().group_name, 1), self.border, (0,))
+
+    def lay_out(self, entry: Entry) -> None:
+        """Leave the parameters of `entry` plain."""
+
+    def install(self, entry: Entry, border: Border) -> None:
+        """Put no hooks on its module."""

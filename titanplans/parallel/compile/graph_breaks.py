@@ -1,14 +1,18 @@
-"""Where the graphs of a compiled block end that holds modules of flash-linear-attention: at its kernels, and only there.
+"""Where the graphs of a compiled block end: at FLA's kernels, and where tokens go to other ranks.
 
 FLA takes its kernels out of every graph (`torch.compiler.disable`), but one call too deep: inside of autograd
 Functions, where a graph can't be taken up again. The code around a kernel there (a guard of its inputs, a
 reshape) would become graphs of an operator or two, each with guards to check at every call and with a place among the
 compilations of one function that torch counts. So the module around such a kernel leaves the graph whole.
+
+Mixers and experts that send tokens leave it, too: a mixer's code is given a `ShardedSequence` (`titanplans.split.tokens`), a
+subclass of tensor that is not for a graph, and how many rows come to experts is known on the host alone. What lies between
+them works on own tokens, and is compiled.
 """
 
 import inspect
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, wraps
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -16,7 +20,7 @@ import torch
 from torch import nn
 
 from titanplans.plan.decoder import holds_fla, of_fla
-from titanplans.split.state import specialise, subclass
+from titanplans.split.state import specialise, state_of, subclass
 from titanplans.text import class_name
 from titanplans.torch_private.compile import break_graphs_in_calls, is_disabled
 
@@ -47,7 +51,7 @@ def end_graphs_at_kernels(block: nn.Module) -> None:
     for module in block.modules():
         cls = type(module)
         if of_fla(cls) and next(module.children(), None) is None and _leads_out(cls):
-            specialise(module, _out_of_graphs(cls))
+            specialise(module, _out_of_graphs(cls, "forward", f"{class_name(cls)} calls a kernel of FLA"))
     break_graphs_in_calls()
 
 
@@ -84,8 +88,30 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
+def sends_tokens(block: nn.Module) -> bool:
+    """Whether in `block` tokens are exchanged for heads, or sent to experts."""
+    return any(map(_sends, block.modules()))
+
+
+def end_graphs_where_tokens_leave(block: nn.Module) -> None:
+    """Take such modules of `block` out of its graphs, with their hooks; the rest is a graph before and one behind each."""
+    for module in block.modules():
+        if _sends(module):
+            specialise(module, _out_of_graphs(type(module), "__call__", "it sends tokens to other ranks"))
+    break_graphs_in_calls()
+
+
+def _sends(module: nn.Module) -> bool:
+    state = state_of(module)
+    return state is not None and (state.exchanges or state.experts is not None)
+
+
 @cache
-def _out_of_graphs(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of `cls`, under the same name, whose forward stays out of graphs; blocks share it."""
-    reason = f"{class_name(cls)} calls a kernel of flash-linear-attention"
-    return subclass(cls, {"forward": torch.compiler.disable(cls.forward, reason=reason)})
+def _out_of_graphs(cls: type[nn.Module], method: str, reason: str) -> type[nn.Module]:
+    """Return a subclass of `cls`, under the same name, whose `method` stays out of graphs; blocks share it."""
+
+    @wraps(getattr(cls, method))
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(cls, method)(self, *args, **kwargs)
+
+    return subclass(cls, {method: torch.compiler.disable(call, reason=reason)})
