@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -124,9 +125,19 @@ def check_keywords(cls: type, arguments: Mapping[str, Any], what: str, error: ty
 
 
 def _place(error: BaseException) -> str:
-    """Return the innermost line outside torch and this package, if any; a SyntaxError's message names its line itself."""
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
-    if isinstance(error, SyntaxError) or not theirs:
+    """Return the user's innermost line, if there is one; a SyntaxError's message names its line itself.
+
+    Theirs are the files in the folder of the first one that is not of Python, torch or this package: that file may call a
+    library, which then raises.
+    """
+    files = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_theirs(frame.filename)]
+    if isinstance(error, SyntaxError) or not files:
         return ""
-    return f" ({theirs[-1].filename}, line {theirs[-1].lineno})"
+    folder = Path(files[0].filename).parent
+    line = [frame for frame in files if Path(frame.filename).is_relative_to(folder)][-1]
+    return f" ({line.filename}, line {line.lineno})"
+
+
+def _is_theirs(file: str) -> bool:
+    python = file.startswith(sysconfig.get_path("stdlib")) and "site-packages" not in file
+    return not (python or file.startswith(_NOT_THEIRS))

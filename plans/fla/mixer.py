@@ -22,7 +22,7 @@ class MixerPlan(TransformerPlan):
     counts: tuple[str, ...] = ()
     """Attributes that count heads or widths, which the mixer's code reads: divided by the degree."""
     shared_counts: tuple[str, ...] = ()
-    """Attributes that count shared heads or their widths: set to this rank's share."""
+    """Attributes that count shared heads or their widths: set to this rank's share of them."""
 
     def attn_plan(self, attn: nn.Module) -> Plan:
         return {
@@ -34,13 +34,11 @@ class MixerPlan(TransformerPlan):
         }
 
     def local_attributes(self, attn: nn.Module) -> dict[str, int]:
-        counted = self.divided(attn, *self.counts)
-        if self.shared_counts:
-            heads = self.kv_heads(attn)
-            assert heads is not None
-            for name in self.shared_counts:
-                counted[name] = getattr(attn, name) // heads * self.heads_per_rank(heads)
-        return counted
+        counted, heads = self.divided(attn, *self.counts), self.kv_heads(attn)
+        if heads is None:  # as many as query heads
+            return counted | self.divided(attn, *self.shared_counts)
+        shared = self.heads_per_rank(heads)
+        return counted | {name: getattr(attn, name) // heads * shared for name in self.shared_counts}
 
 
 def has(module: nn.Module, name: str) -> bool:

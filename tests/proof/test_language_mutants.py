@@ -27,7 +27,7 @@ from tiny import Tiny, changed
 
 from titanplans import Degrees, PlanError, check_plan
 from titanplans.split.collectives import sum_in_region, sum_ranks
-from titanplans.split.parameters.local_parameters import deferred_bias
+from titanplans.split.parameters.local_parameters import add_deferred_bias
 from titanplans.split.root_mean_square import root_ratio
 
 state_space, packed, selective, retention = (
@@ -65,11 +65,6 @@ def in_another_order(plan, style):
     return faults.with_rows(style, lambda rows: rows._replace(runs=(*rows.runs[1:], rows.runs[0])))
 
 
-def with_bias(module, output):
-    bias = deferred_bias(module)
-    return output if bias is None else output + bias
-
-
 def corrected(style, correct):
     """Return `style` with `correct(group, module, args, kwargs, output)` in place of its last hook."""
 
@@ -83,7 +78,7 @@ def corrected(style, correct):
 
 def own_statistic(plan, style):
     """Each rank divides by the root mean square of its own part."""
-    return corrected(style, lambda group, module, args, kwargs, output: with_bias(module, output))
+    return corrected(style, lambda group, module, args, kwargs, output: add_deferred_bias(module, output))
 
 
 def statistic_without_gradient(plan, style):
@@ -91,26 +86,28 @@ def statistic_without_gradient(plan, style):
 
     def correct(group, module, args, kwargs, output):
         x = (args[0] if style.statistic is None else style.statistic(*args, **kwargs)).detach()
-        return with_bias(module, output * root_ratio(x, 1e-5, group))
+        return add_deferred_bias(module, output * root_ratio(x, 1e-5, group))
 
     return corrected(style, correct)
 
 
 def summed_twice(plan, style):
     def leave(border, module, output):
-        return sum_ranks(with_bias(module, sum_in_region(output, border.group)), border.group)
+        return sum_ranks(add_deferred_bias(module, sum_in_region(output, border.group)), border.group)
 
     return leaving(style, leave)
 
 
 def unsummed(plan, style):
     """Each rank goes on with its part of the sum."""
-    return leaving(style, lambda border, module, output: with_bias(module, output))
+    return leaving(style, lambda border, module, output: add_deferred_bias(module, output))
 
 
 def gradient_unsummed(plan, style):
     """Each rank takes its share of the sum's gradient for the whole gradient."""
-    return leaving(style, lambda border, module, output: with_bias(module, sum_ranks(output, border.group)))
+    return leaving(
+        style, lambda border, module, output: add_deferred_bias(module, sum_ranks(output, border.group))
+    )
 
 
 def by(name):

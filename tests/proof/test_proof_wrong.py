@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate
 from titanplans.plan.layout import Layout
 from titanplans.plan.styles.region import Region
 from titanplans.plan.styles.replicated import ReplicatedInRegion
-from titanplans.split.parameters.local_parameters import deferred_bias
+from titanplans.split.parameters.local_parameters import add_deferred_bias
 
 
 def attn(**styles):
@@ -75,7 +75,7 @@ def gradient_left(plan):
 
 def sum_left(plan):
     """Leaves a region without the sum."""
-    return leaving(plan.rowwise(), lambda border, module, output: output + deferred_bias(module))
+    return leaving(plan.rowwise(), lambda border, module, output: add_deferred_bias(module, output))
 
 
 class UntyingPlan(TinyPlan):

@@ -22,7 +22,7 @@ from titanplans.proof.case import prove_case
 from titanplans.proof.ranks import threads
 from titanplans.proof.ranks.lockstep import RanksDiverged
 from titanplans.proof.ranks.world import Worlds
-from titanplans.split.parameters.local_parameters import deferred_bias
+from titanplans.split.parameters.local_parameters import add_deferred_bias
 
 CPU = torch.device("cpu")
 BOTH = (True, False)
@@ -54,7 +54,8 @@ class ByTheFirst(TinyPlan):
     def attn_plan(self, attn):
         def leave(border, module, output):
             mine = self.rank(border.mesh) == self.adds
-            return border.leave(output + deferred_bias(module) * (1 if mine else 0))
+            biased = add_deferred_bias(module, output)
+            return border.leave(biased if mine else output + 0 * biased)
 
         return super().attn_plan(attn) | {"o_proj": leaving(self.rowwise(), leave)}
 
@@ -121,7 +122,7 @@ def test_the_default_group_is_not_that_of_the_mesh(direction):
             output = averaged(output)
         else:
             output.register_hook(averaged)
-        return border.leave(output + deferred_bias(module))
+        return border.leave(add_deferred_bias(module, output))
 
     over_all = changed(TinyPlan, lambda plan: {"o_proj": leaving(plan.rowwise(), leave)})
     (case,) = sharded(Tiny, over_all).cases
@@ -209,7 +210,7 @@ def test_a_gradient_that_one_rank_does_not_have():
     """The others wait for it in the sum over the ranks: a verdict, and no rank that hangs."""
 
     def leave(border, module, output):
-        return border.leave(output + (deferred_bias(module) if border.rank == 0 else 0.0))
+        return border.leave(add_deferred_bias(module, output) if border.rank == 0 else output)
 
     of_the_first = changed(TinyPlan, lambda plan: {"o_proj": leaving(plan.rowwise(), leave)})
     (case,) = sharded(Tiny, of_the_first).cases

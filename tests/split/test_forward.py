@@ -231,6 +231,24 @@ def test_the_head_takes_whole_hidden_states_outside_of_a_forward():
     on_ranks(alike(logits))
 
 
+class ByKeyword(Tiny):
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(input=self.norm(x))
+
+
+def test_the_head_may_be_called_by_keyword():
+    on_ranks(alike(lambda model: model(ids(vocabulary=32)).sin()), model=ByKeyword().double())
+
+    def misnamed(split, whole):
+        with pytest.raises(PlanError, match=r"without 'input' \(got x\).*by position"):
+            split.lm_head(x=torch.zeros(1, 1, 16))
+
+    on_ranks(misnamed, model=ByKeyword())
+
+
 @pytest.mark.parametrize("kept", [1, 3, torch.tensor([0, 4])], ids=["last", "three", "chosen"])
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_of_some_tokens(name, kept):

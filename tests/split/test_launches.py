@@ -75,6 +75,7 @@ def embedded(split: Split) -> int:
     return (11 + 3 * stops) * calls
 
 
+JOINING = ("cyclic_flow_attention", "gated_deltanet")
 RATIOS = ("root_mean_square.py _RootRatio.forward",)
 ROWS = "vocab.py _on_rows.<locals>.forward"
 EXTRAS = (
@@ -106,6 +107,10 @@ EXTRAS = (
     Extra(
         "RetNet's decays, of this rank's heads, computed outside of the kernel",
         lambda split: 6 * len(split.model.model.layers) if split.model.config.model_type == "retnet" else 0,
+    ),
+    Extra(
+        "weights that a mixer joins for one call: a copy of each one's part of the gradient",
+        lambda split: 3 * len(split.model.model.layers) if split.model.config.model_type in JOINING else 0,
     ),
 )
 

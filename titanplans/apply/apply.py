@@ -199,7 +199,7 @@ def cut_of(
     """Return the cut of a checked plan over `meshes`: by weights, or by tokens too; and by experts over theirs."""
     cut: Cut
     if checked.in_mixers is not None:
-        cut = CutByTokens(checked.plan, checked.in_mixers, meshes, summed=sum_over_cp)
+        cut = CutByTokens(checked.plan, checked.in_mixers, meshes, sum_over_cp=sum_over_cp)
     elif meshes.sharing.size() == 1 and experts is not None:
         cut = Untouched(meshes.sharing)
     else:
@@ -244,9 +244,7 @@ def split(checked: Checked, cut: Cut) -> AppliedPlan:
     _guard(plan, cut.border)
     let_generate(model)
     refuse_unsupported_methods(model)
-    check_first_forward(
-        model, model.get_submodule(decoder.base), cut.mesh, distributed=cut.distributes, sums=cut.sums
-    )
+    check_first_forward(model, model.get_submodule(decoder.base), cut)
     return AppliedPlan(plan, checked.crossings, cut.border)
 
 

@@ -101,7 +101,7 @@ class Layout(NamedTuple):
     placement: Placement
     gradient: Placement
     deferred: bool = False
-    """Read as None: its style adds it to the module's output (see `deferred_bias`)."""
+    """Read as None: its style adds it to the module's output (see `add_deferred_bias`)."""
     rows: Rows | None = None
     """What a rank reads; None: its local tensor."""
     divided_by: int = 1

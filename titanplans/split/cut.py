@@ -20,7 +20,7 @@ class Cut(Protocol):
     """1-D, of all ranks that work on the same batch."""
     distributes: bool
     """Parameters become DTensors."""
-    sums: bool
+    sum_over_cp: bool
     """Whoever aligns gradients sums their parts; False: FSDP2 or DDP over a mesh that holds the ranks of "cp" does."""
     ranks: HeadRanks
     """Those that share the heads of a mixer."""

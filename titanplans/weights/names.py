@@ -2,9 +2,9 @@
 
 Most names are the same. What differs is in transformers' table (`transformers.conversion_mapping`): renamed modules and
 towers, and experts that are published one by one and held in one tensor. `LazyTensor` lets its conversions say where each
-part of a tensor comes from, without reading any. transformers' table has no models of FLA, and FLA's own conversions run only
-in its `load_state_dict`, or in scripts: `OLDER` has what its older releases stored differently. A release that computes
-differently (norms over all heads, `norm_first`) can't be converted: its shapes are refused.
+part of a tensor comes from, without reading any. transformers' table has no models of FLA, and FLA's own conversions run
+in its `load_state_dict` alone, or in scripts: `OLDER` has what its older releases stored differently. A release that
+computes differently (norms over all heads, `norm_first`) can't be converted: its shapes are refused.
 """
 
 import copy

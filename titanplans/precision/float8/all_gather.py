@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
+from titanplans.split.parameters.shards import as_shard_of
 from titanplans.torch_private.dtensor import local_tensor
 from titanplans.torch_private.fsdp import DefaultAllGather
 from titanplans.torch_private.modules import on_state_dict
@@ -32,14 +32,7 @@ def gather_in_float8(model: nn.Module) -> None:
 def _unwrap(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     for name, tensor in state.items():
         if is_float8_gathered(tensor):
-            state[name] = DTensor.from_local(
-                stored_weight(local_tensor(tensor)),
-                tensor.device_mesh,
-                tensor.placements,
-                run_check=False,
-                shape=tensor.shape,
-                stride=tensor.stride(),
-            )
+            state[name] = as_shard_of(tensor, stored_weight(local_tensor(tensor)))
 
 
 class _Bytes(DefaultAllGather):

@@ -30,7 +30,7 @@ class CutByExperts:
 
     def __init__(self, others: Cut, mesh: DeviceMesh, capacity: float | None = None):
         self._others, self._mesh = others, mesh
-        self.mesh, self.distributes, self.sums = others.mesh, others.distributes, others.sums
+        self.mesh, self.distributes, self.sum_over_cp = others.mesh, others.distributes, others.sum_over_cp
         self.ranks, self.border = others.ranks, others.border
         last = mesh.get_group(mesh.ndim - 1)
         self._group = (last.group_name, mesh.size(mesh.ndim - 1))
@@ -65,7 +65,7 @@ class CutByExperts:
 class Untouched:
     """Leaves modules and parameters as they are. `alone`: a mesh of this rank, which alone works on its batch."""
 
-    distributes, sums = False, True
+    distributes, sum_over_cp = False, True
 
     def __init__(self, alone: DeviceMesh):
         self.mesh = alone

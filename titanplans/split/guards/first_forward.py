@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from titanplans.errors import PlanError
 from titanplans.plan.checks.keys import ADAPTERS
 from titanplans.split.checksum import checksum
+from titanplans.split.cut import Cut
 from titanplans.split.guards.dropout import REMEDY, WHOLE, draws_alike, dropouts
 from titanplans.split.guards.inputs import positional
 from titanplans.split.objects import of_all
@@ -27,19 +28,15 @@ from titanplans.torch_private.dispatch import dispatch_is_watched, tree_leaves
 from titanplans.torch_private.fsdp import fsdp_group
 
 
-def check_first_forward(
-    model: nn.Module, base: nn.Module, mesh: DeviceMesh, *, distributed: bool, sums: bool
-) -> None:
+def check_first_forward(model: nn.Module, base: nn.Module, cut: Cut) -> None:
     """Put the checks before and behind the first forward of `model`, or of `base` in it, whichever is called.
 
     Args:
         model: the split model.
         base: the module that holds its blocks, which an adapter's wrapper calls past the model.
-        mesh: 1-D, of the ranks that work on one batch.
-        distributed: its parameters are DTensors; others came later.
-        sums: data parallelism is not left to sum parts of gradients.
+        cut: by which it was split.
     """
-    first = _First(mesh, distributed, sums)
+    first = _First(cut)
     for module in {model: None, base: None}:
         first.parameters[id(module)] = parameters_of(module)
         first.handles += [
@@ -49,8 +46,8 @@ def check_first_forward(
 
 
 class _First:
-    def __init__(self, mesh: DeviceMesh, distributed: bool, sums: bool):
-        self.mesh, self.distributed, self.sums = mesh, distributed, sums
+    def __init__(self, cut: Cut):
+        self.cut, self.mesh = cut, cut.mesh
         self.handles: list[Any] = []
         self.started = False
         self.parameters: dict[int, dict[str, nn.Parameter]] = {}
@@ -64,7 +61,7 @@ class _First:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_First":
         """A copied model has first forwards of its own, on the same mesh."""
-        twin = memo[id(self)] = _First(self.mesh, self.distributed, self.sums)
+        twin = memo[id(self)] = _First(self.cut)
         twin.started, twin.handles = self.started, copy.deepcopy(self.handles, memo)
         return twin
 
@@ -76,9 +73,9 @@ class _First:
         retire_replaced(module, split.get(id(module), {}))
         trains = module.training and torch.is_grad_enabled()
         if not self.started or trains:
-            if self.distributed:
+            if self.cut.distributes:
                 _check_parameters(module, self.mesh)
-            if not self.sums:
+            if not self.cut.sum_over_cp:
                 _check_sums(module)
             _check_batch(module, args, kwargs, self.mesh)
         self.started = True

@@ -163,10 +163,11 @@ def finish(local: torch.Tensor, param: DTensor, reading: Reading) -> torch.Tenso
     return as_weight(local, param)
 
 
-def deferred_bias(module: nn.Module) -> torch.Tensor | None:
-    """Return the bias of `module` that its own forward does not see; None if there is none, or it does."""
+def add_deferred_bias(module: nn.Module, output: torch.Tensor) -> torch.Tensor:
+    """Return the output of `module` with the bias that its own forward does not see, if there is one."""
     reading = readings_of(module).get("bias")
-    return local_parameter(module, "bias") if reading is not None and reading.layout.deferred else None
+    bias = local_parameter(module, "bias") if reading is not None and reading.layout.deferred else None
+    return output if bias is None else output + bias
 
 
 def is_gathered(param: torch.Tensor | None, reading: Reading) -> bool:

@@ -54,16 +54,21 @@ def take_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
             continue
         if isinstance(whole, DTensor) or whole.shape != parameter.shape:
             continue
-        mesh, placements = parameter.device_mesh, parameter.placements
-        part = local_shard(whole.detach(), mesh, placements, name=prefix + name)
-        state[prefix + name] = DTensor.from_local(
-            part.clone() if assigns else part,  # a view would keep the whole one in memory
-            mesh,
-            placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        part = local_shard(whole.detach(), parameter.device_mesh, parameter.placements, name=prefix + name)
+        # A view would keep the whole one in memory.
+        state[prefix + name] = as_shard_of(parameter, part.clone() if assigns else part)
+
+
+def as_shard_of(whole: DTensor, part: torch.Tensor) -> DTensor:
+    """Return `part`, this rank's shard of a tensor that is laid out as `whole`, as a DTensor."""
+    return DTensor.from_local(
+        part,
+        whole.device_mesh,
+        whole.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
 
 
 def local_shard(

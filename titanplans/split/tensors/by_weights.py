@@ -47,7 +47,7 @@ class CutByWeights:
         stream: how the residual stream lies.
     """
 
-    distributes = sums = True
+    distributes = sum_over_cp = True
 
     def __init__(self, meshes: CutMeshes, stream: StreamLayout):
         self.mesh, self.border = meshes.sharing, Border(meshes, stream)

@@ -10,7 +10,7 @@ from titanplans.plan.styles.norms import EPSILONS, GatheredInRegion, SplitNorm
 from titanplans.split.collectives import Group, gather
 from titanplans.split.costs import Call, ExpectedCollective, gathered_inside, summed_inside
 from titanplans.split.local_code import HeadRanks
-from titanplans.split.parameters.local_parameters import deferred_bias
+from titanplans.split.parameters.local_parameters import add_deferred_bias
 from titanplans.split.root_mean_square import root_ratio
 from titanplans.split.tensors.rules import Rule, Site
 
@@ -56,8 +56,7 @@ def _correct(
         if epsilon is None:  # torch's RMSNorm: that of the input's dtype
             epsilon = torch.finfo(x.dtype).eps
         output = (output * root_ratio(x, epsilon, group, members)).to(output.dtype)
-    bias = deferred_bias(module)
-    return output if bias is None else output + bias
+    return add_deferred_bias(module, output)
 
 
 def _install_gathered(style: GatheredInRegion, module: nn.Module, site: Site) -> None:

@@ -10,7 +10,7 @@ from titanplans.plan.styles.base import held
 from titanplans.plan.styles.projections import Colwise, Rowwise, RowwiseInRegion
 from titanplans.split.collectives import Group, sum_in_region
 from titanplans.split.costs import Call, ExpectedCollective, summed_inside
-from titanplans.split.parameters.local_parameters import deferred_bias
+from titanplans.split.parameters.local_parameters import add_deferred_bias
 from titanplans.split.state import specialise, subclass
 from titanplans.split.stream import Border
 from titanplans.split.tensors.convolution import check_groups
@@ -29,9 +29,7 @@ def _install_rowwise(style: Rowwise, module: nn.Module, site: Site) -> None:
 
 
 def _leave(border: Border, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-    output = border.leave(output)
-    bias = deferred_bias(module)
-    return output if bias is None else output + bias
+    return add_deferred_bias(module, border.leave(output))
 
 
 def _install_in_region(style: RowwiseInRegion, module: nn.Module, site: Site) -> None:
@@ -45,9 +43,7 @@ def _expect_in_region(
 
 
 def _sum(group: Group, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-    output = sum_in_region(output, group)
-    bias = deferred_bias(module)
-    return output if bias is None else output + bias
+    return add_deferred_bias(module, sum_in_region(output, group))
 
 
 @cache

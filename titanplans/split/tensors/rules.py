@@ -62,8 +62,8 @@ def on_input(
     if name in kwargs:
         return args, {**kwargs, name: change(kwargs[name])}
     raise PlanError(
-        f"it was called without a positional input and without '{name}' (got {', '.join(kwargs) or 'nothing'}): give its "
-        "style input_name=",
+        f"it was called without a positional input and without '{name}' (got {', '.join(kwargs) or 'nothing'}): "
+        + ("give its style input_name=" if hasattr(style, "input_name") else "give it by position"),
         key=key_of(module),
         style=style,
         module=module,

@@ -48,11 +48,11 @@ class CutByTokens:
         plan: resolved for the ranks of tensor parallelism.
         in_mixers: the same plan, for all ranks that share the heads of a mixer.
         meshes: of both.
-        summed: parameters become DTensors whose gradients are Partial over cp, which `align_gradients` reduces; False: the
-            mesh of data parallelism includes these ranks, and reduces.
+        sum_over_cp: parameters become DTensors whose gradients are Partial over cp, which `align_gradients` reduces;
+            False: the mesh of data parallelism includes these ranks, and reduces.
     """
 
-    def __init__(self, plan: ResolvedPlan, in_mixers: ResolvedPlan, meshes: CutMeshes, *, summed: bool):
+    def __init__(self, plan: ResolvedPlan, in_mixers: ResolvedPlan, meshes: CutMeshes, *, sum_over_cp: bool):
         self.plan, self.in_mixers, self.regions = plan, in_mixers, token_regions(plan)
         self.mesh = meshes.sharing
         self.border = border = Border(meshes, plan.source.options.stream)
@@ -61,11 +61,11 @@ class CutByTokens:
         # By number, tp first, the rank in the group, in which cp comes first.
         order = tuple(rank % self.cp * self.tp + rank // self.cp for rank in range(self.tp * self.cp))
         self.ranks = HeadRanks(self.rank, len(order), group_of(meshes.sharing), border, order)
-        if summed:
+        if sum_over_cp:
             self._over = ParameterMesh(meshes.both, copies=1, cut=meshes.tp is not None)
         else:
             self._over = ParameterMesh(meshes.tp)
-        self.distributes, self.sums = self._over.mesh is not None, summed
+        self.distributes, self.sum_over_cp = self._over.mesh is not None, sum_over_cp
         self._memo = ParameterMemo()
 
     def lay_out(self, entry: Entry) -> None:
