@@ -12,7 +12,7 @@ them works on own tokens, and is compiled.
 
 import inspect
 from collections.abc import Iterator
-from functools import cache, wraps
+from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -51,7 +51,10 @@ def end_graphs_at_kernels(block: nn.Module) -> None:
     for module in block.modules():
         cls = type(module)
         if of_fla(cls) and next(module.children(), None) is None and _leads_out(cls):
-            specialise(module, _out_of_graphs(cls, "forward", f"{class_name(cls)} calls a kernel of FLA"))
+            specialise(
+                module,
+                _out_of_graphs(cls, "forward", f"{class_name(cls)} calls a kernel of flash-linear-attention"),
+            )
     break_graphs_in_calls()
 
 
@@ -109,9 +112,4 @@ def _sends(module: nn.Module) -> bool:
 @cache
 def _out_of_graphs(cls: type[nn.Module], method: str, reason: str) -> type[nn.Module]:
     """Return a subclass of `cls`, under the same name, whose `method` stays out of graphs; blocks share it."""
-
-    @wraps(getattr(cls, method))
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(cls, method)(self, *args, **kwargs)
-
-    return subclass(cls, {method: torch.compiler.disable(call, reason=reason)})
+    return subclass(cls, {method: torch.compiler.disable(getattr(cls, method), reason=reason)})
