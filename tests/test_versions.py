@@ -82,6 +82,13 @@ def test_a_version_that_was_not_tested_is_marked_and_blamed(newer):
     assert blamed(refusal) == told
 
 
+def test_a_library_that_pip_does_not_know_is_not_blamed(monkeypatch):
+    """As a clone on PYTHONPATH."""
+    monkeypatch.setattr("titanplans.versions._BELOW", {"transformers": "no-such-distribution"})
+    assert versions().endswith(", no-such-distribution of no known version")
+    assert blamed(raised()) == ""
+
+
 def test_tested_versions_are_not_blamed():
     assert "tested" not in versions()
     assert blamed(raised()) == ""

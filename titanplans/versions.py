@@ -17,10 +17,12 @@ _BELOW = {name: name for name in ("torch", "torchtitan", "torchao", "transformer
 
 def versions() -> str:
     """Return the versions on one line, each that was not tested with what was."""
-    shown = [f"titanplans {metadata.version('titanplans')}"]
+    shown = [f"titanplans {_installed('titanplans') or 'of no known version'}"]
     for name in _BELOW.values():
         tested = _untested(name)
-        shown.append(f"{name} {metadata.version(name)}{f' (tested: {tested})' if tested else ''}")
+        shown.append(
+            f"{name} {_installed(name) or 'of no known version'}{f' (tested: {tested})' if tested else ''}"
+        )
     return ", ".join(shown)
 
 
@@ -28,7 +30,7 @@ def blamed(error: BaseException) -> str:
     """Return what a line about `error` ends with: the libraries that it came from whose version was not tested."""
     found = dict.fromkeys(_BELOW[package] for package in _packages(error) if package in _BELOW)
     words = [
-        f"{name} {metadata.version(name)} was not tested, {tested} was"
+        f"{name} {_installed(name)} was not tested, {tested} was"
         for name in found
         if (tested := _untested(name))
     ]
@@ -45,8 +47,17 @@ def _untested(name: str) -> str:
     except metadata.PackageNotFoundError:
         return ""  # run from its folder alone, which asks for nothing
     ranges = [one.specifier for one in asked if one.name == name and one.marker is None]
-    version = metadata.version(name)
-    return "" if all(each.contains(version, prereleases=True) for each in ranges) else str(ranges[0])
+    version = _installed(name)
+    within = (version is None or each.contains(version, prereleases=True) for each in ranges)
+    return "" if all(within) else str(ranges[0])
+
+
+def _installed(name: str) -> str | None:
+    """Return the version of a library; None where pip does not know it, as a clone on PYTHONPATH."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _packages(error: BaseException | None) -> Iterator[str]:

@@ -131,6 +131,14 @@ def test_what_a_class_has_by_itself_is_not_refused():
         check_values(values, CONFIG_MAPPING[kind], kind)
 
 
+def test_null_is_a_part_s_default(tmp_path):
+    values = json.loads(json.dumps(CONFIG_MAPPING["gemma3"]().to_dict(), default=str)) | {
+        "vision_config": None
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert modeling.load_config_file(tmp_path).vision_config.hidden_size > 0
+
+
 def test_a_key_that_no_field_has_is_told_once(tmp_path, caplog):
     values = IMAGES | {"text_config": TEXT | {"rope_theta": 10.0, "head_dims": 16}, "image_sise_": 3}
     (tmp_path / "config.json").write_text(

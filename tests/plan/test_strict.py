@@ -192,10 +192,13 @@ def test_a_plan_that_is_named_speaks_for_mixers_registered_elsewhere():
     check_plan(Tiny(), Degrees(tp=2), plan=TinyPlan)
 
 
-def test_embedding_that_renormalises():
+@pytest.mark.parametrize(
+    ("option", "value"), [("max_norm", 1.0), ("scale_grad_by_freq", True), ("sparse", True)]
+)
+def test_embeddings_of_which_a_rank_can_have_no_shard(option, value):
     model = Tiny()
-    model.embed = nn.Embedding(32, 16, max_norm=1.0)
-    assert "max_norm = 1.0" in refused(TinyPlan, model=model)
+    model.embed = nn.Embedding(32, 16, **{option: value})
+    assert f"{option} = {value}" in refused(TinyPlan, model=model)
 
 
 def test_logits_to_keep_would_count_in_each_shard():

@@ -73,10 +73,14 @@ def test_what_is_not_aligned_is_refused_or_left_out_if_asked():
 
 
 def test_small_modules_are_left_out_by_torchaos_figures():
-    model = nn.Sequential(nn.Linear(4096, 4096, device="meta"), nn.Linear(64, 64, device="meta"))
+    sizes = ((4096, 4096), (64, 64), (4096, 4097))
+    model = nn.Sequential(*(nn.Linear(*size, device="meta") for size in sizes))
     done = convert(model, "rowwise", filter_fqns=[SMALL], emulate=True)
     assert done.converted == ("0",)
-    assert done.filtered == {"1": "auto_filter_small_kn: too small to gain"}
+    assert done.filtered == {
+        "1": "auto_filter_small_kn: too small to gain",
+        "2": "auto_filter_small_kn: 4097 out",
+    }
 
 
 class OwnForward(nn.Linear):
@@ -96,7 +100,14 @@ def converted():
     return model
 
 
+def held_twice():
+    model = two_blocks()
+    model[1].up_proj = model[0].up_proj
+    return model
+
+
 REFUSED = {
+    "held twice": (held_twice, {}, "0.up_proj is held by two modules"),
     "no such part": (two_blocks, {"filter_fqns": ["output"]}, r"'output' is part of no .* up_proj, down"),
     "an empty part": (two_blocks, {"filter_fqns": [""]}, "'' is part of no Linear's name"),
     "nothing left": (two_blocks, {"filter_fqns": ["proj"]}, "no Linear of Sequential is left by the filters"),

@@ -81,6 +81,7 @@ def test_new_data_is_refused():
         nn.init.trunc_normal_,
         nn.init.xavier_uniform_,
         nn.init.kaiming_uniform_,
+        nn.init.orthogonal_,
         lambda weight: weight.data.normal_(std=0.02),
     ],
 )

@@ -15,8 +15,23 @@ from torch import nn
 
 from titanplans import modeling
 from titanplans.errors import ModelError, NotSaved
-from titanplans.parallel import Degrees, FSDP2Config, LoRA, Mesh, add_adapters, parallelize
-from titanplans.weights.adapters import CONFIG, WEIGHTS, adapter_options, load_adapter, save_adapter
+from titanplans.parallel import (
+    Degrees,
+    FSDP2Config,
+    LoRA,
+    Mesh,
+    ParallelManager,
+    add_adapters,
+    parallelize,
+)
+from titanplans.weights.adapters import (
+    CONFIG,
+    WEIGHTS,
+    adapter_options,
+    load_adapter,
+    save_adapter,
+    trained_names,
+)
 from titanplans.weights.merged import whole_tensors
 
 IDS = torch.arange(16).reshape(2, 8) * 5 % 96
@@ -111,6 +126,27 @@ def test_what_peft_has_written_is_read(tmp_path):
     torch.testing.assert_close(logits(model), logits(theirs), rtol=0, atol=1e-5)
 
 
+def gathered_in_float8(rank):
+    """The names that an adapter's files have, of a model whose weights FSDP2 gathers in float8."""
+    manager = ParallelManager(
+        FSDP2Config(
+            float8={
+                "recipe_name": "tensorwise",
+                "emulate": True,
+                "enable_fsdp_float8_all_gather": True,
+                "filter_fqns": ["lm_head"],
+            },
+            lora={"rank": 2, "target_modules": ["q_proj"], "modules_to_save": ["layers.1.mlp.down_proj"]},
+        )
+    )
+    model = manager.parallelize(zoo.build("qwen3", dtype=torch.float32))
+    return [name for name in trained_names(model) if "lora_" not in name]
+
+
+def test_weights_that_are_gathered_in_float8_are_in_the_files():
+    assert worlds.run(gathered_in_float8, 2) == ["model.layers.1.mlp.down_proj.weight"]
+
+
 def test_a_full_disk_is_one_sentence(tmp_path):
     with (
         largest_file(10_000),
@@ -134,6 +170,9 @@ def test_files_of_other_adapters_are_refused_with_all_that_differs(tmp_path):
     values = json.loads((tmp_path / CONFIG).read_text())
     (tmp_path / CONFIG).write_text(json.dumps(values | {"use_dora": True}))
     with pytest.raises(ModelError, match=r"has use_dora = true, .*, false"):
+        adapter_options(tmp_path)
+    (tmp_path / CONFIG).write_text(json.dumps(values | {"alora_invocation_tokens": [1, 2]}))
+    with pytest.raises(ModelError, match=r"has alora_invocation_tokens = \[1, 2\]"):
         adapter_options(tmp_path)
     (tmp_path / CONFIG).write_text("{")
     with pytest.raises(ModelError, match=r"is no adapter_config.json of peft"):

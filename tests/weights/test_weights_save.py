@@ -64,6 +64,12 @@ def save_all(rank):
         "tokenizer": refused(partial(save_weights, model, folder / "new", tokenizer=folder / "tp 2")),
         "place": refused(partial(save_weights, model, folder / "tokenizer" / "tokenizer.json" / "new")),
     }
+    (folder / "linked").mkdir(exist_ok=True)
+    (folder / "link").symlink_to(folder / "linked") if rank == 0 else None
+    save_weights(model, folder / "link")
+    model.config.temperature = 0.5  # which transformers takes for generation's, and refuses to write
+    said["of a library"] = refused(partial(save_weights, model, folder / "new"))
+    del model.config.temperature
     said["no config"] = refused(partial(save_weights, torch.nn.Linear(2, 2), folder / "new"))
     model.register_buffer("unheard", torch.ones(3))
     said["of its config"] = refused(partial(save_weights, model, folder / "new"))
@@ -154,6 +160,7 @@ def test_what_can_not_be_written_is_refused_by_every_rank_and_leaves_nothing(sav
         "size": "ModelError: max_shard_size = '5 bananas' is no size",
         "tokenizer": "ModelError: tokenizer = '/tp 2': there is no tokenizer.json",
         "place": "NotSaved: /tokenizer/tokenizer.json/.new.writing can't be written (Not a directory)",
+        "of a library": "ModelError: /.new.writing can't be written: ValueError: ",
         "of its config": "ModelError: these are not the weights of a Qwen2ForCausalLM of its config: 1 tensor of it not in "
         "the model (unheard)",
         "no config": "ModelError: Linear has no config of transformers",
@@ -165,3 +172,5 @@ def test_what_can_not_be_written_is_refused_by_every_rank_and_leaves_nothing(sav
         path for path in folder.iterdir() if path.name.startswith(".") and path.name != ".killed.writing"
     ]
     assert not (folder / "new").exists()
+    assert (folder / "link").is_symlink()
+    assert (folder / "linked" / "model.safetensors").exists()

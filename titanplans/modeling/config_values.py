@@ -106,7 +106,7 @@ def unread_keys(
     for key, value in values.items():
         inner = getattr(config, key, None)
         if isinstance(inner, PretrainedConfig):
-            yield from unread_keys(value, inner)
+            yield from unread_keys(value or {}, inner)  # null: the class's default
         elif key not in known and not key.startswith("_") and not hasattr(type(config), key):
             # What the class has made into other fields is no attribute any more, and some it asks for by name.
             asks = re.search(rf"""['"]{re.escape(key)}['"]""", inspect.getsource(type(config)))

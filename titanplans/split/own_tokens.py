@@ -25,9 +25,11 @@ class OwnTokens:
         self.mesh, self.dim = mesh, dim
         self.group: Group = ("", 1) if mesh is None else group_of(mesh)
         self.rank = 0 if mesh is None else mesh.get_local_rank()
+        self.region_shape = torch.Size()
+        """The shape of the sequence in the newest region that mixes tokens, at whatever border."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OwnTokens":
-        return self  # of a mesh, which is not copied
+        return self  # of a mesh, which is not copied; a plan's functions hold it, too, and run in the same forward
 
     @property
     def ranks(self) -> int:

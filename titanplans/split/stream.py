@@ -198,8 +198,6 @@ class Border:
         mesh = meshes.tp
         self.group: Group = ("", 1) if mesh is None else group_of(mesh)
         self.rank = 0 if mesh is None else mesh.get_local_rank()
-        self.region_shape = torch.Size()
-        """The shape of the sequence in the newest region that mixes tokens, where tokens are cut."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Border":
         """A copied model has a stream of its own, on the same mesh."""
@@ -239,7 +237,7 @@ class Border:
         """
         if self.tokens.ranks == 1 or not x.is_floating_point():
             return x
-        batch, length = self.region_shape[:2]
+        batch, length = self.tokens.region_shape[:2]
         own = shard_size(length, self.tokens.ranks)
         if x.ndim > 2 and x.shape[:2] == (batch, own):
             return self.tokens.gather(x, length)

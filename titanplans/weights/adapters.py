@@ -39,7 +39,11 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("use_dora", "use_rslora", "lora_bias", "use_qalora"), (False, None)),
     **dict.fromkeys(("rank_pattern", "alpha_pattern"), ({}, None)),
     **dict.fromkeys(
-        ("layers_to_transform", "layer_replication", "target_parameters", "trainable_token_indices"), (None,)
+        (
+            *("layers_to_transform", "layer_replication", "target_parameters", "trainable_token_indices"),
+            *("alora_invocation_tokens", "arrow_config", "monteclora_config"),
+        ),
+        (None,),
     ),
 }
 """Of an adapter_config.json, what changes how an adapter computes, and the values that ours computes by."""
@@ -219,12 +223,10 @@ def adapter_config(model: nn.Module, base_model: str | None = None) -> dict[str,
 
 def trained_names(model: nn.Module) -> dict[str, None]:
     """Return the names, in the state dict, of the tensors in an adapter's files: factors, and other trained ones."""
-    state = model.state_dict(keep_vars=True)
-    return {
-        name: None
-        for name, value in state.items()
-        if is_factor(name) or getattr(value, "requires_grad", False)
-    }
+    # Not asked of the state dict's tensors: those that FSDP2 gathers in float8 are made anew, without a gradient.
+    every = model.named_parameters(remove_duplicate=False)
+    trained = {without_wrappers(name) for name, parameter in every if parameter.requires_grad}
+    return {name: None for name in model.state_dict() if is_factor(name) or name in trained}
 
 
 def peft_name(name: str) -> str:

@@ -16,12 +16,17 @@ def written_atomically(target: Path) -> Iterator[Path]:
     """Give the body a temporary folder next to `target`, renamed to `target` once the body is done. Collective.
 
     Raises:
-        ModelError: on every rank: `target` exists, or the temporary folder of a process that writes or was killed.
+        ModelError: on every rank: `target` exists or is a mount point, or another process is writing it, or was killed.
         NotSaved: on every rank: the system refuses.
     """
+    target = target.resolve()  # a link's folder is written, and "." has a name
     directory = target.with_name(f".{target.name}.writing")
 
     def begin() -> None:
+        if target.is_mount():
+            raise ModelError(
+                f"{target} is a mount point, which no folder can replace: name a new folder in it"
+            )
         if is_taken(target):
             raise ModelError(f"{target} already exists and is not overwritten; name a new folder")
         if os.path.exists(directory):
@@ -55,19 +60,22 @@ def on_first_rank(
         then: done though it has failed.
 
     Raises:
-        ModelError: `action` did.
+        ModelError: `action` did, or a library that it calls refuses what it is to write.
         NotSaved: `action` did, or the system has refused.
     """
     failed: Exception | None = None
+    said: tuple[type[Exception], str] | None = None
     if rank() == 0:
         try:
             action()
-        except (OSError, ModelError, NotSaved) as error:
-            failed = error
+        except (ModelError, NotSaved) as error:
+            failed, said = error, (type(error), str(error))
+        except OSError as error:
+            failed, said = error, (NotSaved, f"{error.filename or path} can't be written ({reason(error)})")
+        except Exception as error:  # noqa: BLE001  other ranks wait for this one, whatever it is
+            message = " ".join(str(error).split())
+            failed, said = error, (ModelError, f"{path} can't be written: {type(error).__name__}: {message}")
     then()
-    said = None if failed is None else (type(failed) is ModelError, str(failed))
-    if isinstance(failed, OSError):
-        said = False, f"{failed.filename or path} can't be written ({reason(failed)})"
     if (said := from_first(said)) is not None:
-        is_users, words = said
-        raise (ModelError if is_users else NotSaved)(words) from failed
+        cls, words = said
+        raise cls(words) from failed

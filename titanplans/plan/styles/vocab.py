@@ -27,6 +27,10 @@ class VocabEmbedding(Style):
     def refusal(self, module: nn.Module) -> str | None:
         if getattr(module, "max_norm", None) is not None:
             return f"max_norm = {module.max_norm} renormalises rows in place, which a shard can't: set it to None"
+        if getattr(module, "scale_grad_by_freq", False):
+            return "scale_grad_by_freq = True counts ids, of which a rank sees its shard's alone: set it to False"
+        if getattr(module, "sparse", False):
+            return "sparse = True makes sparse gradients, which a shard's are not: set it to False"
         return None
 
 

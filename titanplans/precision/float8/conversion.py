@@ -8,6 +8,7 @@ gathers its weights is in `all_gather`.
 
 import dataclasses
 import importlib.util
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -88,6 +89,11 @@ def convert_to_float8(model: nn.Module, options: Float8, device_type: str = "cpu
             continue
         _check_plain(name, module, options)
         chosen[name] = module
+    holders = Counter(child for parent in model.modules() for child in parent.children())
+    if twice := next((name for name, module in chosen.items() if holders[module] > 1), None):
+        raise options.error(
+            "filter_fqns", f"{twice} is held by two modules, and torchao would convert it in one: add it"
+        )
     if not chosen:
         raise ParallelError(
             f"float8: no Linear of {type(model).__name__} is left by the filters: drop one, or float8"
@@ -132,7 +138,8 @@ def _filtered(linears: dict[str, nn.Linear], options: Float8) -> dict[str, str]:
                     "take another recipe",
                 )
             gains = gains_by_float8(str(options.recipe_name))
-            filtered |= {n: f"{SMALL}: too small to gain" for n, m in linears.items() if not gains(m, n)}
+            small = {n: _unaligned(m) or "too small to gain" for n, m in linears.items() if not gains(m, n)}
+            filtered |= {name: f"{SMALL}: {why}" for name, why in small.items()}
             continue
         matched = [name for name in linears if part in name]
         if not matched or not part:

@@ -120,7 +120,9 @@ def _through_experts(
     sent, received = torch.stack([counts.sum(1), came.sum(1)]).tolist()  # waits for the device
 
     rows = exchange_rows(own[order // each], received, sent, group)
-    made = _computed(module, run, rows, came)
+    made = _computed(module, run, rows, came).to(
+        rows.dtype
+    )  # a rank without rows has what came, autocast or not
     back = exchange_rows(made, sent, received, group)
     if len(order) == experts.numel():
         pairs = back[order.argsort()]

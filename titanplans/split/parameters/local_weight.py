@@ -40,7 +40,13 @@ class LocalPart(torch.Tensor):
     normal_, log_normal_, uniform_, random_ = map(
         _refusing, ("normal_", "log_normal_", "uniform_", "random_")
     )
-    bernoulli_, exponential_, geometric_ = map(_refusing, ("bernoulli_", "exponential_", "geometric_"))
+    bernoulli_, exponential_, geometric_, cauchy_ = map(
+        _refusing, ("bernoulli_", "exponential_", "geometric_", "cauchy_")
+    )
+
+    def new_empty(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As torch's; it draws no more than this part does: `torch.nn.init.orthogonal_` draws into one, and copies it."""
+        return _as_part(super().new_empty(*args, **kwargs), self.parameter)
 
 
 class LocalWeight(LocalPart):
@@ -68,10 +74,7 @@ class LocalWeight(LocalPart):
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        part: Any = self.detach()
-        part.__class__ = LocalPart
-        part.parameter = self.parameter
-        return part
+        return _as_part(self.detach(), self.parameter)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -88,6 +91,12 @@ class LocalWeight(LocalPart):
 
     def retain_grad(self) -> None:
         """Do nothing, as on any parameter: it keeps its gradient."""
+
+
+def _as_part(tensor: Any, parameter: torch.Tensor) -> torch.Tensor:
+    tensor.__class__ = LocalPart
+    tensor.parameter = parameter
+    return tensor
 
 
 def as_weight(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -71,7 +71,7 @@ def _install_region(style: Region, module: nn.Module, site: Site) -> None:
 def _enter(style: Region, border: Border, module: nn.Module, args: Any, kwargs: Any) -> Any:
     def enter(x: torch.Tensor) -> ShardedSequence:
         whole = sharded_sequence(border.enter(x), border.tokens, border.length_of(x))
-        border.region_shape = whole.shape
+        border.tokens.region_shape = whole.shape
         return whole
 
     return on_input(enter, style, style.input_name, module, args, {**kwargs, **style.arguments})
@@ -81,7 +81,7 @@ def _leave(border: Border, module: nn.Module, args: Any, output: Any) -> Any:
     def leave(x: torch.Tensor) -> torch.Tensor:
         if isinstance(x, ShardedSequence):
             return border.leave(x.shard)
-        lead = border.region_shape[:-1]
+        lead = border.tokens.region_shape[:-1]
         return border.leave(border.tokens.sum(x.unflatten(0, lead) if len(lead) > 1 and x.ndim == 2 else x))
 
     return on_output(leave, output)

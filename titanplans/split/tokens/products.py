@@ -86,7 +86,7 @@ def _by_inputs(cls: type[nn.Module]) -> type[nn.Module]:
     def call(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         heads: Heads = self._split.heads
         border = heads.border
-        lead = border.region_shape[:-1]
+        lead = border.tokens.region_shape[:-1]
         if x.shape[:-1] != lead:
             if heads.closes:
                 raise PlanError(

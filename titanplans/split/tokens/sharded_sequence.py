@@ -96,7 +96,9 @@ class ShardedSequence(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs, name = kwargs or {}, _name(func)
+        kwargs, name = dict(kwargs or {}), _name(func)
+        if not args and "input" in kwargs:
+            args = (kwargs.pop("input"),)
         if name in ASKS:
             with without_torch_function():
                 return func(*args, **kwargs)
@@ -274,6 +276,14 @@ def _of_numbers(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
                 "tokens alone: give it a clone"
             )
         if version(numbers) != before[at]:
+            others = (
+                y for y in tree_leaves((args, kwargs)) if isinstance(y, torch.Tensor) and y is not numbers
+            )
+            if x.partial and any(y.is_floating_point() and y.ndim for y in others):
+                raise PlanError(
+                    f"{_name(func)} changes a part of a sum over ranks in place, and a rank of context parallelism keeps "
+                    "its own tokens of it: write the result to another tensor, x = x + y"
+                )
             x.shard, x.read = x.tokens.own(numbers), {}
             found = x if found is numbers else found
     return found
