@@ -6,14 +6,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from titanplans.config.arguments import parse_arguments
+from titanplans.config.arguments import parse_arguments, usage
 from titanplans.config.families import DEFAULT_FLAVOR, DEFAULT_NAME, check_plan, find_flavor
 from titanplans.config.lines import KeyInFile, located
 from titanplans.config.options import read_toml
 from titanplans.config.other_names import MODELS_OF_OTHERS
 from titanplans.config.schema import JobConfig, build_job, keys, strategy_of
 from titanplans.config.translate import CONVERTERS, Given, refuse_or_note
-from titanplans.config.usage import usage
 from titanplans.errors import ConfigError, ModelError, OptionError
 
 

@@ -10,9 +10,8 @@ from titanplans.config.options import Field, Options, get, options_of
 from titanplans.config.sections.checkpoint import Checkpoint
 from titanplans.config.sections.data import Data
 from titanplans.config.sections.lora import LoRA
-from titanplans.config.sections.loss import Loss
 from titanplans.config.sections.model import Model, Training, Validation
-from titanplans.config.sections.optimization import LRScheduler, Optimizer
+from titanplans.config.sections.optimization import Loss, LRScheduler, Optimizer
 from titanplans.config.sections.parallelism import DDP, ActivationCheckpoint, Compile, Parallelism
 from titanplans.config.sections.quantize import Float8, Quantize
 from titanplans.config.sections.run import Comm, Debug, Experimental, Job, Metrics, Profiling
@@ -121,11 +120,14 @@ def rename_option_errors() -> Iterator[None]:
     try:
         yield
     except OptionError as error:
-        raise error.renamed(dotted_key(error.option)) from error
+        name = error.option
+        key = f"quantize.linear.{name}" if name.startswith("float8.") else _flat_keys().get(name, name)
+        raise error.renamed(key) from error
 
 
 @functools.cache
 def _flat_keys() -> dict[str, str]:
+    """Return the job's keys by the options of strategies: "parallelism.fsdp_towers" for "fsdp_towers"."""
     strategies = [field.name for cls in (FSDP2Config, DDPConfig) for field in options_of(cls)]
     sections = ("parallelism", "training", "model", "ddp")
     return {
@@ -134,10 +136,3 @@ def _flat_keys() -> dict[str, str]:
         for section in sections
         if f"{section}.{name}" in keys()
     }
-
-
-def dotted_key(option: str) -> str:
-    """Return the job's key for an option of a strategy: "parallelism.fsdp_towers" for "fsdp_towers"."""
-    if option.startswith("float8."):
-        return f"quantize.linear.{option}"
-    return _flat_keys().get(option, option)

@@ -29,7 +29,8 @@ def model_name(job: JobConfig) -> tuple[str, str]:
     """Return the model's name and flavor; for a config file, its path and "config"."""
     if job.model.class_ is not None:
         return job.model.class_, "own"
-    if (path := job.model.config or _own_config_of_folder(job)) is not None:
+    named = job.model.name or job.model.flavor
+    if (path := job.model.config or (None if named else published_folder(job))) is not None:
         return path, "config"
     return job.model.name or DEFAULT_NAME, job.model.flavor or DEFAULT_FLAVOR
 
@@ -58,11 +59,6 @@ def hf_config(job: JobConfig) -> PretrainedConfig:
 def tokenizer_path(job: JobConfig) -> str:
     """Return the folder that holds the tokenizer.json."""
     return job.model.hf_assets_path or published_folder(job) or default_tokenizer_path()
-
-
-def _own_config_of_folder(job: JobConfig) -> str | None:
-    """Return the folder that a job starts from, where nothing else says which model it is."""
-    return None if job.model.name or job.model.flavor else published_folder(job)
 
 
 class DataSettings(NamedTuple):
@@ -123,9 +119,8 @@ def data_parallel_degree(job: JobConfig, world_size: int) -> int:
         ConfigError: the degrees don't multiply to `world_size`; the message does the arithmetic.
     """
     p = job.parallelism
-    names = (f"{axis}_parallel_degree" for axis in ("tensor", "pipeline", "context"))
-    degrees = {name: getattr(p, name) for name in names}
-    degrees |= {"data_parallel_replicate_degree": p.data_parallel_replicate_degree}
+    axes = ("tensor_parallel", "pipeline_parallel", "context_parallel", "data_parallel_replicate")
+    degrees = {f"{axis}_degree": getattr(p, f"{axis}_degree") for axis in axes}
     degrees |= {"data_parallel_shard_degree": p.shard_degree}
     product = math.prod(degree for degree in degrees.values() if degree != -1)
     if world_size % product == 0 if p.shard_degree == -1 else world_size == product:

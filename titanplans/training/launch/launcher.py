@@ -27,8 +27,7 @@ from torch.distributed import TCPStore
 from titanplans.config import JobConfig
 from titanplans.errors import UserError
 from titanplans.parallel.mesh.process_group import default_device_type
-from titanplans.training.launch.exit_status import finish, say
-from titanplans.training.launch.failures import REPORTS, Failure, failures, is_decided
+from titanplans.training.launch.exit_status import REPORTS, Failure, failures, finish, is_decided, say
 from titanplans.training.launch.orphans import end_with_parent
 from titanplans.training.launch.rank import run_rank
 from titanplans.training.launch.signals import Stopped, stop_on_signals

@@ -9,8 +9,7 @@ from titanplans import disk
 from titanplans.config import JobConfig
 from titanplans.errors import RunError, UserError
 from titanplans.training.checkpoint.folder import newest, own_folder
-from titanplans.training.launch.exit_status import exit_now, fail, refuse
-from titanplans.training.launch.failures import REPORTS
+from titanplans.training.launch.exit_status import REPORTS, exit_now, fail, refuse
 from titanplans.training.launch.logs import init_logging
 from titanplans.training.launch.signals import Stopped, stop_on_signals
 from titanplans.training.trainer.device import prepare_device

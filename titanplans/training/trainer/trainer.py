@@ -21,20 +21,26 @@ from torchtitan.tools.logging import logger
 
 from titanplans.config import rename_option_errors
 from titanplans.errors import DataError, Diverged
-from titanplans.parallel import DDPConfig, FSDP2Config, clip_gradients, ddp
+from titanplans.parallel import DDPConfig, FSDP2Config, ddp
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.fsdp import gradient_sync
 from titanplans.parallel.mesh.rendezvous import own_rendezvous
 from titanplans.parallel.optimizers.load_balance import LoadBalancer
-from titanplans.training.launch.ending import Ending
 from titanplans.training.pipeline.pipeline import Pipeline
 from titanplans.training.trainer.metrics import MetricsProcessor
 from titanplans.training.trainer.model import LanguageModel
 from titanplans.training.trainer.optimizer import prepare_optimizer
 from titanplans.training.trainer.parallelism_report import JobReport
-from titanplans.training.trainer.random_state import get_rng_state, set_rng_state
-from titanplans.training.trainer.sequences import WholeSequences, whole_batches
-from titanplans.training.trainer.step import FiniteSoFar, Skipped, clipping
+from titanplans.training.trainer.step import (
+    Clipping,
+    Ending,
+    FiniteSoFar,
+    WholeSequences,
+    clipping,
+    get_rng_state,
+    set_rng_state,
+    whole_batches,
+)
 
 _Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -76,7 +82,7 @@ class Trainer(torchtitan.trainer.Trainer):
         self._batches_done = 0  # of this step
         self._losses: list[torch.Tensor] = []  # likewise
         self._has_trained = False  # a step, in this run
-        self.skipped = Skipped()
+        self.clipping = Clipping(skips=config.skip_nan_inf)
         self.asked_to_end: Callable[[], bool] = lambda: False
         super().__init__(config)
         self.pipeline: Pipeline | None = getattr(self, "pp_schedule", None)
@@ -229,7 +235,6 @@ class Trainer(torchtitan.trainer.Trainer):
 
     def _train_step(self, data_iterator: Iterator[_Batch]) -> None:
         self._batches_done, self._losses = 0, []
-        skips = self.config.skip_nan_inf
         norms = []
 
         def clip(parameters: list[torch.Tensor], most: float) -> torch.Tensor:
@@ -237,15 +242,11 @@ class Trainer(torchtitan.trainer.Trainer):
             if (pipeline := self.pipeline) is not None:
                 pipeline.share_gradients()
                 stages = {"pp_group": pipeline.group, "counted": pipeline.counted(parameters)}
-            norms.append(
-                self.skipped.clip(parameters, most, self.step, **stages)
-                if skips
-                else clip_gradients(parameters, most, **stages)
-            )
-            self.balancer.after_backward(skipped=bool(self.skipped.in_a_row))  # before the step is logged
-            if self.skipped.in_a_row >= self.config.skip_nan_inf_limit:
+            norms.append(self.clipping.clip(parameters, most, self.step, **stages))
+            self.balancer.after_backward(skipped=bool(self.clipping.in_a_row))  # before the step is logged
+            if self.clipping.in_a_row >= self.config.skip_nan_inf_limit:
                 raise Diverged(
-                    f"step {self.step}: the gradient was not finite in {self.skipped.in_a_row} steps in a row "
+                    f"step {self.step}: the gradient was not finite in {self.clipping.in_a_row} steps in a row "
                     f"(training.skip_nan_inf_limit), so training can't recover; {self.resume_point()}. Resume with a lower "
                     "optimizer.lr, or exclude the data of those steps"
                 )
@@ -258,13 +259,13 @@ class Trainer(torchtitan.trainer.Trainer):
             # torchtitan's train_step itself raises for a loss that is not finite, once the step is over.
             if not _raised_in(error, torchtitan.trainer.Trainer.train_step):
                 raise
-            if not self.skipped.in_a_row:  # else the step was skipped
+            if not self.clipping.in_a_row:  # else the step was skipped
                 raise self._diverged("loss") from error
         # After the last step no loss would show it. A step that is not logged does not synchronise.
         logged = self.metrics_processor.should_log(self.step)
-        if logged and not skips and not all(norm.isfinite() for norm in norms):
+        if logged and not self.config.skip_nan_inf and not all(norm.isfinite() for norm in norms):
             raise self._diverged("gradient's norm")
-        if not self.skipped.in_a_row:
+        if not self.clipping.in_a_row:
             self.finite.take((*norms, *self._losses))
 
     def _diverged(self, what: str) -> Diverged:

@@ -16,8 +16,7 @@ import numpy as np
 
 from titanplans.config.sections.data import Chat
 from titanplans.errors import DataError
-from titanplans.training.data.chat.formats import columns_of, laid_out
-from titanplans.training.data.chat.messages import Conversation, conversation_of
+from titanplans.training.data.chat.messages import Conversation, columns_of, conversation_of, laid_out
 from titanplans.training.data.chat.template import ChatTemplate
 
 _log = logging.getLogger(__name__)
