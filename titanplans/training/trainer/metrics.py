@@ -47,7 +47,7 @@ class MetricsProcessor(titan.MetricsProcessor):
             self._add_jsonl(Path(dump_folder), every_rank=config.save_for_all_ranks)
         if not (sys.stdout.isatty() and "NO_COLOR" not in os.environ):
             self.color = utils.NoColor()
-        self.peak_flops = None if self.has_quantization else self._known_peak_flops()
+        self.peak_flops = known_peak_flops(self.gpu_peak_flops, self.device_memory_monitor.device_name)
         self.total_steps: int | None = None
         self.of_data: Callable[[], dict[str, float]] = dict
         """The data loader's metrics of a logged interval; called on all ranks."""
@@ -147,13 +147,13 @@ class MetricsProcessor(titan.MetricsProcessor):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the enclosed time and tokens out of the throughput of training."""
+        """Leave the enclosed time and tokens out of the throughput of training, and measure its memory apart."""
         tokens, started = self.ntokens_since_last_log, time.perf_counter()
-        try:
-            yield
-        finally:
-            self.ntokens_since_last_log = tokens
-            self.time_last_log += time.perf_counter() - started
+        self.device_memory_monitor.reset_peak_stats()
+        yield
+        self.device_memory_monitor.reset_peak_stats()
+        self.ntokens_since_last_log = tokens
+        self.time_last_log += time.perf_counter() - started
 
     def _write(self, scalars: dict[str, Any], step: int) -> None:
         with naming(self._folder):
@@ -189,15 +189,6 @@ class MetricsProcessor(titan.MetricsProcessor):
         path = (folder / f"rank_{rank}" if every_rank else folder) / FILE_NAME
         self.logger.add_logger(JsonlWriter(path))  # pyrefly: ignore[bad-argument-type]  it is shaped as one
 
-    def _known_peak_flops(self) -> float | None:
-        """The device's dense bfloat16 peak in FLOP/s, or None where torchtitan's table has no entry."""
-        if utils.device_type == "cpu":
-            return None
-        name = self.device_memory_monitor.device_name
-        # For a name that it does not know, torchtitan's function answers with the A100's figure.
-        peak = utils.get_peak_flops(name)
-        return None if peak == _A100_PEAK_FLOPS and "A100" not in name else peak
-
     def _memory(self) -> tuple[dict[str, float], str]:
         """Peak memory since the last log, as scalars and for the line; on a CPU the process's peak."""
         stats = self.device_memory_monitor.get_peak_stats()
@@ -218,7 +209,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         }, text
 
     def _seconds_left(self, step: int, now: float) -> float | None:
-        """Time to `total_steps` at the pace since the end of the first step, which may have compiled."""
+        """Time to `total_steps` at the pace since the end of the first step, which may have compiled; None in it."""
         if self.total_steps is None or self._first_step is None or self._first_step == step:
             return None
         return (now - self._time_first_log) / (step - self._first_step) * (self.total_steps - step)
@@ -231,6 +222,14 @@ class MetricsProcessor(titan.MetricsProcessor):
 
     def _print(self, fields: list[tuple[str, str]]) -> None:
         logger.info("  ".join(f"{color}{text}{self.color.reset if color else ''}" for color, text in fields))
+
+
+def known_peak_flops(peak: float, device: str) -> float | None:
+    """The dense bfloat16 `peak` in FLOP/s that torchtitan's table has of a device; None where it has no entry.
+
+    For a name that it does not know, torchtitan answers with the A100's figure; on a CPU it is NaN.
+    """
+    return None if math.isnan(peak) or (peak == _A100_PEAK_FLOPS and "A100" not in device) else peak
 
 
 def format_seconds(seconds: float) -> str:
