@@ -1,4 +1,4 @@
-"""The command line `titanplans train JOB.toml [--section.key value ...] [--print-config] [--help]`, read by key."""
+"""The command line `titanplans train JOB.toml [--section.key value ...] [--print-config] [--help]`, and its help."""
 
 import argparse
 import textwrap

@@ -197,4 +197,4 @@ def expanded(text: str) -> str:
 
 
 FilePath = Annotated[str, AfterValidator(expanded), Constraint("a path", bool)]
-"""A file or a folder that is read or written. Relative ones start where the command does."""
+"""A file or a folder. `~` and $NAME are expanded as the option is read; relative ones start where the command does."""

@@ -141,7 +141,6 @@ def check_saved(
     """Refuse a distributed checkpoint (a step-N folder) that is of another model, or that training can't be resumed from.
 
     Args:
-        checkpoint: its folder.
         model: its weights are compared by name and shape; may lie on meta.
         key: the key of the job that leads to it, for the message.
         resumes: whether the job takes more of it than the weights.

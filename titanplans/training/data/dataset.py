@@ -1,4 +1,4 @@
-"""The rows of one data-parallel rank, as an iterable that can begin at any place of a run.
+"""The rows of one data-parallel rank, as an iterable that can begin at any place of a run; and figures of them for the log.
 
 No token is ever saved: a resumed run tokenises the documents again in which a stream stopped.
 """
@@ -54,9 +54,6 @@ class PackedText(IterableDataset):
     """The shares of one rank, one after another; a loader's worker makes every n-th.
 
     Args:
-        parts: the sources.
-        seq_len: tokens in a row.
-        share: this rank's.
         start: where the next `iter` begins.
         weights: of the sources; None: one after another.
         epochs: of the data, after which a last global batch is filled up with ignored labels; None: they are repeated.
@@ -170,11 +167,7 @@ def _place(window: Window) -> SourcePlace:
 
 
 class Figures:
-    """What a rank has read since it was last asked.
-
-    Args:
-        names: of the sources.
-    """
+    """What a rank has read of the sources with these names since it was last asked."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names, self._found = names, Counter[str]()

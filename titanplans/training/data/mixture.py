@@ -22,16 +22,7 @@ from titanplans.training.data.streams import SourcePlace
 
 
 class PackedSource:
-    """A source of a job, and how its documents become rows.
-
-    Args:
-        name: of the source.
-        source: its documents.
-        data: how they become rows.
-        tokenizer: documents get its bos and eos, where it has them.
-        seq_len: tokens in a row.
-        chat: the documents are conversations.
-    """
+    """A source of a job, and how its documents become rows: texts get the tokenizer's bos and eos, where it has them."""
 
     def __init__(
         self,

@@ -26,9 +26,8 @@ def resume(
 
     Args:
         state: what a loader's `state_dict` holds.
-        parts: the sources of today; they are those of the checkpoint by their names.
-        weights: of the sources, by name.
-        identity: what must be the same, without the sources' own.
+        parts: the sources of today; they are those of the checkpoint by their names, as their `weights`.
+        identity: the settings that must be the same, without the sources' own.
 
     Raises:
         DataError: the data are others, or by other settings; or a text has changed that was read.
@@ -127,6 +126,9 @@ _BLOCKS = 4096
 
 def fingerprint(files: Sequence[tuple[str, Path]]) -> dict[str, str]:
     """Return a hash of size and samples by the name of each file; `files` are pairs of name and path.
+
+    A file is sampled in blocks spread over it, its first and last among them; one that is no larger is read whole. A change
+    between the blocks of a large file that leaves its size alone is not seen.
 
     Raises:
         DataError: one can't be read.

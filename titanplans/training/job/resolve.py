@@ -12,7 +12,8 @@ from transformers import PretrainedConfig
 from titanplans import modeling
 from titanplans.config import ConfigError, JobConfig
 from titanplans.config.families import DEFAULT_FLAVOR, DEFAULT_NAME
-from titanplans.config.sections.data import Chat, DataSource, SourceChat
+from titanplans.config.options import options_of
+from titanplans.config.sections.data import Corpus, DataSource, SourceChat
 from titanplans.errors import ModelError, either, near_multiples
 from titanplans.parallel.mesh.process_group import default_device_type
 from titanplans.training.data.vocabulary import default_tokenizer_path
@@ -71,10 +72,10 @@ class DataSettings(NamedTuple):
 
 def training_data(job: JobConfig) -> DataSettings:
     """Return the training data's settings: the sources of [data], or the one that [training] names."""
-    t = job.training
-    sources = job.data.sources or (
-        _source(t.dataset, t.dataset_path, t.dataset_split, t.text_column, t.chat),
-    )
+    t, sources = job.training, job.data.sources
+    if not sources:
+        named = {field.name: getattr(t, field.name) for field in options_of(Corpus)}
+        sources = (DataSource(**named, chat=SourceChat(**vars(t.chat))),)
     return DataSettings(sources, t.seq_len, t.local_batch_size)
 
 
@@ -85,24 +86,11 @@ def validation_data(job: JobConfig) -> DataSettings:
     for of in training_data(job).sources:
         # A data set of its own does not take the training set's path.
         path = v.dataset_path if v.dataset_path is not None or v.dataset is not None else of.dataset_path
-        column = v.text_column or of.text_column
-        sources.append(_source(v.dataset or of.dataset, path, v.dataset_split, column, of.chat, of.name))
+        named = {"dataset": v.dataset or of.dataset, "dataset_path": path, "dataset_split": v.dataset_split}
+        sources.append(of.replace(**named, text_column=v.text_column or of.text_column, weight=1.0))
     if v.dataset is not None or v.dataset_path is not None:
         sources = sources[:1]  # one in place of all
     return DataSettings(tuple(sources), v.seq_len or t.seq_len, v.local_batch_size or t.local_batch_size)
-
-
-def _source(
-    dataset: str, path: str | None, split: str, column: str, chat: Chat, name: str | None = None
-) -> DataSource:
-    return DataSource(
-        name=name,
-        dataset=dataset,
-        dataset_path=path,
-        dataset_split=split,
-        text_column=column,
-        chat=SourceChat(**vars(chat)),
-    )
 
 
 def fewest_processes(job: JobConfig) -> int:

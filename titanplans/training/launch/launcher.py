@@ -65,11 +65,8 @@ def local_ranks(job: JobConfig) -> int:
 def launch(job: JobConfig, ranks: int, restarts: int = 0) -> int:
     """Run `job`, which has been checked, in that many processes; return its exit status.
 
-    Args:
-        job: what each rank trains.
-        ranks: as `local_ranks` says.
-        restarts: how often all are started again after one has failed or was killed. What ends in one line is not: a job
-            that can't be run, a loss that is not finite, a disk that is full.
+    After one has failed or was killed, all are started again, so many `restarts`; but not after an end in one line: a job
+    that can't be run, a loss that is not finite, a disk that is full.
 
     Raises:
         Stopped: SIGINT or SIGTERM arrived; all processes have ended.

@@ -1,4 +1,4 @@
-"""A rank whose parent is gone ends: nobody else would stop it, restart it, or see how it ended.
+"""A rank whose parent is gone ends, and so does a loader's worker: nobody else would stop, restart or miss it.
 
 It is killed, not asked: its files on the disk are consistent at any moment (titanplans/training/checkpoint/folder.py). Needs
 no torch, so that a rank which torchrun has started can ask for it before it imports anything.

@@ -25,7 +25,6 @@ class Pipeline:
     Args:
         stages: makes the stages of this process, each of whose parts is a `LanguageModel`, parallelised.
         shared: of each parameter that several stages hold, its name in each.
-        description: of all stages, as `describe` returns it.
     """
 
     def __init__(

@@ -62,8 +62,6 @@ class PipelineReport:
     Args:
         description: what `describe` returned.
         stages: returns the stages of this process that train, once they have been made.
-        micro_batches: which a pipeline takes at once.
-        folder: of the pictures.
 
     Attributes:
         values: the part of the parallelism report.
@@ -125,7 +123,10 @@ _KINDS: dict[str, Kind] = {
 
 
 class StageTimes:
-    """The times of `stages`, those of this process; on a GPU by events of its stream, which do not wait for it."""
+    """The times of `stages`, those of this process; on a GPU by events of its stream, which do not wait for it.
+
+    Each rank counts from the end of a barrier before the step, which ranks leave within the time of a message of each other.
+    """
 
     def __init__(self, stages: Sequence[ScheduledStage]):
         self._group, self._on_gpu = stages[0].group, stages[0].device.type == "cuda"

@@ -43,10 +43,7 @@ class Part(NamedTuple):
 
 
 def check_memory(job: JobConfig, model: PreTrainedModel, world_size: int, device_type: str) -> None:
-    """Refuse a job that needs more memory than the machine has; log a need that is large.
-
-    Args:
-        model: on meta, with its adapters.
+    """Refuse a job that needs more memory than the machine has; log a need that is large. `model` has its adapters.
 
     Raises:
         ConfigError: with its least need, the machine's memory, the largest part and the remedy.

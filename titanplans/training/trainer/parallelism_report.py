@@ -30,16 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class JobReport:
-    """Writes and logs the report of one run.
-
-    Args:
-        model: parallelised and initialised.
-        mesh: torchtitan's ParallelDims.
-        config: the strategy that was applied.
-        dump_folder: the job's.
-        micro_batches: the number in a step.
-        measure: whether to measure a step.
-        pipeline: the part on the pipeline, if `model` is a stage of one.
+    """Writes and logs the report of one run; `model` is parallelised and initialised, `mesh` torchtitan's ParallelDims.
 
     Raises:
         ConfigError: a component of [compile] was not compiled.

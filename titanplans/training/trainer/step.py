@@ -58,9 +58,7 @@ class Clipping:
 class FiniteSoFar:
     """Whether losses, norms and weights of a run are finite: a checkpoint of others would be of no use.
 
-    Args:
-        models: whose weights they are.
-        device: of the flag, so that adding to it does not synchronise.
+    The flag is on the device, so that adding to it does not synchronise.
     """
 
     def __init__(self, models: Sequence[nn.Module], device: torch.device):
@@ -103,9 +101,6 @@ class Ending:
     A signal reaches some ranks earlier than others, or one alone. The first that gets it writes the step after next into the
     process group's store. No rank ends that step before it can read this, since the collectives of a step make each rank
     wait for all others. On an accelerator the process runs ahead, so it first waits for the step before the last.
-
-    Args:
-        asked: whether this rank was asked to end.
     """
 
     def __init__(self, asked: Callable[[], bool]):

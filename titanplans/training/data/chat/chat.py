@@ -56,12 +56,7 @@ class Tokens:
 
 
 class ChatFormat:
-    """Reads rows as conversations, as `titanplans.training.data.corpus.column.TextColumn` does of text.
-
-    Args:
-        chat: [training.chat].
-        folder: with the tokenizer and its chat template.
-        seq_len: tokens in a sequence.
+    """Reads rows as conversations by the tokenizer and chat template of `folder`, as `TextColumn` reads rows as text.
 
     Raises:
         DataError: the tokenizer or the template is missing, or can't be used.

@@ -120,14 +120,9 @@ class Conversation(NamedTuple):
 def conversation_of(row: Any, chat: Chat, where: str) -> Conversation:
     """Return the conversation of a row, which has a column of messages, or one of a prompt and one of its completion.
 
-    Args:
-        row: columns by name.
-        chat: the names of the columns, and of a message's keys.
-        where: the file and the row, for messages.
-
     Raises:
         DataError: it has no such column, no message, or a message without a role that is known or a content that is a text
-            and says something.
+            and says something; names `where`, the file and the row.
     """
     row = expect(row, dict, where, "an object", _REMEDY)
     names = columns_of(list(row), chat, where)

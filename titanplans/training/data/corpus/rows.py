@@ -39,13 +39,6 @@ RowFormat = TextColumn | ChatFormat
 class RowDocuments:
     """Documents that are rows of files, each read when it is asked for. Every twentieth row is for validation.
 
-    Args:
-        root: the folder that names start from.
-        files: they lie below it.
-        file_format: "json" or "parquet".
-        split: see `titanplans.training.data.corpus.local`.
-        reader: of the rows.
-
     Raises:
         DataError: a file can't be read, or a row can't be used; names the file, and the line or row.
     """
@@ -183,7 +176,7 @@ def records(file: str, reader: RowFormat) -> Iterator[dict[str, Any]]:
 
 
 class Conversations(RowDocuments):
-    """Documents that are conversations, each a row.
+    """Documents that are conversations, each a row. All that is left out is known before training begins.
 
     Raises:
         DataError: one is too long, under truncation = "error".
