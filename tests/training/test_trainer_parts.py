@@ -112,7 +112,7 @@ def test_the_memory_of_validation_is_its_own(monkeypatch):
     with worlds.fake(1):
         processor = MetricsProcessor(MetricsProcessor.Config(), parallel_dims=None)
     processor.logger = SimpleNamespace(log=lambda metrics, step: rows.update(metrics))
-    processor.device_memory_monitor = memory
+    processor.device_memory_monitor, processor.total_steps = memory, 1
     memory.use(10)
     memory.use(2)
     with processor.paused():

@@ -36,16 +36,15 @@ from titanplans.text import show
 from titanplans.torchrun import restarted
 from titanplans.training.checkpoint.card import damage
 from titanplans.training.checkpoint.match import (
-    changes,
     check_finished,
     check_optimizer,
     check_saved,
     damaged,
     finished,
     model_card,
+    other_model,
     own_folder,
     to_resume,
-    weighty,
 )
 from titanplans.training.data.chat.chat import ChatFormat
 from titanplans.training.data.checks import check_dataset, read_place
@@ -320,8 +319,8 @@ def check_published(folder: str, model: PreTrainedModel, overrides: Collection[s
         ModelError: with the names, shapes and dtypes that differ.
     """
     if not is_own(model.config) and os.path.exists(os.path.join(folder, "config.json")):
-        theirs, ours = map(model_card, (modeling.load_config_file(folder), model.config))
-        if differing := changes(weighty(theirs), weighty(ours), overrides):
+        theirs = model_card(modeling.load_config_file(folder))
+        if differing := other_model(theirs, model.config, overrides):
             raise ConfigError(
                 f"the job's model is not the one of {folder} ({differing}): remove model.name, flavor and config to take "
                 "that one; lengths, rope and dropout can differ by model.config_overrides"

@@ -50,13 +50,15 @@ def _train(job: JobConfig, rank: int, asked: threading.Event) -> None:
     from titanplans import kernels
     from titanplans.training.job.checks import import_custom
     from titanplans.training.job.torchtitan_config import trainer_config
+    from titanplans.training.trainer.step import Ending
     from titanplans.training.trainer.trainer import Trainer
 
     kernels.install(device_type)
     import_custom(job)  # in a process that was started for this rank, nothing has registered its plans yet
     with disk.one_line(lambda: newest(own_folder(job))):
         trainer = Trainer(trainer_config(job))
-    trainer.asked_to_end = asked.is_set
+    if job.checkpoint.save_on_signal:
+        trainer.ending = Ending(asked.is_set)
     gc.freeze()  # half a million objects of the libraries, which each collection before a save would look through
     with disk.one_line(trainer.resume_point):
         try:

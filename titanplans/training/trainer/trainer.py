@@ -53,7 +53,7 @@ class Trainer(torchtitan.trainer.Trainer):
     """`Trainer(config).train()`, then `close()`.
 
     Attributes:
-        asked_to_end: returns whether this rank got a signal to end, under checkpoint.save_on_signal.
+        ending: under checkpoint.save_on_signal, whether all ranks end after a step.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -83,10 +83,9 @@ class Trainer(torchtitan.trainer.Trainer):
         self._losses: list[torch.Tensor] = []  # likewise
         self._has_trained = False  # a step, in this run
         self.clipping = Clipping(skips=config.skip_nan_inf)
-        self.asked_to_end: Callable[[], bool] = lambda: False
+        self.ending: Ending | None = None
         super().__init__(config)
         self.pipeline: Pipeline | None = getattr(self, "pp_schedule", None)
-        asks = config.checkpoint.save_on_signal  # pyrefly: ignore[missing-attribute]
         parts: Any = self.model_parts
         for part in parts:
             part.take_loss(
@@ -101,7 +100,6 @@ class Trainer(torchtitan.trainer.Trainer):
         )
         for part in parts:
             part.inferred = self.balancer.loads.forget
-        self._ending = Ending(lambda: self.asked_to_end()) if asks else None
         self.finite = FiniteSoFar(self.model_parts, self.device)
         self.checkpointer.finite = self.finite.everywhere  # pyrefly: ignore[missing-attribute]
         self.metrics_processor.total_steps = config.training.steps
@@ -126,11 +124,8 @@ class Trainer(torchtitan.trainer.Trainer):
 
     def init_distributed(self) -> ParallelDims:
         """torchtitan's, with a store that ranks of an earlier start have not written to."""
-        if torch.distributed.is_initialized():
+        with own_rendezvous(timedelta(seconds=self.config.comm.init_timeout_seconds)):
             dims = super().init_distributed()
-        else:
-            with own_rendezvous(timedelta(seconds=self.config.comm.init_timeout_seconds)):
-                dims = super().init_distributed()
         return WholeSequences.from_config(self.config.parallelism, dims.world_size)
 
     def should_continue_training(self) -> bool:
@@ -143,7 +138,7 @@ class Trainer(torchtitan.trainer.Trainer):
             self._say_what_was_read()
             logger.info("Training completed")
             raise TrainingDone
-        if self._ending is not None and self._ending.is_last(self.step):
+        if self.ending is not None and self.ending.is_last(self.step):
             self.checkpointer.save_now(self.step)  # pyrefly: ignore[missing-attribute]
             self._say_what_was_read()
             logger.info(
