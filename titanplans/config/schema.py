@@ -9,12 +9,11 @@ from titanplans.config.compatibility import job
 from titanplans.config.options import Field, Options, get, options_of
 from titanplans.config.sections.checkpoint import Checkpoint
 from titanplans.config.sections.data import Data
-from titanplans.config.sections.lora import LoRA
 from titanplans.config.sections.model import Model, Training, Validation
 from titanplans.config.sections.optimization import Loss, LRScheduler, Optimizer
 from titanplans.config.sections.parallelism import DDP, ActivationCheckpoint, Compile, Parallelism
-from titanplans.config.sections.quantize import Float8, Quantize
 from titanplans.config.sections.run import Comm, Debug, Experimental, Job, Metrics, Profiling
+from titanplans.config.sections.weights import Float8, LoRA, Quantize
 from titanplans.config.strategies import DDPConfig, FSDP2Config
 from titanplans.config.values import is_options, without_none_type
 from titanplans.errors import OptionError
