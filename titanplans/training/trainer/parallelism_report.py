@@ -80,8 +80,12 @@ class JobReport:
                 yield
             lines = pipeline_after_step(self.report.values)
         else:
-            graphs = self.report.values["graphs"]
-            with self._recording(step, schedulers):
+            graphs, own = self.report.values["graphs"], schedulers.step
+            with (
+                rename_option_errors(),
+                self.report.measuring(step) as record,
+                swapped(schedulers, "step", lambda: (own(), record.places.log_begins())),
+            ):
                 yield
             if self._pipeline is not None and graphs is not None:
                 self.report.values["graphs"] = graphs  # of the first step: later ones compile nothing
@@ -90,16 +94,6 @@ class JobReport:
         self._write()
         for line in lines:
             _log.info(line)
-
-    @contextmanager
-    def _recording(self, step: int, schedulers: Any) -> Iterator[None]:
-        own = schedulers.step
-        with (
-            rename_option_errors(),
-            self.report.measuring(step) as record,
-            swapped(schedulers, "step", lambda: (own(), record.places.log_begins())),
-        ):
-            yield
 
     def _write(self) -> None:
         if dist.get_rank() != 0:
