@@ -51,8 +51,7 @@ def main() -> None:
 
 def write_corpus(folder: Path) -> None:
     """Write a row for each piece of the library: "code" of up to 64 KiB, "short" of about 1 KiB."""
-    from titanplans.training.data.corpus.local import TextFiles
-    from titanplans.training.data.corpus.stdlib import stdlib_files, stdlib_root
+    from titanplans.training.data.corpus.local import TextFiles, stdlib_files, stdlib_root
 
     root = stdlib_root()
     for name, size in (("code", 64 * 1024), ("short", 1024)):
@@ -123,7 +122,7 @@ def load(name: str, folder: str, seq_len: int, tokens: int, pipe: Any) -> None:
     torch.set_num_threads(1)
     from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
-    from titanplans.training.data import default_tokenizer_path
+    from titanplans.training.data.vocabulary import default_tokenizer_path
 
     tokenizer = HuggingFaceTokenizer(HuggingFaceTokenizer.Config(), tokenizer_path=default_tokenizer_path())
     names = ("code", "short") if "two" in name else ("code",)

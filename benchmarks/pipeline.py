@@ -91,7 +91,7 @@ def work(rank: int, steps: int, folder: str) -> None:
 
     os.environ.update(RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS), WORLD_SIZE=str(RANKS))
     install(prepare_device())
-    from titanplans.training.pipeline.measure import measure
+    from titanplans.training.pipeline.report import measure
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=RANKS, init_method=f"file://{folder}/store")
@@ -171,7 +171,7 @@ def host(asked: argparse.Namespace) -> None:
 
 def variants(model: Any) -> Iterator[Callable[[], float]]:
     """Yield what runs the blocks of the second stage one after the other, and the stage; each returns seconds."""
-    from titanplans.training.pipeline.model_stages import trace_on_meta
+    from titanplans.training.pipeline.stage import trace_on_meta
 
     size = LAYERS // STAGES
     ids, hidden = torch.zeros(2, 16, dtype=torch.int64), torch.randn(2, 16, 64, requires_grad=True)

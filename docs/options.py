@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
+from titanplans.config.arguments import keys_of_tables
 from titanplans.config.options import Field
 from titanplans.config.other_names import REFUSED, RENAMED, REQUIRES_SWITCH
 from titanplans.config.schema import keys
-from titanplans.config.usage import keys_of_tables
 from titanplans.text import show
 
 HEAD = """# Options

@@ -7,7 +7,8 @@ from functools import cache
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from titanplans.config.sections.data import Corpus, Data, DataSource
-from titanplans.training.data import checks, default_tokenizer_path, loader
+from titanplans.training.data import checks, loader
+from titanplans.training.data.vocabulary import default_tokenizer_path
 from titanplans.training.data.corpus import sources
 
 

@@ -4,8 +4,7 @@ from typing import Annotated, Literal
 
 import pytest
 
-from titanplans.config.paths import FilePath
-from titanplans.config.values import Constraint, describe, from_text, from_toml
+from titanplans.config.values import Constraint, FilePath, describe, from_text, from_toml
 from titanplans.errors import ConfigError
 
 Even = Annotated[int, Constraint("even", lambda value: value % 2 == 0)]

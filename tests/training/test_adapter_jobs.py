@@ -67,16 +67,10 @@ def _published(rank: int, folder: Path) -> dict:
         "--checkpoint.initial_load_in_hf",
         f"--checkpoint.initial_load_path={folder}/hf",
     )
-    tuned = (
-        "--training.steps=2",
-        "--lora.rank=3",
-        "--lora.alpha=30",
-        "--optimizer.lr=1e-2",
-        "--lr_scheduler.warmup_steps=0",
-    )
+    tuned = ("--lora.rank=3", "--lora.alpha=30", "--optimizer.lr=1e-2", "--lr_scheduler.warmup_steps=0")
     found = {}
     for name, options in JOBS.items():
-        _, trainer = train(folder, "qwen", name, TP, *start, *tuned, *options)
+        _, trainer = train(folder, "qwen", name, TP, "--training.steps=2", *start, *tuned, *options)
         lm = trainer.model_parts[0].lm.eval()
         with torch.no_grad():
             found[name] = lm(input_ids=IDS).logits.full_tensor()
@@ -109,39 +103,23 @@ def test_a_published_model_is_tuned_and_handed_on(tmp_path, capsys):
     def step(name: str) -> Path:
         return folder / name / "checkpoint" / "step-2"
 
-    assert main(["export", str(step("nf4")), str(folder / "out")]) == 0
-    assert "added to weights rounded to NF4: --adapter" in capsys.readouterr().out
-    assert main(["export", str(step("alone")), str(folder / "adapter"), "--adapter"]) == 0
-    assert main(["export", str(step("nf4")), str(folder / "adapter of nf4"), "--adapter"]) == 0
-    assert main(["export", str(step("alone")), str(folder / "alone, merged")]) == 0
-    assert main(["export", str(step("nf4 alone")), str(folder / "nf4 alone, merged")]) == 0
-    capsys.readouterr()
-    assert (
-        main(
-            [
-                "export",
-                str(folder / "adapter of nf4"),
-                str(folder / "nf4, onto the whole base"),
-                "--dtype=float32",
-            ]
-        )
-        == 0
-    )
-    assert "NF4" not in capsys.readouterr().out
-    rounded, whole = (
-        AutoModelForCausalLM.from_pretrained(folder / name) for name in ("out", "nf4, onto the whole base")
-    )
-    update = whole.model.layers[0].mlp.up_proj.weight - base.model.layers[0].mlp.up_proj.weight
-    assert (
-        torch.linalg.matrix_rank(update, rtol=1e-4) <= 3
-    )  # that of the adapter; the other adds what NF4 rounds, too
-    assert (
-        torch.linalg.matrix_rank(
-            rounded.model.layers[0].mlp.up_proj.weight - base.model.layers[0].mlp.up_proj.weight, rtol=1e-4
-        )
-        > 3
-    )
-    assert main(["export", str(folder / "adapter"), str(folder / "of peft, merged"), "--dtype=float32"]) == 0
+    def export(source: Path, name: str, *words: str) -> str:
+        assert main(["export", str(source), str(folder / name), *words]) == 0
+        return capsys.readouterr().out
+
+    assert "added to weights rounded to NF4: --adapter" in export(step("nf4"), "out")
+    export(step("alone"), "adapter", "--adapter")
+    export(step("nf4"), "adapter of nf4", "--adapter")
+    export(step("alone"), "alone, merged")
+    export(step("nf4 alone"), "nf4 alone, merged")
+    assert "NF4" not in export(folder / "adapter of nf4", "nf4, onto the whole base", "--dtype=float32")
+    export(folder / "adapter", "of peft, merged", "--dtype=float32")
+    ranks = []
+    for name in ("nf4, onto the whole base", "out"):
+        layer = AutoModelForCausalLM.from_pretrained(folder / name).model.layers[0]
+        update = layer.mlp.up_proj.weight - base.model.layers[0].mlp.up_proj.weight
+        ranks.append(torch.linalg.matrix_rank(update, rtol=1e-4))
+    assert ranks[0] <= 3 < ranks[1], "that of the adapter; the other adds what NF4 rounds, too"
     assert damage(step("merged")) is None
     by = {
         "merged": AutoModelForCausalLM.from_pretrained(step("merged")),
@@ -149,25 +127,17 @@ def test_a_published_model_is_tuned_and_handed_on(tmp_path, capsys):
         "nf4 alone": AutoModelForCausalLM.from_pretrained(folder / "nf4 alone, merged"),
     }
     for name, kept in (("alone", folder / "adapter"), ("merged", step("merged") / "adapter")):
-        one = peft.PeftModel.from_pretrained(copy.deepcopy(base), kept)
+        one, other = (peft.PeftModel.from_pretrained(copy.deepcopy(base), kept) for _ in range(2))
         assert one.peft_config["default"].base_model_name_or_path == str(folder / "hf")
-        by[f"{name}, by peft"] = one
-        by[f"{name}, merged by peft"] = peft.PeftModel.from_pretrained(
-            copy.deepcopy(base), kept
-        ).merge_and_unload()
+        by |= {f"{name}, by peft": one, f"{name}, merged by peft": other.merge_and_unload()}
     for name in ("alone", "of peft"):
         by[f"alone, {name}"] = AutoModelForCausalLM.from_pretrained(folder / f"{name}, merged")
     with torch.no_grad():
-        before = (
-            zoo.build("qwen3", dtype=torch.float32, tie_word_embeddings=False, **fields)
-            .eval()(input_ids=IDS)
-            .logits
-        )
+        before = base.eval()(input_ids=IDS).logits
         for name, model in by.items():
             trained = found[name.partition(",")[0]]
-            torch.testing.assert_close(
-                model.eval()(input_ids=IDS).logits, trained, rtol=0, atol=1e-4, msg=name
-            )
+            logits = model.eval()(input_ids=IDS).logits
+            torch.testing.assert_close(logits, trained, rtol=0, atol=1e-4, msg=name)
             assert (trained - before).abs().max() > 1e-2, f"{name} has learned nothing"
 
 

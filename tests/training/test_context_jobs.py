@@ -1,7 +1,4 @@
-"""Jobs with context parallelism against one process: losses, norms, counts, resumes.
-
-One spawn of each size, shared by all cases.
-"""
+"""Jobs with context parallelism against one process: losses, norms, counts, resumes."""
 
 import json
 import os
@@ -110,23 +107,28 @@ PARTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return inputs(tmp_path_factory.mktemp("jobs"), **MODELS, wide=WIDE)
+def runs(
+    models: dict, jobs: dict, tuned: dict, parts: list, whole: str, alone: Iterable[str], options: tuple = ()
+):
+    """Return the fixtures of a file of jobs: their folder, and what one rank and four logged. One spawn of each size."""
+
+    @pytest.fixture(scope="module")
+    def folder(tmp_path_factory):
+        return inputs(tmp_path_factory.mktemp("jobs"), **models)
+
+    @pytest.fixture(scope="module")
+    def one(folder):
+        return worlds.run(partial(on_one_rank, models=[*alone], tuned=tuned, whole=whole, options=options), 1)
+
+    @pytest.fixture(scope="module")
+    def four(folder):
+        run = partial(on_four_ranks, jobs=jobs, tuned=tuned, whole=whole, parts=parts, options=options)
+        return worlds.run(run, 4)
+
+    return folder, one, four
 
 
-@pytest.fixture(scope="module")
-def one(folder):
-    return worlds.run(
-        partial(on_one_rank, models=("gla", *MODELS), tuned=TUNED, whole="gla", options=VALIDATION), 1
-    )
-
-
-@pytest.fixture(scope="module")
-def four(folder):
-    return worlds.run(
-        partial(on_four_ranks, jobs=JOBS, tuned=TUNED, whole="gla", parts=PARTS, options=VALIDATION), 4
-    )
+folder, one, four = runs(MODELS | {"wide": WIDE}, JOBS, TUNED, PARTS, "gla", ("gla", *MODELS), VALIDATION)
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -200,11 +202,7 @@ def test_what_a_job_can_not_have_beside_it(folder, words, said):
 def test_more_ranks_than_heads_are_refused_before_a_process_starts(folder):
     from titanplans.training.job.checks import check_job
 
-    words = [
-        f"--model.config={folder}/gla.json",
-        f"--training.dataset_path={folder}/text",
-        "--training.seq_len=32",
-    ]
+    words = [f"--model.config={folder}/gla.json", f"--training.dataset_path={folder}/text"]
     job = load_job([f"{folder}/job.toml", *words, "--parallelism.context_parallel_degree=8"])
     with pytest.raises(PlanError, match="context_parallel_degree = 8 does not divide num_heads = 4"):
         check_job(job, 8)

@@ -1,14 +1,9 @@
-"""Jobs whose experts are shared out over ranks, against one process: losses, norms, loads, biases, resumes.
-
-One spawn of each size, shared by all cases.
-"""
+"""Jobs whose experts are shared out over ranks, against one process: losses, norms, loads, biases, resumes."""
 
 import json
-from functools import partial
 
 import pytest
 import test_context_jobs as context
-import worlds
 from test_context_jobs import COMPILED, CP, DROPPED, HALF, LARGEST, LOSS, PUBLISHED, SAVES, STEPS, TP
 
 from titanplans.config import load_job
@@ -57,28 +52,7 @@ PARTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return context.inputs(tmp_path_factory.mktemp("jobs"), **MODELS)
-
-
-@pytest.fixture(scope="module")
-def one(folder):
-    return worlds.run(partial(context.on_one_rank, models=[*MODELS], tuned=TUNED, whole="glm4_moe"), 1)
-
-
-@pytest.fixture(scope="module")
-def four(folder):
-    return worlds.run(
-        partial(
-            context.on_four_ranks,
-            jobs=JOBS | {"capacity": CAPACITY},
-            tuned=TUNED,
-            whole="glm4_moe",
-            parts=PARTS,
-        ),
-        4,
-    )
+folder, one, four = context.runs(MODELS, JOBS | {"capacity": CAPACITY}, TUNED, PARTS, "glm4_moe", MODELS)
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -1,9 +1,7 @@
 """[quantize.linear.float8] of a job: reading, and errors before anything starts."""
 
-import json
-from pathlib import Path
-
 import pytest
+import zoo
 from said import refusal
 
 from titanplans.config import load_job, strategy_of
@@ -89,18 +87,7 @@ def test_sizes_and_degrees(load):
     job = load("recipe_name = 'rowwise'", "--parallelism.tensor_parallel_degree=16", model=MODEL)
     with pytest.raises(UserError, match="tensor_parallel_degree = 16"):
         check_job(job, 16)
-    (Path("config.json")).write_text(
-        json.dumps(
-            dict(
-                model_type="llama",
-                hidden_size=64,
-                intermediate_size=48,
-                num_attention_heads=4,
-                vocab_size=4096,
-                num_hidden_layers=1,
-            )
-        )
-    )
+    zoo.config("llama", intermediate_size=48, vocab_size=4096).save_pretrained(".")
     job = load(
         "recipe_name = 'rowwise'", "--parallelism.tensor_parallel_degree=2", model="config = 'config.json'"
     )

@@ -46,69 +46,54 @@ ANOTHER = {
 
 # What a key needs beside it to mean anything.
 OP = {"activation_checkpoint.selective_ac_option": "op"}
-BUDGET = {"activation_checkpoint.mode": "memory_budget", "compile.enable": True}
+COMPILED = {"compile.enable": True}
+BUDGET = {"activation_checkpoint.mode": "memory_budget"} | COMPILED
 DDP = {"parallelism.data_parallel_strategy": "ddp"}
+TP = {"parallelism.tensor_parallel_degree": 2}
+ASYNC = COMPILED | TP | {"parallelism.enable_async_tensor_parallel": True}
 MUON = {"optimizer.name": "Muon"}
+LORA = {"lora.rank": 4}
+SAVES = {"checkpoint.enable": True}
+STARTS = SAVES | {"checkpoint.initial_load_path": "/somewhere"}
 FLOAT8 = {"quantize.linear.float8.recipe_name": "tensorwise"}
 GATHER = FLOAT8 | {"quantize.linear.float8.enable_fsdp_float8_all_gather": True}
+CHAT = {"training.chat.enable": True}
+OF_SECTIONS = {
+    "quantize.linear.float8": FLOAT8,
+    "compile": COMPILED,
+    "training.chat": CHAT,
+    "ddp": DDP,
+    "lora": LORA,
+}
 BESIDE = {
-    **{key: FLOAT8 for key in keys() if ".float8." in key and not key.endswith(".recipe_name")},
+    **{key: OF_SECTIONS[keys()[key].section] for key in keys() if keys()[key].section in OF_SECTIONS},
+    **{key: {} for key in (*COMPILED, *CHAT, *LORA, *FLOAT8)},
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": GATHER,
     **{key: OP for key in keys() if ".per_op_sac_" in key},
     "activation_checkpoint.memory_budget": BUDGET,
     "activation_checkpoint.visualize_memory_budget_pareto": BUDGET,
-    **{
-        key: {"compile.enable": True}
-        for key in keys()
-        if key.startswith("compile.") and key != "compile.enable"
-    },
-    "parallelism.enable_async_tensor_parallel": {
-        "compile.enable": True,
-        "parallelism.tensor_parallel_degree": 2,
-    },
-    "parallelism.async_tensor_parallel_unfused": {
-        "compile.enable": True,
-        "parallelism.tensor_parallel_degree": 2,
-        "parallelism.enable_async_tensor_parallel": True,
-    },
+    "parallelism.enable_async_tensor_parallel": COMPILED | TP,
+    "parallelism.async_tensor_parallel_unfused": ASYNC,
     "parallelism.expert_capacity_factor": {"parallelism.expert_parallel_degree": 2},
-    "model.plan": {"parallelism.tensor_parallel_degree": 2},
-    "compile.components": {"compile.enable": True, "optimizer.implementation": "foreach"},
+    "parallelism.data_parallel_strategy": {"parallelism.data_parallel_replicate_degree": 4},
+    "model.plan": TP,
+    "compile.components": COMPILED | {"optimizer.implementation": "foreach"},
     **{f"optimizer.{key}": MUON for key in OF_MUON},
     "debug.deterministic_warn_only": {"debug.deterministic": True},
-    **{
-        f"checkpoint.{key}": {"checkpoint.enable": True}
-        for key in ("initial_load_path", "load_step", "create_seed_checkpoint", "load_only", "save_on_signal")
-    },
-    "parallelism.data_parallel_strategy": {"parallelism.data_parallel_replicate_degree": 4},
     "training.skip_nan_inf_limit": {"training.skip_nan_inf": True},
     "training.pin_cpu_memory": {"training.enable_cpu_offload": True},
-    **{
-        key: {"training.chat.enable": True}
-        for key in keys()
-        if key.startswith("training.chat.") and key != "training.chat.enable"
-    },
-    **{key: DDP for key in keys() if key.startswith("ddp.")},
     "ddp.static_graph": DDP | {"ddp.defer_grad_sync": False},
-    "ddp.split_compiled_blocks": DDP | {"compile.enable": True},
-    "checkpoint.initial_load_in_hf": {
-        "checkpoint.enable": True,
-        "checkpoint.initial_load_path": "/somewhere",
-        "model.name": "gla",
-    },
-    **{key: {"lora.rank": 4} for key in keys() if key.startswith("lora.") and key != "lora.rank"},
-    "checkpoint.initial_adapter_path": {"checkpoint.enable": True, "lora.rank": 4},
-    "checkpoint.save_adapters_only": {
-        "checkpoint.enable": True,
-        "checkpoint.initial_load_path": "/somewhere",
-        "lora.rank": 4,
-    },
+    "ddp.split_compiled_blocks": DDP | COMPILED,
     "data.long_documents": {"data.packing": "best_fit"},
-    "checkpoint.last_save_in_hf": {"checkpoint.enable": True},
-    "checkpoint.initial_load_model_only": {
-        "checkpoint.enable": True,
-        "checkpoint.initial_load_path": "/somewhere",
+    **{
+        f"checkpoint.{key}": SAVES
+        for key in ("initial_load_path", "load_step", "create_seed_checkpoint", "load_only", "save_on_signal")
     },
+    "checkpoint.last_save_in_hf": SAVES,
+    "checkpoint.initial_load_model_only": STARTS,
+    "checkpoint.initial_load_in_hf": STARTS | {"model.name": "gla"},
+    "checkpoint.initial_adapter_path": SAVES | LORA,
+    "checkpoint.save_adapters_only": STARTS | LORA,
     **{
         f"{section}.dataloader.{key}": {f"{section}.dataloader.num_workers": 2}
         for section in ("training", "validation")

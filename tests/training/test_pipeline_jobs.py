@@ -1,13 +1,7 @@
-"""Jobs whose layers are spread over the stages of a pipeline, against one process: losses, norms, counts, resumes.
-
-One spawn of each size, shared by all cases.
-"""
-
-from functools import partial
+"""Jobs whose layers are spread over the stages of a pipeline, against one process: losses, norms, counts, resumes."""
 
 import pytest
 import test_context_jobs as context
-import worlds
 from test_context_jobs import (
     ACCUMULATED,
     COMPILED,
@@ -80,33 +74,7 @@ PARTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return context.inputs(tmp_path_factory.mktemp("jobs"), **MODELS)
-
-
-@pytest.fixture(scope="module")
-def one(folder):
-    return worlds.run(
-        partial(
-            context.on_one_rank,
-            models=[name for name in MODELS if name != "wide"],
-            tuned=TUNED,
-            whole="llama",
-            options=VALIDATION,
-        ),
-        1,
-    )
-
-
-@pytest.fixture(scope="module")
-def four(folder):
-    return worlds.run(
-        partial(
-            context.on_four_ranks, jobs=JOBS, tuned=TUNED, whole="llama", parts=PARTS, options=VALIDATION
-        ),
-        4,
-    )
+folder, one, four = context.runs(MODELS, JOBS, TUNED, PARTS, "llama", {*MODELS} - {"wide"}, VALIDATION)
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -156,12 +124,7 @@ def test_what_a_job_can_not_have_with_it(folder, words, said):
 def test_bad_stages_are_refused_before_a_process_starts(folder, words, said):
     from titanplans.training.job.checks import check_job
 
-    config = [
-        f"--model.config={folder}/gla.json",
-        f"--training.dataset_path={folder}/text",
-        "--training.seq_len=32",
-        "--training.local_batch_size=4",
-    ]
+    config = [f"--model.config={folder}/gla.json", f"--training.dataset_path={folder}/text"]
     job = load_job([f"{folder}/job.toml", *config, *words])
     with pytest.raises(ParallelError, match=said):
         check_job(job, 8)

@@ -1,6 +1,5 @@
 """Jobs of mixtures of experts with the balance of routers in the loss (`output_router_logits`), and biases of routers."""
 
-import json
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from titanplans.loss import added_loss
 from titanplans.modeling.samples import build_real
 from titanplans.parallel.compile import apply_compile, one_graph_a_block
 from titanplans.split.experts.loads import Loads, mixtures
+from titanplans.training.checkpoint.match import tensors_of
 from titanplans.training.checkpoint.storage import CheckpointReader
 from titanplans.training.trainer.device import prepare_device
 
@@ -28,28 +28,16 @@ prepare_device()  # before torchtitan, which the next line imports
 
 from titanplans.training.trainer.model import LanguageModel  # noqa: E402
 
-MIXTRAL = {
-    "model_type": "mixtral",
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 32,
-    "num_local_experts": 4,
-    "vocab_size": 4096,
-    "output_router_logits": True,
-    "router_aux_loss_coef": 0.5,
-}
+BALANCED = {"vocab_size": 4096, "output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
 def test_the_balance_is_in_the_loss_at_every_degree(tmp_path):
-    """Of four experts, two a token, a balanced router has a balance of 2; a new model's cross entropy is log 4096."""
-    job = Job(tmp_path)
-    found = {}
-    (tmp_path / "mixtral.json").write_text(json.dumps(MIXTRAL))
+    """With two experts a token a balanced router has a balance of 2; a new model's cross entropy is log 4096."""
+    job, found = Job(tmp_path), {}
+    zoo.config("mixtral", **BALANCED).save_pretrained(tmp_path)
     for degree in (1, 2):
         words = (f"--parallelism.tensor_parallel_degree={degree}", f"--job.dump_folder=out{degree}")
-        words += ("--model.config=mixtral.json", "--training.steps=3", "--checkpoint.no-enable")
+        words += ("--model.config=config.json", "--training.steps=3", "--checkpoint.no-enable")
         assert job.run(*words) == 0, job.err
         found[degree] = [float(loss) for _, loss in job.losses]
     assert len(found[1]) == 3
@@ -61,25 +49,14 @@ def test_a_job_says_what_moves_the_biases_and_keeps_them_in_float32(tmp_path):
     job, bias = Job(tmp_path), "model.layers.1.mlp.gate.e_score_correction_bias"
     config = zoo.config("deepseek_v3", vocab_size=4096)
     config.save_pretrained(tmp_path)
-    words = (
-        "--model.config=config.json",
-        "--training.steps=2",
-        "--checkpoint.interval=1",
-        "--training.dtype=bfloat16",
-    )
-    assert job.run(*words, "--checkpoint.export_dtype=bfloat16") == 0, job.err
+    words = ("--model.config=config.json", "--training.steps=2", "--checkpoint.interval=1")
+    dtypes = ("--training.dtype=bfloat16", "--checkpoint.export_dtype=bfloat16")
+    assert job.run(*words, *dtypes) == 0, job.err
     assert "1 routers keep their experts equally busy moves by 0.001 a step" in job.out + job.err
     for step in (1, 2):
-        saved = (
-            CheckpointReader(tmp_path / "out" / "checkpoint" / f"step-{step}")
-            .read_metadata()
-            .state_dict_metadata
-        )
-        dtypes = {
-            name: entry.properties.dtype
-            for name, entry in saved.items()
-            if name.startswith(("model.", "lm_head."))
-        }
+        reader = CheckpointReader(tmp_path / "out" / "checkpoint" / f"step-{step}")
+        saved = tensors_of(reader.read_metadata().state_dict_metadata)
+        dtypes = {name: tensor.dtype for name, tensor in saved.items()}
         kept = {f"model.layers.1.mlp.{name}" for name in zoo.kept_of_routers()}
         assert bias in kept
         assert {name for name, dtype in dtypes.items() if dtype == torch.float32} == kept
@@ -156,8 +133,8 @@ def test_the_loads_are_figures_and_a_picture(tmp_path):
 
 def test_a_coefficient_without_biases_is_refused(tmp_path):
     job = Job(tmp_path)
-    (tmp_path / "mixtral.json").write_text(json.dumps(MIXTRAL))
-    assert job.run("--model.config=mixtral.json", "--optimizer.load_balance_coeff=0.01") == 2
+    zoo.config("mixtral", **BALANCED).save_pretrained(tmp_path)
+    assert job.run("--model.config=config.json", "--optimizer.load_balance_coeff=0.01") == 2
     assert "optimizer.load_balance_coeff = 0.01: no router of" in job.err
 
 

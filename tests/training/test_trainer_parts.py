@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import logging
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,14 @@ from titanplans.training.trainer.device import HostDevice, peak_resident_bytes, 
 
 prepare_device()  # before torchtitan, which the next line imports
 
-from titanplans.training.trainer.metrics import MetricsProcessor, _significant, format_seconds  # noqa: E402
+from torchtitan.components.metrics import DeviceMemStats  # noqa: E402
+
+from titanplans.training.trainer.metrics import (  # noqa: E402
+    MetricsProcessor,
+    _significant,
+    format_seconds,
+    known_peak_flops,
+)
 from titanplans.training.trainer.step import FiniteSoFar  # noqa: E402
 
 on_a_cpu = pytest.mark.skipif(
@@ -74,17 +82,45 @@ def test_three_significant_digits(value, text):
     ("name", "peak"),
     [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("Sparkler 9000", None)],
 )
-def test_peak_is_known_only_for_devices_of_the_table(name, peak, monkeypatch):
-    if (
-        default_device_type() == "cpu"
-    ):  # as on a machine with such a device, where torchtitan's module is left as it is
-        spec = importlib.util.find_spec("torchtitan.tools.utils")
-        utils = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(utils)
-        monkeypatch.setattr("titanplans.training.trainer.metrics.utils", utils)
+def test_peak_is_known_only_for_devices_of_the_table(name, peak):
+    # As on a machine with such a device, where torchtitan's module is left as it is.
+    spec = importlib.util.find_spec("torchtitan.tools.utils")
+    utils = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(utils)
+    assert known_peak_flops(utils.get_peak_flops(name), name) == peak
+    assert known_peak_flops(math.nan, name) is None, "on a CPU"
+
+
+class Memory:
+    """A device's memory, as torchtitan asks for it: its peak since it was last reset."""
+
+    used = peak = 0
+
+    def use(self, size):
+        self.used, self.peak = size, max(self.peak, size)
+
+    def reset_peak_stats(self):
+        self.peak = self.used
+
+    def get_peak_stats(self):
+        return DeviceMemStats(*[self.peak] * 6)
+
+
+def test_the_memory_of_validation_is_its_own(monkeypatch):
     monkeypatch.setattr("titanplans.training.trainer.metrics.utils.device_type", "cuda")
-    processor = SimpleNamespace(device_memory_monitor=SimpleNamespace(device_name=name))
-    assert MetricsProcessor._known_peak_flops(processor) == peak
+    rows, memory = {}, Memory()
+    with worlds.fake(1):
+        processor = MetricsProcessor(MetricsProcessor.Config(), parallel_dims=None)
+    processor.logger = SimpleNamespace(log=lambda metrics, step: rows.update(metrics))
+    processor.device_memory_monitor, processor.total_steps = memory, 1
+    memory.use(10)
+    memory.use(2)
+    with processor.paused():
+        memory.use(5)
+        memory.use(2)
+        processor.log_validation(1.0, 1)
+    assert rows["validation_metrics/memory/max_reserved(GiB)"] == 5
+    assert memory.get_peak_stats().max_reserved_gib == 2, "of the next steps nothing but theirs is logged"
 
 
 def test_log_keeps_what_is_news():

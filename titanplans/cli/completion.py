@@ -13,9 +13,9 @@ from titanplans.cli import check, data, export, plot
 from titanplans.cli.sweep import main as sweep
 from titanplans.cli.verify.arguments import add_commands
 from titanplans.config.families import families
-from titanplans.config.paths import FilePath
 from titanplans.config.schema import keys
 from titanplans.config.translate import takes_no_value
+from titanplans.config.values import FilePath
 
 _SHELLS = ("bash", "zsh")
 _FILES = ("runs", "sweep", "folder", "checkpoint", "output", "config")

@@ -8,10 +8,9 @@
 
 from titanplans.config.load import load_job
 from titanplans.config.schema import JobConfig, rename_option_errors, strategy_of
-from titanplans.config.sections.lora import LoRA
 from titanplans.config.sections.optimization import Optimizer, OptimizerGroup
 from titanplans.config.sections.parallelism import ActivationCheckpoint, Compile
-from titanplans.config.sections.quantize import Float8
+from titanplans.config.sections.weights import Float8, LoRA
 from titanplans.config.strategies import (
     DDPConfig,
     FSDP2Config,

@@ -1,19 +1,16 @@
 """`load_job`: defaults, then the TOML file, then the command line; the later wins."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from titanplans.config.arguments import parse_arguments
+from titanplans.config.arguments import parse_arguments, usage
 from titanplans.config.families import DEFAULT_FLAVOR, DEFAULT_NAME, check_plan, find_flavor
 from titanplans.config.lines import KeyInFile, located
 from titanplans.config.options import read_toml
 from titanplans.config.other_names import MODELS_OF_OTHERS
 from titanplans.config.schema import JobConfig, build_job, keys, strategy_of
 from titanplans.config.translate import CONVERTERS, Given, refuse_or_note
-from titanplans.config.usage import usage
 from titanplans.errors import ConfigError, ModelError, OptionError
 
 
@@ -58,9 +55,12 @@ def _resolve(given: Given) -> JobConfig:
             f'{pending[CONVERTERS]} (torchtitan): read as quantize.linear.float8.recipe_name = "{recipe}"'
         )
     notes += refuse_or_note(given.unread, values)
-    with _placed(given.places):
+    try:
         job = build_job(values)
         strategy_of(job)
+    except OptionError as error:
+        section = error.option.rpartition(".")[0]  # of a key in a list of tables, their own
+        raise located(error, given.places.get(error.option, given.places.get(section))) from error
     if job.model.name or job.model.flavor:
         try:
             find_flavor(job.model.name or DEFAULT_NAME, job.model.flavor or DEFAULT_FLAVOR)
@@ -71,17 +71,6 @@ def _resolve(given: Given) -> JobConfig:
     description = [job.job.description] if job.job.description else []
     vars(job)["notes"] = (*description, *notes)
     return job
-
-
-@contextmanager
-def _placed(places: dict[str, object]) -> Iterator[None]:
-    """Add the file and the line of its option to an OptionError of the body."""
-    try:
-        yield
-    except OptionError as error:
-        section = error.option.rpartition(".")[0]  # of a key in a list of tables, their own
-        place = places.get(error.option, places.get(section))
-        raise located(error, place) from error
 
 
 def _select_configuration(values: dict[str, Any], name: str) -> str:

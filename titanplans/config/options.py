@@ -23,7 +23,8 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from titanplans.config.other_names import AUTOMODEL, AUTOMODEL_WORDS, REFUSED
 from titanplans.config.values import STRICT, mismatch, writable
-from titanplans.errors import ConfigError, OptionError, did_you_mean
+from titanplans.errors import ConfigError, OptionError, did_you_mean, either
+from titanplans.text import show
 
 Refusals = Iterator[tuple[str, str]]
 """An option, "compile.mode" for one of a nested group, and the reason with the remedy."""
@@ -204,3 +205,26 @@ def read_toml(path: Path, what: str = "job file") -> dict[str, Any]:
     others = sorted(map(str, (path if path.is_dir() else path.parent).glob("*.toml")))
     there = f"; there are {', '.join(others)}" if others else ""
     raise ConfigError(f"{path}: no such {what}{there}")
+
+
+def needs(options: Any, switch: str, values: tuple[Any, ...], *names: str) -> Refusals:
+    """Refuse options that differ from their default and have no effect unless `switch` has one of `values`."""
+    value, choices = get(options, switch), either([show(choice) for choice in values])
+    for name in names:
+        if value not in values and get(options, name) != default(options, name):
+            now = "unset" if value is None else show(value)
+            key = type(options).full_name(switch)
+            remedy = "enable it" if values == (True,) else f"it is {now}: change it"
+            yield name, f"has no effect unless {key} = {choices}; {remedy} or remove this key"
+
+
+def default(options: Any, name: str) -> Any:
+    """Return the default of an option, which for a section of a job is the job's."""
+    first, _, rest = name.partition(".")
+    value = fields(type(options))[first]
+    return get(value, rest) if rest else value
+
+
+def fields(*groups: Any) -> dict[str, Any]:
+    """Return the options of some groups by name, with their defaults."""
+    return {field.name: field.default for group in groups for field in options_of(group)}

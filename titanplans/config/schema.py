@@ -9,13 +9,11 @@ from titanplans.config.compatibility import job
 from titanplans.config.options import Field, Options, get, options_of
 from titanplans.config.sections.checkpoint import Checkpoint
 from titanplans.config.sections.data import Data
-from titanplans.config.sections.lora import LoRA
-from titanplans.config.sections.loss import Loss
 from titanplans.config.sections.model import Model, Training, Validation
-from titanplans.config.sections.optimization import LRScheduler, Optimizer
+from titanplans.config.sections.optimization import Loss, LRScheduler, Optimizer
 from titanplans.config.sections.parallelism import DDP, ActivationCheckpoint, Compile, Parallelism
-from titanplans.config.sections.quantize import Float8, Quantize
 from titanplans.config.sections.run import Comm, Debug, Experimental, Job, Metrics, Profiling
+from titanplans.config.sections.weights import Float8, LoRA, Quantize
 from titanplans.config.strategies import DDPConfig, FSDP2Config
 from titanplans.config.values import is_options, without_none_type
 from titanplans.errors import OptionError
@@ -121,11 +119,14 @@ def rename_option_errors() -> Iterator[None]:
     try:
         yield
     except OptionError as error:
-        raise error.renamed(dotted_key(error.option)) from error
+        name = error.option
+        key = f"quantize.linear.{name}" if name.startswith("float8.") else _flat_keys().get(name, name)
+        raise error.renamed(key) from error
 
 
 @functools.cache
 def _flat_keys() -> dict[str, str]:
+    """Return the job's keys by the options of strategies: "parallelism.fsdp_towers" for "fsdp_towers"."""
     strategies = [field.name for cls in (FSDP2Config, DDPConfig) for field in options_of(cls)]
     sections = ("parallelism", "training", "model", "ddp")
     return {
@@ -134,10 +135,3 @@ def _flat_keys() -> dict[str, str]:
         for section in sections
         if f"{section}.{name}" in keys()
     }
-
-
-def dotted_key(option: str) -> str:
-    """Return the job's key for an option of a strategy: "parallelism.fsdp_towers" for "fsdp_towers"."""
-    if option.startswith("float8."):
-        return f"quantize.linear.{option}"
-    return _flat_keys().get(option, option)

@@ -14,7 +14,6 @@ from pydantic import Field
 
 from titanplans.config.compatibility import strategy
 from titanplans.config.options import Options, parse_toml
-from titanplans.config.sections.lora import Freezing, LoRA
 from titanplans.config.sections.model import PlanOption
 from titanplans.config.sections.parallelism import (
     DDP,
@@ -26,7 +25,7 @@ from titanplans.config.sections.parallelism import (
     Offload,
     TensorParallel,
 )
-from titanplans.config.sections.quantize import Float8
+from titanplans.config.sections.weights import Float8, Freezing, LoRA
 from titanplans.config.values import Constraint
 from titanplans.errors import ConfigError, did_you_mean
 

@@ -7,6 +7,8 @@ An option is annotated with `bool`, `int`, `float`, `str`, a `Literal` of string
 import contextlib
 import functools
 import operator
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
@@ -173,3 +175,26 @@ def without_none_type(hint: Any) -> Any:
 
 def _is_union(hint: Any) -> bool:
     return get_origin(hint) in (Union, UnionType)
+
+
+_UNKNOWN = re.compile(r"\$(\w+|\{)")
+
+
+def expanded(text: str) -> str:
+    """Return a path with `~`, `~user`, $NAME and ${NAME} replaced.
+
+    Raises:
+        Mismatch: it is empty, or there is no such user or variable.
+    """
+    path = os.path.expanduser(os.path.expandvars(text))
+    if not path.strip():
+        raise Mismatch("expected a path, found an empty string; remove the key for its default")
+    if path.startswith("~"):
+        raise Mismatch(f"there is no user {path.split('/')[0]} here; write ./~ for a directory of that name")
+    if unknown := _UNKNOWN.search(path):
+        raise Mismatch(f"{unknown.group()} is not an environment variable; set it, or write the whole path")
+    return path
+
+
+FilePath = Annotated[str, AfterValidator(expanded), Constraint("a path", bool)]
+"""A file or a folder. `~` and $NAME are expanded as the option is read; relative ones start where the command does."""

@@ -19,7 +19,7 @@ from titanplans.apply.apply import cut_of, split
 from titanplans.apply.check import Checked, check
 from titanplans.apply.prepare import prepare
 from titanplans.config import ActivationCheckpoint, Compile, DDPConfig, FSDP2Config
-from titanplans.config.compatibility.on_mesh import StrategyOnMesh, check_on_mesh
+from titanplans.config.compatibility.strategy import StrategyOnMesh, check_on_mesh
 from titanplans.config.options import Options, options_of
 from titanplans.errors import ParallelError
 from titanplans.parallel.activation_checkpoint import (

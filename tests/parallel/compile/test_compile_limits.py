@@ -7,7 +7,7 @@ import torch
 from tiny import Tiny
 from torch._dynamo.utils import counters
 
-from titanplans.config.compatibility.on_mesh import StrategyOnMesh, check_on_mesh
+from titanplans.config.compatibility.strategy import StrategyOnMesh, check_on_mesh
 from titanplans.parallel import Compile, Degrees, FSDP2Config, Mesh, ParallelError, parallelize
 from titanplans.parallel.compile import apply_compile, compile_loss, compile_options, components
 from titanplans.parallel.compile.graph_breaks import end_graphs_at_kernels

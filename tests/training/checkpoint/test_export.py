@@ -22,7 +22,7 @@ from titanplans.config.schema import build_job
 from titanplans.training.checkpoint.card import damage, read_card
 from titanplans.training.checkpoint.storage import CheckpointReader, Planner
 from titanplans.training.data.vocabulary import default_tokenizer_path
-from titanplans.training.job.lock import locked
+from titanplans.training.job.outputs import locked
 
 FULL = "can't be written (File too large)\n"
 IN_HF = "--checkpoint.last_save_in_hf"

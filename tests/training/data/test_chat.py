@@ -16,8 +16,9 @@ from said import refusal
 
 from titanplans.config.sections.data import Chat
 from titanplans.errors import DataError
-from titanplans.training.data import ChatFormat, default_tokenizer_path
+from titanplans.training.data.chat.chat import ChatFormat
 from titanplans.training.data.chat.messages import conversation_of
+from titanplans.training.data.vocabulary import default_tokenizer_path
 
 TURN = "{{ eos_token + '\n' }}"
 PLAIN = (

@@ -13,8 +13,7 @@ from test_chat import PLAIN, chat, decoded, form, numbered, rows, said, tokens_o
 from titanplans.config import load_job
 from titanplans.config.sections.data import Chat
 from titanplans.errors import DataError
-from titanplans.training.data.chat.formats import FORMATS
-from titanplans.training.data.chat.messages import conversation_of
+from titanplans.training.data.chat.messages import FORMATS, conversation_of
 
 
 def shared(*turns):

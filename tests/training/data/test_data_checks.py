@@ -13,12 +13,9 @@ import pytest
 from data_options import check_dataset, open_source, write_rows
 from said import refusal
 
-from titanplans.training.data import (
-    DataError,
-    check_tokenizer,
-    default_tokenizer_path,
-    read_place,
-)
+from titanplans.errors import DataError
+from titanplans.training.data.checks import read_place
+from titanplans.training.data.vocabulary import check_tokenizer, default_tokenizer_path
 
 refused = partial(refusal, kind=DataError)
 

@@ -21,9 +21,9 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from titanplans.config.sections.data import Chat
 from titanplans.errors import DataError
 from titanplans.training.checkpoint.storage import Planner
-from titanplans.training.data import read_place
+from titanplans.training.data.checks import read_place
 from titanplans.training.data.vocabulary import default_tokenizer_path
-from titanplans.training.data.workers import live_as_long_as_the_rank
+from titanplans.training.launch.orphans import live_as_long_as_the_rank
 
 # Short documents and short windows: an epoch ends every few batches, and most batches begin and end
 # inside a document.

@@ -16,9 +16,15 @@ from hypothesis import strategies as st
 from said import refusal
 
 from titanplans.errors import DataError
-from titanplans.training.data.corpus.local import TextFiles, find_files, in_split, split_names
-from titanplans.training.data.corpus.pieces import PIECE_BYTES
-from titanplans.training.data.corpus.stdlib import stdlib_files, stdlib_root
+from titanplans.training.data.corpus.column import PIECE_BYTES
+from titanplans.training.data.corpus.local import (
+    TextFiles,
+    find_files,
+    in_split,
+    split_names,
+    stdlib_files,
+    stdlib_root,
+)
 
 TEXTS = [f"Document {i}. " + f"word{i} " * (3 + 7 * i % 11) for i in range(45)]
 

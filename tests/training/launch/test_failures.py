@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from titanplans.errors import RunError, UserError
-from titanplans.training.launch.exit_status import fail, refuse
-from titanplans.training.launch.failures import REPORTS, failures, is_decided
+from titanplans.training.launch.exit_status import REPORTS, fail, failures, is_decided, refuse
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
 

@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 
 from titanplans.cli.main import main
 from titanplans.config.other_names import REFUSED, RENAMED
-from titanplans.config.paths import FilePath
 from titanplans.config.schema import keys
 from titanplans.config.translate import CONVERTERS, PENDING
-from titanplans.training.job import lock
+from titanplans.config.values import FilePath
+from titanplans.training.job import outputs
 from titanplans.training.launch import launcher as launch
 from titanplans.training.launch import rank
 
@@ -71,7 +71,9 @@ def folder(tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.setattr(
         launch, "launch", lambda *job: 0
     )  # a fork of a process with other tests' threads crashes
-    monkeypatch.setattr(lock, "locked", lambda job: contextlib.nullcontext())  # what runs makes its folders
+    monkeypatch.setattr(
+        outputs, "locked", lambda job: contextlib.nullcontext()
+    )  # what runs makes its folders
     monkeypatch.chdir(tmp_path)
     for name in TORCHRUN:
         monkeypatch.delenv(name, raising=False)

@@ -13,7 +13,7 @@ import pytest
 from titanplans.config import ConfigError
 from titanplans.config.schema import build_job
 from titanplans.lock import LOCK
-from titanplans.training.job.lock import locked
+from titanplans.training.job.outputs import locked
 
 SAVES = {"checkpoint.enable": True}
 

@@ -17,10 +17,9 @@ from pydantic import Field
 from titanplans.config.lines import KeyInFile
 from titanplans.config.options import Options, read_toml
 from titanplans.config.other_names import RENAMED
-from titanplans.config.paths import FilePath
 from titanplans.config.schema import keys
 from titanplans.config.translate import Given, flatten
-from titanplans.config.values import NaturalInt, PositiveFloat, from_text
+from titanplans.config.values import FilePath, NaturalInt, PositiveFloat, from_text
 from titanplans.errors import ConfigError, OptionError
 from titanplans.text import show
 

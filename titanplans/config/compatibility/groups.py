@@ -3,8 +3,7 @@
 import re
 from typing import Any
 
-from titanplans.config.compatibility.words import default, fields, get, needs
-from titanplans.config.options import Refusals
+from titanplans.config.options import Refusals, default, fields, get, needs
 from titanplans.errors import near_multiples
 
 _RECOMPUTING = ("full", "selective", "mlp", "keep_mixer")

@@ -8,8 +8,7 @@ from titanplans.config.compatibility.strategy import (
     async_tensor_parallel,
     no_float8,
 )
-from titanplans.config.compatibility.words import default, fields, get, needs
-from titanplans.config.options import Refusals
+from titanplans.config.options import Refusals, default, fields, get, needs
 from titanplans.config.sections.parallelism import DDP, FSDP2, MixedPrecision, Offload
 from titanplans.errors import near_multiples
 

@@ -1,10 +1,10 @@
-"""Contradictions within a strategy: its own options, and those of its groups."""
+"""Contradictions of a strategy: within its options and groups, and with its mesh, device and model (`check_on_mesh`)."""
 
+from dataclasses import dataclass
 from typing import Any
 
-from titanplans.config.compatibility.groups import RECIPES
-from titanplans.config.compatibility.words import needs
-from titanplans.config.options import Refusals
+from titanplans.config.compatibility.groups import RECIPES, WITH_ATTENTION
+from titanplans.config.options import Refusals, get, needs
 
 NOTHING_IS_SPLIT = "tensor_parallel_degree = 1 splits nothing; raise it or remove the plan"
 NO_CAPACITY = "with expert_parallel_degree = 1 no row is sent to an expert; raise it or remove this key"
@@ -101,3 +101,129 @@ def ddp(c: Any) -> Refusals:
         yield "split_compiled_blocks", _NOT_COMPILED
     if c.float8.enable_fsdp_float8_all_gather:
         yield ("float8.enable_fsdp_float8_all_gather", "DDP gathers no weights; use fsdp2 or remove this key")
+
+
+@dataclass(frozen=True)
+class StrategyOnMesh:
+    """A strategy with the facts of its mesh, device and model. Not a group of options."""
+
+    config: Any
+    """An FSDP2Config or a DDPConfig."""
+    tp: int
+    cp: int
+    ep: int
+    dp_replicate: int
+    dp_shard: int
+    device_type: str
+    nccl: bool
+    """Whether the ranks of the tensor-parallel group communicate by NCCL."""
+    one_graph: bool
+    """Whether each block of the model can become one graph."""
+
+
+def check_on_mesh(strategy: StrategyOnMesh) -> None:
+    """Refuse a strategy that can't be honoured on its mesh, on its device or for its model.
+
+    Raises:
+        OptionError: the first option that is refused.
+    """
+    refusals = [_plan, _float8, _compile]
+    if strategy.config.title == "fsdp2":
+        refusals.insert(1, _fsdp2)
+    for refuse in refusals:
+        for option, why in refuse(strategy):
+            raise strategy.config.error(option, why)
+
+
+def _plan(p: StrategyOnMesh) -> Refusals:
+    if p.config.plan is not None and p.tp == p.cp == p.ep == 1:
+        yield "plan", NOTHING_IS_SPLIT
+
+
+def _fsdp2(p: StrategyOnMesh) -> Refusals:
+    c = p.config
+    if c.expert_capacity_factor is not None and p.ep == 1:
+        yield "expert_capacity_factor", NO_CAPACITY
+    if c.fsdp_defer_grad_sync == "replicas" and p.dp_replicate == 1:
+        yield (
+            "fsdp_defer_grad_sync",
+            "with one copy of the model (data_parallel_replicate_degree = 1) no sum over copies can be deferred; set it to "
+            "all or nothing, or raise data_parallel_replicate_degree",
+        )
+    if c.enable_fsdp_symm_mem and p.device_type != "cuda":
+        yield "enable_fsdp_symm_mem", f"it needs CUDA, but this mesh is on {p.device_type}; remove this key"
+    if c.enable_async_tensor_parallel and (p.tp == 1 or not p.nccl):
+        missing = "tensor_parallel_degree above 1" if p.tp == 1 else "CUDA with NCCL"
+        yield "enable_async_tensor_parallel", f"it needs {missing}; add that or remove this key"
+
+
+def _float8(p: StrategyOnMesh) -> Refusals:
+    gather = "float8.enable_fsdp_float8_all_gather"
+    if p.cp > 1 and p.config.float8.recipe_name is not None:
+        yield "float8.recipe_name", no_float8(p.cp)
+    if get(p.config, gather):  # which DDP has not
+        if p.dp_shard == 1:
+            yield gather, "data_parallel_shard_degree = 1 gathers nothing; raise it or remove this key"
+        if p.config.fsdp_reshard_after_forward not in ("default", "always", "never", 1):
+            yield (
+                "fsdp_reshard_after_forward",
+                "FSDP2 can't gather float8 from the ranks of a smaller group (enable_fsdp_float8_all_gather); use "
+                "default, always or never, or gather in high precision",
+            )
+        if p.tp > 1 and not p.config.float8.precompute_float8_dynamic_scale_for_fsdp:
+            yield (
+                gather,
+                "with tensor parallelism each gather would compute the scale of a rank's shard, not of the weight; set "
+                "precompute_float8_dynamic_scale_for_fsdp = true, or remove this key",
+            )
+    if p.config.autocast_dtype == "float32" and p.device_type == "cpu":
+        yield ("autocast_dtype", "on a CPU torch.autocast supports only bfloat16; remove this key")
+
+
+def _compile(p: StrategyOnMesh) -> Refusals:
+    compiled, ac = p.config.compile, p.config.activation_checkpoint
+    on_cpu = p.device_type == "cpu"
+    if compiled.enable and on_cpu and compiled.mode not in (None, "default"):
+        yield (
+            "compile.mode",
+            "has no effect on a CPU, where inductor captures no CUDA graphs and tunes no matrix product of a model in "
+            "training; remove this key, or run on a GPU",
+        )
+    if compiled.enable and on_cpu and compiled.backend == "cudagraphs":
+        yield "compile.backend", "it needs a GPU; use inductor on a CPU"
+    others = ("triton.", "cuda.", "cutlass.", "rocm.") if on_cpu else ("cpp.",)
+    foreign = next((key for key in compiled.options or () if key.startswith(others)), None)
+    if compiled.enable and foreign:
+        yield (
+            "compile.options",
+            f"inductor does not read {foreign!r} on device type {p.device_type!r}; remove it",
+        )
+    if compiled.blocks and compiled.fullgraph and not p.one_graph:
+        why = "blocks contain modules of flash-linear-attention, whose kernels break every graph"
+        if p.cp > 1:
+            why = f"with context_parallel_degree = {p.cp} the mixers of blocks are outside of graphs"
+        if p.ep > 1:
+            why = f"with expert_parallel_degree = {p.ep} experts are outside of graphs"
+        yield "compile.fullgraph", f"{why}; remove this key"
+    keeps_operators = ac.mode == "selective" and ac.selective_ac_option == "op"
+    if compiled.blocks and not p.one_graph and keeps_operators:
+        which = "with modules of flash-linear-attention"
+        if p.cp > 1:
+            which = f"with context_parallel_degree = {p.cp}"
+        if p.ep > 1:
+            which = f"with expert_parallel_degree = {p.ep}"
+        yield (
+            "activation_checkpoint.mode",
+            f"compiled blocks {which} are several graphs, in which no operator can be "
+            'kept; use full, selective with selective_ac_option = "2", mlp or memory_budget, or set compile.enable = '
+            "false",
+        )
+    # The compiler takes attention for a random operator, and recomputes it.
+    keeps_attention = ac.per_op_sac_keep_attention if keeps_operators else ac.mode not in WITH_ATTENTION
+    if compiled.blocks and p.one_graph and p.tp > 1 and not keeps_attention:
+        yield (
+            "activation_checkpoint.mode",
+            f"recomputing attention fails in torch 2.13 with compile and tensor_parallel_degree = {p.tp} if a block is one "
+            "graph, since the partitioner miscounts the random state of attention; keep attention's output "
+            '(selective_ac_option = "op", mlp or memory_budget), or set compile.enable = false',
+        )

@@ -6,8 +6,7 @@ from annotated_types import Ge
 
 from titanplans.config.compatibility import groups
 from titanplans.config.options import Options
-from titanplans.config.paths import FilePath
-from titanplans.config.values import Constraint, PositiveInt
+from titanplans.config.values import Constraint, FilePath, PositiveInt
 
 KeepLatest = Annotated[
     int,

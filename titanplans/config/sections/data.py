@@ -4,8 +4,7 @@ from typing import Literal
 
 from titanplans.config.compatibility import groups
 from titanplans.config.options import Options
-from titanplans.config.paths import FilePath
-from titanplans.config.values import Name, NaturalFloat, NaturalInt, PositiveInt
+from titanplans.config.values import FilePath, Name, NaturalFloat, NaturalInt, PositiveInt
 
 
 class DataLoader(Options, section="dataloader"):

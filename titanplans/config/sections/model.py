@@ -7,12 +7,12 @@ from pydantic import Field
 
 from titanplans.config.compatibility import groups
 from titanplans.config.options import Options
-from titanplans.config.paths import FilePath
 from titanplans.config.sections.data import Chat, Corpus, DataLoader
-from titanplans.config.sections.lora import Freezing
 from titanplans.config.sections.parallelism import Autocast, MixedPrecision, Offload
+from titanplans.config.sections.weights import Freezing
 from titanplans.config.values import (
     Constraint,
+    FilePath,
     Name,
     PositiveFloat,
     PositiveInt,

@@ -6,8 +6,7 @@ from annotated_types import Ge, Le
 
 from titanplans.config.compatibility import groups
 from titanplans.config.options import Options
-from titanplans.config.paths import FilePath
-from titanplans.config.values import Constraint, Natural32, NaturalInt, PositiveInt, Seed
+from titanplans.config.values import Constraint, FilePath, Natural32, NaturalInt, PositiveInt, Seed
 
 Seconds = Annotated[int, Ge(1), Le(365 * 24 * 3600)]
 FilePrefix = Annotated[

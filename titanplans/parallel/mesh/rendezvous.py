@@ -26,8 +26,10 @@ _SECONDS = 0.01
 def own_rendezvous(timeout: timedelta) -> AbstractContextManager[None]:
     """Let `torch.distributed.init_process_group` take the store of `own_store` in the body.
 
-    torchtitan calls it without a store. Where there is none of our own, torch makes its own.
+    torchtitan calls it without a store, unless the group is up. Where there is none of our own, torch makes its own.
     """
+    if dist.is_initialized():
+        return nullcontext()
     ranks = read_ranks(os.environ) or Ranks()
     if (store := own_store(ranks, timeout)) is None:
         return nullcontext()

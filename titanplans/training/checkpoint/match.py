@@ -55,9 +55,10 @@ def model_card(hf_config: PretrainedConfig) -> dict[str, Any]:
     }
 
 
-def weighty(card: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of `model_card` that decide how a model computes."""
-    return {key: value for key, value in card.items() if not key.endswith("token_id")}
+def other_model(theirs: Mapping[str, Any], ours: PretrainedConfig, but: Collection[str] = ()) -> str:
+    """Return how the model of the card `theirs` computes otherwise than that of `ours`, as `changes` does."""
+    card = model_card(ours)
+    return changes(theirs, card, {*but, *(key for key in {*theirs, *card} if key.endswith("token_id"))})
 
 
 def to_resume(path: Path, step: int = -1) -> Path | None:
@@ -141,7 +142,6 @@ def check_saved(
     """Refuse a distributed checkpoint (a step-N folder) that is of another model, or that training can't be resumed from.
 
     Args:
-        checkpoint: its folder.
         model: its weights are compared by name and shape; may lie on meta.
         key: the key of the job that leads to it, for the message.
         resumes: whether the job takes more of it than the weights.

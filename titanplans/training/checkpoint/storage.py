@@ -28,12 +28,7 @@ from titanplans.training.checkpoint.card import Card, write_card
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writes a checkpoint into a temporary folder, and renames that when it is complete.
-
-    Args:
-        checkpoint: the step-N folder.
-        card: the checkpoint's card, without the files, which are added.
-    """
+    """Writes a checkpoint into a temporary folder, its files into its card, and renames the folder when it is complete."""
 
     def __init__(self, checkpoint: Path, card: Card):
         super().__init__(folder.writing_path(checkpoint))

@@ -19,7 +19,7 @@ from titanplans import modeling
 from titanplans.errors import ConfigError
 from titanplans.precision.nf4 import CODES, SCALES, is_quantised, quantise
 from titanplans.training.checkpoint.card import CARD, damage, read_card
-from titanplans.training.checkpoint.match import changes, model_card, tensors_of, truncated, weighty
+from titanplans.training.checkpoint.match import model_card, other_model, tensors_of, truncated
 from titanplans.training.checkpoint.storage import CheckpointReader, Planner
 from titanplans.weights.adapters import WEIGHTS, check_adapter, peft_name, trained_names
 from titanplans.weights.compare import check_copies
@@ -100,8 +100,7 @@ def of_base(
         found = of_folder(plain, base, what)
         if os.path.isfile(base / "config.json"):
             theirs = model_card(modeling.load_config_file(base))
-    ours = weighty(model_card(plain.config))
-    if theirs is not None and (differing := changes(weighty(theirs), ours, overrides)):
+    if theirs is not None and (differing := other_model(theirs, plain.config, overrides)):
         raise ConfigError(
             f"{what}: it is of another model ({differing}); name the one that the adapters were trained on"
         )

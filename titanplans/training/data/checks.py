@@ -22,15 +22,10 @@ def check_dataset(
 ) -> str | None:
     """Refuse a data set that the loader could not use; of conversations return in words how many are read.
 
-    Args:
-        of: as for `titanplans.training.data.corpus.sources.open_source`.
-        tokenizer_path: the folder of the tokenizer.
-        seq_len: tokens in a sequence; the data have to hold one.
-        chat: reads rows as conversations; reading one is enough.
+    Of texts it has to hold the tokens of one sequence; of conversations, which `chat` reads, one.
 
     Raises:
-        DataError: a missing path, no file, unsupported extensions, no such split or column, unreadable
-            rows, a data set that the hub doesn't have, or too few tokens for one sequence.
+        DataError: as `open_source`, or there are too few.
     """
     source, split, shown = open_source(of, chat=chat), of.dataset_split, of.dataset_path or of.dataset
     if chat is not None:

@@ -1,19 +1,22 @@
-"""The rows of one data-parallel rank, as an iterable that can begin at any place of a run.
+"""The rows of one data-parallel rank, as an iterable that can begin at any place of a run; and figures of them for the log.
 
 No token is ever saved: a resumed run tokenises the documents again in which a stream stopped.
 """
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 from torchtitan.components.loss import IGNORE_INDEX
 
 from titanplans.errors import DataError
+from titanplans.split.objects import of_all
 from titanplans.training.data.mixture import PackedSource
 from titanplans.training.data.packing import Window
 from titanplans.training.data.streams import BatchSlice, Cursor, DataPosition, SourcePlace, source_of
@@ -51,9 +54,6 @@ class PackedText(IterableDataset):
     """The shares of one rank, one after another; a loader's worker makes every n-th.
 
     Args:
-        parts: the sources.
-        seq_len: tokens in a row.
-        share: this rank's.
         start: where the next `iter` begins.
         weights: of the sources; None: one after another.
         epochs: of the data, after which a last global batch is filled up with ignored labels; None: they are repeated.
@@ -164,3 +164,43 @@ def _place(window: Window) -> SourcePlace:
     if last is not None:
         ahead = (json.dumps(last[1]), last[2]) if last[0] == epoch else ("", "")
     return SourcePlace(epoch, document, window.next_offset, digest, ahead, window.packed)
+
+
+class Figures:
+    """What a rank has read of the sources with these names since it was last asked."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names, self._found = names, Counter[str]()
+
+    def count(self, share: StepBatch) -> None:
+        """Add what the rank has read of a step."""
+        self._found["places"] += share.tokens.numel()
+        for source, tokens in share.lengths:
+            self._found[f"tokens/{self._names[source]}"] += tokens
+        for source, number in enumerate(share.long):
+            self._found[f"long_documents/{self._names[source]}"] += number
+
+    def take(self, readers: int) -> dict[str, float]:
+        """Return what all ranks have read, `readers` of them different data. Collective."""
+        every = of_all(self._found)
+        self._found = Counter()
+        of = {name: n * readers // len(every) for name, n in sum(every, Counter[str]()).items()}
+        tokens = {f"data/tokens/{name}": of.get(f"tokens/{name}", 0) for name in self._names}
+        long = {f"data/{name}": n for name, n in of.items() if name.startswith("long_documents/")}
+        padding = 100 * (1 - sum(tokens.values()) / max(of.get("places", 0), 1))
+        return {"data/padding(%)": padding, **tokens, **long}
+
+
+class Flag:
+    """Combines a yes or no of each rank, without waiting for accelerators. Collective."""
+
+    def __init__(self) -> None:
+        self._asks = dist.is_initialized() and dist.get_world_size() > 1
+        self._group = dist.new_group(backend="gloo") if self._asks and dist.get_backend() != "gloo" else None
+
+    def __call__(self, own: bool) -> bool:
+        """Return whether any rank says yes."""
+        flag = torch.tensor(own, dtype=torch.int32)
+        if self._asks:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+        return bool(flag)

@@ -23,13 +23,11 @@ from titanplans.split.objects import of_all
 from titanplans.training.data.chat.chat import ChatFormat
 from titanplans.training.data.checks import PLACE
 from titanplans.training.data.corpus.sources import open_source
-from titanplans.training.data.dataset import Ended, PackedText, StepBatch
-from titanplans.training.data.figures import Figures, Flag
-from titanplans.training.data.fingerprint import fingerprint
+from titanplans.training.data.dataset import Ended, Figures, Flag, PackedText, StepBatch
 from titanplans.training.data.mixture import PackedSource
-from titanplans.training.data.resume import VERSION, resume
+from titanplans.training.data.resume import VERSION, fingerprint, resume
 from titanplans.training.data.streams import BatchSlice, DataPosition, Streams, divide, merged
-from titanplans.training.data.workers import live_as_long_as_the_rank
+from titanplans.training.launch.orphans import live_as_long_as_the_rank
 
 _PROBE = "Tokenizers differ: 3.14 | naïve façade | 日本語 | \t\n  def f(x): return x**2"
 

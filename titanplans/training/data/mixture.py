@@ -22,16 +22,7 @@ from titanplans.training.data.streams import SourcePlace
 
 
 class PackedSource:
-    """A source of a job, and how its documents become rows.
-
-    Args:
-        name: of the source.
-        source: its documents.
-        data: how they become rows.
-        tokenizer: documents get its bos and eos, where it has them.
-        seq_len: tokens in a row.
-        chat: the documents are conversations.
-    """
+    """A source of a job, and how its documents become rows: texts get the tokenizer's bos and eos, where it has them."""
 
     def __init__(
         self,
@@ -44,6 +35,7 @@ class PackedSource:
     ) -> None:
         self.name, self.source, self._data, self._chat = name, source, data, chat
         self._tokenizer, self._seq_len, self._long = tokenizer, seq_len, 0
+        self._packs_whole = chat is None and data.packing == "best_fit"
         self.identity = source.identity | ({} if chat else _packing(data, seq_len))
 
     def windows(
@@ -63,16 +55,12 @@ class PackedSource:
             start.packed,
             apart=apart,
             drop=self._data.long_documents == "drop",
-            found_long=self._count_long,
         )
 
     def take_long(self) -> int:
         """Return how many documents were longer than a row since the last call; under best fit alone."""
         number, self._long = self._long, 0
         return number
-
-    def _count_long(self) -> None:
-        self._long += 1
 
     def _documents(
         self, stream: int, streams: int, start: SourcePlace, epochs: int | None
@@ -86,6 +74,7 @@ class PackedSource:
                 digest, known = digest if known else _chained(digest, text), False
                 tokens: np.ndarray | Tokens = text if self._chat else self._encode(text)
                 used = used or self._is_used(len(tokens))
+                self._long += self._packs_whole and len(tokens) > self._seq_len + 1
                 yield (epoch, position, digest), tokens
             if epochs is not None and epoch + 1 >= epochs:
                 return
@@ -131,7 +120,7 @@ class PackedSource:
 
     def _is_used(self, tokens: int) -> bool:
         """Whether rows use any of a document with this number of tokens."""
-        if self._chat is not None or self._data.packing == "cut":
+        if not self._packs_whole:
             return tokens > 0
         return tokens > 1 and (self._data.long_documents == "cut" or tokens <= self._seq_len + 1)
 

@@ -7,7 +7,7 @@ from another. Pure arithmetic on arrays; no files, no tokenizer, no ranks.
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -110,7 +110,6 @@ def pack_best_fit(
     *,
     apart: bool = True,
     drop: bool = False,
-    found_long: Callable[[], None] = lambda: None,
 ) -> Iterator[Window]:
     """Puts whole documents into rows, each where it leaves the least room.
 
@@ -124,7 +123,6 @@ def pack_best_fit(
         packed: lengths of rows, and offsets, by which the first documents were packed before, one after another.
         apart: as for `pack`.
         drop: documents longer than a row are left out; else they are cut into rows.
-        found_long: called for each such document.
     """
     last_read: Any = None
 
@@ -137,7 +135,7 @@ def pack_best_fit(
     for length, before in packed:
         left = _left(left, length, before, drop)
     part, skipped = divmod(offset, ROWS_AT_ONCE)
-    for rows, first, begin, end in _groups(left, seq_len, part, drop, found_long):
+    for rows, first, begin, end in _groups(left, seq_len, part, drop):
         for number, row in enumerate(rows[skipped:], skipped + 1):
             document, part = begin if number < len(rows) else end
             each = [np.arange(len(tokens) - 1) for tokens in row]
@@ -171,31 +169,24 @@ class _Part(NamedTuple):
 
 
 def _groups(
-    documents: Iterator[tuple[Any, list[np.ndarray]]],
-    seq_len: int,
-    part: int,
-    drop: bool,
-    found_long: Callable[[], None] = lambda: None,
+    documents: Iterator[tuple[Any, list[np.ndarray]]], seq_len: int, part: int, drop: bool
 ) -> Iterator[tuple[list[list[np.ndarray]], Any, _Part, _Part]]:
     """Yield rows that are filled together, each a list of parts; the first document's position; their first part; the next.
 
     The first rows begin with `part` of the first document.
     """
 
-    def cut(position: Any, pieces: list[np.ndarray], *, counts: bool = True) -> _Document:
+    def cut(position: Any, pieces: list[np.ndarray]) -> _Document:
         parts = []
         for piece in pieces:
-            is_long = len(piece) - 1 > seq_len
-            if is_long and counts:
-                found_long()
-            if not (is_long and drop):
+            if len(piece) - 1 <= seq_len or not drop:
                 firsts = range(0, len(piece) - 1, seq_len)
                 parts += [piece[first : first + seq_len + 1] for first in firsts]
         return _Document(position, pieces, parts)
 
     if (first := next(documents, None)) is None:
         return
-    begin = end = _Part(cut(*first, counts=part == 0), part)
+    begin = end = _Part(cut(*first), part)
     later = (_Part(document, 0) for document in itertools.starmap(cut, documents))
     rows: list[list[np.ndarray]] = []
     room: list[int] = []

@@ -1,13 +1,17 @@
 """Whether a job can go on from the place in the data that a checkpoint holds, and where that is for its sources of today."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from titanplans.errors import DataError
 from titanplans.text import show, some
-from titanplans.training.data.fingerprint import fingerprint
 from titanplans.training.data.mixture import PackedSource
+from titanplans.training.data.reading import refusing
 from titanplans.training.data.streams import DataPosition, SourcePlace
 
 VERSION = 2
@@ -22,9 +26,8 @@ def resume(
 
     Args:
         state: what a loader's `state_dict` holds.
-        parts: the sources of today; they are those of the checkpoint by their names.
-        weights: of the sources, by name.
-        identity: what must be the same, without the sources' own.
+        parts: the sources of today; they are those of the checkpoint by their names, as their `weights`.
+        identity: the settings that must be the same, without the sources' own.
 
     Raises:
         DataError: the data are others, or by other settings; or a text has changed that was read.
@@ -114,3 +117,33 @@ def _check_identity(saved: dict[str, Any], current: dict[str, Any]) -> None:
             raise DataError(
                 f"{key} = {current.get(key)!r}: the checkpoint's data loader had {saved.get(key)!r}; {_REMEDY}"
             )
+
+
+_BLOCK = 4096
+_BLOCKS = 4096
+"""Read of all files together, but at least three of each and at most 64."""
+
+
+def fingerprint(files: Sequence[tuple[str, Path]]) -> dict[str, str]:
+    """Return a hash of size and samples by the name of each file; `files` are pairs of name and path.
+
+    A file is sampled in blocks spread over it, its first and last among them; one that is no larger is read whole. A change
+    between the blocks of a large file that leaves its size alone is not seen.
+
+    Raises:
+        DataError: one can't be read.
+    """
+    blocks = max(3, min(64, _BLOCKS // max(1, len(files))))
+    return {name: _sample(path, blocks) for name, path in files}
+
+
+def _sample(path: Path, blocks: int) -> str:
+    """The hash of a file's size and blocks."""
+    with refusing(f"{path} can't be read"), path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        whole, last = size <= blocks * _BLOCK, size - _BLOCK
+        digest = xxhash.xxh3_64(str(size).encode())
+        for place in [0] if whole else [last * i // (blocks - 1) for i in range(blocks)]:
+            file.seek(place)
+            digest.update(file.read(blocks * _BLOCK if whole else _BLOCK))
+    return digest.hexdigest()[:12]

@@ -13,8 +13,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from titanplans.training.data.corpus.local import TextFiles
-from titanplans.training.data.corpus.stdlib import stdlib_files, stdlib_root
+from titanplans.training.data.corpus.local import TextFiles, stdlib_files, stdlib_root
 from titanplans.training.data.vocabulary import default_tokenizer_path
 
 VOCAB_SIZE = 4096

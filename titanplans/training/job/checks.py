@@ -8,8 +8,7 @@ import importlib.util
 import json
 import logging
 import os
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from operator import attrgetter
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from transformers import PreTrainedModel
 
 from titanplans import kernels, modeling
 from titanplans.config import ConfigError, JobConfig, rename_option_errors, strategy_of
-from titanplans.config.sections.data import DataSource
 from titanplans.errors import DataError
 from titanplans.loss import FusedLoss
 from titanplans.modeling.own import is_own
@@ -38,21 +36,22 @@ from titanplans.text import show
 from titanplans.torchrun import restarted
 from titanplans.training.checkpoint.card import damage
 from titanplans.training.checkpoint.match import (
-    changes,
     check_finished,
     check_optimizer,
     check_saved,
     damaged,
     finished,
     model_card,
+    other_model,
     own_folder,
     to_resume,
-    weighty,
 )
-from titanplans.training.data import ChatFormat, check_dataset, check_tokenizer, read_place
+from titanplans.training.data.chat.chat import ChatFormat
+from titanplans.training.data.checks import check_dataset, read_place
+from titanplans.training.data.vocabulary import check_tokenizer
 from titanplans.training.job import resolve
 from titanplans.training.job.outputs import check_outputs
-from titanplans.training.pipeline.model_stages import stages_of
+from titanplans.training.pipeline.stage import stages_of
 from titanplans.training.trainer import documents
 from titanplans.training.trainer.memory import check_memory
 from titanplans.user_code import import_module
@@ -159,22 +158,15 @@ def check_data(job: JobConfig) -> int:
     for data in wanted:
         for of in data.sources:
             chat = ChatFormat(of.chat, tokenizer, data.seq_len) if of.chat.enable else None
-            with _of_source(job, of):
+            try:
                 said = check_dataset(of, tokenizer_path=tokenizer, seq_len=data.seq_len, chat=chat)
+            except DataError as error:
+                raise DataError(f"data.sources, {of.title}: {error}") if job.data.sources else error from None
             if said is not None and said not in notes:  # of training and validation, the same split
                 notes.append(said)
                 _log.info(said)
             tokens = max(tokens, chat.vocabulary if chat else 0)
     return tokens
-
-
-@contextmanager
-def _of_source(job: JobConfig, of: DataSource) -> Iterator[None]:
-    """Name the source of a mixture in the DataErrors of the body."""
-    try:
-        yield
-    except DataError as error:
-        raise DataError(f"data.sources, {of.title}: {error}") if job.data.sources else error from None
 
 
 def check_positions(job: JobConfig, model: PreTrainedModel) -> None:
@@ -327,8 +319,8 @@ def check_published(folder: str, model: PreTrainedModel, overrides: Collection[s
         ModelError: with the names, shapes and dtypes that differ.
     """
     if not is_own(model.config) and os.path.exists(os.path.join(folder, "config.json")):
-        theirs, ours = map(model_card, (modeling.load_config_file(folder), model.config))
-        if differing := changes(weighty(theirs), weighty(ours), overrides):
+        theirs = model_card(modeling.load_config_file(folder))
+        if differing := other_model(theirs, model.config, overrides):
             raise ConfigError(
                 f"the job's model is not the one of {folder} ({differing}): remove model.name, flavor and config to take "
                 "that one; lengths, rope and dropout can differ by model.config_overrides"

@@ -1,8 +1,9 @@
-"""The paths that a job writes to, tried before a rank starts by making the same folders and removing them.
+"""The paths that a job writes to, locked, and tried before a rank starts: the same folders are made, and removed.
 
 The libraries make their folders when they come to them, some at the first checkpoint, and each fails in its own way.
 """
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
@@ -10,12 +11,13 @@ from operator import attrgetter
 from pathlib import Path
 
 from titanplans.config import ConfigError, JobConfig
-from titanplans.lock import LOCK
+from titanplans.lock import LOCK, locked_folder
 from titanplans.parallel.pipeline.picture import FILE as PICTURE
 from titanplans.parallel.pipeline.picture import MEASURED_FILE as MEASURED_PICTURE
 from titanplans.text import show
+from titanplans.training.checkpoint.folder import own_folder
 from titanplans.training.job.resolve import trace_buf_size
-from titanplans.training.trainer.jsonl import FILE_NAME, read_rows
+from titanplans.training.trainer.jsonl import FILE_NAME
 from titanplans.training.trainer.parallelism_report import FILE
 
 
@@ -55,10 +57,6 @@ def check_outputs(job: JobConfig) -> None:
             why = f"{path} can't be made ({error.strerror})"
         if why is not None:
             raise ConfigError(f"{key} = {show(attrgetter(key)(job))}: {why}; name another path")
-    if job.metrics.enable_jsonl:
-        for pattern in (FILE_NAME, f"rank_*/{FILE_NAME}"):
-            for rows in sorted(Path(job.job.dump_folder).glob(pattern)):
-                read_rows(rows)
 
 
 def _obstacle(path: Path, is_file: bool) -> str | None:
@@ -77,3 +75,19 @@ def _obstacle(path: Path, is_file: bool) -> str | None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
     return None
+
+
+@contextlib.contextmanager
+def locked(job: JobConfig) -> Iterator[None]:
+    """Make and lock the folders that `job` writes to: dump_folder, and that of its checkpoints if it saves any.
+
+    Raises:
+        ConfigError: another process holds one; which, on which machine, and since when.
+    """
+    held = [("job.dump_folder", job.job.dump_folder, Path(job.job.dump_folder))]
+    if job.checkpoint.enable and not job.checkpoint.load_only:
+        held.append(("checkpoint.folder", job.checkpoint.folder, own_folder(job)))
+    with contextlib.ExitStack() as stack:
+        for key, value, folder in held:
+            stack.enter_context(locked_folder(folder, f"{key} = {show(value)}"))
+        yield

@@ -12,7 +12,8 @@ from transformers import PretrainedConfig
 from titanplans import modeling
 from titanplans.config import ConfigError, JobConfig
 from titanplans.config.families import DEFAULT_FLAVOR, DEFAULT_NAME
-from titanplans.config.sections.data import Chat, DataSource, SourceChat
+from titanplans.config.options import options_of
+from titanplans.config.sections.data import Corpus, DataSource, SourceChat
 from titanplans.errors import ModelError, either, near_multiples
 from titanplans.parallel.mesh.process_group import default_device_type
 from titanplans.training.data.vocabulary import default_tokenizer_path
@@ -29,7 +30,8 @@ def model_name(job: JobConfig) -> tuple[str, str]:
     """Return the model's name and flavor; for a config file, its path and "config"."""
     if job.model.class_ is not None:
         return job.model.class_, "own"
-    if (path := job.model.config or _own_config_of_folder(job)) is not None:
+    named = job.model.name or job.model.flavor
+    if (path := job.model.config or (None if named else published_folder(job))) is not None:
         return path, "config"
     return job.model.name or DEFAULT_NAME, job.model.flavor or DEFAULT_FLAVOR
 
@@ -60,11 +62,6 @@ def tokenizer_path(job: JobConfig) -> str:
     return job.model.hf_assets_path or published_folder(job) or default_tokenizer_path()
 
 
-def _own_config_of_folder(job: JobConfig) -> str | None:
-    """Return the folder that a job starts from, where nothing else says which model it is."""
-    return None if job.model.name or job.model.flavor else published_folder(job)
-
-
 class DataSettings(NamedTuple):
     """What one data loader reads, in rows of `seq_len` tokens."""
 
@@ -75,10 +72,10 @@ class DataSettings(NamedTuple):
 
 def training_data(job: JobConfig) -> DataSettings:
     """Return the training data's settings: the sources of [data], or the one that [training] names."""
-    t = job.training
-    sources = job.data.sources or (
-        _source(t.dataset, t.dataset_path, t.dataset_split, t.text_column, t.chat),
-    )
+    t, sources = job.training, job.data.sources
+    if not sources:
+        named = {field.name: getattr(t, field.name) for field in options_of(Corpus)}
+        sources = (DataSource(**named, chat=SourceChat(**vars(t.chat))),)
     return DataSettings(sources, t.seq_len, t.local_batch_size)
 
 
@@ -89,24 +86,11 @@ def validation_data(job: JobConfig) -> DataSettings:
     for of in training_data(job).sources:
         # A data set of its own does not take the training set's path.
         path = v.dataset_path if v.dataset_path is not None or v.dataset is not None else of.dataset_path
-        column = v.text_column or of.text_column
-        sources.append(_source(v.dataset or of.dataset, path, v.dataset_split, column, of.chat, of.name))
+        named = {"dataset": v.dataset or of.dataset, "dataset_path": path, "dataset_split": v.dataset_split}
+        sources.append(of.replace(**named, text_column=v.text_column or of.text_column, weight=1.0))
     if v.dataset is not None or v.dataset_path is not None:
         sources = sources[:1]  # one in place of all
     return DataSettings(tuple(sources), v.seq_len or t.seq_len, v.local_batch_size or t.local_batch_size)
-
-
-def _source(
-    dataset: str, path: str | None, split: str, column: str, chat: Chat, name: str | None = None
-) -> DataSource:
-    return DataSource(
-        name=name,
-        dataset=dataset,
-        dataset_path=path,
-        dataset_split=split,
-        text_column=column,
-        chat=SourceChat(**vars(chat)),
-    )
 
 
 def fewest_processes(job: JobConfig) -> int:
@@ -123,9 +107,8 @@ def data_parallel_degree(job: JobConfig, world_size: int) -> int:
         ConfigError: the degrees don't multiply to `world_size`; the message does the arithmetic.
     """
     p = job.parallelism
-    names = (f"{axis}_parallel_degree" for axis in ("tensor", "pipeline", "context"))
-    degrees = {name: getattr(p, name) for name in names}
-    degrees |= {"data_parallel_replicate_degree": p.data_parallel_replicate_degree}
+    axes = ("tensor_parallel", "pipeline_parallel", "context_parallel", "data_parallel_replicate")
+    degrees = {f"{axis}_degree": getattr(p, f"{axis}_degree") for axis in axes}
     degrees |= {"data_parallel_shard_degree": p.shard_degree}
     product = math.prod(degree for degree in degrees.values() if degree != -1)
     if world_size % product == 0 if p.shard_degree == -1 else world_size == product:

@@ -67,7 +67,7 @@ def trainer_config(job: JobConfig, world_size: int | None = None) -> Trainer.Con
         metrics=MetricsProcessor.Config(**vars(job.metrics)),
         dataloader=training_loader(job, world_size, apart=documents.are_apart(job, apart)),
         optimizer=optimizers_config(job),
-        lr_scheduler=_lr_scheduler(job),
+        lr_scheduler=LRSchedulers.Config(**vars(job.lr_scheduler) | {"total_steps": schedule_steps(job)}),
         training=_training(job, world_size),
         parallelism=_parallelism(job),
         checkpoint=_checkpoint(job),
@@ -121,22 +121,20 @@ def _dataloader(
     )
 
 
-def _lr_scheduler(job: JobConfig) -> LRSchedulers.Config:
-    return LRSchedulers.Config(**vars(job.lr_scheduler) | {"total_steps": schedule_steps(job)})
-
-
 def _training(job: JobConfig, world_size: int) -> TrainingConfig:
-    t = job.training
+    same = (
+        "local_batch_size",
+        "seq_len",
+        "max_norm",
+        "steps",
+        "enable_cpu_offload",
+        "dtype",
+        "gc_freq",
+        "gc_debug",
+    )
     return TrainingConfig(
-        local_batch_size=t.local_batch_size,
+        **{name: getattr(job.training, name) for name in same},
         global_batch_size=resolve.global_batch_size(job, resolve.data_parallel_degree(job, world_size)),
-        seq_len=t.seq_len,
-        max_norm=t.max_norm,
-        steps=t.steps,
-        enable_cpu_offload=t.enable_cpu_offload,
-        dtype=t.dtype,
-        gc_freq=t.gc_freq,
-        gc_debug=t.gc_debug,
         # Capture needs static addresses and no synchronisation with the host, which nothing here promises.
         disable_cuda_graphs=True,
     )
@@ -167,11 +165,10 @@ def _parallelism(job: JobConfig) -> ParallelismConfig:
 
 
 def _checkpoint(job: JobConfig) -> CheckpointManager.Config:
-    c = vars(job.checkpoint)
     initial = resolve.published_folder(job) or job.checkpoint.initial_load_path
     adapter = job.checkpoint.initial_adapter_path
     return CheckpointManager.Config(
-        **c
+        **vars(job.checkpoint)
         | {
             "initial_load_path": initial and str(Path(initial).absolute()),
             "initial_adapter_path": adapter and str(Path(adapter).absolute()),

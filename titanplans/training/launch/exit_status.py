@@ -1,19 +1,26 @@
 """How a process ends: a refusal prints one line, a failure its traceback; each has its exit status.
 
-When several ranks fail, all but the first fail because that one is gone. Who has started them finds the first: our launcher
-by the reports that they leave (`failures`), torchrun by the file that TORCHELASTIC_ERROR_FILE names.
+When several ranks fail, all but the first fail because that one is gone. Who has started them finds the first, and prints it
+once: our launcher by the reports that they leave in its folder (`failures`), torchrun by the file that
+TORCHELASTIC_ERROR_FILE names.
 """
 
 import atexit
+import json
 import os
+import signal
 import sys
 import time
 import traceback
-from typing import NoReturn
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import NamedTuple, NoReturn
 
 from titanplans.errors import RunError, UserError, as_line
-from titanplans.training.launch.failures import REPORTS, leave_report
 from titanplans.versions import blamed
+
+REPORTS = "TITANPLANS_REPORTS"
+"""Names the folder of the reports, in the environment of a rank that our launcher has started."""
 
 
 def say(words: str) -> None:
@@ -24,8 +31,7 @@ def say(words: str) -> None:
 def refuse(error: UserError | RunError, rank: int) -> int:
     """Say the error on one line; return 2 where the job can't be run, 1 where it can't go on.
 
-    A rank of our launcher leaves it for that. Under torchrun, ranks other than 0 print it only if rank 0 has not ended the
-    job.
+    Under torchrun, ranks other than 0 print it only if rank 0 has not ended the job.
     """
     line = as_line(f"{error}{blamed(error)}")
     if REPORTS in os.environ:
@@ -39,10 +45,7 @@ def refuse(error: UserError | RunError, rank: int) -> int:
 
 
 def fail(error: Exception, rank: int) -> int:
-    """Report `error` with its traceback and return 1. Call it in the `except` block that handles `error`.
-
-    Of a rank that our launcher or torchrun has started, these print it.
-    """
+    """Report `error` with its traceback and return 1. Call it in the `except` block that handles `error`."""
     # Libraries go on with advice and stack frames.
     what = f"{type(error).__name__}: {error}".strip().partition("\n")[0] + blamed(error)
     lines = "".join(traceback.format_exception(error))
@@ -80,3 +83,59 @@ def exit_now(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+class Failure(NamedTuple):
+    """A rank that failed by itself, and was not stopped by the launcher."""
+
+    rank: int
+    pid: int | None
+    status: int
+    """The process's exit code; negative: the signal that killed it."""
+    how: str
+    time: int = 0
+    """When it wrote its report, in nanoseconds; 0: it wrote none."""
+    line: str = ""
+    """All that there is to say, of a job that can't be run or go on; else there is a traceback."""
+    traceback: str = ""
+
+
+def leave_report(rank: int, *, how: str = "", line: str = "", traceback: str = "") -> None:
+    """Write what `failures` reads of this rank, in the folder that REPORTS names."""
+    path = Path(os.environ[REPORTS]) / f"rank_{rank}.json"
+    report = {"time": time.time_ns(), "how": how, "line": line, "traceback": traceback}
+    path.with_suffix(".writing").write_text(json.dumps(report))
+    path.with_suffix(".writing").rename(path)
+
+
+def failures(processes: list[BaseProcess], folder: Path) -> list[Failure]:
+    """Return the ranks that failed by themselves, the first to fail first.
+
+    A rank that was killed leaves no report, so it counts as the first: its absence causes those of the others. Of those
+    that have a line, which are mostly the same, the lowest rank's comes first.
+    """
+    found = []
+    for rank, process in enumerate(processes):
+        if status := process.exitcode:
+            path = folder / f"rank_{rank}.json"
+            report = json.loads(path.read_text()) if path.exists() else {"how": _how(status)}
+            found.append(Failure(rank, process.pid, status, **report))
+    found.sort(key=lambda failure: failure.time)
+    if found and found[0].line:
+        found.sort(key=lambda failure: (not failure.line, failure.rank))
+    return found
+
+
+def is_decided(found: list[Failure]) -> bool:
+    """Whether no rank that still runs can turn out to be the one to report."""
+    return found[0].time == 0 or (found[0].line != "" and found[0].rank == 0)
+
+
+def _how(status: int) -> str:
+    if status == -signal.SIGKILL:
+        return "was killed by SIGKILL (by the system, if memory ran out)"
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    if status > 128:
+        return f"was stopped by {signal.Signals(status - 128).name}"
+    return f"ended with exit status {status}"

@@ -27,8 +27,7 @@ from torch.distributed import TCPStore
 from titanplans.config import JobConfig
 from titanplans.errors import UserError
 from titanplans.parallel.mesh.process_group import default_device_type
-from titanplans.training.launch.exit_status import finish, say
-from titanplans.training.launch.failures import REPORTS, Failure, failures, is_decided
+from titanplans.training.launch.exit_status import REPORTS, Failure, failures, finish, is_decided, say
 from titanplans.training.launch.orphans import end_with_parent
 from titanplans.training.launch.rank import run_rank
 from titanplans.training.launch.signals import Stopped, stop_on_signals
@@ -66,11 +65,8 @@ def local_ranks(job: JobConfig) -> int:
 def launch(job: JobConfig, ranks: int, restarts: int = 0) -> int:
     """Run `job`, which has been checked, in that many processes; return its exit status.
 
-    Args:
-        job: what each rank trains.
-        ranks: as `local_ranks` says.
-        restarts: how often all are started again after one has failed or was killed. What ends in one line is not: a job
-            that can't be run, a loss that is not finite, a disk that is full.
+    After one has failed or was killed, all are started again, so many `restarts`; but not after an end in one line: a job
+    that can't be run, a loss that is not finite, a disk that is full.
 
     Raises:
         Stopped: SIGINT or SIGTERM arrived; all processes have ended.

@@ -12,7 +12,6 @@ the degrees need, or is the only one.
 
 import logging
 import os
-from collections.abc import Mapping
 from contextlib import nullcontext
 
 from titanplans.config import ConfigError, JobConfig, load_job
@@ -35,7 +34,9 @@ def main(argv: list[str]) -> int:
     rank = 0
     try:
         with stop_on_signals():
-            torchrun = _launched(os.environ)
+            # MASTER_ADDR and MASTER_PORT alone, which scripts of clusters export, start nothing.
+            started = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} & os.environ.keys()
+            torchrun = read_ranks(os.environ) if started else None
             rank = torchrun.rank if torchrun else 0
             if torchrun and "TORCHELASTIC_RUN_ID" in os.environ:
                 end_with_parent(os.getppid())  # other launchers may be gone by design
@@ -64,7 +65,7 @@ def _run(job: JobConfig, torchrun: Ranks | None, restarts: int) -> int:
     from titanplans.training.checkpoint.card import damage
     from titanplans.training.checkpoint.match import finished
     from titanplans.training.job.checks import check_job
-    from titanplans.training.job.lock import locked
+    from titanplans.training.job.outputs import locked
     from titanplans.training.launch.launcher import launch, local_ranks
     from titanplans.training.launch.rank import run_rank
     from titanplans.training.trainer.device import prepare_device
@@ -90,12 +91,3 @@ def _run(job: JobConfig, torchrun: Ranks | None, restarts: int) -> int:
         if not torchrun:
             os.environ.update(_ALONE)
         return run_rank(job)
-
-
-def _launched(environ: Mapping[str, str]) -> Ranks | None:
-    """Return this process's place among those of torchrun; None where this process starts the ranks itself.
-
-    MASTER_ADDR and MASTER_PORT alone, which scripts of clusters export, start nothing.
-    """
-    alone = not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} & environ.keys()
-    return None if alone else read_ranks(environ)

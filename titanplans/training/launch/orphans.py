@@ -1,4 +1,4 @@
-"""A rank whose parent is gone ends: nobody else would stop it, restart it, or see how it ended.
+"""A rank whose parent is gone ends, and so does a loader's worker: nobody else would stop, restart or miss it.
 
 It is killed, not asked: its files on the disk are consistent at any moment (titanplans/training/checkpoint/folder.py). Needs
 no torch, so that a rank which torchrun has started can ask for it before it imports anything.
@@ -35,3 +35,24 @@ def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def live_as_long_as_the_rank(rank: int, worker: int) -> None:
+    """Let a worker end with its rank, and not before: a scheduler's SIGTERM reaches it, too, and the rank may still save.
+
+    The rank's own ends it: Python sends one as it exits, and waits for the worker.
+
+    Args:
+        rank: the process id of the rank: asked now, it may have ended already, and another be the parent.
+        worker: which of the rank's it is.
+    """
+    end_with_parent(rank)
+    if sys.platform == "linux":  # elsewhere it can't be asked who has sent a signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_when_the_rank_asks, daemon=True).start()
+
+
+def _end_when_the_rank_asks() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)

@@ -9,8 +9,7 @@ from titanplans import disk
 from titanplans.config import JobConfig
 from titanplans.errors import RunError, UserError
 from titanplans.training.checkpoint.folder import newest, own_folder
-from titanplans.training.launch.exit_status import exit_now, fail, refuse
-from titanplans.training.launch.failures import REPORTS
+from titanplans.training.launch.exit_status import REPORTS, exit_now, fail, refuse
 from titanplans.training.launch.logs import init_logging
 from titanplans.training.launch.signals import Stopped, stop_on_signals
 from titanplans.training.trainer.device import prepare_device
@@ -51,13 +50,15 @@ def _train(job: JobConfig, rank: int, asked: threading.Event) -> None:
     from titanplans import kernels
     from titanplans.training.job.checks import import_custom
     from titanplans.training.job.torchtitan_config import trainer_config
+    from titanplans.training.trainer.step import Ending
     from titanplans.training.trainer.trainer import Trainer
 
     kernels.install(device_type)
     import_custom(job)  # in a process that was started for this rank, nothing has registered its plans yet
     with disk.one_line(lambda: newest(own_folder(job))):
         trainer = Trainer(trainer_config(job))
-    trainer.asked_to_end = asked.is_set
+    if job.checkpoint.save_on_signal:
+        trainer.ending = Ending(asked.is_set)
     gc.freeze()  # half a million objects of the libraries, which each collection before a save would look through
     with disk.one_line(trainer.resume_point):
         try:

@@ -15,9 +15,8 @@ from titanplans.parallel.parallelize import parallelize_stage
 from titanplans.split.stages.schedules import schedule_of
 from titanplans.split.stages.shared import SharedParameters
 from titanplans.torch_private.pipelining import keep_forwards
-from titanplans.training.pipeline.model_stages import stages_of
 from titanplans.training.pipeline.report import PipelineReport, describe
-from titanplans.training.pipeline.stage import ScheduledStage
+from titanplans.training.pipeline.stage import ScheduledStage, stages_of
 
 
 class Pipeline:
@@ -26,7 +25,6 @@ class Pipeline:
     Args:
         stages: makes the stages of this process, each of whose parts is a `LanguageModel`, parallelised.
         shared: of each parameter that several stages hold, its name in each.
-        description: of all stages, as `describe` returns it.
     """
 
     def __init__(

@@ -3,21 +3,27 @@
 The computed timeline is that of the schedule's order with stages as long as their FLOPs; sending takes no time in it.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from titanplans.disk import naming
 from titanplans.modeling import flops_of_blocks
 from titanplans.parallel.pipeline.picture import FILE, MEASURED_FILE, as_svg, as_text
-from titanplans.parallel.pipeline.timeline import UNITS, timeline
+from titanplans.parallel.pipeline.timeline import UNITS, Span, Timeline, timeline
 from titanplans.plan.decoder import is_held
-from titanplans.split.stages.schedules import orders, stages_of_ranks
+from titanplans.split.objects import of_all
+from titanplans.split.stages.schedules import Action, Kind, orders, stages_of_ranks
 from titanplans.split.stages.stages import Stages
-from titanplans.training.pipeline.measure import measure
+from titanplans.torch_private.swapped import swapped
 from titanplans.training.pipeline.stage import ScheduledStage
 
 _ROWS = 11
@@ -56,8 +62,6 @@ class PipelineReport:
     Args:
         description: what `describe` returned.
         stages: returns the stages of this process that train, once they have been made.
-        micro_batches: which a pipeline takes at once.
-        folder: of the pictures.
 
     Attributes:
         values: the part of the parallelism report.
@@ -108,3 +112,61 @@ class PipelineReport:
             "seconds": found.duration,
         }
         self._drawn[MEASURED_FILE] = found, f"{self._name}, measured in step {step}"
+
+
+_KINDS: dict[str, Kind] = {
+    "forward_one_chunk": "forward",
+    "backward_one_chunk": "backward",
+    "backward_weight_one_chunk": "backward_weight",
+}
+"""By torch's methods of a stage; the second computes the gradients of inputs alone if it is told so."""
+
+
+class StageTimes:
+    """The times of `stages`, those of this process; on a GPU by events of its stream, which do not wait for it.
+
+    Each rank counts from the end of a barrier before the step, which ranks leave within the time of a message of each other.
+    """
+
+    def __init__(self, stages: Sequence[ScheduledStage]):
+        self._group, self._on_gpu = stages[0].group, stages[0].device.type == "cuda"
+        self._marks: list[tuple[Action, Any, Any]] = []
+        dist.barrier(self._group)
+        self._zero = self._now()
+
+    def timed(self, stage: ScheduledStage, name: str, microbatch: int, *args: Any, **kwargs: Any) -> Any:
+        """Call the method called `name` of `stage`, and note when it begins and ends."""
+        kind = "backward_input" if kwargs.get("full_backward") is False else _KINDS[name]
+        begin = self._now()
+        output = getattr(type(stage), name)(stage, microbatch, *args, **kwargs)
+        self._marks.append((Action(stage.stage_index, kind, microbatch), begin, self._now()))
+        return output
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, mark: Any) -> float:
+        return self._zero.elapsed_time(mark) / 1e3 if self._on_gpu else mark - self._zero
+
+    def gather(self) -> Timeline:
+        """Return what all ranks of the pipeline measured, in seconds; each of them calls this."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        own = tuple(
+            Span(action, self._seconds(begin), self._seconds(end)) for action, begin, end in self._marks
+        )
+        return Timeline(tuple(of_all(own, self._group)))
+
+
+@contextmanager
+def measure(stages: Sequence[ScheduledStage]) -> Iterator[StageTimes]:
+    """Measure the computations of `stages`, those of this process, inside; every rank of the pipeline does so."""
+    times = StageTimes(stages)
+    with ExitStack() as stack:
+        for stage, name in product(stages, _KINDS):
+            stack.enter_context(swapped(stage, name, partial(times.timed, stage, name)))
+        yield times

@@ -1,12 +1,22 @@
-"""A stage as torch's schedules call it."""
+"""How a job's model is cut into stages, known before a process starts; and a stage as torch's schedules call it."""
 
+import copy
 from typing import Any
 
 import torch
 from torch.distributed.pipelining import PipelineStage
 
+from titanplans.config.sections.parallelism import PipelineParallel
+from titanplans.errors import ParallelError
+from titanplans.kernels import for_meta
+from titanplans.modeling import flops_of_blocks
+from titanplans.parallel.pipeline.balance import balance, starts_of_names
+from titanplans.plan.decoder import find_decoder
+from titanplans.split.stages.schedules import number_of_stages
+from titanplans.split.stages.stages import Stages
+from titanplans.split.stages.trace import Trace, trace
+from titanplans.text import class_name
 from titanplans.torch_private.pipelining import backward_of_weights, without_views
-from titanplans.training.trainer.loss import CrossEntropyLoss
 
 
 class ScheduledStage(PipelineStage):
@@ -15,6 +25,7 @@ class ScheduledStage(PipelineStage):
     The last one gives the loss, and not logits, which torch would keep: it is of one number, where logits are sharded.
 
     Attributes:
+        loss: the job's `CrossEntropyLoss`.
         valid_tokens: of the whole batch; None, in validation, for a sum over tokens.
     """
 
@@ -27,7 +38,7 @@ class ScheduledStage(PipelineStage):
         stages: int,
         device: torch.device,
         group: torch.distributed.ProcessGroup,
-        loss: CrossEntropyLoss,
+        loss: Any,
     ):
         # FSDP2's state is the model's.
         super().__init__(part.lm, number, stages, device, group=group)
@@ -59,3 +70,40 @@ class ScheduledStage(PipelineStage):
     def _post_metadata_inference_cleanup(self) -> None:  # private: torch PipelineStage
         super()._post_metadata_inference_cleanup()
         self.part.inferred()
+
+
+def stages_of(model: Any, options: PipelineParallel, ranks: int, seq_len: int) -> Stages:
+    """Return the stages of `model`, a whole one on meta.
+
+    Raises:
+        ParallelError: so many stages are not possible, or can't be told from a forward on meta.
+    """
+    decoder = find_decoder(model)
+    if options.pipeline_parallel_split_points:
+        starts = starts_of_names(decoder.names, options.pipeline_parallel_split_points)
+    else:
+        schedule, layers = options.pipeline_parallel_schedule, options.pipeline_parallel_layers_per_stage
+        stages = number_of_stages(schedule, ranks, len(decoder.names), layers)
+        costs = flops_of_blocks(model, decoder, seq_len)
+        starts = balance(costs.blocks, costs.first, costs.last, stages)
+    return Stages(model, trace_on_meta(model, seq_len), starts)
+
+
+def trace_on_meta(model: Any, seq_len: int) -> Trace:
+    """Return what the blocks of `model`, on meta, hand to each other.
+
+    Raises:
+        ParallelError: its code reads values, and there are none on meta.
+    """
+    ids, model = torch.zeros(1, seq_len, dtype=torch.int64, device="meta"), copy.deepcopy(model)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the others multiply no float32
+    try:
+        with for_meta():
+            return trace(model, find_decoder(model), {"input_ids": ids})
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
+        why = next(iter(str(error).splitlines()), "")
+        raise ParallelError(
+            f"{class_name(model)} can't be cut into stages: a forward on meta, which tells what blocks hand to each other, "
+            f"ends with {type(error).__name__}: {why}; set pipeline_parallel_degree = 1"
+        ) from error

@@ -44,7 +44,9 @@ def prepare_device() -> str:
         setattr(torch.distributed, "set_timeout", set_group_timeout)  # noqa: B010
     if device_type == "cpu":
         _use_host_device()
-        _share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        if (ranks := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > 1:
+            # Alone, torch takes every core. Several would each, and torchrun's OMP_NUM_THREADS=1 leaves most idle.
+            torch.set_num_threads(max(1, available_cores() // ranks))
     return device_type
 
 
@@ -122,13 +124,3 @@ def _use_host_device() -> None:
             "torchtitan was imported before prepare_device(): its modules have chosen "
             f"{sys.modules['torchtitan.tools.utils'].device_type!r} on a machine without an accelerator"
         )
-
-
-def _share_cores(local_world_size: int) -> None:
-    """Share the cores of a machine evenly among its ranks, for the CPU threads of an operator.
-
-    A single process keeps torch's default, every core. Several would each take every core, and
-    torchrun's remedy (OMP_NUM_THREADS=1 for each) leaves most of a large machine idle.
-    """
-    if local_world_size > 1:
-        torch.set_num_threads(max(1, available_cores() // local_world_size))

@@ -15,24 +15,20 @@ from titanplans.training.job.resolve import training_data
 
 _log = logging.getLogger(__name__)
 
-# fmt: off
 BY_CU_SEQLENS = frozenset((
     "bitnet", "comba", "cyclic_flow_attention", "delta_net", "deltaformer", "forgetting_transformer",
     "gated_deltanet", "gated_deltaproduct", "gla", "gsa", "hgrn", "hgrn2", "kda", "lightnet", "mesa_net",
     "mla", "moba", "nsa", "parallax", "path_attn", "precond_gated_deltanet", "precond_kda", "raven",
     "retnet", "rodimus", "rwkv6", "rwkv7", "stickbreaking_attn", "transformer", "wall_transformer", "yoco",
-))
-# fmt: on
+))  # fmt: skip
 """Of flash-linear-attention: all sequences of a batch, one after another in one row, and where each begins."""
 
-# fmt: off
 BY_POSITION_IDS = frozenset((
     "cohere2", "deepseek_v2", "deepseek_v3", "gemma2", "gemma3", "gemma3_text", "glm4", "glm4_moe",
     "gpt2", "gpt_neox", "granite", "helium", "llama", "llama4_text", "mistral", "mixtral", "olmo2",
     "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm",
     "starcoder2",
-))
-# fmt: on
+))  # fmt: skip
 """Of transformers: positions that restart, from which it makes the masks of eager attention, SDPA and FlexAttention."""
 
 

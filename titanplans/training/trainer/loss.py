@@ -6,6 +6,7 @@ The model's router balance loss is added.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,9 +47,11 @@ class CrossEntropyLoss(titan.BaseLoss):
 
     def __init__(self, config: Config, *, compile_config: Any = None):
         self.config, self.objective = config, Objective(config.label_smoothing, config.z_loss)
-        self._compile = compile_config
-        self.fn = _of_logits
-        self._maybe_compile(compile_config)
+        compiled = (
+            compile_config is not None and compile_config.enable and "loss" in compile_config.components
+        )
+        self._compile = partial(compile_loss, compile_config=compile_config) if compiled else lambda fn: fn
+        self.fn = self._compile(_of_logits)
 
     def __call__(
         self,
@@ -80,13 +83,12 @@ class CrossEntropyLoss(titan.BaseLoss):
         """
         if self.config.fused is False:
             return None
-        compiled = self._compile if self._is_compiled(self._compile) else None
-        compute = entropy_and_gradient if compiled is None else compile_loss(entropy_and_gradient, compiled)
         try:
             if splits_backward:
                 raise NotFused(
                     "the pipeline's schedule runs its backward twice, and its gradients are kept for one"
                 )
+            compute = self._compile(entropy_and_gradient)
             return FusedLoss(model, chunk_tokens=self.config.chunk_tokens, compute=compute)
         except NotFused as error:
             self.on_fusion_failed(error)
@@ -101,14 +103,6 @@ class CrossEntropyLoss(titan.BaseLoss):
         if self.config.fused:
             raise error
         _log.info(f"the loss is computed from logits, not in the head (loss.fused is unset): {error.reason}")
-
-    def _is_compiled(self, compile_config: Any) -> bool:
-        return compile_config is not None and compile_config.enable and "loss" in compile_config.components
-
-    def _maybe_compile(self, compile_config: Any) -> None:
-        """Compile as `compile_config` says, a `parallel.Compile`."""
-        if self._is_compiled(compile_config):
-            self.fn = compile_loss(self.fn, compile_config)
 
 
 def _of_logits(

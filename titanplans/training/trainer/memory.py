@@ -43,23 +43,15 @@ class Part(NamedTuple):
 
 
 def check_memory(job: JobConfig, model: PreTrainedModel, world_size: int, device_type: str) -> None:
-    """Refuse a job that needs more memory than the machine has; log a need that is large.
-
-    Args:
-        model: on meta, with its adapters.
+    """Refuse a job that needs more memory than the machine has; log a need that is large. `model` has its adapters.
 
     Raises:
         ConfigError: with its least need, the machine's memory, the largest part and the remedy.
     """
     # torchrun says how many are on this machine; without it all are, or who started this one says nothing.
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1 if "RANK" in os.environ else world_size))
-    weights, logits, batches = (
-        _weights(job, model, world_size),
-        _logits(job, model),
-        _batches(job, world_size),
-    )
-    host, device = [batches, _events(job), _workers(job), _process(job, processes)], [logits]
-    (host if job.training.enable_cpu_offload else device).append(weights)
+    host, device = [_batches(job, world_size), *_beside_tensors(job)], [_logits(job, model)]
+    (host if job.training.enable_cpu_offload else device).append(_weights(job, model, world_size))
     if device_type == "cuda":
         _check(device, 1, "each GPU has", torch.device("cuda", 0))
     else:
@@ -98,12 +90,11 @@ def _weights(job: JobConfig, model: PreTrainedModel, world_size: int) -> Part:
         for parameter in group.parameters.values()
     )
     moments = f"Muon's momentum of {in_muon:,} of them, AdamW's" if in_muon else f"{o.name}'s"
-    of_all = f"{count:,} parameters, their gradients and {moments} two moments"
-    of_some = f"{count:,} parameters, and of the {trained:,} that train gradients and {moments} two moments"
+    what = f"{count:,} parameters, and of the {trained:,} that train gradients and {moments} two moments"
     return Part(
         (stored + trained * (kept + 2 * moment) - in_muon * moment) // split,
         f'{" ".join(resolve.model_name(job))}, training.dtype = "{job.training.dtype}"',
-        (of_all if trained == count else of_some) + (f", split among {split}" if split > 1 else ""),
+        what + (f", split among {split}" if split > 1 else ""),
         "use a smaller model, or more processes to split it over (data_parallel_shard_degree, tensor_parallel_degree)",
     )
 
@@ -111,7 +102,8 @@ def _weights(job: JobConfig, model: PreTrainedModel, world_size: int) -> Part:
 def _logits(job: JobConfig, model: PreTrainedModel) -> Part:
     """The logits of a batch, or of a chunk, in the type that the layers compute in; loss parallel leaves them split."""
     p, t = job.parallelism, job.training
-    fused, most = job.loss.fused is not False, job.loss.chunk_tokens
+    most = job.loss.chunk_tokens
+    fused = job.loss.fused is not False
     vocab_size = model.config.get_text_config().vocab_size
     split = 1 if p.disable_loss_parallel and not fused else p.tensor_parallel_degree
     own = p.context_parallel_degree  # tokens are cut
@@ -152,35 +144,31 @@ def _batches(job: JobConfig, world_size: int) -> Part:
     return max(trained, validated, key=lambda part: part.bytes)
 
 
-def _events(job: JobConfig) -> Part:
-    size = resolve.trace_buf_size(job)
-    what = "the events of the flight recorder"
-    return Part(size * _EVENT, f"comm.trace_buf_size = {size}", what, "lower it; 0 switches the recorder off")
-
-
-def _workers(job: JobConfig) -> Part:
-    loaders = {"training": job.training} | ({"validation": job.validation} if job.validation.enable else {})
-    counts = {
-        f"{name}.dataloader.num_workers": settings.dataloader.num_workers
-        for name, settings in loaders.items()
-    }
-    key = max(counts, key=lambda name: counts[name])
-    return Part(
-        sum(counts.values()) * _PROCESS, f"{key} = {counts[key]}", "the processes that read data", "lower it"
-    )
-
-
-def _process(job: JobConfig, processes: int) -> Part:
-    p = job.parallelism
-    degrees = (
-        "tensor_parallel_degree",
-        "context_parallel_degree",
-        "data_parallel_shard_degree",
-        "data_parallel_replicate_degree",
-    )
-    said = [f"{degree} = {getattr(p, degree)}" for degree in degrees if getattr(p, degree) > 1]
-    what = "the processes themselves" if processes > 1 else "the process itself"
-    return Part(_PROCESS, f"parallelism.{', '.join(said)}" if said else "this job", what, "lower a degree")
+def _beside_tensors(job: JobConfig) -> list[Part]:
+    events, p = resolve.trace_buf_size(job), job.parallelism
+    workers = {"training.dataloader.num_workers": job.training.dataloader.num_workers}
+    if job.validation.enable:
+        workers["validation.dataloader.num_workers"] = job.validation.dataloader.num_workers
+    most = max(workers, key=lambda key: workers[key])
+    axes = ("tensor_parallel", "context_parallel", "data_parallel_shard", "data_parallel_replicate")
+    degrees = {f"{axis}_degree": getattr(p, f"{axis}_degree") for axis in axes}
+    said = ", ".join(f"{key} = {degree}" for key, degree in degrees.items() if degree > 1)
+    recorder = "the events of the flight recorder", "lower it; 0 switches the recorder off"
+    return [
+        Part(events * _EVENT, f"comm.trace_buf_size = {events}", *recorder),
+        Part(
+            sum(workers.values()) * _PROCESS,
+            f"{most} = {workers[most]}",
+            "the processes that read data",
+            "lower it",
+        ),
+        Part(
+            _PROCESS,
+            f"parallelism.{said}" if said else "this job",
+            "the processes themselves",
+            "lower a degree",
+        ),
+    ]
 
 
 def _data(job: JobConfig) -> list[tuple[str, resolve.DataSettings]]:

@@ -28,7 +28,17 @@ _A100_PEAK_FLOPS = 312e12
 
 
 class MetricsProcessor(titan.MetricsProcessor):
-    """Log line, TensorBoard, W&B and metrics.jsonl. The trainer sets `total_steps`, by which the time left is shown."""
+    """Log line, TensorBoard, W&B and metrics.jsonl. The trainer sets the attributes.
+
+    Attributes:
+        total_steps: of the run, by which the time left is shown.
+        of_data: the data loader's metrics of a logged interval; called on all ranks.
+        balancer: of the routers' loads.
+    """
+
+    total_steps: int
+    of_data: Callable[[], dict[str, float]]
+    balancer: LoadBalancer
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.MetricsProcessor.Config):
@@ -43,16 +53,10 @@ class MetricsProcessor(titan.MetricsProcessor):
     def __init__(self, config: Config, *, dump_folder: str = "./outputs", **kwargs: Any):
         super().__init__(config, dump_folder=dump_folder, **kwargs)
         self._folder = dump_folder
-        if config.enable_jsonl:
-            self._add_jsonl(Path(dump_folder), every_rank=config.save_for_all_ranks)
         if not (sys.stdout.isatty() and "NO_COLOR" not in os.environ):
             self.color = utils.NoColor()
-        self.peak_flops = None if self.has_quantization else self._known_peak_flops()
-        self.total_steps: int | None = None
-        self.of_data: Callable[[], dict[str, float]] = dict
-        """The data loader's metrics of a logged interval; called on all ranks."""
-        self.balancer: LoadBalancer | None = None
-        self._first_step: int | None = None
+        self.peak_flops = known_peak_flops(self.gpu_peak_flops, self.device_memory_monitor.device_name)
+        self._first_step = 0
         self._time_first_log = 0.0
         self._last_step = 0  # that was logged
 
@@ -105,7 +109,7 @@ class MetricsProcessor(titan.MetricsProcessor):
             **memory,
         }
         fields = [
-            (self.color.red, f"step {step:>{len(str(self.total_steps or step))}}"),
+            (self.color.red, f"step {step:>{len(str(self.total_steps))}}"),
             (self.color.green, f"loss {global_avg_loss:8.5f}"),
             (self.color.orange, f"grad_norm {grad_norm:7.4f}"),
             (self.color.turquoise, memory_text),
@@ -120,16 +124,17 @@ class MetricsProcessor(titan.MetricsProcessor):
             scalars["time_metrics/left(s)"] = left
             fields.append((self.color.white, f"left {format_seconds(left)}"))
 
-        extra = {**(extra_metrics or {}), **self.of_data()}
-        if self.balancer is not None:
-            extra |= self.balancer.figures()
-            self._show(self.balancer.picture(), step)
+        extra = {**(extra_metrics or {}), **self.of_data(), **self.balancer.figures()}
+        self._show(self.balancer.picture(), step)
         if "n_tokens_seen" in extra:  # cp ranks count the same tokens
             extra["n_tokens_seen"] //= self.parallel_dims.cp
         self._write(scalars | extra, step)
         self._print(fields)
         self._last_step = step
-        self._start_interval()
+        self.ntokens_since_last_log = 0
+        self.data_loading_times.clear()
+        self.time_last_log = time.perf_counter()
+        self.device_memory_monitor.reset_peak_stats()
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         """Log the validation loss, in nats per token, of the model after `step`."""
@@ -139,7 +144,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         self._write(scalars | (extra_metrics or {}), step)
         self._print(
             [
-                (self.color.yellow, f"step {step:>{len(str(self.total_steps or step))}}"),
+                (self.color.yellow, f"step {step:>{len(str(self.total_steps))}}"),
                 (self.color.green, f"validation loss {loss:8.5f}"),
                 (self.color.turquoise, memory_text),
             ]
@@ -147,13 +152,13 @@ class MetricsProcessor(titan.MetricsProcessor):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the enclosed time and tokens out of the throughput of training."""
+        """Leave the enclosed time and tokens out of the throughput of training, and measure its memory apart."""
         tokens, started = self.ntokens_since_last_log, time.perf_counter()
-        try:
-            yield
-        finally:
-            self.ntokens_since_last_log = tokens
-            self.time_last_log += time.perf_counter() - started
+        self.device_memory_monitor.reset_peak_stats()
+        yield
+        self.device_memory_monitor.reset_peak_stats()
+        self.ntokens_since_last_log = tokens
+        self.time_last_log += time.perf_counter() - started
 
     def _write(self, scalars: dict[str, Any], step: int) -> None:
         with naming(self._folder):
@@ -166,10 +171,8 @@ class MetricsProcessor(titan.MetricsProcessor):
             if isinstance(writer, titan.TensorBoardLogger):
                 writer.writer.add_image("experts/load", picture, step)
 
-    def _build_metric_logger(
-        self, *, config: titan.MetricsProcessor.Config, **kwargs: Any
-    ) -> titan.BaseLogger:
-        writers = super()._build_metric_logger(config=config, **kwargs)
+    def _build_metric_logger(self, *, config: Any, dump_folder: str, **kwargs: Any) -> titan.BaseLogger:
+        writers = super()._build_metric_logger(config=config, dump_folder=dump_folder, **kwargs)
         # torchtitan logs the reason why W&B could not start and trains on without it.
         if isinstance(writers, titan.LoggerContainer):
             wanted = config.enable_wandb + config.enable_tensorboard
@@ -178,25 +181,13 @@ class MetricsProcessor(titan.MetricsProcessor):
                     "[metrics] enable_wandb = true: W&B did not start, for the reason logged above; "
                     "install it, log in, set WANDB_MODE=offline, or disable it"
                 )
+        rank, every_rank = torch.distributed.get_rank(), config.save_for_all_ranks
+        if config.enable_jsonl and (rank == 0 or every_rank):
+            if not isinstance(writers, titan.LoggerContainer):
+                writers = titan.LoggerContainer()  # instead of the one that writes nothing
+            path = Path(dump_folder, f"rank_{rank}" if every_rank else "", FILE_NAME)
+            writers.add_logger(JsonlWriter(path))  # pyrefly: ignore[bad-argument-type]  it is shaped as one
         return writers
-
-    def _add_jsonl(self, folder: Path, *, every_rank: bool) -> None:
-        rank = torch.distributed.get_rank()
-        if rank != 0 and not every_rank:
-            return
-        if not isinstance(self.logger, titan.LoggerContainer):
-            self.logger = titan.LoggerContainer()  # instead of the one that writes nothing
-        path = (folder / f"rank_{rank}" if every_rank else folder) / FILE_NAME
-        self.logger.add_logger(JsonlWriter(path))  # pyrefly: ignore[bad-argument-type]  it is shaped as one
-
-    def _known_peak_flops(self) -> float | None:
-        """The device's dense bfloat16 peak in FLOP/s, or None where torchtitan's table has no entry."""
-        if utils.device_type == "cpu":
-            return None
-        name = self.device_memory_monitor.device_name
-        # For a name that it does not know, torchtitan's function answers with the A100's figure.
-        peak = utils.get_peak_flops(name)
-        return None if peak == _A100_PEAK_FLOPS and "A100" not in name else peak
 
     def _memory(self) -> tuple[dict[str, float], str]:
         """Peak memory since the last log, as scalars and for the line; on a CPU the process's peak."""
@@ -218,19 +209,21 @@ class MetricsProcessor(titan.MetricsProcessor):
         }, text
 
     def _seconds_left(self, step: int, now: float) -> float | None:
-        """Time to `total_steps` at the pace since the end of the first step, which may have compiled."""
-        if self.total_steps is None or self._first_step is None or self._first_step == step:
+        """Time to `total_steps` at the pace since the end of the first step, which may have compiled; None in it."""
+        if step == self._first_step:
             return None
         return (now - self._time_first_log) / (step - self._first_step) * (self.total_steps - step)
 
-    def _start_interval(self) -> None:
-        self.ntokens_since_last_log = 0
-        self.data_loading_times.clear()
-        self.time_last_log = time.perf_counter()
-        self.device_memory_monitor.reset_peak_stats()
-
     def _print(self, fields: list[tuple[str, str]]) -> None:
         logger.info("  ".join(f"{color}{text}{self.color.reset if color else ''}" for color, text in fields))
+
+
+def known_peak_flops(peak: float, device: str) -> float | None:
+    """The dense bfloat16 `peak` in FLOP/s that torchtitan's table has of a device; None where it has no entry.
+
+    For a name that it does not know, torchtitan answers with the A100's figure; on a CPU it is NaN.
+    """
+    return None if math.isnan(peak) or (peak == _A100_PEAK_FLOPS and "A100" not in device) else peak
 
 
 def format_seconds(seconds: float) -> str:

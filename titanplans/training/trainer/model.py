@@ -221,12 +221,8 @@ def model_spec(
 ) -> ModelSpec:
     """Return the model spec for torchtitan's trainer.
 
-    Args:
-        config: the architecture.
-        name, flavor: for the log.
-        documents: see `LanguageModel.Config`.
-        strategy: how the model is parallelised. torchtitan's own configs, which the trainer passes too, are not read.
-        pipeline: how stages are made and run.
+    The `strategy` says how the model is parallelised: torchtitan's own configs, which the trainer passes too, are not read.
+    `name` and `flavor` are for the log; `documents` is as in `LanguageModel.Config`.
     """
 
     def parallelize_language_model(

@@ -30,16 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class JobReport:
-    """Writes and logs the report of one run.
-
-    Args:
-        model: parallelised and initialised.
-        mesh: torchtitan's ParallelDims.
-        config: the strategy that was applied.
-        dump_folder: the job's.
-        micro_batches: the number in a step.
-        measure: whether to measure a step.
-        pipeline: the part on the pipeline, if `model` is a stage of one.
+    """Writes and logs the report of one run; `model` is parallelised and initialised, `mesh` torchtitan's ParallelDims.
 
     Raises:
         ConfigError: a component of [compile] was not compiled.
@@ -89,8 +80,12 @@ class JobReport:
                 yield
             lines = pipeline_after_step(self.report.values)
         else:
-            graphs = self.report.values["graphs"]
-            with self._recording(step, schedulers):
+            graphs, own = self.report.values["graphs"], schedulers.step
+            with (
+                rename_option_errors(),
+                self.report.measuring(step) as record,
+                swapped(schedulers, "step", lambda: (own(), record.places.log_begins())),
+            ):
                 yield
             if self._pipeline is not None and graphs is not None:
                 self.report.values["graphs"] = graphs  # of the first step: later ones compile nothing
@@ -99,16 +94,6 @@ class JobReport:
         self._write()
         for line in lines:
             _log.info(line)
-
-    @contextmanager
-    def _recording(self, step: int, schedulers: Any) -> Iterator[None]:
-        own = schedulers.step
-        with (
-            rename_option_errors(),
-            self.report.measuring(step) as record,
-            swapped(schedulers, "step", lambda: (own(), record.places.log_begins())),
-        ):
-            yield
 
     def _write(self) -> None:
         if dist.get_rank() != 0:

@@ -21,20 +21,26 @@ from torchtitan.tools.logging import logger
 
 from titanplans.config import rename_option_errors
 from titanplans.errors import DataError, Diverged
-from titanplans.parallel import DDPConfig, FSDP2Config, clip_gradients, ddp
+from titanplans.parallel import DDPConfig, FSDP2Config, ddp
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.fsdp import gradient_sync
 from titanplans.parallel.mesh.rendezvous import own_rendezvous
 from titanplans.parallel.optimizers.load_balance import LoadBalancer
-from titanplans.training.launch.ending import Ending
 from titanplans.training.pipeline.pipeline import Pipeline
 from titanplans.training.trainer.metrics import MetricsProcessor
 from titanplans.training.trainer.model import LanguageModel
 from titanplans.training.trainer.optimizer import prepare_optimizer
 from titanplans.training.trainer.parallelism_report import JobReport
-from titanplans.training.trainer.random_state import get_rng_state, set_rng_state
-from titanplans.training.trainer.sequences import WholeSequences, whole_batches
-from titanplans.training.trainer.step import FiniteSoFar, Skipped, clipping
+from titanplans.training.trainer.step import (
+    Clipping,
+    Ending,
+    FiniteSoFar,
+    WholeSequences,
+    clipping,
+    get_rng_state,
+    set_rng_state,
+    whole_batches,
+)
 
 _Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -47,7 +53,7 @@ class Trainer(torchtitan.trainer.Trainer):
     """`Trainer(config).train()`, then `close()`.
 
     Attributes:
-        asked_to_end: returns whether this rank got a signal to end, under checkpoint.save_on_signal.
+        ending: under checkpoint.save_on_signal, whether all ranks end after a step.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -76,11 +82,10 @@ class Trainer(torchtitan.trainer.Trainer):
         self._batches_done = 0  # of this step
         self._losses: list[torch.Tensor] = []  # likewise
         self._has_trained = False  # a step, in this run
-        self.skipped = Skipped()
-        self.asked_to_end: Callable[[], bool] = lambda: False
+        self.clipping = Clipping(skips=config.skip_nan_inf)
+        self.ending: Ending | None = None
         super().__init__(config)
         self.pipeline: Pipeline | None = getattr(self, "pp_schedule", None)
-        asks = config.checkpoint.save_on_signal  # pyrefly: ignore[missing-attribute]
         parts: Any = self.model_parts
         for part in parts:
             part.take_loss(
@@ -95,7 +100,6 @@ class Trainer(torchtitan.trainer.Trainer):
         )
         for part in parts:
             part.inferred = self.balancer.loads.forget
-        self._ending = Ending(lambda: self.asked_to_end()) if asks else None
         self.finite = FiniteSoFar(self.model_parts, self.device)
         self.checkpointer.finite = self.finite.everywhere  # pyrefly: ignore[missing-attribute]
         self.metrics_processor.total_steps = config.training.steps
@@ -120,11 +124,8 @@ class Trainer(torchtitan.trainer.Trainer):
 
     def init_distributed(self) -> ParallelDims:
         """torchtitan's, with a store that ranks of an earlier start have not written to."""
-        if torch.distributed.is_initialized():
+        with own_rendezvous(timedelta(seconds=self.config.comm.init_timeout_seconds)):
             dims = super().init_distributed()
-        else:
-            with own_rendezvous(timedelta(seconds=self.config.comm.init_timeout_seconds)):
-                dims = super().init_distributed()
         return WholeSequences.from_config(self.config.parallelism, dims.world_size)
 
     def should_continue_training(self) -> bool:
@@ -137,7 +138,7 @@ class Trainer(torchtitan.trainer.Trainer):
             self._say_what_was_read()
             logger.info("Training completed")
             raise TrainingDone
-        if self._ending is not None and self._ending.is_last(self.step):
+        if self.ending is not None and self.ending.is_last(self.step):
             self.checkpointer.save_now(self.step)  # pyrefly: ignore[missing-attribute]
             self._say_what_was_read()
             logger.info(
@@ -229,7 +230,6 @@ class Trainer(torchtitan.trainer.Trainer):
 
     def _train_step(self, data_iterator: Iterator[_Batch]) -> None:
         self._batches_done, self._losses = 0, []
-        skips = self.config.skip_nan_inf
         norms = []
 
         def clip(parameters: list[torch.Tensor], most: float) -> torch.Tensor:
@@ -237,15 +237,11 @@ class Trainer(torchtitan.trainer.Trainer):
             if (pipeline := self.pipeline) is not None:
                 pipeline.share_gradients()
                 stages = {"pp_group": pipeline.group, "counted": pipeline.counted(parameters)}
-            norms.append(
-                self.skipped.clip(parameters, most, self.step, **stages)
-                if skips
-                else clip_gradients(parameters, most, **stages)
-            )
-            self.balancer.after_backward(skipped=bool(self.skipped.in_a_row))  # before the step is logged
-            if self.skipped.in_a_row >= self.config.skip_nan_inf_limit:
+            norms.append(self.clipping.clip(parameters, most, self.step, **stages))
+            self.balancer.after_backward(skipped=bool(self.clipping.in_a_row))  # before the step is logged
+            if self.clipping.in_a_row >= self.config.skip_nan_inf_limit:
                 raise Diverged(
-                    f"step {self.step}: the gradient was not finite in {self.skipped.in_a_row} steps in a row "
+                    f"step {self.step}: the gradient was not finite in {self.clipping.in_a_row} steps in a row "
                     f"(training.skip_nan_inf_limit), so training can't recover; {self.resume_point()}. Resume with a lower "
                     "optimizer.lr, or exclude the data of those steps"
                 )
@@ -258,13 +254,13 @@ class Trainer(torchtitan.trainer.Trainer):
             # torchtitan's train_step itself raises for a loss that is not finite, once the step is over.
             if not _raised_in(error, torchtitan.trainer.Trainer.train_step):
                 raise
-            if not self.skipped.in_a_row:  # else the step was skipped
+            if not self.clipping.in_a_row:  # else the step was skipped
                 raise self._diverged("loss") from error
         # After the last step no loss would show it. A step that is not logged does not synchronise.
         logged = self.metrics_processor.should_log(self.step)
-        if logged and not skips and not all(norm.isfinite() for norm in norms):
+        if logged and not self.config.skip_nan_inf and not all(norm.isfinite() for norm in norms):
             raise self._diverged("gradient's norm")
-        if not self.skipped.in_a_row:
+        if not self.clipping.in_a_row:
             self.finite.take((*norms, *self._losses))
 
     def _diverged(self, what: str) -> Diverged:

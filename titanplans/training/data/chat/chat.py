@@ -16,8 +16,7 @@ import numpy as np
 
 from titanplans.config.sections.data import Chat
 from titanplans.errors import DataError
-from titanplans.training.data.chat.formats import columns_of, laid_out
-from titanplans.training.data.chat.messages import Conversation, conversation_of
+from titanplans.training.data.chat.messages import Conversation, columns_of, conversation_of, laid_out
 from titanplans.training.data.chat.template import ChatTemplate
 
 _log = logging.getLogger(__name__)
@@ -57,12 +56,7 @@ class Tokens:
 
 
 class ChatFormat:
-    """Reads rows as conversations, as `titanplans.training.data.corpus.column.TextColumn` does of text.
-
-    Args:
-        chat: [training.chat].
-        folder: with the tokenizer and its chat template.
-        seq_len: tokens in a sequence.
+    """Reads rows as conversations by the tokenizer and chat template of `folder`, as `TextColumn` reads rows as text.
 
     Raises:
         DataError: the tokenizer or the template is missing, or can't be used.

@@ -1,17 +1,110 @@
-"""Rows as conversations: which messages a row holds, and whether each is one that a chat template can write out.
+"""Rows as conversations: how they are laid out, and whether each message is one that a chat template can write out.
 
+A format is what `[training.chat]` leaves unset: names of columns and of a message's keys. Reading rows is the same for all.
 What counts in the loss, and tokens, are in `chat.py`.
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from titanplans.config.sections.data import Chat
 from titanplans.errors import DataError
-from titanplans.training.data.chat.formats import FORMATS, Columns, columns_of
 from titanplans.training.data.reading import expect
 
 _REMEDY = "repair the row or leave it out"
+
+
+class Columns(NamedTuple):
+    """The names of a row's columns and keys, as in [training.chat]; None: rows have no such column."""
+
+    messages_column: str | None = None
+    role_key: str = "role"
+    content_key: str = "content"
+    roles: Mapping[str, str] = {}
+    """What a row calls a role -> what the template calls it; empty: roles are the template's own."""
+    prompt_column: str | None = None
+    input_column: str | None = None
+    completion_column: str | None = None
+    system_column: str | None = None
+
+
+_SPEAKERS = {
+    **{"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant"},
+    **{"system": "system", "tool": "tool", "observation": "tool"},
+}
+
+FORMATS = {
+    "messages": Columns("messages", prompt_column="prompt", completion_column="completion"),
+    "sharegpt": Columns("conversations", "from", "value", _SPEAKERS, system_column="system"),
+    "alpaca": Columns(
+        prompt_column="instruction", input_column="input", completion_column="output", system_column="system"
+    ),
+}
+"""By [training.chat] format."""
+
+
+def laid_out(chat: Chat) -> Columns:
+    """Return the names that a job gives, and its format's for the others."""
+    given: dict[str, Any] = {
+        name: value for name in Columns._fields if (value := getattr(chat, name)) is not None
+    }
+    names = FORMATS[chat.format]
+    given["roles"] = {**names.roles, **given.get("roles", {})}
+    return names._replace(**given)
+
+
+def columns_of(there: Sequence[str], chat: Chat, where: str) -> Columns:
+    """Return the fields to read of a row that has the columns `there`: messages, or a prompt and its completion.
+
+    Raises:
+        DataError: neither is there, or a column that is named is not; names `where`, the file or the row.
+    """
+    names = laid_out(chat)
+    found = f"{where} has the columns {', '.join(map(repr, sorted(there))) or 'none'}"
+    if names.messages_column in there:
+        for option in ("prompt_column", "completion_column", "input_column"):
+            if (given := getattr(chat, option)) is not None:
+                raise DataError(
+                    f"{option} = {given!r}: {where} holds messages, which are read instead; leave it out"
+                )
+        names = names._replace(prompt_column=None, completion_column=None, input_column=None)
+    elif {names.prompt_column, names.completion_column} <= set(there):
+        names = names._replace(messages_column=None)
+    else:
+        texts = ("prompt_column", "completion_column")
+        named = any(getattr(chat, option) is not None for option in texts) and chat.messages_column is None
+        missing = (option for option in texts if getattr(names, option) not in there)
+        first = "messages_column" if names.messages_column and not named else next(missing)
+        fits = [
+            f', or set format = "{name}"'
+            for name, other in FORMATS.items()
+            if name != chat.format
+            and (
+                other.messages_column in there or {other.prompt_column, other.completion_column} <= set(there)
+            )
+        ]
+        raise DataError(
+            f"{first} = {getattr(names, first)!r}: {found}; name the one with the messages in chat.messages_column, or "
+            f"those of prompts and their answers in prompt_column and completion_column{''.join(fits[:1])}"
+        )
+    for option in ("input_column", "system_column"):
+        if getattr(names, option) not in there:
+            if (given := getattr(chat, option)) is not None:
+                raise DataError(f"{option} = {given!r}: {found}; name one of them, or leave it out")
+            without: dict[str, Any] = {option: None}
+            names = names._replace(**without)
+    alpaca = FORMATS["alpaca"]
+    if (
+        names.prompt_column == alpaca.prompt_column
+        and names.input_column is None
+        and alpaca.input_column in there
+    ):
+        raise DataError(
+            f"prompt_column = {names.prompt_column!r}: {where} also has {alpaca.input_column!r}, which would not be read; "
+            'set chat.format = "alpaca", or input_column'
+        )
+    return names
 
 
 class Conversation(NamedTuple):
@@ -27,14 +120,9 @@ class Conversation(NamedTuple):
 def conversation_of(row: Any, chat: Chat, where: str) -> Conversation:
     """Return the conversation of a row, which has a column of messages, or one of a prompt and one of its completion.
 
-    Args:
-        row: columns by name.
-        chat: the names of the columns, and of a message's keys.
-        where: the file and the row, for messages.
-
     Raises:
         DataError: it has no such column, no message, or a message without a role that is known or a content that is a text
-            and says something.
+            and says something; names `where`, the file and the row.
     """
     row = expect(row, dict, where, "an object", _REMEDY)
     names = columns_of(list(row), chat, where)

@@ -27,11 +27,7 @@ _DATE = (
 
 
 class ChatTemplate:
-    """Writes conversations out, and tokenises them.
-
-    Args:
-        chat: [training.chat].
-        folder: with the tokenizer and its template.
+    """Writes conversations out, and tokenises them, by the tokenizer and the template of `folder`.
 
     Attributes:
         shown: where the template is from, in words.
@@ -79,12 +75,8 @@ class ChatTemplate:
     def write(self, conversation: Conversation, where: str) -> str:
         """Return a conversation as text.
 
-        Args:
-            conversation: its messages.
-            where: the file and the row, for messages.
-
         Raises:
-            DataError: the template refuses it, leaves a message out, or writes a mark that is no token.
+            DataError: the template refuses it, leaves a message out, or writes a mark that is no token; names `where`.
         """
         text = self._text(conversation, len(conversation.messages), where)
         for mark in self._no_tokens:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from titanplans.errors import DataError
+from titanplans.training.data.corpus.column import PIECE_BYTES
 from titanplans.training.data.corpus.local import FORMATS, walk
-from titanplans.training.data.corpus.pieces import PIECE_BYTES
 from titanplans.training.data.corpus.rows import RowFormat, of_table, quietly, records
 from titanplans.training.data.reading import refusing
 

@@ -9,13 +9,14 @@ import glob
 import hashlib
 import itertools
 import os
+import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from titanplans.errors import DataError
-from titanplans.training.data.corpus.pieces import PIECE_BYTES, boundary
+from titanplans.training.data.corpus.column import PIECE_BYTES, boundary
 from titanplans.training.data.reading import refusing
 
 FORMATS = {"text": (".txt", ".md", ".py"), "json": (".jsonl", ".json"), "parquet": (".parquet",)}
@@ -173,3 +174,37 @@ class TextFiles:
             raise DataError(
                 f"{file}: byte {begin + error.start} is not UTF-8 ({error.reason}); convert the file to UTF-8"
             ) from error
+
+
+# Third-party packages, tests (half of the bytes, much of it tables of expected values), and what is
+# generated: character tables, and the build's own settings with paths of the machine that made it.
+_LEFT_OUT_FOLDERS = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "encodings",
+    "__pycache__",
+}
+_LEFT_OUT_PREFIXES = ("_sysconfigdata", "config-")
+STDLIB_PIECE_BYTES = 1024
+"""Short documents: a small batch, 2,000 tokens say, is then cut from several files."""
+
+
+def stdlib_root() -> Path:
+    """The folder of the standard library's sources, that of the base Python in a virtual environment."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def stdlib_files(root: Path) -> list[Path]:
+    """The standard library's `.py` files that count as text, in the order of their relative paths: about 10 MB.
+
+    They are the default corpus, English and code on every machine that can run a job, so that a first one needs no download.
+    """
+    files: list[Path] = []
+    for parent, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT_FOLDERS]
+        kept = [name for name in names if name.endswith(".py") and not name.startswith(_LEFT_OUT_PREFIXES)]
+        files += [Path(parent, name) for name in kept]
+    return sorted(filter(os.path.getsize, files), key=lambda file: file.relative_to(root).as_posix())

@@ -13,12 +13,18 @@ import numpy as np
 from titanplans.config.sections.data import Corpus
 from titanplans.errors import DataError
 from titanplans.training.data.chat.chat import ChatFormat
-from titanplans.training.data.chat.conversations import Conversations
 from titanplans.training.data.corpus.column import TextColumn
 from titanplans.training.data.corpus.hub import HubStream
-from titanplans.training.data.corpus.local import FORMATS, SPLITS, TextFiles, find_files
-from titanplans.training.data.corpus.rows import RowDocuments
-from titanplans.training.data.corpus.stdlib import STDLIB_PIECE_BYTES, stdlib_files, stdlib_root
+from titanplans.training.data.corpus.local import (
+    FORMATS,
+    SPLITS,
+    STDLIB_PIECE_BYTES,
+    TextFiles,
+    find_files,
+    stdlib_files,
+    stdlib_root,
+)
+from titanplans.training.data.corpus.rows import Conversations, RowDocuments
 
 
 class Shuffled:
