@@ -21,8 +21,8 @@ from torch import nn
 from titanplans import kernels, modeling
 from titanplans.apply.apply import apply_plan
 from titanplans.cli.verify.prepare import Prepared, prepare
-from titanplans.cli.verify.repeated_blocks import kind
 from titanplans.cli.verify.screen import progress
+from titanplans.cli.verify.smaller_config import kind
 from titanplans.cli.verify.subject import Subject, every_model, find_subject
 from titanplans.errors import UserError, VerifyError
 from titanplans.kernels.install import MARK
@@ -32,6 +32,7 @@ from titanplans.parallel.compile.fla_graphs import calls_kernels, end_graphs_at_
 from titanplans.plan.decoder import find_decoder
 from titanplans.plan.degrees import Degrees
 from titanplans.precision.float8.conversion import keep_plain_between_graphs
+from titanplans.proof.compare.forward import logits_of
 from titanplans.proof.ranks.fake import fake_ranks
 from titanplans.text import columns, counted
 from titanplans.torch_private.compile import dynamo_errors, is_disabled
@@ -248,10 +249,7 @@ def prepare_block(block: nn.Module) -> bool:
 
 
 def _step(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    output = model(**inputs)
-    if not isinstance(output, torch.Tensor):
-        output = output.logits if hasattr(output, "logits") else output[0]
-    output.float().sum().backward()
+    logits_of(model(**inputs)).float().sum().backward()
 
 
 @contextmanager
