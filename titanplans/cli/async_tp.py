@@ -11,7 +11,6 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -193,8 +192,11 @@ def decide(subject: Subject, request: Namespace, degree: int, progress: Callable
             modeling.initialize(model, seed=0)  # pyrefly: ignore[bad-argument-type]  `modeling.build` made it
         async_tp.prepare(model)
         progress("the graphs")
-        run, group = partial(_step, model, inputs), mesh.get_group().group_name
-        firsts = [names[0] for names in alike.values()]
+        firsts, group = [names[0] for names in alike.values()], mesh.get_group().group_name
+
+        def run() -> None:
+            logits_of(model(**inputs)).float().sum().backward()
+
         try:
             with graphs_end_as_on_a_gpu():
                 captured = capture(model, firsts, run, group, prepare_block, async_tp.install_passes)
@@ -246,10 +248,6 @@ def prepare_block(block: nn.Module) -> bool:
     if several := calls_kernels(block):
         end_graphs_at_kernels(block)
     return not several
-
-
-def _step(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    logits_of(model(**inputs)).float().sum().backward()
 
 
 @contextmanager

@@ -159,7 +159,7 @@ def check_experts(plan: ResolvedPlan) -> None:
     """Refuse a degree of expert parallelism that does not suit the experts of the model, or the other degrees.
 
     Raises:
-        PlanError: so it is.
+        PlanError: there are no experts, or the degree does not divide their number, or is no multiple of `tp`.
     """
     options = plan.source.options
     if options.degrees.ep == 1:

@@ -123,10 +123,10 @@ def run_in_order(
     forward: Callable[[int, Stage, Sequence[torch.Tensor]], Any],
     loss: Callable[[int, Any], torch.Tensor],
 ) -> None:
-    """Run forwards and backwards, in the order that the schedule has with all stages on one rank.
+    """Run forwards and backwards of all stages, in the order that the schedule of this name has with all on one rank.
 
     Args:
-        stages: all of them.
+        stages: in their order.
         schedule: its name.
         microbatches: how many.
         forward: of a micro batch, by its number, in a stage that is given what the one before has made.

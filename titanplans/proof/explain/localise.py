@@ -56,14 +56,9 @@ def localise(
     world: World,
     case: CaseResult,
 ) -> CaseResult:
-    """Return `case` with the place where the split model differs first: in the forward, or else in the backward.
+    """Return the failing `case` with the place where the split model differs first: in the forward, or else in the backward.
 
-    Args:
-        training: the split model's, recorded, as far as it came.
-        plan: its plan.
-        reference: the whole model's, recorded.
-        world: the ranks.
-        case: the failing result.
+    Both trainings are recorded, the split model's as far as it came.
     """
     search = _Search(training, plan, reference, world, case.options)
     finding = from_first(world, search.first_off("forward", search.outputs()))

@@ -94,12 +94,7 @@ class Pool:
         self._stack.close()
 
     def run(self, degree: int, work: Callable[[ThreadWorld], T], replica: int = 1) -> T:
-        """Run `work` on each of `degree` threads, and return its result on the first.
-
-        Args:
-            degree: number of ranks.
-            work: of each rank.
-            replica: the ranks' replica in the world, 0 or 1.
+        """Run `work` on each of `degree` threads, replica 0 or 1 of the world, and return its result on the first.
 
         Raises:
             Exception: from `work` on the first rank to fail; `RanksDiverged` if the ranks lost each other.

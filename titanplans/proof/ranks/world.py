@@ -61,14 +61,10 @@ World = threads.ThreadWorld | ProcessWorld
 
 
 class Worlds:
-    """The ranks of a proof at every degree, until the context ends.
-
-    Args:
-        ranks: threads or process_group.
-        model: the whole one.
+    """The ranks of a proof of the whole `model` at every degree, until the context ends.
 
     Raises:
-        PlanError: `ranks` is neither, or threads can't run on the device of `model`.
+        PlanError: `ranks` is none of `RANKS`, or threads can't run on the device of `model`.
     """
 
     def __init__(self, ranks: str, model: nn.Module):
