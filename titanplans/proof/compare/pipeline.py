@@ -125,12 +125,8 @@ def run_in_order(
 ) -> None:
     """Run forwards and backwards of all stages, in the order that the schedule of this name has with all on one rank.
 
-    Args:
-        stages: in their order.
-        schedule: its name.
-        microbatches: how many.
-        forward: of a micro batch, by its number, in a stage that is given what the one before has made.
-        loss: of a micro batch, by its number, and what the last stage has returned.
+    `forward` takes a micro batch's number, a stage, and what the stage before has made; `loss` the number, and what the last
+    stage has returned.
     """
     taken: dict[Place, list[torch.Tensor]] = {}
     given: dict[Place, list[torch.Tensor]] = {}

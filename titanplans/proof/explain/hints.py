@@ -55,14 +55,8 @@ def summing_style(
     """Return the style that sums the gradient of a replicated parameter over the ranks, as a plan calls it; "" if unclear.
 
     In a region it is the region's; behind its sum and outside of regions the stream's, where each rank has a share of the
-    gradient only with sequence parallelism.
-
-    Args:
-        name: of the parameter.
-        styles: of the plan, by fully qualified name; foreign ones don't say where regions are.
-        order: the modules as they finished in the whole model's forward.
-        decoder: of the model.
-        options: of the case.
+    gradient only with sequence parallelism. `order` has the modules as they finished in the whole model's forward. Foreign
+    styles don't say where regions are.
     """
     own, module = own_styles(styles), name.rpartition(".")[0]
     around = [key for key in own if module == key or within(module, key)]
