@@ -79,8 +79,11 @@ THOROUGH = {
     "tests/training/launch/test_train_cli.py": (),
     "tests/cli/test_async_tp_command.py": (),
     "tests/cli/test_sweep_run.py": (),
-    "tests/cli/test_verify.py": ("test_several_models_are_proved_side_by_side",),
-    "tests/cli/test_verify_so_far.py": (),
+    "tests/cli/test_verify.py": (
+        "test_several_models_are_proved_side_by_side", "test_a_row_comes_with_each_case_and_all_so_far_when_it_is_stopped",
+        "test_stopped_before_the_first_case", "test_of_several_models_those_that_are_done",
+        "test_the_file_has_what_is_printed",
+    ),
     "tests/docs/test_docs.py": ("test_python_blocks_run", "test_the_way_from_a_folder_to_a_folder_works_as_it_stands"),
     "tests/docs/test_readme_commands.py": (),
     "tests/test_devices.py": ("test_a_step_stays_on_its_device_and_waits_for_nothing",),

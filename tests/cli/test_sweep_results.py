@@ -7,7 +7,7 @@ import json
 import pytest
 
 from titanplans.cli.sweep.cells import make_cells
-from titanplans.cli.sweep.process import error_line
+from titanplans.cli.sweep.main import error_line
 from titanplans.cli.sweep.spec import read_spec
 from titanplans.cli.sweep.table import FIGURES, csv_table, markdown_table, read_figures, table
 from titanplans.config import ConfigError

@@ -13,7 +13,7 @@ import pytest
 from jobs import Job, gone
 
 from titanplans.cli.main import main
-from titanplans.cli.sweep import process
+from titanplans.cli.sweep import main as command
 
 ROOT = Path(__file__).parents[2]
 BASE = """
@@ -91,7 +91,7 @@ def test_a_sweep_survives_a_failing_cell_and_is_resumed(folder, capsys, monkeypa
 
     # Half done: a cell was running when the sweep was killed. From here on another program stands in for the jobs.
     (folder / "quick.py").write_text(QUICK)
-    monkeypatch.setattr(process, "TRAIN", [sys.executable, "quick.py"])
+    monkeypatch.setattr(command, "TRAIN", [sys.executable, "quick.py"])
     (folder / "out" / "diverges" / "cell.json").write_text(json.dumps(diverges | {"state": "interrupted"}))
     text = SWEEP.replace("optimizer.lr = 1e30\n", "optimizer.lr = 1e-3\n")
     text = text.replace("timing_skip_steps = 1", "timing_skip_steps = 9")
@@ -152,9 +152,9 @@ time.sleep(60)
 TWO = '[sweep]\nbase = "base.toml"\ndump_folder = "out"\n[grid]\ndebug.seed = [1, 2]\n'
 SWEEPER = """
 import sys
-from titanplans.cli.sweep import process
+from titanplans.cli.sweep import main as command
 from titanplans.cli.main import main
-process.TRAIN = [sys.executable, "sleeper.py"]
+command.TRAIN = [sys.executable, "sleeper.py"]
 sys.exit(main(["sweep", "sweep.toml"]))
 """
 
@@ -163,7 +163,7 @@ sys.exit(main(["sweep", "sweep.toml"]))
 def sleeper(folder, monkeypatch):
     (folder / "sleeper.py").write_text(SLEEPER)
     (folder / "sweep.toml").write_text(TWO)
-    monkeypatch.setattr(process, "TRAIN", [sys.executable, "sleeper.py"])
+    monkeypatch.setattr(command, "TRAIN", [sys.executable, "sleeper.py"])
     return folder
 
 
@@ -218,7 +218,7 @@ def test_a_checkpoint_of_other_settings_is_not_deleted_without_a_word(sleeper, c
 
 @on_linux
 def test_a_job_that_does_not_listen_is_killed_with_its_children(sleeper, monkeypatch):
-    monkeypatch.setattr(process, "_SECONDS_TO_STOP", 0.3)
+    monkeypatch.setattr(command, "_SECONDS_TO_STOP", 0.3)
     (sleeper / "sweep.toml").write_text(
         TWO.replace("[1, 2]", "[9]").replace("[grid]", "time_limit_seconds = 2\n[grid]")
     )

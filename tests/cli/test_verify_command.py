@@ -111,6 +111,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "qwen3.json").write_text(json.dumps(QWEN3))
     (tmp_path / "olmo.json").write_text(json.dumps(OLMO))
     (tmp_path / "own_plans_of_test_verify.py").write_text(OWN)
+    (tmp_path / "degree_1.toml").write_text('[model]\nconfig = "qwen3.json"\n')
     (tmp_path / "broken_syntax.py").write_text("def f(:")
     (tmp_path / "broken_name.py").write_text("x = 1\ny = undefined\n")
     (tmp_path / "broken_import.py").write_text("import no_such_thing\n")
@@ -335,6 +336,7 @@ REFUSED = {
     "float8 in float32": (
         ("verify", "llama", "--float8", "rowwise", "--dtype", "float32"), "can't be compared: use torch.float64",
     ),
+    "degree 1 of a job": (("verify", "degree_1.toml"), "degree_1.toml: tensor_parallel_degree = 1 splits nothing"),
     "layers": (("verify", "gla", "--layers", "5"), "--layers 5: gla, flavor debug has 4 blocks"),
     "no attribute": (
         ("verify", "titanplans.plans.hf.qwen:Qwen4Plan"),
@@ -394,13 +396,6 @@ def test_one_line_and_status_2(command, case):
     assert err.startswith("error: ")
     assert said in err
     assert err.count("\n") == 1
-
-
-def test_degree_1_of_a_job_splits_nothing(command, folder):
-    (folder / "job.toml").write_text('[model]\nconfig = "qwen3.json"\n')
-    status, _, err = command("verify", "job.toml")
-    assert status == 2
-    assert "job.toml: tensor_parallel_degree = 1 splits nothing" in err
 
 
 @pytest.mark.parametrize(

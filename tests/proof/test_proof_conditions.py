@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from plainly import sharded
 from tiny import Tiny, TinyPlan
 
 from titanplans import Degrees, PlanError, TPOptions
@@ -234,9 +235,7 @@ def test_what_a_model_asserts_is_left_out_and_said():
                 logits=super().forward(input_ids).logits, past_key_values=use_cache or None
             )
 
-    report = verify(
-        Modest, TinyPlan, conditions="each", degrees=[2], loss_parallel=True, sequence_parallel=True
-    )
+    report = sharded(Modest, TinyPlan, conditions="each")
     assert report.passed, report.table()
     assert {
         "documents in a sequence: its forward refuses cu_seqlens: NotImplementedError: no documents (test_proof_conditions)",
@@ -244,9 +243,7 @@ def test_what_a_model_asserts_is_left_out_and_said():
         "(test_proof_conditions)",
     } <= lines_aside(report.unreached)
 
-    report = verify(
-        Careful, TinyPlan, conditions="each", degrees=[2], loss_parallel=True, sequence_parallel=True
-    )
+    report = sharded(Careful, TinyPlan, conditions="each")
     assert report.passed, report.table()
     assert {
         "padding: its forward refuses an attention_mask in training: AssertionError: no mask in training "
@@ -274,9 +271,7 @@ def test_a_cache_has_one_of_three_names(name, make):
         [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY), *parameters]
     )
     seen = []
-    report = verify(
-        Cached, TinyPlan, conditions="each", degrees=[2], loss_parallel=True, sequence_parallel=True
-    )
+    report = sharded(Cached, TinyPlan, conditions="each")
     assert report.passed, report.table()
     unknown = "a forward with a cache: its forward takes none called cache, past_key_values or cache_params"
     assert (["state"] in seen) is (unknown not in report.unreached) is (name != "memory")
@@ -330,7 +325,7 @@ def test_what_code_of_ours_raises_is_no_refusal_of_the_model(raised):
         PlanError,
         match=f"does not run on cpu: {type(raised).__name__}: {raised} .*, with an attention_mask in training",
     ):
-        verify(Fails, TinyPlan, conditions="each", degrees=[2], loss_parallel=True, sequence_parallel=True)
+        sharded(Fails, TinyPlan, conditions="each")
 
 
 def test_images_that_no_batch_has_are_named():
@@ -339,10 +334,7 @@ def test_images_that_no_batch_has_are_named():
             return super().forward(input_ids)
 
     def unreached(inputs, conditions):
-        report = verify(
-            Seeing, TinyPlan, inputs=inputs, conditions=conditions, degrees=[2], loss_parallel=True,
-            sequence_parallel=True,
-        )  # fmt: skip
+        report = sharded(Seeing, TinyPlan, inputs=inputs, conditions=conditions)
         return [words for words in report.unreached if "pixel_values" in words]
 
     named = ["images: no batch has pixel_values, which verify(inputs=...) would give"]

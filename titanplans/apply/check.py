@@ -15,10 +15,9 @@ from torch import nn
 
 from titanplans.errors import PlanError
 from titanplans.plan.checks.code import code_of_ranks
-from titanplans.plan.checks.experts import check_experts
 from titanplans.plan.checks.packed import packed_faults
 from titanplans.plan.checks.regions import region_faults
-from titanplans.plan.checks.sizes import check_degree
+from titanplans.plan.checks.sizes import check_degree, check_experts
 from titanplans.plan.checks.tied import check_tied, tied_parameters
 from titanplans.plan.checks.tokens import check_tokens
 from titanplans.plan.converted import Crossing

@@ -11,7 +11,6 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -21,8 +20,8 @@ from torch import nn
 from titanplans import kernels, modeling
 from titanplans.apply.apply import apply_plan
 from titanplans.cli.verify.prepare import Prepared, prepare
-from titanplans.cli.verify.repeated_blocks import kind
 from titanplans.cli.verify.screen import progress
+from titanplans.cli.verify.smaller_config import kind
 from titanplans.cli.verify.subject import Subject, every_model, find_subject
 from titanplans.errors import UserError, VerifyError
 from titanplans.kernels.install import MARK
@@ -32,6 +31,7 @@ from titanplans.parallel.compile.graph_breaks import calls_kernels, end_graphs_a
 from titanplans.plan.decoder import find_decoder
 from titanplans.plan.degrees import Degrees
 from titanplans.precision.float8.conversion import keep_plain_between_graphs
+from titanplans.proof.compare.forward import logits_of
 from titanplans.proof.ranks.fake import fake_ranks
 from titanplans.text import columns, counted
 from titanplans.torch_private.compile import dynamo_errors, is_disabled
@@ -192,8 +192,11 @@ def decide(subject: Subject, request: Namespace, degree: int, progress: Callable
             modeling.initialize(model, seed=0)  # pyrefly: ignore[bad-argument-type]  `modeling.build` made it
         async_tp.prepare(model)
         progress("the graphs")
-        run, group = partial(_step, model, inputs), mesh.get_group().group_name
-        firsts = [names[0] for names in alike.values()]
+        firsts, group = [names[0] for names in alike.values()], mesh.get_group().group_name
+
+        def run() -> None:
+            logits_of(model(**inputs)).float().sum().backward()
+
         try:
             with graphs_end_as_on_a_gpu():
                 captured = capture(model, firsts, run, group, prepare_block, async_tp.install_passes)
@@ -245,13 +248,6 @@ def prepare_block(block: nn.Module) -> bool:
     if several := calls_kernels(block):
         end_graphs_at_kernels(block)
     return not several
-
-
-def _step(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    output = model(**inputs)
-    if not isinstance(output, torch.Tensor):
-        output = output.logits if hasattr(output, "logits") else output[0]
-    output.float().sum().backward()
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from torch import nn
 from titanplans.apply.apply import AppliedPlan
 from titanplans.observe.operators import Collective
 from titanplans.plan.layout import shard_size
-from titanplans.plan.token_regions import region_of, token_regions
 from titanplans.split.costs import Call, exchanged
 from titanplans.split.state import state_of
 from titanplans.split.stream import Border
@@ -75,8 +74,7 @@ def within_mixers(applied: AppliedPlan) -> Mapping[str, str]:
     plan = applied.resolved
     if applied.border.tokens.ranks == 1:
         return {}
-    regions = token_regions(plan)
-    found = {entry.path: region_of(entry, regions, plan) for entry in plan.entries}
+    found = {entry.path: plan.token_region_of(entry) for entry in plan.entries}
     return {path: region for path, region in found.items() if region}
 
 

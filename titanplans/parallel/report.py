@@ -35,7 +35,6 @@ from titanplans.parallel.activation_checkpoint import Kept, memory_budget
 from titanplans.parallel.record import ParallelRecord, record_of
 from titanplans.plan.decoder import find_decoder
 from titanplans.plan.styles.experts import ByExpert
-from titanplans.plan.token_regions import token_regions
 from titanplans.precision.float8.report import float8_report
 from titanplans.text import class_name
 from titanplans.torch_private.modules import ActivationWrapper, checkpointed
@@ -262,7 +261,7 @@ def _plan(applied: AppliedPlan | None) -> dict[str, Any]:
         names = ("sequence_parallel", "loss_parallel")
         fields["tensor_parallel"] = plan | {name: getattr(options, name) for name in names}
     if options.degrees.cp > 1:
-        fields["context_parallel"] = plan | {"regions": sorted(token_regions(applied.resolved))}
+        fields["context_parallel"] = plan | {"regions": sorted(applied.resolved.token_regions)}
     if options.degrees.ep > 1:
         experts = [entry.key for entry in applied.resolved.entries if isinstance(entry.style, ByExpert)]
         fields["expert_parallel"] = plan | {"experts": experts}

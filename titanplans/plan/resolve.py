@@ -14,6 +14,7 @@ from titanplans.plan.decoder import Decoder, find_decoder, is_held, join, name_h
 from titanplans.plan.layout import Layout
 from titanplans.plan.plan import Plan, TPPlan
 from titanplans.plan.styles.base import Style
+from titanplans.plan.styles.region import Region
 from titanplans.plan.styles.replicated import EndOfStream
 from titanplans.plan.styles.vocab import VocabEmbedding, VocabHead
 from titanplans.user_code import as_user_error
@@ -61,6 +62,34 @@ class ResolvedPlan:
     def degree(self) -> int:
         """Number of ranks over which a layer is split."""
         return self.source.options.degree
+
+    @cached_property
+    def token_regions(self) -> frozenset[str]:
+        """The keys of the regions that mix tokens, to which context parallelism gives the whole sequence.
+
+        `attn_input`, `attn_region` and `shared_region` do, `mlp_input` and `mlp_region` do not. A tower's blocks, such as a
+        vision encoder's, have tokens of their own, and are whole on every rank.
+        """
+        towers = [name for tower in self.decoder.towers for name in tower]
+        return frozenset(
+            entry.key
+            for entry in self.entries
+            if isinstance(entry.style, Region)
+            and entry.style.mixes_tokens
+            and not any(entry.key == name or within(entry.key, name) for name in towers)
+        )
+
+    def token_region_of(self, entry: Entry) -> str | None:
+        """Return the one of `token_regions` in which `entry` stands, or that it opens.
+
+        "" for a parameter that blocks read inside of one.
+        """
+        for region in self.token_regions:
+            if entry.key == region or within(entry.key, region):
+                return region
+        for_blocks = entry.parameter is not None and entry.style.inside
+        opened = (other.key for other in self.entries if other.style.opens)
+        return "" if for_blocks and not any(within(entry.key, key) for key in opened) else None
 
     def within(self, module: str) -> Iterator[Entry]:
         """Yield the entries inside the module of this name."""

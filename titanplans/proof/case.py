@@ -19,10 +19,9 @@ from titanplans.plan.options import TPOptions
 from titanplans.plan.styles.base import Style
 from titanplans.proof.batches.conditions import Scenario
 from titanplans.proof.compare.comparison import Comparison
-from titanplans.proof.compare.forward import FAILURES
+from titanplans.proof.compare.forward import FAILURES, first_line
 from titanplans.proof.compare.patches import unpatched
 from titanplans.proof.compare.pipeline import split_stages
-from titanplans.proof.compare.raised import first_line
 from titanplans.proof.compare.reference import ReferenceRun
 from titanplans.proof.compare.training import TrainingRun, recompute
 from titanplans.proof.explain.localise import localise, may_be_partial

@@ -2,6 +2,6 @@
 
     titanplans sweep configs/experiments/tp_variants.toml
 
-`spec` reads the file, `cells` makes the jobs and keeps the record of each, `process` runs one, `table` writes the results,
-`main` is the command line. A cell is a `titanplans train` process; nothing here imports torchtitan.
+`spec` reads the file, `cells` makes the jobs and keeps the record of each, `main` runs them, `table` writes the results. A
+cell is a `titanplans train` process; nothing here imports torchtitan.
 """

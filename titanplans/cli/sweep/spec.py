@@ -103,7 +103,12 @@ def read_spec(path: str) -> Spec:
         for key in one.keys() & other.keys():
             raise ConfigError(f"{path}: {key} varies, and [set] or another axis gives it, too; leave one out")
     cells: dict[str, Settings] = {}
-    for name, own in [*_product(axes), *_named(file.cells, path)]:
+    # The last axis varies fastest.
+    products = [
+        (",".join(name for name, _ in points), {key: word for _, own in points for key, word in own.items()})
+        for points in (itertools.product(*axes) if axes else ())
+    ]
+    for name, own in [*products, *_named(file.cells, path)]:
         if name in cells:
             raise ConfigError(
                 f'{path}: two cells are named "{name}"; give one another name: [[axis]] names, or [[cells]] name'
@@ -171,12 +176,6 @@ def _axis(table: dict[str, Any], where: str) -> list[_Point]:
         _settings(dict(zip(columns, row, strict=True)), where) for row in zip(*columns.values(), strict=True)
     ]
     return list(zip(map(str, names) if names else map(_name, points), points, strict=False))
-
-
-def _product(axes: list[list[_Point]]) -> Iterator[_Point]:
-    """Yield the cells of the grid, the last axis varying fastest."""
-    for points in itertools.product(*axes) if axes else ():
-        yield ",".join(name for name, _ in points), {k: v for _, own in points for k, v in own.items()}
 
 
 def _named(tables: tuple[dict[str, Any], ...], path: str) -> Iterator[_Point]:

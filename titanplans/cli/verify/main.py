@@ -12,12 +12,22 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
+from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from titanplans.cli.verify.arguments import parse
 from titanplans.errors import VerifyError
 from titanplans.training.launch.logs import init_logging
 from titanplans.training.launch.signals import Stopped, stop_on_signals
+
+if (
+    TYPE_CHECKING
+):  # mistakes in the command line are reported before torch and the model libraries are imported
+    import torch
+
+_PATIENCE = timedelta(minutes=5)
+"""Ranks of a wrong plan may wait for each other: they fail after this time instead of torch's half hour."""
 
 
 def main(argv: list[str]) -> int:
@@ -45,19 +55,15 @@ def _verify(request: Namespace, rank: int, alone: bool) -> int:
     gc.set_threshold(
         100_000
     )  # imports and trainings leave little garbage; looking for it takes a sixth of the time
-    # Not at the top: mistakes in the command line are reported before the model libraries are imported.
-    from titanplans.cli.verify.group import check_launch, started_ranks
-
-    check_launch(request)
-    with started_ranks(request) as device:
+    _check_launch(request)
+    with _started_ranks(request) as device:
         if request.kernels == "real":
             _interpret(device.type)
         import torch
 
         from titanplans import kernels
         from titanplans.cli.verify.proof import Outcome, prove
-        from titanplans.cli.verify.screen import progress
-        from titanplans.cli.verify.so_far import SoFar, news
+        from titanplans.cli.verify.screen import SoFar, news, progress
         from titanplans.cli.verify.subject import every_model, find_subject
         from titanplans.parallel.mesh.process_group import available_cores
         from titanplans.proof.ranks.processes import Tell, side_by_side
@@ -98,6 +104,42 @@ def _verify(request: Namespace, rank: int, alone: bool) -> int:
                 raise
     so_far.end()
     return 0 if all(itertools.chain(*parts)) else 1
+
+
+def _check_launch(request: Namespace) -> None:
+    """Refuse torchrun without a process group or the reverse, and degrees that are not its size, by a VerifyError."""
+    grouped, size = request.ranks == "process_group", int(os.environ.get("WORLD_SIZE", "1"))
+    cuts = request.degrees or ()
+    if grouped != ({"RANK", "WORLD_SIZE"} <= os.environ.keys()):
+        group = "" if grouped else " --process-group"
+        degree = cuts[0].sharing if cuts else 2
+        raise VerifyError(
+            "--process-group goes with torchrun, which starts a process for each rank, and torchrun with --process-group: "
+            f"torchrun --nproc-per-node {degree} -m titanplans {request.words}{group}"
+        )
+    if grouped and (any(cut.sharing != size for cut in cuts) or (size == 1 and not cuts)):
+        said = ", ".join(map(str, cuts)) or "--process-group"
+        raise VerifyError(
+            f"{said}: torchrun started {size} processes; start as many as tp x cp, two at least, or say --tp 1 for one"
+        )
+
+
+@contextmanager
+def _started_ranks(request: Namespace) -> Iterator["torch.device"]:
+    """Give the device of this process's ranks; set up the process group if one was asked for, and take it down."""
+    import torch
+
+    from titanplans.parallel.mesh.process_group import process_group
+
+    if request.ranks != "process_group":
+        yield torch.device("cpu")
+        return
+    with process_group(timeout=_PATIENCE) as process:
+        if process.device.type != "cpu":
+            # Matrix products in full float32: TF32 keeps 10 bits of 23. titanplans/cli/main.py sets Triton's.
+            torch.backends.cuda.matmul.allow_tf32 = False
+            torch.backends.cudnn.allow_tf32 = False
+        yield process.device
 
 
 def _interpret(device_type: str) -> None:

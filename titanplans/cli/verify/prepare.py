@@ -161,14 +161,8 @@ def check_memory(
 ) -> None:
     """Refuse a model if its logits, or the copies of its weights that a proof holds, don't fit into memory.
 
-    An accepted model may still not fit: activations and replicas need memory too.
-
-    Args:
-        model: may lie on meta.
-        tokens: of a batch.
-        dtype: of the weights.
-        device: whose memory counts.
-        copies: of the whole model, one for each rank that is a thread.
+    An accepted model may still not fit: activations and replicas need memory too. `tokens` are those of a batch, `copies` of
+    the whole model, one for each rank that is a thread. The model may lie on meta.
     """
     parameters = sum(p.numel() for p in model.parameters())
     needed = max(_COPIES, _KEPT + copies) * parameters * dtype.itemsize

@@ -74,15 +74,10 @@ def prove(
     *,
     fork: bool = False,
 ) -> Outcome:
-    """Prove `subject` as `request` asks, on `device`.
+    """Prove `subject` as `request`, the command line, asks, on `device`.
 
-    Args:
-        subject: the model, its plan and its options.
-        request: the command line.
-        device: of the model.
-        progress: called with a few words before each step.
-        watch: called with the outcome so far after each case.
-        fork: prove the cases of a small model in as many processes as there are cores.
+    `progress` is called with a few words before each step, `watch` with the outcome so far after each case. With `fork` the
+    cases of a small model are proved in as many processes as there are cores.
     """
     start = time.perf_counter()
     progress("the model")

@@ -86,12 +86,8 @@ def check_coverage(
 ) -> None:
     """Refuse parameters that no key covers (they would stay plain tensors among DTensors), or that can't be split.
 
-    Args:
-        plan: the styles by key.
-        covered: names of the parameters that have a layout.
-        foreign: modules with a foreign style, which declares nothing: parameters that it left out are found afterwards.
-        model: not yet split.
-        plan_name: for errors.
+    `covered` names the parameters that have a layout, `foreign` the modules with a foreign style, which declares nothing:
+    parameters that it left out are found afterwards.
     """
     uncovered: list[tuple[str, nn.Module, str]] = []
     every: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Whether the degree suits a plan and its model: heads, and every dimension that is sharded."""
+"""Whether the degrees suit a plan and its model: heads, every dimension that is sharded, and the number of experts."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,9 +12,9 @@ from titanplans.errors import PlanError, either, near_multiples
 from titanplans.plan.layout import shard_size
 from titanplans.plan.plan import TPPlan
 from titanplans.plan.resolve import ResolvedPlan
+from titanplans.plan.styles.base import held
 from titanplans.plan.styles.experts import ByExpert
 from titanplans.plan.styles.projections import Rowwise
-from titanplans.plan.token_regions import region_of, token_regions
 
 _DEGREES = 256
 """The largest degree that an error proposes."""
@@ -56,7 +56,6 @@ def _sizes(plan: ResolvedPlan) -> Iterator[Size]:
     uneven, as long as every rank holds something.
     """
     decoder, degree = plan.decoder, plan.degree
-    regions = token_regions(plan) if plan.source.options.in_mixers else None
     for name, mixer in decoder.mixers.items():
         if plan.split_key(name) is not None:
             shared = any(entry.style.shares_heads for entry in plan.within(name))
@@ -66,8 +65,8 @@ def _sizes(plan: ResolvedPlan) -> Iterator[Size]:
         if isinstance(style, ByExpert):  # `check_experts`
             continue
         in_mixer = decoder.mixer_around(key) is not None
-        if regions is not None:
-            in_mixer = region_of(entry, regions, plan) is not None
+        if plan.source.options.in_mixers:
+            in_mixer = plan.token_region_of(entry) is not None
             if not in_mixer:
                 continue
         where = f"{key}, {type(module).__name__}"
@@ -154,3 +153,39 @@ def _fills(value: int, degree: int) -> bool:
 
 def _next_multiple(value: int, factor: int) -> int:
     return shard_size(value, factor) * factor
+
+
+def check_experts(plan: ResolvedPlan) -> None:
+    """Refuse a degree of expert parallelism that does not suit the experts of the model, or the other degrees.
+
+    Raises:
+        PlanError: there are no experts, or the degree does not divide their number, or is no multiple of `tp`.
+    """
+    options = plan.source.options
+    if options.degrees.ep == 1:
+        return
+    words = f"expert_parallel_degree = {options.degrees.ep}"
+    found = [entry for entry in plan.entries if isinstance(entry.style, ByExpert)]
+    if not found:
+        raise PlanError(
+            f"{words}: {type(plan.source).__name__} gives no experts of {type(plan.model).__name__} to ranks; set it to 1"
+        )
+    if options.degrees.ep % options.degree:
+        raise PlanError(
+            f"{words} is no multiple of tensor_parallel_degree = {options.degree}, whose ranks have the same tokens: set it "
+            f"to {options.degree}, or tensor_parallel_degree to {either(_divisors(options.degrees.ep))}"
+        )
+    for entry in found:
+        number = len(next(iter(held(entry.module).values())))
+        if number % options.degrees.ep:
+            works = [d for d in _divisors(number) if d % options.degree == 0]
+            both = f"set both it and tensor_parallel_degree to {either(_divisors(number))}"
+            remedy = f"{either(works)} would work" if works else both
+            raise PlanError(
+                f"{words} does not divide the number of experts = {number} ({entry.key}, {type(entry.module).__name__}): "
+                f"{remedy}"
+            )
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

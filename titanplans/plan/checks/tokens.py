@@ -11,7 +11,6 @@ from titanplans.plan.decoder import find_decoder, within
 from titanplans.plan.resolve import ResolvedPlan
 from titanplans.plan.styles.base import Style
 from titanplans.plan.styles.region import Region
-from titanplans.plan.token_regions import token_regions
 
 
 def check_tokens(plan: ResolvedPlan, in_mixers: ResolvedPlan) -> None:
@@ -27,7 +26,6 @@ def check_tokens(plan: ResolvedPlan, in_mixers: ResolvedPlan) -> None:
             "those of all tokens, and a rank has its own: remove float8, or set context_parallel_degree = 1"
         )
     find_decoder(plan.model)  # or it has no blocks
-    regions = token_regions(plan)
     for entry in plan.entries:
         is_mlp = isinstance(entry.style, Region) and not entry.style.mixes_tokens
         if is_mlp and (told := _tells_tokens(entry.module)):
@@ -40,7 +38,7 @@ def check_tokens(plan: ResolvedPlan, in_mixers: ResolvedPlan) -> None:
             )
     for key, style in plan.styles.items():
         if not isinstance(style, Style) and (
-            plan.source.options.keeps_weights or any(within(key, r) for r in regions)
+            plan.source.options.keeps_weights or any(within(key, r) for r in plan.token_regions)
         ):
             raise PlanError(
                 "context parallelism cuts what a plan declares, and this style installs its own hooks: give the module a "

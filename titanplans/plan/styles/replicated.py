@@ -23,10 +23,8 @@ class ReplicatedInRegion(ParameterStyle):
 
 
 class AddedToSum(ParameterStyle):
-    """Replicate what every rank adds before the all-reduce, such as experts' biases: each reads it divided by `degree`.
-
-    Args:
-        degree: number of ranks.
+    """Replicate what every rank adds before the all-reduce, such as experts' biases: each reads it divided by
+    `degree`, the number of ranks.
     """
 
     inside = True

@@ -17,12 +17,7 @@ def float8_report(
     """Return what became of each Linear of `model` as JSON has it; None if nothing is float8.
 
     The `borders` are those of tensor-parallel regions, by plan key: what crosses them "in float8", or why not. Calls with
-    a mask [batch, sequence] enter in high precision (docs/float8.md).
-
-    Args:
-        model: parallelised.
-        done: what `convert_to_float8` returned.
-        crossings: the AppliedPlan's.
+    a mask [batch, sequence] enter in high precision (docs/float8.md). `done` is what `convert_to_float8` returned.
     """
     if done is None:
         return None

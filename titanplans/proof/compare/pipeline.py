@@ -1,14 +1,15 @@
 """A model cut into the stages of a pipeline, all of them on each rank of the proof.
 
 So nothing is sent; which blocks a stage has, what passes between stages, shared parameters and the schedule's order are as
-in a job.
+in a job. As on several ranks, a stage gets leaves of its own, and its backward begins with their gradients.
 """
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,12 +21,14 @@ from titanplans.plan.custom import PlanSource, resolve_plan
 from titanplans.plan.decoder import find_decoder
 from titanplans.plan.options import TPOptions
 from titanplans.split.meshes import meshes_of
+from titanplans.split.stages.schedules import in_one_order, orders
 from titanplans.split.stages.shared import SharedParameters
 from titanplans.split.stages.stage import Stage
 from titanplans.split.stages.stages import Stages, balance_fault
 from titanplans.split.stages.trace import Trace
 from titanplans.split.state import border_of_model, make_state
 from titanplans.text import counted
+from titanplans.torch_private.pipelining import backward_of_inputs, backward_of_weights, without_views
 
 
 class PipelinedModel(nn.Module):
@@ -107,3 +110,44 @@ def refuse_stages(model: nn.Module, stages: int) -> None:
         )
     if stages > 1 and (reason := balance_fault(model)) is not None:
         raise PlanError(f"pp = {stages}: {reason}")
+
+
+Place = tuple[int, int]
+"""Numbers of a stage and of a micro batch."""
+
+
+def run_in_order(
+    stages: Sequence[Stage],
+    schedule: str,
+    microbatches: int,
+    forward: Callable[[int, Stage, Sequence[torch.Tensor]], Any],
+    loss: Callable[[int, Any], torch.Tensor],
+) -> None:
+    """Run forwards and backwards of all stages, in the order that the schedule of this name has with all on one rank.
+
+    `forward` takes a micro batch's number, a stage, and what the stage before has made; `loss` the number, and what the last
+    stage has returned.
+    """
+    taken: dict[Place, list[torch.Tensor]] = {}
+    given: dict[Place, list[torch.Tensor]] = {}
+    left: dict[Place, Any] = {}
+    for at, kind, number in in_one_order(orders(schedule, 1, len(stages), microbatches)):
+        here, last = (at, number), at == len(stages) - 1
+        weights = list(stages[at].model.parameters())
+        if kind == "forward":
+            before = given.get((at - 1, number), [])
+            taken[here] = [x.detach().requires_grad_(x.requires_grad) for x in before]
+            output = forward(number, stages[at], taken[here])
+            given[here] = [loss(number, output)] if last else list(without_views(output))
+            continue
+        made = given[here]
+        gradients = [torch.ones_like(made[0])] if last else [x.grad for x in taken[at + 1, number]]
+        pairs = list(zip(made, gradients, strict=True))
+        if kind == "backward_input" and at > 0:
+            filled = [torch.zeros_like(x) if gradient is None else gradient for x, gradient in pairs]
+            _, left[here] = backward_of_inputs(made, filled, taken[here], weights)
+        elif kind == "backward_weight" and at > 0:
+            backward_of_weights(weights, left[here])
+        elif kind != "backward_input":  # of the first stage torch leaves all to the backward of its weights
+            used = [(x, gradient) for x, gradient in pairs if x.requires_grad and gradient is not None]
+            torch.autograd.backward([x for x, _ in used], [gradient for _, gradient in used])

@@ -15,8 +15,7 @@ from titanplans.proof.batches.conditions import Scenario
 from titanplans.proof.batches.sample import Sampler, freeze, moved
 from titanplans.proof.batches.script import write_script
 from titanplans.proof.compare import tolerance
-from titanplans.proof.compare.forward import FAILURES, Loss, call, logits_of, widened
-from titanplans.proof.compare.raised import does_not_run
+from titanplans.proof.compare.forward import FAILURES, Loss, call, does_not_run, logits_of, widened
 from titanplans.proof.compare.scale import SCALE, Regression, fit, least_unit, units, watched
 from titanplans.proof.compare.tolerance import Tolerance
 from titanplans.proof.compare.training import TrainingRun

@@ -17,8 +17,17 @@ from titanplans.plan.cache import CACHES
 from titanplans.proof.batches.conditions import MicroBatch
 from titanplans.proof.batches.sample import Sampler, moved
 from titanplans.proof.batches.script import one_more
-from titanplans.proof.compare.forward import FAILURES, call, continued, evaluate, logits_of
-from titanplans.proof.compare.raised import does_not_run, first_line, is_ours, raised_at
+from titanplans.proof.compare.forward import (
+    FAILURES,
+    call,
+    continued,
+    does_not_run,
+    evaluate,
+    first_line,
+    is_ours,
+    logits_of,
+    raised_at,
+)
 
 _REFUSALS = (AssertionError, NotImplementedError, ValueError)
 """Errors by which code refuses an argument. Any other is a mistake, the model's or ours."""

@@ -33,10 +33,9 @@ from titanplans.proof.compare.forward import (
     loss_of,
     widened,
 )
-from titanplans.proof.compare.pipeline import PipelinedModel
+from titanplans.proof.compare.pipeline import PipelinedModel, run_in_order
 from titanplans.proof.compare.record import Recorder
 from titanplans.proof.compare.scale import recorded
-from titanplans.proof.compare.scheduled import run_in_order
 from titanplans.split.gradients import align_gradients, local_of, total_norm
 from titanplans.split.stages.stage import Stage
 from titanplans.split.state import border_of_model

@@ -19,9 +19,7 @@ Prove = Callable[[TPOptions, Scenario], CaseResult]
 class Blame:
     """Explains failing cases one by one, and tries the last explanation on the next case first.
 
-    Args:
-        prove: proves one case.
-        plain: the scenario without conditions.
+    `plain` is the scenario without conditions.
     """
 
     def __init__(self, prove: Prove, plain: Scenario):

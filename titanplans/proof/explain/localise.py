@@ -14,18 +14,20 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.plan.decoder import within
-from titanplans.plan.layout import Section
 from titanplans.plan.options import TPOptions
 from titanplans.plan.resolve import ResolvedPlan
 from titanplans.plan.styles.base import Style
-from titanplans.plan.styles.projections import Packed
 from titanplans.proof.compare.assemble import best_fit
 from titanplans.proof.compare.record import gradient_key, module_name
 from titanplans.proof.compare.reference import ReferenceRun
 from titanplans.proof.compare.tolerance import difference
 from titanplans.proof.compare.training import TrainingRun
-from titanplans.proof.explain.hints import added_loss_to_name, sections_to_check
-from titanplans.proof.explain.remedy import summing_style
+from titanplans.proof.explain.hints import (
+    added_loss_to_name,
+    packed_around,
+    sections_to_check,
+    summing_style,
+)
 from titanplans.proof.ranks.world import World, from_first, wholes
 from titanplans.proof.result import CaseResult, Finding, Location, epsilons
 
@@ -54,14 +56,9 @@ def localise(
     world: World,
     case: CaseResult,
 ) -> CaseResult:
-    """Return `case` with the place where the split model differs first: in the forward, or else in the backward.
+    """Return the failing `case` with the place where the split model differs first: in the forward, or else in the backward.
 
-    Args:
-        training: the split model's, recorded, as far as it came.
-        plan: its plan.
-        reference: the whole model's, recorded.
-        world: the ranks.
-        case: the failing result.
+    Both trainings are recorded, the split model's as far as it came.
     """
     search = _Search(training, plan, reference, world, case.options)
     finding = from_first(world, search.first_off("forward", search.outputs()))
@@ -161,7 +158,8 @@ class _Search:
         partial = may_be_partial(module_name(key), self.plan.styles)
         if not partial and self.options.cuts_stream and self._is_one_token(expected):
             held = held[:1]  # on the stream the other ranks hold padding of the same shape
-        packings, inner = _packings(module_name(key), self.plan.styles), self.options.degree
+        packed, inner = packed_around(module_name(key), self.plan.styles), self.options.degree
+        packings = {style.sections for style in packed.values()}
         fit = best_fit(held, expected, self._apart, sums=partial, packings=packings, inner=inner)
         if fit is None:
             return None
@@ -242,17 +240,6 @@ def may_be_partial(name: str, styles: Mapping[str, ParallelStyle]) -> bool:
     regions = [key for key, style in styles.items() if isinstance(style, Style) and style.opens]
     foreign = not all(isinstance(style, Style) for style in styles.values())  # does not say where regions are
     return foreign or any(name != key and name.startswith(f"{key}." if key else "") for key in regions)
-
-
-def _packings(name: str, styles: Mapping[str, ParallelStyle]) -> set[tuple[Section, ...]]:
-    """Return the sections of the packed projections in the region around a module, itself included."""
-    opened = [key for key, style in styles.items() if isinstance(style, Style) and style.opens]
-    around = [key for key in opened if name.startswith(f"{key}.")]
-    return {
-        style.sections
-        for key, style in styles.items()
-        if isinstance(style, Packed) and any(key.startswith(f"{region}.") for region in around)
-    }
 
 
 def _parent(name: str) -> str:

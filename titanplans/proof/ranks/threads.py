@@ -31,9 +31,17 @@ T = TypeVar("T")
 
 
 class ThreadWorld:
-    """The world (titanplans/proof/ranks/world.py) as one of the threads sees it."""
+    """The ranks over which a case is split, as one of them sees them.
+
+    Attributes:
+        mesh: 1-D, "tp": all ranks.
+        mesh_of: the meshes of the same ranks with so many of them sharing a sequence, or experts.
+        first: whether this is the first rank, which compares for all.
+        asked: Python modules, other than torch's and ours, that asked for a rank's number in a world larger than the mesh.
+    """
 
     exact = True
+    """Equal work gives equal bits on every rank."""
 
     def __init__(self, meshes: "Meshes", rank: int, lockstep: Lockstep):
         self.mesh, self.mesh_of, self._rank, self._lockstep = meshes(1), meshes, rank, lockstep
@@ -41,6 +49,7 @@ class ThreadWorld:
         self.asked: Collection[str] = lockstep.asked
 
     def gather(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """Yield for each of `tensors` every rank's local tensor, in rank order, plain and read-only."""
         parts = [local_of(tensor).detach() for tensor in tensors]
         what = ("gather", ("tensors", len(parts)))
         return map(
@@ -48,9 +57,11 @@ class ThreadWorld:
         )
 
     def gather_objects(self, value: T) -> list[T]:
+        """Return the `value` of every rank, in rank order."""
         return self._lockstep(self._rank, ("gather_objects",), value, lambda values: values)
 
     def together(self, work: Callable[[], T]) -> T:
+        """Return the result of `work` on this rank; an error on one rank is raised on all."""
         return self._lockstep.together(self._rank, work)
 
 
@@ -83,12 +94,7 @@ class Pool:
         self._stack.close()
 
     def run(self, degree: int, work: Callable[[ThreadWorld], T], replica: int = 1) -> T:
-        """Run `work` on each of `degree` threads, and return its result on the first.
-
-        Args:
-            degree: number of ranks.
-            work: of each rank.
-            replica: the ranks' replica in the world, 0 or 1.
+        """Run `work` on each of `degree` threads, replica 0 or 1 of the world, and return its result on the first.
 
         Raises:
             Exception: from `work` on the first rank to fail; `RanksDiverged` if the ranks lost each other.

@@ -5,12 +5,11 @@ process_group    here: one rank in each process of the default process group, ov
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from titanplans.adapters.low_rank import draws
@@ -26,41 +25,11 @@ SMALL = 2**27
 """Bytes of a model whose arithmetic does not fill two cores."""
 
 
-class World(Protocol):
-    """The ranks over which a case is split, as one of them sees them."""
-
-    mesh: DeviceMesh
-    """1-D, "tp": all ranks."""
-    first: bool
-    """Whether this is the first rank, which compares for all."""
-    exact: bool
-    """Equal work gives equal bits on every rank."""
-    asked: Collection[str]
-    """Python modules, other than torch's and ours, that asked for a rank's number in a world larger than the mesh."""
-
-    @property
-    def mesh_of(self) -> "threads.Meshes":
-        """The meshes of the same ranks with so many of them sharing a sequence: "tp", or "cp" and "tp"; or experts."""
-        ...
-
-    def gather(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """Yield for each of `tensors` every rank's local tensor, in rank order, plain and read-only."""
-        ...
-
-    def gather_objects(self, value: T) -> list[T]:
-        """Return the `value` of every rank, in rank order."""
-        ...
-
-    def together(self, work: Callable[[], T]) -> T:
-        """Return the result of `work` on this rank; an error on one rank is raised on all.
-
-        Over a process group an error stays on its rank, and the others wait until their timeout.
-        """
-        ...
-
-
 class ProcessWorld:
-    """One rank in each process of the default process group, over gloo or NCCL."""
+    """The same as `ThreadWorld` on one rank in each process of the default process group, over gloo or NCCL.
+
+    There an error of `together` stays on its rank, and the others wait until their timeout.
+    """
 
     exact = False  # kernels that sum by atomic operations give each rank different bits
     asked: Collection[str] = ()
@@ -87,15 +56,15 @@ class ProcessWorld:
         return work()
 
 
-class Worlds:
-    """The ranks of a proof at every degree, until the context ends.
+World = threads.ThreadWorld | ProcessWorld
+"""The ranks over which a case is split, as one of them sees them."""
 
-    Args:
-        ranks: threads or process_group.
-        model: the whole one.
+
+class Worlds:
+    """The ranks of a proof of the whole `model` at every degree, until the context ends.
 
     Raises:
-        PlanError: `ranks` is neither, or threads can't run on the device of `model`.
+        PlanError: `ranks` is none of `RANKS`, or threads can't run on the device of `model`.
     """
 
     def __init__(self, ranks: str, model: nn.Module):

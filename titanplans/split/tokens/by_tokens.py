@@ -17,7 +17,6 @@ from titanplans.plan.styles.projections import Colwise, Rowwise
 from titanplans.plan.styles.region import Region
 from titanplans.plan.styles.replicated import EndOfStream, ReplicatedInRegion
 from titanplans.plan.styles.vocab import VocabEmbedding
-from titanplans.plan.token_regions import region_of, token_regions
 from titanplans.split.local_code import HeadRanks
 from titanplans.split.meshes import CutMeshes
 from titanplans.split.parameters.local_parameters import ParameterMemo, ParameterMesh, localize
@@ -53,7 +52,7 @@ class CutByTokens:
     """
 
     def __init__(self, plan: ResolvedPlan, in_mixers: ResolvedPlan, meshes: CutMeshes, *, sum_over_cp: bool):
-        self.plan, self.in_mixers, self.regions = plan, in_mixers, token_regions(plan)
+        self.plan, self.in_mixers = plan, in_mixers
         self.mesh = meshes.sharing
         self.border = border = Border(meshes, plan.source.options.stream)
         self.tp, self.cp = border.group[1], border.tokens.ranks
@@ -108,7 +107,7 @@ class CutByTokens:
         return self.border.mesh is None and (style.inside or opens)
 
     def _is_inside(self, entry: Entry) -> bool:
-        return region_of(entry, self.regions, self.plan) is not None
+        return self.plan.token_region_of(entry) is not None
 
     def _part(self, entry: Entry, name: str, inner: Layout) -> MixerPart | None:
         """Return which part of its tp rank's shard of a parameter this rank reads."""
