@@ -4,7 +4,7 @@ import pytest
 import zoo
 
 from titanplans import Degrees, PlanError, verify
-from titanplans.proof.compare import scheduled
+from titanplans.proof.compare import pipeline
 from titanplans.split.stages.shared import SharedParameters
 from titanplans.split.stages.stage import Stage
 from titanplans.split.stages.trace import Trace
@@ -109,9 +109,9 @@ def test_a_wrong_pipeline_is_found(name, monkeypatch):
 @pytest.mark.parametrize("lost", ["a backward", "the gradient of a micro batch"])
 def test_a_schedule_that_loses_gradients_is_found(lost, monkeypatch):
     if lost == "a backward":
-        wrongly(monkeypatch, scheduled, "in_one_order", lambda right: lambda orders: right(orders)[:-1])
+        wrongly(monkeypatch, pipeline, "in_one_order", lambda right: lambda orders: right(orders)[:-1])
     else:
-        wrongly(monkeypatch, scheduled, "backward_of_weights", lambda right: lambda weights, left: None)
+        wrongly(monkeypatch, pipeline, "backward_of_weights", lambda right: lambda weights, left: None)
     report = proved("llama", Degrees(pp=2), conditions="each", **FOUR)
     assert not report.passed
     assert any(case.worst.startswith("gradients") for case in report.cases)
