@@ -8,8 +8,8 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from titanplans.config.sections.data import Corpus, Data, DataSource
 from titanplans.training.data import checks, loader
-from titanplans.training.data.vocabulary import default_tokenizer_path
 from titanplans.training.data.corpus import sources
+from titanplans.training.data.vocabulary import default_tokenizer_path
 
 
 def corpus(dataset="stdlib", dataset_path=None, split="train", text_column="text"):
