@@ -15,7 +15,7 @@ from titanplans.torch_private.dispatch import disabled_torch_function
 
 def _refusing(name: str) -> Any:
     def draw(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self.parameter.device_mesh.size() == 1:
+        if _is_whole(self):
             return getattr(torch.Tensor, name)(self, *args, **kwargs)
         raise PlanError(
             f"weight.{name}() on a split model would draw this rank's part by itself, equal to or unlike the others': call "
@@ -45,8 +45,11 @@ class LocalPart(torch.Tensor):
     )
 
     def new_empty(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As torch's; it draws no more than this part does: `torch.nn.init.orthogonal_` draws into one, and copies it."""
-        return _as_part(super().new_empty(*args, **kwargs), self.parameter)
+        """As torch's, a plain tensor, but for `normal_`: `torch.nn.init.orthogonal_` draws into one, and copies it."""
+        made = super().new_empty(*args, **kwargs)
+        if not _is_whole(self):
+            made.normal_ = self.normal_  # type: ignore[method-assign]
+        return made
 
 
 class LocalWeight(LocalPart):
@@ -74,7 +77,10 @@ class LocalWeight(LocalPart):
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        return _as_part(self.detach(), self.parameter)
+        part: Any = self.detach()
+        part.__class__ = LocalPart
+        part.parameter = self.parameter
+        return part
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -93,10 +99,12 @@ class LocalWeight(LocalPart):
         """Do nothing, as on any parameter: it keeps its gradient."""
 
 
-def _as_part(tensor: Any, parameter: torch.Tensor) -> torch.Tensor:
-    tensor.__class__ = LocalPart
-    tensor.parameter = parameter
-    return tensor
+def _is_whole(part: Any) -> bool:
+    """Whether the ranks that share the parameter are one."""
+    mesh = getattr(
+        part.parameter, "device_mesh", None
+    )  # a plain one is of context parallelism, by DDP or FSDP2
+    return mesh is not None and mesh.size() == 1
 
 
 def as_weight(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
