@@ -12,7 +12,7 @@ from .transformer import TransformerPlan
 
 @register_plan("mamba2", mixer="fla.layers.mamba2.Mamba2")
 class Mamba2Plan(TransformerPlan):
-    """One projection to gate, x, B, C and step size, whose first four parts a convolution joins; a gated norm.
+    """One projection to gate, x, B, C and step size; a convolution over x, B and C; a gated norm.
 
     Heads share B and C by groups, and so do ranks where there are fewer groups. The norm is over each group's width.
     """

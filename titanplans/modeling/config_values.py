@@ -78,7 +78,7 @@ def _check_table(values: Mapping[str, Any], config_class: Any, where: str, prefi
         elif key in ("dtype", "torch_dtype"):
             if value is not None and not isinstance(getattr(torch, str(value), None), torch.dtype):
                 raise ModelError(f'{said}: expected the name of a type of torch, such as "bfloat16"')
-        elif value != field.default:  # which a class may have outside of the rules
+        elif value != field.default:  # a class's default may break the rules
             _check_value(key, value, field.annotation, said)
 
 

@@ -71,7 +71,7 @@ def _this_start(store: dist.Store, ranks: Ranks, timeout: timedelta) -> str:
     """Return a name that the ranks which run now have agreed upon.
 
     Each leaves a random name of its own, reads the names of all, and says so under their hash. A list with the name of a
-    rank that is gone is never confirmed by all: who has its place knows another one. Counting restarts would not do:
+    rank that is gone is never confirmed by all, since its successor has another name. Counting restarts would not do:
     agents of several machines count apart, and do not count the restarts after a machine has joined.
     """
     names = [f"titanplans/names/{rank}" for rank in range(ranks.world_size)]

@@ -1,7 +1,7 @@
 """FSDP2 that gathers weights in float8: a quarter of float32's bytes, half of bfloat16's.
 
 torchao makes each converted weight a tensor that FSDP2 casts before its all-gather, and hands to the product as it
-arrives. Its scale must be that of the whole weight: `scales`, or else sought in each gather.
+arrives. Its scale must be the whole weight's: computed before (`scales`), or reduced in each gather.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from titanplans.torch_private.torchao import is_float8_gathered, stored_weight
 
 
 def gather_in_float8(model: nn.Module) -> None:
-    """Let `model`, sharded by `fsdp.shard` and converted with `fsdp_all_gather`, gather its weights in float8.
+    """Let `model`, sharded by `fsdp.shard` and converted with `enable_fsdp_float8_all_gather`, gather its weights in float8.
 
     Its state dict has the weights as they are stored, in high precision, as tensors that anybody can read.
     """

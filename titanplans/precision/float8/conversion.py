@@ -1,7 +1,7 @@
 """Conversion of Linear modules to float8: torchao's, made strict.
 
-torchao swaps each `nn.Linear` for a `Float8Linear`. It says nothing about modules that were filtered out, about a
-filter that matches none, or about a parent whose fused kernel reads the weight and so stays in high precision. Here
+torchao swaps each `nn.Linear` for a `Float8Linear`. It does not report modules that were filtered out, a filter
+that matches none, or a parent whose fused kernel reads the weight in high precision. Here
 each of these is reported or refused. How plans split a converted module is in `linear`; how FSDP2
 gathers its weights is in `all_gather`.
 """

@@ -1,8 +1,7 @@
 """The float8 product of a Linear that is split over ranks, with the scales of the whole Linear.
 
-torchao scales a tensor, or each row of it, by its largest number. Where a rank holds a part of a tensor, the largest
-number is sought over the ranks, so that each element becomes the same float8 number as in the whole model. Only the
-order of sums differs, as in any split product.
+torchao scales a tensor, or each row, by its absolute maximum. Where a tensor is sharded, the maximum is reduced over the
+ranks, so each element becomes the same float8 number as in the whole model. Only the order of sums differs.
 
 How the tensors of the product of x [tokens, inputs] and w [inputs, outputs] lie on the ranks:
 
@@ -33,9 +32,6 @@ from titanplans.plan.styles.vocab import VocabHead
 from titanplans.split.collectives import Group, all_gather, all_reduce
 from titanplans.split.local_code import HeadRanks
 from titanplans.split.state import make_state, specialise, subclass
-
-_TOKENS, _OUTPUTS = 0, -1
-"""Dimensions of the gradient; of x the latter is its inputs."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +77,9 @@ def _product_of(style: Style, ranks: HeadRanks) -> Split | None:
 
 
 def comes_from_product(x: torch.Tensor) -> bool:
-    """Whether the gradient of `x` goes straight into the product of a split module, which alone can read it in float8.
+    """Whether the backward of `x` is a split product, which alone takes a gradient in float8.
 
-    A bias sums it, too; other code may select tokens. In a graph that is being traced it is taken to be so.
+    Not behind a bias, whose gradient is a sum, nor behind an index. While a graph is traced it is taken to be so.
     """
     return torch.compiler.is_compiling() or isinstance(getattr(x.grad_fn, "split", None), Split)
 

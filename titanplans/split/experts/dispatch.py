@@ -161,7 +161,7 @@ def _within_capacity(
 def _computed(module: Any, run: Rows, rows: torch.Tensor, came: torch.Tensor) -> torch.Tensor:
     """Return what this rank's experts make of `rows`; `came` [ranks, experts] are their numbers by sender and expert."""
     if not len(rows):
-        # Its parameters have a gradient, of zeros, and it takes part in the backward's exchanges, as the others.
+        # Keeps parameters in the graph (zero gradients), so that this rank joins the backward's exchanges.
         params = (getattr(module, name) for name, param in module._parameters.items() if param is not None)
         return sum((param.flatten()[:0].sum() for param in params), rows)
     numbers = torch.arange(came.shape[1], device=rows.device).repeat(len(came))

@@ -1,7 +1,7 @@
 """The rows that a rank reads of a parameter, out of how it is stored (`layout.Rows`), and their way back as a gradient.
 
-Each way is one copy, or one on either side of the all-to-all: row by row in autograd's own operators every run of rows
-would cost a tensor of zeros of the whole parameter's size in the backward, and an addition.
+Forward and backward are one copy each, or one on either side of the all-to-all. With autograd's `narrow` and `cat` each run
+would allocate zeros of the parameter's size in the backward, and add them.
 """
 
 from collections.abc import Sequence

@@ -44,8 +44,8 @@ def copy_shard(destination: torch.Tensor, full: torch.Tensor, *, name: str) -> N
 def take_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
     """Replace whole tensors in `state` by DTensors where `module` has such: a pre-hook of `load_state_dict`.
 
-    Whole tensors have the same values on every rank, so nothing is communicated. One of another shape than the parameter
-    is left for `load_state_dict` to refuse.
+    `state` has the same values on every rank, so nothing is communicated. A wrong shape is left for `load_state_dict` to
+    refuse.
     """
     assigns = metadata.get("assign_to_params_buffers", False)
     for name, parameter in module._parameters.items():

@@ -3,7 +3,7 @@
     to_heads    [B, ceil(L / c), all rows] of this rank's tokens  ->  [B, L, own rows]
     to_tokens   the other way; each is the backward of the other
 
-Of heads that ranks share each gets the same rows, and their gradients are summed.
+Ranks that share a head get the same rows; their gradients are summed.
 """
 
 from typing import Any, NamedTuple

@@ -9,9 +9,8 @@ numbers**, which are gathered. So does what does not ask torch's functions: a sc
     whole     gathered from all ranks               is a part on each rank: summed
     partial   zeros, with the tokens at their place is taken at their place
 
-Between regions (outside) plain tensors are the same on every rank. In a region a plain tensor may be this rank's part of a
-sum, and to take its own tokens of that would lose others'. A `partial` one is such a part: the output of a
-projection that splits its inputs.
+Outside of regions a plain tensor is replicated. In one it may be a partial sum, of which own tokens would lose the others'.
+A `partial` sequence is such a sum: the output of a row-wise projection.
 """
 
 from collections.abc import Callable
@@ -106,7 +105,7 @@ class ShardedSequence(torch.Tensor):
             args, kwargs = tree_map(_shown, (args, kwargs))
             return func(*args, **kwargs)
         if name in ("requires_grad_", "register_hook"):
-            # A gradient of the numbers, or of what works token by token, goes through that of the tokens.
+            # All gradients go through the shard's, so flags and hooks are set on the shard.
             return _on_tokens(name, *args, **kwargs)
         if not _in_function(args):
             if (name in RESHAPES and _keeps_shape(name, args)) or _drops_nothing(name, args, kwargs):
