@@ -83,8 +83,8 @@ def _add(module: Any, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Ten
 class LowRankDropout(nn.Module):
     """Dropout of an adapter's input, equal however the model is split.
 
-    Every rank draws the mask of the whole input, with the same generator state, and uses its part: its columns where the base
-    is split by inputs.
+    Every rank draws the mask of the whole input, with the same generator state, and uses its part: its columns where the
+    base is split by inputs.
 
     Args:
         p: the probability with which a number of the input is set to zero.

@@ -28,8 +28,8 @@ Install = Callable[[Any, nn.Module, Site], None]
 Expect = Callable[[Any, nn.Module, Call], tuple[ExpectedCollective, ...]]
 """Returns the collectives of a call of a module with a style.
 
-For a module that is never called, since other code reads its parameters, its region's rule returns them. A parameter's layout
-says what reading it sends. A region's are those of entering and leaving it, wherever the sum is made.
+For a module that is never called, since other code reads its parameters, its region's rule returns them. A parameter's
+layout says what reading it sends. A region's are those of entering and leaving it, wherever the sum is made.
 """
 
 

@@ -9,7 +9,7 @@ numbers**, which are gathered. So does what does not ask torch's functions: a sc
     whole     gathered from all ranks               is a part on each rank: summed
     partial   zeros, with the tokens at their place is taken at their place
 
-Outside of regions a plain tensor is replicated. In one it may be a partial sum, of which own tokens would lose the others'.
+Outside of regions a plain tensor is replicated. In one it may be a partial sum, and own tokens of it would lose the others'.
 A `partial` sequence is such a sum: the output of a row-wise projection.
 """
 
