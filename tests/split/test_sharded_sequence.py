@@ -173,3 +173,19 @@ def test_the_table_names_functions_of_torch():
     table = rules.TOKENWISE | rules.RESHAPES | rules.ASKS | rules.MAKES | rules.LIKE_IT
     assert not [name for name in table if not any(hasattr(holder, name) for holder in holders)]
     assert rules.SUMS <= rules.TOKENWISE
+
+
+def test_a_part_of_a_sum_is_not_changed_in_place_by_another():
+    """Own tokens of the other part would be all that is left of it."""
+    doubled, x = (sharded_sequence(own(WHOLE), Alone(WHOLE), LENGTH, "partial") for _ in range(2))
+    doubled *= 2
+    assert torch.equal(doubled.shard, own(WHOLE) * 2)
+    with pytest.raises(PlanError, match=r"a part of a sum over ranks in place.* x = x \+ y"):
+        x += torch.ones_like(WHOLE)
+
+
+def test_the_sequence_may_be_given_by_keyword():
+    x = sharded_sequence(own(WHOLE), Alone(WHOLE), LENGTH)
+    made = torch.reshape(input=x, shape=(2, -1)), torch.nn.functional.dropout(input=x, p=0.0)
+    for found, expected in zip(made, (WHOLE.reshape(2, -1), WHOLE), strict=True):
+        assert torch.equal(found.numbers() if isinstance(found, ShardedSequence) else found, expected)
