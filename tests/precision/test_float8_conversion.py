@@ -106,8 +106,15 @@ def held_twice():
     return model
 
 
+def named_twice():
+    model = two_blocks()
+    model[0].again = model[0].up_proj
+    return model
+
+
 REFUSED = {
-    "held twice": (held_twice, {}, "0.up_proj is held by two modules"),
+    "named twice": (named_twice, {}, "0.up_proj has two names"),
+    "held twice": (held_twice, {}, "0.up_proj has two names"),
     "no such part": (two_blocks, {"filter_fqns": ["output"]}, r"'output' is part of no .* up_proj, down"),
     "an empty part": (two_blocks, {"filter_fqns": [""]}, "'' is part of no Linear's name"),
     "nothing left": (two_blocks, {"filter_fqns": ["proj"]}, "no Linear of Sequential is left by the filters"),

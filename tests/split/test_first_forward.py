@@ -1,6 +1,8 @@
 """What can be known only once a split model runs: batches that differ, parameters that came later, random numbers."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -49,6 +51,17 @@ def test_nothing_is_left_after_the_first_forward_in_training():
         return [before - after for before, after in zip(hooks, left, strict=True)]
 
     assert min(on_threads(work)) >= 1
+
+
+def test_a_split_model_holds_no_whole_parameter():
+    def work(world):
+        model = Tiny()
+        whole = [weakref.ref(parameter) for parameter in model.parameters()]
+        split(world, model)
+        gc.collect()
+        return [reference() for reference in whole if reference() is not None]
+
+    assert on_threads(work) == []
 
 
 class Adapted(nn.Module):

@@ -186,6 +186,10 @@ def test_a_part_of_a_sum_is_not_changed_in_place_by_another():
 
 def test_the_sequence_may_be_given_by_keyword():
     x = sharded_sequence(own(WHOLE), Alone(WHOLE), LENGTH)
-    made = torch.reshape(input=x, shape=(2, -1)), torch.nn.functional.dropout(input=x, p=0.0)
-    for found, expected in zip(made, (WHOLE.reshape(2, -1), WHOLE), strict=True):
+    made = (
+        torch.reshape(input=x, shape=(2, -1)),
+        torch.nn.functional.dropout(input=x, p=0.0),
+        torch.where(condition=WHOLE > 0, input=x, other=torch.zeros(())),
+    )
+    for found, expected in zip(made, (WHOLE.reshape(2, -1), WHOLE, WHOLE.clamp(min=0)), strict=True):
         assert torch.equal(found.numbers() if isinstance(found, ShardedSequence) else found, expected)

@@ -120,7 +120,8 @@ def test_the_memory_of_validation_is_its_own(monkeypatch):
         memory.use(2)
         processor.log_validation(1.0, 1)
     assert rows["validation_metrics/memory/max_reserved(GiB)"] == 5
-    assert memory.get_peak_stats().max_reserved_gib == 2, "of the next steps nothing but theirs is logged"
+    assert memory.get_peak_stats().max_reserved_gib == 2, "of the next steps nothing but theirs is measured"
+    assert processor._peak_so_far().max_reserved_gib == 10, "of the steps since the last line"
 
 
 def test_log_keeps_what_is_news():

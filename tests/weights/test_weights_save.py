@@ -160,7 +160,7 @@ def test_what_can_not_be_written_is_refused_by_every_rank_and_leaves_nothing(sav
         "size": "ModelError: max_shard_size = '5 bananas' is no size",
         "tokenizer": "ModelError: tokenizer = '/tp 2': there is no tokenizer.json",
         "place": "NotSaved: /tokenizer/tokenizer.json/.new.writing can't be written (Not a directory)",
-        "of a library": "ModelError: /.new.writing can't be written: ValueError: ",
+        "of a library": "NotSaved: /.new.writing can't be written: ValueError: ",
         "of its config": "ModelError: these are not the weights of a Qwen2ForCausalLM of its config: 1 tensor of it not in "
         "the model (unheard)",
         "no config": "ModelError: Linear has no config of transformers",

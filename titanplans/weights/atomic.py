@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from titanplans.disk import is_taken, reason, sync
-from titanplans.errors import ModelError, NotSaved
+from titanplans.errors import ModelError, NotSaved, RunError, UserError
 from titanplans.split.objects import from_first, rank
 
 
@@ -60,21 +60,21 @@ def on_first_rank(
         then: done though it has failed.
 
     Raises:
-        ModelError: `action` did, or a library that it calls refuses what it is to write.
-        NotSaved: `action` did, or the system has refused.
+        ModelError: `action` has refused, as a UserError.
+        NotSaved: any other error of `action`, or of the system.
     """
     failed: Exception | None = None
     said: tuple[type[Exception], str] | None = None
     if rank() == 0:
         try:
             action()
-        except (ModelError, NotSaved) as error:
-            failed, said = error, (type(error), str(error))
+        except (UserError, RunError) as error:
+            failed, said = error, (ModelError if isinstance(error, UserError) else NotSaved, str(error))
         except OSError as error:
             failed, said = error, (NotSaved, f"{error.filename or path} can't be written ({reason(error)})")
         except Exception as error:  # noqa: BLE001  other ranks wait for this one, whatever it is
             message = " ".join(str(error).split())
-            failed, said = error, (ModelError, f"{path} can't be written: {type(error).__name__}: {message}")
+            failed, said = error, (NotSaved, f"{path} can't be written: {type(error).__name__}: {message}")
     then()
     if (said := from_first(said)) is not None:
         cls, words = said

@@ -104,9 +104,17 @@ def test_a_bad_line_of_metrics_is_named_and_a_torn_last_one_left_out(tmp_path):
 
 @pytest.mark.parametrize("content", [b"no JSON\n", b"[]\n", b"{}\n", b"\xff\n"])
 def test_another_file_in_place_of_the_metrics(content):
-    Path("metrics.jsonl").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 1 is not a row"):
-        JsonlWriter(Path("metrics.jsonl")).log({"loss": 1.0}, 1)
+    Path("outputs").mkdir()
+    Path("outputs/metrics.jsonl").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"outputs/metrics\.jsonl, line 1 is not a row"):
+        check_outputs(build_job(SWITCHES))
+
+
+def test_the_metrics_of_every_rank_are_looked_at():
+    Path("outputs/rank_1").mkdir(parents=True)
+    Path("outputs/rank_1/metrics.jsonl").write_text("[]\n")
+    with pytest.raises(ConfigError, match=r"rank_1/metrics\.jsonl, line 1 is not a row"):
+        check_outputs(build_job(SWITCHES))
 
 
 @pytest.mark.parametrize("path", [".", "new/deep", "new/../other", "a b", "é" * 100, "link/inside"])

@@ -89,10 +89,10 @@ def convert_to_float8(model: nn.Module, options: Float8, device_type: str = "cpu
             continue
         _check_plain(name, module, options)
         chosen[name] = module
-    holders = Counter(child for parent in model.modules() for child in parent.children())
+    holders = Counter(child for parent in model.modules() for child in parent._modules.values())
     if twice := next((name for name, module in chosen.items() if holders[module] > 1), None):
         raise options.error(
-            "filter_fqns", f"{twice} is held by two modules, and torchao would convert it in one: add it"
+            "filter_fqns", f"{twice} has two names, and torchao would convert it under one: add it"
         )
     if not chosen:
         raise ParallelError(

@@ -36,7 +36,7 @@ def check_first_forward(model: nn.Module, base: nn.Module, cut: Cut) -> None:
         base: the module that holds its blocks, which an adapter's wrapper calls past the model.
         cut: by which it was split.
     """
-    first = _First(cut)
+    first = _First(cut.mesh, cut.distributes, cut.sum_over_cp)  # the cut itself knows the whole parameters
     for module in {model: None, base: None}:
         first.parameters[id(module)] = parameters_of(module)
         first.handles += [
@@ -46,8 +46,8 @@ def check_first_forward(model: nn.Module, base: nn.Module, cut: Cut) -> None:
 
 
 class _First:
-    def __init__(self, cut: Cut):
-        self.cut, self.mesh = cut, cut.mesh
+    def __init__(self, mesh: DeviceMesh, distributes: bool, sum_over_cp: bool):
+        self.mesh, self.distributes, self.sum_over_cp = mesh, distributes, sum_over_cp
         self.handles: list[Any] = []
         self.started = False
         self.parameters: dict[int, dict[str, nn.Parameter]] = {}
@@ -61,7 +61,7 @@ class _First:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_First":
         """A copied model has first forwards of its own, on the same mesh."""
-        twin = memo[id(self)] = _First(self.cut)
+        twin = memo[id(self)] = _First(self.mesh, self.distributes, self.sum_over_cp)
         twin.started, twin.handles = self.started, copy.deepcopy(self.handles, memo)
         return twin
 
@@ -73,9 +73,9 @@ class _First:
         retire_replaced(module, split.get(id(module), {}))
         trains = module.training and torch.is_grad_enabled()
         if not self.started or trains:
-            if self.cut.distributes:
+            if self.distributes:
                 _check_parameters(module, self.mesh)
-            if not self.cut.sum_over_cp:
+            if not self.sum_over_cp:
                 _check_sums(module)
             _check_batch(module, args, kwargs, self.mesh)
         self.started = True

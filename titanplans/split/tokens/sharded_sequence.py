@@ -96,7 +96,7 @@ class ShardedSequence(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs, name = dict(kwargs or {}), _name(func)
-        if not args and "input" in kwargs:
+        if not args and "input" in kwargs and name in (*RESHAPES, *LIKE_IT, "dropout"):
             args = (kwargs.pop("input"),)
         if name in ASKS:
             with without_torch_function():

@@ -17,7 +17,7 @@ from titanplans.parallel.pipeline.picture import MEASURED_FILE as MEASURED_PICTU
 from titanplans.text import show
 from titanplans.training.checkpoint.folder import own_folder
 from titanplans.training.job.resolve import trace_buf_size
-from titanplans.training.trainer.jsonl import FILE_NAME
+from titanplans.training.trainer.jsonl import FILE_NAME, read_rows
 from titanplans.training.trainer.parallelism_report import FILE
 
 
@@ -57,6 +57,10 @@ def check_outputs(job: JobConfig) -> None:
             why = f"{path} can't be made ({error.strerror})"
         if why is not None:
             raise ConfigError(f"{key} = {show(attrgetter(key)(job))}: {why}; name another path")
+    if job.metrics.enable_jsonl:
+        for pattern in (FILE_NAME, f"rank_*/{FILE_NAME}"):
+            for rows in sorted(Path(job.job.dump_folder).glob(pattern)):
+                read_rows(rows)
 
 
 def _obstacle(path: Path, is_file: bool) -> str | None:

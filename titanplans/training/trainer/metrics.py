@@ -57,6 +57,8 @@ class MetricsProcessor(titan.MetricsProcessor):
             self.color = utils.NoColor()
         self.peak_flops = known_peak_flops(self.gpu_peak_flops, self.device_memory_monitor.device_name)
         self._first_step = 0
+        self._peak: Any = None
+        """The memory's, of the logged interval before its last validation."""
         self._time_first_log = 0.0
         self._last_step = 0  # that was logged
 
@@ -95,7 +97,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         tokens = tokens_per_device * self.parallel_dims.world_size
         tflops = self.num_flops_per_token * tokens_per_device / 1e12
         loading = sum(self.data_loading_times)
-        memory, memory_text = self._memory()
+        memory, memory_text = self._memory(self._peak_so_far())
         scalars = {
             "loss_metrics/global_avg_loss": global_avg_loss,
             "loss_metrics/global_max_loss": global_max_loss,
@@ -134,11 +136,12 @@ class MetricsProcessor(titan.MetricsProcessor):
         self.ntokens_since_last_log = 0
         self.data_loading_times.clear()
         self.time_last_log = time.perf_counter()
+        self._peak = None
         self.device_memory_monitor.reset_peak_stats()
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         """Log the validation loss, in nats per token, of the model after `step`."""
-        memory, memory_text = self._memory()
+        memory, memory_text = self._memory(self.device_memory_monitor.get_peak_stats())
         scalars = {"validation_metrics/loss": loss}
         scalars |= {f"validation_metrics/{name}": value for name, value in memory.items()}
         self._write(scalars | (extra_metrics or {}), step)
@@ -154,6 +157,7 @@ class MetricsProcessor(titan.MetricsProcessor):
     def paused(self) -> Iterator[None]:
         """Leave the enclosed time and tokens out of the throughput of training, and measure its memory apart."""
         tokens, started = self.ntokens_since_last_log, time.perf_counter()
+        self._peak = self._peak_so_far()
         self.device_memory_monitor.reset_peak_stats()
         yield
         self.device_memory_monitor.reset_peak_stats()
@@ -189,9 +193,13 @@ class MetricsProcessor(titan.MetricsProcessor):
             writers.add_logger(JsonlWriter(path))  # pyrefly: ignore[bad-argument-type]  it is shaped as one
         return writers
 
-    def _memory(self) -> tuple[dict[str, float], str]:
-        """Peak memory since the last log, as scalars and for the line; on a CPU the process's peak."""
-        stats = self.device_memory_monitor.get_peak_stats()
+    def _peak_so_far(self) -> Any:
+        """torchtitan's DeviceMemStats of the interval since the last log, without validations."""
+        now = self.device_memory_monitor.get_peak_stats()
+        return now if self._peak is None else type(now)(*map(max, now, self._peak))
+
+    def _memory(self, stats: Any) -> tuple[dict[str, float], str]:
+        """Peak memory, as scalars and for the line; on a CPU the process's peak."""
         if utils.device_type == "cpu":
             text = f"RSS {stats.max_reserved_gib:.2f} GiB"
             return {
