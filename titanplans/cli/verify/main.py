@@ -21,9 +21,8 @@ from titanplans.errors import VerifyError
 from titanplans.training.launch.logs import init_logging
 from titanplans.training.launch.signals import Stopped, stop_on_signals
 
-if (
-    TYPE_CHECKING
-):  # mistakes in the command line are reported before torch and the model libraries are imported
+# Mistakes in the command line are reported before torch and the model libraries are imported.
+if TYPE_CHECKING:
     import torch
 
 _PATIENCE = timedelta(minutes=5)

@@ -1,7 +1,7 @@
 """torch.compile: the blocks of a model, the loss and the optimizer's step.
 
-`components` compiles them; `limits` refuses what torch would run eagerly without an error; `graph_breaks` says where a
-graph ends in modules of flash-linear-attention; `async_tp` switches async tensor parallelism on and checks it.
+`components` compiles them; `limits` refuses what torch would run eagerly without an error; `graph_breaks` ends graphs at
+FLA's kernels and where tokens go to other ranks; `async_tp` switches async tensor parallelism on and checks it.
 """
 
 from titanplans.parallel.compile.components import (

@@ -2,8 +2,8 @@
 
 A unit is a module, or several that share one, with all parameters below it that no unit inside it
 takes. Found by structure, before anything is sharded, so that what FSDP2 would refuse at the first
-forward (a parameter tied across units) is settled or refused here. Units that are split off for their dtype
-is in `dtypes`, how units are sharded in `sharding`; units by a user's own conditions are in `conditions`.
+forward (a parameter tied across units) is settled or refused here. Units inside units, for another dtype, are in
+`dtypes`; how units are sharded is in `sharding`, and units by a user's own conditions are in `conditions`.
 """
 
 from collections.abc import Collection, Iterator, Sequence
