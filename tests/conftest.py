@@ -65,7 +65,7 @@ THOROUGH = {
     "tests/weights/test_weights_save.py": (),
     "tests/training/test_trainer_strategies.py": (),
     "tests/training/test_pipeline_jobs.py": (
-        "test_a_job_has_the_figures_of_one_process", "test_adapters_float8_and_muon_train_alike",
+        "test_a_job_has_the_figures_of_one_process", "test_own_models_adapters_float8_and_muon_train_alike",
         "test_a_job_goes_on_with_other_degrees_and_its_weights_are_published",
     ),
     "tests/training/test_adapter_jobs.py": ("test_a_published_model_is_tuned_and_handed_on",),

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import titanplans
 from titanplans.loss import added_loss, cross_entropy
-from titanplans.proof.compare.forward import call, logits_of
+from titanplans.proof.compare.forward import call
+from titanplans.split.stages.trace import logits_of
 from titanplans.torch_private.autograd import in_backward, number_of_node, running_node, sequence_number
 from titanplans.torch_private.dispatch import schema
 

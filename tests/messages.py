@@ -8,8 +8,7 @@ in that call.
 """
 
 import ast
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -88,26 +87,6 @@ def template(node: ast.expr) -> str:
     if isinstance(node, ast.BoolOp):
         return " / ".join(filter(None, map(template, node.values)))
     return ""
-
-
-def docstrings(file: Path) -> Iterator[str]:
-    """Yield the docstrings of a file, and the strings below attributes."""
-    for node in ast.walk(tree(file)):
-        if (
-            isinstance(node, ast.Expr)
-            and isinstance(node.value, ast.Constant)
-            and isinstance(node.value.value, str)
-        ):
-            yield node.value.value
-
-
-def phrase_counts(phrases: Iterable[str]) -> dict[str, int]:
-    """Return how often each phrase stands in messages and docstrings, whatever the case and the line breaks."""
-    texts = [
-        words for file in files() for words in (*(text for _, text in messages(file)), *docstrings(file))
-    ]
-    joined = "\n".join(" ".join(text.split()).lower() for text in texts)
-    return {phrase: len(re.findall(rf"\b{re.escape(phrase)}\b", joined)) for phrase in phrases}
 
 
 def page() -> str:

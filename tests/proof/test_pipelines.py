@@ -87,12 +87,9 @@ WRONG = {
     "a gradient of a tied weight that is not summed": (
         "llama", SharedParameters, "sum_gradients", lambda right: lambda self: None, "gradients model.embed_tokens.weight",
     ),
-    "a value beside the stream that is not sent": (
-        "rwkv7", Trace, "crossing", lambda right: lambda self, at: right(self, at)[-1:], "loss",
-    ),
-    "a stage that goes on with something else": (
-        "gla", Stage, "run", lambda right: lambda self, received, forward: right(self, [0 * x for x in received], forward),
-        "loss",
+    "a gradient that does not go back": (
+        "gla", Stage, "run", lambda right: lambda self, xs, forward: right(self, [x.detach() for x in xs], forward),
+        "gradients model.embeddings.weight",
     ),
 }  # fmt: skip
 
@@ -104,6 +101,24 @@ def test_a_wrong_pipeline_is_found(name, monkeypatch):
     (case,) = proved(model, Degrees(pp=2), **(TIED if model == "llama" else FOUR)).cases
     assert not case.passed
     assert case.worst.startswith(place), case.worst
+
+
+REFUSED = {
+    "a value beside the stream that is not sent": (
+        "rwkv7", Trace, "crossing", lambda right: lambda self, at: right(self, at)[-1:],
+    ),
+    "a stage that goes on with something else": (
+        "gla", Stage, "run", lambda right: lambda self, received, forward: right(self, [0 * x for x in received], forward),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_stage_that_computes_something_else_is_refused(name, monkeypatch):
+    model, owner, attribute, change = REFUSED[name]
+    wrongly(monkeypatch, owner, attribute, change)
+    with pytest.raises(PlanError, match=r"model.layers.2 is given something else than in the unsplit model"):
+        proved(model, Degrees(pp=2), **FOUR)
 
 
 @pytest.mark.parametrize("lost", ["a backward", "the gradient of a micro batch"])

@@ -56,6 +56,8 @@ JOBS = {
     "glm4_moe, pp 2 x tp 2, ep 2": ("glm4_moe", (*STEPS, *PP, TP, EP)),
 }  # fmt: skip
 TUNED = {
+    # Its head reads the embedding and every block.
+    "own": ("pipelined_models:SumOfAllStates", ("--optimizer.lr=3e-2",), (*HALF, *PP)),
     "lora": ("gla", ("--lora.rank=3", "--optimizer.lr=3e-2"), (*HALF, *PP)),
     "qlora": ("wide", ("--lora.rank=3", "--lora.quantize_base=nf4", "--optimizer.lr=3e-2"), (*STEPS, *PP, TP)),
     "float8": (
@@ -90,7 +92,7 @@ def test_a_job_has_the_figures_of_one_process(one, four, name):
 
 
 @pytest.mark.parametrize("name", TUNED)
-def test_adapters_float8_and_muon_train_alike(one, four, name):
+def test_own_models_adapters_float8_and_muon_train_alike(one, four, name):
     # bfloat16 rounds what Muon orthogonalises.
     assert four[name][LOSS] == pytest.approx(one[name][LOSS], rel=1e-4 if name == "muon" else 1e-5)
     assert one[name][LOSS][3] < one[name][LOSS][1] - 0.05

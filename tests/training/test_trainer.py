@@ -97,7 +97,7 @@ class Recorder:
 def train(folder: Path, model: str, dump: str, *options: str, prepare=None):
     """Run a job in this process, within the process group that is up; return what it logged and the trainer.
 
-    `prepare` is given the trainer before it trains.
+    `model` is the name of a config file in `folder`, or "module:Class". `prepare` is given the trainer before it trains.
     """
     from titanplans.config import load_job
     from titanplans.training.trainer.device import prepare_device
@@ -111,7 +111,8 @@ def train(folder: Path, model: str, dump: str, *options: str, prepare=None):
 
     kernels.install(device_type)
     torchtitan.trainer.time = SimpleNamespace(perf_counter=lambda: 0.0, sleep=lambda seconds: None)
-    paths = [f"--model.config={folder}/{model}.json", f"--training.dataset_path={folder}/text"]
+    source = f"class={model}" if ":" in model else f"config={folder}/{model}.json"
+    paths = [f"--model.{source}", f"--training.dataset_path={folder}/text"]
     job = load_job([f"{folder}/job.toml", f"--job.dump_folder={folder}/{dump}", *paths, *options])
     trainer = Trainer(trainer_config(job))
     processor = trainer.metrics_processor

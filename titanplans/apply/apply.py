@@ -36,6 +36,7 @@ from titanplans.split.local_code import set_attributes, set_functions
 from titanplans.split.meshes import CutMeshes, meshes_of
 from titanplans.split.parameters.block_parameters import read_together
 from titanplans.split.parameters.replaced import parameters_of, retire_replaced
+from titanplans.split.stages.stage import PassedModule
 from titanplans.split.state import make_state
 from titanplans.split.stream import Border
 from titanplans.split.tensors.by_weights import CutByWeights
@@ -236,7 +237,7 @@ def split(checked: Checked, cut: Cut) -> AppliedPlan:
     read_together(model.get_submodule(name) for names in decoder.block_lists for name in names)
     make_state(model).border = cut.border
     for name in plan.begin_stream:
-        if isinstance(module := model.get_submodule(name), Elsewhere):
+        if isinstance(module := model.get_submodule(name), PassedModule):
             begin_at_output(module, cut.border)
     for name in plan.end_stream:
         if isinstance(module := model.get_submodule(name), Elsewhere):

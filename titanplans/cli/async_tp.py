@@ -31,8 +31,8 @@ from titanplans.parallel.compile.graph_breaks import calls_kernels, end_graphs_a
 from titanplans.plan.decoder import find_decoder
 from titanplans.plan.degrees import Degrees
 from titanplans.precision.float8.conversion import keep_plain_between_graphs
-from titanplans.proof.compare.forward import logits_of
 from titanplans.proof.ranks.fake import fake_ranks
+from titanplans.split.stages.trace import logits_of
 from titanplans.text import columns, counted
 from titanplans.torch_private.compile import dynamo_errors, is_disabled
 

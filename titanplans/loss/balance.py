@@ -9,6 +9,7 @@ from torch import nn
 
 from titanplans.errors import ModelError, either
 from titanplans.split.collectives import Group, gather
+from titanplans.split.stages.trace import LOSS_FIELDS
 from titanplans.split.state import border_of_model
 from titanplans.text import class_name
 
@@ -39,7 +40,7 @@ def added_loss(model: nn.Module, output: Any, data: Group | None = None) -> torc
     names = (
         () if isinstance(output, torch.Tensor) else dir(output)
     )  # logits that a fused head leaves out have none
-    named = [name for name in names if name.endswith(("_loss", "router_logits"))]
+    named = [name for name in names if name.endswith(LOSS_FIELDS)]
     # A value that is set on an output of transformers is an attribute, and no key.
     fields = {name: getattr(output, name) for name in named} | dict(
         output if isinstance(output, Mapping) else {}

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from titanplans.proof.cases import CONDITIONS, Proof, by_reference
 from titanplans.proof.compare.float8 import exact_float8
 from titanplans.proof.compare.forward import Loss
 from titanplans.proof.compare.patches import unpatched
-from titanplans.proof.compare.pipeline import refuse_stages
+from titanplans.proof.compare.pipeline import refuse_other_stages, refuse_stages
 from titanplans.proof.compare.tolerance import check_dtype
 from titanplans.proof.ranks.processes import side_by_side
 from titanplans.proof.ranks.world import Worlds, group_size
@@ -137,6 +138,11 @@ def verify(
         plan_name = type(resolve_plan(plan, model, next(iter(accepted)))).__name__
         plain = Scenario(((MicroBatch(size=batch_size, length=seq_len),),), dtype=_name(dtype))
         sampler = Sampler(model, inputs, sequence_dim, seed)
+        named = degrees is not None or size is not None
+        accepted, other_stages = _with_equal_stages(
+            model, accepted, sampler.tokens(plain.steps[0][0], 0), named
+        )
+        refused += other_stages
         proof = Proof(model, plan, sampler, seed, losses, worlds, progress)
         cases, trained = proof.cases([*accepted], plain, conditions)
         groups = by_reference(cases)
@@ -156,6 +162,27 @@ def verify(
             proof.unreached += unreached
     proved_all = tuple(results[at] for at in range(len(cases)))
     return replace(report, cases=proved_all, unreached=tuple(dict.fromkeys(proof.unreached)))
+
+
+def _with_equal_stages(
+    model: nn.Module, accepted: Mapping[TPOptions, Plan], inputs: Mapping[str, Any], named: bool
+) -> tuple[dict[TPOptions, Plan], list[Refusal]]:
+    """Return the cases whose stages compute what the unsplit model computes, and the refused ones.
+
+    Raises:
+        PlanError: degrees were `named`, or no case is left.
+    """
+    left, refused = dict(accepted), list[Refusal]()
+    for number in {options.degrees.pp for options in accepted} - {1}:
+        try:
+            refuse_other_stages(model, number, inputs)
+        except PlanError as error:
+            those = tuple(options for options in accepted if options.degrees.pp == number)
+            left = {options: styles for options, styles in left.items() if options not in those}
+            if named or not left:
+                raise
+            refused.append(Refusal(those, str(error)))
+    return left, refused
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,6 +1,6 @@
 """Pipelines: the order of computations that each of torch's schedules gives a rank."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -56,9 +56,13 @@ def keep_forwards(schedule: Any) -> None:
         ]
 
 
-def without_views(outputs: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return what a stage gives with copies of views, since split backwards detach it in place."""
-    return tuple(x.clone() if x._is_view() else x for x in outputs)
+def without_views(outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return what a stage gives with copies of views, since split backwards detach it in place; contiguous, to be sent."""
+    copies = (x._is_view() or not x.is_contiguous() for x in outputs)
+    return tuple(
+        x.clone(memory_format=torch.contiguous_format) if copy else x
+        for x, copy in zip(outputs, copies, strict=True)
+    )
 
 
 def backward_of_inputs(

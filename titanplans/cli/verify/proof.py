@@ -26,11 +26,12 @@ from titanplans.plan.options import TPOptions
 from titanplans.plan.plan import TPPlan
 from titanplans.proof import Report, verify
 from titanplans.proof.batches.sample import moved
-from titanplans.proof.compare.forward import backward, call, logits_of
+from titanplans.proof.compare.forward import backward, call
 from titanplans.proof.ranks.fake import fake_ranks, mesh_sizes
 from titanplans.proof.ranks.world import is_small
 from titanplans.proof.result import keywords, options_as_json
 from titanplans.proof.verify import accepted_cases, cuts_of
+from titanplans.split.stages.trace import logits_of
 from titanplans.training.trainer.device import no_trainer
 
 

@@ -13,6 +13,7 @@ from titanplans.errors import ParallelError, PlanError, UserError
 from titanplans.kernels.widen import Widen
 from titanplans.loss import cross_entropy
 from titanplans.plan.cache import cache_argument, cache_of
+from titanplans.split.stages.trace import without_cache
 
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 """Errors of a model that does not run here, or is split wrongly: no driver, shapes that don't match, a missing
@@ -28,10 +29,8 @@ def call(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
 
     Where the code of a float64 model asks for float32, it gets float64.
     """
-    if "use_cache" in inspect.signature(model.forward).parameters:
-        inputs = {"use_cache": False, **inputs}
     with widened(next(model.parameters()).dtype):
-        return model(**inputs)
+        return model(**without_cache(model) | inputs)
 
 
 def evaluate(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
@@ -52,15 +51,6 @@ def evaluate(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
 def widened(dtype: torch.dtype) -> AbstractContextManager[Any]:
     """Return the context in which a float64 model computes in float64 where its code asks for float32."""
     return Widen(dtype) if dtype == torch.float64 else nullcontext()
-
-
-def logits_of(output: Any) -> torch.Tensor:
-    """Return the logits [..., vocabulary] of a model's output; with loss parallelism a DTensor, `Shard(-1)`."""
-    if isinstance(output, torch.Tensor):
-        return output
-    if hasattr(output, "logits"):
-        return output.logits
-    return output["logits"] if isinstance(output, Mapping) else output[0]
 
 
 def continued(model: nn.Module, inputs: Mapping[str, Any], output: Any) -> dict[str, Any] | None:

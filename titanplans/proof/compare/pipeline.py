@@ -16,16 +16,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanplans.apply.apply import AppliedPlan, cut_of, split
 from titanplans.apply.check import check
-from titanplans.errors import PlanError
+from titanplans.errors import ParallelError, PlanError
 from titanplans.plan.custom import PlanSource, resolve_plan
 from titanplans.plan.decoder import find_decoder
 from titanplans.plan.options import TPOptions
+from titanplans.proof.compare.forward import widened
 from titanplans.split.meshes import meshes_of
+from titanplans.split.stages.compare import check_stages
 from titanplans.split.stages.schedules import in_one_order, orders
 from titanplans.split.stages.shared import SharedParameters
 from titanplans.split.stages.stage import Stage
 from titanplans.split.stages.stages import Stages, balance_fault
-from titanplans.split.stages.trace import Trace
+from titanplans.split.stages.trace import Trace, trace
 from titanplans.split.state import border_of_model, make_state
 from titanplans.text import counted
 from titanplans.torch_private.pipelining import backward_of_inputs, backward_of_weights, without_views
@@ -36,16 +38,20 @@ class PipelinedModel(nn.Module):
 
     Args:
         stages: in their order, split.
-        shared: of each parameter that several stages hold, its name in each.
+        shared: of each parameter that several stages hold, its name in each, by its name in the unsplit model.
     """
 
-    def __init__(self, stages: Sequence[Stage], shared: Sequence[Mapping[int, str]]):
+    def __init__(self, stages: Sequence[Stage], shared: Mapping[str, Mapping[int, str]]):
         super().__init__()
-        self.stages, self.config = stages, stages[-1].model.config
+        self.stages, self._whole_names = stages, shared
+        if (config := getattr(stages[-1].model, "config", None)) is not None:
+            self.config = config
         for at, stage in enumerate(stages):
             self.add_module(str(at), stage.model)
             stage.watch()
-        self.shared = SharedParameters(shared, {at: stage.model for at, stage in enumerate(stages)})
+        self.shared = SharedParameters(
+            [*shared.values()], {at: stage.model for at, stage in enumerate(stages)}
+        )
         make_state(self).border = border_of_model(stages[-1].model)
 
         @functools.wraps(stages[0].model.forward)  # its signature tells which inputs the model takes
@@ -58,12 +64,15 @@ class PipelinedModel(nn.Module):
         self.forward = forward
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield each parameter of the whole model once, as its first stage holds it."""
+        """Yield each parameter of the unsplit model once, as its first stage holds it, by its name in that model."""
         copies = self.shared.copies()
-        for stage in self.stages:
+        whole_names = {
+            (at, held): whole for whole, names in self._whole_names.items() for at, held in names.items()
+        }
+        for at, stage in enumerate(self.stages):
             for name, parameter in stage.model.named_parameters():
                 if id(parameter) not in copies:
-                    yield name, parameter
+                    yield whole_names.get((at, name), name), parameter
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Yield all parameters, also those that another stage holds, too."""
@@ -77,15 +86,14 @@ def split_stages(
     options: TPOptions,
     mesh: DeviceMesh,
     experts: DeviceMesh | None,
-    trace: Trace,
+    found: Trace,
 ) -> tuple[PipelinedModel, list[AppliedPlan]]:
     """Return the stages of copies of `model`, each split over `mesh`, and `experts`, as `apply_plan` takes them.
 
     Raises:
         PlanError: strict application refuses the plan.
     """
-    blocks, number_of_stages = len(find_decoder(model).names), options.degrees.pp
-    stages = Stages(model, trace, [at * blocks // number_of_stages for at in range(number_of_stages)])
+    stages = Stages(model, found, starts_of(len(find_decoder(model).names), options.degrees.pp))
     made, applied = [], []
     for number in range(len(stages)):
         part = copy.deepcopy(model)
@@ -93,23 +101,43 @@ def split_stages(
         made.append(stages.cut(part, number))
         checked = checked.of_stage(stages.passed[number])
         applied.append(split(checked, cut_of(checked, meshes_of(mesh), experts, sum_over_cp=True)))
-    return PipelinedModel(made, [*stages.shared.values()]), applied
+    return PipelinedModel(made, stages.shared), applied
 
 
-def refuse_stages(model: nn.Module, stages: int) -> None:
-    """Refuse a number of stages that `model` can't be cut into.
+def refuse_stages(model: nn.Module, number: int) -> None:
+    """Refuse a number of stages into which `model` can't be cut.
 
     Raises:
         PlanError: it has fewer blocks, or balances its routers.
     """
     blocks = len(find_decoder(model, required=False).names)
-    if stages > max(blocks, 1):
+    if number > max(blocks, 1):
         raise PlanError(
-            f"pp = {stages}: {type(model).__name__} has {counted(blocks, 'block')}, and each stage needs one: "
+            f"pp = {number}: {type(model).__name__} has {counted(blocks, 'block')}, and each stage needs one: "
             f"{blocks} stages at most"
         )
-    if stages > 1 and (reason := balance_fault(model)) is not None:
-        raise PlanError(f"pp = {stages}: {reason}")
+    if number > 1 and (reason := balance_fault(model)) is not None:
+        raise PlanError(f"pp = {number}: {reason}")
+
+
+def refuse_other_stages(model: nn.Module, number: int, inputs: Mapping[str, Any]) -> None:
+    """Refuse stages that do not compute what `model` computes of `inputs`, keyword arguments of its forward.
+
+    Raises:
+        PlanError: names the first block that differs.
+    """
+    decoder = find_decoder(model)
+    try:
+        with torch.random.fork_rng(), widened(next(model.parameters()).dtype):
+            found = trace(copy.deepcopy(model), decoder, inputs)
+            check_stages(model, Stages(model, found, starts_of(len(decoder.names), number)), inputs)
+    except ParallelError as error:
+        raise PlanError(f"pp = {number}: {type(model).__name__} can't be cut into stages: {error}") from error
+
+
+def starts_of(blocks: int, stages: int) -> list[int]:
+    """Return the index of the first block of each stage in a proof."""
+    return [at * blocks // stages for at in range(stages)]
 
 
 Place = tuple[int, int]

@@ -15,11 +15,11 @@ from titanplans.proof.batches.conditions import Scenario
 from titanplans.proof.batches.sample import Sampler, freeze, moved
 from titanplans.proof.batches.script import write_script
 from titanplans.proof.compare import tolerance
-from titanplans.proof.compare.forward import FAILURES, Loss, call, does_not_run, logits_of, widened
+from titanplans.proof.compare.forward import FAILURES, Loss, call, does_not_run, widened
 from titanplans.proof.compare.scale import SCALE, Regression, fit, least_unit, units, watched
 from titanplans.proof.compare.tolerance import Tolerance
 from titanplans.proof.compare.training import TrainingRun
-from titanplans.split.stages.trace import Trace, trace
+from titanplans.split.stages.trace import Trace, logits_of, trace
 
 Point = tuple[str, str, str]
 """The name of a point of the training (titanplans/proof/compare/training.py), and a quantity there."""

@@ -25,9 +25,9 @@ from titanplans.proof.compare.forward import (
     evaluate,
     first_line,
     is_ours,
-    logits_of,
     raised_at,
 )
+from titanplans.split.stages.trace import logits_of
 
 _REFUSALS = (AssertionError, NotImplementedError, ValueError)
 """Errors by which code refuses an argument. Any other is a mistake, the model's or ours."""

@@ -29,7 +29,6 @@ from titanplans.proof.compare.forward import (
     call,
     continued,
     evaluate,
-    logits_of,
     loss_of,
     widened,
 )
@@ -38,6 +37,7 @@ from titanplans.proof.compare.record import Recorder
 from titanplans.proof.compare.scale import recorded
 from titanplans.split.gradients import align_gradients, local_of, total_norm
 from titanplans.split.stages.stage import Stage
+from titanplans.split.stages.trace import logits_of
 from titanplans.split.state import border_of_model
 from titanplans.torch_private.pipelining import SPLITS_BACKWARD
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from titanplans.errors import PlanError
+from titanplans.split.stages.stage import PassedModule
 from titanplans.split.state import specialise, subclass
 from titanplans.split.stream import Border
 from titanplans.text import class_name
@@ -110,14 +111,15 @@ def _begin(border: Border, block: nn.Module, args, kwargs):
     return args, {**kwargs, name: border.begin(kwargs[name])}
 
 
-def begin_at_output(module: nn.Module, border: Border) -> None:
-    """Lay out the output of `module`, a pipeline stage's stand-in for the embedding, as the stream."""
+def begin_at_output(module: PassedModule, border: Border) -> None:
+    """Lay out the output of a pipeline stage's stand-in for the embedding as the stream; what is received lies so."""
 
-    def begin(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+    def begin(_module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         if not border.stream.is_sharded():
             return output
         border.stream.begun = True
-        return border.begin(output)
+        laid_out = border.begin(module.stand_in(args[0]))
+        return output if module.is_received else laid_out
 
     module.register_forward_hook(begin)
 

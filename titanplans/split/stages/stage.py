@@ -25,23 +25,23 @@ class Stage:
 
     Args:
         model: in which a `PassedBlock` or a `PassedModule` stands for each of these.
-        names: of all blocks.
         takes: what a forward takes from the stage before.
         gives: what it gives to the stage behind; nothing: this is the last stage, which gives the model's output.
-        received: where its `PassedBlock`s look for what was taken.
+        received: where its stand-ins look for what was taken.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        names: Sequence[str],
         takes: Sequence[Value],
         gives: Sequence[Value],
         received: Values,
     ):
         self.model, self.takes, self.gives = model, tuple(takes), tuple(gives)
-        self._names, self._received = names, received
+        self._received = received
         self._made: Values = {}
+        self._calls: dict[str, int] = {}
+        """How often a module before the blocks has been called in the forward that runs."""
 
     def run(self, received: Sequence[torch.Tensor], forward: Callable[[], Any]) -> Any:
         """Call `forward`, a forward of the model, with what the stage before gave, in the order of `takes`.
@@ -57,27 +57,36 @@ class Stage:
         finally:
             self._received.clear()
             self._made.clear()
+            self._calls.clear()
+            for module in self.model.modules():
+                if isinstance(module, PassedModule):
+                    module.calls = 0
 
     def watch(self) -> None:
-        """Keep from here on what blocks give that later stages need; call it once nothing will wrap a block any more."""
-        for at in {value.block for value in self.gives}:
-            block = self.model.get_submodule(self._names[at])
-            if isinstance(block, PassedBlock):
+        """Keep from here on the values that later stages need; call it once nothing will wrap a module any more."""
+        for name in {value.module for value in self.gives}:
+            module = self.model.get_submodule(name)
+            if isinstance(module, Elsewhere):
                 continue
-            if (call := compiled_call(block)) is None:
-                block.register_forward_hook(lambda _block, _args, output, at=at: self._keep(at, output))
+            if (call := compiled_call(module)) is None:
+                module.register_forward_hook(
+                    lambda _module, _args, output, name=name: self._keep(name, output)
+                )
             else:  # a hook would be part of the graph
-                set_compiled_call(block, partial(self._call, at, call))
+                set_compiled_call(module, partial(self._call, name, call))
 
-    def _call(self, at: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = call(*args, **kwargs)
-        self._keep(at, output)
+        self._keep(name, output)
         return output
 
-    def _keep(self, at: int, output: Any) -> None:
-        """Keep the values of the block with the number `at` that later stages need."""
-        leaves = tree_leaves(output)
-        self._made |= {value: leaves[value.leaf] for value in self.gives if value.block == at}
+    def _keep(self, name: str, output: Any) -> None:
+        """Keep the values of the module `name` that later stages need."""
+        leaves, calls = tree_leaves(output), self._calls.get(name, 0)
+        self._calls[name] = calls + 1
+        for value in self.gives:
+            if value.module == name and (value.block >= 0 or value.leaf == calls):
+                self._made[value] = leaves[value.leaf if value.block >= 0 else 0]
 
 
 class PassedBlock(Elsewhere):
@@ -107,14 +116,20 @@ def _leaf(at: int, args: Any, kwargs: Any) -> Any:
 
 
 class PassedModule(Elsewhere):
-    """Stands in the place of a module of another stage outside of blocks: an embedding gives zeros, others their input."""
+    """Stands in the place of a module of another stage outside of blocks.
 
-    def __init__(self, module: nn.Module):
+    It returns what the stage before gave, if this stage needs it. Otherwise nothing that this stage computes depends on what
+    it returns: its input, or zeros.
+    """
+
+    def __init__(self, module: nn.Module, name: str, width: int | None, received: Values):
+        """`width` is that of the zeros; None: the module keeps its input's shape, and this returns the input."""
         super().__init__()
-        weight = next(module.parameters())
-        self.width = weight.shape[-1] if isinstance(module, nn.Embedding) else None
+        self.name, self.width, self.calls, self._received = name, width, 0, received
+        self.is_received = False
+        """The newest call returned what the stage before gave."""
         # Whose device code reads, and whose type masks get; nothing that has a value.
-        self.weight = weight.detach().new_empty(0)
+        self.weight = next(module.parameters()).detach().new_empty(0)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "PassedModule":
         self.weight = fn(self.weight)
@@ -125,7 +140,14 @@ class PassedModule(Elsewhere):
         self.weight = self.weight if dtype is None else self.weight.to(dtype)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # No other stage's part of the forward counts here; FSDP2 would warn of a view that has a gradient.
-        return (
-            x.detach() if self.width is None else self.weight.new_zeros(*x.shape, self.width, device=x.device)
-        )
+        value = Value(-1, self.name, self.calls)
+        self.calls += 1
+        self.is_received = value in self._received
+        return self._received[value] if self.is_received else self.stand_in(x)
+
+    def stand_in(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the shape that the module has for `x`, of all tokens."""
+        if self.width is None:
+            return x.detach()  # FSDP2 would warn of a view that has a gradient
+        leading = x.shape[:-1] if x.is_floating_point() else x.shape
+        return self.weight.new_zeros(*leading, self.width, device=x.device)

@@ -8,7 +8,7 @@ from torch import nn
 from titanplans.errors import ParallelError
 from titanplans.plan.decoder import Decoder, find_decoder, is_held
 from titanplans.split.stages.stage import PassedBlock, PassedModule, Stage
-from titanplans.split.stages.trace import Trace
+from titanplans.split.stages.trace import Trace, is_before
 from titanplans.text import class_name
 
 
@@ -47,23 +47,24 @@ class Stages:
         received: dict = {}
         for name in self.passed[number]:
             module = model.get_submodule(name)
-            at = self.decoder.names.index(name) if name in self.decoder.names else None
-            passed = (
-                PassedModule(module) if at is None else PassedBlock(module, self.trace.calls[at], received)
-            )
-            model.set_submodule(name, passed)
+            if name in self.decoder.names:
+                call = self.trace.calls[self.decoder.names.index(name)]
+                model.set_submodule(name, PassedBlock(module, call, received))
+            else:
+                outside = self.trace.outside[name]
+                width = None if outside.keeps_shape or name == self.decoder.head else outside.width
+                model.set_submodule(name, PassedModule(module, name, width, received))
         first, last = self.bounds[number : number + 2]
         gives = () if number == len(self) - 1 else self.trace.crossing(last)
-        return Stage(model, self.decoder.names, self.trace.crossing(first), gives, received)
+        return Stage(model, self.trace.crossing(first), gives, received)
 
     def _passed(self, model: nn.Module, first: int, last: int) -> Iterator[str]:
         names = self.decoder.names
         yield from (name for at, name in enumerate(names) if not first <= at < last)
         for name, call in self.trace.outside.items():
-            elsewhere = (call.last == 0 and first > 0) or (call.first == len(names) and last < len(names))
-            # What takes others' place has their input's shape. The rest stays, with parameters that several stages hold.
-            embeds = isinstance(model.get_submodule(name), nn.Embedding)
-            if elsewhere and (call.keeps_shape or name == self.decoder.head or embeds):
+            # Nothing is computed after an inner stage's last block. The rest stays, with parameters that stages share.
+            follows = call.first == len(names) and (call.keeps_shape or name == self.decoder.head)
+            if (is_before(call) and first > 0) or (follows and last < len(names)):
                 yield name
 
     def _shared(self, model: nn.Module) -> Iterator[tuple[str, Mapping[int, str]]]:

@@ -51,7 +51,7 @@ from titanplans.training.data.checks import check_dataset, read_place
 from titanplans.training.data.vocabulary import check_tokenizer
 from titanplans.training.job import resolve
 from titanplans.training.job.outputs import check_outputs
-from titanplans.training.pipeline.stage import stages_of
+from titanplans.training.pipeline.stage import check_stages_on_meta, stages_of
 from titanplans.training.trainer import documents
 from titanplans.training.trainer.memory import check_memory
 from titanplans.user_code import import_module
@@ -205,7 +205,7 @@ def check_parallelism(job: JobConfig, model: nn.Module) -> None:
 
 
 def check_pipeline(job: JobConfig, model: PreTrainedModel) -> Stages | None:
-    """Return the stages of a job, None without; refuse those that the layers, the processes or the schedule do not allow."""
+    """Return the stages of a job, None without; refuse those that the model, the processes or the schedule do not allow."""
     p, batch = job.parallelism, job.training.local_batch_size
     if (ranks := p.pipeline_parallel_degree) == 1:
         return None
@@ -223,6 +223,7 @@ def check_pipeline(job: JobConfig, model: PreTrainedModel) -> Stages | None:
         for sequences in batches:
             microbatches = sequences // p.pipeline_parallel_microbatch_size
             check_schedule(p.pipeline_parallel_schedule, ranks, len(stages), microbatches)
+        check_stages_on_meta(model, stages, job.training.seq_len)
     return stages
 
 

@@ -1,6 +1,8 @@
 """How a job's model is cut into stages, known before a process starts; and a stage as torch's schedules call it."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from titanplans.kernels import for_meta
 from titanplans.modeling import flops_of_blocks
 from titanplans.parallel.pipeline.balance import balance, starts_of_names
 from titanplans.plan.decoder import find_decoder
+from titanplans.split.stages.compare import check_stages
 from titanplans.split.stages.schedules import number_of_stages
 from titanplans.split.stages.stages import Stages
 from titanplans.split.stages.trace import Trace, trace
@@ -43,11 +46,17 @@ class ScheduledStage(PipelineStage):
         # FSDP2's state is the model's.
         super().__init__(part.lm, number, stages, device, group=group)
         self.part, self.loss = part, loss
+        self._buffers_before: dict[str, torch.Tensor] = {}
 
     def forward_maybe_with_nosync(
         self, *received: torch.Tensor, tokens: torch.Tensor, labels: torch.Tensor, **inputs: Any
     ) -> Any:
         """Run a micro batch; `received` is what the stage before gave."""
+        for x in received:
+            if (
+                x.requires_grad
+            ):  # its gradient is sent as it is, and a collective takes contiguous tensors alone
+                x.register_hook(torch.Tensor.contiguous)
         output = self.part(tokens, labels=labels, received=received, **inputs)
         if self.is_last:
             return self.loss(output, labels, self.valid_tokens)[0]
@@ -55,7 +64,8 @@ class ScheduledStage(PipelineStage):
 
     def _compute_outputs(
         self, *received: Any, module: Any, **inputs: Any
-    ) -> Any:  # private: torch PipelineStage
+    ) -> Any:  # private: torch PipelineStage, which infers the shapes of what is sent by a forward
+        self._buffers_before = {name: buffer.clone() for name, buffer in self.submod.named_buffers()}
         return self.forward_maybe_with_nosync(*received, **inputs)
 
     def backward_maybe_with_nosync(
@@ -70,10 +80,16 @@ class ScheduledStage(PipelineStage):
     def _post_metadata_inference_cleanup(self) -> None:  # private: torch PipelineStage
         super()._post_metadata_inference_cleanup()
         self.part.inferred()
+        # Its forward was none of the training's: buffers that a forward moves are as before.
+        buffers = dict(self.submod.named_buffers())
+        with torch.no_grad():
+            for name, before in self._buffers_before.items():
+                buffers[name].copy_(before)
+        self._buffers_before = {}
 
 
 def stages_of(model: Any, options: PipelineParallel, ranks: int, seq_len: int) -> Stages:
-    """Return the stages of `model`, a whole one on meta.
+    """Return the stages of `model`, an unsplit one on meta.
 
     Raises:
         ParallelError: so many stages are not possible, or can't be told from a forward on meta.
@@ -93,17 +109,37 @@ def trace_on_meta(model: Any, seq_len: int) -> Trace:
     """Return what the blocks of `model`, on meta, hand to each other.
 
     Raises:
-        ParallelError: its code reads values, and there are none on meta.
+        ParallelError: stages can't do what its forward does, or it reads values, and there are none on meta.
     """
+    with _on_meta(model, seq_len) as (copied, inputs):
+        return trace(copied, find_decoder(copied), inputs)
+
+
+def check_stages_on_meta(model: Any, stages: Stages, seq_len: int) -> None:
+    """Refuse stages of `model`, on meta, that do not compute what it computes.
+
+    Raises:
+        ParallelError: names the first block that differs.
+    """
+    with _on_meta(model, seq_len) as (copied, inputs):
+        check_stages(copied, stages, inputs)
+
+
+@contextmanager
+def _on_meta(model: Any, seq_len: int) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
+    """Yield a copy of `model`, and the inputs of a forward on meta; what that raises is an error of its stages."""
     ids, model = torch.zeros(1, seq_len, dtype=torch.int64, device="meta"), copy.deepcopy(model)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the others multiply no float32
+    cannot, remedy = f"{class_name(model)} can't be cut into stages", "or set pipeline_parallel_degree = 1"
     try:
         with for_meta():
-            return trace(model, find_decoder(model), {"input_ids": ids})
+            yield model, {"input_ids": ids}
+    except ParallelError as error:
+        raise ParallelError(f"{cannot}: {error}, {remedy}") from error
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
         why = next(iter(str(error).splitlines()), "")
         raise ParallelError(
-            f"{class_name(model)} can't be cut into stages: a forward on meta, which tells what blocks hand to each other, "
-            f"ends with {type(error).__name__}: {why}; set pipeline_parallel_degree = 1"
+            f"{cannot}: a forward on meta, which tells what blocks hand to each other, ends with {type(error).__name__}: "
+            f"{why}; let it read no values, {remedy}"
         ) from error

@@ -1,0 +1,578 @@
+"""Models of one's own that are cut into stages, some of which no pipeline can run: `RIGHT` and `REFUSED`, by name."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+WIDTH, LAYERS, VOCABULARY = 16, 4, 4096
+RIGHT: dict[str, type[nn.Module]] = {}
+REFUSED: dict[str, tuple[type[nn.Module], str]] = {}
+"""Each with a pattern of the refusal."""
+
+
+class Block(nn.Module):
+    """A residual block that mixes tokens; `more` is added to its input."""
+
+    def __init__(self, index=0):
+        super().__init__()
+        self.index = index
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x, *more):
+        y = self.norm(sum(more, x)).cumsum(1) / 4
+        return x + self.down(F.silu(self.up(y)))
+
+
+class Model(nn.Module):
+    """An embedding, blocks, a norm and a head."""
+
+    Block = Block
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(self.Block(index) for index in range(LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.add()
+
+    def add(self):
+        """Add modules."""
+
+    def forward(self, input_ids):
+        return self.lm_head(self.norm(self.body(self.embed(input_ids), input_ids)))
+
+    def body(self, x, ids):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def right(cls):
+    RIGHT[cls.__name__] = cls
+    return cls
+
+
+def refused(pattern):
+    def add(cls):
+        REFUSED[cls.__name__] = cls, pattern
+        return cls
+
+    return add
+
+
+@right
+class Plain(Model):
+    pass
+
+
+@right
+class EmbeddingInEachBlock(Model):
+    def body(self, x, ids):
+        x0 = x
+        for layer in self.layers:
+            x = layer(x, x0)
+        return x
+
+
+@right
+class EmbeddingAtTheHead(Model):
+    def body(self, x, ids):
+        return super().body(x, ids) + 0.5 * x
+
+
+@right
+class DetachedEmbeddingAtTheHead(Model):
+    def body(self, x, ids):
+        return super().body(x, ids) + x.detach()
+
+
+@right
+class ValueEmbeddings(Model):
+    def add(self):
+        self.values = nn.Embedding(VOCABULARY, WIDTH)
+
+    def body(self, x, ids):
+        values = self.values(ids)
+        for at, layer in enumerate(self.layers):
+            x = layer(x, values) if at in (0, 3) else layer(x)
+        return x
+
+
+@right
+class NormOfTheEmbedding(Model):
+    def add(self):
+        self.first_norm = nn.LayerNorm(WIDTH)
+
+    def body(self, x, ids):
+        x = x0 = self.first_norm(x)
+        for layer in self.layers:
+            x = layer(x, x0)
+        return x
+
+
+@right
+class NormBeforeAndAfter(Model):
+    def body(self, x, ids):
+        x = x0 = self.norm(x)
+        for layer in self.layers:
+            x = layer(x, x0)
+        return x
+
+
+@right
+class MaskOfEmbeddings(Model):
+    def body(self, x, ids):
+        mask = (x.sum(-1, keepdim=True) > 0).to(x.dtype)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x
+
+
+@right
+class Conditioned(Model):
+    def add(self):
+        self.condition = nn.Linear(WIDTH, WIDTH)
+
+    def body(self, x, ids):
+        condition = self.condition(x.mean(1, keepdim=True))
+        for layer in self.layers:
+            x = layer(x, condition)
+        return x
+
+
+@right
+class InputsOfEachLayer(Model):
+    def add(self):
+        self.project = nn.Linear(WIDTH, LAYERS * WIDTH)
+        self.each = nn.Embedding(VOCABULARY, LAYERS * WIDTH)
+        self.each_norm = nn.LayerNorm(WIDTH)
+
+    def body(self, x, ids):
+        inputs = self.each_norm(self.project(x).unflatten(-1, (LAYERS, WIDTH)))
+        inputs = inputs + self.each(ids).unflatten(-1, (LAYERS, WIDTH))
+        for at, layer in enumerate(self.layers):
+            x = layer(x, inputs[..., at, :])
+        return x
+
+
+@right
+class FirstBlockAtTheHead(Model):
+    def body(self, x, ids):
+        states = []
+        for layer in self.layers:
+            x = layer(x)
+            states.append(x)
+        return x + states[0]
+
+
+@right
+class SumOfAllStates(Model):
+    def add(self):
+        self.weights = nn.Parameter(torch.rand(LAYERS + 1))
+
+    def body(self, x, ids):
+        states = [x]
+        for layer in self.layers:
+            states.append(layer(states[-1]))
+        return (torch.stack(states, -1) * self.weights).sum(-1)
+
+
+class GrowingBlock(Block):
+    def forward(self, x, *before):
+        return super().forward(x, *before), *before, x
+
+
+@right
+class GrowingTuples(Model):
+    Block = GrowingBlock
+
+    def body(self, x, ids):
+        state = (x,)
+        for layer in self.layers:
+            state = layer(*state)
+        return sum(state)
+
+
+@right
+class Skips(Model):
+    def body(self, x, ids):
+        left = []
+        for at, layer in enumerate(self.layers):
+            x = layer(x) if at < LAYERS // 2 else layer(x, left.pop())
+            if at < LAYERS // 2:
+                left.append(x)
+        return x
+
+
+@right
+class Tied(Model):
+    def add(self):
+        self.lm_head.weight = self.embed.weight
+
+
+class DictBlock(Block):
+    def forward(self, hidden, index):
+        return {"hidden": super().forward(hidden), "index": index + 1}
+
+
+@right
+class DictsByKeyword(Model):
+    Block = DictBlock
+
+    def body(self, x, ids):
+        state = {"hidden": x, "index": 0}
+        for layer in self.layers:
+            state = layer(**state)
+        return state["hidden"] * state["index"]
+
+
+@right
+class ParallelBlocks(Model):
+    def body(self, x, ids):
+        first, second, third, fourth = self.layers
+        x = x + first(x) + second(x)
+        return x + third(x) + fourth(x)
+
+
+@right
+class LearnedPositions(Model):
+    def add(self):
+        self.positions = nn.Parameter(torch.randn(1, 64, WIDTH))
+
+    def body(self, x, ids):
+        x = x0 = x * WIDTH**0.5 + self.positions[:, : x.shape[1]]
+        for layer in self.layers:
+            x = layer(x, x0)
+        return x
+
+
+@right
+class EmbeddedTwice(Model):
+    def body(self, x, ids):
+        before = self.embed(ids.roll(1, 1))
+        for layer in self.layers:
+            x = layer(x, before)
+        return x
+
+
+class MovingBlock(Block):
+    def __init__(self, index=0):
+        super().__init__(index)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x, *more):
+        if self.training:
+            self.mean.mul_(0.5).add_(x.detach().mean((0, 1)), alpha=0.5)
+        return super().forward(x - self.mean, *more)
+
+
+@right
+class MovingBuffers(Model):
+    Block = MovingBlock
+
+
+@right
+class CountingBuffer(Model):
+    def add(self):
+        self.register_buffer("count", torch.zeros(()))
+
+    def body(self, x, ids):
+        self.count += 1
+        return super().body(x, ids) / self.count
+
+
+@right
+class ReturnsAnObject(Model):
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        last = self.body(x, input_ids)
+        return SimpleNamespace(logits=self.lm_head(self.norm(last + x)), hidden=(x, last))
+
+
+@right
+class WrittenInPlace(Model):
+    def body(self, x, ids):
+        kept = torch.zeros_like(x)
+        kept[:, 1:] = x[:, :-1]
+        for layer in self.layers:
+            x = layer(x, kept)
+        return x
+
+
+@right
+class CachedPositions(Model):
+    def add(self):
+        self.cached = None
+
+    def body(self, x, ids):
+        if self.cached is None:
+            self.cached = torch.arange(x.shape[1], device=x.device)[None, :, None] / 10
+        for layer in self.layers:
+            x = layer(x, self.cached)
+        return x
+
+
+@right
+class MaskOfShapeAlone(Model):
+    def body(self, x, ids):
+        mask = torch.ones_like(x[..., :1]).cumsum(1)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x
+
+
+@right
+class CountsBlocks(Model):
+    def body(self, x, ids):
+        done = SimpleNamespace(count=0)
+        hooks = [
+            layer.register_forward_hook(lambda *_: setattr(done, "count", done.count + 1))
+            for layer in self.layers
+        ]
+        for layer in self.layers:
+            x = layer(x, torch.full_like(x, done.count))
+        for hook in hooks:
+            hook.remove()
+        return x
+
+
+@refused("calls layers.0 where block 4 is due")
+class LoopedTwice(Model):
+    def body(self, x, ids):
+        return super().body(super().body(x, ids), ids)
+
+
+@refused("calls layers.1 where block 3 is due")
+class MiddleLooped(Model):
+    def body(self, x, ids):
+        for at in (0, 1, 2, 1, 2, 3):
+            x = self.layers[at](x)
+        return x
+
+
+@refused("calls layers.3 where block 0 is due")
+class Backwards(Model):
+    def body(self, x, ids):
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return x
+
+
+@refused("does not call layers.3")
+class SkippedBlock(Model):
+    def body(self, x, ids):
+        for layer in self.layers[:-1]:
+            x = layer(x)
+        return x
+
+
+@refused("a second forward of it is another one")
+class CountsForwards(Model):
+    def add(self):
+        self.count = 0
+
+    def body(self, x, ids):
+        self.count += 1
+        return super().body(x, ids) / self.count
+
+
+class CountingBlock(Block):
+    calls = 0
+
+    def forward(self, x, *more):
+        self.calls += 1
+        return super().forward(x * self.calls, *more)
+
+
+@refused("a second forward of it is another one")
+class BlocksCountForwards(Model):
+    Block = CountingBlock
+
+
+class KeepingBlock(Block):
+    def forward(self, x, *more):
+        if self.index == 0:
+            self.shared.first = x.sin()
+        return super().forward(x, getattr(self.shared, "first", torch.zeros_like(x)))
+
+
+@refused("layers.2 computes something else")
+class StateWithADefault(Model):
+    Block = KeepingBlock
+
+    def add(self):
+        for layer in self.layers:
+            layer.shared = SimpleNamespace()
+
+    def body(self, x, ids):
+        shared = SimpleNamespace()
+        for layer in self.layers:
+            layer.shared = shared
+        return super().body(x, ids)
+
+
+class ReadingBlock(Block):
+    def forward(self, x, *more):
+        if self.index == 0:
+            self.shared["first"] = x
+        return super().forward(x, self.shared["first"])
+
+
+@refused("stage 1 of 2 does not run without the blocks of the others: KeyError: 'first'")
+class FirstBlockInADict(Model):
+    Block = ReadingBlock
+
+    def body(self, x, ids):
+        shared = {}
+        for layer in self.layers:
+            layer.shared = shared
+        return super().body(x, ids)
+
+
+GLOBAL: dict = {}
+
+
+class GlobalBlock(Block):
+    shared = GLOBAL
+
+    def forward(self, x, *more):
+        if self.index == 0:
+            self.shared["first"] = x
+        return super().forward(x, self.shared["first"])
+
+
+@refused("layers.2 computes something else")
+class FirstBlockInAGlobal(Model):
+    Block = GlobalBlock
+
+
+class AppendingBlock(Block):
+    def forward(self, x, *more):
+        y = super().forward(x)
+        self.seen.append(y)
+        return y
+
+
+@refused("the logits are made of what only another stage has")
+class ListOfStates(Model):
+    Block = AppendingBlock
+
+    def body(self, x, ids):
+        seen = []
+        for layer in self.layers:
+            layer.seen = seen
+        return super().body(x, ids) + sum(seen)
+
+
+@refused("layers.2 is given something else|logits are made of")
+class AsksForAClass(Model):
+    def body(self, x, ids):
+        for layer in self.layers:
+            x = layer(x)
+            if isinstance(layer, Block):
+                x = 2 * x
+        return x
+
+
+@refused("draws random numbers .aten.bernoulli|draws random numbers .aten.native_dropout")
+class FunctionalDropout(Model):
+    def body(self, x, ids):
+        return F.dropout(super().body(x, ids), 0.5, self.training)
+
+
+@refused("draws random numbers .aten.randn")
+class Noise(Model):
+    def body(self, x, ids):
+        return super().body(x + 0.1 * torch.randn_like(x), ids)
+
+
+@dataclass
+class State:
+    x: torch.Tensor
+
+
+class DataclassBlock(Block):
+    def forward(self, state):
+        return State(super().forward(state.x))
+
+
+@refused("layers.0 returns a State")
+class Dataclasses(Model):
+    Block = DataclassBlock
+
+    def body(self, x, ids):
+        return super().body(State(x), ids).x
+
+
+class PeekingBlock(Block):
+    def forward(self, x, *more):
+        following = self.following[0]
+        return super().forward(x if following is None else following.norm(x))
+
+
+@refused("stage 0 of 2 does not run without the blocks of the others|given something else")
+class ReadsTheNextBlock(Model):
+    Block = PeekingBlock
+
+    def body(self, x, ids):
+        for at, layer in enumerate(self.layers):
+            layer.following = [self.layers[at + 1] if at + 1 < LAYERS else None]
+        return super().body(x, ids)
+
+
+@refused("makes a Python number of hidden states")
+class BranchesOnStates(Model):
+    def body(self, x, ids):
+        for layer in self.layers:
+            x = layer(x)
+            if x.mean() > 0:
+                x = -x
+        return x
+
+
+@refused("makes a Python number of hidden states")
+class BranchesOnEmbeddings(Model):
+    def body(self, x, ids):
+        scale = 2 if x.mean() > 0 else 1
+        return scale * super().body(x, ids)
+
+
+@refused("buffer mean changes otherwise")
+class MovingBufferOfEmbeddings(Model):
+    def add(self):
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def body(self, x, ids):
+        self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
+        return super().body(x, ids)
+
+
+class InPlaceBlock(Block):
+    def forward(self, x, *more):
+        return x.add_(super().forward(x) - x)
+
+
+@refused("does not run without the blocks of the others: RuntimeError: a leaf Variable that requires grad")
+class InPlaceBlocks(Model):
+    Block = InPlaceBlock
+
+
+@refused("draws random numbers")
+class DropsLayers(Model):
+    def body(self, x, ids):
+        for layer in self.layers:
+            if not self.training or torch.rand([]) >= 0.0:
+                x = layer(x)
+        return x
+
+
+@refused("layers.0.norm.weight gets a gradient of zeros, and none in the unsplit model")
+class DetachesAtTheBorder(Model):
+    def body(self, x, ids):
+        for at, layer in enumerate(self.layers):
+            x = layer(x.detach() if at == 2 else x)
+        return x
