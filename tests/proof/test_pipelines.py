@@ -2,8 +2,9 @@
 
 import pytest
 import zoo
+from torch import nn
 
-from titanplans import Degrees, PlanError, verify
+from titanplans import Degrees, PlanError, TPPlan, registered_plans, verify
 from titanplans.proof.compare import pipeline
 from titanplans.split.stages.shared import SharedParameters
 from titanplans.split.stages.stage import Stage
@@ -119,6 +120,78 @@ def test_a_stage_that_computes_something_else_is_refused(name, monkeypatch):
     wrongly(monkeypatch, owner, attribute, change)
     with pytest.raises(PlanError, match=r"model.layers.2 is given something else than in the unsplit model"):
         proved(model, Degrees(pp=2), **FOUR)
+
+
+class Unsummed(registered_plans()["qwen3"]):
+    def attn_plan(self, attn):
+        return {**super().attn_plan(attn), "q_norm": self.replicated_off_stream()}
+
+
+@pytest.mark.parametrize("conditions", ["plain", "each"])
+def test_a_wrong_plan_is_placed_in_its_stage(conditions):
+    report = verify(
+        lambda: zoo.build("qwen3"), Unsummed, degrees=[Degrees(tp=2, pp=2)], conditions=conditions
+    )
+    for case in report.cases:
+        assert case.finding.first.name == "model.layers.1.self_attn.q_norm.weight", report.table()
+
+
+class Mlp(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(width, 32), nn.Linear(32, width)
+
+    def forward(self, x):
+        return self.down_proj(self.up_proj(x).relu())
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(width), Mlp(width)
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+class Plain(nn.Module):
+    """A model that transformers does not know, whose head stands before the embedding."""
+
+    def __init__(self, tied, width=16):
+        super().__init__()
+        self.lm_head, self.embed = nn.Linear(width, 32, bias=False), nn.Embedding(32, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(2))
+        self.norm = nn.LayerNorm(width)
+        if tied:
+            self.embed.weight = self.lm_head.weight
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(self.norm(x))
+
+
+class WithACache(Plain):
+    def forward(self, input_ids, use_cache=True):
+        assert not use_cache
+        return super().forward(input_ids)
+
+
+class PlainPlan(TPPlan):
+    def mlp_plan(self, mlp):
+        return {
+            **self.mlp_region(),
+            "up_proj": self.colwise(),
+            "down_proj": self.rowwise(reduce_output=False),
+        }
+
+
+@pytest.mark.parametrize("model", [Plain, WithACache])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_plain_module_is_proved_in_stages(model, tied):
+    report = verify(lambda: model(tied), PlainPlan, degrees=[Degrees(tp=2, pp=2)], conditions="each")
+    assert report.passed, report.table()
 
 
 @pytest.mark.parametrize("lost", ["a backward", "the gradient of a micro batch"])

@@ -16,7 +16,7 @@ from titanplans.loss import cross_entropy
 from titanplans.proof.compare.forward import widened
 from titanplans.split.stages.stage import PassedBlock, PassedModule
 from titanplans.split.stages.stages import Stages
-from titanplans.split.stages.trace import trace
+from titanplans.split.stages.trace import logits_of, trace, without_cache
 
 OWN = {
     "nsa": dict(num_hidden_layers=2),  # its tiny config has one block
@@ -39,10 +39,12 @@ def step(stages, inputs):
     """The logits, after a backward through all stages."""
     crossing = ()
     for stage in stages:
-        crossing = stage.run(crossing, lambda stage=stage: stage.model(**inputs, use_cache=False))
+        crossing = stage.run(
+            crossing, lambda stage=stage: stage.model(**inputs, **without_cache(stage.model))
+        )
     labels = inputs["input_ids"]
-    cross_entropy(crossing.logits, labels, labels.numel()).backward()
-    return crossing.logits
+    cross_entropy(logits_of(crossing), labels, labels.numel()).backward()
+    return logits_of(crossing)
 
 
 def cut(model, bounds, inputs):
@@ -61,7 +63,7 @@ def cut(model, bounds, inputs):
 
 def check(model, stages, inputs):
     with widened(torch.float64):
-        expected = model(**inputs, use_cache=False).logits
+        expected = logits_of(model(**inputs, **without_cache(model)))
         labels = inputs["input_ids"]
         cross_entropy(expected, labels, labels.numel()).backward()
         assert torch.equal(step(stages, inputs), expected)

@@ -47,4 +47,4 @@ def test_what_no_stage_can_run_is_refused(name):
         job_stages(name, (2,))
     said = str(refusal.value)
     assert re.match(rf"{name} can't be cut into stages: ", said)
-    assert "or set pipeline_parallel_degree = 1" in said
+    assert "without stages (pipeline_parallel_degree = 1)" in said

@@ -4,7 +4,7 @@ What can be refused is refused before a weight moves. Afterwards every parameter
 weights are one. A foreign `ParallelStyle` declares nothing, so its faults are errors only once it has been applied.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -218,11 +218,15 @@ def split(checked: Checked, cut: Cut) -> AppliedPlan:
     """Cut the model of a plan that has been checked against it, in place."""
     plan, model = checked.plan, checked.plan.model
     whole = parameters_of(model)
-    for name, functions in checked.functions.items():
-        set_functions(model.get_submodule(name), functions, cut.ranks)
+    for name in _once(model, checked.functions):
+        set_functions(model.get_submodule(name), checked.functions[name], cut.ranks)
+    cut_already: set[tuple[int, str | None]] = set()
     for key, style in plan.styles.items():
         if (entry := plan.by_key.get(key)) is not None:
-            _cut(entry, cut, checked.crossings.get(key))
+            # Blocks may share a module, which then has a key for each.
+            if (what := (id(entry.module), entry.parameter)) not in cut_already:
+                cut_already.add(what)
+                _cut(entry, cut, checked.crossings.get(key))
         elif style._apply(module := model.get_submodule(key), cut.mesh) is not module:
             reason = "it replaced the module; a style works in place"
             raise PlanError(reason, key=key, style=style, module=module)
@@ -231,8 +235,8 @@ def split(checked: Checked, cut: Cut) -> AppliedPlan:
     _check_still_tied(model, checked.tied)
     retire_replaced(model, whole)
 
-    for name, attributes in checked.attributes.items():
-        set_attributes(model.get_submodule(name), attributes)
+    for name in _once(model, checked.attributes):
+        set_attributes(model.get_submodule(name), checked.attributes[name])
     decoder = plan.decoder
     read_together(model.get_submodule(name) for names in decoder.block_lists for name in names)
     make_state(model).border = cut.border
@@ -247,6 +251,15 @@ def split(checked: Checked, cut: Cut) -> AppliedPlan:
     refuse_unsupported_methods(model)
     check_first_forward(model, model.get_submodule(decoder.base), cut)
     return AppliedPlan(plan, checked.crossings, cut.border)
+
+
+def _once(model: nn.Module, names: Iterable[str]) -> Iterator[str]:
+    """Yield the name of each module once: blocks may share one."""
+    seen: set[int] = set()
+    for name in names:
+        if (module := id(model.get_submodule(name))) not in seen:
+            seen.add(module)
+            yield name
 
 
 def _cut(entry: Entry, cut: Cut, crossing: Crossing | None) -> None:

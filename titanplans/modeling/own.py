@@ -4,13 +4,14 @@
     class = "my_package.model:MyModel"
     arguments = { width = 512, layers = 8 }
 
-Its forward takes `input_ids` [batch, sequence] and returns logits [batch, sequence, vocabulary], or an object that has them
-as `logits`. Its constructor gives every parameter its value. It may have a `config`, a transformers PretrainedConfig;
-otherwise it gets one, whose `model_type` is the class's own `model_type` or its name, by which a plan is registered.
+Its forward takes `input_ids` [batch, sequence] and returns logits [batch, sequence, vocabulary], or an object or dict that
+has them as `logits`, or a tuple that begins with them. Its constructor gives every parameter its value. It may have a
+`config`, a transformers PretrainedConfig; otherwise it gets one, whose `model_type` is the class's own `model_type` or its
+name, by which a plan is registered.
 """
 
+import inspect
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -51,11 +52,6 @@ class OwnModel(nn.Module):
     def _initialize_weights(self, module: nn.Module, custom: bool) -> None:
         """Nothing: its own constructor has done it."""
 
-    def forward(self, input_ids: torch.Tensor, use_cache: bool = False, **arguments: Any) -> Any:
-        """The model's own forward; logits by themselves are put into an object that has them."""
-        output = super().forward(input_ids, **arguments)  # pyrefly: ignore[not-callable]
-        return output if hasattr(output, "logits") else SimpleNamespace(logits=output)
-
 
 def own_config(source: str, arguments: Mapping[str, Any], sizes: str | None = None) -> PretrainedConfig:
     """Return the config of the model that the class `source`, "module:Class", makes of these keywords.
@@ -68,10 +64,18 @@ def own_config(source: str, arguments: Mapping[str, Any], sizes: str | None = No
         sizes: where they stand, if not in a job.
 
     Raises:
-        ModelError: there is no such class, it fails, its config is no PretrainedConfig, or it has no embedding.
+        ModelError: there is no such class, it fails, its config is no PretrainedConfig, it has no embedding, or its forward
+            takes no `input_ids`.
     """
     with torch.device("meta"):
         model = _made(source, arguments, sizes)
+    try:
+        inspect.signature(model.forward).bind(input_ids=None)
+    except TypeError as error:
+        raise ModelError(
+            f"model.class = {source!r}: its forward can't be called with input_ids alone ({error}): give it an argument of "
+            "that name, and the others defaults"
+        ) from error
     config = getattr(model, "config", None)
     if config is None:
         embedding = find_decoder(model).embedding

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from titanplans.errors import PlanError
 from titanplans.plan.adapted import with_factors
 from titanplans.plan.checks.keys import check_coverage, check_keys, refuse_foreign_adapters
 from titanplans.plan.decoder import Decoder, find_decoder, is_held, join, name_head, within
@@ -17,6 +18,7 @@ from titanplans.plan.styles.base import Style
 from titanplans.plan.styles.region import Region
 from titanplans.plan.styles.replicated import EndOfStream
 from titanplans.plan.styles.vocab import VocabEmbedding, VocabHead
+from titanplans.text import class_name
 from titanplans.user_code import as_user_error
 
 
@@ -135,6 +137,7 @@ def resolve(source: TPPlan, model: nn.Module) -> ResolvedPlan:
     entries = tuple(
         _entry(key, style, styles, modules) for key, style in styles.items() if isinstance(style, Style)
     )
+    _check_shared(entries)
     covered = {join(entry.path, name) for entry in entries for name in entry.layouts}
     covered |= {
         entry.key for entry in entries if entry.parameter is not None
@@ -167,6 +170,21 @@ def _entry(key: str, style: Style, plan: dict[str, ParallelStyle], modules: dict
     layout = style.layout(parameter, getattr(module, parameter))
     own = {} if layout is None else with_factors(module, {parameter: layout})
     return Entry(key, style, path, module, parameter, own)
+
+
+def _check_shared(entries: Collection[Entry]) -> None:
+    """Refuse two styles of a module that blocks share."""
+    first: dict[tuple[int, str | None], Entry] = {}
+    for entry in entries:
+        other = first.setdefault((id(entry.module), entry.parameter), entry)
+        if repr(other.style) != repr(entry.style):
+            raise PlanError(
+                f"it is also '{other.key}', which has {class_name(other.style)}, and a module has one style: give both keys "
+                "the same",
+                key=entry.key,
+                style=entry.style,
+                module=entry.module,
+            )
 
 
 def _begin_stream(styles: Plan, entries: tuple[Entry, ...], embedding: str | None) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from titanplans.proof.batches.conditions import Scenario
 from titanplans.proof.compare.comparison import Comparison
 from titanplans.proof.compare.forward import FAILURES, first_line
 from titanplans.proof.compare.patches import unpatched
-from titanplans.proof.compare.pipeline import split_stages
+from titanplans.proof.compare.pipeline import PipelinedModel, split_stages
 from titanplans.proof.compare.reference import ReferenceRun
 from titanplans.proof.compare.training import TrainingRun, recompute
 from titanplans.proof.explain.localise import localise, may_be_partial
@@ -85,9 +85,9 @@ def prove_case(
     except RanksDiverged as apart:
         result = _failed(options, scenario, _place(training), first_line(apart))
     result = from_first(world, result)
-    # Of stages it is told that they are wrong: without them the case tells where, if it is the plan.
-    if not result.passed and reference.recording and training is not None and len(applied) == 1:
-        resolved, so_far, case = applied[0].resolved, training, result
+    if not result.passed and reference.recording and training is not None:
+        so_far, case = training, result
+        resolved = so_far.model.plan if isinstance(so_far.model, PipelinedModel) else applied[0].resolved
         try:
             with torch.no_grad():
                 result = world.together(lambda: localise(so_far, resolved, reference, world, case))

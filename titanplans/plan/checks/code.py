@@ -55,7 +55,7 @@ def code_of_ranks(
         )
     for name in functions:
         hook, given = ("local_functions", "") if name in decoder.mixers else ("model_functions", name)
-        if name not in dict(model.named_modules()):
+        if name not in dict(model.named_modules(remove_duplicate=False)):
             _check(
                 model,
                 "",

@@ -6,7 +6,7 @@ in a job. As on several ranks, a stage gets leaves of its own, and its backward 
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from titanplans.apply.apply import AppliedPlan, cut_of, split
 from titanplans.apply.check import check
 from titanplans.errors import ParallelError, PlanError
 from titanplans.plan.custom import PlanSource, resolve_plan
-from titanplans.plan.decoder import find_decoder
+from titanplans.plan.decoder import Elsewhere, find_decoder, within
 from titanplans.plan.options import TPOptions
+from titanplans.plan.resolve import ResolvedPlan
 from titanplans.proof.compare.forward import widened
 from titanplans.split.meshes import meshes_of
 from titanplans.split.stages.compare import check_stages
@@ -39,11 +40,12 @@ class PipelinedModel(nn.Module):
     Args:
         stages: in their order, split.
         shared: of each parameter that several stages hold, its name in each, by its name in the unsplit model.
+        plan: of the unsplit model.
     """
 
-    def __init__(self, stages: Sequence[Stage], shared: Mapping[str, Mapping[int, str]]):
+    def __init__(self, stages: Sequence[Stage], shared: Mapping[str, Mapping[int, str]], plan: ResolvedPlan):
         super().__init__()
-        self.stages, self._whole_names = stages, shared
+        self.stages, self._whole_names, self.plan = stages, shared, plan
         if (config := getattr(stages[-1].model, "config", None)) is not None:
             self.config = config
         for at, stage in enumerate(stages):
@@ -62,6 +64,16 @@ class PipelinedModel(nn.Module):
             return crossing
 
         self.forward = forward
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Generator[tuple[str, nn.Module], None, None]:
+        """Yield each module that computes a part of the unsplit model's forward, as its first stage holds it."""
+        seen = set()
+        for stage in self.stages:
+            for name, module in stage.model.named_modules():
+                holds_blocks = any(within(block, name) for block in self.plan.decoder.names)
+                if name not in seen and not holds_blocks and not isinstance(module, Elsewhere):
+                    seen.add(name)
+                    yield name, module
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield each parameter of the unsplit model once, as its first stage holds it, by its name in that model."""
@@ -98,10 +110,11 @@ def split_stages(
     for number in range(len(stages)):
         part = copy.deepcopy(model)
         checked = check(resolve_plan(plan, part, options), part, dist.get_backend(mesh.get_group(0)))
+        whole = checked.plan
         made.append(stages.cut(part, number))
         checked = checked.of_stage(stages.passed[number])
         applied.append(split(checked, cut_of(checked, meshes_of(mesh), experts, sum_over_cp=True)))
-    return PipelinedModel(made, stages.shared), applied
+    return PipelinedModel(made, stages.shared, whole), applied
 
 
 def refuse_stages(model: nn.Module, number: int) -> None:

@@ -204,9 +204,9 @@ class TrainingRun:
 
         def forward(number: int, stage: Stage, received: Sequence[torch.Tensor]) -> Any:
             name = names[number]
-            self._point = name
-            fusing = nullcontext() if stage.gives else self._fusing(name, batches[name].labels)
-            with fusing:
+            labels = batches[name].labels
+            fusing = nullcontext() if stage.gives else self._fusing(name, labels)
+            with fusing, self._recorded(name, len(labels)):
                 return stage.run(received, partial(call, stage.model, batches[name].inputs))
 
         run_in_order(
@@ -258,7 +258,8 @@ class TrainingRun:
         self._point = name
         if not self.recording:
             return nullcontext()
-        self.records[name] = Recorder(self.model, sequences=sequences)
+        if name not in self.records:  # else a later stage goes on with this micro batch
+            self.records[name] = Recorder(self.model, sequences=sequences)
         return self.records[name]
 
 

@@ -66,7 +66,8 @@ def _check_mode(model: nn.Module, stages: Stages, inputs: Mapping[str, Any]) -> 
         own = [name for name in names if is_held(name, stages.passed[index])]
         place = f"stage {index} of {len(stages)}"
         expressions.begin(part, received)
-        with as_user_error(f"{place} does not run without the blocks of the others", ParallelError):
+        alone = f"{place} has no other values of earlier blocks than those that blocks return, and ends with"
+        with as_user_error(alone, ParallelError):
             forward = partial(stage.run, received, partial(_output, part, inputs))
             found = _run(expressions, part, own, forward)
         what = _difference(found, whole, own) or _difference_in_buffers(found, whole)

@@ -131,15 +131,16 @@ def _on_meta(model: Any, seq_len: int) -> Iterator[tuple[Any, dict[str, torch.Te
     ids, model = torch.zeros(1, seq_len, dtype=torch.int64, device="meta"), copy.deepcopy(model)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the others multiply no float32
-    cannot, remedy = f"{class_name(model)} can't be cut into stages", "or set pipeline_parallel_degree = 1"
+    cannot = f"{class_name(model)} can't be cut into stages"
+    remedy = "without stages (pipeline_parallel_degree = 1) it trains as it is"
     try:
         with for_meta():
             yield model, {"input_ids": ids}
     except ParallelError as error:
-        raise ParallelError(f"{cannot}: {error}, {remedy}") from error
+        raise ParallelError(f"{cannot}: {error}; {remedy}") from error
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
         why = next(iter(str(error).splitlines()), "")
         raise ParallelError(
             f"{cannot}: a forward on meta, which tells what blocks hand to each other, ends with {type(error).__name__}: "
-            f"{why}; let it read no values, {remedy}"
+            f"{why}; {remedy}"
         ) from error

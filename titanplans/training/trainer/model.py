@@ -29,6 +29,7 @@ from titanplans.parallel import parallelize
 from titanplans.parallel.parallelize import apply_data_parallelism
 from titanplans.parallel.record import record_of
 from titanplans.split.collectives import Group, group_of
+from titanplans.split.stages.trace import logits_of, without_cache
 from titanplans.training.pipeline.pipeline import Pipeline, build_pipeline
 from titanplans.training.trainer import documents
 from titanplans.training.trainer.loss import CrossEntropyLoss
@@ -93,7 +94,7 @@ class LanguageModel(BaseModel):
         lm = modeling.build(config.hf_config)
         # Not an attribute in PyTorch's sense: registered as a child, `lm` would prefix every name.
         self.__dict__["lm"] = lm
-        self._documents = config.documents
+        self._documents, self._without_cache = config.documents, without_cache(lm)
         for table in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
             self.__dict__[table] = lm.__dict__[table]
 
@@ -132,14 +133,15 @@ class LanguageModel(BaseModel):
 
         A stage of a pipeline takes what it has `received`, too; before the last one it returns what the next one takes.
         """
-        inputs: dict[str, torch.Tensor] = {"input_ids": tokens_BL}
+        inputs: dict[str, Any] = {"input_ids": tokens_BL}
         if self._documents is not None:
             assert positions is not None
             inputs = documents.inputs(tokens_BL, positions, self._documents)
+        inputs |= self._without_cache
         stage = record_of(self.lm).stage
         forward = partial(self._output, inputs, labels)
         output = forward() if stage is None else stage.run(received, forward)
-        if isinstance(output, tuple):
+        if stage is not None and stage.gives:
             return output
         self.added = added_loss(self.lm, output, self.data if self.training else None)
         if self.added is None and getattr(self.lm.config, "output_router_logits", False):
@@ -147,22 +149,22 @@ class LanguageModel(BaseModel):
                 f"output_router_logits = True, but {type(self.lm).__name__} computes no router balance loss; "
                 "remove output_router_logits"
             )
-        return output.logits
+        return logits_of(output)
 
-    def _output(self, inputs: dict[str, torch.Tensor], labels: torch.Tensor | None) -> Any:
+    def _output(self, inputs: dict[str, Any], labels: torch.Tensor | None) -> Any:
         output = None if self.fused is None or labels is None else self._fused(inputs, labels)
-        return self.lm(**inputs, use_cache=False) if output is None else output
+        return self.lm(**inputs) if output is None else output
 
-    def _fused(self, inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> Any:
+    def _fused(self, inputs: dict[str, Any], labels: torch.Tensor) -> Any:
         """Return the output of a forward whose head computes the loss; None if the model won't have it, now and later."""
         assert self.fused is not None
         objective = self.loss.objective if self.training else Objective()
         try:
             with self.fused(labels, **objective._asdict()):
-                output = self.lm(**inputs, use_cache=False)
-            if not isinstance(output.logits, DeferredLogits):
+                output = self.lm(**inputs)
+            if not isinstance(logits := logits_of(output), DeferredLogits):
                 raise NotFused(f"{type(self.lm).__name__} returns other logits than its head")
-            output.logits.check()
+            logits.check()
         except NotFused as error:
             self.loss.on_fusion_failed(error)
             self.fused = None
