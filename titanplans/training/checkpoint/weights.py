@@ -105,7 +105,7 @@ def of_base(
         found = of_folder(plain, base, what)
         if os.path.isfile(base / "config.json"):
             theirs = model_card(modeling.load_config_file(base))
-    if theirs is not None and (differing := other_model(theirs, plain.config, overrides)):
+    if theirs is not None and (differing := other_model(theirs, plain.config, overrides, token_ids=False)):
         raise ConfigError(
             f"{what}: it is of another model ({differing}); name the one that the adapters were trained on"
         )

@@ -320,7 +320,7 @@ def check_published(folder: str, model: PreTrainedModel, overrides: Collection[s
     """
     if not is_own(model.config) and os.path.exists(os.path.join(folder, "config.json")):
         theirs = model_card(modeling.load_config_file(folder))
-        if differing := other_model(theirs, model.config, overrides):
+        if differing := other_model(theirs, model.config, overrides, token_ids=False):
             raise ConfigError(
                 f"the job's model is not the one of {folder} ({differing}): remove model.name, flavor and config to take "
                 "that one; lengths, rope and dropout can differ by model.config_overrides"
