@@ -127,10 +127,11 @@ def data_parallel_degree(job: JobConfig, world_size: int) -> int:
         if ranks % p.expert_parallel_degree:
             tp = p.tensor_parallel_degree
             works = either([n for n in range(1, ranks + 1) if ranks % n == 0 and (n == 1 or n % tp == 0)])
+            axes = "data_parallel_shard_degree x context_parallel_degree x tensor_parallel_degree"
             raise ConfigError(
-                f"parallelism.expert_parallel_degree = {p.expert_parallel_degree} does not divide the ranks that experts are "
-                f"distributed over, data_parallel_shard_degree x context_parallel_degree x tensor_parallel_degree = {ranks}: "
-                f"{works} would, or a data_parallel_shard_degree that is a multiple of {_shards_for_experts(p)}"
+                f"parallelism.expert_parallel_degree = {p.expert_parallel_degree} does not divide the ranks that experts "
+                f"are distributed over, {axes} = {ranks}: {works} would, or a data_parallel_shard_degree that is a multiple "
+                f"of {_shards_for_experts(p)}"
             )
         return world_size // one_batch
     given = {name: degree for name, degree in degrees.items() if degree > 1}
