@@ -41,6 +41,7 @@ from titanplans.plan.degrees import Degrees
 from titanplans.plan.options import TPOptions
 from titanplans.precision.autocast import apply_autocast
 from titanplans.precision.float8.all_gather import gather_in_float8
+from titanplans.precision.float8.checks import check_gather
 from titanplans.precision.float8.conversion import Conversion, check_float8_options
 from titanplans.precision.float8.scales import seek_scales_together
 from titanplans.precision.nf4 import quantised
@@ -138,6 +139,9 @@ def apply_steps(
     backend = None if meshes is None else dist.get_backend(meshes.sharing.get_group())
     checked = _prepare(model, config, Degrees(tp=mesh.tp, cp=mesh.cp, ep=mesh.ep), over.device_type, backend)
     if (converted := record.float8) is not None:
+        if config.float8.enable_fsdp_float8_all_gather:
+            plan = None if checked is None else checked.plan
+            check_gather(model, plan, converted.converted, over.size(over.ndim - 1), config.float8)
         _log.info(_words(converted))
     if (adapters := record.adapters) is not None:
         _log.info(

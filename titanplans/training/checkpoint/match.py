@@ -55,13 +55,13 @@ def model_card(hf_config: PretrainedConfig) -> dict[str, Any]:
 def _of_weights(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a config that say something about weights or results; in the configs of its parts, too."""
     return {
-        key: _of_weights(value) if _is_config(key, value) else value
+        key: _of_weights(value) if _is_config(value, key) else value
         for key, value in values.items()
         if key not in _INCIDENTAL and not key.startswith("fuse_")
     }
 
 
-def _is_config(key: str, value: Any) -> TypeGuard[Mapping[str, Any]]:
+def _is_config(value: Any, key: str) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(value, Mapping) and key.endswith("_config")
 
 
@@ -86,7 +86,7 @@ def _keys(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield the keys of a config and of the configs in it."""
     for key, value in values.items():
         yield key
-        if _is_config(key, value):
+        if _is_config(value, key):
             yield from _keys(value)
 
 
@@ -294,7 +294,7 @@ def _differing(
     """Yield each key with another value, and both values; keys of a config in a config are dotted."""
     for key in sorted({*theirs, *ours} - {*but}):
         before, now = theirs.get(key), ours.get(key)
-        if _is_config(key, before) and _is_config(key, now):
+        if _is_config(before, key) and _is_config(now, key):
             for name, then, since in _differing(before, now, but):
                 yield f"{key}.{name}", then, since
         elif before != now:
