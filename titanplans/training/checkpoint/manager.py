@@ -280,7 +280,11 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
             if (wrong := _damage(checkpoint)) is not None:
                 instead = folder.remedy(checkpoint, _damage) if own else "take another checkpoint"
                 raise ConfigError(f"{wrong}; {instead}")
-            if own and (differing := changes(read_card(checkpoint).job, self.config.job)):
+            if (
+                own
+                and TRAIN_STATE in state_dict
+                and (differing := changes(read_card(checkpoint).job, self.config.job))
+            ):
                 logger.info(
                     f"{checkpoint.name} is of a job with other values, which this one's replace: {differing}"
                 )
@@ -293,6 +297,18 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
                 state_dict = state_dict | {OPTIMIZER: SavedStates(state_dict[OPTIMIZER], with_state(saved))}
             dcp.load(state_dict, storage_reader=reader, planner=Planner())
         self.states[MODEL].load_state_dict(state_dict)
+
+    def load_weights(self, checkpoint: Path) -> int:
+        """Load the weights alone of a checkpoint; return its step, 0 where no card names it.
+
+        Raises:
+            ConfigError: a file of it is not as it was written.
+        """
+        weights, in_hf = self.states[MODEL].state_dict(), not (checkpoint / ".metadata").is_file()
+        if in_hf and (checkpoint / CARD).is_file() and (wrong := _damage(checkpoint)) is not None:
+            raise ConfigError(f"{wrong}; take another checkpoint")
+        self.dcp_load(weights, str(checkpoint), in_hf, False)
+        return read_card(checkpoint).step if (checkpoint / CARD).is_file() else 0
 
     def _find_load_step(self, folder: str = "") -> int:
         return -1  # `_load` has looked

@@ -76,7 +76,7 @@ def check_job(job: JobConfig, world_size: int) -> None:
     check_device(job, device_type)
     if job.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
-            "metrics.enable_wandb = true, but wandb is not installed; pip install 'titanplans[wandb]', or set it to false"
+            "metrics.enable_wandb = true, but wandb is not installed; pip install '.[wandb]' in a clone, or set it to false"
         )
     check_outputs(job)
     import_custom(job)
