@@ -14,6 +14,8 @@ _INSTEAD = (
     "save the state that titanplans.gather_full_optimizer_state_dict returns on every rank, and load it by "
     "titanplans.load_full_optimizer_state_dict"
 )
+_CHECKED = "_state_of_this_rank"
+"""The attribute of an optimizer that is its state as it was checked."""
 
 
 def check_loaded_state(model: nn.Module) -> None:
@@ -41,6 +43,8 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """
     if torch.compiler.is_compiling():  # `compile_optimizer` asks before the compiled step
         return
+    if optimizer.__dict__.get(_CHECKED) is optimizer.state:  # load_state_dict makes a new one
+        return
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, DTensor):
             continue
@@ -48,3 +52,4 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if isinstance(value, DTensor):
                 what = f"{name} of a parameter {tuple(parameter.shape)} in the optimizer's state"
                 refuse_shard_of_other_rank(value, parameter, what, _INSTEAD)
+    optimizer.__dict__[_CHECKED] = optimizer.state
