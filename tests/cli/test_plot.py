@@ -130,4 +130,4 @@ def test_what_cannot_be_drawn_is_one_line(run, tmp_path, monkeypatch, capsys):
     (tmp_path / "a" / "metrics.jsonl").write_text("")
     assert "no figure is logged there yet" in refused(capsys, a)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "pip install 'titanplans[plot]'" in refused(capsys, a, "--output", "x.png")
+    assert "pip install '.[plot]' in a clone" in refused(capsys, a, "--output", "x.png")

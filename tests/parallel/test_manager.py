@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import worlds
 from equal import whole
-from said import error_of
+from said import error_of, refusal
 from tiny import Tiny, TinyPlan
 from torch.distributed.tensor import DTensor
 
@@ -281,3 +281,18 @@ def test_loss_and_step_are_compiled_where_the_strategy_says_so():
         got = {name: whole(p) for name, p in model.named_parameters()}
     # A compiled step has its learning rate as a float32.
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("degrees", [Degrees(), Degrees(tp=2), Degrees(dp_replicate=2, dp_shard=1)])
+def test_torchs_muon_is_for_weights_that_are_not_sharded(degrees):
+    with worlds.fake(2):
+        plan = TinyPlan if degrees.tp > 1 else None
+        manager = ParallelManager(FSDP2Config(plan=plan), degrees, device_type="cpu")
+        model = manager.parallelize(build())
+        muon = torch.optim.Muon([model.layers[0].mlp.up_proj.weight])
+        if degrees.dp_replicate == 2:
+            assert manager.prepare_optimizer(muon) is muon
+        else:
+            said = refusal(manager.prepare_optimizer, muon)
+            assert said.startswith("torch.optim.Muon orthogonalises a sharded weight by DTensor's products")
+            assert said.endswith('take titanplans.parallel.build_optimizers(model, Optimizer(name="Muon"))')

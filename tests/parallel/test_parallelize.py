@@ -18,6 +18,9 @@ CASES = {
     "fsdp 4, selective checkpointing": dict(tp=1, ac="selective"),
     "gla, tp 4, full checkpointing": dict(tp=4, kind="gla", ac="full"),
     "tied, tp 2 x fsdp 2, bfloat16": dict(tp=2, tied=True, dtype="bfloat16"),
+    "default backend, tp 2 x fsdp 2": dict(tp=2, backend="spmd_types"),
+    "default backend, fsdp 2 x replicate 2": dict(tp=1, replicate=2, backend="spmd_types"),
+    "full_dtensor, tp 2 x replicate 2": dict(tp=2, replicate=2, backend="full_dtensor"),
     "odd sizes, shared heads, tp 4": dict(tp=4, kind="odd", sequence_parallel=False),
     "qwen3 with odd sizes, tp 2 x fsdp 2, gathered logits": dict(tp=2, kind="qwen3", loss_parallel=False),
 }
@@ -38,7 +41,7 @@ def qwen3():
 
 
 def split(model, *, tp, replicate=1, ac=None, compile=False, reshard="default", loss_parallel=True,
-          sequence_parallel=True, dtype="float32"):  # fmt: skip
+          sequence_parallel=True, dtype="float32", backend="partial_dtensor"):  # fmt: skip
     """Return the model as `parallelize` splits it, with torch's own loss, norm and clipping."""
     import torch.distributed as dist
     from torch.distributed.tensor.parallel import loss_parallel as on_shards
@@ -47,7 +50,7 @@ def split(model, *, tp, replicate=1, ac=None, compile=False, reshard="default", 
 
     from titanplans.parallel import ActivationCheckpoint, parallelize
 
-    dims = ParallelDims(replicate, -1, 1, tp, 1, 1, dist.get_world_size(), "partial_dtensor")
+    dims = ParallelDims(replicate, -1, 1, tp, 1, 1, dist.get_world_size(), backend)
     checkpointing = {
         None: None,
         "full": FullAC.Config(),

@@ -6,7 +6,7 @@ import pytest
 import torch
 import worlds
 import zoo
-from said import error_of
+from said import error_of, refusal
 from torch.nn import functional as F
 
 from titanplans import kernels, modeling
@@ -279,3 +279,19 @@ def test_a_checkpoint_holds_weights_as_they_are_stored(results):
 @pytest.mark.parametrize("way", REFUSED_WAYS)
 def test_refused_ways(way, results):
     assert REFUSED_WAYS[way][2] in results[way]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degrees", "rows"),
+    [(3, Degrees(), "128 rows,"), (6, Degrees(tp=2), "64 rows on a tensor-parallel rank,")],
+)
+def test_shards_that_are_not_equal_are_not_gathered_in_float8(ranks, degrees, rows):
+    config = zoo.config("qwen3", options=False, head_dim=32, num_attention_heads=4, **ALIGNED)
+    options = {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}
+    with worlds.fake(ranks):
+        manager = ParallelManager(strategy(options), degrees, device_type="cpu")
+        said = refusal(manager.parallelize, modeling.build(config))
+    assert (
+        f"q_proj has {rows} and FSDP2 gathers only equal shards in float8, which 3 ranks do not have" in said
+    )
+    assert said.endswith("filter_fqns ('q_proj'), or set data_parallel_shard_degree to 1 or 2")

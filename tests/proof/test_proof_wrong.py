@@ -211,6 +211,19 @@ def test_replicated_after_the_sum_is_right_on_a_sharded_sequence():
     assert verify(PostNormed, right, degrees=[2], loss_parallel=True).passed
 
 
+def test_a_row_has_the_figures_of_its_own_training():
+    """In epsilons of its own precision, though the place is sought in one plain step in float64."""
+    plan = attn(q_norm=lambda p: p.replicated_off_stream())
+    report = sharded(Tiny, plan, conditions="pairs")
+    worst = {}
+    for case in report.cases:
+        assert case.finding.first.name == "layers.1.attn.q_norm.weight"
+        errors = {check.what: check.error for check in case.checks}
+        worst.setdefault(case.scenario.dtype, []).append(errors["gradients"])
+    assert 1e6 * max(worst["float32"]) < min(worst["float64"])
+    assert max(worst["bfloat16"]) < 1e4 < min(worst["float32"])
+
+
 def test_a_missing_gradient():
     report = sharded(Tiny, attn(q_norm=detached))
     (case,) = report.cases

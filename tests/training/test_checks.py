@@ -1,5 +1,6 @@
 """Checks before a process group exists: each error, and jobs that pass."""
 
+import json
 import re
 import sys
 import time
@@ -14,9 +15,10 @@ from torch.distributed.checkpoint import save
 from titanplans import modeling
 from titanplans.config import JobConfig, load_job
 from titanplans.training.checkpoint.card import Card
-from titanplans.training.checkpoint.match import changes, model_card
+from titanplans.training.checkpoint.match import changes, model_card, other_model
 from titanplans.training.checkpoint.storage import CheckpointWriter
 from titanplans.training.job.checks import check_job
+from titanplans.training.job.resolve import fewest_processes
 from titanplans.training.trainer.device import prepare_device
 
 ROOT = Path(__file__).parents[2]
@@ -96,6 +98,18 @@ PARALLEL = [
 def test_degrees_have_to_fit_the_processes_and_the_model(job, world_size, options, message):
     wanted = job(**{f"parallelism__{key}": value for key, value in options.items()})
     assert re.search(message, refusal(wanted, world_size))
+
+
+def test_the_experts_have_to_fit_the_ranks(job):
+    """Unset, the shard degree is what the experts need; a set one is not changed."""
+    of = {"model__name": "qwen3_moe", "parallelism__expert_parallel_degree": 4}
+    assert fewest_processes(job(**of)) == 4
+    assert fewest_processes(job(**of, parallelism__tensor_parallel_degree=2)) == 4
+    check_job(job(**of), 4)
+    said = refusal(job(**of, parallelism__data_parallel_shard_degree=2), 2)
+    assert "expert_parallel_degree = 4 does not divide" in said
+    assert said.endswith("1 or 2 would, or a data_parallel_shard_degree that is a multiple of 4")
+    assert "1 or 2 would" in refusal(job(**of), 2)
 
 
 def test_the_batch_has_to_fit_the_data_parallel_degree(job):
@@ -210,6 +224,21 @@ def test_a_card_tells_models_apart_and_not_kernels():
     assert changes(ours, theirs) == "num_heads = 8, now 4; use_short_conv = false, now true"
 
 
+def test_what_is_incidental_in_a_config_is_so_in_the_configs_of_its_parts():
+    config = modeling.load_config("gemma3", "debug")
+    ours = model_card(config)
+    whole = json.loads(config.to_json_string(use_diff=False))
+    for part in (config, config.text_config, config.vision_config):
+        part.dtype = torch.bfloat16
+    config.text_config.use_cache = not config.text_config.use_cache
+    assert model_card(config) == ours
+    assert other_model(whole, config) == ""  # the card of an earlier version
+    config.text_config.head_dim, config.vision_config.image_size = 64, 112
+    said = "text_config.head_dim = 32, now 64; vision_config.image_size = 56, now 112"
+    assert other_model(ours, config) == said
+    assert other_model(ours, config, ["head_dim", "image_size"]) == ""
+
+
 @pytest.fixture(scope="module")
 def weights() -> dict[str, torch.Tensor]:
     """Return the weights of the debug GLA, empty, by name."""
@@ -219,12 +248,13 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def write_checkpoint(folder: Path, weights: dict[str, torch.Tensor], **more: Any) -> None:
-    """Write a checkpoint as the manager does; `heads` are those of the model on its card."""
+    """Write a checkpoint as the manager does; `heads` are those of the model on its card, `moments` whose state it has."""
     config = modeling.load_config("gla", "debug", num_heads=more.pop("heads", 8))
+    moments = more.pop("moments", weights)
     holds = "training" if more else "weights"
     card = Card(int(folder.name.removeprefix("step-")), holds, model_card(config), {}, {})
     if more:
-        more |= {f"optimizer.state.{name}.exp_avg": torch.empty(1) for name in weights}
+        more |= {f"optimizer.state.{name}.exp_avg": torch.empty(1) for name in moments}
     save(weights | more, storage_writer=CheckpointWriter(folder, card), no_dist=True)
 
 
@@ -249,6 +279,21 @@ def test_a_checkpoint_of_another_optimizer(job, tmp_path, weights):
     assert "step-5 holds exp_avg of model.layers.0.attn.q_proj.weight, and Muon" in said
     assert "needs momentum_buffer" in said
     check_job(job(**muon, checkpoint__exclude_from_loading="optimizer,dataloader"), 1)
+
+
+def test_a_checkpoint_without_any_optimizer_state(job, tmp_path, weights):
+    folder = tmp_path / "outputs" / "checkpoint"
+    write_checkpoint(folder / "step-5", weights, moments=(), **{"train_state.step": torch.tensor(5)})
+    assert "step-5 holds no optimizer state; start afresh" in refusal(job(checkpoint__enable="true"))
+
+
+def test_a_parameter_that_had_no_gradient_needs_no_state(job, tmp_path, weights):
+    folder = tmp_path / "outputs" / "checkpoint"
+    with_gradients = [name for name in weights if "embed" not in name]
+    write_checkpoint(
+        folder / "step-5", weights, moments=with_gradients, **{"train_state.step": torch.tensor(5)}
+    )
+    check_job(job(checkpoint__enable="true"), 1)
 
 
 def test_a_checkpoint_of_the_weights_alone_starts_a_job_but_resumes_none(job, tmp_path, weights):

@@ -145,8 +145,26 @@ def there_and_back(rank):
     return found
 
 
+def without_gradients(rank):
+    """Parameters with a state before and after, where embeddings never had a gradient."""
+    config, degrees = SPLITS["fsdp 2 x tp 2"]
+    states = []
+    for _ in range(2):
+        model = ParallelManager(config, degrees, device_type="cpu").parallelize(build("phi3"))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        if states:
+            load_full_optimizer_state_dict(model, optimizer, states[0] or None)
+        for name, parameter in model.named_parameters():
+            parameter.grad = None if "embed" in name else parameter.detach().clone()
+        if not states:
+            optimizer.step()
+        optimizer.zero_grad()
+        states.append(gather_full_optimizer_state_dict(model, optimizer))
+    return None if rank else [[*state["state"]] for state in states]
+
+
 def everything(rank):
-    return there_and_back(rank), refusals(rank), memory(rank)
+    return there_and_back(rank), refusals(rank), memory(rank), without_gradients(rank)
 
 
 found = worlds.results(everything, 4)
@@ -175,6 +193,13 @@ def test_a_state_that_does_not_fit_is_refused_by_every_rank(found):
     }
     assert {case: text[: len(words[case])] for case, text in said.items()} == words
     assert said["meta"].endswith(" (weight, bias)")
+
+
+def test_a_parameter_without_gradients_has_no_state_before_and_after(found):
+    before, after = found[3]
+    assert before == after
+    assert not any("embed" in name for name in before)
+    assert len(before) > 5
 
 
 def test_rank_0_has_the_state_once_and_others_one_tensor(found):

@@ -317,3 +317,17 @@ def test_a_model_of_ones_own(tmp_path):
     load_weights(built, tmp_path)
     for name, value in built.state_dict().items():
         assert torch.equal(value, values[tied.get(name, name)]), name
+
+
+@pytest.mark.parametrize(("family", "layer"), [("glm4_moe", 46), ("deepseek_v3", 61)])
+def test_layers_of_multi_token_prediction_are_named(tmp_path, caplog, family, layer):
+    built = modeling.build_real(modeling.load_config(family, "debug"), dtype=torch.float32)
+    built.save_pretrained(tmp_path)
+    extra = (f"model.layers.{layer}.eh_proj.weight", f"model.layers.{layer}.enorm.weight")
+    values = load_file(tmp_path / SINGLE)
+    save_file(values | {name: torch.ones(4) for name in extra}, tmp_path / SINGLE)
+    with caplog.at_level("INFO"):
+        loaded = load_weights(model(built.config), tmp_path)
+    assert loaded.unexpected == extra
+    assert "2 tensors of it not in the model, which a folder saved from the model lacks" in caplog.text
+    assert all(name in caplog.text for name in extra)

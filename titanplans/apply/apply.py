@@ -35,6 +35,7 @@ from titanplans.split.guards.unsupported_methods import refuse_unsupported_metho
 from titanplans.split.local_code import set_attributes, set_functions
 from titanplans.split.meshes import CutMeshes, meshes_of
 from titanplans.split.parameters.block_parameters import read_together
+from titanplans.split.parameters.loaded_state import check_loaded_state
 from titanplans.split.parameters.replaced import parameters_of, retire_replaced
 from titanplans.split.stages.stage import PassedModule
 from titanplans.split.state import make_state
@@ -232,6 +233,7 @@ def split(checked: Checked, cut: Cut) -> AppliedPlan:
             raise PlanError(reason, key=key, style=style, module=module)
     if cut.distributes:
         _check_distributed(plan)
+    check_loaded_state(model)
     _check_still_tied(model, checked.tied)
     retire_replaced(model, whole)
 

@@ -57,6 +57,7 @@ def _all_commands() -> argparse.ArgumentParser:
     train.add_argument("--max-restarts", metavar="N", help="start all ranks again, N times at most")
     described: dict[str, Any] = {"help": "what a job's model will see", "conflict_handler": "resolve"}
     _add_keys(train)
+    _add_keys(commands.add_parser("evaluate", help="validate a job's checkpoint", add_help=False))
     _add_keys(commands.add_parser("data", parents=[data.parser()], add_help=False, **described))
     add_commands(commands)
     others = {"sweep": sweep.parser(), "plot": plot.parser(), "check": check.parser(), "completion": parser()}

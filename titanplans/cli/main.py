@@ -1,6 +1,7 @@
 """The command `titanplans`, and its subcommands.
 
     titanplans train configs/gla_debug.toml               # train the job; the same as train.py
+    titanplans evaluate configs/gla_debug.toml            # validation loss and perplexity of its newest checkpoint
     titanplans verify gla                                 # prove a plan at every degree, on a CPU
     titanplans verify my_plans:MyPlan --model my_models:build
     titanplans data configs/gla_debug.toml --rows 3       # what its model will see
@@ -35,6 +36,7 @@ from titanplans.versions import blamed, versions
 
 COMMANDS = {
     "train": "training.launch.main",
+    "evaluate": "cli.evaluate",
     "verify": "cli.verify.main",
     "data": "cli.data",
     "list": "cli.verify.main",
@@ -52,7 +54,7 @@ COMMANDS = {
 def run(argv: list[str] | None = None) -> NoReturn:
     """Do what this process was started for, or what `argv` says, and end the process with the exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    silence(training=argv[:1] == ["train"])
+    silence(training=argv[:1] in (["train"], ["evaluate"]))
     if not sys.flags.safe_path:
         sys.path.append("")  # the folder where the user's plans lie: an installed command sees its own
     proves = argv[:1] in (["verify"], ["list"], ["async-tp"])

@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     )
     words = "a job's dump_folder; or one sweep's folder, alone"
     parser.add_argument("runs", nargs="+", metavar="RUN", help=words)
-    words = "a picture, .png, .svg or .pdf, instead of the terminal; pip install 'titanplans[plot]'"
+    words = "a picture, .png, .svg or .pdf, instead of the terminal; pip install '.[plot]' in a clone"
     parser.add_argument("--output", type=Path, metavar="FILE", help=words)
     return parser
 
@@ -99,7 +99,7 @@ def _check_output(path: Path) -> None:
         raise ConfigError(f"plot --output {path}: there is no folder {path.parent}")
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
-            f"plot --output {path}: matplotlib is not installed; pip install 'titanplans[plot]', or leave --output out to "
+            f"plot --output {path}: matplotlib is not installed; pip install '.[plot]' in a clone, or leave --output out to "
             "draw in the terminal"
         )
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from titanplans.config import Compile, DDPConfig, FSDP2Config, MegatronFSDPConfig, Strategy
 from titanplans.errors import ParallelError
@@ -139,7 +140,8 @@ class ParallelManager:
         One that was made before `parallelize` gets the parameters that there are now; its groups and their options stay.
 
         Raises:
-            ParallelError: it has a state of parameters that were replaced, or can't be compiled or managed.
+            ParallelError: it has a state of parameters that were replaced, can't be compiled or managed, or is torch's Muon
+                on sharded weights.
         """
         model = self._parallel()
         if isinstance(self.config, MegatronFSDPConfig):
@@ -150,6 +152,7 @@ class ParallelManager:
             megatron_fsdp.register_optimizer(optimizer)
         else:
             carry_over(optimizer, model)
+            _refuse_muon_on_shards(optimizer)
         compiled = self._compiled("optimizer")
         return optimizer if compiled is None else compile_optimizer(optimizer, compiled)
 
@@ -247,6 +250,24 @@ class ParallelManager:
         if self._model is None:
             raise ParallelError("the manager has no model yet: call parallelize(model) first")
         return self._model
+
+
+def _refuse_muon_on_shards(optimizer: torch.optim.Optimizer) -> None:
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if isinstance(optimizer, torch.optim.Muon) and any(map(_is_sharded, parameters)):
+        raise ParallelError(
+            "torch.optim.Muon orthogonalises a sharded weight by DTensor's products, whose sums over the ranks are in "
+            "bfloat16, so it steps otherwise than one process: take titanplans.parallel.build_optimizers(model, "
+            'Optimizer(name="Muon"))'
+        )
+
+
+def _is_sharded(parameter: torch.Tensor) -> bool:
+    """Whether several ranks hold a part of it each: a mesh of one rank shards nothing."""
+    return isinstance(parameter, DTensor) and any(
+        not placement.is_replicate() and parameter.device_mesh.size(dim) > 1
+        for dim, placement in enumerate(parameter.placements)
+    )
 
 
 def _check_at_first_forward(model: nn.Module) -> None:

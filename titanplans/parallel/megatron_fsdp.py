@@ -58,7 +58,7 @@ def apply_megatron_fsdp(model: nn.Module, mesh: DeviceMesh, config: MegatronFSDP
 def check_available() -> None:
     """Raise ParallelError unless there are CUDA and the package."""
     cuda = "" if torch.cuda.is_available() else "CUDA, and torch sees no such device: take FSDP2Config"
-    package = "the package megatron-fsdp, which is not installed: pip install titanplans[megatron-fsdp]"
+    package = "the package megatron-fsdp, which is not installed: pip install '.[megatron-fsdp]' in a clone"
     missing = [cuda, "" if importlib.util.find_spec("megatron_fsdp") else package]
     if any(missing):
         raise ParallelError(f"megatron_fsdp needs {'; and '.join(filter(None, missing))}")

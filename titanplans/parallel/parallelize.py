@@ -30,7 +30,7 @@ from titanplans.parallel.compile import apply_compile, compile_options, one_grap
 from titanplans.parallel.compile.async_tp import has_nccl
 from titanplans.parallel.ddp import apply_ddp, refuse_model
 from titanplans.parallel.fsdp import check_shard, shard
-from titanplans.parallel.mesh.cuts import meshes_of_experts, meshes_to_cut
+from titanplans.parallel.mesh.cuts import fsdp_mesh, meshes_of_experts, meshes_to_cut
 from titanplans.parallel.mesh.degrees import refuse_degrees
 from titanplans.parallel.mesh.mesh import mesh_of_one
 from titanplans.parallel.optimizers.roles import find_roles
@@ -41,6 +41,7 @@ from titanplans.plan.degrees import Degrees
 from titanplans.plan.options import TPOptions
 from titanplans.precision.autocast import apply_autocast
 from titanplans.precision.float8.all_gather import gather_in_float8
+from titanplans.precision.float8.checks import check_gather
 from titanplans.precision.float8.conversion import Conversion, check_float8_options
 from titanplans.precision.float8.scales import seek_scales_together
 from titanplans.precision.nf4 import quantised
@@ -80,8 +81,7 @@ def parallelize(
     Args:
         model: a causal language model (token ids [batch, sequence] in, logits out), normally on meta. Under DDP a model
             on meta takes every step but the last: call `apply_data_parallelism` once it has values.
-        parallel_dims: torchtitan's ParallelDims, or a `Mesh`: the degrees, and the meshes "tp", "cp" and "fsdp" (with
-            "dp_replicate").
+        parallel_dims: torchtitan's ParallelDims, of any `spmd_backend`, or a `Mesh`.
         config: the options; instead of the four sections.
         training, parallelism, compile_config: torchtitan's sections of these names.
         ac_config: what to recompute: an `ActivationCheckpoint`, a torchtitan ActivationCheckpointing.Config, or None for
@@ -139,6 +139,9 @@ def apply_steps(
     backend = None if meshes is None else dist.get_backend(meshes.sharing.get_group())
     checked = _prepare(model, config, Degrees(tp=mesh.tp, cp=mesh.cp, ep=mesh.ep), over.device_type, backend)
     if (converted := record.float8) is not None:
+        if config.float8.enable_fsdp_float8_all_gather:
+            plan = None if checked is None else checked.plan
+            check_gather(model, plan, converted.converted, over.size(over.ndim - 1), config.float8)
         _log.info(_words(converted))
     if (adapters := record.adapters) is not None:
         _log.info(
@@ -299,11 +302,6 @@ def check_compatible(model: nn.Module, mesh: Any, config: Config, *, stage: bool
         compile_options(config.compile)
 
 
-def fsdp_mesh(mesh: Any) -> DeviceMesh:
-    """Return the mesh that FSDP shards over: 1-D, or 2-D where there are copies (HSDP)."""
-    return mesh.get_mesh(["dp_replicate", "fsdp"] if mesh.dp_replicate_enabled else ["fsdp"])
-
-
 def _from_sections(
     sections: Sequence[Any], compile_config: Any, plan: Any, loss_parallel: bool
 ) -> FSDP2Config:
@@ -347,4 +345,4 @@ def _in_words(recomputed: Any) -> str:
 
 
 def _ddp_mesh(mesh: Any) -> DeviceMesh:
-    return mesh.get_mesh("loss" if mesh.dp_cp_enabled else "fsdp")
+    return mesh.get_mesh("loss") if mesh.dp_cp_enabled else fsdp_mesh(mesh)

@@ -32,6 +32,7 @@ from titanplans.observe.operators import Collective
 from titanplans.observe.recorder import CollectiveRecord, record_collectives
 from titanplans.observe.tracker import ModuleTracker, fsdp_units
 from titanplans.parallel.activation_checkpoint import Kept, memory_budget
+from titanplans.parallel.mesh.cuts import shard_mesh
 from titanplans.parallel.record import ParallelRecord, record_of
 from titanplans.plan.decoder import find_decoder
 from titanplans.plan.styles.experts import ByExpert
@@ -144,6 +145,8 @@ class ParallelismReport:
                 continue
             if axis == "pp":  # torchtitan's trainer is told of none
                 one = self.mesh.get_mesh("pp") if self.mesh.pp > 1 else None
+            elif axis == "fsdp":
+                one = shard_mesh(self.mesh)
             else:
                 # torchtitan's names of two of them.
                 one = self.mesh.get_optional_mesh({"dp": "batch", "dp_cp": "loss"}.get(axis, axis))

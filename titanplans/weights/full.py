@@ -10,7 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from titanplans.errors import ModelError
 from titanplans.split.objects import from_first, of_all, rank
@@ -79,6 +83,8 @@ def load_full_optimizer_state_dict(
 ) -> None:
     """Load what `gather_full_optimizer_state_dict` returned, of a model that was split in any way or in none.
 
+    A parameter without a state in `state` had no gradient yet, and has none afterwards.
+
     Args:
         model: whose parameters are optimized.
         optimizers: of the same kind, with the same groups of parameters; their hyperparameters become those of `state`.
@@ -88,6 +94,8 @@ def load_full_optimizer_state_dict(
         ModelError: on every rank: states or groups of parameters differ.
     """
     own: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizers))
+    if (names := from_first(None if state is None else [*state["state"]])) is not None:
+        own["state"] = {name: values for name, values in own["state"].items() if name in names}
     groups = None if state is None else state["param_groups"]
     wrong = None
     if groups is not None and _names(groups) != _names(own["param_groups"]):
@@ -96,7 +104,12 @@ def load_full_optimizer_state_dict(
     groups = _fill(
         _flat(own["state"]), {}, tensors, strict=True, what="the optimizer", wrong=wrong, small=groups
     )
-    set_optimizer_state_dict(model, optimizers, {"state": own["state"], "param_groups": groups})
+    set_optimizer_state_dict(
+        model,
+        optimizers,
+        {"state": own["state"], "param_groups": groups},
+        options=StateDictOptions(strict=False),  # strict, each parameter needs a state
+    )
 
 
 def _fill(

@@ -25,6 +25,9 @@ from titanplans.weights.names import from_published
 
 _logger = logging.getLogger(__name__)
 
+NO_PLACE = "of it not in the model, which a folder saved from the model lacks"
+"""Of a folder's tensors: `Loaded.unexpected` in words."""
+
 
 class Loaded(NamedTuple):
     """What `load_weights` has done on this rank."""
@@ -41,7 +44,8 @@ class Loaded(NamedTuple):
     """Tensors of the model that the folder lacks: none unless strict=False. They have the values that they had."""
 
     unexpected: tuple[str, ...]
-    """Tensors of the folder for which the model has no place: likewise."""
+    """Tensors of the folder for which the model has no place, which a folder saved from it lacks: those that its class
+    leaves out, such as layers of multi-token prediction, and others only with strict=False."""
 
 
 class Match(NamedTuple):
@@ -69,8 +73,8 @@ def load_weights(
     Args:
         model: as `titanplans.modeling.build` made it, split in any way or not at all.
         folder: safetensors with transformers' published names: one file, or an index of many.
-        strict: whether it is an error that the folder lacks a tensor of the model or holds one more. If not, what it lacks
-            keeps its value.
+        strict: whether it is an error that the folder lacks a tensor of the model or holds one more, except those that the
+            model's class leaves out. If not, what it lacks keeps its value.
         seed: for the tensors that no folder holds, such as adapters; the same on every rank.
 
     Returns:
@@ -98,7 +102,7 @@ def load_weights(
     left = in_words(
         {
             "of the model not in it, which keep their values": loaded.missing,
-            "of it not in the model": loaded.unexpected,
+            NO_PLACE: loaded.unexpected,
         }
     )
     _logger.info(
@@ -127,7 +131,7 @@ def match_folder(model: PreTrainedModel, folder: Folder, *, strict: bool = True)
         )
     # The model as it is published: a split one has other classes, and other names.
     plain = build(config)
-    tensors, unexpected = from_published(plain, folder.tensors)
+    tensors, unexpected, left_out = from_published(plain, folder.tensors)
     expected: dict[str, torch.Tensor] = plain.state_dict()
     tied = {name: source for name, source in plain.all_tied_weights_keys.items() if name in expected}
     wrong = [
@@ -141,7 +145,7 @@ def match_folder(model: PreTrainedModel, folder: Folder, *, strict: bool = True)
     differing = in_words(
         {
             "of the model not in it": missing if strict else (),
-            "of it not in the model": unexpected if strict else (),
+            "of it not in the model": [name for name in unexpected if strict and name not in left_out],
             "of another shape or type": wrong,
         }
     )

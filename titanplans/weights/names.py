@@ -31,7 +31,7 @@ from titanplans.weights.lazy import LazyTensor
 
 def from_published(
     model: PreTrainedModel, published: Mapping[str, LazyTensor]
-) -> tuple[dict[str, LazyTensor], list[str]]:
+) -> tuple[dict[str, LazyTensor], list[str], list[str]]:
     """Return the tensors of a published folder by the names of the module tree, and those that the model has not.
 
     Args:
@@ -41,7 +41,8 @@ def from_published(
 
     Returns:
         Name in the module tree -> tensor, read through transformers' conversions; a tied parameter has the name by which
-        the folder has it. Published names for which the model has no place, but for those that its class says to ignore.
+        the folder has it. Published names for which the model has no place. Those of them that its class leaves out: layers
+        of multi-token prediction, or a head of another task.
 
     Raises:
         ModelError: tensors that are parts of one don't fit together, or two are one of the model.
@@ -49,7 +50,7 @@ def from_published(
     names: dict[str, Any] = model.state_dict()
     if is_own(model.config):
         known = {name: tensor for name, tensor in published.items() if name in names}
-        return known, [name for name in published if name not in names]
+        return known, [name for name in published if name not in names], []
     conversions = get_model_conversion_mapping(model)
     conversions += older_conversions(model.config.model_type, type(model).__module__, published)
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
@@ -83,8 +84,13 @@ def from_published(
         converted: dict[str, Any] = converter.convert(target, model=model, config=model.config)
         for name, made in converted.items():
             add(name, made[0] if isinstance(made, list) else made)
-    ignored = _ignored(model)
-    return tensors, [name for name in unexpected if not any(re.search(each, name) for each in ignored)]
+    buffers, left_out = _old_buffers(model), model._keys_to_ignore_on_load_unexpected or ()
+    unexpected = [name for name in unexpected if not any(re.search(each, name) for each in buffers)]
+    return (
+        tensors,
+        unexpected,
+        [name for name in unexpected if any(re.search(each, name) for each in left_out)],
+    )
 
 
 def to_published(model: PreTrainedModel, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
@@ -99,15 +105,11 @@ def to_published(model: PreTrainedModel, tensors: Mapping[str, LazyTensor]) -> d
     return revert_weight_conversion(model, dict(tensors))  # pyrefly: ignore[bad-argument-type,bad-return]
 
 
-def _ignored(model: PreTrainedModel) -> set[str]:
-    """Patterns of published names to ignore: those of the model's class, and buffers that old releases stored."""
-    ignored = set(model._keys_to_ignore_on_load_unexpected or ())
+def _old_buffers(model: PreTrainedModel) -> list[str]:
+    """Return patterns of buffers that old releases stored and the model computes."""
     buffers = [name for name, _ in model.named_buffers()]
-    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
-        ignored.add(r"rotary_emb\.inv_freq")
-    if any(name.endswith("position_ids") for name in buffers):
-        ignored.add(r"(^|\.)position_ids$")
-    return ignored
+    patterns = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
+    return [pattern for end, pattern in patterns.items() if any(name.endswith(end) for name in buffers)]
 
 
 class Older(NamedTuple):

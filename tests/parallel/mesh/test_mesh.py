@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanplans.errors import ParallelError
+from titanplans.parallel.mesh.cuts import fsdp_mesh
 from titanplans.parallel.mesh.mesh import Mesh
 from titanplans.plan.degrees import Degrees
 
@@ -112,6 +113,27 @@ def test_the_attributes_of_parallel_dims():
         assert {name: getattr(ours, name) for name in names} == {
             name: getattr(theirs, name) for name in names
         }
+
+
+def _shards(rank):
+    """The ranks of FSDP's meshes, over each backend of ParallelDims, by degrees; and our own."""
+    from torchtitan.distributed import ParallelDims
+
+    found = {}
+    for degrees in ((1, 4, 1, 1, 1), (2, 2, 1, 1, 1), (1, 2, 1, 2, 1), (1, 2, 2, 1, 1), (2, 1, 2, 1, 1)):
+        meshes = [
+            ParallelDims(*degrees, 1, 4, backend)
+            for backend in ("partial_dtensor", "spmd_types", "full_dtensor")
+        ]
+        meshes.append(Mesh(Degrees(**dict(zip(POSITIONS, degrees, strict=True))), "cpu"))
+        found[degrees] = [fsdp_mesh(mesh).mesh.tolist() for mesh in meshes]
+    return worlds.everyones(found)
+
+
+def test_fsdp_has_the_same_ranks_over_every_backend_of_parallel_dims():
+    for found in worlds.run(_shards, 4):
+        for degrees, ranks in found.items():
+            assert all(one == ranks[-1] for one in ranks), (degrees, ranks)
 
 
 def test_one_process():

@@ -124,7 +124,7 @@ class Validation(Options, section="validation"):
     """The loss on held-out text during training."""
 
     enable: bool = False
-    """Validate at step 1 and every freq steps."""
+    """Validate at step 1, every freq steps, and the last step."""
 
     dataset: Name | None = None
     """As training.dataset; unset: the same data set, path and text column."""

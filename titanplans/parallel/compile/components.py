@@ -31,6 +31,7 @@ from titanplans.parallel.compile.limits import (
 )
 from titanplans.parallel.optimizers.muon import Muon
 from titanplans.plan.decoder import find_decoder
+from titanplans.split.parameters.loaded_state import check_optimizer_state
 from titanplans.split.state import border_of_model
 from titanplans.torch_private.compile import (
     backend_function,
@@ -178,6 +179,7 @@ def compile_optimizer(optimizer: torch.optim.Optimizer, compile_config: Compile)
 
     @functools.wraps(optimizer.step)
     def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        check_optimizer_state(optimizer)
         return compiled(*args, **kwargs)
 
     # A method, as schedulers expect: they bind what they find.

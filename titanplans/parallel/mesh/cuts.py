@@ -1,4 +1,4 @@
-"""The meshes over which a model is cut by weights and tokens, and those over which it is cut by experts."""
+"""The meshes over which a model is cut by weights and tokens, by experts, and sharded by FSDP."""
 
 from typing import Any, NamedTuple
 
@@ -6,6 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanplans.parallel.mesh.mesh import Mesh
 from titanplans.split.meshes import CutMeshes, meshes_of
+from titanplans.torch_private.dtensor import concatenate_meshes, flatten_mesh
 
 
 def meshes_to_cut(mesh: Any) -> CutMeshes | None:
@@ -36,3 +37,25 @@ def meshes_of_experts(mesh: Any) -> ExpertMeshes | None:
         return None
     names = ["dp_replicate", "efsdp"] if mesh.dp_replicate_enabled else ["efsdp"]
     return ExpertMeshes(mesh.get_mesh("ep"), mesh.get_mesh(names))
+
+
+def fsdp_mesh(mesh: Any) -> DeviceMesh:
+    """Return the mesh that FSDP shards over: that of `shard_mesh`, after "dp_replicate" where there are copies (HSDP)."""
+    shards = shard_mesh(mesh)
+    if not mesh.dp_replicate_enabled:
+        return shards
+    return concatenate_meshes([mesh.get_mesh("dp_replicate"), shards])
+
+
+def shard_mesh(mesh: Any) -> DeviceMesh:
+    """Return the 1-D mesh of the ranks that shard a copy of the weights, dp_shard x cp.
+
+    Args:
+        mesh: a `Mesh`, or torchtitan's ParallelDims, which calls it "fsdp" under one of its backends, and has none under
+            its default: there "cp" is flattened into "dp_shard", for which the first call is collective.
+    """
+    if isinstance(mesh, Mesh) or mesh.spmd_backend == "partial_dtensor":
+        return mesh.get_mesh("fsdp")
+    return (
+        mesh.get_mesh("dp_shard") if mesh.cp == 1 else flatten_mesh(mesh.get_mesh(["dp_shard", "cp"]), "fsdp")
+    )

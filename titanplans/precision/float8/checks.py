@@ -1,10 +1,11 @@
 """Float8 under a plan: sizes that a rank can multiply, and which borders the sequence crosses in float8."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch import nn
 
+from titanplans.config import Float8
 from titanplans.errors import PlanError, either
 from titanplans.plan.adapted import is_adapted
 from titanplans.plan.converted import (
@@ -34,6 +35,36 @@ def check_float8(plan: ResolvedPlan, backend: str | None = None) -> dict[str, Cr
     _check_sizes(plan)
     _check_torchao_styles(plan, backend)
     return _crossings(plan)
+
+
+def check_gather(
+    model: nn.Module, plan: ResolvedPlan | None, converted: Collection[str], shards: int, options: Float8
+) -> None:
+    """Refuse converted weights that FSDP2 can't gather in float8: it pads an uneven shard in high precision alone.
+
+    Args:
+        plan: of tensor parallelism, which FSDP2 shards the shards of; None where nothing is split.
+        converted: names of modules.
+        shards: the number of ranks that FSDP2 shards over.
+        options: what to blame.
+
+    Raises:
+        OptionError: names the first module whose rows the ranks do not divide.
+    """
+    layouts = {} if plan is None else {entry.key: entry.layouts.get("weight") for entry in plan.entries}
+    for name in converted:
+        rows, layout = int(model.get_submodule(name).out_features), layouts.get(name)  # type: ignore[arg-type]
+        split = layout is not None and layout.placement.is_shard(0)
+        if split and plan is not None:
+            rows //= plan.degree
+        if rows % shards:
+            works = either([n for n in range(1, shards) if rows % n == 0])
+            raise options.error(
+                "enable_fsdp_float8_all_gather",
+                f"{name} has {rows} rows{' on a tensor-parallel rank' * split}, and FSDP2 gathers only equal shards in "
+                f"float8, which {shards} ranks do not have: leave it out by filter_fqns ('{_end_of(name)}'), or set "
+                f"data_parallel_shard_degree to {works}",
+            )
 
 
 def _check_sizes(plan: ResolvedPlan) -> None:

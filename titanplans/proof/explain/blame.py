@@ -27,7 +27,7 @@ class Blame:
         self.known: list[Scenario] = [plain]
 
     def explain(self, case: CaseResult) -> CaseResult:
-        """Return the simplest scenario that fails as `case` does, under its name, with the conditions that it needs."""
+        """Return `case` with the conditions that it needs, and the place where it is wrong under these alone."""
         found: dict[Scenario, CaseResult] = {}
 
         def fails(scenario: Scenario) -> bool:
@@ -45,7 +45,12 @@ class Blame:
             self.known.append(simplest)
         if simplest not in found and not fails(simplest):
             return case  # neither anything simpler fails nor the case again: its first result stands
-        return replace(found[simplest], scenario=case.scenario, conditions=words(simplest, self.plain))
+        shown = found[simplest]
+        needed = words(simplest, self.plain)
+        # Figures stay those of the case. One that does not run has none, and only a recorded training names the module.
+        breaks = all(one.checks[0].what == "runs" for one in (case, shown))
+        checks = shown.checks if breaks else case.checks
+        return replace(case, checks=checks, finding=shown.finding, notes=shown.notes, conditions=needed)
 
 
 def simpler(scenario: Scenario, plain: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:

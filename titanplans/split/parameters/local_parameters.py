@@ -25,7 +25,6 @@ from titanplans.split.collectives import Group
 from titanplans.split.parameters.local_read import GradientSpec, MixerPart, Reading, read
 from titanplans.split.parameters.local_weight import as_weight
 from titanplans.split.parameters.selection import of_ranges, selected
-from titanplans.split.parameters.shards import take_shards
 from titanplans.split.state import SplitState, make_state, specialise, state_of, subclass
 from titanplans.text import class_name
 
@@ -104,8 +103,6 @@ def localize(
             )
         for names, kind in _kinds(layouts, buffers).items():
             specialise(module, kind(type(module), names))
-        if mesh is not None:
-            module.register_load_state_dict_pre_hook(take_shards)
 
 
 def readings_of(module: nn.Module) -> dict[str, Reading]:

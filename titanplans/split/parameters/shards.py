@@ -15,6 +15,12 @@ from torch.distributed.tensor.placement_types import Placement
 from titanplans.errors import ModelError
 from titanplans.torch_private.dtensor import StridedShard
 
+_WEIGHTS = (
+    "save full tensors by titanplans.gather_full_state_dict on every rank, which load_state_dict or "
+    "titanplans.load_full_state_dict loads"
+)
+"""What to do instead of loading one rank's shards of a model's weights everywhere."""
+
 
 def copy_shard(destination: torch.Tensor, full: torch.Tensor, *, name: str) -> None:
     """Write this rank's part of `full` into `destination`, in place, converting dtype and device.
@@ -46,17 +52,46 @@ def take_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
 
     `state` has the same values on every rank, so nothing is communicated. A wrong shape is left for `load_state_dict` to
     refuse.
+
+    Raises:
+        ModelError: `state` has the shard of another rank.
     """
     assigns = metadata.get("assign_to_params_buffers", False)
     for name, parameter in module._parameters.items():
         whole = state.get(prefix + name)
         if not isinstance(parameter, DTensor) or not isinstance(whole, torch.Tensor):
             continue
-        if isinstance(whole, DTensor) or whole.shape != parameter.shape:
+        if isinstance(whole, DTensor):
+            refuse_shard_of_other_rank(whole, parameter, prefix + name, _WEIGHTS)
+            continue
+        if whole.shape != parameter.shape:
             continue
         part = local_shard(whole.detach(), parameter.device_mesh, parameter.placements, name=prefix + name)
         # A view would keep the whole one in memory.
         state[prefix + name] = as_shard_of(parameter, part.clone() if assigns else part)
+
+
+def refuse_shard_of_other_rank(loaded: DTensor, own: DTensor, name: str, instead: str) -> None:
+    """Refuse `loaded` if another rank has saved it, and has another shard of it than this rank, whose tensor is `own`.
+
+    torch.load gives a DTensor the mesh of the rank that saved it, which is equal to this rank's mesh but for the
+    coordinate, so torch takes the shard for this rank's.
+
+    Raises:
+        ModelError: `loaded`, called `name`, is such a shard; `instead` is the remedy.
+    """
+    theirs, ours = loaded.device_mesh, own.device_mesh
+    if theirs is ours or theirs != ours:  # torch refuses a tensor on a mesh of other ranks
+        return
+    there, here = theirs.get_coordinate(), ours.get_coordinate()
+    assert there is not None
+    assert here is not None
+    for placement, before, now in zip(loaded.placements, there, here, strict=True):
+        if before != now and not placement.is_replicate():
+            rank = int(theirs.mesh[tuple(there)])
+            raise ModelError(
+                f"{name} is the shard that rank {rank} saved, and this is another rank: {instead}"
+            )
 
 
 def as_shard_of(whole: DTensor, part: torch.Tensor) -> DTensor:

@@ -20,7 +20,7 @@ from titanplans.plan.adapted import is_factor
 from titanplans.precision.nf4 import is_quantised
 from titanplans.training.checkpoint.card import CARD, Card, base_of, read_card
 from titanplans.training.checkpoint.convert import size_of
-from titanplans.training.checkpoint.match import changes, model_card
+from titanplans.training.checkpoint.match import other_model
 from titanplans.training.checkpoint.weights import of_adapter, of_base, of_checkpoint, with_base
 from titanplans.training.data.vocabulary import default_tokenizer_path
 from titanplans.weights.adapters import (
@@ -152,7 +152,7 @@ def _config(given: str | None, folder: Path) -> tuple[PretrainedConfig, Card | N
         raise ConfigError(f"export {folder}: it has no {CARD}, which names the model; give its --config")
     if card is None or given is not None:
         config = modeling.load_config_file(given or folder)
-        if card is not None and (differing := changes(card.model, model_card(config))):
+        if card is not None and (differing := other_model(card.model, config)):
             raise ConfigError(
                 f"--config {given}: {folder} is of another model ({differing}); remove --config"
             )

@@ -27,9 +27,10 @@ from titanplans.adapters.low_rank import adapted
 from titanplans.errors import ConfigError, Diverged, NotSaved, UserError
 from titanplans.precision.kept_dtypes import keeps_float32
 from titanplans.split.objects import of_all
+from titanplans.text import counted, some
 from titanplans.training.checkpoint import folder, published
 from titanplans.training.checkpoint.card import CARD, Card, damage, read_card
-from titanplans.training.checkpoint.match import changes, has_gone_on_from, model_card, to_resume
+from titanplans.training.checkpoint.match import changes, has_gone_on_from, model_card, to_resume, with_state
 from titanplans.training.checkpoint.storage import CheckpointReader, CheckpointWriter, Planner, cause_of
 from titanplans.weights.adapters import load_adapter, trained_names
 from titanplans.weights.atomic import on_first_rank
@@ -279,16 +280,35 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
             if (wrong := _damage(checkpoint)) is not None:
                 instead = folder.remedy(checkpoint, _damage) if own else "take another checkpoint"
                 raise ConfigError(f"{wrong}; {instead}")
-            if own and (differing := changes(read_card(checkpoint).job, self.config.job)):
+            if (
+                own
+                and TRAIN_STATE in state_dict
+                and (differing := changes(read_card(checkpoint).job, self.config.job))
+            ):
                 logger.info(
                     f"{checkpoint.name} is of a job with other values, which this one's replace: {differing}"
                 )
         with self._failures_as_one_line(f"{checkpoint} can't be loaded"):
             reader = CheckpointReader(checkpoint)
+            saved = reader.read_metadata().state_dict_metadata
             if any(map(adapted, self._lms)):  # `check_saved` has refused a checkpoint that lacks more
-                state_dict = without_tensors(state_dict, but=reader.read_metadata().state_dict_metadata)
+                state_dict = without_tensors(state_dict, but=saved)
+            if OPTIMIZER in state_dict:
+                state_dict = state_dict | {OPTIMIZER: SavedStates(state_dict[OPTIMIZER], with_state(saved))}
             dcp.load(state_dict, storage_reader=reader, planner=Planner())
         self.states[MODEL].load_state_dict(state_dict)
+
+    def load_weights(self, checkpoint: Path) -> int:
+        """Load the weights alone of a checkpoint; return its step, 0 where no card names it.
+
+        Raises:
+            ConfigError: a file of it is not as it was written.
+        """
+        weights, in_hf = self.states[MODEL].state_dict(), not (checkpoint / ".metadata").is_file()
+        if in_hf and (checkpoint / CARD).is_file() and (wrong := _damage(checkpoint)) is not None:
+            raise ConfigError(f"{wrong}; take another checkpoint")
+        self.dcp_load(weights, str(checkpoint), in_hf, False)
+        return read_card(checkpoint).step if (checkpoint / CARD).is_file() else 0
 
     def _find_load_step(self, folder: str = "") -> int:
         return -1  # `_load` has looked
@@ -313,6 +333,33 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         """Return from where the job can resume, in words, once pending writes are done."""
         self.maybe_wait_for_saving()
         return folder.newest(self.path)
+
+
+class SavedStates:
+    """The state of `optimizers` that a checkpoint has, which holds that of `parameters`.
+
+    A parameter that had no gradient before the save, such as those of a vision tower that saw text alone, has no state in
+    it. It begins with a new one, as in the run that saved.
+    """
+
+    def __init__(self, optimizers: Any, parameters: Collection[str]):
+        self._optimizers, self._parameters = optimizers, parameters
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state to load into."""
+        state = self._optimizers.state_dict()
+        owners = {
+            key: key.removeprefix("state.").rpartition(".")[0] for key in state if key.startswith("state.")
+        }
+        if new := {name: None for name in owners.values() if name not in self._parameters}:
+            logger.info(
+                f"{counted(len(new), 'parameter')} had no gradient yet and no optimizer state ({some([*new])})"
+            )
+        return {key: value for key, value in state.items() if owners.get(key) not in new}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load it; parameters that it lacks lose theirs."""
+        self._optimizers.load_state_dict(state_dict)
 
 
 def without_tensors(state: dict[str, Any], *, but: Collection[str]) -> dict[str, Any]:

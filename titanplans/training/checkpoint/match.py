@@ -6,9 +6,9 @@ all. The model's config is in the card; a checkpoint without a card, torchtitan'
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from pydantic_core import to_jsonable_python
@@ -49,16 +49,45 @@ _RESULT = re.compile(
 
 def model_card(hf_config: PretrainedConfig) -> dict[str, Any]:
     """Return the values of a config that two models must share to share weights: `Card.model`."""
-    values = json.loads(hf_config.to_json_string(use_diff=False))
+    return _of_weights(json.loads(hf_config.to_json_string(use_diff=False)))
+
+
+def _of_weights(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a config that say something about weights or results; in the configs of its parts, too."""
     return {
-        key: value for key, value in values.items() if key not in _INCIDENTAL and not key.startswith("fuse_")
+        key: _of_weights(value) if _is_config(value, key) else value
+        for key, value in values.items()
+        if key not in _INCIDENTAL and not key.startswith("fuse_")
     }
 
 
-def other_model(theirs: Mapping[str, Any], ours: PretrainedConfig, but: Collection[str] = ()) -> str:
-    """Return how the model of the card `theirs` computes otherwise than that of `ours`, as `changes` does."""
-    card = model_card(ours)
-    return changes(theirs, card, {*but, *(key for key in {*theirs, *card} if key.endswith("token_id"))})
+def _is_config(value: Any, key: str) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(value, Mapping) and key.endswith("_config")
+
+
+def other_model(
+    theirs: Mapping[str, Any], ours: PretrainedConfig, but: Collection[str] = (), *, token_ids: bool = True
+) -> str:
+    """Return how the model of the card `theirs` differs from that of `ours`, as `changes` does.
+
+    Args:
+        but: fields that may differ.
+        token_ids: whether ids of special tokens count.
+    """
+    before, now = (
+        _of_weights(theirs),
+        model_card(ours),
+    )  # an earlier version's card has more of a part's config
+    ids = {key for key in (*_keys(before), *_keys(now)) if key.endswith("token_id")}
+    return changes(before, now, {*but, *(() if token_ids else ids)})
+
+
+def _keys(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keys of a config and of the configs in it."""
+    for key, value in values.items():
+        yield key
+        if _is_config(value, key):
+            yield from _keys(value)
 
 
 def to_resume(path: Path, step: int = -1) -> Path | None:
@@ -161,7 +190,7 @@ def check_saved(
         saved = index.state_dict_metadata
         if (wrong := truncated(checkpoint, index)) is not None:
             raise damaged(checkpoint, key, wrong)
-    differing = changes(card.model, model_card(model.config), overrides) if card is not None else ""
+    differing = other_model(card.model, model.config, overrides) if card is not None else ""
     if not differing and not in_hf:
         differing = _other_shapes(saved, model, card, own=key == "checkpoint.folder")
     if differing:
@@ -200,23 +229,36 @@ def tensors_of(saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def check_optimizer(checkpoint: Path, groups: Iterable[ParameterGroup], key: str) -> None:
     """Refuse a checkpoint whose optimizer state does not match the job's optimizers and their parameters.
 
+    A parameter without any state has not had a gradient, and begins with a new state.
+
     `key` is that of the job which leads to it, for the message.
 
     Raises:
-        ConfigError: names the first parameter.
+        ConfigError: names the first parameter; or there is no state at all.
     """
     saved = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
+    if not with_state(saved):
+        raise ConfigError(
+            f"{key}: {checkpoint} holds no optimizer state; start afresh with "
+            'exclude_from_loading = ["optimizer"] in [checkpoint]'
+        )
     for group in groups:
         state = "momentum_buffer" if group.optimizer == "Muon" else "exp_avg"
         for name in group.parameters:
             start = f"optimizer.state.{name}."
-            if start + state not in saved:
-                other = [entry.removeprefix(start) for entry in saved if entry.startswith(start)]
+            other = [entry.removeprefix(start) for entry in saved if entry.startswith(start)]
+            if other and state not in other:
                 raise ConfigError(
-                    f"{key}: {checkpoint} holds {' and '.join(other) or 'no optimizer state'} of {name}, and "
+                    f"{key}: {checkpoint} holds {' and '.join(other)} of {name}, and "
                     f"{group.optimizer}, which has it in this job, needs {state}; return to the optimizer of that run, or "
                     'start afresh with exclude_from_loading = ["optimizer"] in [checkpoint]'
                 )
+
+
+def with_state(saved: Iterable[str]) -> set[str]:
+    """Return the parameters that have optimizer state in a checkpoint, by the keys of its index."""
+    start = "optimizer.state."
+    return {key.removeprefix(start).rpartition(".")[0] for key in saved if key.startswith(start)}
 
 
 def damaged(checkpoint: Path, key: str, wrong: str) -> ConfigError:
@@ -237,14 +279,23 @@ def truncated(checkpoint: Path, index: Metadata) -> str | None:
 
 
 def changes(theirs: Mapping[str, Any], ours: Mapping[str, Any], but: Collection[str] = ()) -> str:
-    """Return the first five keys `but` these with another value, in words; "" if there are none. Of text configs, too."""
-    differing = []
-    for key in sorted({*theirs, *ours} - {*but}):
-        before, now = theirs.get(key), ours.get(key)
-        if isinstance(before, Mapping) and isinstance(now, Mapping) and key == "text_config":
-            differing += [f"text_config.{words}" for words in filter(None, [changes(before, now, but)])]
-        elif before != now:
-            then, since = ("unset" if value is None else show(value) for value in (before, now))
-            differing.append(f"{key} = {then}, now {since}")
+    """Return the first five keys `but` these with another value, in words; "" if there are none."""
+    differing = [
+        f"{key} = {', now '.join('unset' if value is None else show(value) for value in values)}"
+        for key, *values in _differing(theirs, ours, but)
+    ]
     more = f" and {len(differing) - 5} more keys" if len(differing) > 5 else ""
     return "; ".join(differing[:5]) + more
+
+
+def _differing(
+    theirs: Mapping[str, Any], ours: Mapping[str, Any], but: Collection[str]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each key with another value, and both values; keys of a config in a config are dotted."""
+    for key in sorted({*theirs, *ours} - {*but}):
+        before, now = theirs.get(key), ours.get(key)
+        if _is_config(before, key) and _is_config(now, key):
+            for name, then, since in _differing(before, now, but):
+                yield f"{key}.{name}", then, since
+        elif before != now:
+            yield key, before, now

@@ -3,6 +3,7 @@
 Each is the tensors by the model's own names, which one process reads whole, one by one.
 """
 
+import logging
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -22,10 +23,12 @@ from titanplans.training.checkpoint.card import CARD, damage, read_card
 from titanplans.training.checkpoint.match import model_card, other_model, tensors_of, truncated
 from titanplans.training.checkpoint.storage import CheckpointReader, Planner
 from titanplans.weights.adapters import WEIGHTS, check_adapter, peft_name, trained_names
-from titanplans.weights.compare import check_copies
+from titanplans.weights.compare import check_copies, in_words
 from titanplans.weights.folder import open_folder
 from titanplans.weights.lazy import LazyTensor, computed, lazily
-from titanplans.weights.load import match_folder
+from titanplans.weights.load import NO_PLACE, match_folder
+
+_logger = logging.getLogger(__name__)
 
 
 def of_checkpoint(checkpoint: Path, what: str) -> dict[str, LazyTensor]:
@@ -64,6 +67,8 @@ def of_folder(plain: PreTrainedModel, folder: Path, what: str) -> dict[str, Lazy
     """
     match = match_folder(plain, open_folder(folder))
     check_copies(match.again, match.tensors, match.tied, what)
+    if left_out := in_words({NO_PLACE: match.unexpected}):
+        _logger.info(f"{folder}: {left_out}")
     return {name: match.tensors[match.tied.get(name, name)] for name in plain.state_dict()}
 
 
@@ -100,7 +105,7 @@ def of_base(
         found = of_folder(plain, base, what)
         if os.path.isfile(base / "config.json"):
             theirs = model_card(modeling.load_config_file(base))
-    if theirs is not None and (differing := other_model(theirs, plain.config, overrides)):
+    if theirs is not None and (differing := other_model(theirs, plain.config, overrides, token_ids=False)):
         raise ConfigError(
             f"{what}: it is of another model ({differing}); name the one that the adapters were trained on"
         )

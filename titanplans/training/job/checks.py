@@ -76,7 +76,7 @@ def check_job(job: JobConfig, world_size: int) -> None:
     check_device(job, device_type)
     if job.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
-            "metrics.enable_wandb = true, but wandb is not installed; pip install 'titanplans[wandb]', or set it to false"
+            "metrics.enable_wandb = true, but wandb is not installed; pip install '.[wandb]' in a clone, or set it to false"
         )
     check_outputs(job)
     import_custom(job)
@@ -321,7 +321,7 @@ def check_published(folder: str, model: PreTrainedModel, overrides: Collection[s
     """
     if not is_own(model.config) and os.path.exists(os.path.join(folder, "config.json")):
         theirs = model_card(modeling.load_config_file(folder))
-        if differing := other_model(theirs, model.config, overrides):
+        if differing := other_model(theirs, model.config, overrides, token_ids=False):
             raise ConfigError(
                 f"the job's model is not the one of {folder} ({differing}): remove model.name, flavor and config to take "
                 "that one; lengths, rope and dropout can differ by model.config_overrides"

@@ -14,6 +14,7 @@ from titanplans.config import ConfigError, JobConfig
 from titanplans.config.families import DEFAULT_FLAVOR, DEFAULT_NAME
 from titanplans.config.options import options_of
 from titanplans.config.sections.data import Corpus, DataSource, SourceChat
+from titanplans.config.sections.parallelism import Parallelism
 from titanplans.errors import ModelError, either, near_multiples
 from titanplans.parallel.mesh.process_group import default_device_type
 from titanplans.training.data.vocabulary import default_tokenizer_path
@@ -97,14 +98,23 @@ def fewest_processes(job: JobConfig) -> int:
     """Return the number of processes that the degrees of `job` need at least."""
     p = job.parallelism
     degrees = [p.tensor_parallel_degree, p.context_parallel_degree, p.pipeline_parallel_degree]
-    return math.prod(degrees) * p.data_parallel_replicate_degree * max(p.shard_degree, 1)
+    shards = _shards_for_experts(p) if p.shard_degree == -1 else p.shard_degree
+    return math.prod(degrees) * p.data_parallel_replicate_degree * shards
+
+
+def _shards_for_experts(p: Parallelism) -> int:
+    """Return the least shard degree with which the ranks of a copy of the weights can divide the experts."""
+    return p.expert_parallel_degree // math.gcd(
+        p.expert_parallel_degree, p.tensor_parallel_degree * p.context_parallel_degree
+    )
 
 
 def data_parallel_degree(job: JobConfig, world_size: int) -> int:
     """Return the number of ranks that the batch is divided among: replicas times shards.
 
     Raises:
-        ConfigError: the degrees don't multiply to `world_size`; the message does the arithmetic.
+        ConfigError: the degrees don't multiply to `world_size`, or leave too few ranks for the experts; the message does
+            the arithmetic.
     """
     p = job.parallelism
     axes = ("tensor_parallel", "pipeline_parallel", "context_parallel", "data_parallel_replicate")
@@ -113,6 +123,16 @@ def data_parallel_degree(job: JobConfig, world_size: int) -> int:
     product = math.prod(degree for degree in degrees.values() if degree != -1)
     if world_size % product == 0 if p.shard_degree == -1 else world_size == product:
         one_batch = p.tensor_parallel_degree * p.context_parallel_degree * p.pipeline_parallel_degree
+        ranks = world_size // (p.pipeline_parallel_degree * p.data_parallel_replicate_degree)
+        if ranks % p.expert_parallel_degree:
+            tp = p.tensor_parallel_degree
+            works = either([n for n in range(1, ranks + 1) if ranks % n == 0 and (n == 1 or n % tp == 0)])
+            axes = "data_parallel_shard_degree x context_parallel_degree x tensor_parallel_degree"
+            raise ConfigError(
+                f"parallelism.expert_parallel_degree = {p.expert_parallel_degree} does not divide the ranks that experts "
+                f"are distributed over, {axes} = {ranks}: {works} would, or a data_parallel_shard_degree that is a multiple "
+                f"of {_shards_for_experts(p)}"
+            )
         return world_size // one_batch
     given = {name: degree for name, degree in degrees.items() if degree > 1}
     given = given or {"data_parallel_replicate_degree": 1}

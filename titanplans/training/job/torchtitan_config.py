@@ -182,17 +182,32 @@ def _checkpoint(job: JobConfig) -> CheckpointManager.Config:
     )
 
 
+def validation_loaders(job: JobConfig, world_size: int) -> dict[str, TextDataLoader.Config]:
+    """Return the loader of each source of the validation data, by its title."""
+    apart = documents.are_apart(job, documents.keyword(job, resolve.hf_config(job)))
+    data = resolve.validation_data(job)
+    return {
+        source.title: _validation_loader(job, data._replace(sources=(source,)), world_size, apart=apart)
+        for source in data.sources
+    }
+
+
+def _validation_loader(
+    job: JobConfig, data: resolve.DataSettings, world_size: int, *, apart: bool
+) -> TextDataLoader.Config:
+    # torchtitan makes it endless where `steps` are counted. A pipeline reads it by micro batches.
+    loader = _dataloader(job, data, job.validation.dataloader, apart=apart, infinite=False)
+    batch = data.local_batch_size * resolve.data_parallel_degree(job, world_size)
+    return replace(loader, global_batch_size=batch)
+
+
 def _validator(job: JobConfig, world_size: int, *, apart: bool) -> Validator.Config:
     v, data = job.validation, resolve.validation_data(job)
-    loader = _dataloader(job, data, v.dataloader, apart=apart, infinite=False)
     return Validator.Config(
         enable=v.enable,
         freq=v.freq,
         steps=v.steps,
-        # torchtitan makes it endless where `steps` are counted. A pipeline reads it by micro batches.
-        dataloader=replace(
-            loader, global_batch_size=data.local_batch_size * resolve.data_parallel_degree(job, world_size)
-        ),
+        dataloader=_validation_loader(job, data, world_size, apart=apart),
         own_batch_size=data.local_batch_size,
         own_seq_len=data.seq_len,
         unshard=v.unshard,

@@ -62,8 +62,10 @@ def local_ranks(job: JobConfig) -> int:
     return ranks
 
 
-def launch(job: JobConfig, ranks: int, restarts: int = 0) -> int:
+def launch(job: JobConfig, ranks: int, restarts: int = 0, evaluated: Path | None = None) -> int:
     """Run `job`, which has been checked, in that many processes; return its exit status.
+
+    With `evaluated`, a checkpoint, it is validated and nothing is trained.
 
     After one has failed or was killed, all are started again, so many `restarts`; but not after an end in one line: a job
     that can't be run, a loss that is not finite, a disk that is full.
@@ -80,7 +82,7 @@ def launch(job: JobConfig, ranks: int, restarts: int = 0) -> int:
     if method == "fork":
         importlib.import_module("titanplans.training.job.torchtitan_config")  # the Trainer, once for all
     for left in range(restarts, -1, -1):
-        asked, failed = _run_ranks(job, ranks, restarts - left, store.port, method)
+        asked, failed = _run_ranks(job, ranks, restarts - left, store.port, method, evaluated)
         if not failed:
             return 0
         first = failed[0]
@@ -113,7 +115,12 @@ def _local_store() -> TCPStore:
 
 
 def _run_ranks(
-    job: JobConfig, ranks: int, restart: int, port: int, method: Literal["fork", "spawn"]
+    job: JobConfig,
+    ranks: int,
+    restart: int,
+    port: int,
+    method: Literal["fork", "spawn"],
+    evaluated: Path | None,
 ) -> tuple[bool, list[Failure]]:
     """Start the ranks and wait for their end; return whether SIGTERM arrived, and which failed."""
     asked = threading.Event()
@@ -131,7 +138,7 @@ def _run_ranks(
         request = forward_sigterm if job.checkpoint.save_on_signal else None
         stack.enter_context(stop_on_signals(first_sigterm=request))
         context: Any = multiprocessing.get_context(method)
-        place = (job, ranks, restart, port, folder, os.getpid())
+        place = (job, ranks, restart, port, folder, os.getpid(), evaluated)
         try:
             # A signal that arrives meanwhile waits: a fork has the handlers of its parent.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
@@ -170,7 +177,14 @@ def start_method(job: JobConfig) -> Literal["fork", "spawn"]:
 
 
 def _rank_process(
-    local_rank: int, job: JobConfig, ranks: int, restart: int, port: int, folder: str, launcher: int
+    local_rank: int,
+    job: JobConfig,
+    ranks: int,
+    restart: int,
+    port: int,
+    folder: str,
+    launcher: int,
+    evaluated: Path | None,
 ) -> None:
     """The environment is torchrun's: https://docs.pytorch.org/docs/stable/elastic/run.html."""
     end_with_parent(launcher)
@@ -192,7 +206,7 @@ def _rank_process(
     if Path("/sys/class/net/lo").exists():
         # gloo takes the address of the host's name, which others may reach
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    finish(run_rank(job))
+    finish(run_rank(job, evaluated))
 
 
 def _wait_until(

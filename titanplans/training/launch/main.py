@@ -29,8 +29,8 @@ _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE":
 _ALONE |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 
 
-def main(argv: list[str]) -> int:
-    """Run the job that `argv` describes (see `titanplans.config.load_job`); return the exit status."""
+def main(argv: list[str], command: str = "train") -> int:
+    """Run the job that `argv` describes (see `titanplans.config.load_job`), or "evaluate" it; return the exit status."""
     rank = 0
     try:
         with stop_on_signals():
@@ -41,7 +41,9 @@ def main(argv: list[str]) -> int:
             if torchrun and "TORCHELASTIC_RUN_ID" in os.environ:
                 end_with_parent(os.getppid())  # other launchers may be gone by design
             restarts, argv = take_max_restarts(argv)
-            job = load_job(argv)
+            job = load_job(argv, command)
+            if command == "evaluate" and restarts:
+                raise ConfigError(f"--max-restarts {restarts}: an evaluation is not restarted; leave it out")
             if torchrun and restarts:
                 raise ConfigError(
                     f"--max-restarts {restarts}: torchrun has started this rank, and restarts it: torchrun "
@@ -51,7 +53,7 @@ def main(argv: list[str]) -> int:
             with one_line(lambda: newest(own_folder(job))):
                 for note in job.notes:
                     logging.getLogger(__name__).info(note)  # rank 0's alone reach the screen
-                return _run(job, torchrun, restarts)
+                return _evaluate(job, torchrun) if command == "evaluate" else _run(job, torchrun, restarts)
     except (UserError, RunError) as error:
         return refuse(error, rank)
 
@@ -59,22 +61,18 @@ def main(argv: list[str]) -> int:
 def _run(job: JobConfig, torchrun: Ranks | None, restarts: int) -> int:
     """Check the job and train: as the launcher of its ranks, or as one of them."""
     # Not at the top: a mistake in the TOML is refused before torch and the model libraries are imported.
-    import torch
-
     from titanplans import kernels
     from titanplans.training.checkpoint.card import damage
     from titanplans.training.checkpoint.match import finished
     from titanplans.training.job.checks import check_job
     from titanplans.training.job.outputs import locked
-    from titanplans.training.launch.launcher import launch, local_ranks
+    from titanplans.training.launch.launcher import launch
     from titanplans.training.launch.rank import run_rank
     from titanplans.training.trainer.device import prepare_device
 
     kernels.install(prepare_device())
     rank = torchrun.rank if torchrun else 0
-    ranks = torchrun.world_size if torchrun else local_ranks(job)
-    if not torchrun and ranks > 1:
-        torch.set_num_threads(1)  # the ranks are forked, which a pool of threads does not survive
+    ranks = _ranks(job, torchrun)
     check_job(job, ranks)
     # By this process, which outlives every rank: a job that still trains in the folder has not finished.
     with locked(job) if rank == 0 else nullcontext():
@@ -91,3 +89,34 @@ def _run(job: JobConfig, torchrun: Ranks | None, restarts: int) -> int:
         if not torchrun:
             os.environ.update(_ALONE)
         return run_rank(job)
+
+
+def _evaluate(job: JobConfig, torchrun: Ranks | None) -> int:
+    """Check the job and its checkpoint, and validate that: as the launcher of its ranks, or as one of them."""
+    from titanplans import kernels
+    from titanplans.training.job.evaluation import check_evaluation, evaluation_of
+    from titanplans.training.launch.launcher import launch
+    from titanplans.training.launch.rank import run_rank
+    from titanplans.training.trainer.device import prepare_device
+
+    kernels.install(prepare_device())
+    job, checkpoint = evaluation_of(job)
+    ranks = _ranks(job, torchrun)
+    check_evaluation(job, checkpoint, ranks)
+    if not torchrun and ranks > 1:
+        return launch(job, ranks, evaluated=checkpoint)
+    if not torchrun:
+        os.environ.update(_ALONE)
+    return run_rank(job, checkpoint)
+
+
+def _ranks(job: JobConfig, torchrun: Ranks | None) -> int:
+    """Return the number of processes of the job, which are to be started here unless torchrun did."""
+    import torch
+
+    from titanplans.training.launch.launcher import local_ranks
+
+    ranks = torchrun.world_size if torchrun else local_ranks(job)
+    if not torchrun and ranks > 1:
+        torch.set_num_threads(1)  # the ranks are forked, which a pool of threads does not survive
+    return ranks

@@ -1,22 +1,29 @@
-"""One rank's training, started by titanplans' launcher, by torchrun, or as the only process."""
+"""One rank: it trains, or evaluates a checkpoint; started by our launcher, by torchrun, or as the only process."""
 
 import gc
+import math
 import os
 import sys
 import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titanplans import disk
 from titanplans.config import JobConfig
 from titanplans.errors import RunError, UserError
+from titanplans.text import columns
 from titanplans.training.checkpoint.folder import newest, own_folder
 from titanplans.training.launch.exit_status import REPORTS, exit_now, fail, refuse
 from titanplans.training.launch.logs import init_logging
 from titanplans.training.launch.signals import Stopped, stop_on_signals
 from titanplans.training.trainer.device import prepare_device
 
+if TYPE_CHECKING:
+    from titanplans.training.trainer.trainer import Trainer
 
-def run_rank(job: JobConfig) -> int:
-    """Train as one rank of `job`, which has been checked; return 0, or the status to exit with.
+
+def run_rank(job: JobConfig, evaluated: Path | None = None) -> int:
+    """Train as one rank of `job`, which has been checked, or validate a checkpoint; return 0, or the status to exit with.
 
     With more than one rank, a rank that fails does not return: it ends the process at once. Under checkpoint.save_on_signal
     a first SIGTERM to any rank lets all of them save and end.
@@ -26,7 +33,10 @@ def run_rank(job: JobConfig) -> int:
     ended_by: BaseException | None = None
     try:
         with stop_on_signals(first_sigterm=asked.set if job.checkpoint.save_on_signal else None):
-            _train(job, rank, asked)
+            if evaluated is None:
+                _train(job, rank, asked)
+            else:
+                _evaluate(job, rank, evaluated)
         return 0
     except (UserError, RunError) as error:
         ended_by, status = error, refuse(error, rank)
@@ -44,19 +54,9 @@ def run_rank(job: JobConfig) -> int:
 
 
 def _train(job: JobConfig, rank: int, asked: threading.Event) -> None:
-    init_logging(rank)
-    device_type = prepare_device()
-    # From here on the model libraries and torchtitan are imported, which needs both of the above.
-    from titanplans import kernels
-    from titanplans.training.job.checks import import_custom
-    from titanplans.training.job.torchtitan_config import trainer_config
+    trainer = _trainer(job, rank)
     from titanplans.training.trainer.step import Ending
-    from titanplans.training.trainer.trainer import Trainer
 
-    kernels.install(device_type)
-    import_custom(job)  # in a process that was started for this rank, nothing has registered its plans yet
-    with disk.one_line(lambda: newest(own_folder(job))):
-        trainer = Trainer(trainer_config(job))
     if job.checkpoint.save_on_signal:
         trainer.ending = Ending(asked.is_set)
     gc.freeze()  # half a million objects of the libraries, which each collection before a save would look through
@@ -67,3 +67,30 @@ def _train(job: JobConfig, rank: int, asked: threading.Event) -> None:
             trainer.close()
             raise
         trainer.close()
+
+
+def _evaluate(job: JobConfig, rank: int, checkpoint: Path) -> None:
+    trainer = _trainer(job, rank)
+    from titanplans.training.job.torchtitan_config import validation_loaders
+
+    losses = trainer.evaluate(checkpoint, validation_loaders(job, int(os.environ["WORLD_SIZE"])))
+    if rank == 0:
+        rows = [(name, f"{loss:.5f}", f"{math.exp(loss):,.2f}") for name, loss in losses.items()]
+        table = columns([("source", "loss", "perplexity"), *rows], right=(1, 2))
+        print("\n".join([str(checkpoint), *table]), flush=True)
+    trainer.close()
+
+
+def _trainer(job: JobConfig, rank: int) -> "Trainer":
+    init_logging(rank)
+    device_type = prepare_device()
+    # From here on the model libraries and torchtitan are imported, which needs both of the above.
+    from titanplans import kernels
+    from titanplans.training.job.checks import import_custom
+    from titanplans.training.job.torchtitan_config import trainer_config
+    from titanplans.training.trainer.trainer import Trainer
+
+    kernels.install(device_type)
+    import_custom(job)  # in a process that was started for this rank, nothing has registered its plans yet
+    with disk.one_line(lambda: newest(own_folder(job))):
+        return Trainer(trainer_config(job))

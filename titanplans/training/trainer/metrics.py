@@ -34,11 +34,13 @@ class MetricsProcessor(titan.MetricsProcessor):
         total_steps: of the run, by which the time left is shown.
         of_data: the data loader's metrics of a logged interval; called on all ranks.
         balancer: of the routers' loads.
+        validation_loss: the newest.
     """
 
     total_steps: int
     of_data: Callable[[], dict[str, float]]
     balancer: LoadBalancer
+    validation_loss: float
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.MetricsProcessor.Config):
@@ -141,6 +143,7 @@ class MetricsProcessor(titan.MetricsProcessor):
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         """Log the validation loss, in nats per token, of the model after `step`."""
+        self.validation_loss = loss
         memory, memory_text = self._memory(self.device_memory_monitor.get_peak_stats())
         scalars = {"validation_metrics/loss": loss}
         scalars |= {f"validation_metrics/{name}": value for name, value in memory.items()}

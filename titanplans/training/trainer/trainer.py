@@ -7,10 +7,11 @@ optimizer step, checkpoints and validation are torchtitan's.
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from titanplans.parallel.compile import async_tp
 from titanplans.parallel.fsdp import gradient_sync
 from titanplans.parallel.mesh.rendezvous import own_rendezvous
 from titanplans.parallel.optimizers.load_balance import LoadBalancer
+from titanplans.training.data.loader import TextDataLoader
 from titanplans.training.pipeline.pipeline import Pipeline
 from titanplans.training.trainer.metrics import MetricsProcessor
 from titanplans.training.trainer.model import LanguageModel
@@ -103,6 +105,8 @@ class Trainer(torchtitan.trainer.Trainer):
         self.finite = FiniteSoFar(self.model_parts, self.device)
         self.checkpointer.finite = self.finite.everywhere  # pyrefly: ignore[missing-attribute]
         self.metrics_processor.total_steps = config.training.steps
+        if config.validator.enable:
+            self.validator.last_step = config.training.steps  # pyrefly: ignore[missing-attribute]
         self.metrics_processor.of_data = self.dataloader.take_figures  # pyrefly: ignore[missing-attribute]
         self.metrics_processor.balancer = self.balancer
         if config.strategy.float8.recipe_name is not None:
@@ -195,6 +199,7 @@ class Trainer(torchtitan.trainer.Trainer):
                 f"the data were read to their end, after step {self.step} of at most {self.config.training.steps}"
             )
             if self._has_trained:
+                self._validate_last_step()
                 self._say_what_was_read()
                 self.checkpointer.save(self.step, last_step=True)
             raise TrainingDone from None
@@ -209,9 +214,24 @@ class Trainer(torchtitan.trainer.Trainer):
             with rename_option_errors():
                 async_tp.check_fused(self.parallel_dims, strategy.async_tensor_parallel_unfused)  # pyrefly: ignore[missing-attribute]
         self._has_trained = True
+        self._validate_if_due()
+
+    def _validate_last_step(self) -> None:
+        """Validate the step after which the data have ended."""
+        if self.config.validator.enable:
+            self.validator.last_step = self.step  # pyrefly: ignore[missing-attribute]
+            self._validate_if_due()
+
+    def _validate_if_due(self) -> None:
         if self.config.validator.enable and self.validator.should_validate(self.step):
             with self._saved_before_a_data_error():
                 self.validator.validate(self.model_parts, self.step)
+
+    def evaluate(self, checkpoint: Path, sources: Mapping[str, TextDataLoader.Config]) -> dict[str, float]:
+        """Return the validation loss of the weights of a checkpoint, in nats per token, by the names of `sources`."""
+        self.step = self.checkpointer.load_weights(checkpoint)  # pyrefly: ignore[missing-attribute]
+        validator: Any = self.validator
+        return {name: validator.loss_of(data, self.model_parts, self.step) for name, data in sources.items()}
 
     @contextlib.contextmanager
     def _saved_before_a_data_error(self) -> Iterator[None]:

@@ -1,13 +1,14 @@
 """torchtitan's `Validator` with this project's differences."""
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torchtitan.components.validate
 
 from titanplans.parallel.fsdp import gradient_sync
+from titanplans.training.data.loader import TextDataLoader
 from titanplans.training.trainer.metrics import MetricsProcessor
 
 
@@ -30,6 +31,9 @@ class Validator(torchtitan.components.validate.Validator):
     config: Config  # pyrefly: ignore[bad-override-mutable-attribute]
     metrics_processor: MetricsProcessor  # pyrefly: ignore[bad-override-mutable-attribute]
 
+    last_step: int | None = None
+    """Of the job, which is validated too; the trainer sets it."""
+
     def __init__(self, config: Config, **kwargs: Any):
         kwargs |= {"local_batch_size": config.own_batch_size, "seq_len": config.own_seq_len}
         super().__init__(config, **kwargs)
@@ -37,7 +41,7 @@ class Validator(torchtitan.components.validate.Validator):
 
     def should_validate(self, step: int) -> bool:
         """Whether it is due at `step`, and not done: torchtitan's loop asks again once the step is saved."""
-        return step != self._validated and super().should_validate(step)
+        return step != self._validated and (step == self.last_step or super().should_validate(step))
 
     def validate(self, model_parts: list[torch.nn.Module], step: int) -> None:
         """Log the loss over `steps` batches of the validation data, in nats per token."""
@@ -48,6 +52,14 @@ class Validator(torchtitan.components.validate.Validator):
                 stack.enter_context(gradient_sync.unsharded(part.lm))
             super().validate(model_parts, step)
         self._validated = step
+
+    def loss_of(
+        self, dataloader: TextDataLoader.Config, model_parts: list[torch.nn.Module], step: int
+    ) -> float:
+        """Return the validation loss of other data, in nats per token, which is logged, too."""
+        self.dl_config = replace(dataloader, infinite=self.config.steps != -1)
+        self.validate(model_parts, step)
+        return self.metrics_processor.validation_loss
 
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, model_parts: list[torch.nn.Module]
