@@ -21,8 +21,23 @@ def test_conversations_show_what_does_not_count(capsys):
     assert "row 3" not in said
     assert "   1 | [[<|bos|>\\nuser: What is " in said
     assert "\\nassistant:]] " in said
+    assert "     | answers end in '<|eos|>'" in said
+    assert "conversations are read (dataset_split = 'train')" in said
+    assert "stop token" not in said
     assert "documents apart; padding " in said
     assert "tokens/s in this process" in said
+
+
+def test_answers_that_do_not_end_are_said(capsys, tmp_path):
+    template = (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}{% endfor %}"
+    )
+    (tmp_path / "marked.jinja").write_text(template)
+    words = ["--training.chat.chat_template", f"{tmp_path}/marked.jinja", "--rows", "1"]
+    assert main(["data", CHAT, *words]) == 0
+    said = capsys.readouterr().out
+    assert "     | answers end in " in said
+    assert "no answer ends in a stop token ('<|eos|>'" in said
 
 
 @pytest.fixture

@@ -73,11 +73,12 @@ def _show(job: Any, number: int) -> None:
     from titanplans.training.trainer import documents
 
     config = resolve.hf_config(job)
-    check_data(job)
+    _, notes = check_data(job)
     documents.check_documents(job, config)
     apart = documents.are_apart(job, documents.keyword(job, config))
     loader, tokenizer = open_training_data(job, resolve.fewest_processes(job), apart=apart, alone=True)
-    names = [source.title for source in resolve.training_data(job).sources]
+    sources = resolve.training_data(job).sources
+    names = [source.title for source in sources]
     read, found, start = [], 0, time.perf_counter()
     for share in loader.steps():
         read.append(share)
@@ -87,14 +88,17 @@ def _show(job: Any, number: int) -> None:
     seconds = time.perf_counter() - start
     rows = [(share, row) for share in read for row in range(len(share.lengths))]
     for at, (share, row) in enumerate(rows[:number]):
-        print("\n".join(_row(tokenizer, share, row, f"row {at + 1}", names)), end="\n\n")
-    print("\n".join(_counted(rows, names, apart, seconds)))
+        has_answers = sources[share.lengths[row][0]].chat.enable
+        print("\n".join(_row(tokenizer, share, row, f"row {at + 1}", names, has_answers)), end="\n\n")
+    print("\n".join([*notes, *_counted(rows, names, apart, seconds)]))
     if size := _copies()[1]:
         print(f"copies of corpora in the cache: {in_bytes(size)}, which titanplans data --clean removes")
 
 
-def _row(tokenizer: Any, share: "StepBatch", row: int, title: str, names: list[str]) -> list[str]:
-    """Return a row in lines, one for each document."""
+def _row(
+    tokenizer: Any, share: "StepBatch", row: int, title: str, names: list[str], has_answers: bool
+) -> list[str]:
+    """Return a row in lines, one for each document; of conversations another with the last token of each answer."""
     tokens, labels, positions = (part[row].tolist() for part in (share.tokens, share.labels, share.positions))
     source, length = share.lengths[row]
     starts = [at for at in range(length) if at == 0 or positions[at] == 0]
@@ -112,6 +116,12 @@ def _row(tokenizer: Any, share: "StepBatch", row: int, title: str, names: list[s
             for begin, end in _runs(counts)
         )
         lines.append(f"{number:>4} | {text}")
+        if has_answers:
+            ends = [end for begin, end in _runs(counts) if counts[begin]]
+            last = ", ".join(
+                repr(tokenizer.decode([seen[end - 1]], skip_special_tokens=False)) for end in ends
+            )
+            lines.append(f"     | answers end in {last or 'nothing'}")
     return lines
 
 

@@ -9,7 +9,6 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config.configs import CommConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.tools.profiler import Profiler
 
@@ -20,6 +19,7 @@ from titanplans.torchrun import restarted
 from titanplans.training.checkpoint.manager import CheckpointManager
 from titanplans.training.checkpoint.match import job_values
 from titanplans.training.data.loader import TextDataLoader
+from titanplans.training.data.text_tokenizer import TextTokenizer
 from titanplans.training.job import resolve
 from titanplans.training.trainer import documents
 from titanplans.training.trainer.loss import CrossEntropyLoss
@@ -62,6 +62,7 @@ def trainer_config(job: JobConfig, world_size: int | None = None) -> Trainer.Con
             config, name=name, flavor=flavor, strategy=spread, pipeline=job.parallelism, documents=apart
         ),
         hf_assets_path=resolve.tokenizer_path(job),
+        tokenizer=TextTokenizer.Config(),
         dump_folder=job.job.dump_folder,
         profiler=Profiler.Config(**vars(job.profiling)),
         metrics=MetricsProcessor.Config(**vars(job.metrics)),
@@ -94,11 +95,9 @@ def training_loader(job: JobConfig, world_size: int, *, apart: bool) -> TextData
 
 def open_training_data(
     job: JobConfig, world_size: int, *, apart: bool, alone: bool
-) -> tuple[TextDataLoader, HuggingFaceTokenizer]:
+) -> tuple[TextDataLoader, TextTokenizer]:
     """Return the loader of the first of the data-parallel ranks, or of all as if it were `alone`, and its tokenizer."""
-    tokenizer = HuggingFaceTokenizer(
-        HuggingFaceTokenizer.Config(), tokenizer_path=resolve.tokenizer_path(job)
-    )
+    tokenizer = TextTokenizer.Config().build(tokenizer_path=resolve.tokenizer_path(job))
     loader = training_loader(job, world_size, apart=apart).build(
         dp_rank=0,
         dp_world_size=1 if alone else resolve.data_parallel_degree(job, world_size),
