@@ -16,6 +16,7 @@ from titanplans.config import JobConfig, strategy_of
 from titanplans.config.compatibility.job import schedule_steps
 from titanplans.config.sections.data import DataLoader
 from titanplans.torchrun import restarted
+from titanplans.training.checkpoint.card import chat_templates_of
 from titanplans.training.checkpoint.manager import CheckpointManager
 from titanplans.training.checkpoint.match import job_values
 from titanplans.training.data.loader import TextDataLoader
@@ -166,6 +167,9 @@ def _parallelism(job: JobConfig) -> ParallelismConfig:
 def _checkpoint(job: JobConfig) -> CheckpointManager.Config:
     initial = resolve.published_folder(job) or job.checkpoint.initial_load_path
     adapter = job.checkpoint.initial_adapter_path
+    values, template = job_values(job), None
+    if job.checkpoint.last_save_in_hf:  # a job with several is refused
+        template = next(iter(chat_templates_of(values)), None)
     return CheckpointManager.Config(
         **vars(job.checkpoint)
         | {
@@ -173,10 +177,12 @@ def _checkpoint(job: JobConfig) -> CheckpointManager.Config:
             "initial_adapter_path": adapter and str(Path(adapter).absolute()),
             # Without a path it has no effect, and torchtitan warns that it is set: it is its default.
             "initial_load_model_only": initial is not None and job.checkpoint.initial_load_model_only,
-            "job": job_values(job),
+            "job": values,
             "restarted": restarted(os.environ),
             "hf_config": resolve.hf_config(job),
             "tokenizer": resolve.tokenizer_path(job),
+            # Read now: the file may change while the job runs.
+            "chat_template": template and Path(template).read_text(encoding="utf-8"),
         }
     )
 

@@ -121,7 +121,7 @@ class ChatTemplate:
     def _writes(
         self, conversation: Conversation, n: int, said: dict[str, Any], text: str, where: str
     ) -> bool:
-        """Return whether the values that message `n` has beside its content are written, at least while it is the last."""
+        """Return whether the values that message `n` has apart from its content are written, while it is the last."""
         if any(isinstance(value, str) and value.strip() in text for value in said.values()):
             return True
         *before, message = conversation.messages[: n + 1]
