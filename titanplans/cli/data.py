@@ -17,10 +17,11 @@ from titanplans.text import columns, counted, in_bytes
 
 if TYPE_CHECKING:
     from titanplans.training.data.dataset import StepBatch
+    from titanplans.training.data.loader import TextDataLoader
 
 _SECONDS = 2.0
 _FEWEST = 64
-"""Rows that are counted: as many as take 2 s, and at least so many."""
+"""Rows that are counted: as many as take 2 s, and at least so many; fewer if each source was read once before."""
 _MASKED, _END = "\x1b[2;33m", "\x1b[0m"
 
 
@@ -83,16 +84,32 @@ def _show(job: Any, number: int) -> None:
     for share in loader.steps():
         read.append(share)
         found += len(share.tokens)
-        if found >= max(number, _FEWEST) and time.perf_counter() - start >= _SECONDS:
+        is_long = found >= _FEWEST and time.perf_counter() - start >= _SECONDS
+        if found >= number and (is_long or _all_read(loader)):
             break
     seconds = time.perf_counter() - start
     rows = [(share, row) for share in read for row in range(len(share.lengths))]
     for at, (share, row) in enumerate(rows[:number]):
         has_answers = sources[share.lengths[row][0]].chat.enable
         print("\n".join(_row(tokenizer, share, row, f"row {at + 1}", names, has_answers)), end="\n\n")
-    print("\n".join([*notes, *_counted(rows, names, apart, seconds)]))
+    how_much = [how_much for _, how_much in loader.read().values()]
+    what = "every source was read to its end" if _all_read(loader) else "a sample"
+    print(
+        "\n".join(
+            [
+                *notes,
+                f"{what}, {counted(len(rows), 'row')}:",
+                *_counted(rows, names, how_much, apart, seconds),
+            ]
+        )
+    )
     if size := _copies()[1]:
         print(f"copies of corpora in the cache: {in_bytes(size)}, which titanplans data --clean removes")
+
+
+def _all_read(loader: "TextDataLoader") -> bool:
+    """Return whether each source was read once at least."""
+    return all(epochs >= 1 for epochs, _ in loader.read().values())
 
 
 def _row(
@@ -139,8 +156,10 @@ def _shown(text: str, counts: bool) -> str:
     return f"{_MASKED}{text}{_END}" if colours else f"[[{text}]]"
 
 
-def _counted(rows: list[tuple["StepBatch", int]], names: list[str], apart: bool, seconds: float) -> list[str]:
-    """Return what was counted over `rows`, in lines."""
+def _counted(
+    rows: list[tuple["StepBatch", int]], names: list[str], how_much: list[str], apart: bool, seconds: float
+) -> list[str]:
+    """Return what was counted over `rows`, which hold so much of each source, in lines."""
     tokens, number, documents = Counter[int](), Counter[int](), Counter[int]()
     places = sum(share.tokens.shape[1] for share, _ in rows)
     for share, row in rows:
@@ -148,11 +167,11 @@ def _counted(rows: list[tuple["StepBatch", int]], names: list[str], apart: bool,
         tokens[source] += length
         number[source] += 1
         documents[source] += int((share.positions[row, :length] == 0).sum())
-    table = [("source", "rows", "tokens", "documents a row")]
+    table = [("source", "rows", "tokens", "documents a row", "read")]
     for source, name in enumerate(names):
         share_of = f"{100 * number[source] / len(rows):.1f}%"
         each = f"{documents[source] / max(number[source], 1):.1f}"
-        table.append((name, share_of, f"{tokens[source]:,}", each))
+        table.append((name, share_of, f"{tokens[source]:,}", each, how_much[source]))
     long = sum(sum(share.long) for share in {id(share): share for share, _ in rows}.values())
     said = f", {counted(long, 'document')} longer than a row" if long else ""
     return [

@@ -164,9 +164,10 @@ def check_data(job: JobConfig) -> tuple[int, list[str]]:
                 said = check_dataset(of, tokenizer_path=tokenizer, seq_len=data.seq_len, chat=chat)
             except DataError as error:
                 raise DataError(f"data.sources, {of.title}: {error}") if job.data.sources else error from None
+            said = [f"data.sources, {of.title}: {note}" if job.data.sources else note for note in said]
             notes += [
                 note for note in said if note not in notes
-            ]  # of training and validation, the same split
+            ]  # a split that training and validation share
             tokens = max(tokens, chat.vocabulary if chat else 0)
     return tokens, notes
 

@@ -5,6 +5,7 @@ documents the keys; `titanplans.training.job.resolve` gives unset ones their val
 """
 
 import logging
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -97,9 +98,15 @@ def training_loader(job: JobConfig, world_size: int, *, apart: bool) -> TextData
 def open_training_data(
     job: JobConfig, world_size: int, *, apart: bool, alone: bool
 ) -> tuple[TextDataLoader, TextTokenizer]:
-    """Return the loader of the first of the data-parallel ranks, or of all as if it were `alone`, and its tokenizer."""
+    """Return the loader of the first of the data-parallel ranks, or of all as if it were `alone`, and its tokenizer.
+
+    Alone it reads a single source once: a mixture by weight goes on.
+    """
     tokenizer = TextTokenizer.Config().build(tokenizer_path=resolve.tokenizer_path(job))
-    loader = training_loader(job, world_size, apart=apart).build(
+    config = training_loader(job, world_size, apart=apart)
+    if alone and len(config.data.sources) == 1:
+        config = replace(config, epochs=1)
+    loader = config.build(
         dp_rank=0,
         dp_world_size=1 if alone else resolve.data_parallel_degree(job, world_size),
         tokenizer=tokenizer,
@@ -125,7 +132,6 @@ def _training(job: JobConfig, world_size: int) -> TrainingConfig:
     same = (
         "local_batch_size",
         "seq_len",
-        "max_norm",
         "steps",
         "enable_cpu_offload",
         "dtype",
@@ -134,6 +140,7 @@ def _training(job: JobConfig, world_size: int) -> TrainingConfig:
     )
     return TrainingConfig(
         **{name: getattr(job.training, name) for name in same},
+        max_norm=job.training.max_norm or math.inf,
         global_batch_size=resolve.global_batch_size(job, resolve.data_parallel_degree(job, world_size)),
         # Capture needs static addresses and no synchronisation with the host, which nothing here promises.
         disable_cuda_graphs=True,
