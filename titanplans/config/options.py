@@ -197,6 +197,13 @@ def read_toml(path: Path, what: str = "job file") -> dict[str, Any]:
     """
     try:
         if path.is_file():  # reading a pipe would wait
+            if path.suffix != ".toml":
+                kind = f"a {path.suffix} file" if path.suffix else "a file without an ending"
+                kind = "YAML, probably another tool's" if path.suffix in (".yaml", ".yml") else kind
+                raise ConfigError(
+                    f"{path} is {kind}, and a {what} is TOML, with a name that ends in .toml; docs/config.md says how its "
+                    "keys are named here"
+                )
             return parse_toml(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}), so not TOML") from None
