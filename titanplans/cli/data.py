@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanplans.config import load_job
 from titanplans.config.values import PositiveInt, from_text
-from titanplans.text import columns, counted, in_bytes
+from titanplans.text import columns, counted, fitted, in_bytes
 
 if TYPE_CHECKING:
     from titanplans.training.data.dataset import StepBatch
@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of this command's own options."""
     parser = argparse.ArgumentParser(
         prog="titanplans data",
-        usage="titanplans data JOB.toml [--rows 3] [--section.key value ...], or titanplans data --clean",
+        usage="titanplans data JOB.toml [--rows 3] [--section.key value ...]\n       titanplans data --clean",
         description="Print the first rows of a job's training data as its model will see them, a line for each document: "
         "what does not count in the loss is in another colour, or in [[ ]]; then shares of sources and padding, and the "
         "tokens a second that one process of this machine makes.",
@@ -97,7 +97,7 @@ def _show(job: Any, number: int) -> None:
     print(
         "\n".join(
             [
-                *notes,
+                *map(fitted, notes),
                 f"{what}, {counted(len(rows), 'row')}:",
                 *_counted(rows, names, how_much, apart, seconds),
             ]
