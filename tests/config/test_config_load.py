@@ -241,6 +241,16 @@ def test_a_missing_file_names_the_others_of_its_directory(write, tmp_path):
         assert path in refusal([missing])
 
 
+def test_a_file_of_that_name_in_a_folder_below_is_meant(write, tmp_path, monkeypatch):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "gla_debug.toml").touch()
+    (tmp_path / "pyproject.toml").touch()
+    monkeypatch.chdir(tmp_path)
+    for name in ("gla_debug.toml", "gla_debg.toml"):
+        assert refusal([name]) == f"{name}: no such job file; did you mean configs/gla_debug.toml?"
+    assert refusal(["zzz.toml"]) == "zzz.toml: no such job file; name one that is there"
+
+
 @pytest.mark.parametrize(
     ("text", "line", "key", "meant"),
     [

@@ -139,7 +139,7 @@ def refuse_or_note(unread: dict[str, Unread], values: dict[str, Any]) -> list[st
     by_switch: dict[str, list[str]] = {}
     for key in inert:
         by_switch.setdefault(REQUIRES_SWITCH[key], []).append(key)
-    said = [f"without {switch} {', '.join(names)}" for switch, names in by_switch.items()]
+    said = [f"{', '.join(names)} (as {switch} is not set)" for switch, names in by_switch.items()]
     return [f"keys without effect in this job: {'; '.join(said)}"] if said else []
 
 
