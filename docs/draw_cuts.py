@@ -10,7 +10,7 @@ from pathlib import Path
 from draw_block import COLOURS, STYLE, box, of_block
 
 PICTURE = Path(__file__).parent / "cuts.svg"
-WIDTH, HEIGHT, TOP, LANE = 1240, 470, 64, 210
+WIDTH, HEIGHT, TOP, LANE = 1240, 490, 74, 220
 STEPS = (("q_proj", "k_proj", "v_proj"), ("attention",), ("o_proj",))
 CUTS = {
     "by weights, two ranks: each has all tokens, and the weights of its heads": (
@@ -43,7 +43,7 @@ def picture() -> str:
     for number, (title, (enters, does, leaves, between)) in enumerate(CUTS.items()):
         top = TOP + number * LANE
         parts += [
-            f'<text class="left stream" x="14" y="{top - 26}">{title}</text>',
+            f'<text class="left stream" x="14" y="{top - 42}">{title}</text>',
             f'<line class="bar" x1="12" y1="{top}" x2="90" y2="{top}"/>',
             f'<line class="bar" x1="{WIDTH - 100}" y1="{top}" x2="{WIDTH - 12}" y2="{top}"/>',
         ]

@@ -21,6 +21,7 @@ else:  # as on torch 2.11, where everything else runs
         "cli/test_sweep_results.py",
         "test_torchrun.py",
     ]
+os.environ.pop("COLUMNS", None)  # a worker of pytest-xdist has it: tables are wrapped to fit it
 if os.environ.get("TRITON_INTERPRET") != "1":
     collect_ignore = [*globals().get("collect_ignore", []), "interpreted"]  # make test-kernels
 # Tensors here are tiny, and ranks have processes of their own: a second thread only waits, on a core that is busy.

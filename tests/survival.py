@@ -325,7 +325,7 @@ class Survival:
         with filler.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, max(1, shutil.disk_usage(filler.parent).free - room))
         life = self.start()
-        self.told(life, "no space is left|GB free")
+        self.told(life, "no space is left|B free, but")
         filler.unlink()
 
     def told(self, life: Life, words: str) -> None:

@@ -96,10 +96,10 @@ def either(values: Sequence[object]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def nearest(name: str, names: Collection[str]) -> str | None:
-    """Return which of `names` looks most like `name`, in whichever case; None where none does."""
+def nearest(name: str, names: Collection[str], likeness: float = 0.6) -> str | None:
+    """Return which of `names` looks most like `name`, in whichever case; None where none does (difflib's ratio)."""
     word, folded = name.casefold(), {other.casefold(): other for other in names}
-    alike = difflib.get_close_matches(word, folded)
+    alike = difflib.get_close_matches(word, folded, cutoff=likeness)
     # Of those that are equally near, one with the same letters: two are often exchanged.
     return folded[min(alike, key=lambda other: sorted(other) != sorted(word))] if alike else None
 

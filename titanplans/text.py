@@ -1,6 +1,12 @@
 """The smallest parts of what commands and logs print: values, columns, lists of names, numbers with their noun, bytes."""
 
 import dataclasses
+import itertools
+import os
+import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -25,16 +31,102 @@ def show(value: Any) -> str:
     return " ".join(text.split())
 
 
-def columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
-    """Return `rows` of cells as lines of equally wide columns; those of the numbers in `right` are set flush right."""
+def columns(
+    rows: Sequence[Sequence[str]], *, right: Collection[int] = (), width: int | None = None
+) -> list[str]:
+    """Return `rows` of cells as lines of equally wide columns; those of the numbers in `right` are set flush right.
+
+    Where they are wider than `width`, the terminal's if it is None, cells are wrapped, the widest first, but not within a
+    word. Columns for which that is not enough follow below, after the first column again.
+    """
+    width = width or terminal_width()
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
+    if width is None or _total(widths) <= width:
+        return _set(rows, widths, right)
+    least = [
+        max(len(piece.rstrip()) for cell in column for piece in _pieces(cell))
+        for column in zip(*rows, strict=True)
     ]
+    lines, rest = list[str](), list(range(1, len(widths)))
+    while rest or not lines:
+        shown = [0, *rest[:1]]
+        while len(shown) <= len(rest) and _total([least[i] for i in [*shown, rest[len(shown) - 1]]]) <= width:
+            shown.append(rest[len(shown) - 1])
+        rest = rest[len(shown) - 1 :]
+        own = {i: widths[i] for i in shown}
+        while _total([*own.values()]) > width and (wide := [i for i in shown if own[i] > least[i]]):
+            own[max(wide, key=own.__getitem__)] -= 1
+        lines += [""] if lines else []
+        lines += _set(
+            [[row[i] for i in shown] for row in rows],
+            [*own.values()],
+            {at for at, i in enumerate(shown) if i in right},
+        )
+    return lines
+
+
+def _total(widths: Sequence[int]) -> int:
+    return sum(widths) + 2 * (len(widths) - 1)
+
+
+def _set(rows: Sequence[Sequence[str]], widths: Sequence[int], right: Collection[int]) -> list[str]:
+    """Return the lines of columns of these widths."""
+    lines = []
+    for row in rows:
+        wrapped = [_wrapped(cell, width) for cell, width in zip(row, widths, strict=True)]
+        for cells in itertools.zip_longest(*wrapped, fillvalue=""):
+            set_ = (
+                cell.rjust(width) if i in right else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+            )
+            lines.append("  ".join(set_).rstrip())
+    return lines
+
+
+def _pieces(cell: str) -> list[str]:
+    """Return the parts between which a cell may be wrapped: words, folders of a path, names of a dotted one."""
+    return re.split(r"(?<=[ :/])|(?<=\.)(?=[A-Za-z_])", cell)
+
+
+def _wrapped(cell: str, width: int) -> list[str]:
+    if len(cell) <= width:
+        return [cell]
+    lines = [""]
+    for piece in _pieces(cell):
+        if lines[-1] and len(lines[-1] + piece.rstrip()) > width:
+            lines.append("")
+        lines[-1] += piece
+    return [line.rstrip() for line in lines]
+
+
+def terminal_width() -> int | None:
+    """Return the columns of the terminal, or of $COLUMNS; None where the output goes elsewhere."""
+    if "COLUMNS" not in os.environ and not sys.stdout.isatty():
+        return None
+    return shutil.get_terminal_size((0, 0)).columns or None
+
+
+def paragraph(text: str, indent: str = "", hanging: str = "", width: int | None = None) -> str:
+    """Return a text in lines of `width` characters; None: as wide as the terminal, at most 96."""
+    return textwrap.fill(
+        text,
+        width or min(terminal_width() or _LINE, _LINE),
+        initial_indent=indent,
+        subsequent_indent=indent + hanging,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+_LINE = 96
+
+
+def fitted(line: str) -> str:
+    """Return a line that is wrapped where it is wider than the terminal, with its indentation."""
+    width, text = terminal_width(), line.lstrip()
+    if width is None or len(line) <= width:
+        return line
+    return paragraph(text, line[: len(line) - len(text)], "  ", width)
 
 
 def some(names: Sequence[str], most: int = 3) -> str:

@@ -21,8 +21,23 @@ def test_conversations_show_what_does_not_count(capsys):
     assert "row 3" not in said
     assert "   1 | [[<|bos|>\\nuser: What is " in said
     assert "\\nassistant:]] " in said
+    assert "     | answers end in '<|eos|>'" in said
+    assert "conversations are read (dataset_split = 'train')" in said
+    assert "stop token" not in said
     assert "documents apart; padding " in said
     assert "tokens/s in this process" in said
+
+
+def test_answers_that_do_not_end_are_said(capsys, tmp_path):
+    template = (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}{% endfor %}"
+    )
+    (tmp_path / "marked.jinja").write_text(template)
+    words = ["--training.chat.chat_template", f"{tmp_path}/marked.jinja", "--rows", "1"]
+    assert main(["data", CHAT, *words]) == 0
+    said = capsys.readouterr().out
+    assert "     | answers end in " in said
+    assert "no answer ends in a stop token ('<|eos|>'" in said
 
 
 @pytest.fixture
@@ -55,9 +70,33 @@ def test_a_mixture_shows_documents_sources_and_padding(capsys, mixture):
     assert any("of padding" in row for row in rows)
     assert all("one" not in row for row in rows if row.split()[2] == "b,")
     lines = [line.split() for line in table.splitlines()]
-    assert [line[:2] for line in lines[1:3]] == [["a", "75.0%"], ["b", "25.0%"]]
+    assert [line[:2] for line in lines[2:4]] == [["a", "75.0%"], ["b", "25.0%"]]
     assert "documents joined; padding" in table
     assert "longer than a row" in table
+
+
+def test_figures_are_those_of_one_pass_or_of_a_sample(capsys, mixture, monkeypatch):
+    """80 short conversations were said to have half a million tokens: what 2 seconds read of them again and again."""
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (mixture / "chats.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 80)
+    words = ["--training.dataset", "local", "--training.dataset_path", f"{mixture}/chats.jsonl"]
+    words += ["--training.dataset_split", "all", "--rows", "1", "--validation.no-enable"]
+    monkeypatch.setattr("titanplans.cli.data._SECONDS", 2.0)
+    assert main(["data", CHAT, *words]) == 0
+    table = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    assert table[:2] == [
+        "80 of 80 conversations are read (dataset_split = 'all')",
+        f"every source was read to its end, {table[1].split()[-2]} rows:",
+    ]
+    assert table[3].endswith("1.00 epochs, 80 documents of 80")
+    tokens = int(table[3].split()[2].replace(",", ""))
+    assert tokens % 80 == 0
+    assert tokens < 80 * 20
+    monkeypatch.setattr("titanplans.cli.data._SECONDS", 0.0)
+    assert main(["data", "configs/gla_debug.toml", "--rows", "1"]) == 0
+    table = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    assert table[0].startswith("a sample, ")
+    assert " 0.0" in table[2]
 
 
 def test_a_document_a_line(capsys, mixture):

@@ -209,6 +209,31 @@ def test_malformed_toml_names_the_place(write):
     assert refusal([path]).startswith(f"{path}, line 3, column 11: ")
 
 
+def test_all_unknown_keys_of_a_file_are_said_at_once(write):
+    path = write("[training]\nstepz = 1\nsteps = 'x'\n[trainig]\na = 1\n[optimizer]\nlearning_rate = 1.0\n")
+    assert refusal([path]) == (
+        f"{path} has 3 unknown keys: line 2: training.stepz: no such key; did you mean training.steps? | line 4: no "
+        "section [trainig]; did you mean training? | line 7: optimizer.learning_rate: no such key; here it is optimizer.lr"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("a.yaml", "is YAML, probably another tool's"),
+        ("a.yml", "is YAML, "),
+        ("a.md", "is a .md file"),
+        ("a.json", "is a .json file"),
+    ],
+)
+def test_a_file_that_is_no_toml_is_called_what_it_is(tmp_path, name, kind):
+    path = tmp_path / name
+    path.write_text("# A title, which would be a job of defaults\n")
+    said = refusal([str(path)])
+    assert said.startswith(f"{path} {kind}")
+    assert "and a job file is TOML" in said
+
+
 def test_a_missing_file_names_the_others_of_its_directory(write, tmp_path):
     path = write("")
     for missing in (str(tmp_path / "other.toml"), str(tmp_path)):
@@ -216,12 +241,35 @@ def test_a_missing_file_names_the_others_of_its_directory(write, tmp_path):
         assert path in refusal([missing])
 
 
+def test_a_file_of_that_name_in_a_folder_below_is_meant(write, tmp_path, monkeypatch):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "gla_debug.toml").touch()
+    (tmp_path / "pyproject.toml").touch()
+    monkeypatch.chdir(tmp_path)
+    for name in ("gla_debug.toml", "gla_debg.toml"):
+        assert refusal([name]) == f"{name}: no such job file; did you mean configs/gla_debug.toml?"
+    assert refusal(["zzz.toml"]) == "zzz.toml: no such job file; name one that is there"
+
+
 @pytest.mark.parametrize(
     ("text", "line", "key", "meant"),
     [
         ("[trainig]\nsteps = 1", 1, "[trainig]", "did you mean training?"),
         ("[trainig]", 1, "[trainig]", "did you mean training?"),
-        ("\n[zzz]\nsteps = 1", 2, "[zzz]", "model"),
+        ("\n[zzz]\nx = 1", 2, "[zzz]", "titanplans train --help"),
+        ("\n[zzz]\nsteps = 1", 2, "[zzz]", "here steps is training.steps"),
+        (
+            "[step_scheduler]\nckpt_every_steps = 1",
+            1,
+            "[step_scheduler]",
+            "here ckpt_every_steps is checkpoint.interval",
+        ),
+        (
+            "[optimizer]\nfused = true",
+            2,
+            "optimizer.fused: ",
+            'here it is optimizer.implementation = "fused"',
+        ),
         ("steps = 1", 1, "steps: ", "training.steps"),
         ("training = 1", 1, "training: ", "[training]"),
         ("[training]\nseq_length = 1", 2, "training.seq_length", "training.seq_len?"),

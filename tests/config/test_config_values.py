@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import pytest
 
-from titanplans.config.values import Constraint, FilePath, describe, from_text, from_toml
+from titanplans.config.values import Constraint, FilePath, NormLimit, Strings, describe, from_text, from_toml
 from titanplans.errors import ConfigError
 
 Even = Annotated[int, Constraint("even", lambda value: value % 2 == 0)]
@@ -26,6 +26,9 @@ Settings = dict[str, bool | int | float | str] | None
         ("module:Plan", Plan, "module:Plan"),
         ({"a": True, "b": 1, "c": 0.5, "d": "x"}, Settings, {"a": True, "b": 1, "c": 0.5, "d": "x"}),
         (2, Choice | Even, 2),
+        ("all-linear", Strings, ("all-linear",)),
+        (["a", "b"], Strings, ("a", "b")),
+        (0, NormLimit, 0.0),
     ],
 )
 def test_toml_values_that_fit(value, hint, expected):
@@ -49,6 +52,9 @@ def test_toml_values_that_fit(value, hint, expected):
         ({"a": [1]}, Settings),
         ({"a": 2**63}, Settings),
         (3, Choice | Even),
+        (["x", 1], Strings),
+        ('["x"', Strings),
+        *((value, NormLimit) for value in (-1.0, float("inf"), "none")),
     ],
 )
 def test_toml_values_that_do_not(value, hint):
@@ -73,6 +79,8 @@ def test_toml_values_that_do_not(value, hint):
         ("", tuple[str, ...], ()),
         ("2", tuple[str, ...], ("2",)),
         ('["a"]', tuple[str, ...], ("a",)),
+        ("all-linear", Strings, ("all-linear",)),
+        ("a,b", Strings, ("a", "b")),
         ("a,b", tuple[Choice, ...], ("a", "b")),
         ('{"a.*" = "colwise"}', Plan, {"a.*": "colwise"}),
         ("module:Plan", Plan, "module:Plan"),

@@ -357,6 +357,32 @@ def test_what_takes_every_row_for_every_expert_has_no_biases():
         check_plan(model, Degrees(ep=2))
 
 
+class _Experts(torch.nn.Module):
+    def __init__(self, **attributes):
+        super().__init__()
+        self.up_proj = torch.nn.Parameter(torch.zeros(attributes.pop("shape", (4, 8, 8))))
+        vars(self).update(attributes)
+
+    def forward(self, x, experts, weights):
+        return x
+
+
+class _Rows(_Experts):
+    def forward(self, x, a, b, c):
+        return x
+
+
+def test_what_experts_lack_is_named():
+    remedy = ": leave expert_parallel_degree at 1, which splits each expert's width"
+    assert ByExpert().refusal(_Experts(num_experts=4)) is None
+    assert ByExpert().refusal(_Experts()) == (
+        "it has no num_experts, the number of its experts, which its class has to set" + remedy
+    )
+    flat = ByExpert().refusal(_Experts(num_experts=4, shape=(4, 8)))
+    assert flat == "it has no parameter [num_experts, ...] of three dimensions" + remedy
+    assert "its forward takes x, a, b, c, and not hidden states, " in ByExpert().refusal(_Rows(num_experts=4))
+
+
 @pytest.mark.parametrize(
     ("name", "number", "tp", "ep", "words"),
     [

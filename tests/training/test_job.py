@@ -1,5 +1,6 @@
 """A job becomes torchtitan's configuration, and no key of it gets lost on the way."""
 
+import math
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -193,6 +194,8 @@ def test_the_global_batch(world_size, options, expected):
 def test_the_number_of_processes_is_torchruns(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert trainer_config(JobConfig()).training.global_batch_size == 32
+    assert trainer_config(JobConfig()).training.max_norm == 1.0
+    assert trainer_config(build_job({"training.max_norm": 0})).training.max_norm == math.inf
     with pytest.raises(ConfigError, match="does not divide the number of processes, 4"):
         trainer_config(build_job({"parallelism.tensor_parallel_degree": 3}))
 

@@ -4,6 +4,7 @@ import json
 import os
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from system import largest_file
 from transformers import AutoModelForCausalLM
 
 from titanplans import Degrees, FSDP2Config, ParallelManager, UserError
+from titanplans.errors import NotSaved
+from titanplans.weights.files import refuse_full
 from titanplans.weights.save import save_weights
 
 SPLITS = {"tp 2": Degrees(dp_replicate=2, dp_shard=1, tp=2), "fsdp 2 x tp 2": Degrees(tp=2)}
@@ -174,3 +177,10 @@ def test_what_can_not_be_written_is_refused_by_every_rank_and_leaves_nothing(sav
     assert not (folder / "new").exists()
     assert (folder / "link").is_symlink()
     assert (folder / "linked" / "model.safetensors").exists()
+
+
+def test_how_much_is_to_be_freed_is_said(tmp_path, monkeypatch):
+    """Not "0.01 GB free, but 0.01 GB are to be written"."""
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10_000_000))
+    with pytest.raises(NotSaved, match=r"has 10\.0 MB free, but 10\.0 MB are to be written; free 20\.0 kB$"):
+        refuse_full(tmp_path, 10_020_000)

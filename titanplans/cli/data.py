@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from titanplans.config import load_job
 from titanplans.config.values import PositiveInt, from_text
-from titanplans.text import columns, counted, in_bytes
+from titanplans.text import columns, counted, fitted, in_bytes
 
 if TYPE_CHECKING:
     from titanplans.training.data.dataset import StepBatch
+    from titanplans.training.data.loader import TextDataLoader
 
 _SECONDS = 2.0
 _FEWEST = 64
-"""Rows that are counted: as many as take 2 s, and at least so many."""
+"""Rows that are counted: as many as take 2 s, and at least so many; fewer if each source was read once before."""
 _MASKED, _END = "\x1b[2;33m", "\x1b[0m"
 
 
@@ -28,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of this command's own options."""
     parser = argparse.ArgumentParser(
         prog="titanplans data",
-        usage="titanplans data JOB.toml [--rows 3] [--section.key value ...], or titanplans data --clean",
+        usage="titanplans data JOB.toml [--rows 3] [--section.key value ...]\n       titanplans data --clean",
         description="Print the first rows of a job's training data as its model will see them, a line for each document: "
         "what does not count in the loss is in another colour, or in [[ ]]; then shares of sources and padding, and the "
         "tokens a second that one process of this machine makes.",
@@ -73,28 +74,48 @@ def _show(job: Any, number: int) -> None:
     from titanplans.training.trainer import documents
 
     config = resolve.hf_config(job)
-    check_data(job)
+    _, notes = check_data(job)
     documents.check_documents(job, config)
     apart = documents.are_apart(job, documents.keyword(job, config))
     loader, tokenizer = open_training_data(job, resolve.fewest_processes(job), apart=apart, alone=True)
-    names = [source.title for source in resolve.training_data(job).sources]
+    sources = resolve.training_data(job).sources
+    names = [source.title for source in sources]
     read, found, start = [], 0, time.perf_counter()
     for share in loader.steps():
         read.append(share)
         found += len(share.tokens)
-        if found >= max(number, _FEWEST) and time.perf_counter() - start >= _SECONDS:
+        is_long = found >= _FEWEST and time.perf_counter() - start >= _SECONDS
+        if found >= number and (is_long or _all_read(loader)):
             break
     seconds = time.perf_counter() - start
     rows = [(share, row) for share in read for row in range(len(share.lengths))]
     for at, (share, row) in enumerate(rows[:number]):
-        print("\n".join(_row(tokenizer, share, row, f"row {at + 1}", names)), end="\n\n")
-    print("\n".join(_counted(rows, names, apart, seconds)))
+        has_answers = sources[share.lengths[row][0]].chat.enable
+        print("\n".join(_row(tokenizer, share, row, f"row {at + 1}", names, has_answers)), end="\n\n")
+    how_much = [how_much for _, how_much in loader.read().values()]
+    what = "every source was read to its end" if _all_read(loader) else "a sample"
+    print(
+        "\n".join(
+            [
+                *map(fitted, notes),
+                f"{what}, {counted(len(rows), 'row')}:",
+                *_counted(rows, names, how_much, apart, seconds),
+            ]
+        )
+    )
     if size := _copies()[1]:
         print(f"copies of corpora in the cache: {in_bytes(size)}, which titanplans data --clean removes")
 
 
-def _row(tokenizer: Any, share: "StepBatch", row: int, title: str, names: list[str]) -> list[str]:
-    """Return a row in lines, one for each document."""
+def _all_read(loader: "TextDataLoader") -> bool:
+    """Return whether each source was read once at least."""
+    return all(epochs >= 1 for epochs, _ in loader.read().values())
+
+
+def _row(
+    tokenizer: Any, share: "StepBatch", row: int, title: str, names: list[str], has_answers: bool
+) -> list[str]:
+    """Return a row in lines, one for each document; of conversations another with the last token of each answer."""
     tokens, labels, positions = (part[row].tolist() for part in (share.tokens, share.labels, share.positions))
     source, length = share.lengths[row]
     starts = [at for at in range(length) if at == 0 or positions[at] == 0]
@@ -112,6 +133,12 @@ def _row(tokenizer: Any, share: "StepBatch", row: int, title: str, names: list[s
             for begin, end in _runs(counts)
         )
         lines.append(f"{number:>4} | {text}")
+        if has_answers:
+            ends = [end for begin, end in _runs(counts) if counts[begin]]
+            last = ", ".join(
+                repr(tokenizer.decode([seen[end - 1]], skip_special_tokens=False)) for end in ends
+            )
+            lines.append(f"     | answers end in {last or 'nothing'}")
     return lines
 
 
@@ -129,8 +156,10 @@ def _shown(text: str, counts: bool) -> str:
     return f"{_MASKED}{text}{_END}" if colours else f"[[{text}]]"
 
 
-def _counted(rows: list[tuple["StepBatch", int]], names: list[str], apart: bool, seconds: float) -> list[str]:
-    """Return what was counted over `rows`, in lines."""
+def _counted(
+    rows: list[tuple["StepBatch", int]], names: list[str], how_much: list[str], apart: bool, seconds: float
+) -> list[str]:
+    """Return what was counted over `rows`, which hold so much of each source, in lines."""
     tokens, number, documents = Counter[int](), Counter[int](), Counter[int]()
     places = sum(share.tokens.shape[1] for share, _ in rows)
     for share, row in rows:
@@ -138,11 +167,11 @@ def _counted(rows: list[tuple["StepBatch", int]], names: list[str], apart: bool,
         tokens[source] += length
         number[source] += 1
         documents[source] += int((share.positions[row, :length] == 0).sum())
-    table = [("source", "rows", "tokens", "documents a row")]
+    table = [("source", "rows", "tokens", "documents a row", "read")]
     for source, name in enumerate(names):
         share_of = f"{100 * number[source] / len(rows):.1f}%"
         each = f"{documents[source] / max(number[source], 1):.1f}"
-        table.append((name, share_of, f"{tokens[source]:,}", each))
+        table.append((name, share_of, f"{tokens[source]:,}", each, how_much[source]))
     long = sum(sum(share.long) for share in {id(share): share for share, _ in rows}.values())
     said = f", {counted(long, 'document')} longer than a row" if long else ""
     return [

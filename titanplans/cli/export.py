@@ -76,4 +76,6 @@ def parser(command: str) -> argparse.ArgumentParser:
         words = "weights that adapters alone are added to: a Hugging Face folder or a step-N folder; default: the job's"
         add("--base", metavar="FOLDER", help=words)
         add("--tokenizer", metavar="FOLDER", help="copied into the folder; default: the job's")
+        words = "a Jinja file in place of the tokenizer's template; default: the job's chat_template"
+        add("--chat-template", metavar="FILE", help=words)
     return parser

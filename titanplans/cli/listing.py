@@ -20,7 +20,7 @@ from titanplans.plan.styles.base import own_styles
 from titanplans.plan.styles.norms import GatheredInRegion, SplitNorm
 from titanplans.plan.styles.projections import KVColwise, Packed, RowwiseInRegion
 from titanplans.plan.styles.replicated import Whole
-from titanplans.text import columns
+from titanplans.text import columns, fitted
 
 _DEGREES = (2, 4, 8, 16, 32, 64)
 """Those that are tried."""
@@ -60,7 +60,9 @@ def listing() -> str:
         by = "heads" if plan.head_names == TPPlan.head_names else ", ".join(plan.head_names)
         place = f"{plan.__module__}:{plan.__qualname__}"
         rows.append((place, ", ".join(types) or "-", ", ".join(mixers) or "-", by or "nothing"))
-    return "\n".join([*columns(rows), *_not_loaded(), "titanplans list MODEL_TYPE ...: each rank's part"])
+    return "\n".join(
+        [*columns(rows), *map(fitted, _not_loaded()), "titanplans list MODEL_TYPE ...: each rank's part"]
+    )
 
 
 def long_listing(model_types: Sequence[str]) -> str:
@@ -74,7 +76,7 @@ def long_listing(model_types: Sequence[str]) -> str:
         lines.append(f"{one.name}: {one.plan}, {one.lines} lines")
         lines += [f"  {kind}: split by {words}" for kind, words in one.split.items()]
         lines.append("  largest degree: " + ", ".join(f"{size} {n}" for size, n in one.degrees.items()))
-    return "\n".join([*lines, *_not_loaded()])
+    return "\n".join(map(fitted, [*lines, *_not_loaded()]))
 
 
 def architectures(model_types: Sequence[str]) -> Iterator[Architecture]:

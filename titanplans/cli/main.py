@@ -1,21 +1,24 @@
 """The command `titanplans`, and its subcommands.
 
-    titanplans train configs/gla_debug.toml               # train the job; the same as train.py
-    titanplans evaluate configs/gla_debug.toml            # validation loss and perplexity of its newest checkpoint
-    titanplans verify gla                                 # prove a plan at every degree, on a CPU
+    titanplans train configs/gla_debug.toml          # train it, as train.py
+    titanplans evaluate configs/gla_debug.toml       # loss of its checkpoint
+    titanplans verify gla                            # prove a plan, on a CPU
     titanplans verify my_plans:MyPlan --model my_models:build
-    titanplans data configs/gla_debug.toml --rows 3       # what its model will see
-    titanplans list                                       # the registered plans; list gla: how it is split
-    titanplans async-tp gla --tp 2                        # which collectives async TP would fuse
-    titanplans sweep configs/experiments/tp_variants.toml # a grid of jobs, and a table of them
-    titanplans plot outputs/gla_debug                     # losses, norms and tokens/s of runs, or a sweep's table
-    titanplans check outputs/gla_debug/checkpoint         # whether checkpoints are as they were written
-    titanplans export outputs/gla_debug/checkpoint/step-50 gla-50  # a Hugging Face folder of a checkpoint
-    titanplans import Qwen3-0.6B seed                     # a checkpoint to start from, of a Hugging Face folder
-    titanplans completion bash                            # a script that completes all of this in a shell
+    titanplans data configs/gla_debug.toml --rows 3  # what its model will see
+    titanplans list                                  # the registered plans
+    titanplans list gla                              # how it is split
+    titanplans async-tp gla --tp 2                   # what async TP would fuse
+    titanplans sweep configs/experiments/tp_variants.toml   # a grid of jobs
+    titanplans plot outputs/gla_debug                # curves of runs or a sweep
+    titanplans check outputs/gla_debug/checkpoint    # whether files are damaged
+    titanplans export outputs/gla_debug/checkpoint/step-50 gla-50
+                                                     # to a Hugging Face folder
+    titanplans import Qwen3-0.6B seed                # from one, to start from
+    titanplans completion bash                       # completes it in a shell
 
-Each command's own options: `titanplans COMMAND --help`. Versions: `titanplans --version`. Exit status: 0 done, 1 failed or
-proved wrong, 2 it can't be done as written (one line says why), 128 + N stopped by signal N.
+Each command's own options: `titanplans COMMAND --help`. Versions:
+`titanplans --version`. Exit status: 0 done, 1 failed or proved wrong, 2 it
+can't be done as written (one line says why), 128 + N stopped by signal N.
 """
 
 import os

@@ -1,7 +1,6 @@
 """The command line `titanplans train JOB.toml [--section.key value ...] [--print-config] [--help]`, and its help."""
 
 import argparse
-import textwrap
 from itertools import groupby
 from typing import get_args
 
@@ -10,7 +9,7 @@ from titanplans.config.schema import keys
 from titanplans.config.translate import is_known, takes_no_value, unknown, unknown_section
 from titanplans.config.values import Natural32, describe, from_text, is_options
 from titanplans.errors import ConfigError
-from titanplans.text import show
+from titanplans.text import paragraph, show
 
 
 def parse_arguments(argv: list[str]) -> tuple[str | None, list[tuple[str, str]], set[str]]:
@@ -64,14 +63,18 @@ def take_max_restarts(argv: list[str]) -> tuple[int, list[str]]:
 
 
 HEAD = """\
-usage: titanplans train JOB.toml [--section.key value ...] [--max-restarts N] [--print-config] [--help [SECTION]]
+usage: titanplans train JOB.toml [--section.key value ...] [--max-restarts N]
+                        [--print-config] [--help [SECTION]]
 
-Train the job in JOB.toml; options override it. Under torchrun, every process is given the same line.
+Train the job in JOB.toml; options override it. Under torchrun, every process
+is given the same line.
 
   --section.key value     override one key; --section.key=value is the same
   --section.flag          true; --section.no-flag is false
-  --max-restarts N        start all ranks again, N times at most, where one fails or is killed
-  --print-config          print the job as it would run, as TOML, and start nothing
+  --max-restarts N        start all ranks again, N times at most, where one
+                          fails or is killed
+  --print-config          print the job as it would run, as TOML, and start
+                          nothing
   --help SECTION          the keys of one section, or one key
 """
 
@@ -101,7 +104,8 @@ def usage(of: str | None = None) -> str:
 
 
 def _entry(key: str, doc: str, indent: int) -> list[str]:
-    return [" " * indent + key, textwrap.indent(textwrap.fill(doc, 96 - indent), " " * (indent + 4))]
+    within = " " * (indent + 4)
+    return [paragraph(key, " " * indent, " " * 8), paragraph(doc, within)]
 
 
 def keys_of_tables(key: Field) -> tuple[Field, ...]:

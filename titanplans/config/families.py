@@ -60,7 +60,7 @@ def find_flavor(name: str, flavor: str) -> Family:
     """The family of that name, which has that flavor. One of this project's own is found without the others' packages.
 
     Raises:
-        ModelError: there is no such family or flavor; the message has the nearest, and all.
+        ModelError: there is no such family or flavor; the message has the nearest, or all.
     """
     own = dict(_files(resources.files(MODELS)))
     known = {name: read_family(own[name])} if name in own else families()
@@ -68,9 +68,9 @@ def find_flavor(name: str, flavor: str) -> Family:
         if (theirs := MODELS_OF_OTHERS.get(name)) is not None:
             instead = did_you_mean(flavor, theirs)
             raise ModelError(f"model {name!r} (torchtitan's) has no flavor {flavor!r} here; {instead}")
+        all_of_them = f"available: {', '.join(known)}; for any other Hugging Face model give its config.json"
         raise ModelError(
-            f"model {name!r} is unknown; available: {', '.join(known)}; "
-            f"{did_you_mean(name, [*known, *MODELS_OF_OTHERS], 'for any other Hugging Face model give its config.json')}"
+            f"model {name!r} is unknown; {did_you_mean(name, [*known, *MODELS_OF_OTHERS], all_of_them)}"
             f"{''.join(f'. Not read: {fault}' for fault in find_families().faults)}"
         )
     if flavor not in known[name].flavors:

@@ -23,7 +23,7 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from titanplans.config.other_names import AUTOMODEL, AUTOMODEL_WORDS, REFUSED
 from titanplans.config.values import STRICT, mismatch, writable
-from titanplans.errors import ConfigError, OptionError, did_you_mean, either
+from titanplans.errors import ConfigError, OptionError, did_you_mean, either, nearest
 from titanplans.text import show
 
 Refusals = Iterator[tuple[str, str]]
@@ -197,14 +197,26 @@ def read_toml(path: Path, what: str = "job file") -> dict[str, Any]:
     """
     try:
         if path.is_file():  # reading a pipe would wait
+            if path.suffix != ".toml":
+                kind = f"a {path.suffix} file" if path.suffix else "a file without an ending"
+                kind = "YAML, probably another tool's" if path.suffix in (".yaml", ".yml") else kind
+                raise ConfigError(
+                    f"{path} is {kind}, and a {what} is TOML, with a name that ends in .toml; docs/config.md says how its "
+                    "keys are named here"
+                )
             return parse_toml(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}), so not TOML") from None
     except OSError as error:
         raise ConfigError(f"{path}: this {what} can't be read ({error.strerror}); name another") from None
-    others = sorted(map(str, (path if path.is_dir() else path.parent).glob("*.toml")))
-    there = f"; there are {', '.join(others)}" if others else ""
-    raise ConfigError(f"{path}: no such {what}{there}")
+    folder = path if path.is_dir() else path.parent
+    # A file of Python's packaging is none of a job.
+    others = [file for file in sorted(folder.glob("*.toml")) if file.name != "pyproject.toml"]
+    below = [file for file in sorted(folder.glob("*/*.toml")) if not file.parent.name.startswith(".")]
+    by_name = {file.name: str(file) for file in [*below, *others]}
+    instead = f"did you mean {by_name[meant]}?" if (meant := nearest(path.name, by_name)) else ""
+    instead = instead or (f"there are {', '.join(map(str, others))}" if others else "name one that is there")
+    raise ConfigError(f"{path}: no such {what}; {instead}")
 
 
 def needs(options: Any, switch: str, values: tuple[Any, ...], *names: str) -> Refusals:

@@ -12,10 +12,8 @@ from titanplans.config.lines import KeyInFile, located
 from titanplans.config.other_names import ELSEWHERE, REFUSED, RENAMED, REQUIRES_SWITCH
 from titanplans.config.schema import keys
 from titanplans.config.values import from_text, from_toml
-from titanplans.errors import ConfigError, OptionError, did_you_mean, nearest
+from titanplans.errors import ConfigError, OptionError, nearest
 from titanplans.text import show
-
-_NOWHERE = KeyInFile("")
 
 Read = Callable[[Any, Any, object], Any]
 """Makes a value of a type of what a source has; the third argument begins the message of an error."""
@@ -95,8 +93,15 @@ class Given:
         self.values[today], self.places[today] = value, where
 
     def add_tables(self, document: dict[str, Any], place: KeyInFile) -> None:
-        """Take in a parsed TOML document; `place` is for messages."""
-        for key, raw in flatten(document, "", place):
+        """Take in a parsed TOML document; `place` is for messages.
+
+        Raises:
+            ConfigError: all keys that are unknown, or the first that is refused or has a value of another type.
+        """
+        values = list(flatten(document))
+        if not any(key == "job.custom_config_module" for key, _ in values):  # which is refused first
+            refuse_unknown(values, place)
+        for key, raw in values:
             self.add(key, raw, from_toml, replace(place, key=key))
 
     def add_options(self, options: Iterable[tuple[str, str]]) -> None:
@@ -134,7 +139,7 @@ def refuse_or_note(unread: dict[str, Unread], values: dict[str, Any]) -> list[st
     by_switch: dict[str, list[str]] = {}
     for key in inert:
         by_switch.setdefault(REQUIRES_SWITCH[key], []).append(key)
-    said = [f"without {switch} {', '.join(names)}" for switch, names in by_switch.items()]
+    said = [f"{', '.join(names)} (as {switch} is not set)" for switch, names in by_switch.items()]
     return [f"keys without effect in this job: {'; '.join(said)}"] if said else []
 
 
@@ -160,18 +165,48 @@ def unknown(key: str) -> str:
         return f"no such key; here it is {ELSEWHERE[name]}"
     if section and section not in _sections():
         return unknown_section(section)
-    of_all = {key.name: dotted for dotted, key in reversed(keys().items())}
-    known = [*REFUSED, *RENAMED, *keys()]
-    near = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section} or of_all
-    if meant := of_all.get(name) or near.get(nearest(name, near) or ""):
+    if meant := _meant(section, name):
         return f"no such key; did you mean {meant}?"
     return f"no such key; titanplans train --help {section} prints those there are"
 
 
-def unknown_section(section: str) -> str:
-    """Say that there is no such section, and which one may be meant."""
+def _meant(section: str, name: str) -> str | None:
+    """Return the key that may be meant: one of this name in another section, or one like it in this section."""
+    of_all = {key.name: dotted for dotted, key in reversed(keys().items())}
+    known = [*REFUSED, *RENAMED, *keys()]
+    near = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section} or of_all
+    return of_all.get(name) or near.get(nearest(name, near) or "")
+
+
+def unknown_section(section: str, keys_in_it: Iterable[str] = ()) -> str:
+    """Say that there is no such section, and which one may be meant, or where the keys in it are here."""
     names = list(dict.fromkeys(key.section for key in keys().values()))
-    return f"no section [{section}]; {did_you_mean(section, names)}"
+    if meant := nearest(section, names, likeness=0.8):
+        return f"no section [{section}]; did you mean {meant}?"
+    by_name = {key.name: dotted for dotted, key in reversed(keys().items())} | ELSEWHERE
+    if here := [f"{name} is {by_name[name]}" for name in keys_in_it if name in by_name]:
+        return f"no section [{section}]; here {', '.join(here)}"
+    return f"no section [{section}]; titanplans train --help prints those there are"
+
+
+def refuse_unknown(values: Iterable[tuple[str, Any]], place: KeyInFile) -> None:
+    """Refuse all unknown keys of a document, and tables that are no sections, and say which ones may be meant.
+
+    Raises:
+        ConfigError: `place`, with the line of each, begins the message.
+    """
+    reasons = [
+        f"{place.line(key)}: {unknown_section(key, raw)}"
+        if isinstance(raw, dict)
+        else f"{replace(place, key=key)}: {unknown(key)}"
+        for key, raw in values
+        if not is_known(key)
+    ]
+    if len(reasons) == 1:
+        raise ConfigError(reasons[0])
+    if reasons:
+        each = " | ".join(reason.removeprefix(f"{place.document}, ") for reason in reasons)
+        raise ConfigError(f"{place.document} has {len(reasons)} unknown keys: {each}")
 
 
 def _sections() -> set[str]:
@@ -183,19 +218,14 @@ def _sections() -> set[str]:
     return found
 
 
-def flatten(
-    table: dict[str, Any], section: str = "", place: KeyInFile = _NOWHERE
-) -> Iterator[tuple[str, Any]]:
+def flatten(table: dict[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted keys below `section` of a parsed TOML document, with their values, unread.
 
-    Raises:
-        ConfigError: a section that nobody knows; `place`, with its line, begins the message.
+    A section that nobody knows is a key whose value is a table.
     """
     for name, value in table.items():
         key = f"{section}.{name}".lstrip(".")
-        if not isinstance(value, dict) or key in keys():
-            yield key, value
-        elif key in _sections():
-            yield from flatten(value, key, place)
+        if isinstance(value, dict) and key in _sections() and key not in keys():
+            yield from flatten(value, key)
         else:
-            raise ConfigError(f"{place.line(key)}: {unknown_section(key)}")
+            yield key, value

@@ -16,7 +16,15 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import tomli
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    TypeAdapter,
+    ValidationError,
+)
 
 from titanplans.errors import ConfigError, OptionError
 from titanplans.text import show
@@ -52,6 +60,16 @@ PositiveFloat = Annotated[float, Gt(0)]
 NaturalFloat = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 FractionBelowOne = Annotated[float, Ge(0), Lt(1)]
+NormLimit = Annotated[float, Constraint("above 0, or 0 for no clipping", lambda value: value >= 0)]
+
+
+def _as_list(value: Any) -> Any:
+    # A text with a bracket is a list that is not written as TOML has them.
+    return (value,) if isinstance(value, str) and not value.startswith("[") else value
+
+
+Strings = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
+"""A list of strings; a string is a list of one, as in peft's target_modules = "all-linear"."""
 Name = Annotated[str, Constraint("not empty", lambda value: bool(value.strip()))]
 
 _WORDS = {Any: "of any kind", bool: "true or false", int: "an integer", float: "a number", str: "a string"}

@@ -15,14 +15,17 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from titanplans.errors import ModelError, NotSaved
+from titanplans.text import in_bytes
 from titanplans.weights.folder import DTYPES
 
 _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
-    "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
-    "chat_template.json", "preprocessor_config.json", "processor_config.json", "generation_config.json",
+    "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt", "preprocessor_config.json",
+    "processor_config.json", "generation_config.json",
 )  # fmt: skip
 """What belongs to a tokenizer, and how a model is asked to generate."""
+_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+"""A chat template may also be in tokenizer_config.json."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -80,9 +83,10 @@ def write_config(
     config.save_pretrained(directory)
 
 
-def copy_tokenizer(source: Path, directory: Path) -> None:
-    """Copy what there is of a tokenizer; refuse a folder without any."""
-    found = [source / name for name in _TOKENIZER if (source / name).is_file()]
+def copy_tokenizer(source: Path, directory: Path, chat_template: str | None = None) -> None:
+    """Copy what there is of a tokenizer, with `chat_template` (Jinja) in place of its own; refuse a folder without any."""
+    names = _TOKENIZER + (_TEMPLATES if chat_template is None else ())
+    found = [source / name for name in names if (source / name).is_file()]
     if not found:
         raise ModelError(
             f"tokenizer = {str(source)!r}: there is no tokenizer.json and no other file of a tokenizer in it"
@@ -93,6 +97,13 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
         except OSError as error:
             raise ModelError(f"{path} can't be read ({error.strerror})") from error
         (directory / path.name).write_bytes(content)
+    if chat_template is None:
+        return
+    (directory / _TEMPLATES[0]).write_text(chat_template, encoding="utf-8")
+    config = directory / "tokenizer_config.json"
+    if config.is_file() and "chat_template" in (values := json.loads(config.read_text(encoding="utf-8"))):
+        del values["chat_template"]
+        config.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def refuse_full(directory: Path, needed: int) -> None:
@@ -100,5 +111,6 @@ def refuse_full(directory: Path, needed: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise NotSaved(
-            f"{directory} has {free / 1e9:,.2f} GB free, but {needed / 1e9:,.2f} GB are to be written"
+            f"{directory} has {in_bytes(free)} free, but {in_bytes(needed)} are to be written; "
+            f"free {in_bytes(needed - free)}"
         )

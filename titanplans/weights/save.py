@@ -86,6 +86,7 @@ def write_folder(
     dtype: torch.dtype | None,
     max_shard_size: int | str,
     tokenizer: str | os.PathLike[str] | None,
+    chat_template: str | None = None,
     seal: Callable[[Path], None] = sync,
 ) -> None:
     """Write all files of a model into `directory`, and bring them to the disk. Collective if reading `tensors` is.
@@ -95,6 +96,7 @@ def write_folder(
         config: the model's.
         tensors: name in the module tree -> tensor. Tied ones may be there under each name, and must be equal then.
         dtype, max_shard_size, tokenizer: as for `save_weights`.
+        chat_template: Jinja that takes the place of the tokenizer's own.
         seal: called on rank 0 with each file that is whole; brings it to the disk.
 
     Raises:
@@ -121,7 +123,7 @@ def write_folder(
         refuse_full(directory.parent, split.metadata["total_size"])
         write_config(directory, plain, config, dtypes)
         if tokenizer is not None:
-            copy_tokenizer(Path(tokenizer), directory)
+            copy_tokenizer(Path(tokenizer), directory, chat_template)
         files = {file: {n: metas[n] for n in names} for file, names in split.filename_to_tensors.items()}
         for path in directory.iterdir():
             seal(path)

@@ -63,3 +63,9 @@ def test_svg():
     assert tree.find(f"{SVG}title").text == "1F1B: 25.0% idle"
     numbers = [text.text for text in tree.iter(f"{SVG}text") if text.get("class") is None]
     assert numbers[:6] == ["0", "1", "0", "2", "1", "2"]
+
+
+@pytest.mark.parametrize(("schedule", "words"), [("1F1B", 2), ("InterleavedZeroBubble", 3)])
+def test_the_legend_has_what_the_picture_has(schedule, words):
+    tree = ElementTree.fromstring(as_svg(timeline(orders(schedule, 2, 2 if words == 2 else 4, 4)), schedule))
+    assert len([box for box in tree.iter(f"{SVG}rect") if box.get("height") == "14"]) == words

@@ -1,5 +1,6 @@
 """A job's last step as a Hugging Face folder, checkpoints exported, a folder imported: the same weights, bit for bit."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -12,14 +13,15 @@ import zoo
 from jobs import Job, flip
 from resident import own_peak, peak
 from safetensors.torch import load_file
+from said import refusal
 from system import largest_file
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from titanplans import kernels, modeling
 from titanplans.cli.main import main
 from titanplans.config.schema import build_job
-from titanplans.training.checkpoint.card import damage, read_card
+from titanplans.training.checkpoint.card import chat_templates_of, damage, read_card
 from titanplans.training.checkpoint.storage import CheckpointReader, Planner
 from titanplans.training.data.vocabulary import default_tokenizer_path
 from titanplans.training.job.outputs import locked
@@ -223,3 +225,72 @@ def test_what_can_not_be_written_is_one_line(job, at, tmp_path, capsys):
         assert run(capsys, "import", at / "step-2", new) == (1, f"error: {new} {FULL}")
     assert not (tmp_path / ".new.writing").exists()
     assert run(capsys, *plainly, "--config", job.folder / "gla.json")[0] == 0
+
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}assistant: {% endif %}"
+
+
+def test_the_folder_has_the_chat_template_that_the_job_trained_with(tmp_path, capsys):
+    """The old one is neither in a file nor in tokenizer_config.json."""
+    job = Job(tmp_path)
+    shutil.copytree(default_tokenizer_path(), tmp_path / "tokenizer")
+    config = tmp_path / "tokenizer" / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": "old"}))
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text("old")
+    (tmp_path / "job.jinja").write_text(TEMPLATE)
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c d"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    options = ("--training.steps=2", "--checkpoint.interval=1", IN_HF, "--model.hf_assets_path=tokenizer")
+    options += (
+        "--training.dataset=local",
+        "--training.dataset_path=rows.jsonl",
+        "--training.dataset_split=all",
+    )
+    options += ("--training.chat.enable", "--training.chat.chat_template=job.jinja")
+    assert job.run(*options) == 0, job.out + job.err
+    checkpoint = tmp_path / "out" / "checkpoint"
+
+    def template_of(folder):
+        assert "chat_template" not in json.loads((folder / "tokenizer_config.json").read_text())
+        return AutoTokenizer.from_pretrained(folder).chat_template
+
+    assert template_of(checkpoint / "step-2") == TEMPLATE
+    assert damage(checkpoint / "step-2") is None
+    words = ("export", checkpoint / "step-1")
+    status, said = run(capsys, *words, tmp_path / "missing", "--tokenizer", tmp_path / "tokenizer")
+    assert status == 2
+    assert "the chat template job.jinja can't be read (No such file or directory); name a Jinja file" in said
+    with contextlib.chdir(tmp_path):
+        assert run(capsys, *words, "hf") == (
+            0,
+            "hf: 0.001 GB in 5 files, the tokenizer of tokenizer with the chat template job.jinja\n",
+        )
+        (tmp_path / "other.jinja").write_text("other")
+        assert run(capsys, *words, "other", "--chat-template", "other.jinja")[0] == 0
+    assert template_of(tmp_path / "hf") == TEMPLATE
+    assert template_of(tmp_path / "other") == "other"
+
+
+def test_sources_of_several_templates_name_one():
+    sources = [
+        {
+            "name": "a",
+            "dataset": "local",
+            "dataset_path": "a",
+            "chat": {"enable": True, "chat_template": "a.jinja"},
+        },
+        {"name": "b", "dataset": "local", "dataset_path": "b", "chat": {"enable": True}},
+    ]
+    error = refusal(
+        build_job, {"data.sources": sources, "checkpoint.enable": True, "checkpoint.last_save_in_hf": True}
+    )
+    assert (
+        "its folder has one chat template, and sources have a.jinja and the tokenizer's; give them one"
+        in error
+    )
+    assert chat_templates_of({"data.sources": sources}) == {"a.jinja", None}
+    assert chat_templates_of({"data.sources": sources[:1], "training.chat.enable": False}) == {"a.jinja"}
+    assert (
+        chat_templates_of({"training.chat.chat_template": "a.jinja", "training.chat.enable": False}) == set()
+    )

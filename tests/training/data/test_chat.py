@@ -11,14 +11,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from data_options import open_source, write_rows
+from data_options import check_dataset, open_source, write_rows
 from said import refusal
 
 from titanplans.config.sections.data import Chat
 from titanplans.errors import DataError
 from titanplans.training.data.chat.chat import ChatFormat
 from titanplans.training.data.chat.messages import conversation_of
-from titanplans.training.data.vocabulary import default_tokenizer_path
+from titanplans.training.data.vocabulary import check_tokenizer, default_tokenizer_path
 
 TURN = "{{ eos_token + '\n' }}"
 PLAIN = (
@@ -167,6 +167,200 @@ def test_the_tokenizers_own_template_is_read_from_both_places(tmp_path):
         assert expected is None or got == expected
         expected = got
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+# --- messages that are taken out of the loss
+
+
+@pytest.mark.parametrize("marks", [{"weight": 0}, {"weight": 0.0}, {"loss": False}, {"train": False}])
+@pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "found"])
+@pytest.mark.parametrize(
+    ("at", "train_on", "counts"),
+    [
+        (2, "assistant", "3."),
+        (4, "assistant", "2, naïve 日本語 🙂."),
+        (4, "last", ""),
+        (2, "last", "3."),
+        (3, "assistant", "2, naïve 日本語 🙂.3."),
+    ],
+)
+def test_a_message_may_be_taken_out_of_the_loss(chat, template, marks, at, train_on, counts):
+    talk = [m | marks if n == at else m | {"weight": 1} for n, m in enumerate(TALK)]
+    tokens = tokens_of({"messages": talk}, chat(template, train_on=train_on))
+    assert "weight" not in decoded(tokens.ids)
+    ending = "<|eos|>" if template is MARKED else "<|eos|>\n"
+    assert decoded(tokens.ids[tokens.counted]) == counts.replace(".", ending)
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "found"])
+def test_a_message_is_taken_out_of_all_tokens(chat, template):
+    talk = [m | ({"loss": False} if n in (0, 3) else {}) for n, m in enumerate(TALK)]
+    tokens = tokens_of({"messages": talk}, chat(template, train_on="all"))
+    assert decoded(tokens.ids[~tokens.counted]) == "<|bos|>[system]\nBe brief.\n[user]\n Another? \n"
+
+
+def test_marks_tell_answers_apart_where_earlier_ones_are_rewritten(chat):
+    """As Qwen3 leaves the thoughts of earlier turns out."""
+    template = MARKED.replace("m.content + eos", "(m.content if loop.last else m.content[1:]) + eos")
+    talk = [*TALK[:4], said("assistant", "34")]
+    for train_on, row, counts in (
+        ("last", talk, "34<|eos|>"),
+        ("assistant", [*talk[:2], talk[2] | {"train": False}, *talk[3:]], "34<|eos|>"),
+        ("assistant", [*talk[:4], talk[4] | {"train": False}], ", naïve 日本語 🙂<|eos|>"),
+    ):
+        tokens = tokens_of({"messages": row}, chat(template, train_on=train_on))
+        assert decoded(tokens.ids[tokens.counted]) == counts
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": [said("user", "a") | {"loss": "no"}]}, 'message 1 has loss = "no": a message is in the loss'),
+        ({"messages": [said("user", "a"), said("assistant", "b") | {"weight": 0.5}]}, "message 2 has weight = 0.5: "),
+        ({"messages": [said("user", "a") | {"train": True}]}, "and what 'user' says is not in the loss; leave train out"),
+        ({"prompt": [said("user", "a"), said("assistant", "b") | {"train": True}], "completion": "c"},
+         "message 2 has train = true, and a prompt is not in the loss"),
+        ({"messages": TALK, "weight": 0.5}, "here has weight = 0.5, and rows of a source weigh the same"),
+        ({"messages": TALK, "weight": 0}, "here has weight = 0, and rows"),
+    ],
+)  # fmt: skip
+def test_weights_that_are_not_honoured_are_refused(chat, row, reason):
+    assert reason in refusal(tokens_of, row, chat(), kind=DataError)
+    assert tokens_of({"messages": TALK, "weight": 1}, chat()).says_something
+
+
+def test_a_weight_in_parquet_is_read(chat, tmp_path):
+    for weight in (1.0, 0.5):
+        pyarrow.parquet.write_table(
+            pyarrow.table({"messages": [TALK], "weight": [weight]}), tmp_path / "a.parquet"
+        )
+        path = str(tmp_path / "a.parquet")
+        if weight == 1.0:
+            assert open_source("local", path, split="all", chat=form(chat())).size == 1
+        else:
+            assert f"{path}, row 1 has weight = 0.5" in refusal(
+                open_source, "local", path, split="all", chat=form(chat()), kind=DataError
+            )
+
+
+# --- the end of a turn
+
+
+def test_a_corpus_whose_answers_do_not_end_is_said_in_one_line(chat, rows):
+    path = rows(*numbered(3))
+
+    def notes(template, **options):
+        return check_dataset("local", path, split="all", chat=form(chat(template, **options)))
+
+    for template in (MARKED, PLAIN):
+        assert notes(template) == ["3 of 3 conversations are read (dataset_split = 'all')"]
+    outside = MARKED.replace(" + eos_token }}{% endgeneration %}", " }}{% endgeneration %}{{ eos_token }}")
+    _, line = notes(outside)
+    assert "no answer ends in a stop token ('<|eos|>', by eos_token in tokenizer_config.json" in line
+    assert "put one inside its {% generation %} marks" in line
+    assert len(notes(outside, train_on="all")) == 1
+    _, line = notes(PLAIN.replace("+ eos_token", ""))
+    assert "write one at the end of each answer in a chat_template" in line
+
+
+GLM = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def test_the_next_role_ends_a_turn_where_it_is_a_stop_token(chat, tmp_path, rows):
+    """As in GLM 4's template, whose generation_config.json names the tokens of roles."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(default_tokenizer_path())
+    roles = [f"<|{role}|>" for role in ("user", "assistant", "observation")]
+    tokenizer.add_special_tokens({"additional_special_tokens": roles})
+    tokenizer.save_pretrained(tmp_path / "glm")
+    (tmp_path / "glm" / "chat_template.jinja").write_text(GLM)
+    ids = tokenizer.convert_tokens_to_ids(roles)
+    stops = {"eos_token_id": [tokenizer.eos_token_id, ids[0], ids[2]]}
+    (tmp_path / "glm" / "generation_config.json").write_text(json.dumps(stops))
+    options = Chat(enable=True)
+    there = ChatFormat(options, str(tmp_path / "glm"), 512)
+    talk = [said("user", "a"), said("assistant", "b"), said("observation", "c"), said("assistant", "d")]
+    tokens = there.tokens(conversation_of({"messages": talk}, options, ""), "")
+    assert tokenizer.decode(tokens.ids[tokens.counted]) == "b<|observation|>d"
+    assert there.stops_in(tokens)
+    single = there.tokens(conversation_of({"messages": talk[:2]}, options, ""), "")
+    assert not there.stops_in(single)
+    path = rows(talk[:2])
+    assert "'<|user|>'" in check_dataset("local", path, split="all", chat=there)[1]
+    assert len(check_dataset("local", rows(talk), split="all", chat=there)) == 1
+
+
+# --- what an assistant says apart from its content
+
+
+def calling(arguments, **more):
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call], **more}
+
+
+CALLS = PLAIN.replace(
+    "{{ m.content + eos_token }}",
+    "{{ m.content }}{% for c in m.tool_calls %}<{{ c.function.name }} {{ c.function.arguments | tojson }}>{% endfor %}"
+    "{{ eos_token }}",
+)
+
+
+def test_what_a_template_leaves_out_of_an_answer_ends_the_job(chat):
+    asked = said("user", "a")
+    for template in (PLAIN, MARKED):
+        error = refusal(tokens_of, {"messages": [asked, calling({"x": 1})]}, chat(template), kind=DataError)
+        assert "leaves out the tool_calls of message 2; give a chat_template that writes it" in error
+        talk = [asked, said("assistant", "b") | {"reasoning_content": "since"}, asked, said("assistant", "c")]
+        error = refusal(tokens_of, {"messages": talk}, chat(template), kind=DataError)
+        assert "leaves out the reasoning_content of message 2" in error
+    tokens = tokens_of({"messages": [asked, calling({"x": 1})]}, chat(CALLS))
+    assert decoded(tokens.ids[tokens.counted]) == '<f {"x": 1}><|eos|>\n'
+    talk = [asked, {"role": "assistant", "content": "", "id": "7"}]
+    assert "message 2 of 'messages' is empty" in refusal(
+        tokens_of, {"messages": talk}, chat(), kind=DataError
+    )
+
+
+def test_thoughts_of_earlier_turns_may_be_left_out_by_design(chat):
+    template = MARKED.replace(
+        "{{ m.content", "{{ (m.reasoning_content | default('') if loop.last else '') + m.content"
+    )
+    thinks = said("assistant", "b") | {"reasoning": "since "}
+    talk = [said("user", "a"), thinks, said("user", "a"), thinks]
+    tokens = tokens_of({"messages": talk}, chat(template))
+    assert decoded(tokens.ids[tokens.counted]) == "b<|eos|>since b<|eos|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments", "written"),
+    [
+        (CALLS, '{"x": "é"}', '{"x": "é"}'),
+        (CALLS, "{}", "{}"),
+        (CALLS.replace("arguments | tojson", "arguments"), '{"x":  1}', '{"x":  1}'),
+        (CALLS.replace("| tojson", "| items | first | first"), '{"x": 1}', "x"),
+    ],
+)
+def test_arguments_that_are_texts_are_not_quoted_twice(chat, template, arguments, written):
+    talk = [said("user", "a"), calling(arguments)]
+    tokens = tokens_of({"messages": talk}, chat(template))
+    assert decoded(tokens.ids[tokens.counted]) == f"<f {written}><|eos|>\n"
+    error = refusal(tokens_of, {"messages": [talk[0], calling("{")]}, chat(CALLS), kind=DataError)
+    assert "here: the arguments of a tool call are no JSON" in error
+
+
+def test_a_folders_own_template_may_have_marks(tmp_path):
+    """torchtitan's tokenizer compiles it, too, by a Jinja that does not know the tag."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(default_tokenizer_path()) / name, tmp_path / name)
+    values = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(values | {"chat_template": MARKED}))
+    assert check_tokenizer(str(tmp_path)) == 4096
+    (tmp_path / "chat_template.jinja").write_text(MARKED)
+    assert check_tokenizer(str(tmp_path)) == 4096
 
 
 def test_variables_and_tools_reach_the_template(chat):

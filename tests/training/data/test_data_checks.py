@@ -173,7 +173,6 @@ TOKENIZER = json.loads((Path(default_tokenizer_path()) / "tokenizer.json").read_
         ("tokenizer.json", json.dumps(TOKENIZER)[:900], "tokenizer.json is no tokenizer ("),
         ("tokenizer_config.json", "[1]", "its tokenizer can't be used (AttributeError"),
         ("tokenizer_config.json", {"bos_token": 3}, "its tokenizer can't be used (ValueError"),
-        ("tokenizer_config.json", {"chat_template": "{% if"}, "can't be used (TemplateSyntaxError"),
         ("chat_template.jinja", b"\xff", "no chat_template.jinja can be read there (UnicodeDecodeError"),
     ],
 )

@@ -82,10 +82,10 @@ def test_every_document_is_read_once_an_epoch(data, batch, other, packing, epoch
     read = predicted(islice(batches, stop))
     state = first.state_dict()
     assert read + predicted(batches) == wanted(names, epochs)
-    assert first.read() == [
-        f"{name}: {epochs}.00 epochs, {epochs * SOURCES[name][0]} documents of {SOURCES[name][0]}"
+    assert first.read() == {
+        name: (epochs, f"{epochs}.00 epochs, {epochs * SOURCES[name][0]} documents of {SOURCES[name][0]}")
         for name in names
-    ]
+    }
     second = build(data, other, epochs=epochs)
     second.load_state_dict(state)
     assert read + predicted(second) == wanted(names, epochs)

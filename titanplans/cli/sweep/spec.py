@@ -18,7 +18,7 @@ from titanplans.config.lines import KeyInFile
 from titanplans.config.options import Options, read_toml
 from titanplans.config.other_names import RENAMED
 from titanplans.config.schema import keys
-from titanplans.config.translate import Given, flatten
+from titanplans.config.translate import Given, flatten, refuse_unknown
 from titanplans.config.values import FilePath, NaturalInt, PositiveFloat, from_text
 from titanplans.errors import ConfigError, OptionError
 from titanplans.text import show
@@ -96,7 +96,7 @@ def read_spec(path: str) -> Spec:
     Given().add_tables(read_toml(base), KeyInFile(str(base), base))  # a mistake in it would be every cell's
     fixed = _settings(file.set, f"{path}: [set]")
     grid = f"{path}: [grid]"
-    axes = [_axis({key: values}, grid) for key, values in flatten(file.grid, "", KeyInFile(grid))]
+    axes = [_axis({key: values}, grid) for key, values in _keys(file.grid, grid)]
     axes += [_axis(table, f"{path}: [[axis]] {number},") for number, table in enumerate(file.axis, 1)]
     varied = [fixed, *(dict.fromkeys(key for _, own in axis for key in own) for axis in axes)]
     for one, other in itertools.combinations(varied, 2):
@@ -125,10 +125,17 @@ def read_spec(path: str) -> Spec:
 _Point = tuple[str, Settings]
 
 
+def _keys(table: dict[str, Any], where: str) -> list[tuple[str, Any]]:
+    """Return the dotted keys of a table with their values; refuse tables in it that are no sections."""
+    values = list(flatten(table))
+    refuse_unknown([(key, value) for key, value in values if isinstance(value, dict)], KeyInFile(where))
+    return values
+
+
 def _flat(table: dict[str, Any], where: str) -> dict[str, Any]:
     """Return the values of a table by key."""
     found: dict[str, Any] = {}
-    for key, value in flatten(table, "", KeyInFile(where)):
+    for key, value in _keys(table, where):
         if key in found:
             raise ConfigError(f"{where} {key}: is given twice; keep one")
         found[key] = value

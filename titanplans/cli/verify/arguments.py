@@ -14,6 +14,7 @@ from titanplans.config.options import options_of
 from titanplans.config.values import from_text
 from titanplans.errors import VerifyError, did_you_mean
 from titanplans.plan.degrees import Degrees
+from titanplans.text import paragraph
 from titanplans.user_code import check_package
 
 _EXAMPLES = """\
@@ -21,12 +22,14 @@ SUBJECT is
   a named model                titanplans verify gla
   a job                        titanplans verify configs/gla_debug.toml
   a Hugging Face config.json   titanplans verify path/to/config.json
-  a plan of your own           titanplans verify my_plans:MyPlan --model my_models:build
-  ... with its Triton kernels  titanplans verify my_plans:MyPlan --model my_models:build --kernels real --tp 2 --quick
+  a plan of your own           titanplans verify my_plans:MyPlan
+                                   --model my_models:build
+  ... with its Triton kernels  the same, and --kernels real --tp 2 --quick
 
 over a process group, which GPU kernels need:
   torchrun --nproc-per-node 2 -m titanplans verify gla --process-group
-  torchrun --nproc-per-node 1 -m titanplans verify gla --process-group --tp 1   one GPU: its kernels, nothing split
+  torchrun --nproc-per-node 1 -m titanplans verify gla --process-group --tp 1
+and with the latter one GPU runs its kernels, and nothing is split.
 
 exit status: 0 proved, 1 wrong, 2 not possible as asked (one line says why)"""
 
@@ -34,7 +37,8 @@ _ASYNC_TP_EXAMPLES = """\
   titanplans async-tp qwen3 --tp 2
   titanplans async-tp configs/gla_1.3B.toml --tp 8
 
-exit status: 0 all that torch's pass can fuse is fused, 1 not all, 2 not possible as asked (one line says why)"""
+exit status: 0 all that torch's pass can fuse is fused, 1 not all, 2 not
+possible as asked (one line says why)"""
 
 
 class _VerifyParser(argparse.ArgumentParser):
@@ -66,7 +70,9 @@ def add_commands(commands: Any) -> None:
         commands.add_parser(
             "verify",
             help="compare a training step of the split model with the whole one's",
-            description="Compare a training step of the split model with the whole one's, on this machine, without a GPU.",
+            description=paragraph(
+                "Compare a training step of the split model with the whole one's, on this machine, without a GPU."
+            ),
             epilog=_EXAMPLES,
             **shared,
         )
@@ -74,8 +80,10 @@ def add_commands(commands: Any) -> None:
     async_tp = commands.add_parser(
         "async-tp",
         help="which collectives async tensor parallelism would fuse with matrix products",
-        description="Decide, without a GPU, which gathers and scatters of each block async tensor parallelism would "
-        "fuse with matrix products, and name the operators that keep the others apart from theirs.",
+        description=paragraph(
+            "Decide, without a GPU, which gathers and scatters of each block async tensor parallelism would fuse with "
+            "matrix products, and name the operators that keep the others apart from theirs."
+        ),
         epilog=_ASYNC_TP_EXAMPLES,
         **shared,
     )

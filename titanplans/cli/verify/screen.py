@@ -14,7 +14,7 @@ from titanplans.cli.verify.proof import Outcome
 from titanplans.errors import VerifyError
 from titanplans.proof.report import training
 from titanplans.proof.result import CaseResult, case_name, epsilons
-from titanplans.text import counted
+from titanplans.text import counted, fitted
 
 _CLEAR = "\r\x1b[K"
 
@@ -203,7 +203,7 @@ class SoFar:
     def _print(self, words: str) -> None:
         if not self.request.json:
             self.show("")
-            print(words, flush=True)
+            print("\n".join(map(fitted, words.split("\n"))), flush=True)
 
     def _so_far(self) -> str:
         every = [one for _, one in sorted(self.newest.items())]

@@ -166,6 +166,13 @@ def _data(job: Any) -> Refusals:
             f"{near_multiples(tokens, 16)} would work",
         )
     sources = job.data.sources
+    templates = {of.chat.chat_template or "the tokenizer's" for of in sources if of.chat.enable}
+    if job.checkpoint.last_save_in_hf and len(templates) > 1:
+        yield (
+            "checkpoint.last_save_in_hf",
+            f"its folder has one chat template, and sources have {' and '.join(sorted(templates))}; give them one, or "
+            "convert the last checkpoint by titanplans export --chat-template",
+        )
     for key in ("dataset", "dataset_path", "dataset_split", "text_column", "chat.enable"):
         if sources and get(t, key) != default(t, key):
             yield (

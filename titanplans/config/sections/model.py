@@ -14,7 +14,7 @@ from titanplans.config.values import (
     Constraint,
     FilePath,
     Name,
-    PositiveFloat,
+    NormLimit,
     PositiveInt,
     PositiveOrAuto,
 )
@@ -85,8 +85,8 @@ class Batches(Corpus):
     seq_len: PositiveInt = 2048
     """Tokens in a sequence."""
 
-    max_norm: PositiveFloat = 1.0
-    """Norm to which the gradient is clipped."""
+    max_norm: NormLimit = 1.0
+    """Norm to which the gradient is clipped; 0: it is measured, and not clipped."""
 
     skip_nan_inf: bool = False
     """Leave a step out whose gradient is not finite, and go on; otherwise a loss that is not finite ends the run."""

@@ -15,6 +15,7 @@ from titanplans.config.values import (
     PositiveFloat,
     PositiveInt,
     PositiveOrAuto,
+    Strings,
 )
 
 Dtype = Literal["bfloat16", "float32"]
@@ -222,10 +223,10 @@ class ActivationCheckpoint(
     per_op_sac_keep_collectives: bool = True
     """Under "op": keep what collectives return."""
 
-    per_op_sac_keep_operators: tuple[str, ...] = ()
+    per_op_sac_keep_operators: Strings = ()
     """Under "op": more operators to keep, "namespace::name" of torch.library."""
 
-    per_op_sac_force_recompute_mm_shapes_by_fqns: tuple[str, ...] = ()
+    per_op_sac_force_recompute_mm_shapes_by_fqns: Strings = ()
     """Under "op": parts of Linear modules' names; products of their shapes are always recomputed."""
 
     memory_budget: Fraction = 0.5

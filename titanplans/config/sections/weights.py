@@ -7,7 +7,7 @@ from typing import Literal
 
 from titanplans.config.compatibility import groups
 from titanplans.config.options import Options
-from titanplans.config.values import FractionBelowOne, Positive32, PositiveFloat
+from titanplans.config.values import FractionBelowOne, Positive32, PositiveFloat, Strings
 
 
 class LoRA(Options, section="lora", refuses=groups.lora):
@@ -22,24 +22,24 @@ class LoRA(Options, section="lora", refuses=groups.lora):
     dropout: FractionBelowOne = 0.0
     """Probability with which a number of an adapter's input is set to zero in training."""
 
-    target_modules: tuple[str, ...] = ("all-linear",)
+    target_modules: Strings = ("all-linear",)
     """Modules that get an adapter: ends of names ("q_proj", "mlp.down_proj"), or patterns of whole ones
     ("model.layers.[01].*"); "all-linear": every plain Linear but the head."""
 
-    exclude_modules: tuple[str, ...] = ()
+    exclude_modules: Strings = ()
     """Of these, the modules that get none, by the same names and patterns."""
 
     quantize_base: Literal["nf4"] | None = None
     """Keep the frozen weights that have adapters in four bits (QLoRA)."""
 
-    modules_to_save: tuple[str, ...] = ()
+    modules_to_save: Strings = ()
     """Modules that train as they are and belong to the adapter, by the same names and patterns."""
 
 
 class Freezing(Options):
     """Parameters that do not train."""
 
-    freeze: tuple[str, ...] = ()
+    freeze: Strings = ()
     """Parameters that keep their values: names of modules or parameters, or patterns of them ("model.embed_tokens",
     "model.layers.[01].*"); each must match one."""
 
@@ -51,7 +51,7 @@ class Float8(Options, section="quantize.linear.float8", refuses=groups.float8):
     """One scale a tensor (tensorwise), one a row (rowwise), or rows with weights' gradients in high precision
     (rowwise_with_gw_hp); unset: no float8."""
 
-    filter_fqns: tuple[str, ...] = ()
+    filter_fqns: Strings = ()
     """Parts of names of Linear modules that stay as they are; each must match one; "auto_filter_small_kn" stands
     for modules too small to gain, by torchao's figures."""
 

@@ -48,7 +48,9 @@ def as_svg(timeline: Timeline, name: str) -> str:
             if DIGIT * len(number) < width:
                 parts.append(f'<text x="{x + width / 2:.1f}" y="{y + 15}">{number}</text>')
     y = TOP + ROW * len(rows) + GAP * len(timeline.ranks)
-    for number, (kind, words) in enumerate(LEGEND.items()):
+    used = {COLOURS[action.kind] for _, _, spans in rows for action, _, _ in spans}
+    legend = {kind: words for kind, words in LEGEND.items() if COLOURS[kind] in used}
+    for number, (kind, words) in enumerate(legend.items()):
         x = LEFT + 130 * number
         parts.append(f'<rect x="{x}" y="{y}" width="14" height="14" fill="{COLOURS[kind]}"/>')
         parts.append(f'<text class="left" x="{x + 20}" y="{y + 12}">{words}</text>')

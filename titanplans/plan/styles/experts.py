@@ -43,10 +43,12 @@ class ByExpert(Style):
         interface = interface_of(module)
         if interface is None:
             taken = list(inspect.signature(module.forward).parameters)
-            return (
-                f"its forward takes {', '.join(taken) or 'nothing'}, and not hidden states, the numbers of their experts "
-                "and weights: leave expert_parallel_degree at 1, which splits each expert's width"
-            )
+            why = f"its forward takes {', '.join(taken) or 'nothing'}, and not hidden states, experts' ids and weights"
+            if all(param.ndim != 3 for param in module.parameters(recurse=False)):
+                why = "it has no parameter [num_experts, ...] of three dimensions"
+            if not hasattr(module, "num_experts"):
+                why = "it has no num_experts, the number of its experts, which its class has to set"
+            return f"{why}: leave expert_parallel_degree at 1, which splits each expert's width"
         if interface == EVERY and (flat := [name for name, param in held(module).items() if param.ndim < 3]):
             return (
                 f"it takes every row for every expert, and has {', '.join(flat)}: an expert with a bias makes something of "

@@ -47,6 +47,13 @@ def base_of(job: Mapping[str, Any]) -> str | None:
     return named or (job.get("model.hf_assets_path") if job.get("checkpoint.initial_load_in_hf") else None)
 
 
+def chat_templates_of(job: Mapping[str, Any]) -> set[str | None]:
+    """Return the Jinja files by which a job wrote conversations, by its values on a card; None is the tokenizer's own."""
+    of_training = {key: job.get(f"training.chat.{key}") for key in ("enable", "chat_template")}
+    chats = [source.get("chat", {}) for source in job.get("data.sources") or ()] or [of_training]
+    return {chat.get("chat_template") for chat in chats if chat.get("enable")}
+
+
 def write_card(folder: Path, card: Card) -> None:
     """Write the card, and bring it to the disk."""
     values: dict[str, Any] = {"format": _FORMAT, **asdict(card)}

@@ -18,7 +18,7 @@ from titanplans.errors import ConfigError
 from titanplans.modeling.own import own_config
 from titanplans.plan.adapted import is_factor
 from titanplans.precision.nf4 import is_quantised
-from titanplans.training.checkpoint.card import CARD, Card, base_of, read_card
+from titanplans.training.checkpoint.card import CARD, Card, base_of, chat_templates_of, read_card
 from titanplans.training.checkpoint.convert import size_of
 from titanplans.training.checkpoint.match import other_model
 from titanplans.training.checkpoint.weights import of_adapter, of_base, of_checkpoint, with_base
@@ -46,6 +46,7 @@ def export(
     dtype: str | None = None,
     max_shard_size: int | str = "5GB",
     tokenizer: str | None = None,
+    chat_template: str | None = None,
     adapter: bool = False,
     base: str | None = None,
 ) -> str:
@@ -61,6 +62,7 @@ def export(
         dtype: of the floating-point tensors; None for the saved.
         max_shard_size: bytes, or "500MB".
         tokenizer: a folder with a tokenizer; None for the one that the card names, if it is there.
+        chat_template: a Jinja file that takes the place of the tokenizer's template; None for the one that the card names.
         adapter: write the adapters as peft does, and not the weights.
         base: of adapters alone, a Hugging Face folder or a step-N folder with their base weights; None for the one that
             the card, or peft's config, names.
@@ -79,6 +81,9 @@ def export(
         raise ConfigError(
             f"{what}: --base is for weights that adapters are added to, but {why}; remove --base"
         )
+    if adapter and (tokenizer or chat_template):
+        option = "--tokenizer" if tokenizer else "--chat-template"
+        raise ConfigError(f"{what}: a folder of --adapter has no tokenizer; remove {option}")
     if adapter:
         assert found.adapted is not None
         values = {peft_name(name): found.own[name].read().to(given) for name in trained_names(found.adapted)}
@@ -98,11 +103,24 @@ def export(
             weights = with_base(weights, others, adapters, given if found.card is None else next(factors))
         weights = merged(weights, adapters)
     tokenizer = tokenizer or _tokenizer(found)
+    template = None if tokenizer is None else chat_template or _chat_template(found, what)
+    if chat_template is not None and tokenizer is None:
+        raise ConfigError(
+            f"{what}: --chat-template belongs to a tokenizer, and there is none; name it by --tokenizer"
+        )
+    text = None if template is None else _read_template(template, what)
     with written_atomically(folder) as directory:
         write_folder(
-            directory, found.config, weights, dtype=given, max_shard_size=max_shard_size, tokenizer=tokenizer
+            directory,
+            found.config,
+            weights,
+            dtype=given,
+            max_shard_size=max_shard_size,
+            tokenizer=tokenizer,
+            chat_template=text,
         )
     beside_it = f"the tokenizer of {tokenizer}" if tokenizer else "no tokenizer: --tokenizer names one"
+    beside_it += f" with the chat template {template}" if template else ""
     return f"{folder}: {size_of(folder)}, {beside_it}{rounded}"
 
 
@@ -181,6 +199,27 @@ def _tokenizer(found: _Found) -> str | None:
             return named
     has_one = found.base is not None and os.path.isfile(os.path.join(found.base, "tokenizer.json"))
     return found.base if has_one else None
+
+
+def _chat_template(found: _Found, what: str) -> str | None:
+    """Return the Jinja file by which a job wrote conversations; None if it was the tokenizer's own, or none."""
+    templates = set() if found.card is None else chat_templates_of(found.card.job)
+    if len(templates) > 1:
+        named = " and ".join(sorted(template or "the tokenizer's own" for template in templates))
+        raise ConfigError(
+            f"{what}: its sources were written by several chat templates ({named}); name one by --chat-template"
+        )
+    return next(iter(templates), None)
+
+
+def _read_template(path: str, what: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(
+            f"{what}: the chat template {path} can't be read ({reason}); name a Jinja file by --chat-template"
+        ) from error
 
 
 def _with_adapters(config: PretrainedConfig, options: LoRA) -> nn.Module:

@@ -72,6 +72,9 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         tokenizer: str | None = None
         """The folder of the tokenizer, which is copied into it."""
 
+        chat_template: str | None = None
+        """Jinja by which the job writes conversations; None for the tokenizer's own."""
+
     def __init__(self, config: Config, **components: Any):
         self.config = config
         self._now = False
@@ -178,6 +181,7 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
                 card,
                 config=self.config.hf_config,
                 tokenizer=self.config.tokenizer,
+                chat_template=self.config.chat_template,
                 dtype=self.export_dtype,
                 group=self._pipeline,
             )

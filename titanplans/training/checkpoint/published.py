@@ -33,6 +33,7 @@ def save(
     *,
     config: PretrainedConfig,
     tokenizer: str | None,
+    chat_template: str | None,
     dtype: torch.dtype,
     group: dist.ProcessGroup | None,
 ) -> None:
@@ -64,6 +65,7 @@ def save(
         dtype=dtype,
         max_shard_size="5GB",
         tokenizer=tokenizer,
+        chat_template=chat_template,
         seal=seal,
     )
     if adapted(models[0]):

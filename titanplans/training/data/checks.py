@@ -4,6 +4,7 @@ The loader raises the same errors, but later, on every rank. Files that are conv
 find in the cache of the `datasets` library.
 """
 
+import itertools
 from pathlib import Path
 
 from titanplans.config.sections.data import Corpus
@@ -13,14 +14,17 @@ from titanplans.training.data.corpus.sources import open_source
 from titanplans.training.data.reading import refusing
 from titanplans.training.data.vocabulary import load_tokenizer
 
+CONVERSATIONS_TO_STOP = 1000
+"""Conversations in which a stop token is looked for."""
 PLACE = "place"
 """The one key of a loader's state."""
 
 
 def check_dataset(
     of: Corpus, *, tokenizer_path: str, seq_len: int, chat: ChatFormat | None = None
-) -> str | None:
-    """Refuse a data set that the loader could not use; of conversations return in words how many are read.
+) -> list[str]:
+    """Refuse a data set that the loader could not use; return lines about conversations: how many are read, and whether
+    none ends in a stop token.
 
     Of texts it has to hold the tokens of one sequence; of conversations, which `chat` reads, one.
 
@@ -29,11 +33,14 @@ def check_dataset(
     """
     source, split, shown = open_source(of, chat=chat), of.dataset_split, of.dataset_path or of.dataset
     if chat is not None:
-        if next(source.documents(0, 0, 1, None), None) is None:
+        documents = source.documents(0, 0, 1, None)
+        if (first := next(documents, None)) is None:
             raise DataError(
                 f"dataset = {shown!r}: holds {chat.what_is_left_out()} for dataset_split = {split!r}; give more"
             )
-        return source.summary
+        notes = [] if source.summary is None else [source.summary]
+        few = itertools.islice(itertools.chain([first], documents), CONVERSATIONS_TO_STOP)
+        return notes if any(chat.stops_in(tokens) for _, tokens in few) else [*notes, chat.never_stops]
     tokenizer, found = load_tokenizer(tokenizer_path), 0
     for _, text in source.documents(0, 0, 1, None):
         with refusing(
@@ -41,7 +48,7 @@ def check_dataset(
         ):
             found += len(tokenizer.encode(text).ids)
         if found > seq_len:
-            return None
+            return []
     raise DataError(
         f"seq_len = {seq_len}: dataset = {shown!r} holds {found} tokens for dataset_split = {split!r}, "
         f"too few for one sequence of {seq_len} + 1; give more text or a smaller seq_len"

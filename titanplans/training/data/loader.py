@@ -125,8 +125,10 @@ class TextDataLoader(BaseDataLoader):
 
     def steps(self) -> Iterator[StepBatch]:
         """Yield the rank's share of each step, from the beginning."""
-        place = self._shares.beginning
-        return (share for share, _ in self._steps(place, self._begin(place, self._loader)))
+        self._place = self._shares.beginning
+        for share, after in self._steps(self._place, self._begin(self._place, self._loader)):
+            self._place = after
+            yield share
 
     def _begin(self, place: DataPosition, loader: DataLoader[Any]) -> Iterator[StepBatch | DataError | Ended]:
         self._shares.start = place
@@ -175,13 +177,15 @@ class TextDataLoader(BaseDataLoader):
         """Return what all ranks together have read since they last asked, see docs/data.md; {} where nothing varies."""
         return self._figures.take(self._share.ranks) if self._tells else {}
 
-    def read(self) -> list[str]:
-        """Return in words how much of each source was read; all ranks ask together."""
+    def read(self) -> dict[str, tuple[float, str]]:
+        """Return how often each source was read, by its name, as a number and in words; all ranks ask together."""
         place = merged(of_all(self._place))
-        return [
-            part.read(place.streams.count, {s: cursor.places[n] for s, cursor in place.cursors.items()})
+        return {
+            part.name: part.read(
+                place.streams.count, {s: cursor.places[n] for s, cursor in place.cursors.items()}
+            )
             for n, part in enumerate(self._parts)
-        ]
+        }
 
     def state_dict(self) -> dict[str, str]:
         """Where the run stands after its last whole step, and what the place belongs to: one JSON text.

@@ -106,17 +106,17 @@ class PackedSource:
                 return True
         return False
 
-    def read(self, streams: int, places: dict[int, SourcePlace]) -> str:
-        """Return in words how much of the source was read, up to the places of its streams."""
+    def read(self, streams: int, places: dict[int, SourcePlace]) -> tuple[float, str]:
+        """Return how often the source was read, up to the places of its streams, as a number and in words."""
         epoch = max((place.epoch for place in places.values()), default=0)
         if (size := self.source.size) is None:
-            return f"{self.name}: in epoch {epoch + 1}"
+            return float(epoch), f"in epoch {epoch + 1}"
         read = sum(
             place.epoch * len(range(stream, size, streams)) + place.document + 1
             for stream, place in places.items()
             if place.document is not None
         )
-        return f"{self.name}: {read / size:.2f} epochs, {counted(read, 'document')} of {size:,}"
+        return read / size, f"{read / size:.2f} epochs, {counted(read, 'document')} of {size:,}"
 
     def _is_used(self, tokens: int) -> bool:
         """Whether rows use any of a document with this number of tokens."""

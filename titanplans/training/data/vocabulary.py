@@ -32,7 +32,7 @@ def load_tokenizer(path: str) -> Tokenizer:
 def check_tokenizer(path: str) -> int:
     """How many tokens a model needs for the tokenizer of the folder `path`: one more than its largest id.
 
-    It is loaded as the trainer does: tokenizer_config.json and chat_template.jinja, too, where they are there.
+    It is loaded as the trainer does: tokenizer_config.json and chat_template.jinja are read, too, where they are there.
 
     Raises:
         DataError: the folder or its tokenizer.json is missing, or one of the files can't be used.
@@ -42,14 +42,14 @@ def check_tokenizer(path: str) -> int:
         if os.path.lexists(os.path.join(path, name)):
             _read(path, name)
     # Which imports torchtitan, so the device has to be settled by now.
-    from torchtitan.components.tokenizer import HuggingFaceTokenizer
+    from titanplans.training.data.text_tokenizer import TextTokenizer
 
     log = logging.getLogger()
     level = log.level
     log.setLevel(logging.ERROR)  # which files it has found is said when training loads it
     try:
         with refusing(f"hf_assets_path = {path!r}: its tokenizer can't be used", _remedy()):
-            tokenizer = HuggingFaceTokenizer.Config().build(tokenizer_path=path)
+            tokenizer = TextTokenizer.Config().build(tokenizer_path=path)
             return max(tokenizer.get_vocab().values(), default=-1) + 1  # ids may leave gaps
     finally:
         log.setLevel(level)

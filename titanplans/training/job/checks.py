@@ -86,7 +86,9 @@ def check_job(job: JobConfig, world_size: int) -> None:
             f'{key} = "{published}" is not a directory, but checkpoint.initial_load_in_hf = true needs one'
         )
     config = resolve.hf_config(job)  # before the tokenizer and the data, which take longer to read
-    tokens = check_data(job)
+    tokens, notes = check_data(job)
+    for note in notes:
+        _log.info(note)
     kernels.install(device_type)  # some models can't be built on a CPU without
     model = modeling.build(config)
     vocab_size = config.get_text_config().vocab_size
@@ -148,8 +150,8 @@ def import_custom(job: JobConfig) -> None:
         import_module(name, f'experimental.custom_import = "{name}"', ConfigError)
 
 
-def check_data(job: JobConfig) -> int:
-    """Refuse a data set or tokenizer that is not there; return the number of the tokenizer's tokens."""
+def check_data(job: JobConfig) -> tuple[int, list[str]]:
+    """Refuse a data set or tokenizer that is not there; return the number of the tokenizer's tokens, and lines to log."""
     tokenizer = resolve.tokenizer_path(job)
     tokens, notes = check_tokenizer(tokenizer), list[str]()
     wanted = [resolve.training_data(job)]
@@ -162,11 +164,12 @@ def check_data(job: JobConfig) -> int:
                 said = check_dataset(of, tokenizer_path=tokenizer, seq_len=data.seq_len, chat=chat)
             except DataError as error:
                 raise DataError(f"data.sources, {of.title}: {error}") if job.data.sources else error from None
-            if said is not None and said not in notes:  # of training and validation, the same split
-                notes.append(said)
-                _log.info(said)
+            said = [f"data.sources, {of.title}: {note}" if job.data.sources else note for note in said]
+            notes += [
+                note for note in said if note not in notes
+            ]  # a split that training and validation share
             tokens = max(tokens, chat.vocabulary if chat else 0)
-    return tokens
+    return tokens, notes
 
 
 def check_positions(job: JobConfig, model: PreTrainedModel) -> None:

@@ -5,11 +5,11 @@ documents the keys; `titanplans.training.job.resolve` gives unset ones their val
 """
 
 import logging
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
 
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config.configs import CommConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.tools.profiler import Profiler
 
@@ -17,9 +17,11 @@ from titanplans.config import JobConfig, strategy_of
 from titanplans.config.compatibility.job import schedule_steps
 from titanplans.config.sections.data import DataLoader
 from titanplans.torchrun import restarted
+from titanplans.training.checkpoint.card import chat_templates_of
 from titanplans.training.checkpoint.manager import CheckpointManager
 from titanplans.training.checkpoint.match import job_values
 from titanplans.training.data.loader import TextDataLoader
+from titanplans.training.data.text_tokenizer import TextTokenizer
 from titanplans.training.job import resolve
 from titanplans.training.trainer import documents
 from titanplans.training.trainer.loss import CrossEntropyLoss
@@ -62,6 +64,7 @@ def trainer_config(job: JobConfig, world_size: int | None = None) -> Trainer.Con
             config, name=name, flavor=flavor, strategy=spread, pipeline=job.parallelism, documents=apart
         ),
         hf_assets_path=resolve.tokenizer_path(job),
+        tokenizer=TextTokenizer.Config(),
         dump_folder=job.job.dump_folder,
         profiler=Profiler.Config(**vars(job.profiling)),
         metrics=MetricsProcessor.Config(**vars(job.metrics)),
@@ -94,12 +97,16 @@ def training_loader(job: JobConfig, world_size: int, *, apart: bool) -> TextData
 
 def open_training_data(
     job: JobConfig, world_size: int, *, apart: bool, alone: bool
-) -> tuple[TextDataLoader, HuggingFaceTokenizer]:
-    """Return the loader of the first of the data-parallel ranks, or of all as if it were `alone`, and its tokenizer."""
-    tokenizer = HuggingFaceTokenizer(
-        HuggingFaceTokenizer.Config(), tokenizer_path=resolve.tokenizer_path(job)
-    )
-    loader = training_loader(job, world_size, apart=apart).build(
+) -> tuple[TextDataLoader, TextTokenizer]:
+    """Return the loader of the first of the data-parallel ranks, or of all as if it were `alone`, and its tokenizer.
+
+    Alone it reads a single source once: a mixture by weight goes on.
+    """
+    tokenizer = TextTokenizer.Config().build(tokenizer_path=resolve.tokenizer_path(job))
+    config = training_loader(job, world_size, apart=apart)
+    if alone and len(config.data.sources) == 1:
+        config = replace(config, epochs=1)
+    loader = config.build(
         dp_rank=0,
         dp_world_size=1 if alone else resolve.data_parallel_degree(job, world_size),
         tokenizer=tokenizer,
@@ -125,7 +132,6 @@ def _training(job: JobConfig, world_size: int) -> TrainingConfig:
     same = (
         "local_batch_size",
         "seq_len",
-        "max_norm",
         "steps",
         "enable_cpu_offload",
         "dtype",
@@ -134,6 +140,7 @@ def _training(job: JobConfig, world_size: int) -> TrainingConfig:
     )
     return TrainingConfig(
         **{name: getattr(job.training, name) for name in same},
+        max_norm=job.training.max_norm or math.inf,
         global_batch_size=resolve.global_batch_size(job, resolve.data_parallel_degree(job, world_size)),
         # Capture needs static addresses and no synchronisation with the host, which nothing here promises.
         disable_cuda_graphs=True,
@@ -167,6 +174,9 @@ def _parallelism(job: JobConfig) -> ParallelismConfig:
 def _checkpoint(job: JobConfig) -> CheckpointManager.Config:
     initial = resolve.published_folder(job) or job.checkpoint.initial_load_path
     adapter = job.checkpoint.initial_adapter_path
+    values, template = job_values(job), None
+    if job.checkpoint.last_save_in_hf:  # a job with several is refused
+        template = next(iter(chat_templates_of(values)), None)
     return CheckpointManager.Config(
         **vars(job.checkpoint)
         | {
@@ -174,10 +184,12 @@ def _checkpoint(job: JobConfig) -> CheckpointManager.Config:
             "initial_adapter_path": adapter and str(Path(adapter).absolute()),
             # Without a path it has no effect, and torchtitan warns that it is set: it is its default.
             "initial_load_model_only": initial is not None and job.checkpoint.initial_load_model_only,
-            "job": job_values(job),
+            "job": values,
             "restarted": restarted(os.environ),
             "hf_config": resolve.hf_config(job),
             "tokenizer": resolve.tokenizer_path(job),
+            # Read now: the file may change while the job runs.
+            "chat_template": template and Path(template).read_text(encoding="utf-8"),
         }
     )
 

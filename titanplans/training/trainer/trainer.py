@@ -245,8 +245,8 @@ class Trainer(torchtitan.trainer.Trainer):
             raise DataError(f"after step {self.step}: {error}; {self.resume_point()}") from error
 
     def _say_what_was_read(self) -> None:
-        for line in self.dataloader.read():  # pyrefly: ignore[missing-attribute]
-            logger.info(f"data read of {line}")
+        for name, (_, how_much) in self.dataloader.read().items():  # pyrefly: ignore[missing-attribute]
+            logger.info(f"data read of {name}: {how_much}")
 
     def _train_step(self, data_iterator: Iterator[_Batch]) -> None:
         self._batches_done, self._losses = 0, []

@@ -20,7 +20,7 @@ from titanplans.training.data.chat.messages import Conversation, columns_of, con
 from titanplans.training.data.chat.template import ChatTemplate
 
 _log = logging.getLogger(__name__)
-_VERSION = 3
+_VERSION = 4
 """Of what these files make of a row: raise it with a change, so that no cache is read that another version wrote."""
 
 
@@ -70,7 +70,7 @@ class ChatFormat:
 
         self._chat, self.seq_len, self.packing = chat, seq_len, chat.packing
         self._template = ChatTemplate(chat, folder)
-        self.vocabulary = self._template.vocabulary
+        self.vocabulary, self.stops = self._template.vocabulary, frozenset(self._template.stops)
         self._less = 0  # conversations that this process has left out or cut, of a stream
         chosen = [chat.train_on, laid_out(chat)]
         digest = hashlib.sha256(json.dumps([*chosen, *self._template.depends_on]).encode()).hexdigest()[:16]
@@ -80,7 +80,7 @@ class ChatFormat:
     def columns(self, there: Sequence[str], where: str) -> list[str]:
         names = columns_of(there, self._chat, where)
         found = [getattr(names, field) for field in names._fields if field.endswith("_column")]
-        return [*filter(None, found), *(["tools"] if "tools" in there else [])]
+        return [*filter(None, found), *sorted({"tools", "weight"} & set(there))]
 
     def read(self, row: object, where: str) -> dict[str, Any]:
         """A conversation in which nothing counts has no tokens."""
@@ -110,41 +110,87 @@ class ChatFormat:
         Raises:
             DataError: the template refuses it, or what the assistant says can't be found.
         """
+        conversation = self._template.settled(conversation, where)
         messages, train_on = conversation.messages, self._chat.train_on
         text = self._template.write(conversation, where)
         written = self._template.tokenise(conversation, where)
         ids = np.asarray(written["input_ids"], np.int32)
-        if train_on == "all":
-            return Tokens(ids, np.ones(len(ids), bool))
         answers = [n for n, m in enumerate(messages) if m["role"] == "assistant" and n >= conversation.prompt]
         answers = answers[-1:] if train_on == "last" else answers
+        answers = [n for n in answers if n not in conversation.excluded]
         begin, end = np.asarray(written["offset_mapping"], np.int64).reshape(-1, 2).T
-        counted = np.zeros(len(ids), bool)
-        for first, last in self._answers(conversation, answers, text, where):
-            if first < last:
-                counted |= (begin < last) & (end > first)
-        return Tokens(ids, counted)
 
-    def _answers(
-        self, conversation: Conversation, answers: list[int], text: str, where: str
-    ) -> Iterator[tuple[int, int]]:
-        """Yield the span of characters of each of the `answers`."""
-        if self._template.marked and answers:
-            from_here = 0
-            if conversation.prompt or self._chat.train_on == "last":
-                from_here = self._template.length(conversation, answers[0], text, where, prompt=True)
-            yield from ((max(first, from_here), last) for first, last in self._template.marks(conversation))
-            return
-        for answer in answers:
-            if answer == 0:
+        def within(first: int, last: int) -> np.ndarray:
+            return (begin < last) & (end > first) & (first < last)
+
+        if train_on == "all":
+            counted = np.ones(len(ids), bool)
+            for n in conversation.excluded:
+                counted &= ~within(*self._message(conversation, n, text, where, prompt=False))
+            return Tokens(ids, counted)
+        counted = np.zeros(len(ids), bool)
+        if self._template.marked:
+            for first, last in self._marked(conversation, answers, where):
+                counted |= within(first, last)
+            return Tokens(ids, counted)
+        for n in answers:
+            if n == 0:
                 raise DataError(
                     f"{where}: the assistant begins, and {self._template.shown} has no {{% generation %}} marks, by which "
                     "alone it could be told what it says; leave the row out, or give a chat_template with them"
                 )
-            first, last = self._template.length(conversation, answer, text, where, prompt=True), len(text)
-            if answer + 1 < len(conversation.messages):
-                last = self._template.length(conversation, answer + 1, text, where, prompt=False)
-            yield first, last
+            answer = within(*self._message(conversation, n, text, where, prompt=True))
+            counted |= answer
+            after = int(np.flatnonzero(answer)[-1]) + 1 if answer.any() else len(ids)
+            # In templates like GLM's the next message's role ends the turn.
+            if after < len(ids) and ids[after] in self.stops and not self.stops & set(ids[answer].tolist()):
+                counted[after] = True
+        return Tokens(ids, counted)
+
+    def _message(
+        self, conversation: Conversation, n: int, text: str, where: str, *, prompt: bool
+    ) -> tuple[int, int]:
+        """Return the span of characters of message `n`; with `prompt`, without the beginning of an assistant's answer."""
+        first, last = self._template.length(conversation, n, text, where, prompt=prompt), len(text)
+        if n + 1 < len(conversation.messages):
+            last = self._template.length(conversation, n + 1, text, where, prompt=False)
+        return first, last
+
+    def _marked(
+        self, conversation: Conversation, answers: list[int], where: str
+    ) -> Iterator[tuple[int, int]]:
+        """Yield the marked spans of `answers`, which are told by how many marks the messages up to them have."""
+        messages = conversation.messages
+        marks = self._template.marks(conversation, len(messages), where)
+        if len(answers) == sum(message["role"] == "assistant" for message in messages):
+            yield from marks
+            return
+        for n in answers:
+            before = len(self._template.marks(conversation, n, where)) if n else 0
+            after = len(self._template.marks(conversation, n + 1, where))
+            if not before < after <= len(marks):
+                raise DataError(
+                    f"{where}: {self._template.shown} has no marks for message {n + 1} alone, to tell it from answers "
+                    "that are not in the loss; put {% generation %} around each answer, or leave the row out"
+                )
+            yield from marks[before:after]
+
+    def stops_in(self, tokens: Tokens) -> bool:
+        """Return whether a token at which generation ends counts."""
+        return not self.stops.isdisjoint(tokens.ids[1:][tokens.counted[1:]].tolist())
+
+    @property
+    def never_stops(self) -> str:
+        """Return in words that no conversation teaches the model to end its turn, and what to do."""
+        names = " or ".join(map(repr, self._template.stops.values())) or "none is named"
+        remedy = "write one at the end of each answer in a chat_template"
+        if self._template.marked:
+            remedy = "put one inside its {% generation %} marks"
+        return (
+            f"{self._template.shown}: no answer ends in a stop token ({names}, by eos_token in tokenizer_config.json and "
+            f"eos_token_id in generation_config.json), so the model does not learn to end its turn; {remedy}, or name "
+            "the token that ends a turn in eos_token_id"
+        )
 
     def fit(self, tokens: Tokens, where: str) -> Tokens | None:
         """Return a conversation as it goes into a sequence; None if it is left out.

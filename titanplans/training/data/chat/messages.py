@@ -10,9 +10,14 @@ from typing import Any, NamedTuple
 
 from titanplans.config.sections.data import Chat
 from titanplans.errors import DataError
+from titanplans.text import show
 from titanplans.training.data.reading import expect
 
 _REMEDY = "repair the row or leave it out"
+TRAINED = ("weight", "loss", "train")
+"""Keys by which a message says whether it is trained on: 0 or false takes it out of the loss."""
+SAID_ELSEWHERE = (("tool_calls",), ("function_call",), ("reasoning_content", "reasoning", "thinking"))
+"""Keys, apart from its content, of what an assistant says; transformers gives templates one name of a group for another."""
 
 
 class Columns(NamedTuple):
@@ -115,17 +120,24 @@ class Conversation(NamedTuple):
     """The tools of the assistant, from the row's column "tools"."""
     prompt: int
     """Messages at the beginning in which nothing counts: those of a prompt."""
+    excluded: frozenset[int] = frozenset()
+    """Indices of messages that the row takes out of the loss."""
 
 
 def conversation_of(row: Any, chat: Chat, where: str) -> Conversation:
     """Return the conversation of a row, which has a column of messages, or one of a prompt and one of its completion.
 
     Raises:
-        DataError: it has no such column, no message, or a message without a role that is known or a content that is a text
-            and says something; names `where`, the file and the row.
+        DataError: it has no such column, a weight, no message, or a message without a role that is known or a content that
+            is a text and says something; names `where`, the file and the row.
     """
     row = expect(row, dict, where, "an object", _REMEDY)
     names = columns_of(list(row), chat, where)
+    if (weight := row.get("weight")) is not None and weight != 1:
+        raise DataError(
+            f"{where} has weight = {show(weight)}, and rows of a source weigh the same; leave the row out, or give sources "
+            "of other weights ([[data.sources]] weight)"
+        )
     if names.messages_column is not None:
         messages, before = _messages(row, names.messages_column, names, where), 0
     else:
@@ -148,7 +160,34 @@ def conversation_of(row: Any, chat: Chat, where: str) -> Conversation:
         tools = _parsed(tools, "tools", where)
     for tool in expect(tools or [], list, f"{where}: 'tools'", "a list of schemas", _REMEDY):
         expect(tool, dict, f"{where}: 'tools'", "a list of schemas", _REMEDY)
-    return Conversation(messages, tools or None, before)
+    excluded = {
+        n
+        for n, message in enumerate(messages)
+        if not _is_trained(message, chat.train_on, f"{where}, message {n + 1}", in_prompt=n < before)
+    }
+    return Conversation(messages, tools or None, before, frozenset(excluded))
+
+
+def _is_trained(message: dict[str, Any], train_on: str, where: str, *, in_prompt: bool) -> bool:
+    """Take the keys of TRAINED out of a message, which no template is given; return whether they leave it in the loss."""
+    is_trained = True
+    for key in TRAINED:
+        value = message.pop(key, None)
+        if value is None:
+            continue
+        if not isinstance(value, int | float) or value not in (0, 1):
+            raise DataError(
+                f"{where} has {key} = {show(value)}: a message is in the loss (true, 1) or is not (false, 0); {_REMEDY}"
+            )
+        counts = message["role"] == "assistant" and not in_prompt
+        if value is True and train_on != "all" and not counts:
+            what = "a prompt" if in_prompt else f"what {message['role']!r} says"
+            raise DataError(
+                f"{where} has {key} = true, and {what} is not in the loss; leave {key} out, or set "
+                'chat.train_on = "all"'
+            )
+        is_trained = is_trained and bool(value)
+    return is_trained
 
 
 def _messages(
@@ -212,7 +251,7 @@ def _message(message: Any, names: Columns, where: str) -> dict[str, Any]:
                 )
         content = "".join(part["text"] for part in content)
     # A message of tool calls or thoughts needs no text.
-    more = role == "tool" or any(isinstance(value, str | list) and value for value in message.values())
+    more = role == "tool" or any(message.get(key) for group in SAID_ELSEWHERE for key in group)
     return message | {"role": role, "content": _text(content, where, says_something=not more)}
 
 

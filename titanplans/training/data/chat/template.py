@@ -3,16 +3,19 @@
 Which of the tokens count in the loss is decided in `chat.py`.
 """
 
+import contextlib
+import copy
 import functools
 import inspect
+import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from titanplans.config.sections.data import Chat
 from titanplans.errors import DataError
-from titanplans.training.data.chat.messages import Conversation
+from titanplans.training.data.chat.messages import SAID_ELSEWHERE, Conversation
 from titanplans.training.data.reading import refusing
 
 _MARKS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
@@ -20,6 +23,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """As transformers looks for it."""
 _LOOKS_LIKE_A_TOKEN = re.compile("<[|\uff5c][^<>|\uff5c\\s{}]+[|\uff5c]>")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_REMEDY = "repair the template or the row, or leave the row out"
 _DATE = (
     "; if the template asks for the date (strftime_now), which is not given, since another day's start would read other "
     "data: give the variable that it takes instead in chat_template_kwargs, such as date_string, or a template of your own"
@@ -32,6 +36,7 @@ class ChatTemplate:
     Attributes:
         shown: where the template is from, in words.
         marked: whether it marks the assistant's words: `{% generation %}`.
+        stops: ids of the tokens at which generation ends, by the files of `folder`, with their texts.
 
     Raises:
         DataError: the tokenizer or the template is missing, or can't be used.
@@ -69,7 +74,13 @@ class ChatTemplate:
         self.vocabulary = max(tokenizer.get_vocab().values()) + 1
         """One more than the largest id."""
         self._no_tokens = set(_LOOKS_LIKE_A_TOKEN.findall(self._template)) - tokenizer.get_vocab().keys()
-        self.depends_on = [self._template, variables, tokenizer.backend_tokenizer.to_str()]
+        self.stops = {id_: tokenizer.decode([id_]) for id_ in _stop_ids(tokenizer, Path(folder))}
+        self.depends_on = [
+            self._template,
+            variables,
+            tokenizer.backend_tokenizer.to_str(),
+            sorted(self.stops),
+        ]
         """JSON values."""
 
     def write(self, conversation: Conversation, where: str) -> str:
@@ -97,7 +108,54 @@ class ChatTemplate:
                     f"{where}: {self.shown} leaves out what {message['role']!r} says in message {n + 1}; rename the role, "
                     "or leave the row out"
                 )
+        for n, message in enumerate(messages):
+            for group in SAID_ELSEWHERE:
+                said = {key: value for key in group if (value := message.get(key))}
+                if said and not self._writes(conversation, n, said, text, where):
+                    raise DataError(
+                        f"{where}: {self.shown} leaves out the {min(said)} of message {n + 1}; give a chat_template that "
+                        "writes it, or leave the row out"
+                    )
         return text
+
+    def _writes(
+        self, conversation: Conversation, n: int, said: dict[str, Any], text: str, where: str
+    ) -> bool:
+        """Return whether the values that message `n` has apart from its content are written, while it is the last."""
+        if any(isinstance(value, str) and value.strip() in text for value in said.values()):
+            return True
+        *before, message = conversation.messages[: n + 1]
+        message = {"content": "", **message}
+        without = {key: value for key, value in message.items() if key not in said}
+        with_them = self._text(conversation._replace(messages=[*before, message]), n + 1, where)
+        try:
+            return with_them != self._text(conversation._replace(messages=[*before, without]), n + 1, where)
+        except DataError:
+            return True  # without them the template refuses the message
+
+    def settled(self, conversation: Conversation, where: str) -> Conversation:
+        """Return the conversation with arguments of tool calls parsed where the template can't take them as JSON texts.
+
+        OpenAI gives them as texts, which templates for objects quote a second time or refuse; others take texts alone.
+
+        Raises:
+            DataError: neither can be written, or a text is no JSON; names `where`.
+        """
+        texts = [call["arguments"] for call in _calls(conversation) if isinstance(call["arguments"], str)]
+        if not texts:
+            return conversation
+        with contextlib.suppress(DataError):
+            text = self._text(conversation, len(conversation.messages), where)
+            if not any(json.dumps(arguments, ensure_ascii=False) in text for arguments in texts):
+                return conversation
+        parsed = conversation._replace(messages=copy.deepcopy(conversation.messages))
+        for call in _calls(parsed):
+            if isinstance(call["arguments"], str):
+                with refusing(
+                    f"{where}: the arguments of a tool call are no JSON", "repair the row or leave it out"
+                ):
+                    call["arguments"] = json.loads(call["arguments"])
+        return parsed
 
     def tokenise(self, conversation: Conversation, where: str) -> Any:
         """Return what transformers makes of it: input_ids and offset_mapping."""
@@ -105,21 +163,22 @@ class ChatTemplate:
         n = len(conversation.messages)
         return self._apply(conversation, n, where, return_dict=True, tokenizer_kwargs=offsets)
 
-    def marks(self, conversation: Conversation) -> list[tuple[int, int]]:
-        """Return the text between a marked template's marks, as characters from and to in the result of `write`.
+    def marks(self, conversation: Conversation, messages: int, where: str) -> list[tuple[int, int]]:
+        """Return the text between a marked template's marks, of the first messages, as characters from and to.
 
         By tokens transformers' assistant_masks say it, too, but not where a tokenizer leaves spaces out of the places of its
         tokens, as Llama 3's does: a mark that begins there ends the search, one that ends there lasts to the end.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        written: Any = render_jinja_template(
-            [conversation.messages],
-            tools=conversation.tools,
-            chat_template=self._template,
-            return_assistant_tokens_mask=True,
-            **self._variables,
-        )
+        with refusing(f"{where}: {self.shown} can't write the conversation", _REMEDY):
+            written: Any = render_jinja_template(
+                [conversation.messages[:messages]],
+                tools=conversation.tools,
+                chat_template=self._template,
+                return_assistant_tokens_mask=True,
+                **self._variables,
+            )
         return written[1][0]
 
     def length(
@@ -147,8 +206,7 @@ class ChatTemplate:
 
     def _apply(self, conversation: Conversation, messages: int, where: str, **options: Any) -> Any:
         """transformers' apply_chat_template of the first messages."""
-        remedy = "repair the template or the row, or leave the row out"
-        remedy += _DATE if "strftime_now" in self._template else ""
+        remedy = _REMEDY + (_DATE if "strftime_now" in self._template else "")
         with refusing(f"{where}: {self.shown} can't write the conversation", remedy):
             return self._tokenizer.apply_chat_template(
                 conversation.messages[:messages],
@@ -157,6 +215,27 @@ class ChatTemplate:
                 **options,
                 **self._variables,
             )
+
+
+def _calls(conversation: Conversation) -> Iterator[dict[str, Any]]:
+    """Yield the called functions that have arguments."""
+    for message in conversation.messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else []:
+            function = call.get("function", call) if isinstance(call, dict) else None
+            if isinstance(function, dict) and "arguments" in function:
+                yield function
+
+
+def _stop_ids(tokenizer: Any, folder: Path) -> set[int]:
+    """Return the ids at which generation ends: of the tokenizer's eos_token, and of the configs in its folder."""
+    stops = {tokenizer.eos_token_id}
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            with refusing(f"{folder / name} can't be read", "repair it"):
+                ids = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+                stops |= set(ids) if isinstance(ids, list) else {ids}
+    return {id_ for id_ in stops if isinstance(id_, int)}
 
 
 @functools.lru_cache(maxsize=1)

@@ -1,0 +1,61 @@
+"""What commands print, as wide as the terminal."""
+
+import pytest
+
+from titanplans.cli.listing import listing
+from titanplans.cli.main import main
+from titanplans.text import columns, fitted
+
+ROWS = [
+    ("plan", "types", "n"),
+    ("titanplans.plans.fla.gla:GLAPlan", "gla, hgrn, retnet", "3"),
+    ("titanplans.plans.hf.llama:LlamaPlan", "llama", "12"),
+]
+
+
+def test_a_table_that_fits_is_as_it_was():
+    assert (
+        columns(ROWS, right={2}, width=200)
+        == columns(ROWS, right={2})
+        == [
+            "plan                                 types               n",
+            "titanplans.plans.fla.gla:GLAPlan     gla, hgrn, retnet   3",
+            "titanplans.plans.hf.llama:LlamaPlan  llama              12",
+        ]
+    )
+
+
+def test_cells_are_wrapped_between_words_and_names():
+    assert columns(ROWS, right={2}, width=40) == [
+        "plan               types               n",
+        "titanplans.plans.  gla, hgrn, retnet   3",
+        "fla.gla:GLAPlan",
+        "titanplans.plans.  llama              12",
+        "hf.llama:",
+        "LlamaPlan",
+    ]
+
+
+def test_columns_without_room_follow_below():
+    lines = columns(ROWS, right={2}, width=20)
+    assert max(map(len, lines)) <= 20
+    assert lines[0].split() == ["plan", "types"]
+    assert lines[lines.index("") + 1].split() == ["plan", "n"]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_what_commands_print_fits_the_terminal(monkeypatch, capsys, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert all(len(line) <= width for line in listing().splitlines())
+    assert main(["--help"]) == 0
+    for command in ("train", "verify", "async-tp", "data", "export"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+    assert all(len(line) <= width for line in capsys.readouterr().out.splitlines())
+
+
+def test_a_line_is_wrapped_with_its_indentation(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    assert fitted("  a note of several words") == "  a note of several\n    words"
+    monkeypatch.delenv("COLUMNS")
+    assert fitted("  a note of several words") == "  a note of several words"
