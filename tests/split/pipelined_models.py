@@ -576,3 +576,54 @@ class DetachesAtTheBorder(Model):
         for at, layer in enumerate(self.layers):
             x = layer(x.detach() if at == 2 else x)
         return x
+
+
+class SizingBlock(Block):
+    def forward(self, x, *sizes):
+        return super().forward(x) / (1 + sum(sizes)), len(x)
+
+
+@refused("layers.2 is given something else")
+class ReturnsTheBatchSize(Model):
+    Block = SizingBlock
+
+    def body(self, x, ids):
+        state = (x,)
+        for layer in self.layers:
+            state = layer(*state)
+        return state[0]
+
+
+class ReadingValues(Block):
+    def forward(self, x, *scales):
+        y = super().forward(x) * (1 + sum(scales))
+        return y, y.detach().abs().max().item()
+
+
+@refused("layers.0 makes a Python number of a tensor and returns 0, which other stages can't know")
+class ReturnsAValue(Model):
+    Block = ReadingValues
+
+    def body(self, x, ids):
+        state = (x,)
+        for layer in self.layers:
+            state = layer(*state)
+        return state[0]
+
+
+@right
+class PaddingTakenOut(Model):
+    def body(self, x, ids):
+        is_text = ids != 0
+        if not is_text.all():
+            x = x * is_text.unsqueeze(-1)
+        return super().body(x, ids)
+
+
+@refused("the logits are made of what only another stage has")
+class EmbeddingsOfPadding(Model):
+    def body(self, x, ids):
+        last = super().body(x, ids)
+        if (ids == 0).any():
+            last = last + x
+        return last

@@ -50,13 +50,19 @@ def check_stages(model: nn.Module, stages: Stages, inputs: Mapping[str, Any]) ->
     try:
         for training in (True, False):
             model.train(training)
-            _check_mode(model, stages, inputs)
+            expressions = Expressions(model, inputs)
+            _check_mode(model, stages, inputs, expressions)
+            if expressions.has_read:  # its code has gone one way, and now goes the other
+                expressions.answer = True
+                _check_mode(model, stages, inputs, expressions)
     finally:
         model.train(was_training)
 
 
-def _check_mode(model: nn.Module, stages: Stages, inputs: Mapping[str, Any]) -> None:
-    expressions, names = Expressions(model, inputs), stages.decoder.names
+def _check_mode(
+    model: nn.Module, stages: Stages, inputs: Mapping[str, Any], expressions: Expressions
+) -> None:
+    names, trained = stages.decoder.names, set[str]()
     whole = _check_whole(expressions, copy.deepcopy(model), names, inputs)
     received: Sequence[torch.Tensor] = ()
     for index in range(len(stages)):
@@ -78,6 +84,9 @@ def _check_mode(model: nn.Module, stages: Stages, inputs: Mapping[str, Any]) -> 
         if what is not None:
             raise ParallelError(f"in {place}, {what}: let blocks hand values on as arguments and results")
         received = [x.detach().requires_grad_(x.requires_grad) for x in found.given]
+        trained |= found.trained
+    if lost := whole.trained - trained:
+        raise ParallelError(f"{min(lost)} gets no gradient in any stage, and one in the unsplit model")
 
 
 def _check_whole(
@@ -129,13 +138,13 @@ def _run(
 
     def enter(name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
         arguments[name] = expressions.of_all((args, kwargs))
-        expressions.enter(name)
+        expressions.enter(name, is_block=True)
 
     def leave(name: str, block: nn.Module, args: Any, output: Any) -> None:
         returned[name] = expressions.of_all(output)
-        expressions.enter(f"after {name}")
+        expressions.enter(f"after {name}", is_block=False)
 
-    expressions.enter("before the blocks")
+    expressions.enter("before the blocks", is_block=False)
     with ExitStack() as stack, torch.set_grad_enabled(model.training), rows_for_meta(), expressions:
         for name in names:
             block = model.get_submodule(name)

@@ -43,7 +43,11 @@ class Expressions(TorchDispatchMode):
         first: dict[int, str] = {}
         for name, tensor in _own_tensors(model):
             self._names[name] = first.setdefault(id(tensor), name)
-        self._scope, self._unknown = "", 0
+        self._scope, self._unknown, self._is_in_block = "", 0, False
+        self.answer = False
+        """What the model's own code reads from a tensor on meta: whether a mask leaves anything out, for one."""
+        self.has_read = False
+        """It has read a number from one."""
         self.draws: str | None = None
         """The first operator that drew random numbers; None: there is none."""
 
@@ -71,9 +75,9 @@ class Expressions(TorchDispatchMode):
         """Return the names in the unsplit model of those of `model` whose `id`s are among `tensors`."""
         return frozenset(self._names[name] for name, x in _own_tensors(model) if id(x) in tensors)
 
-    def enter(self, scope: str) -> None:
+    def enter(self, scope: str, *, is_block: bool) -> None:
         """Begin a part of the forward: a block, or what the model's own code does after one."""
-        self._scope, self._unknown = scope, 0
+        self._scope, self._unknown, self._is_in_block = scope, 0, is_block
 
     def of(self, tensor: torch.Tensor) -> int:
         """Return the number of the expression that `tensor` is."""
@@ -92,7 +96,9 @@ class Expressions(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return False if args[0].dtype == torch.bool else 0
+            self.has_read |= not self._is_in_block
+            answer = self.answer and not self._is_in_block
+            return answer if args[0].dtype == torch.bool else int(answer)
         if getattr(func, "overloadpacket", None) in SHAPE_ALONE:
             operands: Any = [
                 _geometry(x) if isinstance(x, torch.Tensor) else _constant(x) for x in tree_leaves(args)

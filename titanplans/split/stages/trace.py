@@ -108,6 +108,8 @@ class _Origins(TorchDispatchMode):
         super().__init__()
         self.block: int | None = None
         """The index of the block that runs; None: the model's own code."""
+        self.has_read = False
+        """The block that runs has made a Python number of a tensor."""
         # A storage that is held keeps its address.
         self._known: dict[int, tuple[torch.UntypedStorage, frozenset[Value]]] = {}
 
@@ -128,10 +130,9 @@ class _Origins(TorchDispatchMode):
                 raise ParallelError(
                     "its code between blocks makes a Python number of hidden states, which other stages do not have"
                 )
-            if args[0].is_meta:
-                return (
-                    False if args[0].dtype == torch.bool else 0
-                )  # such as whether a mask leaves anything out
+            self.has_read = True
+            if args[0].is_meta:  # such as whether a mask leaves anything out
+                return False if args[0].dtype == torch.bool else 0
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket not in SHAPE_ALONE and (made_of := self.of_all((args, kwargs))):
             for tensor in _tensors(out):
@@ -159,7 +160,7 @@ def trace(model: nn.Module, decoder: Decoder, inputs: Mapping[str, Any]) -> Trac
             raise ParallelError(
                 f"it calls {decoder.names[index]} where {before}: a stage runs blocks once and in order"
             )
-        origins.block = index
+        origins.block, origins.has_read = index, False
         arguments[:] = tree_leaves((args, kwargs))
         versions[:] = [version(x) if isinstance(x, torch.Tensor) else 0 for x in arguments]
 
@@ -173,6 +174,11 @@ def trace(model: nn.Module, decoder: Decoder, inputs: Mapping[str, Any]) -> Trac
                 raise ParallelError(
                     f"{name} returns a {class_name(leaf)}, which no other stage can hand on: return tensors, or a tuple or "
                     "dict of them"
+                )
+            if origins.has_read and isinstance(leaf, int | float):
+                raise ParallelError(
+                    f"{name} makes a Python number of a tensor and returns {leaf!r}, which other stages can't know: "
+                    "return a tensor"
                 )
         unchanged = [
             not isinstance(x, torch.Tensor) or version(x) == before

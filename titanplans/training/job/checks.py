@@ -226,7 +226,11 @@ def check_pipeline(job: JobConfig, model: PreTrainedModel) -> Stages | None:
         for sequences in batches:
             microbatches = sequences // p.pipeline_parallel_microbatch_size
             check_schedule(p.pipeline_parallel_schedule, ranks, len(stages), microbatches)
-        check_stages_on_meta(model, stages, job.training.seq_len)
+        lengths = {job.training.seq_len}
+        if job.validation.enable:
+            lengths.add(resolve.validation_data(job).seq_len)
+        for length in lengths:
+            check_stages_on_meta(model, stages, length)
     return stages
 
 

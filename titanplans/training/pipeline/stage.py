@@ -116,19 +116,22 @@ def trace_on_meta(model: Any, seq_len: int) -> Trace:
 
 
 def check_stages_on_meta(model: Any, stages: Stages, seq_len: int) -> None:
-    """Refuse stages of `model`, on meta, that do not compute what it computes.
+    """Refuse stages of `model`, on meta, that do not compute what it computes of sequences of `seq_len` tokens.
 
     Raises:
         ParallelError: names the first block that differs.
     """
-    with _on_meta(model, seq_len) as (copied, inputs):
+    with _on_meta(model, seq_len, sequences=2) as (
+        copied,
+        inputs,
+    ):  # the trace had one: no number in it is their count
         check_stages(copied, stages, inputs)
 
 
 @contextmanager
-def _on_meta(model: Any, seq_len: int) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
+def _on_meta(model: Any, seq_len: int, sequences: int = 1) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
     """Yield a copy of `model`, and the inputs of a forward on meta; what that raises is an error of its stages."""
-    ids, model = torch.zeros(1, seq_len, dtype=torch.int64, device="meta"), copy.deepcopy(model)
+    ids, model = torch.zeros(sequences, seq_len, dtype=torch.int64, device="meta"), copy.deepcopy(model)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the others multiply no float32
     cannot = f"{class_name(model)} can't be cut into stages"
