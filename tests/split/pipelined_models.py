@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 WIDTH, LAYERS, VOCABULARY = 16, 4, 4096
 RIGHT: dict[str, type[nn.Module]] = {}
@@ -422,7 +423,7 @@ class ReadingBlock(Block):
         return super().forward(x, self.shared["first"])
 
 
-@refused("stage 1 of 2 has no other values .* ends with: KeyError: 'first'")
+@refused("stage 1 of 2 lacks .* ends with: KeyError: 'first'")
 class FirstBlockInADict(Model):
     Block = ReadingBlock
 
@@ -514,7 +515,7 @@ class PeekingBlock(Block):
         return super().forward(x if following is None else following.norm(x))
 
 
-@refused("stage 0 of 2 has no other values|given something else")
+@refused("stage 0 of 2 lacks modules|given something else")
 class ReadsTheNextBlock(Model):
     Block = PeekingBlock
 
@@ -541,7 +542,7 @@ class BranchesOnEmbeddings(Model):
         return scale * super().body(x, ids)
 
 
-@refused("buffer mean changes otherwise")
+@refused("mean changes otherwise")
 class MovingBufferOfEmbeddings(Model):
     def add(self):
         self.register_buffer("mean", torch.zeros(WIDTH))
@@ -627,3 +628,169 @@ class EmbeddingsOfPadding(Model):
         if (ids == 0).any():
             last = last + x
         return last
+
+
+class MixtureOfDepths(Block):
+    def __init__(self, index=0):
+        super().__init__(index)
+        self.router = nn.Linear(WIDTH, 1)
+
+    def forward(self, x, *more):
+        keep = self.router(x) > 0
+        return torch.where(keep, super().forward(x), x) if keep.any() else x
+
+
+@right
+class SkipsTokens(Model):
+    Block = MixtureOfDepths
+
+
+class FlagBlock(Block):
+    high = False
+
+    def forward(self, x, *more):
+        self.high = bool(x.std() > 0.1)
+        return super().forward(x)
+
+
+@refused("'PassedBlock' object has no attribute 'high'")
+class FlagOfABlock(Model):
+    Block = FlagBlock
+
+    def body(self, x, ids):
+        for layer in self.layers:
+            x = layer(x)
+            if layer.high:
+                x = 2 * x
+        return x
+
+
+@refused("the logits are made of what only another stage has|layers.2 is given something else")
+class EmbeddedBySequence(Model):
+    def forward(self, input_ids):
+        x = torch.stack([self.embed(row) for row in input_ids])
+        return self.lm_head(self.norm(self.body(x, input_ids) + x))
+
+
+@refused("the logits are made of what only another stage has")
+class LoopsOverIds(Model):
+    def body(self, x, ids):
+        y = super().body(x, ids)
+        for _ in range(int(ids.max() % 3)):
+            y = y + x
+        return y
+
+
+@refused("more than 100,000 Python numbers")
+class WaitsForAValue(Model):
+    def body(self, x, ids):
+        seen = torch.zeros_like(ids)
+        while not (seen > 2).all():
+            seen = seen + 1
+        return super().body(x, ids)
+
+
+@refused("layers.1 is called inside of torch.utils.checkpoint")
+class CheckpointedPair(Model):
+    def body(self, x, ids):
+        first, second, third, fourth = self.layers
+        x = checkpoint(lambda x: third(second(x)), first(x), use_reentrant=False)
+        return fourth(x)
+
+
+@refused("layers.0 is called inside of torch.utils.checkpoint")
+class ReentrantCheckpoints(Model):
+    def body(self, x, ids):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+@refused("the gradient of what layers.1 is given has a hook")
+class HookedGradients(Model):
+    def body(self, x, ids):
+        for layer in self.layers:
+            x = layer(x)
+            if x.requires_grad:
+                x.register_hook(lambda gradient: gradient * 0.5)
+        return x
+
+
+@refused("the gradient of what layers.0 is given has a hook")
+class HookedModules(Model):
+    def add(self):
+        for layer in self.layers:
+            layer.register_full_backward_hook(halve)
+
+
+def halve(_module, gradients, _outputs):
+    return (gradients[0] * 0.5,)
+
+
+@refused("the logits are made of what only another stage has|lacks modules and values")
+class TiedByAnAttribute(Model):
+    def add(self):
+        self.tied = [self.embed.weight]
+
+    def forward(self, input_ids):
+        return F.linear(self.norm(self.body(self.embed(input_ids), input_ids)), self.tied[0])
+
+
+class CountingTensors(Block):
+    def forward(self, x, *more):
+        self.seen.append(self.index)
+        return super().forward(x * torch.tensor(1.0 / len(self.seen), device=x.device, dtype=x.dtype))
+
+
+@refused("layers.2 computes something else")
+class CountsInATensor(Model):
+    Block = CountingTensors
+
+    def body(self, x, ids):
+        seen = []
+        for layer in self.layers:
+            layer.seen = seen
+        return super().body(x, ids)
+
+
+class MovingParameter(Block):
+    def forward(self, x, *more):
+        y = super().forward(x) * self.gain
+        if self.index == LAYERS - 1 and self.training:
+            with torch.no_grad():
+                self.gain.mul_(0.5)
+        return y.clone()
+
+
+@refused("gain changes otherwise|RuntimeError")
+class MovesASharedParameter(Model):
+    Block = MovingParameter
+
+    def add(self):
+        gain = nn.Parameter(torch.ones(()))
+        for layer in self.layers:
+            layer.gain = gain
+
+
+@right
+class ConstantsOnTheWay(Model):
+    def body(self, x, ids):
+        for layer in self.layers:
+            x = layer(x * torch.tensor(0.5, device=x.device, dtype=x.dtype), x[:, [0, 3, 1, 2, 4, 5, 6, 7]])
+        return x
+
+
+class ChunkingBlock(Block):
+    def forward(self, x, *more):
+        return super().forward(torch.cat([x, *more], -1)).chunk(2, -1)
+
+
+@right
+class Chunks(Model):
+    Block = ChunkingBlock
+
+    def body(self, x, ids):
+        parts = (x,)
+        for layer in self.layers:
+            parts = layer(*parts)
+        return torch.cat(parts, -1)

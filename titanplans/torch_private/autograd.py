@@ -54,3 +54,13 @@ def accumulates(node: Any) -> bool:
         return torch._C._will_engine_execute_node(leaf)  # pyrefly: ignore[missing-attribute]
     except RuntimeError:  # it does not answer for leaves in `autograd.grad`
         return False
+
+
+def has_backward_hooks(x: torch.Tensor | torch.nn.Module) -> bool:
+    """Whether hooks see the gradient of a tensor, or of what a module takes or returns."""
+    return bool(x._backward_hooks) or bool(getattr(x, "_backward_pre_hooks", None))
+
+
+def saves_otherwise() -> bool:
+    """Whether hooks replace the tensors that the graph saves, as those of torch.utils.checkpoint do."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

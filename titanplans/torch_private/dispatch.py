@@ -28,6 +28,7 @@ __all__ = [
     "foreach_norm",
     "rows_for_meta",
     "schema",
+    "storage_id",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -57,6 +58,11 @@ def dispatch_is_watched() -> bool:
 def rows_for_meta() -> AbstractContextManager[Any]:
     """Return the context in which `nonzero` on meta finds every element, instead of an error."""
     return torch.fx.experimental._config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return the address of the storage object of `tensor`: tensors on meta have no memory whose address would tell."""
+    return tensor.untyped_storage()._cdata
 
 
 def version(tensor: torch.Tensor) -> int:

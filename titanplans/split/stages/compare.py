@@ -11,9 +11,10 @@ from torch import nn
 
 from titanplans.errors import ParallelError
 from titanplans.plan.decoder import is_held
-from titanplans.split.stages.expressions import Expressions
+from titanplans.split.stages.expressions import Expressions, Functions, own_tensors
 from titanplans.split.stages.stages import Stages
 from titanplans.split.stages.trace import read_by_loss, without_cache
+from titanplans.torch_private.autograd import has_backward_hooks, saves_otherwise
 from titanplans.torch_private.dispatch import rows_for_meta, tree_leaves
 from titanplans.user_code import as_user_error
 
@@ -27,8 +28,8 @@ class _Forward(NamedTuple):
     returned: Mapping[str, Numbers]
     output: Numbers
     """Of the logits; of what a stage gives."""
-    buffers: Mapping[str, Hashable]
-    """Of each buffer, after the forward."""
+    own: Mapping[str, Hashable]
+    """Of each parameter and buffer, after the forward."""
     given: Sequence[torch.Tensor]
     """What a stage gives to the next one."""
     trained: frozenset[str]
@@ -72,11 +73,11 @@ def _check_mode(
         own = [name for name in names if is_held(name, stages.passed[index])]
         place = f"stage {index} of {len(stages)}"
         expressions.begin(part, received)
-        alone = f"{place} has no other values of earlier blocks than those that blocks return, and ends with"
+        alone = f"{place} lacks modules and values of other stages, but for what blocks return, and ends with"
         with as_user_error(alone, ParallelError):
             forward = partial(stage.run, received, partial(_output, part, inputs))
             found = _run(expressions, part, own, forward)
-        what = _difference(found, whole, own) or _difference_in_buffers(found, whole)
+        what = _difference(found, whole, own) or _difference_after(found, whole)
         if what is None and not stage.gives and found.output != whole.output:
             what = "the logits are made of what only another stage has"
         if what is None and (idle := found.trained - whole.trained):
@@ -137,24 +138,46 @@ def _run(
     returned: dict[str, Numbers] = {}
 
     def enter(name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+        _refuse_other_backwards(name, model, (args, kwargs))
         arguments[name] = expressions.of_all((args, kwargs))
-        expressions.enter(name, is_block=True)
+        expressions.enter(name)
 
     def leave(name: str, block: nn.Module, args: Any, output: Any) -> None:
         returned[name] = expressions.of_all(output)
-        expressions.enter(f"after {name}", is_block=False)
+        expressions.enter(f"after {name}")
 
-    expressions.enter("before the blocks", is_block=False)
-    with ExitStack() as stack, torch.set_grad_enabled(model.training), rows_for_meta(), expressions:
+    expressions.enter("before the blocks")
+    with (
+        ExitStack() as stack,
+        torch.set_grad_enabled(model.training),
+        rows_for_meta(),
+        expressions,
+        Functions(expressions),
+    ):
         for name in names:
             block = model.get_submodule(name)
             stack.callback(block.register_forward_pre_hook(partial(enter, name), with_kwargs=True).remove)
             stack.callback(block.register_forward_hook(partial(leave, name)).remove)
         output = forward()
-    buffers = {name: expressions.of(buffer) for name, buffer in model.named_buffers()}
+    after = {name: expressions.of(tensor) for name, tensor in own_tensors(model)}
     given = output if isinstance(output, tuple) else ()
     trained = expressions.names(model, _trained(output))
-    return _Forward(arguments, returned, expressions.of_all(output), buffers, given, trained)
+    return _Forward(arguments, returned, expressions.of_all(output), after, given, trained)
+
+
+def _refuse_other_backwards(name: str, model: nn.Module, arguments: Any) -> None:
+    """Refuse what happens in the backward of an unsplit model at a border of stages, where it would happen twice or not."""
+    if model.training and (not torch.is_grad_enabled() or saves_otherwise()):
+        raise ParallelError(
+            f"{name} is called inside of torch.utils.checkpoint or without gradients: leave recomputation to the job's "
+            "[activation_checkpoint]"
+        )
+    hooked = any(isinstance(x, torch.Tensor) and has_backward_hooks(x) for x in tree_leaves(arguments))
+    if hooked or any(map(has_backward_hooks, model.modules())):
+        raise ParallelError(
+            f"the gradient of what {name} is given has a hook, which two stages would run: change the gradient inside of a "
+            "block"
+        )
 
 
 def _trained(output: Any) -> set[int]:
@@ -169,18 +192,16 @@ def _trained(output: Any) -> set[int]:
 
 
 def _difference(found: _Forward, whole: _Forward, names: Sequence[str]) -> str | None:
-    """Return in words which of the blocks called `names` is the first that differs; None: none does."""
+    """Return in words which of the blocks called `names` is the first that returns something else; None: none does."""
     for name in names:
+        if found.returned.get(name) == whole.returned[name]:
+            continue  # an argument that differs was not used
         if found.arguments.get(name) != whole.arguments[name]:
             return f"{name} is given something else than in the unsplit model"
-        if found.returned[name] != whole.returned[name]:
-            return (
-                f"{name} computes something else of the same arguments, by an attribute, a list or a counter"
-            )
+        return f"{name} computes something else of the same arguments, by an attribute, a list or a counter"
     return None
 
 
-def _difference_in_buffers(found: _Forward, whole: _Forward) -> str | None:
-    differing = (name for name, number in found.buffers.items() if number != whole.buffers.get(name))
-    name = next(differing, None)
-    return None if name is None else f"buffer {name} changes otherwise than in the unsplit model"
+def _difference_after(found: _Forward, whole: _Forward) -> str | None:
+    name = next((name for name, number in found.own.items() if number != whole.own.get(name)), None)
+    return None if name is None else f"{name} changes otherwise than in the unsplit model"

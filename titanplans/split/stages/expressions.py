@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from titanplans.split.stages.trace import SHAPE_ALONE
-from titanplans.torch_private.dispatch import TorchDispatchMode, schema, tree_leaves
+from titanplans.torch_private.dispatch import TorchDispatchMode, schema, storage_id, tree_leaves
 
 
 class _Content(NamedTuple):
@@ -41,13 +42,15 @@ class Expressions(TorchDispatchMode):
         self._names: dict[str, str] = {}
         """Each name of a tensor of the model, and the first of its names."""
         first: dict[int, str] = {}
-        for name, tensor in _own_tensors(model):
+        for name, tensor in own_tensors(model):
             self._names[name] = first.setdefault(id(tensor), name)
-        self._scope, self._unknown, self._is_in_block = "", 0, False
+        self._scope, self._unknown = "", 0
         self.answer = False
-        """What the model's own code reads from a tensor on meta: whether a mask leaves anything out, for one."""
+        """What code reads from a tensor on meta: whether a mask leaves anything out, for one."""
         self.has_read = False
         """It has read a number from one."""
+        self.made_of: Hashable = None
+        """The function that runs, and its arguments but for tensors."""
         self.draws: str | None = None
         """The first operator that drew random numbers; None: there is none."""
 
@@ -58,35 +61,54 @@ class Expressions(TorchDispatchMode):
         """
         # A tensor that an earlier forward has left somewhere is no tensor of this one. Held: no other one gets its address.
         self._past += self._contents.values()
-        self._contents = {(key := _key(tensor)): self._contents[key] for tensor in received}
+        self._contents = {(key := storage_id(tensor)): self._contents[key] for tensor in received}
         self.reset(model)
         for name, tensor in _attributes(model):
-            self._set(tensor, ("attribute", name))
+            if (
+                storage_id(tensor) not in self._contents
+            ):  # else a parameter or buffer that an attribute names, too
+                self._set(tensor, ("attribute", name))
         for name, value in self._inputs.items():
             if isinstance(value, torch.Tensor):
                 self._set(value, ("input", name))
 
     def reset(self, model: nn.Module) -> None:
         """Let parameters and buffers of `model` be again what they were before its forward."""
-        for name, tensor in _own_tensors(model):
+        for name, tensor in own_tensors(model):
             self._set(tensor, ("tensor", self._names.get(name, name)))
 
     def names(self, model: nn.Module, tensors: set[int]) -> frozenset[str]:
         """Return the names in the unsplit model of those of `model` whose `id`s are among `tensors`."""
-        return frozenset(self._names[name] for name, x in _own_tensors(model) if id(x) in tensors)
+        return frozenset(self._names[name] for name, x in own_tensors(model) if id(x) in tensors)
 
-    def enter(self, scope: str, *, is_block: bool) -> None:
+    def enter(self, scope: str) -> None:
         """Begin a part of the forward: a block, or what the model's own code does after one."""
-        self._scope, self._unknown, self._is_in_block = scope, 0, is_block
+        self._scope, self._unknown = scope, 0
+
+    def made_by(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call `func`, a function of torch; constants that it makes on meta are known by its arguments."""
+        before = self.made_of, self._unknown
+        leaves = (x for x in tree_leaves((args, kwargs)) if not isinstance(x, torch.Tensor))
+        self.made_of, self._unknown = (getattr(func, "__name__", ""), *map(_constant, leaves)), 0
+        try:
+            out = func(*args, **kwargs)
+            if isinstance(out, torch.Tensor):
+                self.of(out)
+            return out
+        finally:
+            self.made_of, self._unknown = before
 
     def of(self, tensor: torch.Tensor) -> int:
         """Return the number of the expression that `tensor` is."""
-        if _key(tensor) not in self._contents:  # no operator made it, such as the index in x[:, [0]]
-            # On meta its value is not known, but which of them in its part of the forward it is.
-            self._unknown += tensor.is_meta
-            what = self._unknown if tensor.is_meta else str(tensor.tolist())
-            self._set(tensor, ("constant", self._scope if tensor.is_meta else "", what))
-        number = self._contents[_key(tensor)].number
+        if storage_id(tensor) not in self._contents:  # no operator made it, such as the index in x[:, [0]]
+            if (
+                tensor.is_meta
+            ):  # it has no value, but was made of one by a function, or as the nth in its part
+                self._unknown += 1
+                self._set(tensor, ("constant", self.made_of or self._scope, self._unknown))
+            else:
+                self._set(tensor, ("constant", str(tensor.tolist())))
+        number = self._contents[storage_id(tensor)].number
         return self._number((number, *_geometry(tensor), tensor.storage_offset()))
 
     def of_all(self, tree: Any) -> tuple[Hashable, ...]:
@@ -96,9 +118,8 @@ class Expressions(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            self.has_read |= not self._is_in_block
-            answer = self.answer and not self._is_in_block
-            return answer if args[0].dtype == torch.bool else int(answer)
+            self.has_read = True
+            return self.answer if args[0].dtype == torch.bool else int(self.answer)
         if getattr(func, "overloadpacket", None) in SHAPE_ALONE:
             operands: Any = [
                 _geometry(x) if isinstance(x, torch.Tensor) else _constant(x) for x in tree_leaves(args)
@@ -113,18 +134,30 @@ class Expressions(TorchDispatchMode):
         for index, tensor in enumerate(written):
             self._set(tensor, (*expression, "written", index))
         for index, tensor in enumerate(x for x in tree_leaves(out) if isinstance(x, torch.Tensor)):
-            if _key(tensor) not in self._contents:  # else a view, or changed in place
+            if storage_id(tensor) not in self._contents:  # else a view, or changed in place
                 self._set(tensor, (*expression, index))
         return out
 
     def _set(self, tensor: torch.Tensor, expression: Hashable) -> None:
-        self._contents[_key(tensor)] = _Content(tensor.untyped_storage(), self._number(expression))
+        self._contents[storage_id(tensor)] = _Content(tensor.untyped_storage(), self._number(expression))
 
     def _number(self, expression: Hashable) -> int:
         return self._numbers.setdefault(expression, len(self._numbers))
 
 
-def _own_tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+class Functions(TorchFunctionMode):
+    """Tells `expressions` which function of torch runs: on meta, torch.tensor(2.0) does not say that it is 2."""
+
+    def __init__(self, expressions: Expressions):
+        super().__init__()
+        self._expressions = expressions
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._expressions.made_by(func, args, kwargs or {})
+
+
+def own_tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """Yield the parameters and buffers of `model` by each of their names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
@@ -136,10 +169,6 @@ def _attributes(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
             if name not in ("_parameters", "_buffers", "_modules"):
                 leaves = enumerate(tree_leaves(value))
                 yield from ((f"{path}.{name}.{at}", x) for at, x in leaves if isinstance(x, torch.Tensor))
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Hashable, ...]:

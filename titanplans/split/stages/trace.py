@@ -20,6 +20,7 @@ from titanplans.torch_private.dispatch import (
     TorchDispatchMode,
     TreeSpec,
     rows_for_meta,
+    storage_id,
     tree_flatten,
     tree_leaves,
     version,
@@ -89,6 +90,8 @@ class Trace(NamedTuple):
         return tuple(sorted(value for value in needed if value.block < at))
 
 
+MOST_READS = 100_000
+"""Numbers that a forward may read from tensors: on meta each is 0, so a loop may never end."""
 LOSS_FIELDS = ("_loss", "router_logits")
 """So end the names of what a model returns for its loss next to its logits."""
 SHAPE_ALONE = frozenset(
@@ -108,21 +111,21 @@ class _Origins(TorchDispatchMode):
         super().__init__()
         self.block: int | None = None
         """The index of the block that runs; None: the model's own code."""
+        self._reads = 0
         self.has_read = False
         """The block that runs has made a Python number of a tensor."""
         # A storage that is held keeps its address.
         self._known: dict[int, tuple[torch.UntypedStorage, frozenset[Value]]] = {}
 
     def of(self, tensor: torch.Tensor) -> frozenset[Value]:
-        known = self._known.get(tensor.untyped_storage()._cdata)
+        known = self._known.get(storage_id(tensor))
         return frozenset() if known is None else known[1]
 
     def of_all(self, tree: Any) -> frozenset[Value]:
         return frozenset().union(*map(self.of, _tensors(tree)))
 
     def note(self, tensor: torch.Tensor, values: frozenset[Value]) -> None:
-        storage = tensor.untyped_storage()
-        self._known[storage._cdata] = storage, values
+        self._known[storage_id(tensor)] = tensor.untyped_storage(), values
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -130,7 +133,11 @@ class _Origins(TorchDispatchMode):
                 raise ParallelError(
                     "its code between blocks makes a Python number of hidden states, which other stages do not have"
                 )
-            self.has_read = True
+            self.has_read, self._reads = True, self._reads + 1
+            if self._reads > MOST_READS:
+                raise ParallelError(
+                    f"it makes more than {MOST_READS:,} Python numbers of tensors, perhaps in a loop that waits for a value"
+                )
             if args[0].is_meta:  # such as whether a mask leaves anything out
                 return False if args[0].dtype == torch.bool else 0
         out = func(*args, **(kwargs or {}))
@@ -180,16 +187,19 @@ def trace(model: nn.Module, decoder: Decoder, inputs: Mapping[str, Any]) -> Trac
                     f"{name} makes a Python number of a tensor and returns {leaf!r}, which other stages can't know: "
                     "return a tensor"
                 )
-        unchanged = [
-            not isinstance(x, torch.Tensor) or version(x) == before
+        unchanged = [  # a block that reads a value may hand on another tensor then
+            not origins.has_read and (not isinstance(x, torch.Tensor) or version(x) == before)
             for x, before in zip(arguments, versions, strict=True)
         ]
         returned = tuple(
             _returned(Value(index, name, at), leaf, arguments, unchanged) for at, leaf in enumerate(leaves)
         )
-        for leaf, one in zip(leaves, returned, strict=True):
-            if one.value is not None:
-                origins.note(leaf, frozenset({one.value}))
+        made = [
+            (leaf, one.value) for leaf, one in zip(leaves, returned, strict=True) if one.value is not None
+        ]
+        for leaf, _ in made:  # several may have one storage
+            same = (value for other, value in made if storage_id(other) == storage_id(leaf))
+            origins.note(leaf, frozenset(same))
         calls.append(BlockCall(needs, returned, structure))
 
     def called(name: str, module: nn.Module, args: Any, output: Any) -> None:

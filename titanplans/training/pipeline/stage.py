@@ -20,6 +20,7 @@ from titanplans.split.stages.stages import Stages
 from titanplans.split.stages.trace import Trace, trace
 from titanplans.text import class_name
 from titanplans.torch_private.pipelining import backward_of_weights, without_views
+from titanplans.user_code import as_user_error
 
 
 class ScheduledStage(PipelineStage):
@@ -136,14 +137,9 @@ def _on_meta(model: Any, seq_len: int, sequences: int = 1) -> Iterator[tuple[Any
         model.set_experts_implementation("eager")  # the others multiply no float32
     cannot = f"{class_name(model)} can't be cut into stages"
     remedy = "without stages (pipeline_parallel_degree = 1) it trains as it is"
+    ends = "a forward on meta, where a number that is read from a tensor is 0 or 1, ends with"
     try:
-        with for_meta():
+        with for_meta(), as_user_error(ends, ParallelError):
             yield model, {"input_ids": ids}
     except ParallelError as error:
         raise ParallelError(f"{cannot}: {error}; {remedy}") from error
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
-        why = next(iter(str(error).splitlines()), "")
-        raise ParallelError(
-            f"{cannot}: a forward on meta, which tells what blocks hand to each other, ends with {type(error).__name__}: "
-            f"{why}; {remedy}"
-        ) from error
