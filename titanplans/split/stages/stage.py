@@ -39,6 +39,7 @@ class Stage:
     ):
         self.model, self.takes, self.gives = model, tuple(takes), tuple(gives)
         self._received = received
+        self._passed = [module for module in model.modules() if isinstance(module, PassedModule)]
         self._made: Values = {}
         self._calls: dict[str, int] = {}
         """How often a module before the blocks has been called in the forward that runs."""
@@ -58,9 +59,8 @@ class Stage:
             self._received.clear()
             self._made.clear()
             self._calls.clear()
-            for module in self.model.modules():
-                if isinstance(module, PassedModule):
-                    module.calls = 0
+            for module in self._passed:
+                module.calls = 0
 
     def watch(self) -> None:
         """Keep from here on the values that later stages need; call it once nothing will wrap a module any more."""
