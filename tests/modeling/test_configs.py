@@ -97,7 +97,7 @@ def test_a_config_leaves_the_flavor_as_it_was():
 @pytest.mark.parametrize(
     ("arguments", "overrides", "words"),
     [
-        (("glaa", "debug"), {}, ["'glaa'", "gla, ", "did you mean gla?"]),
+        (("glaa", "debug"), {}, ["'glaa'", "did you mean gla?"]),
         (("gla", "350M"), {}, ["'350M'", "did you mean 340M?"]),
         (("gla", "debug"), {"hiden_size": 64}, ["hiden_size", "did you mean hidden_size?"]),
         (("llama", "debug"), {"num_attn_heads": 4}, ["LlamaConfig", "did you mean num_attention_heads?"]),

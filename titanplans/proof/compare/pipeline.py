@@ -21,7 +21,7 @@ from titanplans.plan.custom import PlanSource, resolve_plan
 from titanplans.plan.decoder import Elsewhere, find_decoder, within
 from titanplans.plan.options import TPOptions
 from titanplans.plan.resolve import ResolvedPlan
-from titanplans.proof.compare.forward import widened
+from titanplans.proof.compare.forward import FAILURES, does_not_run, widened
 from titanplans.split.meshes import meshes_of
 from titanplans.split.stages.compare import check_stages
 from titanplans.split.stages.schedules import in_one_order, orders
@@ -137,7 +137,7 @@ def refuse_other_stages(model: nn.Module, number: int, inputs: Mapping[str, Any]
     """Refuse stages that do not compute what `model` computes of `inputs`, keyword arguments of its forward.
 
     Raises:
-        PlanError: names the first block that differs.
+        PlanError: names the first block that differs, or the model does not run.
     """
     decoder = find_decoder(model)
     try:
@@ -146,6 +146,8 @@ def refuse_other_stages(model: nn.Module, number: int, inputs: Mapping[str, Any]
             check_stages(model, Stages(model, found, starts_of(len(decoder.names), number)), inputs)
     except ParallelError as error:
         raise PlanError(f"pp = {number}: {type(model).__name__} can't be cut into stages: {error}") from error
+    except FAILURES as error:
+        raise does_not_run(model, error, "in its first forward") from error
 
 
 def starts_of(blocks: int, stages: int) -> list[int]:
