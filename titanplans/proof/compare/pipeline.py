@@ -98,23 +98,23 @@ def split_stages(
     options: TPOptions,
     mesh: DeviceMesh,
     experts: DeviceMesh | None,
-    found: Trace,
+    traced: Trace,
 ) -> tuple[PipelinedModel, list[AppliedPlan]]:
     """Return the stages of copies of `model`, each split over `mesh`, and `experts`, as `apply_plan` takes them.
 
     Raises:
         PlanError: strict application refuses the plan.
     """
-    stages = Stages(model, found, starts_of(len(find_decoder(model).names), options.degrees.pp))
+    stages = Stages(model, traced, starts_of(len(find_decoder(model).names), options.degrees.pp))
     made, applied = [], []
     for number in range(len(stages)):
         part = copy.deepcopy(model)
         checked = check(resolve_plan(plan, part, options), part, dist.get_backend(mesh.get_group(0)))
-        whole = checked.plan
+        unsplit_plan = checked.plan
         made.append(stages.cut(part, number))
         checked = checked.of_stage(stages.passed[number])
         applied.append(split(checked, cut_of(checked, meshes_of(mesh), experts, sum_over_cp=True)))
-    return PipelinedModel(made, stages.shared, whole), applied
+    return PipelinedModel(made, stages.shared, unsplit_plan), applied
 
 
 def refuse_stages(model: nn.Module, number: int) -> None:
@@ -142,8 +142,8 @@ def refuse_other_stages(model: nn.Module, number: int, inputs: Mapping[str, Any]
     decoder = find_decoder(model)
     try:
         with torch.random.fork_rng(), widened(next(model.parameters()).dtype):
-            found = trace(copy.deepcopy(model), decoder, inputs)
-            check_stages(model, Stages(model, found, starts_of(len(decoder.names), number)), inputs)
+            traced = trace(copy.deepcopy(model), decoder, inputs)
+            check_stages(model, Stages(model, traced, starts_of(len(decoder.names), number)), inputs)
     except ParallelError as error:
         raise PlanError(f"pp = {number}: {type(model).__name__} can't be cut into stages: {error}") from error
     except FAILURES as error:

@@ -11,7 +11,7 @@ from torch import nn
 
 from titanplans.errors import ParallelError
 from titanplans.plan.decoder import is_held
-from titanplans.split.stages.expressions import Expressions, Functions, own_tensors
+from titanplans.split.stages.expressions import Expressions, RunningFunction, own_tensors
 from titanplans.split.stages.stages import Stages
 from titanplans.split.stages.trace import read_by_loss, without_cache
 from titanplans.torch_private.autograd import has_backward_hooks, saves_otherwise
@@ -30,7 +30,7 @@ class _Forward(NamedTuple):
     """Of the logits; of what a stage gives."""
     own: Mapping[str, Hashable]
     """Of each parameter and buffer, after the forward."""
-    given: Sequence[torch.Tensor]
+    sent: Sequence[torch.Tensor]
     """What a stage gives to the next one."""
     trained: frozenset[str]
     """The parameters that the backward of the output gives a gradient."""
@@ -40,31 +40,28 @@ def check_stages(model: nn.Module, stages: Stages, inputs: Mapping[str, Any]) ->
     """Refuse stages whose forwards are not, operator by operator, the forward of `model`, in training or in evaluation.
 
     Args:
-        model: the unsplit model, on any device; on meta inside of `titanplans.kernels.for_meta`. It is left as it is.
+        model: the unsplit model, on any device; on meta inside of `titanplans.kernels.for_meta`. Copies of it run.
         stages: of it.
         inputs: keyword arguments of its forward.
 
     Raises:
         ParallelError: names the first block that computes something else, or what else differs.
     """
-    was_training = model.training
-    try:
-        for training in (True, False):
-            model.train(training)
-            expressions = Expressions(model, inputs)
+    model = copy.deepcopy(model)  # whose modules' own modes stay
+    for training in (True, False):
+        model.train(training)
+        expressions = Expressions(model, inputs)
+        _check_mode(model, stages, inputs, expressions)
+        if expressions.has_read:  # its code has gone one way, and now goes the other
+            expressions.answer = True
             _check_mode(model, stages, inputs, expressions)
-            if expressions.has_read:  # its code has gone one way, and now goes the other
-                expressions.answer = True
-                _check_mode(model, stages, inputs, expressions)
-    finally:
-        model.train(was_training)
 
 
 def _check_mode(
     model: nn.Module, stages: Stages, inputs: Mapping[str, Any], expressions: Expressions
 ) -> None:
     names, trained = stages.decoder.names, set[str]()
-    whole = _check_whole(expressions, copy.deepcopy(model), names, inputs)
+    unsplit = _check_unsplit(expressions, copy.deepcopy(model), names, inputs)
     received: Sequence[torch.Tensor] = ()
     for index in range(len(stages)):
         part = copy.deepcopy(model)
@@ -76,21 +73,21 @@ def _check_mode(
         alone = f"{place} lacks modules and values of other stages, but for what blocks return, and ends with"
         with as_user_error(alone, ParallelError):
             forward = partial(stage.run, received, partial(_output, part, inputs))
-            found = _run(expressions, part, own, forward)
-        what = _difference(found, whole, own) or _difference_after(found, whole)
-        if what is None and not stage.gives and found.output != whole.output:
+            staged = _run(expressions, part, own, forward)
+        what = _difference(staged, unsplit, own) or _difference_after(staged, unsplit)
+        if what is None and not stage.gives and staged.output != unsplit.output:
             what = "the logits are made of what only another stage has"
-        if what is None and (idle := found.trained - whole.trained):
+        if what is None and (idle := staged.trained - unsplit.trained):
             what = f"{min(idle)} gets a gradient of zeros, and none in the unsplit model"
         if what is not None:
             raise ParallelError(f"in {place}, {what}: let blocks hand values on as arguments and results")
-        received = [x.detach().requires_grad_(x.requires_grad) for x in found.given]
-        trained |= found.trained
-    if lost := whole.trained - trained:
+        received = [x.detach().requires_grad_(x.requires_grad) for x in staged.sent]
+        trained |= staged.trained
+    if lost := unsplit.trained - trained:
         raise ParallelError(f"{min(lost)} gets no gradient in any stage, and one in the unsplit model")
 
 
-def _check_whole(
+def _check_unsplit(
     expressions: Expressions, model: nn.Module, names: Sequence[str], inputs: Mapping[str, Any]
 ) -> _Forward:
     """Return the forward of the unsplit model.
@@ -138,7 +135,7 @@ def _run(
     returned: dict[str, Numbers] = {}
 
     def enter(name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
-        _refuse_other_backwards(name, model, (args, kwargs))
+        _refuse_other_backwards(name, (args, kwargs), training=model.training, hooked=hooked)
         arguments[name] = expressions.of_all((args, kwargs))
         expressions.enter(name)
 
@@ -146,13 +143,14 @@ def _run(
         returned[name] = expressions.of_all(output)
         expressions.enter(f"after {name}")
 
+    hooked = any(map(has_backward_hooks, model.modules()))
     expressions.enter("before the blocks")
     with (
         ExitStack() as stack,
         torch.set_grad_enabled(model.training),
         rows_for_meta(),
         expressions,
-        Functions(expressions),
+        RunningFunction(expressions),
     ):
         for name in names:
             block = model.get_submodule(name)
@@ -160,20 +158,23 @@ def _run(
             stack.callback(block.register_forward_hook(partial(leave, name)).remove)
         output = forward()
     after = {name: expressions.of(tensor) for name, tensor in own_tensors(model)}
-    given = output if isinstance(output, tuple) else ()
+    sent = output if isinstance(output, tuple) else ()
     trained = expressions.names(model, _trained(output))
-    return _Forward(arguments, returned, expressions.of_all(output), after, given, trained)
+    return _Forward(arguments, returned, expressions.of_all(output), after, sent, trained)
 
 
-def _refuse_other_backwards(name: str, model: nn.Module, arguments: Any) -> None:
-    """Refuse what happens in the backward of an unsplit model at a border of stages, where it would happen twice or not."""
-    if model.training and (not torch.is_grad_enabled() or saves_otherwise()):
+def _refuse_other_backwards(name: str, arguments: Any, *, training: bool, hooked: bool) -> None:
+    """Refuse what a border of stages in front of the block `name` would do twice in a backward, or not at all.
+
+    `hooked`: a module of the model has hooks that see gradients.
+    """
+    if training and (not torch.is_grad_enabled() or saves_otherwise()):
         raise ParallelError(
             f"{name} is called inside of torch.utils.checkpoint or without gradients: leave recomputation to the job's "
             "[activation_checkpoint]"
         )
-    hooked = any(isinstance(x, torch.Tensor) and has_backward_hooks(x) for x in tree_leaves(arguments))
-    if hooked or any(map(has_backward_hooks, model.modules())):
+    leaves = tree_leaves(arguments)
+    if hooked or any(isinstance(x, torch.Tensor) and has_backward_hooks(x) for x in leaves):
         raise ParallelError(
             f"the gradient of what {name} is given has a hook, which two stages would run: change the gradient inside of a "
             "block"
@@ -191,17 +192,17 @@ def _trained(output: Any) -> set[int]:
     return {id(node.variable) for node in seen if hasattr(node, "variable")}
 
 
-def _difference(found: _Forward, whole: _Forward, names: Sequence[str]) -> str | None:
+def _difference(staged: _Forward, unsplit: _Forward, names: Sequence[str]) -> str | None:
     """Return in words which of the blocks called `names` is the first that returns something else; None: none does."""
     for name in names:
-        if found.returned.get(name) == whole.returned[name]:
+        if staged.returned.get(name) == unsplit.returned[name]:
             continue  # an argument that differs was not used
-        if found.arguments.get(name) != whole.arguments[name]:
+        if staged.arguments.get(name) != unsplit.arguments[name]:
             return f"{name} is given something else than in the unsplit model"
         return f"{name} computes something else of the same arguments, by an attribute, a list or a counter"
     return None
 
 
-def _difference_after(found: _Forward, whole: _Forward) -> str | None:
-    name = next((name for name, number in found.own.items() if number != whole.own.get(name)), None)
+def _difference_after(staged: _Forward, unsplit: _Forward) -> str | None:
+    name = next((name for name, number in staged.own.items() if number != unsplit.own.get(name)), None)
     return None if name is None else f"{name} changes otherwise than in the unsplit model"

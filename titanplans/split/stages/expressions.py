@@ -64,9 +64,8 @@ class Expressions(TorchDispatchMode):
         self._contents = {(key := storage_id(tensor)): self._contents[key] for tensor in received}
         self.reset(model)
         for name, tensor in _attributes(model):
-            if (
-                storage_id(tensor) not in self._contents
-            ):  # else a parameter or buffer that an attribute names, too
+            # Otherwise it is a parameter or buffer that an attribute names, too.
+            if storage_id(tensor) not in self._contents:
                 self._set(tensor, ("attribute", name))
         for name, value in self._inputs.items():
             if isinstance(value, torch.Tensor):
@@ -101,9 +100,8 @@ class Expressions(TorchDispatchMode):
     def of(self, tensor: torch.Tensor) -> int:
         """Return the number of the expression that `tensor` is."""
         if storage_id(tensor) not in self._contents:  # no operator made it, such as the index in x[:, [0]]
-            if (
-                tensor.is_meta
-            ):  # it has no value, but was made of one by a function, or as the nth in its part
+            # On meta it has no value: it is known by the function that made it, or as the nth in its part.
+            if tensor.is_meta:
                 self._unknown += 1
                 self._set(tensor, ("constant", self.made_of or self._scope, self._unknown))
             else:
@@ -145,7 +143,7 @@ class Expressions(TorchDispatchMode):
         return self._numbers.setdefault(expression, len(self._numbers))
 
 
-class Functions(TorchFunctionMode):
+class RunningFunction(TorchFunctionMode):
     """Tells `expressions` which function of torch runs: on meta, torch.tensor(2.0) does not say that it is 2."""
 
     def __init__(self, expressions: Expressions):
