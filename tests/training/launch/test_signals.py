@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from jobs import Job, descendants, gone, start
+from jobs import PATIENCE, Job, descendants, gone, start
 
 from titanplans.training.launch.signals import Stopped, stop_on_signals
 
@@ -94,11 +94,25 @@ def test_ctrl_c_to_the_group_while_it_saves_is_one_line(job, mode):
     assert gone(ranks, 1)
 
 
+def working(words):
+    """Run a command whose work takes longer than this test."""
+    from importlib import import_module
+
+    from titanplans.cli.main import COMMANDS, run
+
+    def work(_):
+        Path("working").touch()
+        time.sleep(PATIENCE)
+
+    import_module(f"titanplans.{COMMANDS[words[0]]}").main = work
+    run(words)
+
+
 @on_linux
 @pytest.mark.parametrize("words", [["data", "job.toml"], ["list", "--long"]])
 def test_ctrl_c_of_any_command_is_one_line(job, words):
-    process = start(words, job.folder)
-    time.sleep(1.5)
+    process = start(words, job.folder, by=working)
+    job.wait_for(process, lambda: (job.folder / "working").exists())
     os.kill(process.pid, signal.SIGINT)
     assert job.end(process) == 130
     assert said(job) == ["stopped by SIGINT"]
