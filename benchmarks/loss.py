@@ -123,19 +123,22 @@ class Ends(nn.Module):
 
 def split(model: Ends, mesh: DeviceMesh) -> None:
     """Shard the head as a plan does."""
-    from titanplans.plan.layout import StreamLayout
+    from titanplans.apply.ways import ByWeights
     from titanplans.plan.resolve import Entry
-    from titanplans.plan.styles.vocab import VocabHead
+    from titanplans.split.layout import StreamLayout
     from titanplans.split.meshes import meshes_of
     from titanplans.split.state import make_state
-    from titanplans.split.tensors.by_weights import CutByWeights
+    from titanplans.styles.base import SplitOver
+    from titanplans.styles.vocab_head import VocabHead
 
-    head, cut = model.lm_head, CutByWeights(meshes_of(mesh), StreamLayout(sharded=False))
+    stream = StreamLayout(sharded=False)
+    head, way = model.lm_head, ByWeights(meshes_of(mesh), stream)
     style = VocabHead(loss_parallel=True)
-    entry = Entry("lm_head", style, "lm_head", head, None, dict(style.layouts(head)))
-    cut.lay_out(entry)
-    cut.install(entry, cut.border)
-    make_state(model).border = cut.border
+    layouts = dict(style.layouts(head, SplitOver(mesh.size(), stream)))
+    entry = Entry("lm_head", style, "lm_head", head, None, layouts, layouts)
+    way.lay_out(entry)
+    way.install(entry, way.border)
+    make_state(model).border = way.border
 
 
 def sharded(model: Ends, mesh: DeviceMesh) -> Step:

@@ -28,8 +28,8 @@ from titanplans.kernels import install
 from titanplans.modeling.samples import build_real
 from titanplans.parallel.mesh.mesh import Mesh
 from titanplans.parallel.pipeline.timeline import Timeline, timeline
-from titanplans.plan.decoder import find_decoder
 from titanplans.plan.degrees import Degrees
+from titanplans.split.decoder import find_decoder
 from titanplans.split.stages.schedules import SCHEDULES, orders
 from titanplans.split.stages.stages import Stages
 from titanplans.torch_private.dispatch import tree_leaves

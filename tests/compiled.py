@@ -85,7 +85,7 @@ def watch(model):
     """Record of each compiled block what its calls make; returns the dicts, filled as it runs."""
     from torch._dynamo.utils import counters
 
-    from titanplans.plan.decoder import find_decoder
+    from titanplans.split.decoder import find_decoder
 
     first: dict[str, Block] = {}
     calls: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Styles with a fault: the cut by weights installs them in another way; nothing else changes."""
+"""Styles with a fault: tensor parallelism installs them in another way; nothing else changes."""
 
 import copy
 from collections.abc import Callable
@@ -6,10 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from titanplans.plan.styles.base import Style
 from titanplans.split.stream import Border
-from titanplans.split.tensors.by_weights import RULES, rule_of
-from titanplans.split.tensors.rules import Site
+from titanplans.styles.base import Site, Style
 
 Install = Callable[[nn.Module, Border], None]
 """Puts a style's hooks on a module."""
@@ -23,18 +21,15 @@ def subclassed(style: Style, name: str, **methods: Any) -> Style:
 
 
 def installed(style: Any, install: Callable[[Install, nn.Module, Border], None], name: str = "Faulty") -> Any:
-    """Return a copy of `style` that is installed by `install(right, module, border)`; `right` installs as the cut does."""
-    rule = rule_of(style)
+    """Return a copy of `style` that is installed by `install(right, module, border)`; `right` installs as `style` does."""
 
-    def wrong(_: Any, module: nn.Module, site: Site) -> None:
+    def by_weights(_: Any, module: nn.Module, site: Site) -> None:
         def right(module: nn.Module, border: Border) -> None:
-            rule.install(style, module, site._replace(border=border))
+            style.by_weights(module, site._replace(border=border))
 
         install(right, module, site.border)
 
-    fault = subclassed(style, name)
-    RULES[type(fault)] = rule._replace(install=wrong)
-    return fault
+    return subclassed(style, name, by_weights=by_weights)
 
 
 def leaving(style: Any, leave: Callable[[Border, nn.Module, Any], Any]) -> Any:

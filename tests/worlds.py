@@ -95,6 +95,7 @@ def _work(
 ) -> None:
     import preloaded  # noqa: F401  the server says nothing where this fails
 
+    faulthandler.enable()  # a rank that a signal ends says where it was
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     os.environ.clear()  # a fork has that of the server
     os.environ.update(

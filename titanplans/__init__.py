@@ -23,11 +23,11 @@ if TYPE_CHECKING:
         parallelize,
         process_group,
     )
-    from titanplans.plan.decoder import find_decoder
     from titanplans.plan.options import TPOptions
     from titanplans.plan.plan import Plan, TPPlan
     from titanplans.plan.registry import register_plan, registered_plans
     from titanplans.proof import verify
+    from titanplans.split.decoder import find_decoder
     from titanplans.weights.adapters import load_adapter, save_adapter
     from titanplans.weights.full import (
         gather_full_optimizer_state_dict,
@@ -76,7 +76,7 @@ _HOME = {
     "TPPlan": "plan.plan",
     "apply_plan": "apply.apply",
     "check_plan": "apply.apply",
-    "find_decoder": "plan.decoder",
+    "find_decoder": "split.decoder",
     "register_plan": "plan.registry",
     "registered_plans": "plan.registry",
     "gather_full_optimizer_state_dict": "weights.full",

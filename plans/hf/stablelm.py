@@ -14,11 +14,12 @@ class StableLmPlan(LlamaPlan):
     def attn_plan(self, attn: Any) -> Plan:
         plan = super().attn_plan(attn)
         if attn.qk_layernorm:
-            if self.options.degree > attn.num_key_value_heads:
+            degree = self.options.degrees.sharing
+            if degree > attn.num_key_value_heads:
                 raise PlanError(
-                    f"qk_layernorm with num_key_value_heads = {attn.num_key_value_heads} below tensor_parallel_degree = "
-                    f"{self.options.degree}: the norms of heads that ranks share are not split: take a degree that "
-                    f"divides {attn.num_key_value_heads}"
+                    f"qk_layernorm with num_key_value_heads = {attn.num_key_value_heads} below "
+                    f"{self.options.name_degree(degree)}: the norms of heads that ranks share are not split: take a degree "
+                    f"that divides {attn.num_key_value_heads}"
                 )
             for name in ("q_layernorm", "k_layernorm"):
                 plan[name] = self.gathered_in_region(dim=1)

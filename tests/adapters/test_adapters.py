@@ -81,7 +81,7 @@ def test_a_gradient_that_is_not_summed_is_found_and_placed(monkeypatch):
             name: x._replace(gradient=Replicate()) for name, x in found.items() if name == "lora_A"
         }
 
-    monkeypatch.setattr("titanplans.plan.styles.base.with_factors", unsummed)
+    monkeypatch.setattr("titanplans.styles.base.with_factors", unsummed)
     build = functools.partial(
         model_of, "qwen3", LoRA(rank=4, target_modules=("up_proj",)), num_hidden_layers=1
     )

@@ -11,7 +11,7 @@ from titanplans.cli.verify.prepare import check_memory, memory
 from titanplans.cli.verify.smaller_config import _smaller, _with_vocabulary, cut
 from titanplans.cli.verify.subject import Subject, every_model, find_subject
 from titanplans.errors import VerifyError
-from titanplans.plan.decoder import find_decoder
+from titanplans.split.decoder import find_decoder
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from titanplans import modeling
 from titanplans.parallel import Float8, convert_to_float8
-from titanplans.plan.converted import RECIPES
+from titanplans.split.converted import RECIPES
 
 pytestmark = [
     pytest.mark.cuda,

@@ -13,10 +13,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from mutants.faults import scale_gradient
 from titanplans import TPPlan
 from titanplans.plan.plan import Plan
-from titanplans.plan.styles.replicated import ReplicatedOnStream
-from titanplans.plan.styles.vocab import VocabHead
 from titanplans.split.parameters.local_parameters import readings_of
 from titanplans.split.stream import Border
+from titanplans.styles.replicated_on_stream import ReplicatedOnStream
+from titanplans.styles.vocab_head import VocabHead
 
 
 def changed(plan: type[TPPlan], **changes: Any) -> type[TPPlan]:

@@ -25,13 +25,11 @@ from mutants.operators import (
 )
 from mutants.site import Site
 from titanplans import Degrees, TPOptions, TPPlan
-from titanplans.plan.decoder import find_decoder
 from titanplans.plan.plan import Plan
-from titanplans.plan.styles.base import Style
-from titanplans.plan.styles.projections import KVColwise
-from titanplans.plan.styles.replicated import ReplicatedOffStream
-from titanplans.split.tensors.by_weights import rule_of
-from titanplans.split.tensors.rules import Rule
+from titanplans.split.decoder import find_decoder
+from titanplans.styles.base import SplitOver, Style
+from titanplans.styles.kv_colwise import KVColwise
+from titanplans.styles.replicated_off_stream import ReplicatedOffStream
 
 LOCAL_ATTRIBUTES = "local_attributes"
 """The one operator that is not done to a style: a mixer keeps the attributes of the whole one."""
@@ -51,16 +49,17 @@ class Mutant:
 
     def __str__(self) -> str:
         sequence = "sharded" if self.options.sequence_parallel else "whole"
-        return f"{self.architecture.name}, tp {self.options.degree}, sequence {sequence}: {self.operator} at {self.key}"
+        return f"{self.architecture.name}, tp {self.options.degrees.tp}, sequence {sequence}: {self.operator} at {self.key}"
 
     @property
     def effect(self) -> object:
         """What two mutants have in common that differ in their words only: styles without hooks, the same layouts."""
         style = self.change
-        if not isinstance(style, Style) or rule_of(style).install is not Rule().install:
+        if not isinstance(style, Style) or type(style).by_weights is not Style.by_weights:
             return self
         module = self.architecture.reference().pristine.get_submodule(self.key)
-        return self.key, self.options, tuple(sorted(style.layouts(module).items()))
+        over = SplitOver(self.options.degrees.tp, self.options.stream)
+        return self.key, self.options, tuple(sorted(style.layouts(module, over).items()))
 
 
 @cache
@@ -96,12 +95,12 @@ def mutants(architecture: Architecture) -> Iterator[Mutant]:
 def _of_styles(architecture: Architecture, model: nn.Module, options: TPOptions) -> Iterator[Mutant]:
     source = architecture.plan(options)
     blocks = find_decoder(model).names
-    sharing = options.degree > 2
+    sharing = options.degrees.tp > 2
     for key, style in source.full_plan(model).items():
         block = next((name for name in blocks if key.startswith(f"{name}.")), None)
         if (
             sharing
-            and not (isinstance(style, KVColwise) and options.degree > style.heads)
+            and not (isinstance(style, KVColwise) and options.degrees.tp > style.heads)
             and not key.endswith("k_norm")
         ):
             continue

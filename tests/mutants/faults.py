@@ -12,19 +12,22 @@ from faulty import Install, installed, leaving, subclassed
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from titanplans.plan.layout import Layout, StreamLayout, shard_size
-from titanplans.plan.styles.base import Style
-from titanplans.plan.styles.projections import Rowwise
-from titanplans.plan.styles.vocab import VocabEmbedding
+from titanplans.split.layout import Layout, StreamLayout, shard_size
 from titanplans.split.parameters.local_parameters import readings_of
 from titanplans.split.stream import Border
+from titanplans.styles.base import SplitOver, Style
+from titanplans.styles.rowwise import Rowwise
+from titanplans.styles.vocab_embedding import VocabEmbedding
 
 
 def on_stream(style: Style, stream: StreamLayout) -> Style:
     """`style`, made for another stream than the rest of its plan."""
-    other = copy.copy(style)
-    if hasattr(style, "stream"):
-        other.stream = stream  # type: ignore[attr-defined]
+    base = type(style).layout
+
+    def layout(self: Style, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:
+        return base(self, name, param, over._replace(stream=stream))
+
+    other = subclassed(style, "OnOtherStream", layout=layout)
     return installed(other, lambda right, module, border: right(module, Border(border.meshes, stream)))
 
 
@@ -51,8 +54,8 @@ def summed_again(style: Style) -> Style:
 def _relabelled(style: Style, name: str, old: Any, new: Any) -> Style:
     base = type(style).layout
 
-    def layout(self: Style, name: str, param: nn.Parameter) -> Layout | None:
-        right = base(self, name, param)
+    def layout(self: Style, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:
+        right = base(self, name, param, over)
         return right._replace(gradient=new) if right is not None and right.gradient == old else right
 
     return subclassed(style, name, layout=layout)
@@ -62,8 +65,8 @@ def with_rows(style: Style, change: Any) -> Style:
     """Each rank reads other rows: `change` of the right ones."""
     base = type(style).layout
 
-    def layout(self: Style, name: str, param: nn.Parameter) -> Layout | None:
-        right = base(self, name, param)
+    def layout(self: Style, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:
+        right = base(self, name, param, over)
         return right if right is None or right.rows is None else right._replace(rows=change(right.rows))
 
     return subclassed(style, "OtherRows", layout=layout)
@@ -154,8 +157,8 @@ def _at_border(style: Style, kind: type[Border]) -> Style:
 def bias_on_every_rank(style: Rowwise) -> Style:
     """The bias is part of each rank's product, and so counted once for each rank."""
 
-    def layout(self: Rowwise, name: str, param: nn.Parameter) -> Layout | None:
-        right = Rowwise.layout(self, name, param)
+    def layout(self: Rowwise, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:
+        right = Rowwise.layout(self, name, param, over)
         return None if right is None else right._replace(deferred=False)
 
     return subclassed(style, "BiasOnEveryRank", layout=layout)

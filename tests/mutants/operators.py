@@ -9,11 +9,15 @@ from torch.distributed.tensor import Partial, Replicate
 
 from mutants import faults
 from mutants.site import Site
-from titanplans.plan.styles.base import Style
-from titanplans.plan.styles.projections import Colwise, KVColwise, Rowwise
-from titanplans.plan.styles.region import Region
-from titanplans.plan.styles.replicated import ReplicatedInRegion, ReplicatedOffStream, ReplicatedOnStream
-from titanplans.plan.styles.vocab import VocabEmbedding, VocabHead
+from titanplans.styles.base import Style
+from titanplans.styles.colwise import Colwise
+from titanplans.styles.region import Region
+from titanplans.styles.replicated_in_region import ReplicatedInRegion
+from titanplans.styles.replicated_off_stream import ReplicatedOffStream
+from titanplans.styles.replicated_on_stream import ReplicatedOnStream
+from titanplans.styles.rowwise import Rowwise
+from titanplans.styles.vocab_embedding import VocabEmbedding
+from titanplans.styles.vocab_head import VocabHead
 
 SKIP, DROP = "skip", "drop"
 Change = Style | str
@@ -26,7 +30,7 @@ def drop(site: Site) -> Change:
 def swap(site: Site) -> Change:
     """Columns for rows."""
     if isinstance(site.style, Colwise):
-        return Rowwise(stream=site.plan.options.stream, reduce_output=False, degree=site.plan.options.degree)
+        return Rowwise(reduce_output=False)
     return Colwise() if isinstance(site.style, Rowwise) else SKIP
 
 
@@ -35,7 +39,7 @@ def whole(site: Site) -> Change:
     if isinstance(site.style, Colwise | Rowwise):
         return ReplicatedInRegion()
     if isinstance(site.style, VocabEmbedding | VocabHead):
-        return ReplicatedOnStream(stream=site.plan.options.stream)
+        return ReplicatedOnStream()
     return SKIP
 
 
@@ -125,20 +129,18 @@ def shift_half(site: Site) -> Change:
 
 
 def other_head(site: Site) -> Change:
-    shared = isinstance(site.style, KVColwise) and site.style.degree > site.style.heads
-    return faults.other_head(site.style) if shared else SKIP
+    return faults.other_head(site.style) if site.shares_heads else SKIP
 
 
 def not_shared(site: Site) -> Change:
     """Key/value heads split among more ranks than there are."""
-    shared = isinstance(site.style, KVColwise) and site.style.degree > site.style.heads
-    return Colwise() if shared else SKIP
+    return Colwise() if site.shares_heads else SKIP
 
 
 def as_on_stream(site: Site) -> Change:
     """replicated_on_stream() for what stands in a region, or before the stream."""
     other = isinstance(site.style, ReplicatedInRegion | ReplicatedOffStream)
-    return ReplicatedOnStream(stream=site.plan.options.stream) if other else SKIP
+    return ReplicatedOnStream() if other else SKIP
 
 
 def as_in_region(site: Site) -> Change:

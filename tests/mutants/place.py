@@ -23,9 +23,9 @@ from torch import nn
 
 from mutants import operators
 from mutants.prove import Verdict
-from titanplans.plan.decoder import find_decoder
 from titanplans.proof.compare.reference import ReferenceRun
 from titanplans.proof.result import CaseResult
+from titanplans.split.decoder import find_decoder
 
 HERE = {
     operator.__name__

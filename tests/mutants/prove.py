@@ -45,7 +45,7 @@ def verdicts(mutants: Sequence[Mutant]) -> Iterator[Verdict]:
             yield Verdict(mutant, refusal, None)
         else:
             ready.setdefault(mutant.effect, []).append(mutant)
-    for degree, alike in itertools.groupby(ready.values(), key=lambda group: group[0].options.degree):
+    for degree, alike in itertools.groupby(ready.values(), key=lambda group: group[0].options.degrees.tp):
         groups = list(alike)
         for group, verdict in zip(groups, _over_threads(degree, [group[0] for group in groups]), strict=True):
             yield from (replace(verdict, mutant=mutant) for mutant in group)

@@ -7,10 +7,11 @@ from torch.distributed.tensor import Shard
 
 from titanplans import TPPlan
 from titanplans.plan.checks.tied import tied_parameters
-from titanplans.plan.decoder import find_decoder
-from titanplans.plan.layout import StreamLayout
-from titanplans.plan.styles.base import Style
-from titanplans.plan.styles.projections import KVColwise, Rowwise
+from titanplans.split.decoder import find_decoder
+from titanplans.split.layout import StreamLayout
+from titanplans.styles.base import SplitOver, Style
+from titanplans.styles.kv_colwise import KVColwise
+from titanplans.styles.rowwise import Rowwise
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,15 @@ class Site:
         return self.module._parameters.get("bias") is not None
 
     @property
+    def over(self) -> SplitOver:
+        return SplitOver(self.plan.options.degrees.tp, self.plan.options.stream)
+
+    @property
+    def shares_heads(self) -> bool:
+        """Ranks share key/value heads here."""
+        return isinstance(self.style, KVColwise) and self.over.degree > self.style.heads
+
+    @property
     def other_stream(self) -> StreamLayout:
         """Sharded where the plan's is whole, and the reverse."""
         options = self.plan.options
@@ -38,11 +48,14 @@ class Site:
 
     @property
     def gradients(self) -> set:
-        return {layout.gradient for layout in self.style.layouts(self.module).values()}
+        return {layout.gradient for layout in self.style.layouts(self.module, self.over).values()}
 
     @property
     def sharded(self) -> bool:
-        return any(isinstance(layout.placement, Shard) for layout in self.style.layouts(self.module).values())
+        return any(
+            isinstance(layout.placement, Shard)
+            for layout in self.style.layouts(self.module, self.over).values()
+        )
 
     @property
     def tied(self) -> bool:

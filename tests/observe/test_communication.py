@@ -31,11 +31,10 @@ from torch.distributed.tensor.parallel import (
 from titanplans import Degrees, PlanError, TPOptions, apply_plan, modeling, registered_plans
 from titanplans.observe.communication import Communication, count_communication
 from titanplans.observe.recorder import record_collectives
-from titanplans.plan.styles.region import Region
 from titanplans.proof.ranks.fake import fake_ranks
-from titanplans.split.tensors.borders import REGION
-from titanplans.split.tensors.by_weights import ranks_of_weights
-from titanplans.split.tensors.rules import Site
+from titanplans.split.local_code import HeadRanks
+from titanplans.styles.base import Site
+from titanplans.styles.region import Region
 
 BATCH, SEQUENCE = 2, 16
 
@@ -108,7 +107,7 @@ def count(
     sequence=SEQUENCE,
 ) -> Communication:
     """The communication of a model, held against `judged` instead of `options` if given."""
-    with world(options.degree) as mesh:
+    with world(options.degrees.tp) as mesh:
         model = build()
         applied = apply_plan(
             model,
@@ -261,7 +260,8 @@ def entered_alone(style):
     """Return `style`, with a module that gathers its own input."""
 
     def install(right, module, border):
-        REGION.install(Region(reduce_output=False), module, Site(border, ranks_of_weights(border)))
+        ranks = HeadRanks(border.rank, border.group[1], border.group, border, (0, 1))
+        Region(reduce_output=False).by_weights(module, Site(border, ranks))
         right(module, border)
 
     return installed(style, install)

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 def count(name: str, options: TPOptions, variant: int = 0, plan=None, length: int = 15) -> Communication:
-    with fake_ranks(options.degree) as mesh:
+    with fake_ranks(options.degrees.tp) as mesh:
         config = modeling.load_config(name, "debug", **zoo.FAMILIES[name][variant])
         model = build_real(config, dtype=torch.float32)
         inputs = sample_inputs(config, batch_size=2, seq_len=length, seed=0)

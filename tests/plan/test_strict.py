@@ -27,8 +27,8 @@ from titanplans import (
 from titanplans.loss import FusedLoss, NotFused
 from titanplans.plan.custom import RENAMED
 from titanplans.plan.plan import prefixed
-from titanplans.plan.styles.replicated import ReplicatedOnStream
 from titanplans.proof.ranks.fake import fake_ranks
+from titanplans.styles.replicated_on_stream import ReplicatedOnStream
 
 
 def refused(plan, degree=2, model=None, **options) -> str:

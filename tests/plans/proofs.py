@@ -13,8 +13,8 @@ from torch import nn
 from titanplans import kernels, modeling, proof
 from titanplans.modeling.samples import build_real, sample_inputs
 from titanplans.parallel import Float8, convert_to_float8
-from titanplans.plan.converted import RECIPES
 from titanplans.proof import Report
+from titanplans.split.converted import RECIPES
 
 
 class Row(NamedTuple):

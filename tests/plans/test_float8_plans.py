@@ -20,13 +20,13 @@ from titanplans import Degrees, PlanError, apply_plan, check_plan, modeling
 from titanplans.apply.check import check
 from titanplans.kernels.widen import Widen
 from titanplans.parallel import Float8, convert_to_float8
-from titanplans.plan.converted import RECIPES, float8_linears, recipe_of
 from titanplans.plan.options import TPOptions
-from titanplans.plan.styles.replicated import ReplicatedInRegion
 from titanplans.precision.float8.linear import split_linear
 from titanplans.proof.compare.float8 import exact_float8
 from titanplans.proof.ranks.fake import fake_ranks
+from titanplans.split.converted import RECIPES, float8_linears, recipe_of
 from titanplans.split.local_code import HeadRanks
+from titanplans.styles.replicated_in_region import ReplicatedInRegion
 from titanplans.torch_private.torchao import float8_data
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")

@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 from titanplans import kernels, modeling
 from titanplans.parallel import Float8, FSDP2Config, ParallelError, convert_to_float8
-from titanplans.plan.converted import float8_linears
 from titanplans.precision.float8.conversion import SMALL, check_calls, refuse_read_weights
 from titanplans.precision.float8.report import float8_report
+from titanplans.split.converted import float8_linears
 
 
 def convert(model, recipe="tensorwise", **options):

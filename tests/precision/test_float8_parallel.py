@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from titanplans import kernels, modeling
 from titanplans.parallel import Degrees, Float8, FSDP2Config, ParallelManager, convert_to_float8
-from titanplans.plan.converted import RECIPES, float8_linears
+from titanplans.split.converted import RECIPES, float8_linears
 
 STEPS = 2
 

@@ -13,8 +13,6 @@ from tiny import Tiny, TinyPlan
 
 from titanplans import Degrees, PlanError, TPOptions
 from titanplans.errors import KernelError
-from titanplans.plan.layout import StreamLayout
-from titanplans.plan.styles.replicated import ReplicatedOnStream
 from titanplans.proof import verify
 from titanplans.proof.batches.conditions import FROZEN, PLAIN, MicroBatch, Scenario, words
 from titanplans.proof.batches.cover import cover, trainings
@@ -23,6 +21,8 @@ from titanplans.proof.batches.script import write_script
 from titanplans.proof.compare.refused import leave_out_what_is_refused
 from titanplans.proof.explain.blame import simpler
 from titanplans.proof.verify import accepted_cases
+from titanplans.split.layout import StreamLayout
+from titanplans.styles.replicated_on_stream import ReplicatedOnStream
 
 TRAINED = trainings(MicroBatch(), 128)
 GRID = [
@@ -82,7 +82,7 @@ def test_the_first_training_holds_each_condition():
 def settings(case):
     options, scenario = case
     return (
-        options.degree, options.loss_parallel, options.sequence_parallel, scenario.steps, bool(scenario.frozen),
+        options.degrees.tp, options.loss_parallel, options.sequence_parallel, scenario.steps, bool(scenario.frozen),
         scenario.recomputed, scenario.differing,
     )  # fmt: skip
 
@@ -110,8 +110,8 @@ def test_a_quick_cover_has_each_condition_once():
 
 def test_cases_over_two_dimensions_of_ranks_hold_every_pair_of_theirs():
     """As many ranks as at degree 4, and the degree of the cheap ones: context parallelism is a condition by itself."""
-    options = [replace(one, degrees=replace(one.degrees, cp=2)) for one in GRID if one.degree == 2]
-    grid = [*(one for one in GRID if one.degree == 2), *options]
+    options = [replace(one, degrees=replace(one.degrees, cp=2)) for one in GRID if one.degrees.tp == 2]
+    grid = [*(one for one in GRID if one.degrees.tp == 2), *options]
     own = [case for case in cover(grid, TRAINED, ("float64",)) if case[0].degrees.cp == 2]
     levels = [(2,), *[(True, False)] * 2, [t.steps for t in TRAINED], *[(True, False)] * 3]
     wanted = {pair for pair in pairs(itertools.product(*levels)) if 0 in (at for at, _ in pair)}

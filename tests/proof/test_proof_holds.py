@@ -16,8 +16,8 @@ from tiny import TinyPlan
 
 from titanplans import registered_plans
 from titanplans.errors import VerifyError
-from titanplans.plan.cache import CACHES
 from titanplans.proof import verify
+from titanplans.split.cache import CACHES
 
 
 @dataclass

@@ -9,10 +9,10 @@ from tiny import Block, Tiny, TinyPlan, changed
 from torch import nn
 from torch.distributed.tensor import Replicate
 
-from titanplans.plan.layout import Layout
-from titanplans.plan.styles.region import Region
-from titanplans.plan.styles.replicated import ReplicatedInRegion
+from titanplans.split.layout import Layout
 from titanplans.split.parameters.local_parameters import add_deferred_bias
+from titanplans.styles.region import Region
+from titanplans.styles.replicated_in_region import ReplicatedInRegion
 
 
 def attn(**styles):

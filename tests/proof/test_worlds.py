@@ -36,7 +36,7 @@ def test_right_plans_are_proved_at_odd_sizes(architecture):
     for degree in (2, 4):
 
         def prove(world, degree=degree):
-            chosen = [options for options in CASES if options.degree == degree]
+            chosen = [options for options in CASES if options.degrees.tp == degree]
             return [prove_case(architecture.reference(), None, options, PLAIN, world) for options in chosen]
 
         found = threads.run(degree, CPU, prove)

@@ -31,14 +31,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from worlds import on_threads
 
 from titanplans import Degrees, PlanError, apply_plan, check_plan, proof, registered_plans
+from titanplans.apply import ways
 from titanplans.loss import cross_entropy
-from titanplans.plan.layout import Layout
-from titanplans.plan.styles.experts import ByExpert
 from titanplans.split import gradients
-from titanplans.split.experts import by_experts, dispatch
+from titanplans.split.experts import dispatch
 from titanplans.split.experts.loads import Loads
 from titanplans.split.gradients import align_gradients
+from titanplans.split.layout import Layout, StreamLayout
 from titanplans.split.parameters.local_parameters import ParameterMesh
+from titanplans.styles.base import SplitOver
+from titanplans.styles.by_expert import ByExpert
 
 HELD = 2
 """Experts on each rank; a token goes to as many."""
@@ -166,7 +168,7 @@ def in_order_of_experts(x, experts, weights):
 
 
 def without_shares(patch):
-    patch.setattr(by_experts, "ExpertRanks", lambda group, *_: dispatch.ExpertRanks(group, 1, 0))
+    patch.setattr(ways, "ExpertRanks", lambda group, *_: dispatch.ExpertRanks(group, 1, 0))
 
 
 class OfExperts(Layout):
@@ -181,7 +183,7 @@ def copies_unsummed(patch):
 
     right = ParameterMesh.gradient
     patch.setattr(ParameterMesh, "gradient", gradient)
-    patch.setattr(ByExpert, "layout", lambda style, name, param: OfExperts(Shard(0), Shard(0)))
+    patch.setattr(ByExpert, "layout", lambda style, name, param, over: OfExperts(Shard(0), Shard(0)))
 
 
 def norm_of_own_experts(patch):
@@ -372,15 +374,20 @@ class _Rows(_Experts):
         return x
 
 
+EP = SplitOver(2, StreamLayout())
+
+
 def test_what_experts_lack_is_named():
     remedy = ": leave expert_parallel_degree at 1, which splits each expert's width"
-    assert ByExpert().refusal(_Experts(num_experts=4)) is None
-    assert ByExpert().refusal(_Experts()) == (
+    assert ByExpert().refusal(_Experts(num_experts=4), EP) is None
+    assert ByExpert().refusal(_Experts(), EP) == (
         "it has no num_experts, the number of its experts, which its class has to set" + remedy
     )
-    flat = ByExpert().refusal(_Experts(num_experts=4, shape=(4, 8)))
+    flat = ByExpert().refusal(_Experts(num_experts=4, shape=(4, 8)), EP)
     assert flat == "it has no parameter [num_experts, ...] of three dimensions" + remedy
-    assert "its forward takes x, a, b, c, and not hidden states, " in ByExpert().refusal(_Rows(num_experts=4))
+    assert "its forward takes x, a, b, c, and not hidden states, " in ByExpert().refusal(
+        _Rows(num_experts=4), EP
+    )
 
 
 @pytest.mark.parametrize(

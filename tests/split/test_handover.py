@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from worlds import on_threads
 
 from titanplans.errors import ParallelError
-from titanplans.plan.layout import Layout
 from titanplans.split.collectives import group_of
+from titanplans.split.layout import Layout
 from titanplans.split.parameters.local_parameters import ParameterMemo, ParameterMesh, localize
 from titanplans.split.state import state_of
 

@@ -12,13 +12,14 @@ from launches import COLLECTIVES, count, step
 from torch.distributed.tensor import Shard
 
 from titanplans import apply_plan
-from titanplans.plan.layout import Layout
 from titanplans.plan.resolve import ResolvedPlan
-from titanplans.plan.styles.base import held
-from titanplans.plan.styles.norms import SplitNorm
-from titanplans.plan.styles.projections import Rowwise, RowwiseInRegion
-from titanplans.plan.styles.replicated import Whole
 from titanplans.proof.ranks.threads import Pool
+from titanplans.split.layout import Layout
+from titanplans.styles.base import held
+from titanplans.styles.rowwise import Rowwise
+from titanplans.styles.rowwise_in_region import RowwiseInRegion
+from titanplans.styles.split_norm import SplitNorm
+from titanplans.styles.whole import Whole
 
 DEGREE = 2
 

@@ -13,9 +13,9 @@ from titanplans import apply_plan
 from titanplans.observe.recorder import record_collectives
 from titanplans.parallel import Degrees, FSDP2Config, Mesh, parallelize
 from titanplans.parallel.fsdp import gradient_sync
-from titanplans.plan.decoder import find_decoder
 from titanplans.proof.ranks.fake import fake_ranks
 from titanplans.split import partial_gradients
+from titanplans.split.decoder import find_decoder
 from titanplans.split.gradients import align_gradients
 from titanplans.split.partial_gradients import summed
 

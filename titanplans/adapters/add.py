@@ -11,8 +11,8 @@ from titanplans.adapters.names import end_of, select
 from titanplans.adapters.targets import left_out, modules_to_save, target_modules, to_quantise
 from titanplans.config import LoRA
 from titanplans.errors import ParallelError
-from titanplans.plan.adapted import FACTORS, LowRank
 from titanplans.precision.nf4 import keep_quantised
+from titanplans.split.adapted import FACTORS, LowRank
 from titanplans.split.guards.called import Calls, Found, read_weights, unfuse
 from titanplans.text import show
 

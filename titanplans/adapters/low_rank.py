@@ -3,7 +3,7 @@
     y = base(x) + scaling * lora_B lora_A dropout(x)          lora_A [rank, inputs], lora_B [outputs, rank]
 
 The base keeps its class, its forward and the names of its parameters; a hook behind its forward adds the rest. How the two
-lie on the ranks is in `titanplans.plan.adapted`.
+lie on the ranks is in `titanplans.split.adapted`.
 """
 
 import math
@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from titanplans.errors import PlanError
-from titanplans.plan.adapted import LowRank, is_adapted, is_transposed
-from titanplans.plan.layout import Layout, shard_size
+from titanplans.split.adapted import LowRank, is_adapted, is_transposed
+from titanplans.split.layout import Layout, shard_size
 from titanplans.split.stream import Border
 from titanplans.text import class_name
 

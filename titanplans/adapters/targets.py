@@ -8,9 +8,9 @@ from titanplans.adapters.low_rank import takes_adapter
 from titanplans.adapters.names import matches, select
 from titanplans.config import LoRA
 from titanplans.plan.checks.tied import tied_parameters
-from titanplans.plan.converted import is_float8
-from titanplans.plan.decoder import find_decoder
 from titanplans.precision.nf4 import BLOCK
+from titanplans.split.converted import is_float8
+from titanplans.split.decoder import find_decoder
 
 ALL = "all-linear"
 """A word among target_modules, peft's: every Linear but the head, and classes with a forward of their own."""

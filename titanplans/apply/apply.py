@@ -15,23 +15,21 @@ from torch.distributed.tensor import DTensor
 
 from titanplans.adapters.low_rank import place_dropout
 from titanplans.apply.check import Checked, check
+from titanplans.apply.ways import ByExperts, ByTokens, ByWeights, Unsplit, Way
 from titanplans.config.compatibility.strategy import NO_CAPACITY
 from titanplans.errors import PlanError
-from titanplans.plan.converted import Crossing, is_float8
 from titanplans.plan.custom import PlanSource, resolve_plan
-from titanplans.plan.decoder import Decoder, Elsewhere, join
 from titanplans.plan.degrees import Degrees
-from titanplans.plan.layout import Layout
 from titanplans.plan.options import TPOptions
 from titanplans.plan.plan import Plan, TPPlan
 from titanplans.plan.resolve import Entry, ResolvedPlan
-from titanplans.plan.styles.vocab import VocabHead
-from titanplans.split.cut import Cut
-from titanplans.split.experts.by_experts import CutByExperts, Untouched
+from titanplans.split.converted import Crossing, is_float8
+from titanplans.split.decoder import Decoder, Elsewhere, join
 from titanplans.split.guards.first_forward import check_first_forward
 from titanplans.split.guards.generation import let_generate
 from titanplans.split.guards.inputs import Forwards, begin_at_output, end_at_output, guard_forwards
 from titanplans.split.guards.unsupported_methods import refuse_unsupported_methods
+from titanplans.split.layout import Layout
 from titanplans.split.local_code import set_attributes, set_functions
 from titanplans.split.meshes import CutMeshes, meshes_of
 from titanplans.split.parameters.block_parameters import read_together
@@ -40,8 +38,6 @@ from titanplans.split.parameters.replaced import parameters_of, retire_replaced
 from titanplans.split.stages.stage import PassedModule
 from titanplans.split.state import make_state
 from titanplans.split.stream import Border
-from titanplans.split.tensors.by_weights import CutByWeights
-from titanplans.split.tokens.by_tokens import CutByTokens
 
 
 @dataclass(frozen=True)
@@ -187,51 +183,52 @@ def apply_plan(
     )
     options = TPOptions(degrees, loss_parallel, sequence_parallel, sequence_dim)
     checked = check(resolve_plan(plan, model, options), model, dist.get_backend(mesh.get_group(0)), dtype)
-    return split(checked, cut_of(checked, meshes, experts, expert_capacity_factor, sum_over_cp=sum_over_cp))
+    way = choose_way(checked, meshes, experts, expert_capacity_factor, sum_over_cp=sum_over_cp)
+    return split(checked, way)
 
 
-def cut_of(
+def choose_way(
     checked: Checked,
     meshes: CutMeshes,
     experts: DeviceMesh | None = None,
     capacity: float | None = None,
     *,
     sum_over_cp: bool,
-) -> Cut:
-    """Return the cut of a checked plan over `meshes`: by weights, or by tokens too; and by experts over theirs."""
-    cut: Cut
-    if checked.in_mixers is not None:
-        cut = CutByTokens(checked.plan, checked.in_mixers, meshes, sum_over_cp=sum_over_cp)
+) -> Way:
+    """Return the way to split a checked plan over `meshes`: by weights, or by tokens too; and by experts over theirs."""
+    way: Way
+    if meshes.cp is not None:
+        way = ByTokens(checked.plan, meshes, sum_over_cp=sum_over_cp)
     elif meshes.sharing.size() == 1 and experts is not None:
-        cut = Untouched(meshes.sharing)
+        way = Unsplit(meshes.sharing)
     else:
-        cut = CutByWeights(meshes, checked.plan.source.options.stream)
+        way = ByWeights(meshes, checked.plan.source.options.stream)
     if capacity is not None and not capacity > 0:
         raise PlanError(f"expert_capacity_factor = {capacity}: give a number above 0, or None for all rows")
     if experts is None or experts.size(experts.ndim - 1) == 1:
         if capacity is not None:
             raise PlanError(f"expert_capacity_factor = {capacity}: {NO_CAPACITY}")
-        return cut
-    return CutByExperts(cut, experts, capacity)
+        return way
+    return ByExperts(way, experts, capacity)
 
 
-def split(checked: Checked, cut: Cut) -> AppliedPlan:
-    """Cut the model of a plan that has been checked against it, in place."""
+def split(checked: Checked, way: Way) -> AppliedPlan:
+    """Split the model of a plan that has been checked against it, in place."""
     plan, model = checked.plan, checked.plan.model
     whole = parameters_of(model)
     for name in _once(model, checked.functions):
-        set_functions(model.get_submodule(name), checked.functions[name], cut.ranks)
-    cut_already: set[tuple[int, str | None]] = set()
+        set_functions(model.get_submodule(name), checked.functions[name], way.ranks)
+    split_already: set[tuple[int, str | None]] = set()
     for key, style in plan.styles.items():
         if (entry := plan.by_key.get(key)) is not None:
             # Blocks may share a module, which then has a key for each.
-            if (what := (id(entry.module), entry.parameter)) not in cut_already:
-                cut_already.add(what)
-                _cut(entry, cut, checked.crossings.get(key))
-        elif style._apply(module := model.get_submodule(key), cut.mesh) is not module:
+            if (what := (id(entry.module), entry.parameter)) not in split_already:
+                split_already.add(what)
+                _split_entry(entry, way, checked.crossings.get(key))
+        elif style._apply(module := model.get_submodule(key), way.mesh) is not module:
             reason = "it replaced the module; a style works in place"
             raise PlanError(reason, key=key, style=style, module=module)
-    if cut.distributes:
+    if way.distributes:
         _check_distributed(plan)
     check_loaded_state(model)
     _check_still_tied(model, checked.tied)
@@ -241,18 +238,20 @@ def split(checked: Checked, cut: Cut) -> AppliedPlan:
         set_attributes(model.get_submodule(name), checked.attributes[name])
     decoder = plan.decoder
     read_together(model.get_submodule(name) for names in decoder.block_lists for name in names)
-    make_state(model).border = cut.border
+    make_state(model).border = way.border
     for name in plan.begin_stream:
         if isinstance(module := model.get_submodule(name), PassedModule):
-            begin_at_output(module, cut.border)
+            begin_at_output(module, way.border)
     for name in plan.end_stream:
         if isinstance(module := model.get_submodule(name), Elsewhere):
-            end_at_output(module, cut.border)
-    _guard(plan, cut.border)
+            end_at_output(module, way.border)
+    _guard(plan, way.border)
     let_generate(model)
     refuse_unsupported_methods(model)
-    check_first_forward(model, model.get_submodule(decoder.base), cut)
-    return AppliedPlan(plan, checked.crossings, cut.border)
+    check_first_forward(
+        model, model.get_submodule(decoder.base), way.mesh, way.distributes, sum_over_cp=way.sum_over_cp
+    )
+    return AppliedPlan(plan, checked.crossings, way.border)
 
 
 def _once(model: nn.Module, names: Iterable[str]) -> Iterator[str]:
@@ -264,9 +263,9 @@ def _once(model: nn.Module, names: Iterable[str]) -> Iterator[str]:
             yield name
 
 
-def _cut(entry: Entry, cut: Cut, crossing: Crossing | None) -> None:
+def _split_entry(entry: Entry, way: Way, crossing: Crossing | None) -> None:
     """Split what `entry` names: its parameters, and if that is a module its input and output."""
-    module, border = entry.module, cut.border
+    module, border = entry.module, way.border
     if entry.parameter is None:
         state = make_state(module)
         state.key, state.style = entry.key, entry.style
@@ -276,7 +275,7 @@ def _cut(entry: Entry, cut: Cut, crossing: Crossing | None) -> None:
             from titanplans.precision.float8.linear import split_linear  # imports torchao
 
             split_linear(
-                module, entry.style, cut.ranks
+                module, entry.style, way.ranks
             )  # before the parameters: a packed weight is read around it
         in_float8 = [] if crossing is None else [side for side, why in crossing.items() if why is None]
         if by_weights and in_float8:
@@ -285,10 +284,10 @@ def _cut(entry: Entry, cut: Cut, crossing: Crossing | None) -> None:
             border = Float8Border(
                 border, module, enter="activations" in in_float8, leave="gradients" in in_float8
             )
-    cut.lay_out(entry)
-    place_dropout(module, entry.layouts, cut.border)
+    way.lay_out(entry)
+    place_dropout(module, entry.layouts, way.border)
     if entry.parameter is None:
-        cut.install(entry, border)
+        way.install(entry, border)
 
 
 def _guard(plan: ResolvedPlan, border: Border) -> None:
@@ -296,7 +295,7 @@ def _guard(plan: ResolvedPlan, border: Border) -> None:
     config, loss_parallel = getattr(model, "config", None), plan.source.options.loss_parallel
     # Some of flash-linear-attention's models have one field for both, which fuses the head when they train.
     fused_loss = getattr(config, "fuse_linear_cross_entropy", getattr(config, "fuse_cross_entropy", False))
-    heads = [entry.key for entry in plan.entries if isinstance(entry.style, VocabHead)]
+    heads = [entry.key for entry in plan.entries if entry.style.makes_logits]
     known = Forwards(
         border,
         own_loss=not loss_parallel and not fused_loss and border.tokens.ranks == 1,

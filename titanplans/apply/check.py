@@ -4,7 +4,6 @@ A plan is resolved once, and every check reads the same entries: those of the pl
 float8, of NF4 and of dropouts. None needs a process group, and each holds on meta.
 """
 
-import copy
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import chain
@@ -17,17 +16,17 @@ from titanplans.errors import PlanError
 from titanplans.plan.checks.code import code_of_ranks
 from titanplans.plan.checks.packed import packed_faults
 from titanplans.plan.checks.regions import region_faults
-from titanplans.plan.checks.sizes import check_degree, check_experts
+from titanplans.plan.checks.sizes import check_degree, check_experts, check_heads
 from titanplans.plan.checks.tied import check_tied, tied_parameters
 from titanplans.plan.checks.tokens import check_tokens
-from titanplans.plan.converted import Crossing
-from titanplans.plan.decoder import is_held, join
-from titanplans.plan.local_code import Functions
 from titanplans.plan.plan import TPPlan
 from titanplans.plan.resolve import ResolvedPlan, resolve
 from titanplans.precision.float8.checks import check_float8
 from titanplans.precision.nf4 import nf4_faults
+from titanplans.split.converted import Crossing
+from titanplans.split.decoder import is_held, join
 from titanplans.split.guards.dropout import check_dropout
+from titanplans.split.local_code import Functions
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,6 @@ class Checked:
     """What the code of a split mixer or MLP counts on each rank, by the module's name."""
     functions: dict[str, Functions]
     """Which functions the code of a split mixer, and of the model, calls, by the module's name."""
-    in_mixers: ResolvedPlan | None = None
-    """The plan for all ranks that share the heads of a mixer, with context parallelism."""
 
     def of_stage(self, passed: Collection[str]) -> "Checked":
         """Return what a stage of a pipeline needs to know, in which the modules called `passed` are held by other stages."""
@@ -59,7 +56,6 @@ class Checked:
                 if is_held(name, passed)
             },
             {name: functions for name, functions in self.functions.items() if is_held(name, passed)},
-            None if self.in_mixers is None else self.in_mixers.of_stage(passed),
         )
 
 
@@ -85,14 +81,7 @@ def check(
     check_dropout(model, source.options.degrees.sharing)
     check_degree(plan, dtype)
     crossings = check_float8(plan, backend)
-    tied = tied_parameters(model)
-    if source.options.degrees.cp == 1:
-        return Checked(plan, crossings, tied, *code_of_ranks(plan))
-    for_mixers = copy.copy(source)
-    for_mixers.options = source.options.for_mixers
-    shared = resolve(for_mixers, model)
-    check_tokens(plan, shared)
-    check_degree(shared, dtype)
-    attributes, functions = code_of_ranks(shared, of_width=False)
-    widths, others = code_of_ranks(plan, in_mixers=False)
-    return Checked(plan, crossings, tied, attributes | widths, functions | others, shared)
+    if source.options.degrees.cp > 1:
+        check_tokens(plan)
+        check_heads(plan)
+    return Checked(plan, crossings, tied_parameters(model), *code_of_ranks(plan))

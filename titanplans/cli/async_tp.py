@@ -28,10 +28,10 @@ from titanplans.kernels.install import MARK
 from titanplans.observe.fusible import Verdict, capture, graph_breaks
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.compile.graph_breaks import calls_kernels, end_graphs_at_kernels
-from titanplans.plan.decoder import find_decoder
 from titanplans.plan.degrees import Degrees
 from titanplans.precision.float8.conversion import keep_plain_between_graphs
 from titanplans.proof.ranks.fake import fake_ranks
+from titanplans.split.decoder import find_decoder
 from titanplans.split.stages.trace import logits_of
 from titanplans.text import columns, counted
 from titanplans.torch_private.compile import dynamo_errors, is_disabled

@@ -11,28 +11,16 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from titanplans.apply.apply import check_plan
 from titanplans.cli.verify.arguments import not_listed
 from titanplans.errors import PlanError
-from titanplans.plan.decoder import find_decoder
 from titanplans.plan.degrees import Degrees
 from titanplans.plan.options import TPOptions
 from titanplans.plan.plan import TPPlan
 from titanplans.plan.registry import faulty_plans, registered_mixers, registered_plans
-from titanplans.plan.styles.base import own_styles
-from titanplans.plan.styles.norms import GatheredInRegion, SplitNorm
-from titanplans.plan.styles.projections import KVColwise, Packed, RowwiseInRegion
-from titanplans.plan.styles.replicated import Whole
+from titanplans.split.decoder import find_decoder
+from titanplans.styles.base import own_styles
 from titanplans.text import columns, fitted
 
 _DEGREES = (2, 4, 8, 16, 32, 64)
 """Those that are tried."""
-
-_WORDS: Mapping[str, tuple[type, ...]] = {
-    "ranks may share heads of": (KVColwise,),
-    "packed": (Packed,),
-    "norm over the width": (SplitNorm,),
-    "gathered": (GatheredInRegion,),
-    "summed inside": (RowwiseInRegion,),
-}
-"""The words for a mixer's parts with such a style."""
 
 
 class Architecture(NamedTuple):
@@ -128,12 +116,17 @@ def split_by(model: nn.Module, plan: type[TPPlan], styles: Mapping[str, Parallel
         kind = type(mixer).__name__
         if kind in found:
             continue
-        own = {k.removeprefix(f"{key}."): s for k, s in own_styles(styles).items() if k.startswith(f"{key}.")}
+        every = own_styles(styles)
+        own = {k.removeprefix(f"{key}."): style for k, style in every.items() if k.startswith(f"{key}.")}
         if not any(style.splits for style in own.values()):
-            found[kind] = "nothing: whole on every rank" if isinstance(styles.get(key), Whole) else "nothing"
+            unsplit = key in every and every[key].runs_unsplit
+            found[kind] = "nothing: whole on every rank" if unsplit else "nothing"
             continue
         words = [_quoted(plan(TPOptions(Degrees(tp=2))).plan_of(mixer).heads(mixer))]
-        parts = {what: [k for k, s in own.items() if isinstance(s, kinds)] for what, kinds in _WORDS.items()}
+        parts: dict[str, list[str]] = {}
+        for k, style in own.items():
+            if style.listed_as:
+                parts.setdefault(style.listed_as, []).append(k)
         parts["numbers of its own"] = [k for k, s in own.items() if s.splits and k in mixer._parameters]
         words += [f"{what}: {_quoted(keys)}" for what, keys in parts.items() if keys]
         found[kind] = "; ".join(words)

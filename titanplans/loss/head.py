@@ -28,7 +28,7 @@ from titanplans.loss.shares import (
     entropy_and_gradient,
     share_of,
 )
-from titanplans.plan.decoder import HEADS, find_head
+from titanplans.split.decoder import HEADS, find_head
 from titanplans.split.parameters.local_parameters import local_parameter
 from titanplans.split.state import border_of_model, state_of
 from titanplans.text import class_name

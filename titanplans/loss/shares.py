@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanplans.errors import ParallelError
 from titanplans.loss.operators import Read, read_by_operators
-from titanplans.plan.layout import shard_size
 from titanplans.split.collectives import Group, all_gather, group_of
+from titanplans.split.layout import shard_size
 from titanplans.torch_private.dispatch import assert_async
 
 IGNORED = -100

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from titanplans.plan.decoder import Decoder, within
+from titanplans.split.decoder import Decoder, within
 
 _logger = logging.getLogger(__name__)
 

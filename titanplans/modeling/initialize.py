@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from titanplans.adapters.low_rank import draw_factor
 from titanplans.errors import ModelError
 from titanplans.modeling.reference import InitUnit, Reference, tensors
-from titanplans.plan.adapted import is_factor
-from titanplans.plan.decoder import Elsewhere, join, without_wrappers
 from titanplans.precision import nf4
+from titanplans.split.adapted import is_factor
+from titanplans.split.decoder import Elsewhere, join, without_wrappers
 from titanplans.split.parameters.shards import copy_shard
 
 

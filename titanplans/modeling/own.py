@@ -19,8 +19,8 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from titanplans.errors import ModelError
-from titanplans.plan.decoder import find_decoder
 from titanplans.plan.registry import model_type_of
+from titanplans.split.decoder import find_decoder
 from titanplans.user_code import as_user_error, check_keywords, load_attribute
 
 _CLASS, _ARGUMENTS = "own_class", "own_arguments"

@@ -27,7 +27,7 @@ from transformers.initialization import guard_torch_init_functions
 from titanplans.errors import ModelError
 from titanplans.modeling.build import construct
 from titanplans.modeling.own import is_own
-from titanplans.plan.decoder import join
+from titanplans.split.decoder import join
 from titanplans.torch_private.autograd import version
 from titanplans.torch_private.swapped import swapped
 

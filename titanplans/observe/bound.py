@@ -51,14 +51,11 @@ from titanplans.observe.by_tokens import (
     within_mixers,
 )
 from titanplans.observe.operators import Collective
-from titanplans.plan.decoder import Decoder, within
 from titanplans.plan.options import TPOptions
-from titanplans.plan.styles.base import Style, own_styles
-from titanplans.plan.styles.region import Region
-from titanplans.plan.styles.vocab import VocabEmbedding, VocabHead
 from titanplans.split.costs import Call, ExpectedCollective, even
+from titanplans.split.decoder import Decoder, within
 from titanplans.split.parameters.local_parameters import is_exchanged
-from titanplans.split.tensors.by_weights import expected_collectives
+from titanplans.styles.base import Style, own_styles
 
 
 class Allowance(NamedTuple):
@@ -109,7 +106,7 @@ def noted_calls(model: nn.Module, applied: AppliedPlan) -> Iterator[Calls]:
             given = [x for x in kwargs.values() if isinstance(x, torch.Tensor)][:1]
         cut = stream.is_sharded()
         sharded = stream.dim if cut and not style.inside else None
-        shapes = tuple(own_shape(x, border, cut and isinstance(style, VocabEmbedding)) for x in given)
+        shapes = tuple(own_shape(x, border, cut and style.takes_token_ids) for x in given)
         # Regions are entered over the ranks of tensor parallelism, and inside all that share the heads compute.
         degree = applied.mesh.size() if name in inside and not style.gathers else border.group[1]
         calls.setdefault(name, []).append(Call(shapes, sharded, degree, exchanged_rows(module, border)))
@@ -153,7 +150,7 @@ def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Cal
         for call in own or around:
             if call.degree == 1:
                 continue  # nothing is cut by weights
-            for sent in expected_collectives(style, model.get_submodule(path), call):
+            for sent in style.sends(model.get_submodule(path), call):
                 add(part, sent, "" if part in ("embedding", "head") else module)
 
     for name, layout in applied.layouts.items():
@@ -193,15 +190,15 @@ def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Cal
 
 def _judged(applied: AppliedPlan) -> dict[str, Style]:
     """Return the styles by which a model is judged: those of its plan, of regions first, and what foreign ones stand for."""
-    decoder, region = applied.decoder, Region(reduce_output=True)
-    expected: dict[str, Style] = {name: region for name in (*decoder.mixers, *decoder.mlps)}
+    decoder, plan = applied.decoder, applied.plan
+    expected = {name: plan.mlp_region()[""] for name in (*decoder.mixers, *decoder.mlps)}
     if decoder.embedding is not None:
-        expected[decoder.embedding] = VocabEmbedding(begins_stream=False)
+        expected[decoder.embedding] = plan.vocab_embedding()
     if decoder.head is not None:
-        expected[decoder.head] = VocabHead(loss_parallel=True)
+        expected[decoder.head] = plan.vocab_head()
     own = own_styles(applied.styles)
     crossing = {key: style for key, style in own.items() if style.gathers}
-    return crossing | {key: style for key, style in expected.items() if key not in own} | own
+    return crossing | {key: style for key, style in own_styles(expected).items() if key not in own} | own
 
 
 def _path(key: str, applied: AppliedPlan) -> str:

@@ -13,8 +13,8 @@ from torch import nn
 
 from titanplans.apply.apply import AppliedPlan
 from titanplans.observe.operators import Collective
-from titanplans.plan.layout import shard_size
 from titanplans.split.costs import Call, exchanged
+from titanplans.split.layout import shard_size
 from titanplans.split.state import state_of
 from titanplans.split.stream import Border
 from titanplans.split.tokens.sharded_sequence import ShardedSequence

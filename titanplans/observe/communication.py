@@ -19,8 +19,8 @@ from titanplans.observe.bound import Allowance, Allowances, bound, exceeding, no
 from titanplans.observe.by_tokens import ReadWhole, read_whole
 from titanplans.observe.operators import Collective
 from titanplans.observe.recorder import record_collectives
-from titanplans.plan.decoder import Decoder, join
 from titanplans.plan.options import TPOptions
+from titanplans.split.decoder import Decoder, join
 from titanplans.split.parameters.local_parameters import readings_of
 from titanplans.text import columns, in_bytes
 from titanplans.torch_private.dtensor import local_tensor

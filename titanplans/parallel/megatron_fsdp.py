@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from titanplans.config import MegatronFSDPConfig
 from titanplans.errors import OptionError, ParallelError
 from titanplans.parallel.activation_checkpoint import is_recomputed
-from titanplans.plan.decoder import find_decoder
+from titanplans.split.decoder import find_decoder
 from titanplans.torch_private.modules import compiled_call
 
 _SET_HERE = {"init_model_with_meta_device", "sync_model_each_microbatch"}

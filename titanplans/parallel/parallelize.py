@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanplans.apply.apply import cut_of, split
+from titanplans.apply.apply import choose_way, split
 from titanplans.apply.check import Checked, check
 from titanplans.apply.prepare import prepare
 from titanplans.config import ActivationCheckpoint, Compile, DDPConfig, FSDP2Config
@@ -36,7 +36,6 @@ from titanplans.parallel.mesh.mesh import mesh_of_one
 from titanplans.parallel.optimizers.roles import find_roles
 from titanplans.parallel.record import record_of
 from titanplans.plan.custom import PlanSource, resolve_plan
-from titanplans.plan.decoder import is_held
 from titanplans.plan.degrees import Degrees
 from titanplans.plan.options import TPOptions
 from titanplans.precision.autocast import apply_autocast
@@ -45,6 +44,7 @@ from titanplans.precision.float8.checks import check_gather
 from titanplans.precision.float8.conversion import Conversion, check_float8_options
 from titanplans.precision.float8.scales import seek_scales_together
 from titanplans.precision.nf4 import quantised
+from titanplans.split.decoder import is_held
 from titanplans.split.meshes import meshes_of
 from titanplans.split.stages.stage import PassedModule
 from titanplans.split.stages.stages import Stages
@@ -166,7 +166,7 @@ def apply_steps(
         capacity = getattr(config, "expert_capacity_factor", None)  # DDP shares out no experts
         if meshes is None:  # experts alone
             meshes = meshes_of(mesh_of_one(over.device_type))
-        record.plan = split(checked, cut_of(checked, meshes, sharing, capacity, sum_over_cp=False))
+        record.plan = split(checked, choose_way(checked, meshes, sharing, capacity, sum_over_cp=False))
         counts = Counter(type(style).__name__ for style in record.plan.styles.values())
         degrees = {
             name: degree

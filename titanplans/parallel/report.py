@@ -34,9 +34,8 @@ from titanplans.observe.tracker import ModuleTracker, fsdp_units
 from titanplans.parallel.activation_checkpoint import Kept, memory_budget
 from titanplans.parallel.mesh.cuts import shard_mesh
 from titanplans.parallel.record import ParallelRecord, record_of
-from titanplans.plan.decoder import find_decoder
-from titanplans.plan.styles.experts import ByExpert
 from titanplans.precision.float8.report import float8_report
+from titanplans.split.decoder import find_decoder
 from titanplans.text import class_name
 from titanplans.torch_private.modules import ActivationWrapper, checkpointed
 
@@ -266,7 +265,7 @@ def _plan(applied: AppliedPlan | None) -> dict[str, Any]:
     if options.degrees.cp > 1:
         fields["context_parallel"] = plan | {"regions": sorted(applied.resolved.token_regions)}
     if options.degrees.ep > 1:
-        experts = [entry.key for entry in applied.resolved.entries if isinstance(entry.style, ByExpert)]
+        experts = [entry.key for entry in applied.resolved.entries if entry.style.over_experts]
         fields["expert_parallel"] = plan | {"experts": experts}
     return fields
 

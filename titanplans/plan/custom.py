@@ -16,11 +16,11 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.config.families import unknown_plan
 from titanplans.errors import PlanError
-from titanplans.plan.converted import recipe_of
-from titanplans.plan.decoder import find_decoder, spelled_out
 from titanplans.plan.options import TPOptions
 from titanplans.plan.plan import Plan, TPPlan
 from titanplans.plan.registry import faulty_plans, plan_for_model, registered_plans
+from titanplans.split.converted import recipe_of
+from titanplans.split.decoder import find_decoder, spelled_out
 from titanplans.user_code import as_user_error, load_attribute
 
 PlanSource = str | type[TPPlan] | Mapping[str, str | ParallelStyle] | None

@@ -1,11 +1,11 @@
 """What a plan has to honour or refuse: the degree of each way to cut, and whether the stream and the logits are sharded."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
-from titanplans.plan.converted import Recipe
 from titanplans.plan.degrees import Degrees
-from titanplans.plan.layout import StreamLayout
+from titanplans.split.converted import Recipe
+from titanplans.split.layout import StreamLayout
 
 
 @dataclass(frozen=True)
@@ -23,16 +23,8 @@ class TPOptions:
     sequence_dim: int = 1
     """Dimension of the hidden states that is the sequence: 1 in [batch, sequence, hidden]."""
 
-    in_mixers: bool = False
-    """For the modules of a mixer, whose heads tp x cp ranks share; else for all others, which tp ranks share."""
-
     float8: Recipe | Literal["none"] = "none"
     """The recipe by which the model's Linear modules were converted to float8."""
-
-    @property
-    def degree(self) -> int:
-        """The number of ranks that share what a plan splits."""
-        return self.degrees.sharing if self.in_mixers else self.degrees.tp
 
     @property
     def stream(self) -> StreamLayout:
@@ -49,16 +41,10 @@ class TPOptions:
         """Whether a rank has a part of the tokens between regions."""
         return self.sequence_parallel or self.degrees.cp > 1
 
-    @property
-    def for_mixers(self) -> "TPOptions":
-        """The same for the modules of a mixer."""
-        return replace(self, in_mixers=True)
-
-    @property
-    def words(self) -> str:
-        """The degree, as an error names it."""
+    def name_degree(self, degree: int) -> str:
+        """Return how an error names `degree`, that of tensor parallelism or of all ranks that heads are split over."""
         tp, cp = self.degrees.tp, self.degrees.cp
-        if not self.in_mixers:
+        if degree == tp:
             return f"tensor_parallel_degree = {tp}"
         if tp == 1:
             return f"context_parallel_degree = {cp}"

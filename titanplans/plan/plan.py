@@ -5,18 +5,19 @@ A plan maps module names to styles, part by part: the model's ends (`model_plan`
 differs. Which module may be split how is checked in `checks`, not here.
 """
 
+import copy
 from collections.abc import Mapping
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError
-from titanplans.plan.decoder import find_block, find_decoder, join, spelled_out
-from titanplans.plan.local_code import Functions, count_once, over_all_ranks, summed
 from titanplans.plan.options import TPOptions
 from titanplans.plan.plan_styles import Plan, PlanStyles
 from titanplans.plan.registry import mixer_plan_of, plan_for_mixer
-from titanplans.plan.styles.projections import Colwise, KVColwise
+from titanplans.split.decoder import find_block, find_decoder, join, spelled_out
+from titanplans.split.local_code import Functions, count_once, over_all_ranks, summed
+from titanplans.styles.kv_colwise import KVColwise
 
 _GROUPS = ("num_kv_groups", "num_key_value_groups")
 """Under these names flash-linear-attention and transformers keep queries per key/value head."""
@@ -39,8 +40,18 @@ class TPPlan(PlanStyles):
     mlp_out: str = "down_proj"
     """The one back."""
 
+    degree: int
+    """How many ranks the heads or the width are split over whose counts a plan is asked for: tp x cp in a mixer, else tp.
+    For `local_attributes` and the like. Styles are the same at every degree; `options.degrees` has all degrees."""
+
     def __init__(self, options: TPOptions):
-        self.options = options
+        self.options, self.degree = options, options.degrees.tp
+
+    def counting_for(self, degree: int) -> "TPPlan":
+        """Return this plan to ask for what each of `degree` ranks counts."""
+        twin = copy.copy(self)
+        twin.degree = degree
+        return twin
 
     # The parts of a model.
 
@@ -106,9 +117,9 @@ class TPPlan(PlanStyles):
         """Return how many query heads of this rank share a key/value head, by attribute, where ranks share those."""
         kv = self.kv_heads(attn)
         queries = [count for name, count in self.heads(attn).items() if name not in self.shared_head_names]
-        if kv is None or self.options.degree <= kv or not queries:
+        if kv is None or self.degree <= kv or not queries:
             return {}
-        return {name: queries[0] // self.options.degree for name in _GROUPS if hasattr(attn, name)}
+        return {name: queries[0] // self.degree for name in _GROUPS if hasattr(attn, name)}
 
     def divided(self, attn: nn.Module, *names: str) -> dict[str, int]:
         """Return attributes of a mixer that count heads or widths, by dotted name, divided by the degree.
@@ -127,23 +138,23 @@ class TPPlan(PlanStyles):
                     f"{type(attn).__name__} has no {name}, which {type(self).__name__} divides by the degree; it has "
                     f"{', '.join(counts) or 'no attributes that count'}"
                 )
-            if not isinstance(value, int) or value % self.options.degree:
+            if not isinstance(value, int) or value % self.degree:
                 raise PlanError(
-                    f"{type(attn).__name__}.{name} = {value!r} is no multiple of {self.options.words}, "
+                    f"{type(attn).__name__}.{name} = {value!r} is no multiple of {self.options.name_degree(self.degree)}, "
                     f"by which {type(self).__name__} divides it"
                 )
-            values[name] = value // self.options.degree
+            values[name] = value // self.degree
         return values
 
     def heads_per_rank(self, heads: int) -> int:
         """Return how many of so many heads a rank has, where ranks share them if there are too few."""
-        return max(1, heads // self.options.degree)
+        return max(1, heads // self.degree)
 
     def local_functions(self, attn: nn.Module) -> Functions:
         """Return makers of this rank's versions of functions that a mixer's code calls, by name.
 
         For functions with global knowledge, such as a decay that depends on a head's number. Each gets the function and
-        the `SharingRanks` of the heads, and returns the function to call instead. `self.over_all_ranks` makes one for a
+        the `HeadRanks` of the heads, and returns the function to call instead. `self.over_all_ranks` makes one for a
         norm over the whole width that is fused with the product behind it, `self.summed` for a product that the ranks hold
         as summands.
         """
@@ -172,7 +183,7 @@ class TPPlan(PlanStyles):
     def kv_colwise(self, attn: nn.Module) -> ParallelStyle:
         """Shard a projection to the keys or values of `attn` by heads, which ranks share where there are too few."""
         kv = self.kv_heads(attn)
-        return Colwise() if kv is None else KVColwise(heads=kv, degree=self.options.degree)
+        return self.colwise() if kv is None else KVColwise(heads=kv)
 
     # Putting the parts together.
 

@@ -1,23 +1,20 @@
 """A plan resolved against a model, once: the list of keys, styles, modules and layouts that checks and application read."""
 
-from collections.abc import Collection, Container, Iterator
+from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from torch import nn
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError
-from titanplans.plan.adapted import with_factors
 from titanplans.plan.checks.keys import check_coverage, check_keys, refuse_foreign_adapters
-from titanplans.plan.decoder import Decoder, find_decoder, is_held, join, name_head, within
-from titanplans.plan.layout import Layout
+from titanplans.plan.options import TPOptions
 from titanplans.plan.plan import Plan, TPPlan
-from titanplans.plan.styles.base import Style
-from titanplans.plan.styles.region import Region
-from titanplans.plan.styles.replicated import EndOfStream
-from titanplans.plan.styles.vocab import VocabEmbedding, VocabHead
+from titanplans.split.adapted import with_factors
+from titanplans.split.decoder import Decoder, find_decoder, is_held, join, name_head, within
+from titanplans.split.layout import Layout
+from titanplans.styles.base import SplitOver, Style, own_styles
 from titanplans.text import class_name
 from titanplans.user_code import as_user_error
 
@@ -33,7 +30,9 @@ class Entry(NamedTuple):
     parameter: str | None
     """The parameter, or the buffer, that the key names; None for the module."""
     layouts: dict[str, Layout]
-    """By parameter of the module, or of the buffer. A key of a parameter goes before that of its module."""
+    """On the TP ranks, by name of a parameter or buffer. A key of a parameter overrides that of its module."""
+    head_layouts: dict[str, Layout]
+    """The same on all ranks that the heads of a mixer are split over, tp x cp."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,13 @@ class ResolvedPlan:
 
     @property
     def degree(self) -> int:
-        """Number of ranks over which a layer is split."""
-        return self.source.options.degree
+        """How many ranks a layer's weights are split over."""
+        return self.source.options.degrees.tp
+
+    @property
+    def over(self) -> SplitOver:
+        """What the weights of a layer are split over."""
+        return SplitOver(self.degree, self.source.options.stream)
 
     @cached_property
     def token_regions(self) -> frozenset[str]:
@@ -76,8 +80,7 @@ class ResolvedPlan:
         return frozenset(
             entry.key
             for entry in self.entries
-            if isinstance(entry.style, Region)
-            and entry.style.mixes_tokens
+            if entry.style.mixes_tokens
             and not any(entry.key == name or within(entry.key, name) for name in towers)
         )
 
@@ -134,15 +137,14 @@ def resolve(source: TPPlan, model: nn.Module) -> ResolvedPlan:
     refuse_foreign_adapters(model)
     check_keys(styles, model, source)
     modules = dict(model.named_modules(remove_duplicate=False))
-    entries = tuple(
-        _entry(key, style, styles, modules) for key, style in styles.items() if isinstance(style, Style)
-    )
+    own = own_styles(styles)
+    entries = tuple(_entry(key, style, styles, modules, source.options) for key, style in own.items())
     _check_shared(entries)
     covered = {join(entry.path, name) for entry in entries for name in entry.layouts}
     covered |= {
         entry.key for entry in entries if entry.parameter is not None
     }  # a wrong style is refused by its own reason
-    foreign = [key for key, style in styles.items() if not isinstance(style, Style)]
+    foreign = [key for key in styles if key not in own]
     check_coverage(styles, covered, foreign, model, name)
     name_head(model, head_of(styles, modules))
     decoder = _with_unnamed_mixers(find_decoder(model, required=False), entries, source)
@@ -150,26 +152,33 @@ def resolve(source: TPPlan, model: nn.Module) -> ResolvedPlan:
     begins_at = None
     if source.options.cuts_stream and not begin:
         begins_at = (decoder if decoder.blocks else find_decoder(model)).blocks[0].name
-    end = tuple(entry.path for entry in entries if isinstance(entry.style, EndOfStream))
+    end = tuple(entry.path for entry in entries if entry.style.ends_stream)
     return ResolvedPlan(source, model, styles, entries, decoder, begin, end, begins_at)
 
 
 def head_of(styles: Plan, modules: Container[str]) -> str | None:
     """Return what a plan gives `vocab_head()`, of the names of `modules`; None if it is nothing."""
     return next(
-        (key for key, style in styles.items() if isinstance(style, VocabHead) and key in modules), None
+        (key for key, style in own_styles(styles).items() if style.makes_logits and key in modules), None
     )
 
 
-def _entry(key: str, style: Style, plan: dict[str, ParallelStyle], modules: dict[str, nn.Module]) -> Entry:
-    if (module := modules.get(key)) is not None:
-        own = {name: layout for name, layout in style.layouts(module).items() if join(key, name) not in plan}
-        return Entry(key, style, key, module, None, own)
-    path, _, parameter = key.rpartition(".")
+def _entry(key: str, style: Style, plan: Plan, modules: Mapping[str, nn.Module], options: TPOptions) -> Entry:
+    is_module = key in modules
+    path, _, parameter = (key, "", None) if is_module else key.rpartition(".")
     module = modules[path]
-    layout = style.layout(parameter, getattr(module, parameter))
-    own = {} if layout is None else with_factors(module, {parameter: layout})
-    return Entry(key, style, path, module, parameter, own)
+
+    def layouts(degree: int) -> dict[str, Layout]:
+        over = SplitOver(degree, options.stream)
+        if parameter is None:
+            by_name = style.layouts(module, over)
+            return {name: layout for name, layout in by_name.items() if join(key, name) not in plan}
+        layout = style.layout(parameter, getattr(module, parameter), over)
+        return {} if layout is None else with_factors(module, {parameter: layout})
+
+    tp, heads = options.degrees.tp, options.degrees.sharing
+    of_tp = layouts(tp)
+    return Entry(key, style, path, module, parameter, of_tp, of_tp if heads == tp else layouts(heads))
 
 
 def _check_shared(entries: Collection[Entry]) -> None:
@@ -188,10 +197,8 @@ def _check_shared(entries: Collection[Entry]) -> None:
 
 
 def _begin_stream(styles: Plan, entries: tuple[Entry, ...], embedding: str | None) -> tuple[str, ...]:
-    ours = [(entry.path, entry.style) for entry in entries if isinstance(entry.style, VocabEmbedding)]
-    if ours:
-        return tuple(path for path, style in ours if style.begins_stream)
-    return () if embedding is None or isinstance(styles[embedding], Style) else (embedding,)
+    ours = tuple(entry.path for entry in entries if entry.style.begins_stream)
+    return ours if ours or embedding is None or isinstance(styles[embedding], Style) else (embedding,)
 
 
 def _with_unnamed_mixers(decoder: Decoder, entries: tuple[Entry, ...], source: TPPlan) -> Decoder:

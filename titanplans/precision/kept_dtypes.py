@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanplans.plan.decoder import without_wrappers
+from titanplans.split.decoder import without_wrappers
 
 
 def keeps_float32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], bool]:

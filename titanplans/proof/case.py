@@ -16,7 +16,6 @@ from titanplans.apply.apply import AppliedPlan, apply_plan
 from titanplans.errors import PlanError, VerifyError
 from titanplans.plan.custom import PlanSource
 from titanplans.plan.options import TPOptions
-from titanplans.plan.styles.base import Style
 from titanplans.proof.batches.conditions import Scenario
 from titanplans.proof.compare.comparison import Comparison
 from titanplans.proof.compare.forward import FAILURES, first_line
@@ -28,6 +27,7 @@ from titanplans.proof.explain.localise import localise, may_be_partial
 from titanplans.proof.ranks.lockstep import RanksDiverged
 from titanplans.proof.ranks.world import World, from_first
 from titanplans.proof.result import CaseResult, Check, keywords
+from titanplans.styles.base import Style
 
 SPLITTING = "while it is split"
 

@@ -6,9 +6,7 @@ from functools import lru_cache
 
 from torch import nn
 
-from titanplans.plan.converted import float8_linears
 from titanplans.plan.custom import PlanSource
-from titanplans.plan.decoder import find_decoder
 from titanplans.plan.options import TPOptions
 from titanplans.proof.batches.conditions import Scenario
 from titanplans.proof.batches.cover import STEPS, cover, trainings
@@ -21,6 +19,8 @@ from titanplans.proof.compare.tolerance import DRAWS, MORE_DRAWS
 from titanplans.proof.explain.blame import Blame
 from titanplans.proof.ranks.world import World, Worlds
 from titanplans.proof.result import CaseResult, case_name
+from titanplans.split.converted import float8_linears
+from titanplans.split.decoder import find_decoder
 
 CONDITIONS = ("pairs", "each", "plain")
 

@@ -14,12 +14,10 @@ from torch import nn
 from titanplans.apply.apply import check_plan
 from titanplans.errors import PlanError, either
 from titanplans.plan.custom import PlanSource, resolve_plan
-from titanplans.plan.decoder import find_decoder, name_head
 from titanplans.plan.degrees import Degrees
 from titanplans.plan.options import TPOptions
 from titanplans.plan.plan import Plan
 from titanplans.plan.resolve import head_of
-from titanplans.plan.styles.experts import interface_of
 from titanplans.proof.batches.conditions import MicroBatch, Scenario
 from titanplans.proof.batches.sample import Inputs, Sampler, randomise
 from titanplans.proof.cases import CONDITIONS, Proof, by_reference
@@ -32,6 +30,8 @@ from titanplans.proof.ranks.processes import side_by_side
 from titanplans.proof.ranks.world import Worlds, group_size
 from titanplans.proof.report import Report
 from titanplans.proof.result import CaseResult, Refusal, keywords
+from titanplans.split.decoder import find_decoder, name_head
+from titanplans.split.experts.interfaces import interface_of
 
 CUTS = (*(Degrees(tp=tp) for tp in (2, 4, 8)), Degrees(cp=2), Degrees(tp=2, cp=2))
 EXPERTS = (Degrees(tp=2, ep=2), Degrees(cp=2, ep=2))

@@ -1,6 +1,6 @@
 """The collectives that a split model needs for a call of a module with a style, and no more.
 
-A style's rule returns them (`Rule.expect`); `titanplans.observe` compares them with those that a step issues.
+A style returns them (`Style.sends`); `titanplans.observe` compares them with those that a step issues.
 """
 
 import math
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from titanplans.plan.layout import shard_size
+from titanplans.split.layout import shard_size
 
 
 class ExpectedCollective(NamedTuple):

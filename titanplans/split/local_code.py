@@ -1,18 +1,21 @@
-"""Puts a plan's numbers and functions of a rank into the code of split modules (`titanplans.plan.local_code`).
+"""A module's own code on one rank: the numbers and functions that a plan gives it in place of the unsplit model's.
 
-The module's forward stays its own: its methods are made anew with the rank's function under the name that they look up.
+A plan declares both (`TPPlan.local_attributes`, `TPPlan.local_functions`), nothing is guessed, and `plan.checks.code` holds
+them against the module's code. The module's forward stays its own: its methods are made anew with the rank's function under
+the name that they look up.
 """
 
 import copy
-from collections.abc import Mapping
-from functools import cache
-from types import CellType, FunctionType, SimpleNamespace
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache, wraps
+from types import CellType, CodeType, FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from titanplans.plan.local_code import Functions, calls, looks_up, methods
+from titanplans.errors import PlanError
 from titanplans.split.collectives import Group, sum_in_region
 from titanplans.split.root_mean_square import root_ratio
 from titanplans.split.state import specialise, subclass
@@ -21,7 +24,7 @@ from titanplans.torch_private.dispatch import tree_map
 
 
 class HeadRanks(NamedTuple):
-    """The ranks that share the heads of a mixer, which a plan's functions get as `SharingRanks`."""
+    """The ranks that the heads of a mixer are split over; the functions of a plan (`local_functions`) get them."""
 
     rank: int
     degree: int
@@ -54,6 +57,44 @@ class HeadRanks(NamedTuple):
     def root_ratio(self, x: torch.Tensor, epsilon: float) -> torch.Tensor:
         """Return the ratio [..., 1] of the root mean square of this rank's `x` [..., width] to that of all ranks'."""
         return root_ratio(x, epsilon, self.group)
+
+
+Functions = Mapping[str, Callable[[Callable[..., Any], HeadRanks], Callable[..., Any]]]
+"""By the name under which a module's code calls a function: the maker of this rank's function from it.
+
+"F.linear" is a function of the file `F`; "retention.decay" one that the function `retention` calls.
+"""
+
+
+def methods(cls: type) -> dict[str, FunctionType]:
+    """Return the methods of `cls` by name."""
+    found = {name: member for base in reversed(cls.__mro__) for name, member in vars(base).items()}
+    return {name: member for name, member in found.items() if isinstance(member, FunctionType)}
+
+
+def calls(function: FunctionType, name: str) -> bool:
+    """Whether the code of `function`, or of the function that it decorates, looks `name` up in its file."""
+    if looks_up(function, name):
+        return True
+    inner = getattr(function, "__wrapped__", None)
+    return isinstance(inner, FunctionType) and calls(inner, name)
+
+
+def looks_up(function: FunctionType, name: str) -> bool:
+    """Whether the code of `function` itself looks `name` up in its file."""
+    names, (first, *path) = _names(function.__code__), name.split(".")
+    if first not in names or first not in function.__globals__:
+        return False
+    if path and isinstance(called := function.__globals__[first], FunctionType):
+        return calls(called, ".".join(path))
+    return names.issuperset(path)
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names that `code`, with its lambdas and generators, looks up."""
+    return set(code.co_names).union(
+        *(_names(inner) for inner in code.co_consts if isinstance(inner, CodeType))
+    )
 
 
 def set_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
@@ -118,3 +159,65 @@ def _with(function: FunctionType, name: str, local: Any, ranks: HeadRanks) -> Fu
     if decorates:
         made.__wrapped__ = changed  # type: ignore[attr-defined]
     return made
+
+
+def count_once(function: Callable[..., Any], ranks: HeadRanks) -> Callable[..., Any]:
+    """Return `function` of tensors that every rank has whole: its gradient is divided by the ranks, which sum theirs.
+
+    For a loss besides that of the logits, such as the balance of a router inside a region. With context parallelism, where
+    each rank's loss is its part of a sum, its value is divided by the ranks that share a sequence, too.
+    """
+
+    @wraps(function)
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = ranks.all_tokens((args, kwargs))
+        value = function(*args, **kwargs)
+        if not isinstance(value, torch.Tensor):
+            return value
+        value = value / ranks.parts
+        if value.requires_grad:
+            value.register_hook(lambda grad: grad / ranks.copies)
+        return value
+
+    return computed
+
+
+def summed(function: Callable[..., torch.Tensor], ranks: HeadRanks) -> Callable[..., torch.Tensor]:
+    """Return `function`, whose result is a part of a sum on each rank, with the sum on every rank; the region goes on.
+
+    For a product that a mixer's code computes itself, with a weight whose inputs are split.
+    """
+
+    @wraps(function)
+    def computed(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return ranks.sum(function(*args, **kwargs))
+
+    return computed
+
+
+def over_all_ranks(function: Callable[..., Any], ranks: HeadRanks) -> Callable[..., torch.Tensor]:
+    """Return `function`, a root-mean-square norm fused with a product of its output, for a width that the ranks share.
+
+    It takes `x` [..., width] and `eps` and may gate behind the norm, as FLA's `rms_norm_linear` and
+    `rms_norm_swish_gate_linear`. As `SplitNorm` does, the output is multiplied by the ratio of the roots.
+
+    The function raises:
+        PlanError: an argument of it that such a ratio can't be applied behind: a bias, a residual.
+    """
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def local(*args: Any, **kwargs: Any) -> torch.Tensor:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments
+        for name in ("norm_bias", "linear_bias", "residual", "prenorm"):
+            if (value := given.get(name)) is not None and value is not False:
+                raise PlanError(
+                    f"{function.__name__}: over_all_ranks takes no {name}: its part of the output is not in proportion to "
+                    "the norm's; split the norm and the product apart, by split_norm() or gathered_in_region()"
+                )
+        output = function(*args, **kwargs)
+        return (output * ranks.root_ratio(given["x"], given["eps"])).to(output.dtype)
+
+    return local

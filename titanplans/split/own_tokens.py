@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanplans.plan.layout import shard_size
 from titanplans.split.collectives import Group, all_reduce, gather, group_of, scatter_sum
+from titanplans.split.layout import shard_size
 
 
 class OwnTokens:

@@ -1,6 +1,6 @@
 """Partial gradients of replicated parameters, summed over their ranks together.
 
-Each rank has followed its own share of the paths to the loss (see `plan.styles`), so the gradients of a block's norms,
+Each rank has followed its own share of the paths to the loss (see `titanplans.styles`), so the gradients of a block's norms,
 biases and adapters are sums over the ranks: many small ones. They are summed in one all-reduce for each mesh, dtype and
 device: by FSDP those of a unit as its backward ends, without FSDP all of them before the optimizer's step
 (`gradients.align_gradients`). Until then they are Partial, whoever reads them.

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanplans.plan.layout import shard_size
+from titanplans.split.layout import shard_size
 from titanplans.torch_private.dispatch import dispatch_is_watched
 from titanplans.torch_private.distributed import backend_all_gather, backend_of, backend_reduce_scatter
 

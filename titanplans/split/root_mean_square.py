@@ -6,6 +6,9 @@ import torch
 
 from titanplans.split.collectives import Group, gather, sum_in_region
 
+EPSILONS = ("eps", "variance_epsilon", "epsilon", "norm_eps")
+"""Names of the epsilon that norms add to the mean square."""
+
 
 def root_ratio(
     x: torch.Tensor, epsilon: float, group: Group, members: tuple[int, ...] | None = None

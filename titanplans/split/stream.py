@@ -34,7 +34,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from titanplans.errors import PlanError, either
-from titanplans.plan.layout import StreamLayout, shard_size
 from titanplans.split.collectives import (
     Group,
     collect,
@@ -45,6 +44,7 @@ from titanplans.split.collectives import (
     sum_ranks,
     take_shard,
 )
+from titanplans.split.layout import StreamLayout, shard_size
 from titanplans.split.meshes import CutMeshes
 from titanplans.split.own_tokens import OwnTokens
 from titanplans.torch_private.autograd import in_backward, number_of_node, running_node, sequence_number

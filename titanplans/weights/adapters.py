@@ -21,8 +21,8 @@ from titanplans.adapters.low_rank import takes_adapter
 from titanplans.config import LoRA
 from titanplans.disk import sync
 from titanplans.errors import ModelError
-from titanplans.plan.adapted import LowRank, is_factor, is_transposed, low_rank_of
-from titanplans.plan.decoder import without_wrappers
+from titanplans.split.adapted import LowRank, is_factor, is_transposed, low_rank_of
+from titanplans.split.decoder import without_wrappers
 from titanplans.split.objects import rank
 from titanplans.split.parameters.shards import copy_shard
 from titanplans.weights.atomic import on_first_rank

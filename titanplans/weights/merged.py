@@ -10,9 +10,9 @@ from torch import nn
 
 from titanplans.adapters.low_rank import adapted
 from titanplans.errors import ModelError
-from titanplans.plan.adapted import FACTORS, is_transposed
-from titanplans.plan.decoder import without_wrappers
 from titanplans.precision.nf4 import CODES, SCALES, dequantise, is_quantised
+from titanplans.split.adapted import FACTORS, is_transposed
+from titanplans.split.decoder import without_wrappers
 from titanplans.weights.gather import of_stages, stored, whole, with_values
 from titanplans.weights.lazy import LazyTensor, computed, lazily
 

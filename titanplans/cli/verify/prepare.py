@@ -19,9 +19,9 @@ from titanplans.cli.verify.smaller_config import cut
 from titanplans.cli.verify.subject import Subject
 from titanplans.errors import VerifyError
 from titanplans.parallel.memory import memory
-from titanplans.plan.decoder import find_decoder
 from titanplans.proof.batches.conditions import MicroBatch
 from titanplans.proof.batches.sample import Sampler
+from titanplans.split.decoder import find_decoder
 from titanplans.user_code import as_user_error
 
 _TOKENS = 16

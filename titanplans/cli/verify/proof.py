@@ -21,7 +21,6 @@ from titanplans.kernels import check_cpu
 from titanplans.observe.communication import Communication, count_communication
 from titanplans.parallel.mesh.process_group import available_cores
 from titanplans.plan.custom import PlanSource, resolve_plan
-from titanplans.plan.decoder import find_decoder
 from titanplans.plan.options import TPOptions
 from titanplans.plan.plan import TPPlan
 from titanplans.proof import Report, verify
@@ -31,6 +30,7 @@ from titanplans.proof.ranks.fake import fake_ranks, mesh_sizes
 from titanplans.proof.ranks.world import is_small
 from titanplans.proof.result import keywords, options_as_json
 from titanplans.proof.verify import accepted_cases, cuts_of
+from titanplans.split.decoder import find_decoder
 from titanplans.split.stages.trace import logits_of
 from titanplans.training.trainer.device import no_trainer
 

@@ -14,8 +14,8 @@ from titanplans import modeling
 from titanplans.cli.verify.subject import Subject
 from titanplans.errors import PlanError, VerifyError
 from titanplans.modeling.own import is_own
-from titanplans.plan.decoder import find_decoder
 from titanplans.proof.verify import accepted_cases, cuts_of
+from titanplans.split.decoder import find_decoder
 
 
 def cut(

@@ -15,7 +15,7 @@ from titanplans.config import ActivationCheckpoint
 from titanplans.errors import ParallelError
 from titanplans.parallel.activation_checkpoint.keep_mixer import Kept, keep_modules
 from titanplans.parallel.activation_checkpoint.operators import check_operators, keep_operators
-from titanplans.plan.decoder import find_block, find_decoder
+from titanplans.split.decoder import find_block, find_decoder
 from titanplans.text import class_name
 from titanplans.torch_private.modules import ActivationWrapper, checkpoint_wrapper
 

@@ -30,7 +30,7 @@ from titanplans.parallel.compile.limits import (
     limited,
 )
 from titanplans.parallel.optimizers.muon import Muon
-from titanplans.plan.decoder import find_decoder
+from titanplans.split.decoder import find_decoder
 from titanplans.split.parameters.loaded_state import check_optimizer_state
 from titanplans.split.state import border_of_model
 from titanplans.torch_private.compile import (

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanplans.plan.decoder import holds_fla, of_fla
+from titanplans.split.decoder import holds_fla, of_fla
 from titanplans.split.state import specialise, state_of, subclass
 from titanplans.text import class_name
 from titanplans.torch_private.compile import break_graphs_in_calls, is_disabled

@@ -10,7 +10,7 @@ from titanplans.errors import ParallelError
 from titanplans.parallel.fsdp.dtypes import split_dtypes
 from titanplans.parallel.fsdp.sharding import apply_units, check_mesh, check_unsharded, param_dtype
 from titanplans.parallel.fsdp.units import FSDPUnit, has_forward, has_parameters, refuse_ties
-from titanplans.plan.decoder import find_decoder
+from titanplans.split.decoder import find_decoder
 from titanplans.text import class_name
 
 Condition = Callable[[str, nn.Module], bool]

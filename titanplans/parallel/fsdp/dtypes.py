@@ -13,8 +13,8 @@ from torch import nn
 
 from titanplans.errors import ParallelError
 from titanplans.parallel.fsdp.units import FSDPUnit, flat, has_forward, refuse_ties
-from titanplans.plan.decoder import join
 from titanplans.precision.kept_dtypes import keeps_float32
+from titanplans.split.decoder import join
 from titanplans.text import class_name
 
 Kind = Hashable | None

@@ -46,7 +46,7 @@ def shard(
     are summed over the mesh.
 
     Args:
-        model: a decoder (`titanplans.plan.decoder`), before its first forward, on meta or not.
+        model: a decoder (`titanplans.split.decoder`), before its first forward, on meta or not.
         mesh: 1-D; or 2-D, replicated over the first dimension and sharded over the second (HSDP).
         config: the options of FSDP2, mixed precision and offload.
         of_experts: the mesh of the ranks that hold the same experts, where experts are shared out; as `mesh`.

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titanplans.errors import ParallelError
-from titanplans.plan.decoder import find_decoder, join, within
+from titanplans.split.decoder import find_decoder, join, within
 from titanplans.text import class_name
 
 Role = Literal["tower", "embedding", "block", "ends", "condition", "dtype", "experts", "root"]

@@ -6,45 +6,40 @@ from typing import Any
 from torch import nn
 
 from titanplans.errors import PlanError
-from titanplans.plan.decoder import join
-from titanplans.plan.local_code import Functions, calls, methods
 from titanplans.plan.resolve import ResolvedPlan
+from titanplans.split.decoder import join
+from titanplans.split.local_code import Functions, calls, methods
 from titanplans.text import class_name
 from titanplans.user_code import as_user_error
 
 
-def code_of_ranks(
-    plan: ResolvedPlan, *, in_mixers: bool = True, of_width: bool = True
-) -> tuple[dict[str, dict[str, Any]], dict[str, Functions]]:
+def code_of_ranks(plan: ResolvedPlan) -> tuple[dict[str, dict[str, Any]], dict[str, Functions]]:
     """Return the attributes and the functions of a rank's own code, by the name of the split module.
 
-    Args:
-        plan: resolved for the ranks that share what the code counts.
-        in_mixers: the mixers' code, and what else of the model counts heads.
-        of_width: the MLPs'.
+    Mixers, and what else counts heads, are asked for their part of tp x cp ranks; MLPs for that of tp ranks.
 
     Raises:
         PlanError: a module has no such attribute, or its code calls no such function.
     """
-    source, model, decoder = plan.source, plan.model, plan.decoder
+    model, decoder, degrees = plan.model, plan.decoder, plan.source.options.degrees
+    source = plan.source.counting_for(degrees.sharing)
     attributes: dict[str, dict[str, Any]] = {}
     functions: dict[str, Functions] = {}
     with as_user_error(f"plan {type(source).__name__}"):
-        for key, make in source.model_functions(model).items() if in_mixers else ():
+        for key, make in source.model_functions(model).items():
             path, _, name = key.rpartition(".")
             functions[path] = {**functions.get(path, {}), name: make}
-        if in_mixers:
-            attributes[""] = source.model_attributes(model)
-    for name, mixer in decoder.mixers.items() if in_mixers else ():
+        attributes[""] = source.model_attributes(model)
+    for name, mixer in decoder.mixers.items():
         if plan.split_key(name) is not None:
-            owner = source.plan_of(mixer)
+            owner = source.plan_of(mixer).counting_for(degrees.sharing)
             with as_user_error(f"plan {type(owner).__name__}"):
                 attributes[name] = {**owner.queries_per_group(mixer), **owner.local_attributes(mixer)}
                 functions[name] = owner.local_functions(mixer)
-    for name, mlp in decoder.mlps.items() if of_width else ():
+    for name, mlp in decoder.mlps.items():
         if plan.split_key(name) is not None:
             with as_user_error(f"plan {type(source).__name__}"):
-                attributes[name] = source.mlp_attributes(mlp)
+                attributes[name] = source.counting_for(degrees.tp).mlp_attributes(mlp)
     hooks = {"": "model_attributes", **dict.fromkeys(decoder.mlps, "mlp_attributes")}
     for name in attributes:
         _check(

@@ -9,20 +9,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError, either
-from titanplans.plan.adapted import FACTORS, is_adapted, is_factor
-from titanplans.plan.converted import is_quantised_by_torchao
-from titanplans.plan.decoder import MIXERS, MLPS, Decoder, find_decoder, join, within
 from titanplans.plan.plan_styles import Plan
-from titanplans.plan.styles.base import Style, held
-from titanplans.plan.styles.projections import Colwise
+from titanplans.split.adapted import ADAPTERS, FACTORS, is_adapted, is_factor
+from titanplans.split.converted import is_quantised_by_torchao
+from titanplans.split.decoder import MIXERS, MLPS, Decoder, find_decoder, join, within
+from titanplans.styles.base import Style, held
 
 if TYPE_CHECKING:
     from titanplans.plan.plan import TPPlan
-
-ADAPTERS = (
-    "adapters of peft work with data parallelism alone, tensor_parallel_degree = 1; those of titanplans.add_adapters(model, "
-    "LoRA(rank=8)), [lora] in a job, on any plan"
-)
 
 
 def refuse_foreign_adapters(model: nn.Module) -> None:
@@ -54,7 +48,7 @@ def check_keys(plan: Plan, model: nn.Module, source: "TPPlan") -> None:
                 f"{type(style).__name__}: self.colwise(), self.replicated_in_region() and the like"
             )
         if path in modules and modules[path]._buffers.get(last) is not None:
-            if isinstance(style, Colwise):
+            if isinstance(style, Style) and style.slices_buffers:
                 continue
             raise PlanError(
                 f"plan key '{key}' ({plan_name}) names a buffer, which every rank has whole: only self.colwise(), "

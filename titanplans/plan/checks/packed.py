@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from titanplans.plan.decoder import within
-from titanplans.plan.layout import Section
 from titanplans.plan.resolve import Entry, ResolvedPlan
-from titanplans.plan.styles.base import held
-from titanplans.plan.styles.projections import Colwise, Packed, Rowwise
+from titanplans.split.decoder import within
+from titanplans.split.layout import Section
+from titanplans.styles.base import held
 
 if TYPE_CHECKING:
     from titanplans.plan.plan import TPPlan
@@ -27,10 +26,11 @@ def packed_faults(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
     widths = {
         around[e.key]: e.module.in_features
         for e in plan.entries
-        if e.key in around and isinstance(e.style, Rowwise) and isinstance(e.module, nn.Linear)
+        if e.key in around and e.style.makes_partial_sum and isinstance(e.module, nn.Linear)
     }
-    for key, style, _, module, *_ in plan.entries:
-        if type(style) is not Colwise or style.interleaved or not isinstance(module, nn.Linear):
+    for entry in plan.entries:
+        key, module = entry.key, entry.module
+        if not entry.style.even_shards or not isinstance(module, nn.Linear):
             continue
         rows, mixer = module.out_features, decoder.mixer_around(key)
         width = widths.get(around.get(key, ""))
@@ -45,22 +45,22 @@ def _experts(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
     stacked = [
         e for e in plan.entries if e.parameter in held(e.module) and getattr(e.module, e.parameter).ndim == 3
     ]
-    widths = {e.path: _rows(e) for e in stacked if isinstance(e.style, Rowwise)}
+    widths = {e.path: _rows(e) for e in stacked if e.style.makes_partial_sum}
     for entry in stacked:
-        width, style = widths.get(entry.path), entry.style
-        if type(style) is Colwise and not style.interleaved and width and _rows(entry) == 2 * width:
-            yield entry.key, _advice(2 * width, (width, width), "gate and up", style.dim)
+        width = widths.get(entry.path)
+        if entry.style.even_shards and width and _rows(entry) == 2 * width:
+            yield entry.key, _advice(2 * width, (width, width), "gate and up", entry.style.dim)  # type: ignore[attr-defined]
 
 
 def _convolutions(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
     """Yield each convolution of sections that follow each other in a packed projection of its mixer."""
     for entry in plan.entries:
         mixer = plan.decoder.mixer_around(entry.key)
-        if type(entry.style) is not Colwise or entry.style.interleaved or mixer is None:
+        if not entry.style.even_shards or mixer is None:
             continue
         for other in plan.entries if isinstance(entry.module, nn.Conv1d) else ():
-            of_mixer = isinstance(other.style, Packed) and within(other.key, mixer)
-            if of_mixer and (sections := _span(other.style.sections, rows := _rows(entry))):  # type: ignore[attr-defined]
+            rows = _rows(entry)
+            if within(other.key, mixer) and (sections := _span(other.style.sections, rows)):
                 yield entry.key, _advice(rows, sections, f"sections of {other.key}")
 
 

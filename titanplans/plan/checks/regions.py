@@ -6,14 +6,10 @@ Each check reads names and shapes only, so it holds on meta and needs no process
 from collections.abc import Iterator
 
 from titanplans.errors import either
-from titanplans.plan.adapted import dropout_refusal
-from titanplans.plan.decoder import HEADS, within
 from titanplans.plan.resolve import ResolvedPlan
-from titanplans.plan.styles.base import Style
-from titanplans.plan.styles.experts import ByExpert
-from titanplans.plan.styles.projections import Rowwise
-from titanplans.plan.styles.region import Region
-from titanplans.plan.styles.replicated import ReplicatedOnStream
+from titanplans.split.adapted import dropout_refusal
+from titanplans.split.decoder import HEADS, within
+from titanplans.styles.base import Style
 
 Fault = tuple[str, str]
 """A plan key, and the fault there."""
@@ -40,7 +36,7 @@ def _parameter_faults(plan: ResolvedPlan) -> Iterator[Fault]:
 def _module_faults(plan: ResolvedPlan) -> Iterator[Fault]:
     """Yield each style that would be wrong on its module."""
     for entry in plan.entries:
-        reason = entry.style.refusal(entry.module) if entry.parameter is None else None
+        reason = entry.style.refusal(entry.module, plan.over) if entry.parameter is None else None
         if reason := reason or dropout_refusal(entry.module, entry.layouts):
             yield entry.key, reason
 
@@ -49,9 +45,10 @@ def _region_faults(plan: ResolvedPlan) -> Iterator[Fault]:
     """Yield split modules outside a region, and regions whose output would not be one sum of parts."""
     ours = {entry.key: entry.style for entry in plan.entries}
     opened = {key: style for key, style in ours.items() if style.opens}
-    for key, style, path, _, parameter, _ in plan.entries:
+    for entry in plan.entries:
+        key, style = entry.key, entry.style
         # A parameter that the model holds for its blocks, such as a bound for each layer's gates, is read inside of them.
-        for_blocks = parameter is not None and any(within(region, path) for region in opened)
+        for_blocks = entry.parameter is not None and any(within(region, entry.path) for region in opened)
         if style.inside and not for_blocks and not any(within(key, region) for region in opened):
             yield (
                 key,
@@ -63,18 +60,14 @@ def _region_faults(plan: ResolvedPlan) -> Iterator[Fault]:
         closers = [key for key, style in inside.items() if style.closes]
         # Foreign styles may do the splitting and the summing; they don't say.
         all_ours = not any(within(key, region) for key in plan.styles.keys() - ours.keys())
-        shared = isinstance(opener, Region) and opener.shared
-        if (
-            all_ours
-            and not shared
-            and not any(isinstance(style, Rowwise | ByExpert) for style in inside.values())
-        ):
+        sums = any(style.makes_partial_sum or style.over_experts for style in inside.values())
+        if all_ours and not opener.shared and not sums:
             yield (
                 region,
                 "it opens a region without a rowwise() projection: every rank would compute the same output, and their "
                 "sum is that many times too large: split it, or drop the region; shared_region() if regions read its output",
             )
-        if all_ours and not shared and not closers and not opener.closes:
+        if all_ours and not opener.shared and not closers and not opener.closes:
             yield (
                 region,
                 "it opens a region that nothing leaves, so its partial output is not summed: give its last projection "
@@ -118,7 +111,8 @@ def _end_faults(plan: ResolvedPlan) -> Iterator[Fault]:
     if (
         head is not None
         and plan.source.options.cuts_stream
-        and isinstance(plan.styles.get(head), ReplicatedOnStream)
+        and head in plan.by_key
+        and plan.by_key[head].style.is_on_stream
     ):
         yield (
             head,
@@ -135,14 +129,11 @@ def _end_faults(plan: ResolvedPlan) -> Iterator[Fault]:
                 "styles of titanplans say: give it vocab_embedding(), or set sequence_parallel = False",
             )
     if decoder.head is None and decoder.blocks:
-        for key, style, *_ in plan.entries:
-            if (
-                isinstance(style, ReplicatedOnStream)
-                and key != decoder.base
-                and not within(key, decoder.base)
-            ):
+        for entry in plan.entries:
+            on_base = entry.key == decoder.base or within(entry.key, decoder.base)
+            if entry.style.is_on_stream and not on_base:
                 yield (
-                    key,
+                    entry.key,
                     f"it stands behind the blocks of a model without a head (vocab_head(), or named {either(HEADS)}), where "
                     "every rank has the whole sequence and so the whole gradient: give it replicated_off_stream()",
                 )

@@ -1,6 +1,6 @@
 """Whether the degrees suit a plan and its model: heads, every dimension that is sharded, and the number of experts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,12 +9,10 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from titanplans.errors import PlanError, either, near_multiples
-from titanplans.plan.layout import shard_size
 from titanplans.plan.plan import TPPlan
-from titanplans.plan.resolve import ResolvedPlan
-from titanplans.plan.styles.base import held
-from titanplans.plan.styles.experts import ByExpert
-from titanplans.plan.styles.projections import Rowwise
+from titanplans.plan.resolve import Entry, ResolvedPlan
+from titanplans.split.layout import Layout, shard_size
+from titanplans.styles.base import held
 
 _DEGREES = 256
 """The largest degree that an error proposes."""
@@ -34,56 +32,87 @@ class Size(NamedTuple):
 
 
 def check_degree(plan: ResolvedPlan, dtype: torch.dtype | None) -> None:
-    """Refuse a degree that does not suit every size, with the degrees that do; `dtype` is that of weights in products."""
-    degree = plan.degree
-    in_mixers = plan.source.options.in_mixers
-    sizes = [*_sizes(plan)] if in_mixers else [*_sizes(plan), *_widths_of_experts(plan, dtype)]
+    """Refuse a degree of tensor parallelism that does not suit every size.
+
+    Args:
+        plan: resolved.
+        dtype: that of weights in products; None: their own.
+
+    Raises:
+        PlanError: names the size and the degrees that suit all sizes.
+    """
+    _check(
+        plan,
+        plan.degree,
+        [*_head_counts(plan, plan.degree), *_shard_sizes(plan), *_widths_of_experts(plan, dtype)],
+    )
+
+
+def check_heads(plan: ResolvedPlan) -> None:
+    """Refuse a product of the degrees of tensor and context parallelism that does not suit what mixers split by heads.
+
+    Raises:
+        PlanError: names the size and the products that suit all sizes.
+    """
+    degree = plan.source.options.degrees.sharing
+    in_mixers = [entry for entry in plan.entries if plan.token_region_of(entry) is not None]
+    sizes = [
+        size for entry in in_mixers for size in _sizes_of(entry, entry.head_layouts, degree, in_mixer=True)
+    ]
+    _check(plan, degree, [*_head_counts(plan, degree), *sizes])
+
+
+def _check(plan: ResolvedPlan, degree: int, sizes: list[Size]) -> None:
     for size in sizes:
         if not size.suits(degree):
             largest = max(s.value for s in sizes)
             works = [d for d in range(1, min(largest, _DEGREES) + 1) if all(s.suits(d) for s in sizes)]
+            words = plan.source.options.name_degree(degree)
             raise PlanError(
-                f"{plan.source.options.words} {size.fault} {size.what} = {size.value} ({size.where}): "
-                f"{'a product of ' if len(plan.source.options.words.split(' x ')) > 2 else ''}{either(works)} would "
-                f"work{size.also}"
+                f"{words} {size.fault} {size.what} = {size.value} ({size.where}): "
+                f"{'a product of ' if ' x ' in words else ''}{either(works)} would work{size.also}"
             )
 
 
-def _sizes(plan: ResolvedPlan) -> Iterator[Size]:
-    """Yield heads first, since they say most, then every sharded dimension.
-
-    Inside a token mixer shards are whole heads, so the degree must divide. Elsewhere they may be
-    uneven, as long as every rank holds something.
-    """
-    decoder, degree = plan.decoder, plan.degree
-    for name, mixer in decoder.mixers.items():
+def _head_counts(plan: ResolvedPlan, degree: int) -> Iterator[Size]:
+    """Yield the head counts of the mixers that are split; they come first, since they say most."""
+    for name, mixer in plan.decoder.mixers.items():
         if plan.split_key(name) is not None:
             shared = any(entry.style.shares_heads for entry in plan.within(name))
-            yield from _heads(plan.source.plan_of(mixer), mixer, f"{name}, {type(mixer).__name__}", shared)
+            yield from _heads(
+                plan.source.plan_of(mixer), mixer, f"{name}, {type(mixer).__name__}", degree, shared=shared
+            )
+
+
+def _shard_sizes(plan: ResolvedPlan) -> Iterator[Size]:
+    """Yield every dimension that is sharded."""
     for entry in plan.entries:
-        key, style, _, module, _, layouts = entry
-        if isinstance(style, ByExpert):  # `check_experts`
+        if not entry.style.over_experts:  # `check_experts`
+            in_mixer = plan.decoder.mixer_around(entry.key) is not None
+            yield from _sizes_of(entry, entry.layouts, plan.degree, in_mixer=in_mixer)
+
+
+def _sizes_of(entry: Entry, layouts: Mapping[str, Layout], degree: int, *, in_mixer: bool) -> Iterator[Size]:
+    """Yield the sizes of one entry.
+
+    In a mixer shards are complete heads, so the degree must divide. Elsewhere they may be uneven, as long as every rank
+    holds something.
+    """
+    where = f"{entry.key}, {type(entry.module).__name__}"
+    for what, (value, shared) in entry.style.sizes().items():
+        if in_mixer or shared:
+            yield Size(what, value, where, partial(_divides_either_way if shared else _divides, value))
+        else:
+            yield _filled(what, value, where, degree)
+    for name, layout in layouts.items():
+        if not isinstance(layout.placement, Shard):
             continue
-        in_mixer = decoder.mixer_around(key) is not None
-        if plan.source.options.in_mixers:
-            in_mixer = plan.token_region_of(entry) is not None
-            if not in_mixer:
-                continue
-        where = f"{key}, {type(module).__name__}"
-        for what, (value, shared) in style.sizes().items():
-            if in_mixer or shared:
-                yield Size(what, value, where, partial(_divides_either_way if shared else _divides, value))
-            else:
-                yield _filled(what, value, where, degree)
-        for name, layout in layouts.items():
-            if not isinstance(layout.placement, Shard):
-                continue
-            value = getattr(module, name).shape[layout.placement.dim]
-            what = f"dimension {layout.placement.dim} of {name}"
-            if in_mixer or layout.rows is not None:
-                yield Size(what, value, where, partial(_divides, value))
-            else:
-                yield _filled(what, value, where, degree)
+        value = getattr(entry.module, name).shape[layout.placement.dim]
+        what = f"dimension {layout.placement.dim} of {name}"
+        if in_mixer or layout.rows is not None:
+            yield Size(what, value, where, partial(_divides, value))
+        else:
+            yield _filled(what, value, where, degree)
 
 
 def _widths_of_experts(plan: ResolvedPlan, dtype: torch.dtype | None) -> Iterator[Size]:
@@ -94,19 +123,21 @@ def _widths_of_experts(plan: ResolvedPlan, dtype: torch.dtype | None) -> Iterato
     asked: Any = getattr(plan.model, "get_experts_implementation", dict)()
     if "grouped_mm" not in asked.values():
         return
-    for key, style, _, module, parameter, _ in plan.entries:
+    for entry in plan.entries:
+        style, module, parameter = entry.style, entry.module, entry.parameter
         # Experts that transformers multiplies in a way of one's choice have this attribute.
-        if parameter is None or not isinstance(style, Rowwise) or not hasattr(module, "is_transposed"):
+        if parameter is None or not style.makes_partial_sum or not hasattr(module, "is_transposed"):
             continue
         weight = module._parameters[parameter]
         assert weight is not None
         if (size := (dtype or weight.dtype).itemsize) > 4:
             continue
-        width = weight.shape[style.dim]
+        dim = entry.layouts[parameter].placement.dim  # type: ignore[attr-defined]
+        width = weight.shape[dim]
         yield Size(
-            f"dimension {style.dim} of {parameter}",
+            f"dimension {dim} of {parameter}",
             width,
-            f"{key}, {type(module).__name__}",
+            f"{entry.key}, {type(module).__name__}",
             partial(_fills_rows, width, 16 // size),
             f"leaves a rank with rows in {str(dtype or weight.dtype).removeprefix('torch.')} that are no multiple of 16 "
             "bytes, as grouped_mm needs, of",
@@ -115,8 +146,7 @@ def _widths_of_experts(plan: ResolvedPlan, dtype: torch.dtype | None) -> Iterato
         )
 
 
-def _heads(plan: TPPlan, mixer: nn.Module, where: str, shared: bool) -> Iterator[Size]:
-    degree = plan.options.degree
+def _heads(plan: TPPlan, mixer: nn.Module, where: str, degree: int, *, shared: bool) -> Iterator[Size]:
     for name, count in plan.heads(mixer).items():
         if name in plan.shared_head_names and shared:
             also = f", or {name} = {either([n for n in range(1, degree + 1) if degree % n == 0])}"
@@ -165,20 +195,20 @@ def check_experts(plan: ResolvedPlan) -> None:
     if options.degrees.ep == 1:
         return
     words = f"expert_parallel_degree = {options.degrees.ep}"
-    found = [entry for entry in plan.entries if isinstance(entry.style, ByExpert)]
+    found = [entry for entry in plan.entries if entry.style.over_experts]
     if not found:
         raise PlanError(
             f"{words}: {type(plan.source).__name__} gives no experts of {type(plan.model).__name__} to ranks; set it to 1"
         )
-    if options.degrees.ep % options.degree:
+    if options.degrees.ep % options.degrees.tp:
         raise PlanError(
-            f"{words} is no multiple of tensor_parallel_degree = {options.degree}, whose ranks have the same tokens: set it "
-            f"to {options.degree}, or tensor_parallel_degree to {either(_divisors(options.degrees.ep))}"
+            f"{words} is no multiple of tensor_parallel_degree = {options.degrees.tp}, whose ranks have the same tokens: "
+            f"set it to {options.degrees.tp}, or tensor_parallel_degree to {either(_divisors(options.degrees.ep))}"
         )
     for entry in found:
         number = len(next(iter(held(entry.module).values())))
         if number % options.degrees.ep:
-            works = [d for d in _divisors(number) if d % options.degree == 0]
+            works = [d for d in _divisors(number) if d % options.degrees.tp == 0]
             both = f"set both it and tensor_parallel_degree to {either(_divisors(number))}"
             remedy = f"{either(works)} would work" if works else both
             raise PlanError(

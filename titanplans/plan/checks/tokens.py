@@ -5,20 +5,18 @@ import inspect
 from torch import nn
 
 from titanplans.errors import PlanError
-from titanplans.plan.cache import CACHES
-from titanplans.plan.converted import float8_linears
-from titanplans.plan.decoder import find_decoder, within
 from titanplans.plan.resolve import ResolvedPlan
-from titanplans.plan.styles.base import Style
-from titanplans.plan.styles.region import Region
+from titanplans.split.cache import CACHES
+from titanplans.split.converted import float8_linears
+from titanplans.split.decoder import find_decoder, within
+from titanplans.styles.base import Style
 
 
-def check_tokens(plan: ResolvedPlan, in_mixers: ResolvedPlan) -> None:
-    """Refuse what can't be cut by tokens of `plan`; `in_mixers` is the same for all ranks that share heads.
+def check_tokens(plan: ResolvedPlan) -> None:
+    """Refuse what can't be split by tokens of `plan`.
 
     Raises:
-        PlanError: a model without blocks; a foreign style that would have to be exchanged; a style that another degree
-            changes; float8.
+        PlanError: a model without blocks; a foreign style that would have to be exchanged; float8.
     """
     if linears := float8_linears(plan.model):
         raise PlanError(
@@ -27,7 +25,7 @@ def check_tokens(plan: ResolvedPlan, in_mixers: ResolvedPlan) -> None:
         )
     find_decoder(plan.model)  # or it has no blocks
     for entry in plan.entries:
-        is_mlp = isinstance(entry.style, Region) and not entry.style.mixes_tokens
+        is_mlp = entry.style.opens and not entry.style.mixes_tokens
         if is_mlp and (told := _tells_tokens(entry.module)):
             raise PlanError(
                 f"its forward takes {told}, as code does that mixes tokens, and it is planned as an MLP, to which context "
@@ -43,14 +41,6 @@ def check_tokens(plan: ResolvedPlan, in_mixers: ResolvedPlan) -> None:
             raise PlanError(
                 "context parallelism cuts what a plan declares, and this style installs its own hooks: give the module a "
                 "style of titanplans, such as colwise()",
-                key=key,
-                style=style,
-                module=plan.module_at(key),
-            )
-        if type(in_mixers.styles.get(key)) is not type(style):
-            raise PlanError(
-                f"its style is another one for {in_mixers.degree} ranks, {in_mixers.styles.get(key)}: a plan names the same "
-                "styles whatever the degree",
                 key=key,
                 style=style,
                 module=plan.module_at(key),

@@ -21,9 +21,9 @@ from torchao.float8.float8_training_tensor import (
 from torchao.float8.float8_utils import tensor_to_scale
 
 from titanplans.errors import PlanError
-from titanplans.plan.converted import float8_linears
 from titanplans.precision.float8.linear import comes_from_product
 from titanplans.split.collectives import Group, all_gather, all_reduce, own_shard, reduce_scatter
+from titanplans.split.converted import float8_linears
 from titanplans.split.stream import Border
 from titanplans.torch_private.torchao import float8_data
 

@@ -1,25 +1,21 @@
 """Float8 under a plan: sizes that a rank can multiply, and which borders the sequence crosses in float8."""
 
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from titanplans.config import Float8
 from titanplans.errors import PlanError, either
-from titanplans.plan.adapted import is_adapted
-from titanplans.plan.converted import (
+from titanplans.plan.resolve import Entry, ResolvedPlan
+from titanplans.split.adapted import is_adapted
+from titanplans.split.converted import (
     ALIGNMENT,
     Crossing,
     is_float8,
     plain_border,
 )
-from titanplans.plan.resolve import Entry, ResolvedPlan
-from titanplans.plan.styles.base import Style
-from titanplans.plan.styles.projections import Colwise, KVColwise, Rowwise, RowwiseInRegion
-from titanplans.plan.styles.region import Region
-from titanplans.plan.styles.replicated import ReplicatedInRegion
-from titanplans.plan.styles.vocab import VocabHead
+from titanplans.styles.base import Style
 
 
 def check_float8(plan: ResolvedPlan, backend: str | None = None) -> dict[str, Crossing]:
@@ -75,11 +71,13 @@ def _check_sizes(plan: ResolvedPlan) -> None:
     """
     embedding, degree = plan.decoder.embedding, plan.degree
     width = None if embedding is None else plan.module_at(embedding).weight.shape[-1]  # type: ignore[union-attr]
-    for key, style, _, module, *_ in plan.entries:
+    for entry in plan.entries:
+        key, style, module = entry.key, entry.style, cast("Any", entry.module)
         if not is_float8(module):
             continue
-        module: Any
-        if isinstance(style, ReplicatedInRegion) and width not in (None, module.in_features):
+        operands = style.operands(degree)
+        replicated = operands is not None and not (operands.outputs or operands.inputs)
+        if replicated and width not in (None, module.in_features):
             raise PlanError(
                 f"{key} (Float8Linear, {module.in_features} in, {module.out_features} out): it reads no sequence of {width} "
                 "numbers a token, so a rank may give it a part of the heads alone, which has another scale than all of "
@@ -105,15 +103,10 @@ def _end_of(key: str) -> str:
 
 def _sizes(style: Style, module: Any) -> Iterator[tuple[str, int, Callable[[int], bool]]]:
     """Yield what the degree splits: the side, its size, and whether a degree gives aligned shares of it."""
-    if isinstance(style, KVColwise):
-        size, heads = module.out_features, style.heads
-        yield "outputs", size, lambda d: not size % (min(d, heads) * ALIGNMENT)
-    elif isinstance(style, (Colwise, VocabHead)):
-        size = module.out_features
-        yield "outputs", size, lambda d: not size % (d * ALIGNMENT)
-    elif isinstance(style, Rowwise | RowwiseInRegion):
-        size = module.in_features
-        yield "inputs", size, lambda d: not size % (d * ALIGNMENT)
+    operands = style.operands(1)
+    if operands is not None and (operands.outputs or operands.inputs):
+        side, size = ("outputs", module.out_features) if operands.outputs else ("inputs", module.in_features)
+        yield side, size, lambda d: not size % (d // style.operands(d).sharing * ALIGNMENT)  # type: ignore[union-attr]
 
 
 def _check_torchao_styles(plan: ResolvedPlan, backend: str | None) -> None:
@@ -147,14 +140,14 @@ def _crossings(plan: ResolvedPlan) -> dict[str, Crossing]:
     found: dict[str, Crossing] = {}
     for entry in plan.entries:
         style = entry.style
-        enters = isinstance(style, Region | VocabHead)
-        if not isinstance(style, Region | Rowwise | VocabHead) or not (style.closes or enters):
+        enters = style.opens or style.makes_logits
+        if not (style.closes or enters):
             continue
         inside = [e for e in plan.entries if e.key == entry.key or e.key.startswith(f"{entry.key}.")]
         linears = [e for e in inside if isinstance(e.module, nn.Linear)]
         if not any(is_float8(e.module) for e in linears):
             continue
-        last = [e for e in linears if isinstance(e.style, Rowwise)]
+        last = [e for e in linears if e.style.makes_partial_sum]
         plain = plain_border(entry.module)
         if recipe != "tensorwise":
             plain = f"{recipe} scales the tensors of each product along other dimensions: cast in each module"
@@ -171,15 +164,15 @@ def _crossings(plan: ResolvedPlan) -> dict[str, Crossing]:
 
 def _why_enters_plainly(style: Style, first: list[Entry]) -> str | None:
     """Return why the input enters in high precision; None if it enters in float8."""
-    if isinstance(style, Region) and not style.float8_input:
+    if not style.float8_input:
         return "the plan says that something else reads it, too (float8_input = False)"
     return _why_plain(first, "reads it too")
 
 
 def _why_leaves_plainly(style: Style, inside: list[Entry], last: list[Entry]) -> str | None:
     """Return why the gradient of an output comes back in high precision; None if it comes in float8."""
-    biased = [e.key for e in last if isinstance(style, Region) and e.module.bias is not None]
-    others = [e.key for e in inside if isinstance(e.style, Rowwise) and not isinstance(e.module, nn.Linear)]
+    biased = [e.key for e in last if style.opens and e.module.bias is not None]
+    others = [e.key for e in inside if e.style.makes_partial_sum and not isinstance(e.module, nn.Linear)]
     if biased:
         return f"the bias of {biased[0]} sums them, too"
     return _why_plain(last, "gives it") or (f"{others[0]} is no Linear, and gives it" if others else None)

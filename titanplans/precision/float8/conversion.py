@@ -17,15 +17,15 @@ from torch import nn
 from titanplans.config import Float8
 from titanplans.errors import ParallelError
 from titanplans.plan.checks.tied import tied_parameters
-from titanplans.plan.converted import (
+from titanplans.precision.kept_dtypes import keeps_float32
+from titanplans.split.converted import (
     ALIGNMENT,
     RECIPES,
     Recipe,
     float8_linears,
     keep_border_plain,
 )
-from titanplans.plan.decoder import find_decoder, holds_fla
-from titanplans.precision.kept_dtypes import keeps_float32
+from titanplans.split.decoder import find_decoder, holds_fla
 from titanplans.split.guards.called import Calls, Found, read_weights, unfuse
 from titanplans.torch_private.modules import hooks_of
 from titanplans.torch_private.torchao import gains_by_float8

@@ -25,13 +25,10 @@ from torchao.float8.distributed_utils import tensor_already_casted_to_fp8
 from torchao.float8.float8_training_tensor import GemmInputRole, hp_tensor_and_scale_to_float8
 from torchao.float8.float8_utils import tensor_to_scale
 
-from titanplans.plan.styles.base import Style
-from titanplans.plan.styles.projections import Colwise, KVColwise, Rowwise, RowwiseInRegion
-from titanplans.plan.styles.replicated import ReplicatedInRegion
-from titanplans.plan.styles.vocab import VocabHead
 from titanplans.split.collectives import Group, all_gather, all_reduce
 from titanplans.split.local_code import HeadRanks
 from titanplans.split.state import make_state, specialise, subclass
+from titanplans.styles.base import Operands, Style
 
 
 @dataclass(frozen=True)
@@ -40,14 +37,7 @@ class Split:
 
     group: Group
     rank: int
-    outputs: bool = False
-    """Each rank has a part of the outputs, or shares one with others."""
-
-    inputs: bool = False
-    """Each rank has a part of the inputs."""
-
-    sharing: int = 1
-    """Consecutive ranks with the same outputs; each has a summand of their gradient."""
+    operands: Operands
 
 
 def split_linear(module: nn.Module, style: Style, ranks: HeadRanks) -> None:
@@ -56,24 +46,9 @@ def split_linear(module: nn.Module, style: Style, ranks: HeadRanks) -> None:
     With the recipe tensorwise, `SplitState.weight_scale` may be set to the scale of the whole weight; otherwise each
     product seeks it.
     """
-    if (product := _product_of(style, ranks)) is not None:
-        make_state(module).product = product
+    if (operands := style.operands(ranks.degree)) is not None:
+        make_state(module).product = Split(ranks.group, ranks.rank, operands)
         specialise(module, _with_split_product(type(module)))
-
-
-def _product_of(style: Style, ranks: HeadRanks) -> Split | None:
-    """Return how the product of a Linear with `style` lies on the ranks; None if it is whole on each."""
-    of = ranks.group, ranks.rank
-    match style:
-        case KVColwise():
-            return Split(*of, outputs=True, sharing=max(1, ranks.degree // style.heads))
-        case Colwise() | VocabHead():
-            return Split(*of, outputs=True)
-        case Rowwise() | RowwiseInRegion():
-            return Split(*of, inputs=True)
-        case ReplicatedInRegion():
-            return Split(*of, sharing=ranks.degree)
-    return None
 
 
 def comes_from_product(x: torch.Tensor) -> bool:
@@ -111,9 +86,9 @@ class _SplitProduct(torch.autograd.Function):
             config.cast_config_input,
             GemmInputRole.INPUT,
             -1,
-            1 if split.inputs else None,
+            1 if split.operands.inputs else None,
         )
-        held = 0 if split.inputs else 1 if split.outputs else None
+        held = 0 if split.operands.inputs else 1 if split.operands.outputs else None
         w8, w_scale = cast(w, config.cast_config_weight, GemmInputRole.WEIGHT, 0, held, w_scale)
         ctx.save_for_backward(flat, w, x_scale, w_scale)
         ctx.cast, ctx.config, ctx.split, ctx.held, ctx.shape = cast, config, split, held, shape
@@ -124,16 +99,16 @@ class _SplitProduct(torch.autograd.Function):
         x, w, x_scale, w_scale = ctx.saved_tensors
         cast, c, split = ctx.cast, ctx.config, ctx.split
         grad = grad.reshape(-1, grad.shape[-1])
-        if split.sharing > 1:
+        if split.operands.sharing > 1:
             grad = _summed(grad, split)
-        g_held = 1 if split.outputs else None
+        g_held = 1 if split.operands.outputs else None
         grad_x = grad_w = g_scale = None
         if ctx.needs_input_grad[0]:
             g8, g_scale = cast(grad, c.cast_config_grad_output, GemmInputRole.GRAD_OUTPUT, -1, g_held)
             w8, _ = cast(w, c.cast_config_weight_for_grad_input, GemmInputRole.WEIGHT, -1, ctx.held, w_scale)
             grad_x = _share(torch.mm(g8, w8.t()), split).reshape(ctx.shape)
         if ctx.needs_input_grad[1]:
-            x_held = 1 if split.inputs else None
+            x_held = 1 if split.operands.inputs else None
             role = GemmInputRole.GRAD_OUTPUT
             g8, _ = cast(grad, c.cast_config_grad_output_for_grad_weight, role, 0, g_held, g_scale)
             role = GemmInputRole.INPUT
@@ -193,13 +168,13 @@ class _Cast:
 def _summed(grad: torch.Tensor, split: Split) -> torch.Tensor:
     """Sum the gradients of the ranks that share outputs, before they are cast: float8 numbers don't add up."""
     ranks = split.group[1]
-    if split.sharing == ranks:
+    if split.operands.sharing == ranks:
         return all_reduce(grad, split.group)
     every = all_gather(grad, 0, len(grad) * ranks, split.group)
-    shared = every.view(ranks // split.sharing, split.sharing, *grad.shape).sum(1)
-    return shared.narrow(0, split.rank // split.sharing, 1).squeeze(0)
+    shared = every.view(ranks // split.operands.sharing, split.operands.sharing, *grad.shape).sum(1)
+    return shared.narrow(0, split.rank // split.operands.sharing, 1).squeeze(0)
 
 
 def _share(result: torch.Tensor, split: Split) -> torch.Tensor:
     """Divide what all ranks that share outputs have computed alike, since it is summed over them later."""
-    return result if split.sharing == 1 else result / split.sharing
+    return result if split.operands.sharing == 1 else result / split.operands.sharing

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from titanplans.plan.converted import Crossing, float8_linears
 from titanplans.precision.float8.conversion import Conversion
+from titanplans.split.converted import Crossing, float8_linears
 from titanplans.torch_private.torchao import is_float8_gathered
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from titanplans.plan.converted import float8_linears
 from titanplans.split.collectives import all_reduce
+from titanplans.split.converted import float8_linears
 from titanplans.split.state import state_of
 from titanplans.torch_private.dtensor import local_tensor
 from titanplans.torch_private.torchao import is_float8_gathered, set_gather_scale, stored_weight

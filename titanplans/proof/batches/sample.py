@@ -11,9 +11,9 @@ from torch import nn
 
 from titanplans.errors import PlanError, either
 from titanplans.loss import IGNORED
-from titanplans.plan.cache import CACHES, cache_argument
-from titanplans.plan.decoder import find_decoder, within
 from titanplans.proof.batches.conditions import FROZEN, MicroBatch
+from titanplans.split.cache import CACHES, cache_argument
+from titanplans.split.decoder import find_decoder, within
 
 Inputs = Mapping[str, Any] | Callable[[int, int, int], Mapping[str, Any]] | None
 """Keyword arguments of a forward; or a function of batch size, sequence length and seed that makes them; or None for

@@ -9,7 +9,7 @@ from itertools import chain, product
 
 import torch
 
-from titanplans.plan.layout import Section, rows_of, shard_size
+from titanplans.split.layout import Section, rows_of, shard_size
 
 Candidate = tuple[str, list[torch.Tensor]]
 """How the ranks' tensors were assembled, and the whole tensors that result, which should all be equal."""

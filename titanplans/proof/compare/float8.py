@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from titanplans.errors import PlanError
-from titanplans.plan.converted import float8_linears
+from titanplans.split.converted import float8_linears
 from titanplans.torch_private.dispatch import without_torch_function
 from titanplans.torch_private.torchao import cast_to_float8, float8_data, float8_scale
 

@@ -12,7 +12,7 @@ from torch import nn
 from titanplans.errors import ParallelError, PlanError, UserError
 from titanplans.kernels.widen import Widen
 from titanplans.loss import cross_entropy
-from titanplans.plan.cache import cache_argument, cache_of
+from titanplans.split.cache import cache_argument, cache_of
 from titanplans.split.stages.trace import without_cache
 
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)

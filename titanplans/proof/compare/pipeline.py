@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanplans.apply.apply import AppliedPlan, cut_of, split
+from titanplans.apply.apply import AppliedPlan, choose_way, split
 from titanplans.apply.check import check
 from titanplans.errors import ParallelError, PlanError
 from titanplans.plan.custom import PlanSource, resolve_plan
-from titanplans.plan.decoder import Elsewhere, find_decoder, within
 from titanplans.plan.options import TPOptions
 from titanplans.plan.resolve import ResolvedPlan
 from titanplans.proof.compare.forward import FAILURES, does_not_run, widened
+from titanplans.split.decoder import Elsewhere, find_decoder, within
 from titanplans.split.meshes import meshes_of
 from titanplans.split.stages.compare import check_stages
 from titanplans.split.stages.schedules import in_one_order, orders
@@ -113,7 +113,7 @@ def split_stages(
         unsplit_plan = checked.plan
         made.append(stages.cut(part, number))
         checked = checked.of_stage(stages.passed[number])
-        applied.append(split(checked, cut_of(checked, meshes_of(mesh), experts, sum_over_cp=True)))
+        applied.append(split(checked, choose_way(checked, meshes_of(mesh), experts, sum_over_cp=True)))
     return PipelinedModel(made, stages.shared, unsplit_plan), applied
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from titanplans.loss import DeferredLogits
-from titanplans.plan.converted import is_cast
+from titanplans.split.converted import is_cast
 
 
 class Recorder:

@@ -10,7 +10,6 @@ from torch import nn
 
 from titanplans.errors import PlanError
 from titanplans.plan.checks.tied import tied_parameters
-from titanplans.plan.decoder import find_decoder
 from titanplans.proof.batches.conditions import Scenario
 from titanplans.proof.batches.sample import Sampler, freeze, moved
 from titanplans.proof.batches.script import write_script
@@ -19,6 +18,7 @@ from titanplans.proof.compare.forward import FAILURES, Loss, call, does_not_run,
 from titanplans.proof.compare.scale import SCALE, Regression, fit, least_unit, units, watched
 from titanplans.proof.compare.tolerance import Tolerance
 from titanplans.proof.compare.training import TrainingRun
+from titanplans.split.decoder import find_decoder
 from titanplans.split.stages.trace import Trace, logits_of, trace
 
 Point = tuple[str, str, str]

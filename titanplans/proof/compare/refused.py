@@ -13,7 +13,6 @@ from torch import nn
 
 from titanplans.errors import UserError, either
 from titanplans.loss import FusedLoss, NotFused, cross_entropy
-from titanplans.plan.cache import CACHES
 from titanplans.proof.batches.conditions import MicroBatch
 from titanplans.proof.batches.sample import Sampler, moved
 from titanplans.proof.batches.script import one_more
@@ -27,6 +26,7 @@ from titanplans.proof.compare.forward import (
     is_ours,
     raised_at,
 )
+from titanplans.split.cache import CACHES
 from titanplans.split.stages.trace import logits_of
 
 _REFUSALS = (AssertionError, NotImplementedError, ValueError)

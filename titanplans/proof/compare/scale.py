@@ -23,9 +23,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from titanplans.plan.decoder import find_decoder
 from titanplans.proof.compare.assemble import candidates, of_two_cuts
 from titanplans.proof.compare.record import Recorder, module_name
+from titanplans.split.decoder import find_decoder
 
 K = TypeVar("K")
 

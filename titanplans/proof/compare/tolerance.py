@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from titanplans.errors import PlanError
-from titanplans.plan.decoder import find_decoder
+from titanplans.split.decoder import find_decoder
 
 DRAWS = 3
 """Perturbed runs of the whole model; the unit is the largest change in any of them."""

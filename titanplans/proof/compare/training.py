@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 from titanplans.adapters.low_rank import draws
 from titanplans.loss import IGNORED, DeferredLogits, FusedLoss, added_loss
-from titanplans.plan.decoder import Decoder
 from titanplans.proof.batches.sample import Sample
 from titanplans.proof.batches.script import Script
 from titanplans.proof.compare.forward import (
@@ -35,6 +34,7 @@ from titanplans.proof.compare.forward import (
 from titanplans.proof.compare.pipeline import PipelinedModel, run_in_order
 from titanplans.proof.compare.record import Recorder
 from titanplans.proof.compare.scale import recorded
+from titanplans.split.decoder import Decoder
 from titanplans.split.gradients import align_gradients, local_of, total_norm
 from titanplans.split.stages.stage import Stage
 from titanplans.split.stages.trace import logits_of

@@ -5,15 +5,13 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from titanplans.plan.decoder import Decoder, within
 from titanplans.plan.options import TPOptions
 from titanplans.plan.plan import TPPlan
-from titanplans.plan.styles.base import own_styles
-from titanplans.plan.styles.projections import Packed
-from titanplans.plan.styles.replicated import Whole
+from titanplans.split.decoder import Decoder, within
+from titanplans.styles.base import Style, own_styles
 
 
-def packed_around(name: str, styles: Mapping[str, ParallelStyle]) -> dict[str, Packed]:
+def packed_around(name: str, styles: Mapping[str, ParallelStyle]) -> dict[str, Style]:
     """Return the packed projections in the innermost region around the module `name`, by their names in the region."""
     own = own_styles(styles)
     around = [key for key in own if own[key].opens and (name == key or within(name, key))]
@@ -21,7 +19,7 @@ def packed_around(name: str, styles: Mapping[str, ParallelStyle]) -> dict[str, P
     return {
         key.removeprefix(f"{region}."): style
         for key, style in own.items()
-        if region is not None and isinstance(style, Packed) and within(key, region)
+        if region is not None and style.sections and within(key, region)
     }
 
 
@@ -60,7 +58,7 @@ def summing_style(
     """
     own, module = own_styles(styles), name.rpartition(".")[0]
     around = [key for key in own if module == key or within(module, key)]
-    if len(own) < len(styles) or any(isinstance(own[key], Whole) for key in around):
+    if len(own) < len(styles) or any(own[key].runs_unsplit for key in around):
         return ""
     region = max((key for key in around if own[key].opens), key=len, default=None)
     if region is None:

@@ -13,10 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from titanplans.plan.decoder import within
 from titanplans.plan.options import TPOptions
 from titanplans.plan.resolve import ResolvedPlan
-from titanplans.plan.styles.base import Style
 from titanplans.proof.compare.assemble import best_fit
 from titanplans.proof.compare.record import gradient_key, module_name
 from titanplans.proof.compare.reference import ReferenceRun
@@ -30,6 +28,8 @@ from titanplans.proof.explain.hints import (
 )
 from titanplans.proof.ranks.world import World, from_first, wholes
 from titanplans.proof.result import CaseResult, Finding, Location, epsilons
+from titanplans.split.decoder import within
+from titanplans.styles.base import Style
 
 _UNSUMMED = "each rank has its own share: not summed over the ranks"
 
@@ -158,7 +158,7 @@ class _Search:
         partial = may_be_partial(module_name(key), self.plan.styles)
         if not partial and self.options.cuts_stream and self._is_one_token(expected):
             held = held[:1]  # on the stream the other ranks hold padding of the same shape
-        packed, inner = packed_around(module_name(key), self.plan.styles), self.options.degree
+        packed, inner = packed_around(module_name(key), self.plan.styles), self.options.degrees.tp
         packings = {style.sections for style in packed.values()}
         fit = best_fit(held, expected, self._apart, sums=partial, packings=packings, inner=inner)
         if fit is None:

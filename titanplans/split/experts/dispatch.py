@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from titanplans.plan.styles.experts import CHOSEN, COUNTED, EVERY, interface_of
 from titanplans.split.collectives import Group, all_to_all, exchange_rows
+from titanplans.split.experts.interfaces import CHOSEN, COUNTED, EVERY, interface_of
 from titanplans.split.state import make_state, specialise, subclass
 from titanplans.torch_private.autograd import in_backward
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titanplans.plan.styles.experts import COUNTED, EVERY, interface_of
+from titanplans.split.experts.interfaces import COUNTED, EVERY, interface_of
 from titanplans.split.parameters.shards import local_shard
 from titanplans.split.state import state_of
 from titanplans.torch_private.autograd import in_backward

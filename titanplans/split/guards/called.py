@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from titanplans.errors import UserError
-from titanplans.plan.decoder import Elsewhere
+from titanplans.split.decoder import Elsewhere
 
 Found = tuple[str, str, nn.Module]
 """A Linear whose weight is read, its parent's name, and the parent."""

@@ -16,9 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titanplans.errors import PlanError
-from titanplans.plan.checks.keys import ADAPTERS
+from titanplans.split.adapted import ADAPTERS
 from titanplans.split.checksum import checksum
-from titanplans.split.cut import Cut
 from titanplans.split.guards.dropout import REMEDY, WHOLE, draws_alike, dropouts
 from titanplans.split.guards.inputs import positional
 from titanplans.split.objects import of_all
@@ -28,15 +27,19 @@ from titanplans.torch_private.dispatch import dispatch_is_watched, tree_leaves
 from titanplans.torch_private.fsdp import fsdp_group
 
 
-def check_first_forward(model: nn.Module, base: nn.Module, cut: Cut) -> None:
+def check_first_forward(
+    model: nn.Module, base: nn.Module, mesh: DeviceMesh, distributes: bool, *, sum_over_cp: bool
+) -> None:
     """Put the checks before and behind the first forward of `model`, or of `base` in it, whichever is called.
 
     Args:
         model: the split model.
         base: the module that holds its blocks, which an adapter's wrapper calls past the model.
-        cut: by which it was split.
+        mesh: 1-D, of all ranks that work on the same batch.
+        distributes: the parameters are DTensors.
+        sum_over_cp: `align_gradients` sums the gradients over the CP ranks, and not FSDP2.
     """
-    first = _First(cut.mesh, cut.distributes, cut.sum_over_cp)  # the cut itself knows the whole parameters
+    first = _First(mesh, distributes, sum_over_cp)
     for module in {model: None, base: None}:
         first.parameters[id(module)] = parameters_of(module)
         first.handles += [

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanplans.plan.cache import cache_argument
+from titanplans.split.cache import cache_argument
 from titanplans.split.state import border_of_model, specialise, subclass
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanplans.errors import PlanError
-from titanplans.plan.checks.keys import ADAPTERS
+from titanplans.split.adapted import ADAPTERS
 from titanplans.text import class_name
 
 _INITIALISE = (

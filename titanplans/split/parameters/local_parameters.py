@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement
 
 from titanplans.errors import ParallelError
-from titanplans.plan.layout import Layout, rows_read
 from titanplans.split.collectives import Group
+from titanplans.split.layout import Layout, rows_read
 from titanplans.split.parameters.local_read import GradientSpec, MixerPart, Reading, read
 from titanplans.split.parameters.local_weight import as_weight
 from titanplans.split.parameters.selection import of_ranges, selected

@@ -12,8 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from titanplans.plan.layout import Layout
 from titanplans.split.collectives import Group
+from titanplans.split.layout import Layout
 from titanplans.torch_private.autograd import accumulates, grad_refcount
 from titanplans.torch_private.dtensor import handed, local_tensor, spec_as, spec_of, with_spec
 from titanplans.torch_private.threads import DTensorSpec

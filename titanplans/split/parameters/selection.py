@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard
 
-from titanplans.plan.layout import Layout, Run
 from titanplans.split.collectives import Group, all_to_all, exchange
+from titanplans.split.layout import Layout, Run
 
 
 def selected(local: torch.Tensor, layout: Layout, rank: int, group: Group) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from titanplans.errors import ParallelError
-from titanplans.plan.decoder import is_held
+from titanplans.split.decoder import is_held
 from titanplans.split.stages.expressions import Expressions, RunningFunction, own_tensors
 from titanplans.split.stages.stages import Stages
 from titanplans.split.stages.trace import read_by_loss, without_cache

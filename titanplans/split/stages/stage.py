@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanplans.plan.decoder import Elsewhere
+from titanplans.split.decoder import Elsewhere
 from titanplans.split.stages.trace import BlockCall, Value
 from titanplans.torch_private.dispatch import tree_leaves, tree_unflatten
 from titanplans.torch_private.modules import compiled_call, set_compiled_call

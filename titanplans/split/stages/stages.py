@@ -6,7 +6,7 @@ from itertools import pairwise
 from torch import nn
 
 from titanplans.errors import ParallelError
-from titanplans.plan.decoder import Decoder, find_decoder, is_held
+from titanplans.split.decoder import Decoder, find_decoder, is_held
 from titanplans.split.stages.stage import PassedBlock, PassedModule, Stage
 from titanplans.split.stages.trace import Trace, is_before
 from titanplans.text import class_name

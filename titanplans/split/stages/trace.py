@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from titanplans.errors import ParallelError
-from titanplans.plan.decoder import Decoder, within
+from titanplans.split.decoder import Decoder, within
 from titanplans.text import class_name
 from titanplans.torch_private.dispatch import (
     TorchDispatchMode,

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from titanplans.plan.layout import shard_size
 from titanplans.split.collectives import all_to_all
+from titanplans.split.layout import shard_size
 from titanplans.split.own_tokens import OwnTokens
 
 RowRanges = tuple[tuple[int, int], ...]

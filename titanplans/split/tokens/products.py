@@ -11,14 +11,8 @@ import torch
 from torch import nn
 
 from titanplans.errors import PlanError
-from titanplans.plan.styles.norms import EPSILONS
-from titanplans.plan.styles.projections import Colwise, Rowwise
-from titanplans.plan.styles.replicated import ReplicatedInRegion
-from titanplans.split.state import specialise, subclass
+from titanplans.split.state import subclass
 from titanplans.split.stream import Border
-from titanplans.split.tensors.convolution import check_groups
-from titanplans.split.tensors.projections import ROWWISE
-from titanplans.split.tensors.rules import Rule, Site
 from titanplans.split.tokens.exchange import HeadExchange, Share, to_heads, to_tokens
 from titanplans.split.tokens.sharded_sequence import ShardedSequence, sharded_sequence
 
@@ -31,23 +25,6 @@ class Heads(NamedTuple):
     """Of the rows that this rank multiplies with."""
     closes: bool = False
     """The stream is behind it."""
-
-
-def _install_colwise(style: Colwise, module: nn.Module, site: Site) -> None:
-    if is_product(module):
-        specialise(module, _by_outputs(type(module)))
-    check_groups(module, style)
-
-
-def _install_rowwise(style: Rowwise, module: nn.Module, site: Site) -> None:
-    ROWWISE.install(style, module, site)
-    if is_product(module):
-        specialise(module, _by_inputs(type(module)))
-
-
-def _install_replicated(style: ReplicatedInRegion, module: nn.Module, site: Site) -> None:
-    if is_product(module) or any(hasattr(module, epsilon) for epsilon in EPSILONS):
-        specialise(module, _by_tokens(type(module)))
 
 
 def _of_own(module: Any, outputs: int | None, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -66,7 +43,7 @@ def _of_own(module: Any, outputs: int | None, *args: Any, **kwargs: Any) -> torc
 
 
 @cache
-def _by_outputs(cls: type[nn.Module]) -> type[nn.Module]:
+def to_heads_after(cls: type[nn.Module]) -> type[nn.Module]:
     """Subclass a product [..., inputs] -> [..., rows], which returns all tokens of this rank's heads."""
 
     def call(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -80,7 +57,7 @@ def _by_outputs(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 @cache
-def _by_inputs(cls: type[nn.Module]) -> type[nn.Module]:
+def to_tokens_before(cls: type[nn.Module]) -> type[nn.Module]:
     """Subclass a product of this rank's heads' outputs, which works on this rank's tokens of all heads."""
 
     def call(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -109,7 +86,7 @@ def _by_inputs(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 @cache
-def _by_tokens(cls: type[nn.Module]) -> type[nn.Module]:
+def of_each_token(cls: type[nn.Module]) -> type[nn.Module]:
     """Subclass a module that works token by token, which keeps own tokens of a sequence that looks whole."""
 
     def call(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +101,3 @@ def is_product(module: nn.Module) -> bool:
     """Whether `module` multiplies each token with a weight: a Linear, or GPT-2's Conv1D."""
     weight = module._parameters.get("weight", module._parameters.get("nf4_codes"))
     return weight is not None and (weight.ndim == 2 or isinstance(module, nn.Linear))
-
-
-BY_OUTPUTS, BY_INPUTS = Rule(_install_colwise), Rule(_install_rowwise)
-OF_EACH_TOKEN = Rule(_install_replicated)

@@ -16,8 +16,8 @@ from titanplans.adapters.add import add_adapters
 from titanplans.config import LoRA
 from titanplans.errors import ConfigError
 from titanplans.modeling.own import own_config
-from titanplans.plan.adapted import is_factor
 from titanplans.precision.nf4 import is_quantised
+from titanplans.split.adapted import is_factor
 from titanplans.training.checkpoint.card import CARD, Card, base_of, chat_templates_of, read_card
 from titanplans.training.checkpoint.convert import size_of
 from titanplans.training.checkpoint.match import other_model

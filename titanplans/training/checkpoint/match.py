@@ -20,7 +20,7 @@ from titanplans.config import ConfigError, JobConfig
 from titanplans.config.schema import keys
 from titanplans.config.translate import flatten
 from titanplans.parallel.optimizers.build import ParameterGroup
-from titanplans.plan.adapted import is_factor
+from titanplans.split.adapted import is_factor
 from titanplans.text import show
 from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.card import CARD, Card, damage, read_card

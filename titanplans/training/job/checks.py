@@ -26,8 +26,8 @@ from titanplans.parallel.mesh.process_group import default_device_type
 from titanplans.parallel.optimizers.build import group_parameters
 from titanplans.parallel.optimizers.load_balance import PUBLISHED
 from titanplans.parallel.parallelize import dry_run
-from titanplans.plan.decoder import holds_fla, is_held
 from titanplans.plan.degrees import Degrees
+from titanplans.split.decoder import holds_fla, is_held
 from titanplans.split.experts.loads import mixtures
 from titanplans.split.guards.dropout import dropouts
 from titanplans.split.stages.schedules import check_schedule

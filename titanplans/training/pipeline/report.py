@@ -19,7 +19,7 @@ from titanplans.disk import naming
 from titanplans.modeling import flops_of_blocks
 from titanplans.parallel.pipeline.picture import FILE, MEASURED_FILE, as_svg, as_text
 from titanplans.parallel.pipeline.timeline import UNITS, Span, Timeline, timeline
-from titanplans.plan.decoder import is_held
+from titanplans.split.decoder import is_held
 from titanplans.split.objects import of_all
 from titanplans.split.stages.schedules import Action, Kind, orders, stages_of_ranks
 from titanplans.split.stages.stages import Stages

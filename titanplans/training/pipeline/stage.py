@@ -13,7 +13,7 @@ from titanplans.errors import ParallelError
 from titanplans.kernels import for_meta
 from titanplans.modeling import flops_of_blocks
 from titanplans.parallel.pipeline.balance import balance, starts_of_names
-from titanplans.plan.decoder import find_decoder
+from titanplans.split.decoder import find_decoder
 from titanplans.split.stages.compare import check_stages
 from titanplans.split.stages.schedules import number_of_stages
 from titanplans.split.stages.stages import Stages

@@ -51,7 +51,7 @@ class Shared(NamedTuple):
 
     size: int
     """Rows of the section."""
-    heads: int
+    heads: int = 1
     """Heads (groups, experts) that they count."""
 
 

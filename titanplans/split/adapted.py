@@ -16,10 +16,16 @@ from typing import NamedTuple
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from titanplans.plan.layout import Layout
+from titanplans.split.layout import Layout
 
 FACTORS = ("lora_A", "lora_B")
 """The parameters of an adapter, by their names in the module of the weight: peft's."""
+
+ADAPTERS = (
+    "adapters of peft work with data parallelism alone, tensor_parallel_degree = 1; those of titanplans.add_adapters(model, "
+    "LoRA(rank=8)), [lora] in a job, on any plan"
+)
+"""What works in place of adapters of peft; a part of errors."""
 
 
 class LowRank(NamedTuple):

@@ -1,0 +1,249 @@
+"""The ways to split a model, on which one plan is installed: by weights, by tokens on top, by experts.
+
+    by weights    tp ranks: a shard of heads, widths and vocabulary each; all tokens inside a region
+    by tokens     cp ranks: their tokens each; inside a mixer all tokens, of a shard of the heads of their TP rank
+    by experts    ep ranks: some of the experts each; all else is split in another way, or not at all
+
+With context parallelism the heads of a mixer, its rows, split norms and sums are over all tp x cp ranks, numbered by TP rank
+first: the heads of a CP rank are a subset of those of its TP rank.
+
+A pipeline stage is no way of its own: it is a model with fewer blocks, which is split in any of these (`split.stages`).
+"""
+
+from typing import Protocol
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanplans.errors import PlanError
+from titanplans.plan.resolve import Entry, ResolvedPlan
+from titanplans.split.collectives import group_of
+from titanplans.split.experts.dispatch import ExpertRanks
+from titanplans.split.layout import Layout, StreamLayout, rows_read
+from titanplans.split.local_code import HeadRanks
+from titanplans.split.meshes import CutMeshes
+from titanplans.split.parameters.local_parameters import ParameterMemo, ParameterMesh, localize
+from titanplans.split.parameters.local_read import MixerPart
+from titanplans.split.state import make_state
+from titanplans.split.stream import Border
+from titanplans.split.tokens.exchange import RowRanges, Share, number_of, ranges_within
+from titanplans.split.tokens.products import Heads, is_product
+from titanplans.styles.base import Site, Style
+
+
+class Way(Protocol):
+    """A way to split: it lays the parameters of a plan's entries out on a mesh, and installs their styles."""
+
+    mesh: DeviceMesh
+    """1-D: all ranks that work on the same batch."""
+    distributes: bool
+    """Parameters become DTensors."""
+    sum_over_cp: bool
+    """`align_gradients` sums the gradients over the CP ranks; False: FSDP2 or DDP over a mesh that includes them does."""
+    ranks: HeadRanks
+    """The ranks that the heads of a mixer are split over."""
+    border: Border
+    """Between the residual stream and the regions."""
+
+    def lay_out(self, entry: Entry) -> None:
+        """Make the parameters of `entry` DTensors on the mesh, whose local tensors its module reads."""
+        ...
+
+    def install(self, entry: Entry, border: Border) -> None:
+        """Install the style of `entry` on its module, at `border`."""
+        ...
+
+
+class ByWeights:
+    """Split over the ranks of tensor parallelism.
+
+    Args:
+        meshes: that of tensor parallelism.
+        stream: how the residual stream is laid out.
+    """
+
+    distributes = sum_over_cp = True
+
+    def __init__(self, meshes: CutMeshes, stream: StreamLayout):
+        self.mesh, self.border = meshes.sharing, Border(meshes, stream)
+        self.ranks = _tp_ranks(self.border)
+        self._over, self._memo = ParameterMesh(meshes.tp), ParameterMemo()
+
+    def lay_out(self, entry: Entry) -> None:
+        localize(entry.module, self._over, entry.layouts, self._memo, self.border.group, self.border.rank)
+
+    def install(self, entry: Entry, border: Border) -> None:
+        entry.style.by_weights(entry.module, Site(border, self.ranks))
+
+
+class ByTokens:
+    """Split over the ranks of context parallelism, on top of those of tensor parallelism.
+
+    Args:
+        plan: resolved.
+        meshes: of both.
+        sum_over_cp: parameters become DTensors whose gradients are partial over cp, which `align_gradients` sums; False: the
+            mesh of data parallelism includes these ranks, and sums.
+    """
+
+    def __init__(self, plan: ResolvedPlan, meshes: CutMeshes, *, sum_over_cp: bool):
+        self.plan, self.mesh = plan, meshes.sharing
+        self.border = border = Border(meshes, plan.source.options.stream)
+        self.tp, self.cp = border.group[1], border.tokens.ranks
+        self.rank = border.rank * self.cp + border.tokens.rank
+        # By number, TP rank first, the rank in the group, in which the CP rank comes first.
+        order = tuple(rank % self.cp * self.tp + rank // self.cp for rank in range(self.tp * self.cp))
+        self.ranks = HeadRanks(self.rank, len(order), group_of(meshes.sharing), border, order)
+        if sum_over_cp:
+            self._over = ParameterMesh(meshes.both, copies=1, cut=meshes.tp is not None)
+        else:
+            self._over = ParameterMesh(meshes.tp)
+        self.distributes, self.sum_over_cp = self._over.mesh is not None, sum_over_cp
+        self._memo = ParameterMemo()
+
+    def lay_out(self, entry: Entry) -> None:
+        """Distribute the parameters of `entry` over TP ranks; inside a mixer its module reads this CP rank's slice."""
+        layouts, in_mixer = dict(entry.layouts), self._is_in_mixer(entry)
+        if self.border.mesh is None:  # the one TP rank has all rows
+            defers = in_mixer and not entry.style.makes_partial_sum
+            layouts = {
+                name: layout._replace(rows=None, deferred=layout.deferred and defers)
+                for name, layout in layouts.items()
+            }
+        parts = {}
+        if in_mixer:
+            by_name = {name: self._part(entry, name) for name in layouts}
+            parts = {name: part for name, part in by_name.items() if part is not None}
+            if entry.style.multiplies_own_tokens and entry.parameter is None and is_product(entry.module):
+                make_state(entry.module).heads = self._heads(entry)
+        group, rank = self.border.group, self.border.rank
+        localize(entry.module, self._over, layouts, self._memo, group, rank, parts)
+
+    def install(self, entry: Entry, border: Border) -> None:
+        in_mixer = self._is_in_mixer(entry)
+        if not in_mixer and self._is_unsplit(entry.style):
+            return
+        ranks = self.ranks if in_mixer else _tp_ranks(border)
+        entry.style.by_tokens(entry.module, Site(border, ranks, in_mixer))
+
+    def _is_unsplit(self, style: Style) -> bool:
+        """Whether a module outside of the mixers needs no hooks, since no weight is split."""
+        return self.border.mesh is None and (style.inside or (style.opens and not style.arguments))
+
+    def _is_in_mixer(self, entry: Entry) -> bool:
+        return self.plan.token_region_of(entry) is not None
+
+    def _part(self, entry: Entry, name: str) -> MixerPart | None:
+        """Return which part of its TP rank's shard of a parameter this rank reads; None: all of it."""
+        param, of_tp, of_heads = getattr(entry.module, name), entry.layouts[name], entry.head_layouts[name]
+        divided_by = of_heads.divided_by // of_tp.divided_by
+        own = _rows_of_rank(of_heads, param.shape, self.rank, self.tp * self.cp)
+        if own is None:
+            return MixerPart(0, (), divided_by) if divided_by > 1 else None
+        dim, rows = own
+        outer = _rows_of_rank(of_tp, param.shape, self.border.rank, self.tp)
+        return MixerPart(dim, self._within(entry, None if outer is None else outer[1], rows), divided_by)
+
+    def _heads(self, entry: Entry) -> Heads:
+        """Return how the outputs of a projection, or its inputs, are divided over the CP ranks."""
+        name = "weight" if "weight" in entry.layouts else "nf4_codes"
+        shape = entry.module._parameters[name].shape  # type: ignore[union-attr]
+        outer = _rows_of_rank(entry.layouts[name], shape, self.border.rank, self.tp)
+        assert outer is not None
+        # NF4 packs two inputs into a code.
+        wide = entry.module.in_features // shape[1] if name != "weight" and outer[0] == 1 else 1  # type: ignore[operator]
+        ranges = []
+        for cp_rank in range(self.cp):
+            rank = self.border.rank * self.cp + cp_rank
+            inner = _rows_of_rank(entry.head_layouts[name], shape, rank, self.tp * self.cp)
+            assert inner is not None
+            within = self._within(entry, outer[1], inner[1])
+            ranges.append(tuple((wide * first, wide * size) for first, size in within))
+        return Heads(self.border, Share(tuple(ranges), wide * number_of(outer[1])), entry.style.closes)
+
+    def _within(self, entry: Entry, outer: RowRanges | None, inner: RowRanges) -> RowRanges:
+        try:
+            return ranges_within(outer, inner)
+        except ValueError as error:
+            raise PlanError(
+                f"over {self.tp} x {self.cp} ranks of tensor and context parallelism {error}",
+                key=entry.key,
+                style=entry.style,
+                module=entry.module,
+            ) from error
+
+
+class ByExperts:
+    """Split experts over the ranks of a mesh, and all else in another way.
+
+    Args:
+        others: the way to split everything else.
+        mesh: its last dimension is that of expert parallelism, neighbouring ranks, the TP ranks among them; a dimension
+            before it has copies of the experts, whose gradients are partial.
+        capacity: an expert takes at most so many times the mean of the pairs that a rank sends; None: all.
+
+    Raises:
+        PlanError: the TP ranks are not among those of expert parallelism.
+    """
+
+    def __init__(self, others: Way, mesh: DeviceMesh, capacity: float | None = None):
+        self._others, self._mesh = others, mesh
+        self.mesh, self.distributes, self.sum_over_cp = others.mesh, others.distributes, others.sum_over_cp
+        self.ranks, self.border = others.ranks, others.border
+        last = mesh.get_group(mesh.ndim - 1)
+        self._group = (last.group_name, mesh.size(mesh.ndim - 1))
+        self._rank = mesh.get_local_rank(mesh.ndim - 1)
+        self._memo = ParameterMemo()
+        tp = others.border.mesh
+        of_layer = [dist.get_rank()] if tp is None else tp.mesh.flatten().tolist()
+        sharing = dist.get_process_group_ranks(last)
+        if not set(of_layer) <= set(sharing):
+            raise PlanError(
+                f"ranks {sharing} share experts, and ranks {of_layer} a layer: the latter have to be among the former"
+            )
+        self._expert_ranks = ExpertRanks(self._group, len(of_layer), others.border.rank, capacity)
+        self._with_layers = len(of_layer) == len(sharing)
+
+    def lay_out(self, entry: Entry) -> None:
+        if not entry.style.over_experts or self._with_layers:
+            self._others.lay_out(entry)
+            return
+        over = ParameterMesh(self._mesh, copies=self._mesh.ndim - 1)
+        localize(entry.module, over, entry.layouts, self._memo, self._group, self._rank)
+
+    def install(self, entry: Entry, border: Border) -> None:
+        if entry.style.over_experts:
+            entry.style.by_experts(entry.module, self._expert_ranks)
+        else:
+            self._others.install(entry, border)
+
+
+class Unsplit:
+    """Leave modules and parameters as they are. `alone`: a mesh of this rank, which alone works on its batch."""
+
+    distributes, sum_over_cp = False, True
+
+    def __init__(self, alone: DeviceMesh):
+        self.mesh = alone
+        self.border = Border(CutMeshes(None, None, alone, alone), StreamLayout(sharded=False))
+        self.ranks = HeadRanks(0, 1, (alone.get_group().group_name, 1), self.border, (0,))
+
+    def lay_out(self, entry: Entry) -> None:
+        """Leave the parameters of `entry` plain."""
+
+    def install(self, entry: Entry, border: Border) -> None:
+        """Install nothing."""
+
+
+def _tp_ranks(border: Border) -> HeadRanks:
+    degree = border.group[1]
+    return HeadRanks(border.rank, degree, border.group, border, tuple(range(degree)))
+
+
+def _rows_of_rank(
+    layout: Layout, shape: tuple[int, ...], rank: int, degree: int
+) -> tuple[int, RowRanges] | None:
+    """Return the dimension and the rows of a parameter that `rank` of `degree` uses; None: all of it."""
+    if (rows := rows_read(layout, shape, degree)) is None:
+        return None
+    return rows.dim, tuple((run.at(rank), run.of(rank)) for run in rows.runs)

@@ -1,0 +1,54 @@
+"""`by_expert()`: each rank of expert parallelism has some of the experts, complete."""
+
+import inspect
+
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from titanplans.split.experts.dispatch import ExpertRanks, install_dispatch
+from titanplans.split.experts.interfaces import EVERY, interface_of
+from titanplans.split.layout import Layout
+from titanplans.styles.base import SplitOver, Style, held
+
+
+class ByExpert(Style):
+    """Give each rank of expert parallelism some of the experts, complete; tokens are sent to their experts' ranks and back.
+
+        forward   all-to-all of tokens to the ranks of their experts, the experts, all-to-all back
+        backward  the same two all-to-alls, in reverse; each expert's gradient is on its rank
+
+    For a module that holds experts in parameters [experts, ...], and whose forward takes hidden states [N, H], the experts
+    of each [N, k] and their weights [N, k]; or tokens in the order of their experts, and how many each has; or every token
+    for every expert, and has no biases. It reads the number of experts as `num_experts`, which becomes this rank's.
+    """
+
+    inside = splits = over_experts = True
+
+    def layout(self, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:
+        return Layout(Shard(0), Shard(0))
+
+    def refusal(self, module: nn.Module, over: SplitOver) -> str | None:
+        interface = interface_of(module)
+        if interface is None:
+            taken = list(inspect.signature(module.forward).parameters)
+            why = f"its forward takes {', '.join(taken) or 'nothing'}, and not hidden states, experts' ids and weights"
+            if all(param.ndim != 3 for param in module.parameters(recurse=False)):
+                why = "it has no parameter [num_experts, ...] of three dimensions"
+            if not hasattr(module, "num_experts"):
+                why = "it has no num_experts, the number of its experts, which its class has to set"
+            return f"{why}: leave expert_parallel_degree at 1, which splits each expert's width"
+        if interface == EVERY and (flat := [name for name, param in held(module).items() if param.ndim < 3]):
+            return (
+                f"it takes every row for every expert, and has {', '.join(flat)}: an expert with a bias makes something of "
+                "rows that were not sent to it; leave expert_parallel_degree at 1, which splits each expert's width"
+            )
+        counts = {param.shape[0] for param in held(module).values()}
+        if counts != {getattr(module, "num_experts", None)}:
+            return (
+                f"its parameters count {', '.join(map(str, sorted(counts)))} in their first dimension and num_experts is "
+                f"{getattr(module, 'num_experts', 'missing')}: expert parallelism needs parameters [num_experts, ...]"
+            )
+        return None
+
+    def by_experts(self, module: nn.Module, ranks: ExpertRanks) -> None:
+        install_dispatch(module, ranks)

@@ -1,0 +1,74 @@
+"""`colwise()`: each rank computes its shard of the outputs."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from titanplans.split.convolution import check_groups
+from titanplans.split.layout import Layout
+from titanplans.split.state import specialise, subclass
+from titanplans.split.tokens.products import is_product, to_heads_after
+from titanplans.styles.base import Operands, ParameterStyle, Site, SplitOver, held
+
+
+class Colwise(ParameterStyle):
+    """Shard outputs: of a Linear's weight [outputs, inputs], a depthwise convolution's channels, a parameter by heads.
+
+        forward   y_BLf = x_BLD @ W_fD.T, x replicated: nothing is sent
+        backward  dx_BLD is partial, and the region's entry reduces it; dW_fD is sharded as W
+
+    Args:
+        dim: the parameters' dimension that is sharded: 0, the outputs of a Linear. Of a parameter with fewer dimensions,
+            such as the bias of a transposed weight, the last.
+        interleaved: a packed projection in which each head's queries, keys and values follow each other, so that even
+            shards are right.
+    """
+
+    inside = splits = multiplies_own_tokens = slices_buffers = True
+    remedy = "rowwise() is for a projection that gets a part of its inputs"
+
+    def __init__(self, *, dim: int = 0, interleaved: bool = False):
+        self.dim, self.interleaved = dim, interleaved
+
+    @property
+    def even_shards(self) -> bool:  # type: ignore[override]
+        return not self.interleaved
+
+    def layout(self, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:
+        dim = min(self.dim, param.ndim - 1)
+        return Layout(Shard(dim), Shard(dim))
+
+    def operands(self, degree: int) -> Operands | None:
+        return Operands(outputs=True)
+
+    def by_weights(self, module: nn.Module, site: Site) -> None:
+        if type(module).forward is nn.Linear.forward and "bias" in held(module):
+            specialise(module, _with_bias_apart(type(module)))
+        check_groups(module, self)
+
+    def by_tokens(self, module: nn.Module, site: Site) -> None:
+        """In a mixer the product is of this rank's tokens; then tokens are exchanged for heads (all-to-all)."""
+        if not site.mixes_tokens:
+            self.by_weights(module, site)
+            return
+        if is_product(module):
+            specialise(module, to_heads_after(type(module)))
+        check_groups(module, self)
+
+
+@cache
+def _with_bias_apart(cls: type[nn.Module]) -> type[nn.Module]:
+    """Subclass a Linear so that a compiled graph has a product and an addition of the bias.
+
+    Inductor's pass for async tensor parallelism fuses an all-gather with a product (`mm`) only, not with `addmm`.
+    """
+
+    def forward(module: Any, input: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return nn.functional.linear(input, module.weight) + module.bias
+        return nn.functional.linear(input, module.weight, module.bias)
+
+    return subclass(cls, {"forward": forward})

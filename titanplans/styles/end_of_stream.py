@@ -1,0 +1,60 @@
+"""`end_of_stream()`: the final norm, if the model's code after it needs the full sequence."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from titanplans.split.costs import Call, ExpectedCollective
+from titanplans.split.stream import Border
+from titanplans.split.tokens.sharded_sequence import sharded_sequence
+from titanplans.styles.base import Site, Style, on_output
+from titanplans.styles.replicated_off_stream import ReplicatedOffStream
+
+
+class EndOfStream(ReplicatedOffStream):
+    """Replicate the module at whose entry the stream ends; it and all after it see the full sequence.
+
+        forward   all-gather over L (nothing without sequence parallelism), y_BLD = norm(x_BLD)
+        backward  this rank's shard of dx_BLD; dw is the same on every rank
+
+    For a final norm whose output the model's code views by the shape of the token ids.
+    """
+
+    ends_stream = True
+
+    def parameter_refusal(self, name: str, param: nn.Parameter) -> str | None:
+        return Style.parameter_refusal(self, name, param)
+
+    def by_weights(self, module: nn.Module, site: Site) -> None:
+        module.register_forward_pre_hook(partial(_end, site.border))
+
+    def by_tokens(self, module: nn.Module, site: Site) -> None:
+        """Each rank keeps its tokens, of a sequence that looks complete to the code after it."""
+        module.register_forward_pre_hook(partial(_end_with_own_tokens, site.border))
+        module.register_forward_hook(partial(_look_complete, site.border))
+
+    def sends(self, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
+        return () if call.dim is None else (ExpectedCollective(("all_gather",), (), call.elements),)
+
+
+def _end(border: Border, module: nn.Module, args: Any) -> Any:
+    if border.stream.dim is None:
+        return None
+    full = border.end(args[0])
+    border.stream.stop()
+    return (full, *args[1:])
+
+
+def _end_with_own_tokens(border: Border, module: nn.Module, args: Any) -> Any:
+    own = border.shared_tokens(args[0], border.stream.length)
+    border.stream.stop()
+    return (own, *args[1:])
+
+
+def _look_complete(border: Border, module: nn.Module, args: Any, output: Any) -> Any:
+    def look(x: torch.Tensor) -> torch.Tensor:
+        return sharded_sequence(x, border.tokens, border.stream.length, "outside")
+
+    return on_output(look, output)

@@ -1,0 +1,41 @@
+"""`kv_colwise()`: a projection to keys or values, whose heads ranks share where there are fewer of them than ranks."""
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate
+
+from titanplans.split.layout import Layout, Shared, rows_of
+from titanplans.styles.base import Operands, SplitOver
+from titanplans.styles.colwise import Colwise
+
+
+class KVColwise(Colwise):
+    """Shard by key/value heads; where there are fewer heads than ranks, neighbouring ranks share one.
+
+        forward   as colwise(); a shared head: W is replicated, and a rank multiplies by its head's rows
+        backward  as colwise(); a shared head: each rank has seen only its queries, so dW is partial
+
+    Args:
+        heads: how many heads the first dimension of each parameter counts.
+    """
+
+    shares_heads = True
+    even_shards = False
+    listed_as = "ranks may share heads of"
+
+    def __init__(self, *, heads: int):
+        super().__init__()
+        self.heads = heads
+
+    def layout(self, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:
+        if over.degree <= self.heads:
+            return super().layout(name, param, over)
+        rows = rows_of(0, [Shared(param.shape[0], self.heads)], over.degree)
+        return Layout(Replicate(), Partial(), rows=rows)
+
+    def sizes(self) -> Mapping[str, tuple[int, bool]]:
+        return {"the number of its heads": (self.heads, True)}
+
+    def operands(self, degree: int) -> Operands | None:
+        return Operands(outputs=True, sharing=max(1, degree // self.heads))

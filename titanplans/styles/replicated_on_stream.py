@@ -1,0 +1,44 @@
+"""`replicated_on_stream()`: a token-wise module on the residual stream, such as a block's norm."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate
+
+from titanplans.split.converted import is_float8
+from titanplans.split.layout import Layout
+from titanplans.split.stream import Border
+from titanplans.styles.base import ParameterStyle, Site, SplitOver
+
+
+class ReplicatedOnStream(ParameterStyle):
+    """Replicate a module's parameters on the residual stream [..., sequence, hidden], where it works token by token.
+
+    forward   y = norm(x of this rank's tokens): nothing is sent
+    backward  dw is partial if the sequence is sharded, replicated if not
+    """
+
+    is_on_stream = True
+
+    def layout(self, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:
+        return Layout(Replicate(), over.stream.gradient)
+
+    def refusal(self, module: nn.Module, over: SplitOver) -> str | None:
+        if is_float8(module) and over.stream.dim is not None:
+            return (
+                "in float8 a rank would scale its shard of the sequence as if it were all of it: leave the module out of "
+                "float8 (filter it), or set sequence_parallel = False"
+            )
+        return None
+
+    def by_weights(self, module: nn.Module, site: Site) -> None:
+        if site.border.stream.is_cut:
+            module.register_forward_pre_hook(partial(_check, site.border))
+
+
+def _check(border: Border, module: nn.Module, args: Any) -> None:
+    # On a full sequence each rank's gradient is the full one, and would be summed over the ranks.
+    if torch.is_grad_enabled():
+        border.stream.check_runs()

@@ -1,0 +1,68 @@
+"""`rowwise()`: each rank multiplies its shard of the inputs, and the partial outputs are summed over the ranks."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from titanplans.split.layout import Layout
+from titanplans.split.parameters.local_parameters import add_deferred_bias
+from titanplans.split.state import specialise
+from titanplans.split.stream import Border
+from titanplans.split.tokens.products import is_product, to_tokens_before
+from titanplans.styles.base import Operands, Site, SplitOver, Style
+
+
+class Rowwise(Style):
+    """Shard a Linear's inputs; its output [..., sequence, outputs] is partial, and is reduced as it leaves the region.
+
+        forward   y_BLD = x_BLf @ W_Df.T is partial: reduce-scatter over L (all-reduce without sequence parallelism)
+        backward  dy_BLD: all-gather over L (nothing without); dW_Df = dy.T @ x_BLf is sharded as W
+
+    A bias is replicated and added after the sum, as the unsplit Linear adds it. Where the sum is elsewhere, or the weight is
+    transposed, each rank adds bias / degree instead.
+
+    Args:
+        reduce_output: leave the region here. False where a parent does, because it calls a fused kernel on this weight, or
+            works on the output before it returns.
+        dim: the weight's dimension that is sharded: 1, the inputs of a Linear's weight [outputs, inputs].
+    """
+
+    inside = splits = makes_partial_sum = multiplies_own_tokens = True
+    remedy = "colwise() is for a projection that gets all of its inputs"
+
+    def __init__(self, *, reduce_output: bool = True, dim: int = 1):
+        self.reduce_output, self.dim = reduce_output, dim
+
+    @property
+    def closes(self) -> bool:  # type: ignore[override]
+        return self.reduce_output
+
+    def layout(self, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:
+        if name != "bias":
+            return Layout(Shard(self.dim), Shard(self.dim))
+        if self.reduce_output and self.dim == 1:
+            return Layout(Replicate(), over.stream.gradient, deferred=True)
+        return Layout(Replicate(), Partial(), divided_by=over.degree)
+
+    def operands(self, degree: int) -> Operands | None:
+        return Operands(inputs=True)
+
+    def parameter_refusal(self, name: str, param: nn.Parameter) -> str | None:
+        return "a parameter sums nothing: rowwise(reduce_output=False)" if self.reduce_output else None
+
+    def by_weights(self, module: nn.Module, site: Site) -> None:
+        if self.reduce_output:
+            module.register_forward_hook(partial(_leave, site.border))
+
+    def by_tokens(self, module: nn.Module, site: Site) -> None:
+        """In a mixer heads are exchanged for tokens (all-to-all) before the product, which is of this rank's tokens."""
+        self.by_weights(module, site)
+        if site.mixes_tokens and is_product(module):
+            specialise(module, to_tokens_before(type(module)))
+
+
+def _leave(border: Border, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return add_deferred_bias(module, border.leave(output))

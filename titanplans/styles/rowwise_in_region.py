@@ -1,0 +1,47 @@
+"""`rowwise_in_region()`: a sum in the middle of a region, which every rank needs in full."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from titanplans.split.collectives import Group, sum_in_region
+from titanplans.split.costs import Call, ExpectedCollective, summed_inside
+from titanplans.split.layout import Layout
+from titanplans.split.parameters.local_parameters import add_deferred_bias
+from titanplans.styles.base import Operands, Site, SplitOver, Style, held
+
+
+class RowwiseInRegion(Style):
+    """Shard a Linear's inputs inside a region, and give every rank its full output; the region goes on.
+
+        forward   y_BLR = x_BLf @ W_Rf.T is partial: all-reduce
+        backward  dy_BLR is partial: all-reduce; dW_Rf is sharded as W
+
+    For a small projection that every rank needs in full: Mamba's `x_proj`. A key may name the weight alone where a mixer's
+    own code multiplies by it, and `TPPlan.local_functions` gives that code the sum: `self.summed`.
+    """
+
+    inside = splits = True
+    listed_as = "summed inside"
+
+    def layout(self, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:
+        return Layout(Replicate(), Partial(), deferred=True) if name == "bias" else Layout(Shard(1), Shard(1))
+
+    def operands(self, degree: int) -> Operands | None:
+        return Operands(inputs=True)
+
+    def parameter_refusal(self, name: str, param: nn.Parameter) -> str | None:
+        return "it is no weight [outputs, inputs]: replicated_in_region()" if param.ndim != 2 else None
+
+    def by_weights(self, module: nn.Module, site: Site) -> None:
+        module.register_forward_hook(partial(_sum, site.ranks.group))
+
+    def sends(self, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
+        return (summed_inside(call.tokens * len(held(module)["weight"])),)
+
+
+def _sum(group: Group, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return add_deferred_bias(module, sum_in_region(output, group))

@@ -1,0 +1,100 @@
+"""`split_norm()`: a root-mean-square norm over a width that is split over the ranks, such as one norm over all heads."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from titanplans.split.collectives import Group
+from titanplans.split.costs import Call, ExpectedCollective, gathered_inside, summed_inside
+from titanplans.split.layout import Layout, Rows, Shared, rows_of
+from titanplans.split.parameters.local_parameters import add_deferred_bias
+from titanplans.split.root_mean_square import EPSILONS, root_ratio
+from titanplans.styles.base import Site, SplitOver, Style
+
+Statistic = Callable[..., torch.Tensor]
+"""What a norm takes the mean square of, given the arguments of its forward."""
+
+
+class SplitNorm(Style):
+    """Split the width of a root-mean-square norm; one number a token, its mean square, is averaged over the ranks.
+
+        forward   y_BLf = norm(x_BLf) * rms(x_BLf) / rms(x_BLF): all-reduce of the mean square [B, L, 1]
+        backward  all-reduce of its gradient [B, L, 1]; dw_f is sharded as w
+
+    The module normalises its shard by the shard's own root mean square, and its output is scaled by the ratio of the roots.
+    So its code and its kernels stand, with a weight or 1 + weight, with a gate after the norm. A bias is added afterwards.
+
+    Args:
+        heads: how many heads the width counts, where ranks may share them; None: even shards.
+        rows: the width of these heads together.
+        statistic: what the mean square is taken of, where that is not the first argument: a gate before the norm.
+        groups: into which the width is divided, each with a mean square of its own; neighbouring ranks share one where there
+            are fewer groups than ranks.
+    """
+
+    inside = True
+    listed_as = "norm over the width"
+
+    def __init__(
+        self, *, heads: int | None = None, rows: int = 0, statistic: Statistic | None = None, groups: int = 1
+    ):
+        self.heads, self.rows, self.statistic, self.groups = heads, rows, statistic, groups
+
+    def sizes(self) -> Mapping[str, tuple[int, bool]]:
+        return {"groups of its width": (self.groups, True)}
+
+    def layout(self, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:
+        if (rows := self._shared_rows(over.degree)) is not None:
+            return Layout(Replicate(), Partial(), deferred=name == "bias", rows=rows)
+        return Layout(Shard(0), Shard(0), deferred=name == "bias")
+
+    def _shared_rows(self, degree: int) -> Rows | None:
+        """Return the rows of the weight that each rank reads if ranks share heads; None if the shards are even."""
+        if self.heads is None or self.heads >= degree:
+            return None
+        return rows_of(0, [Shared(self.rows, self.heads)], degree)
+
+    def refusal(self, module: nn.Module, over: SplitOver) -> str | None:
+        if not any(hasattr(module, name) for name in EPSILONS):
+            return (
+                f"it has no {' or '.join(EPSILONS)}, so its epsilon is not known: give it this "
+                "attribute, or take gathered_in_region()"
+            )
+        if isinstance(module, nn.LayerNorm | nn.GroupNorm):
+            return "it subtracts a mean, too: take gathered_in_region()"
+        return None
+
+    def by_weights(self, module: nn.Module, site: Site) -> None:
+        rank, degree = site.ranks.rank, site.ranks.degree
+        if isinstance(module, nn.RMSNorm):
+            (width,) = module.normalized_shape
+            rows = self._shared_rows(degree)
+            shard = width // degree if rows is None else sum(run.size for run in rows.runs)
+            module.normalized_shape = (shard,)
+        sharing = max(1, degree // self.groups)
+        first = rank // sharing * sharing
+        members = tuple(site.ranks.order[first : first + sharing])
+        module.register_forward_hook(partial(self._correct, site.ranks.group, members), with_kwargs=True)
+
+    def sends(self, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
+        sharing = max(1, call.degree // self.groups)
+        if sharing == 1:
+            return ()
+        if sharing == call.degree:
+            return (summed_inside(call.tokens),)
+        return (gathered_inside(call.tokens * call.degree),)
+
+    def _correct(
+        self, group: Group, members: tuple[int, ...], module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> Any:
+        if len(members) > 1:
+            x = args[0] if self.statistic is None else self.statistic(*args, **kwargs)
+            epsilon = next(getattr(module, name) for name in EPSILONS if hasattr(module, name))
+            if epsilon is None:  # torch's RMSNorm takes that of the input's dtype
+                epsilon = torch.finfo(x.dtype).eps
+            output = (output * root_ratio(x, epsilon, group, members)).to(output.dtype)
+        return add_deferred_bias(module, output)

@@ -1,0 +1,121 @@
+"""`vocab_embedding()`: each rank embeds the token ids in its shard of the vocabulary.
+
+It works on local tensors, so that subclasses which do more than look up (a scaled embedding) work as they are, and
+`padding_idx` keeps its meaning.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from titanplans.split.collectives import sum_ranks
+from titanplans.split.costs import Call, ExpectedCollective, even
+from titanplans.split.layout import Layout, shard_size
+from titanplans.split.parameters.local_parameters import read_inside
+from titanplans.split.state import make_state, specialise, subclass
+from titanplans.split.tokens.sharded_sequence import sharded_sequence
+from titanplans.styles.base import Site, SplitOver, Style, held
+from titanplans.torch_private.dispatch import assert_async
+
+
+class VocabEmbedding(Style):
+    """Shard an embedding's rows [vocabulary, hidden]; each rank embeds the ids in its shard, and the outputs are summed.
+
+        forward   x_BLD, zero for ids of other ranks: all-reduce; if it begins the stream, reduce-scatter over L
+        backward  nothing; if it begins the stream, all-gather over L; dW is sharded as W
+
+    Args:
+        begins_stream: the sum is laid out as the stream, which with sequence parallelism saves half of its bytes. For models
+            that draw no conclusion (positions, masks, where images stand) from the embeddings; otherwise every rank has all
+            embeddings, and the stream begins at the first block.
+    """
+
+    takes_token_ids = True
+
+    def __init__(self, *, begins_stream: bool = False):
+        self.begins_stream = begins_stream
+
+    def layouts(self, module: nn.Module, over: SplitOver) -> Mapping[str, Layout]:
+        return {"weight": Layout(Shard(0), Shard(0))}
+
+    def refusal(self, module: nn.Module, over: SplitOver) -> str | None:
+        if getattr(module, "max_norm", None) is not None:
+            return f"max_norm = {module.max_norm} renormalises rows in place, which a shard can't: set it to None"
+        if getattr(module, "scale_grad_by_freq", False):
+            return "scale_grad_by_freq = True counts ids, of which a rank sees its shard's alone: set it to False"
+        if getattr(module, "sparse", False):
+            return "sparse = True makes sparse gradients, which a shard's are not: set it to False"
+        return None
+
+    def by_weights(self, module: nn.Module, site: Site) -> None:
+        make_state(module).border = site.border
+        specialise(module, read_inside(_of_own_rows(type(module), self.begins_stream), ("weight",)))
+
+    def by_tokens(self, module: nn.Module, site: Site) -> None:
+        """Each rank embeds its tokens alone."""
+        self.by_weights(module, site)
+        specialise(module, _of_own_tokens(type(module), self.begins_stream))
+
+    def sends(self, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
+        *_, length = ids = call.given[0]
+        width = held(module)["weight"].shape[1]
+        if call.dim is None:
+            return (ExpectedCollective(("all_reduce",), (), ids.numel() * width),)
+        elements = ids.numel() // length * even(length, call.degree) * width
+        backward = ("all_gather",) if self.begins_stream else ()
+        return (ExpectedCollective(("reduce_scatter", "all_reduce"), backward, elements),)
+
+
+@cache
+def _of_own_rows(cls: type[nn.Module], begins_stream: bool) -> type[nn.Module]:
+    """Subclass an embedding class with a forward that works on this rank's rows of the vocabulary."""
+
+    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+        border = self._split.border
+        if border.mesh is None:
+            return cls.forward(self, input)
+        rows = self._parameters["weight"].shape[0]
+        size = shard_size(rows, border.group[1])
+        # One clamp and one comparison are a kernel less than two bounds.
+        assert_async(input.clamp(0, rows - 1).eq(input).all(), "a token id outside of the vocabulary")
+        local_ids = input - border.rank * size
+        elsewhere = local_ids.clamp(0, size - 1).ne(local_ids)
+        padding = self.padding_idx
+        # padding_idx is a row of the full table; its gradient is stopped below.
+        self.padding_idx = None
+        try:
+            out = cls.forward(self, local_ids.masked_fill(elsewhere, 0))
+        finally:
+            self.padding_idx = padding
+        out = out.masked_fill(elsewhere.unsqueeze(-1), 0)
+        if padding is not None:
+            out = torch.where(torch.eq(input, padding).unsqueeze(-1), out.detach(), out)
+        if not (begins_stream and border.stream.is_sharded()):  # or called outside of the model's forward
+            return sum_ranks(out, border.group)
+        border.stream.begun, border.stream.length = True, input.shape[border.tokens.dim]
+        return border.leave(out)
+
+    return subclass(cls, {"forward": forward})
+
+
+@cache
+def _of_own_tokens(cls: type[nn.Module], begins_stream: bool) -> type[nn.Module]:
+    """Subclass an embedding class with a forward that looks up this rank's tokens in a forward of the model."""
+
+    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+        border = self._split.border
+        tokens = border.tokens
+        if not border.stream.is_sharded() or input.ndim <= tokens.dim:
+            return cls.forward(self, input)
+        length = input.shape[tokens.dim]
+        out = cls.forward(self, tokens.own(input))
+        if begins_stream:
+            border.stream.begun, border.stream.length = True, length
+            return out
+        return sharded_sequence(out, tokens, length, "outside")
+
+    return subclass(cls, {"forward": forward})

@@ -1,0 +1,102 @@
+"""`vocab_head()`: each rank has a shard of the vocabulary, and of the logits."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from titanplans.split.collectives import collect
+from titanplans.split.costs import Call, ExpectedCollective, entered
+from titanplans.split.layout import Layout, shard_size
+from titanplans.split.parameters.local_parameters import read_inside
+from titanplans.split.state import specialise
+from titanplans.split.stream import Border
+from titanplans.styles.base import Operands, Site, SplitOver, Style, held, on_input
+
+
+class VocabHead(Style):
+    """Shard the head's vocabulary, the rows of its weight [vocabulary, hidden].
+
+        forward   all-gather over L (nothing without sequence parallelism), z_BLv = x_BLD @ W_vD.T
+        backward  dx_BLD is partial: reduce-scatter over L (all-reduce without); dW_vD is sharded as W
+
+    The logits [..., vocabulary] are a DTensor, `Shard(-1)`, for a loss that works on shards of the vocabulary
+    (`loss_parallel`), or else gathered to a plain tensor that every rank has in full.
+    """
+
+    makes_logits = True
+
+    def __init__(self, *, loss_parallel: bool):
+        self.loss_parallel = loss_parallel
+
+    def layout(self, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:
+        return Layout(Shard(0), Shard(0))
+
+    def operands(self, degree: int) -> Operands | None:
+        return Operands(outputs=True)
+
+    def by_weights(self, module: nn.Module, site: Site) -> None:
+        vocabulary = module._parameters["weight"].shape[0]  # type: ignore[union-attr]
+        specialise(module, read_inside(type(module), tuple(held(module))))
+        hooks = _HeadHooks(self, site.border, vocabulary)
+        module.register_forward_pre_hook(hooks.enter, with_kwargs=True)
+        module.register_forward_hook(hooks.leave)
+
+    def sends(self, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
+        return (entered(call),)
+
+
+class _HeadHooks:
+    """The hooks of a head, which takes the stream's shard, or all hidden states if the stream has ended before."""
+
+    def __init__(self, style: VocabHead, border: Border, vocabulary: int):
+        self.style, self.border, self.vocabulary, self.length = style, border, vocabulary, 0
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return on_input(self._enter, self.style, "input", module, args, kwargs)
+
+    def _enter(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        border = self.border
+        sharded = border.stream.is_sharded()
+        if border.tokens.ranks > 1:
+            dim = border.tokens.dim
+            self.length = border.length_of(hidden_states) if sharded else hidden_states.shape[dim]
+            hidden_states = hidden_states if sharded else border.tokens.own(hidden_states)
+        return border.enter(hidden_states) if sharded else border.enter_whole(hidden_states)
+
+    def leave(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        if getattr(type(output), "deferred", False):  # a loss computed inside the head
+            return output
+        border, dim, tokens = self.border, output.ndim - 1, self.border.tokens
+        gathers_all, meshes, sizes = border.stream.whole_logits, border.meshes, {}
+        if split := meshes.tp is not None and self.style.loss_parallel and not gathers_all:
+            sizes = {dim: self.vocabulary}
+        elif meshes.tp is not None:
+            output = _gather_shards(output, border, dim, self.vocabulary)
+        if gathers_all:
+            return tokens.gather(output, self.length)
+        if meshes.cp is not None:
+            output = output.narrow(tokens.dim, 0, tokens.number(self.length))
+            sizes = {tokens.dim: self.length} | sizes
+        mesh = meshes.both if split else meshes.cp
+        return output if mesh is None else _as_dtensor(output, mesh, sizes)
+
+
+def _as_dtensor(shard: torch.Tensor, mesh: DeviceMesh, sizes: Mapping[int, int]) -> DTensor:
+    """Return local shards as a DTensor: the axes of `mesh` shard the dimensions in `sizes`, whose full lengths these are."""
+    shape = [sizes.get(dim, size) for dim, size in enumerate(shard.shape)]
+    stride = torch.empty(shape, device="meta").stride()
+    placements = [Shard(dim) for dim in sizes]
+    return DTensor.from_local(
+        shard, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def _gather_shards(x: torch.Tensor, border: Border, dim: int, size: int) -> torch.Tensor:
+    """All-gather the shards `x` of a tensor of length `size` in `dim`, its last; later code is the same on every rank."""
+    missing = shard_size(size, border.group[1]) - x.shape[dim]
+    padded = nn.functional.pad(x, (0, missing)) if missing else x
+    return collect(padded, dim, size, border.rank, border.group)
