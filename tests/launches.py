@@ -77,7 +77,9 @@ def running() -> tuple[str | None, bool]:
         file = frame.f_code.co_filename
         if file.startswith(ROOT + "kernels/"):
             return place, True
-        if place is None and file.startswith((ROOT + "split/", ROOT + "plan/", ROOT + "loss/")):
+        if place is None and file.startswith(
+            (ROOT + "split/", ROOT + "styles/", ROOT + "plan/", ROOT + "loss/")
+        ):
             place = f"{file.rpartition('/')[2]} {frame.f_code.co_qualname}"
         frame = frame.f_back
     return place, False

@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from mutants import faults
 from plainly import sharded
 from tiny import Tiny, TinyPlan
 
@@ -22,7 +23,6 @@ from titanplans.proof.compare.refused import leave_out_what_is_refused
 from titanplans.proof.explain.blame import simpler
 from titanplans.proof.verify import accepted_cases
 from titanplans.split.layout import StreamLayout
-from titanplans.styles.replicated_on_stream import ReplicatedOnStream
 
 TRAINED = trainings(MicroBatch(), 128)
 GRID = [
@@ -135,7 +135,8 @@ def test_with_context_parallelism_options_are_proved_where_weights_are_cut():
 def test_a_plan_that_is_wrong_with_a_whole_sequence_alone_is_found_over_both_dimensions():
     class Plan(TinyPlan):
         def layer_plan(self, layer):  # the gradient of a norm is summed in either case
-            return super().layer_plan(layer) | {"mlp_norm": ReplicatedOnStream(stream=StreamLayout(1))}
+            norm = faults.on_stream(self.replicated_on_stream(), StreamLayout(1))
+            return super().layer_plan(layer) | {"mlp_norm": norm}
 
     report = verify(Tiny, Plan, degrees=[Degrees(tp=2, cp=2)])
     wrong = {case.options.sequence_parallel for case in report.cases if not case.passed}

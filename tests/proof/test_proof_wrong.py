@@ -23,7 +23,7 @@ def attn(**styles):
 class Unsummed(ReplicatedInRegion):
     """A gradient that is labelled Replicate although each rank has its own share."""
 
-    def layouts(self, module):
+    def layouts(self, module, over):
         return {name: Layout(Replicate(), Replicate()) for name in module._parameters}
 
 
