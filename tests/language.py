@@ -97,8 +97,8 @@ class StateSpacePlan(TinyPlan):
         }
 
     def local_attributes(self, attn):
-        groups = max(1, attn.groups // self.options.degrees.tp)
-        channels = WIDTH // self.options.degrees.tp + 2 * groups * attn.state
+        groups = max(1, attn.groups // self.degree)
+        channels = WIDTH // self.degree + 2 * groups * attn.state
         return self.divided(attn, "num_heads", "width") | {"groups": groups, "conv1d.groups": channels}
 
 
@@ -134,7 +134,7 @@ class PackedPlan(TinyPlan):
         }
 
     def local_attributes(self, attn):
-        kv = max(1, attn.num_kv_heads // self.options.degrees.tp)
+        kv = max(1, attn.num_kv_heads // self.degree)
         return self.divided(attn, "num_heads") | {"num_kv_heads": kv}
 
 
