@@ -25,8 +25,8 @@ from titanplans.parallel import (
     convert_to_float8,
     freeze,
 )
-from titanplans.plan import adapted as plan_adapted
 from titanplans.proof.batches.sample import randomise
+from titanplans.split.adapted import with_factors
 
 SMALL = dict(num_hidden_layers=1, hidden_size=64, intermediate_size=48, vocab_size=96)
 EVERY = ("all-linear", "lm_head")
@@ -76,7 +76,7 @@ def test_float8_bases_are_proved():
 
 def test_a_gradient_that_is_not_summed_is_found_and_placed(monkeypatch):
     def unsummed(module, layouts):
-        found = plan_adapted.with_factors(module, layouts)
+        found = with_factors(module, layouts)
         return found | {
             name: x._replace(gradient=Replicate()) for name, x in found.items() if name == "lora_A"
         }
