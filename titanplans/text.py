@@ -151,4 +151,4 @@ def in_bytes(number: int) -> str:
 def class_name(instance: object) -> str:
     """Return the name of a class, or of an object's; of a split module's, the one before: "Linear" for a SplitLinear."""
     cls = instance if isinstance(instance, type) else type(instance)
-    return getattr(cls, "whole_class", cls).__name__
+    return getattr(cls, "unsplit_class", cls).__name__

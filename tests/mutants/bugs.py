@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from mutants.faults import scale_gradient
 from titanplans import TPPlan
 from titanplans.plan.plan import Plan
-from titanplans.split.parameters.local_parameters import readings_of
+from titanplans.split.module_weight import local_specs
 from titanplans.split.stream import Border
 from titanplans.styles.replicated_on_stream import ReplicatedOnStream
 from titanplans.styles.vocab_head import VocabHead
@@ -37,12 +37,12 @@ def counted_on_every_rank(style: ReplicatedOnStream) -> ParallelStyle:
 
     def install(right: Install, module: nn.Module, border: Border) -> None:
         right(module, border)
-        readings = readings_of(module)
-        for name, reading in readings.items():
+        specs = local_specs(module)
+        for name, spec in specs.items():
             local = module._parameters[name].to_local().detach()  # type: ignore[union-attr, operator]
             shard = DTensor.from_local(local, border.mesh, (Shard(0),), run_check=False)
             module._parameters[name] = nn.Parameter(shard)
-            readings[name] = reading._replace(gradient=(Shard(0),))
+            specs[name] = spec._replace(gradient=(Shard(0),))
 
     return installed(style, install)
 

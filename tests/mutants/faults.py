@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from titanplans.split.layout import Layout, StreamLayout, shard_size
-from titanplans.split.parameters.local_parameters import readings_of
+from titanplans.split.module_weight import local_specs
 from titanplans.split.stream import Border
 from titanplans.styles.base import SplitOver, Style
 from titanplans.styles.rowwise import Rowwise
@@ -188,11 +188,11 @@ def other_head(style: Style) -> Style:
 
     def install(right: Install, module: nn.Module, border: Border) -> None:
         right(module, border)
-        readings = readings_of(module)
-        for name, reading in readings.items():
-            if reading.layout.rows is not None:
-                other = (reading.rank + reading.layout.rows.runs[0].sharing) % border.mesh.size()
-                readings[name] = reading._replace(rank=other)
+        specs = local_specs(module)
+        for name, spec in specs.items():
+            if spec.layout.rows is not None:
+                other = (spec.rank + spec.layout.rows.runs[0].sharing) % border.mesh.size()
+                specs[name] = spec._replace(rank=other)
 
     return installed(style, install, "OtherHead")
 

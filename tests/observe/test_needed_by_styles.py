@@ -11,7 +11,7 @@ from titanplans.modeling.samples import build_real, sample_inputs
 from titanplans.observe.communication import Communication, count_communication
 from titanplans.proof.ranks.fake import fake_ranks
 from titanplans.split.collectives import gather, sum_in_region
-from titanplans.split.parameters.local_parameters import local_parameter
+from titanplans.split.module_weight import local_parameter
 
 KINDS = {
     "phi3": 0,  # packed projections, of which each rank stores columns

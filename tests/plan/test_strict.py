@@ -145,7 +145,7 @@ def test_right_plan_is_accepted_and_complete():
         assert all(isinstance(p, DTensor) for p in model.parameters())
         assert list(model.state_dict()) == names
         assert model.layers[0].attn.q_proj.weight.shape == (8, 16), "reading gives the local tensor"
-        assert type(model.layers[0].attn).__name__ == "SplitAttention"
+        assert model.layers[0].attn._get_name() == "SplitAttention"
         assert "SplitLinear(" in repr(model)
         assert "local weight [8, 16]" in repr(model)
         assert isinstance(model.layers[0].attn.q_proj, nn.Linear)

@@ -27,7 +27,7 @@ from tiny import Tiny, changed
 
 from titanplans import Degrees, PlanError, check_plan
 from titanplans.split.collectives import sum_in_region, sum_ranks
-from titanplans.split.parameters.local_parameters import add_deferred_bias
+from titanplans.split.module_weight import add_deferred_bias
 from titanplans.split.root_mean_square import root_ratio
 
 state_space, packed, selective, retention = (

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 
 from titanplans.split.layout import Layout
-from titanplans.split.parameters.local_parameters import add_deferred_bias
+from titanplans.split.module_weight import add_deferred_bias
 from titanplans.styles.region import Region
 from titanplans.styles.replicated_in_region import ReplicatedInRegion
 

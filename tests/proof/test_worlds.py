@@ -22,7 +22,7 @@ from titanplans.proof.case import prove_case
 from titanplans.proof.ranks import threads
 from titanplans.proof.ranks.lockstep import RanksDiverged
 from titanplans.proof.ranks.world import Worlds
-from titanplans.split.parameters.local_parameters import add_deferred_bias
+from titanplans.split.module_weight import add_deferred_bias
 
 CPU = torch.device("cpu")
 BOTH = (True, False)

@@ -38,7 +38,7 @@ from titanplans.split.experts import dispatch
 from titanplans.split.experts.loads import Loads
 from titanplans.split.gradients import align_gradients
 from titanplans.split.layout import Layout, StreamLayout
-from titanplans.split.parameters.local_parameters import ParameterMesh
+from titanplans.split.module_weight import ParameterMesh
 from titanplans.styles.base import SplitOver
 from titanplans.styles.by_expert import ByExpert
 

@@ -13,7 +13,7 @@ from worlds import on_threads
 from titanplans.errors import ParallelError
 from titanplans.split.collectives import group_of
 from titanplans.split.layout import Layout
-from titanplans.split.parameters.local_parameters import ParameterMemo, ParameterMesh, localize
+from titanplans.split.module_weight import ParameterMemo, ParameterMesh, localize
 from titanplans.split.state import state_of
 
 TOKENS = torch.arange(32).reshape(2, 16)
@@ -245,12 +245,12 @@ def nodes_of_readings(loss):
         if node is not None and id(node) not in seen:
             seen[id(node)] = node  # kept: an id may be given twice
             waiting += [following for following, _ in node.next_functions]
-    return [node for node in seen.values() if node.name() == "_ReadBackward"]
+    return [node for node in seen.values() if node.name() == "_ToLocalBackward"]
 
 
 def known(model):
     states = [state for module in model.modules() if (state := state_of(module))]
-    return [state.read_by_block for state in states if state.read_by_block]
+    return [state.block_locals for state in states if state.block_locals]
 
 
 def test_a_block_reads_its_parameters_by_one_node():

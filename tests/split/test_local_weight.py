@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial
 from worlds import on_threads
 
 from titanplans import PlanError, apply_plan
-from titanplans.split.parameters.local_weight import LocalWeight
+from titanplans.split.module_weight import LocalWeight
 
 TOKENS = torch.arange(16)[None]
 

@@ -32,7 +32,7 @@ from titanplans.split.guards.unsupported_methods import refuse_unsupported_metho
 from titanplans.split.layout import Layout
 from titanplans.split.local_code import set_attributes, set_functions
 from titanplans.split.meshes import CutMeshes, meshes_of
-from titanplans.split.parameters.block_parameters import read_together
+from titanplans.split.module_weight import localize_blocks_at_once
 from titanplans.split.parameters.loaded_state import check_loaded_state
 from titanplans.split.parameters.replaced import parameters_of, retire_replaced
 from titanplans.split.stages.stage import PassedModule
@@ -237,7 +237,7 @@ def split(checked: Checked, way: Way) -> AppliedPlan:
     for name in _once(model, checked.attributes):
         set_attributes(model.get_submodule(name), checked.attributes[name])
     decoder = plan.decoder
-    read_together(model.get_submodule(name) for names in decoder.block_lists for name in names)
+    localize_blocks_at_once(model.get_submodule(name) for names in decoder.block_lists for name in names)
     make_state(model).border = way.border
     for name in plan.begin_stream:
         if isinstance(module := model.get_submodule(name), PassedModule):

@@ -22,8 +22,7 @@ from titanplans.split.experts.dispatch import ExpertRanks
 from titanplans.split.layout import Layout, StreamLayout, rows_read
 from titanplans.split.local_code import HeadRanks
 from titanplans.split.meshes import CutMeshes
-from titanplans.split.parameters.local_parameters import ParameterMemo, ParameterMesh, localize
-from titanplans.split.parameters.local_read import MixerPart
+from titanplans.split.module_weight import MixerSlice, ParameterMemo, ParameterMesh, localize
 from titanplans.split.state import make_state
 from titanplans.split.stream import Border
 from titanplans.split.tokens.exchange import RowRanges, Share, number_of, ranges_within
@@ -110,14 +109,14 @@ class ByTokens:
                 name: layout._replace(rows=None, deferred=layout.deferred and defers)
                 for name, layout in layouts.items()
             }
-        parts = {}
+        slices = {}
         if in_mixer:
-            by_name = {name: self._part(entry, name) for name in layouts}
-            parts = {name: part for name, part in by_name.items() if part is not None}
+            by_name = {name: self._mixer_slice(entry, name) for name in layouts}
+            slices = {name: each for name, each in by_name.items() if each is not None}
             if entry.style.multiplies_own_tokens and entry.parameter is None and is_product(entry.module):
                 make_state(entry.module).heads = self._heads(entry)
         group, rank = self.border.group, self.border.rank
-        localize(entry.module, self._over, layouts, self._memo, group, rank, parts)
+        localize(entry.module, self._over, layouts, self._memo, group, rank, slices)
 
     def install(self, entry: Entry, border: Border) -> None:
         in_mixer = self._is_in_mixer(entry)
@@ -133,16 +132,16 @@ class ByTokens:
     def _is_in_mixer(self, entry: Entry) -> bool:
         return self.plan.token_region_of(entry) is not None
 
-    def _part(self, entry: Entry, name: str) -> MixerPart | None:
-        """Return which part of its TP rank's shard of a parameter this rank reads; None: all of it."""
+    def _mixer_slice(self, entry: Entry, name: str) -> MixerSlice | None:
+        """Return what this rank uses of its TP rank's local tensor of a parameter; None: all of it."""
         param, of_tp, of_heads = getattr(entry.module, name), entry.layouts[name], entry.head_layouts[name]
         divided_by = of_heads.divided_by // of_tp.divided_by
         own = _rows_of_rank(of_heads, param.shape, self.rank, self.tp * self.cp)
         if own is None:
-            return MixerPart(0, (), divided_by) if divided_by > 1 else None
+            return MixerSlice(0, (), divided_by) if divided_by > 1 else None
         dim, rows = own
         outer = _rows_of_rank(of_tp, param.shape, self.border.rank, self.tp)
-        return MixerPart(dim, self._within(entry, None if outer is None else outer[1], rows), divided_by)
+        return MixerSlice(dim, self._within(entry, None if outer is None else outer[1], rows), divided_by)
 
     def _heads(self, entry: Entry) -> Heads:
         """Return how the outputs of a projection, or its inputs, are divided over the CP ranks."""

@@ -29,7 +29,7 @@ from titanplans.loss.shares import (
     share_of,
 )
 from titanplans.split.decoder import HEADS, find_head
-from titanplans.split.parameters.local_parameters import local_parameter
+from titanplans.split.module_weight import local_parameter
 from titanplans.split.state import border_of_model, state_of
 from titanplans.text import class_name
 from titanplans.torch_private.autograd import version
@@ -149,7 +149,7 @@ def _refuse_head(head: nn.Module, name: str) -> None:
     """
     if not isinstance(head, nn.Linear):
         raise NotFused(f"{name} is a {class_name(head)}, and no nn.Linear")
-    own = next(cls for cls in type(head).__mro__ if "forward" in vars(cls) and not _reads_parameters(cls))
+    own = next(cls for cls in type(head).__mro__ if "forward" in vars(cls) and not _only_localizes(cls))
     if own is not nn.Linear or head._modules:
         raise NotFused(
             f"{name} is a {own.__name__}, which does more than multiply by its weight (float8, adapters)"
@@ -165,8 +165,8 @@ def _refuse_head(head: nn.Module, name: str) -> None:
         )
 
 
-def _reads_parameters(cls: Any) -> bool:
-    """Whether a class only gives parameters of a split module to the forward of the class below (`read_inside`)."""
+def _only_localizes(cls: Any) -> bool:
+    """Whether a class only gives local parameters to the forward of the class it extends (`with_locals_in_forward`)."""
     return vars(cls)["forward"].__module__ == local_parameter.__module__
 
 

@@ -54,7 +54,6 @@ from titanplans.observe.operators import Collective
 from titanplans.plan.options import TPOptions
 from titanplans.split.costs import Call, ExpectedCollective, even
 from titanplans.split.decoder import Decoder, within
-from titanplans.split.parameters.local_parameters import is_exchanged
 from titanplans.styles.base import Style, own_styles
 
 
@@ -154,7 +153,7 @@ def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Cal
                 add(part, sent, "" if part in ("embedding", "head") else module)
 
     for name, layout in applied.layouts.items():
-        if is_exchanged(layout) and degree > 1:
+        if layout.is_collective and degree > 1:
             assert layout.rows is not None
             path, _, parameter = name.rpartition(".")
             whole = model.get_submodule(path)._parameters[parameter]

@@ -21,7 +21,7 @@ from titanplans.observe.operators import Collective
 from titanplans.observe.recorder import record_collectives
 from titanplans.plan.options import TPOptions
 from titanplans.split.decoder import Decoder, join
-from titanplans.split.parameters.local_parameters import readings_of
+from titanplans.split.module_weight import local_specs
 from titanplans.text import columns, in_bytes
 from titanplans.torch_private.dtensor import local_tensor
 
@@ -182,8 +182,8 @@ def summed_gradients(model: nn.Module) -> dict[str, int]:
     partial = {
         join(path, name)
         for path, module in model.named_modules()
-        for name, reading in readings_of(module).items()
-        if any(placement.is_partial() for placement in reading.gradient)
+        for name, spec in local_specs(module).items()
+        if any(placement.is_partial() for placement in spec.gradient)
     }
     return {
         name: local_tensor(param).nbytes

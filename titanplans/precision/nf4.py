@@ -131,7 +131,7 @@ def nf4_faults(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
 
 @cache
 def _multiplying(cls: type[nn.Module]) -> type[nn.Module]:
-    """Subclass a Linear, under the same name, with a weight that is cast for each product."""
+    """Subclass a Linear with a weight that is cast for each product."""
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         if torch.is_autocast_enabled(input.device.type):
@@ -143,7 +143,7 @@ def _multiplying(cls: type[nn.Module]) -> type[nn.Module]:
         scales = self.nf4_scales
         return dequantise(self.nf4_codes, scales, scales.dtype)
 
-    return subclass(cls, {"forward": forward, "weight": property(weight)})
+    return subclass(cls, {"forward": forward, "weight": property(weight)}, "nf4")
 
 
 class _NF4Product(torch.autograd.Function):

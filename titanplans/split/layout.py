@@ -101,11 +101,16 @@ class Layout(NamedTuple):
     placement: Placement
     gradient: Placement
     deferred: bool = False
-    """Read as None: its style adds it to the module's output (see `add_deferred_bias`)."""
+    """The module sees None: its style adds it to the output (`add_deferred_bias`)."""
     rows: Rows | None = None
     """What a rank reads; None: its local tensor."""
     divided_by: int = 1
-    """Every rank adds it before the all-reduce, so each reads it divided by the number of ranks."""
+    """Every rank adds it before the all-reduce, so each adds it divided by the number of ranks."""
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether a rank's local tensor comes from all ranks, which ask for it at the same time."""
+        return self.rows is not None and isinstance(self.placement, Shard)
 
 
 def rows_of(dim: int, sections: Sequence[Section], degree: int) -> Rows:

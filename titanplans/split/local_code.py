@@ -127,7 +127,7 @@ def _calling(
         for name, local in functions:
             if calls(method, name):
                 method = replaced[method_name] = _with(method, name, local, ranks)
-    return subclass(cls, replaced)
+    return subclass(cls, replaced, "local_functions")
 
 
 def _replaced(value: Any, path: list[str], local: Any, ranks: HeadRanks) -> Any:

@@ -1,7 +1,8 @@
-"""What a split leaves on a module: one `SplitState`, and one subclass of the module's class, named for it (`SplitLinear`).
+"""What a split leaves on a module: one `SplitState`, and subclasses of the module's class, each named for what it adds.
 
-`print(model)` shows both: the style of each split module, and the local shapes of its parameters. A subclass is made at run
-time, so a split module can't be pickled; its state dict can.
+The method resolution order of a split projection is `SplitLinear_tokens_to_heads`, `SplitLinear_local_parameters`,
+`SplitLinear`, `Linear`. `print(model)` shows `SplitLinear`, its style, and the local shapes of its parameters. The classes
+are made at run time, so a split module can't be pickled; its state dict can.
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from titanplans.split.parameters.local_read import Reading
 from titanplans.split.stream import Border
 
 _NAME = "_split"
@@ -27,12 +27,12 @@ class SplitState:
     key: str = ""
     """Its plan key."""
     style: ParallelStyle | None = None
-    readings: dict[str, Reading] = field(default_factory=dict)
-    """How its parameters are read, by name."""
-    read_by_block: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Local tensors that the block has read as its forward began, until that ends."""
-    read_inside: dict[str, torch.Tensor] | None = None
-    """Local tensors that its own forward has read; None while that does not run."""
+    local_specs: dict[str, Any] = field(default_factory=dict)
+    """How this rank's local tensors follow from its parameters, by name (`titanplans.split.module_weight.LocalSpec`)."""
+    block_locals: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Local tensors that were made as the block's forward began, until it ends."""
+    forward_locals: dict[str, torch.Tensor] | None = None
+    """Local tensors that its own forward has asked for; None while that does not run."""
     border: Border | None = None
     """The model's, and the embedding's: the border of the residual stream."""
     reads_all: bool = False
@@ -60,7 +60,7 @@ def make_state(module: nn.Module) -> SplitState:
     """Return the state of `module`, which from now on is a split one."""
     if (state := state_of(module)) is None:
         state = module.__dict__[_NAME] = SplitState()
-        specialise(module, subclass(type(module), {}))
+        specialise(module, _split_class(type(module)))
     return state
 
 
@@ -79,22 +79,31 @@ def specialise(module: nn.Module, kind: type[nn.Module]) -> None:
     module.__class__ = kind
 
 
-def subclass(cls: type[nn.Module], members: Mapping[str, object]) -> type[nn.Module]:
-    """Return a subclass of `cls` with `members`: `SplitLinear` of `Linear`, and of `SplitLinear`."""
-    if not members:
-        return _split(cls)
-    return type(
-        cls.__name__, (cls,), {**members, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    )
+def subclass(cls: type[nn.Module], members: Mapping[str, object], adds: str) -> type[nn.Module]:
+    """Return a subclass of `cls` with `members`, called `SplitLinear_adds` if a Linear is split, else `Linear_adds`."""
+    unsplit = getattr(cls, "unsplit_class", cls)
+    prefix = "Split" if issubclass(cls, _Split) else ""
+    names = {"__module__": cls.__module__, "unsplit_class": unsplit}
+    return type(f"{prefix}{unsplit.__name__}_{adds}", (cls,), {**names, **members})
+
+
+class _Split(nn.Module):
+    """Printed with the style of a split module and its local shapes."""
+
+    unsplit_class: type[nn.Module]
+
+    def _get_name(self) -> str:
+        return f"Split{self.unsplit_class.__name__}"
+
+    def extra_repr(self) -> str:
+        return ", ".join(filter(None, (super().extra_repr(), _described(self))))
 
 
 @cache
-def _split(cls: type[nn.Module]) -> type[nn.Module]:
-    def extra_repr(self: Any) -> str:
-        return ", ".join(filter(None, (cls.extra_repr(self), _described(self))))
-
-    members = {"extra_repr": extra_repr, "__module__": cls.__module__, "whole_class": cls}
-    return type(f"Split{cls.__name__}", (cls,), members)
+def _split_class(cls: type[nn.Module]) -> type[nn.Module]:
+    unsplit = getattr(cls, "unsplit_class", cls)
+    names = {"__module__": cls.__module__, "unsplit_class": unsplit}
+    return type(f"Split{unsplit.__name__}", (_Split, cls), names)
 
 
 def _described(module: nn.Module) -> str:

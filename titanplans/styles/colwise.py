@@ -71,4 +71,4 @@ def _with_bias_apart(cls: type[nn.Module]) -> type[nn.Module]:
             return nn.functional.linear(input, module.weight) + module.bias
         return nn.functional.linear(input, module.weight, module.bias)
 
-    return subclass(cls, {"forward": forward})
+    return subclass(cls, {"forward": forward}, "bias_apart")

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from titanplans.split.layout import Layout
-from titanplans.split.parameters.local_parameters import add_deferred_bias
+from titanplans.split.module_weight import add_deferred_bias
 from titanplans.split.state import specialise
 from titanplans.split.stream import Border
 from titanplans.split.tokens.products import is_product, to_tokens_before

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from titanplans.split.collectives import Group, sum_in_region
 from titanplans.split.costs import Call, ExpectedCollective, summed_inside
 from titanplans.split.layout import Layout
-from titanplans.split.parameters.local_parameters import add_deferred_bias
+from titanplans.split.module_weight import add_deferred_bias
 from titanplans.styles.base import Operands, Site, SplitOver, Style, held
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from titanplans.split.collectives import Group
 from titanplans.split.costs import Call, ExpectedCollective, gathered_inside, summed_inside
 from titanplans.split.layout import Layout, Rows, Shared, rows_of
-from titanplans.split.parameters.local_parameters import add_deferred_bias
+from titanplans.split.module_weight import add_deferred_bias
 from titanplans.split.root_mean_square import EPSILONS, root_ratio
 from titanplans.styles.base import Site, SplitOver, Style
 

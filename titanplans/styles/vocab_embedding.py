@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 from titanplans.split.collectives import sum_ranks
 from titanplans.split.costs import Call, ExpectedCollective, even
 from titanplans.split.layout import Layout, shard_size
-from titanplans.split.parameters.local_parameters import read_inside
+from titanplans.split.module_weight import with_locals_in_forward
 from titanplans.split.state import make_state, specialise, subclass
 from titanplans.split.tokens.sharded_sequence import sharded_sequence
 from titanplans.styles.base import Site, SplitOver, Style, held
@@ -53,7 +53,9 @@ class VocabEmbedding(Style):
 
     def by_weights(self, module: nn.Module, site: Site) -> None:
         make_state(module).border = site.border
-        specialise(module, read_inside(_of_own_rows(type(module), self.begins_stream), ("weight",)))
+        specialise(
+            module, with_locals_in_forward(_of_own_rows(type(module), self.begins_stream), ("weight",))
+        )
 
     def by_tokens(self, module: nn.Module, site: Site) -> None:
         """Each rank embeds its tokens alone."""
@@ -99,7 +101,7 @@ def _of_own_rows(cls: type[nn.Module], begins_stream: bool) -> type[nn.Module]:
         border.stream.begun, border.stream.length = True, input.shape[border.tokens.dim]
         return border.leave(out)
 
-    return subclass(cls, {"forward": forward})
+    return subclass(cls, {"forward": forward}, "vocabulary_shard")
 
 
 @cache
@@ -118,4 +120,4 @@ def _of_own_tokens(cls: type[nn.Module], begins_stream: bool) -> type[nn.Module]
             return out
         return sharded_sequence(out, tokens, length, "outside")
 
-    return subclass(cls, {"forward": forward})
+    return subclass(cls, {"forward": forward}, "own_tokens")

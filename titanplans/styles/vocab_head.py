@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from titanplans.split.collectives import collect
 from titanplans.split.costs import Call, ExpectedCollective, entered
 from titanplans.split.layout import Layout, shard_size
-from titanplans.split.parameters.local_parameters import read_inside
+from titanplans.split.module_weight import with_locals_in_forward
 from titanplans.split.state import specialise
 from titanplans.split.stream import Border
 from titanplans.styles.base import Operands, Site, SplitOver, Style, held, on_input
@@ -40,7 +40,7 @@ class VocabHead(Style):
 
     def by_weights(self, module: nn.Module, site: Site) -> None:
         vocabulary = module._parameters["weight"].shape[0]  # type: ignore[union-attr]
-        specialise(module, read_inside(type(module), tuple(held(module))))
+        specialise(module, with_locals_in_forward(type(module), tuple(held(module))))
         hooks = _HeadHooks(self, site.border, vocabulary)
         module.register_forward_pre_hook(hooks.enter, with_kwargs=True)
         module.register_forward_hook(hooks.leave)

@@ -13,6 +13,7 @@ from titanplans.parallel.compile import apply_compile, compile_loss, compile_opt
 from titanplans.parallel.compile.graph_breaks import end_graphs_at_kernels
 from titanplans.parallel.compile.limits import count_kinds
 from titanplans.proof.ranks.fake import fake_ranks
+from titanplans.text import class_name
 
 
 def config(backend="aot_eager", **options):
@@ -131,7 +132,7 @@ def test_what_leaves_the_graphs_is_the_module_around_a_kernel():
     end_graphs_at_kernels(block)
     out = [name for name, module in block.named_modules() if type(module) is not before[name]]
     assert out == ["attn_norm", "attn.g_norm_swish_gate", "mlp_norm", "mlp.swiglu_linear"]
-    assert [type(module).__name__ for module in block.modules()] == names
+    assert [class_name(module) for module in block.modules()] == names
     assert list(model.state_dict()) == keys
     twin = copy.deepcopy(block.attn_norm)
     with torch.no_grad():

@@ -111,5 +111,7 @@ def _sends(module: nn.Module) -> bool:
 
 @cache
 def _out_of_graphs(cls: type[nn.Module], method: str, reason: str) -> type[nn.Module]:
-    """Return a subclass of `cls`, under the same name, whose `method` stays out of graphs; blocks share it."""
-    return subclass(cls, {method: torch.compiler.disable(getattr(cls, method), reason=reason)})
+    """Return a subclass of `cls` whose `method` stays out of graphs; blocks share it."""
+    return subclass(
+        cls, {method: torch.compiler.disable(getattr(cls, method), reason=reason)}, "outside_of_graphs"
+    )

@@ -70,7 +70,7 @@ def _with_split_product(cls: type[nn.Module]) -> type[nn.Module]:
         )
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
-    return subclass(cls, {"forward": forward})
+    return subclass(cls, {"forward": forward}, "float8_product")
 
 
 @torch.compiler.allow_in_graph

@@ -59,7 +59,7 @@ def _of_chosen_rows(cls: type[nn.Module]) -> type[nn.Module]:
         given = [*args, *(kwargs[name] for name in names[len(args) :])]
         return _through_experts(self, partial(cls.forward, self), *given)
 
-    return subclass(cls, {"forward": forward})
+    return subclass(cls, {"forward": forward}, "dispatch")
 
 
 @cache
@@ -76,7 +76,7 @@ def _of_counted_rows(cls: type[nn.Module]) -> type[nn.Module]:
         numbers = torch.arange(len(counts), device=x.device).repeat_interleave(counts, output_size=len(x))
         return _through_experts(self, partial(run, self), x, numbers[:, None], torch.ones_like(x[:, :1]))
 
-    return subclass(cls, {"forward": forward})
+    return subclass(cls, {"forward": forward}, "dispatch")
 
 
 @cache
@@ -98,7 +98,7 @@ def _of_every_row(cls: type[nn.Module]) -> type[nn.Module]:
         made = _through_experts(self, partial(run, self), rows, sent // each, torch.ones_like(rows[:, :1]))
         return torch.zeros_like(hidden_states).index_copy(0, sent[:, 0], made)
 
-    return subclass(cls, {"forward": forward})
+    return subclass(cls, {"forward": forward}, "dispatch")
 
 
 def _through_experts(

@@ -14,7 +14,7 @@ EVERY = 1
 
 def interface_of(module: nn.Module) -> int | None:
     """Return `CHOSEN`, `COUNTED` or `EVERY`, as `module` is called; None if it holds no experts that are called so."""
-    cls = getattr(type(module), "whole_class", type(module))  # of a split module that before the split
+    cls = getattr(type(module), "unsplit_class", type(module))  # of a split module that before the split
     taken = len(inspect.signature(cls.forward).parameters) - 1
     holds = hasattr(module, "num_experts") and any(
         param.ndim == 3 for param in module.parameters(recurse=False)

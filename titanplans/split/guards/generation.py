@@ -44,7 +44,7 @@ def _generating(cls: type[nn.Module]) -> type[nn.Module]:
             border.stream.whole_logits = before
 
     if prepare is None:
-        return subclass(cls, {"generate": generate})  # a user's own
+        return subclass(cls, {"generate": generate}, "generating")  # a user's own
 
     def by_its_name(self: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = prepare(self, *args, **kwargs)
@@ -52,7 +52,8 @@ def _generating(cls: type[nn.Module]) -> type[nn.Module]:
             inputs[name] = inputs.pop("cache")
         return inputs
 
-    return subclass(cls, {"generate": generate, "prepare_inputs_for_generation": by_its_name})
+    members = {"generate": generate, "prepare_inputs_for_generation": by_its_name}
+    return subclass(cls, members, "generating")
 
 
 @contextmanager

@@ -82,7 +82,7 @@ def _without_head(cls: type[nn.Module]) -> type[nn.Module]:
                 "lm_head.weight = embedding.weight, and call that"
             ) from error
 
-    return subclass(cls, {"forward": forward})
+    return subclass(cls, {"forward": forward}, "without_head")
 
 
 def positional(module: nn.Module) -> tuple[str, ...]:

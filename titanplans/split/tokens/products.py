@@ -53,7 +53,7 @@ def to_heads_after(cls: type[nn.Module]) -> type[nn.Module]:
         own = _of_own(self, heads.share.width, x.shard, *args, **kwargs)
         return to_heads(own, HeadExchange(x.tokens, x.length, heads.share))
 
-    return subclass(cls, {"__call__": call})
+    return subclass(cls, {"__call__": call}, "tokens_to_heads")
 
 
 @cache
@@ -82,7 +82,7 @@ def to_tokens_before(cls: type[nn.Module]) -> type[nn.Module]:
         output = _of_own(self, None, own, *args, **kwargs)
         return output if heads.closes else sharded_sequence(output, tokens, length, "partial")
 
-    return subclass(cls, {"__call__": call})
+    return subclass(cls, {"__call__": call}, "heads_to_tokens")
 
 
 @cache
@@ -94,7 +94,7 @@ def of_each_token(cls: type[nn.Module]) -> type[nn.Module]:
             return x.like(nn.Module.__call__(self, x.shard, *args, **kwargs))
         return cls.__call__(self, x, *args, **kwargs)
 
-    return subclass(cls, {"__call__": call})
+    return subclass(cls, {"__call__": call}, "own_tokens")
 
 
 def is_product(module: nn.Module) -> bool:

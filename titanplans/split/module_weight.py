@@ -1,0 +1,550 @@
+"""`module.weight`: a DTensor to the optimizer, this rank's plain local tensor to the kernel.
+
+    module._parameters["weight"]    the DTensor: named_parameters, state dicts, FSDP2, optimizers
+    module.weight                   the local tensor; its gradient goes back to the DTensor
+
+A DTensor that enters an `autograd.Function` stays one, and its `data_ptr()` is null: no Triton kernel survives that. So
+`localize` gives a split module a subclass of its own class in which each of these parameters is a property. Whoever asks for
+`module.weight`, the module's forward or a fused kernel of its parent, gets the local tensor: `local_parameter` is where to
+start. Names do not change.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from titanplans.errors import ParallelError, PlanError
+from titanplans.split.collectives import Group
+from titanplans.split.layout import Layout, rows_read
+from titanplans.split.parameters.selection import of_ranges, selected
+from titanplans.split.state import SplitState, make_state, specialise, state_of, subclass
+from titanplans.text import class_name
+from titanplans.torch_private.autograd import accumulates, grad_refcount
+from titanplans.torch_private.dispatch import disabled_torch_function
+from titanplans.torch_private.dtensor import handed, local_tensor, spec_as, spec_of, with_spec
+from titanplans.torch_private.threads import DTensorSpec
+
+# 1. How a rank's local tensor follows from a parameter.
+
+
+class ParameterMesh(NamedTuple):
+    """The mesh of a module's parameters, and which of its dimensions a `Layout` speaks of."""
+
+    mesh: DeviceMesh | None
+    """Of the DTensors; its last dimension is that of the layouts. None: parameters stay plain tensors, whose gradients data
+    parallelism sums."""
+    copies: int = 0
+    """So many dimensions before the last hold a copy of the parameters each; their gradients are partial."""
+    cut: bool = True
+    """The layouts have a dimension; False: all dimensions hold copies."""
+
+    def placements(self, layout: Layout) -> tuple[Placement, ...]:
+        """Return the placements of a parameter with this layout."""
+        return (Replicate(),) * self.copies + ((layout.placement,) if self.cut else ())
+
+    def gradient(self, layout: Layout) -> tuple[Placement, ...]:
+        """Return the placements of its gradient."""
+        return (Partial(),) * self.copies + ((layout.gradient,) if self.cut else ())
+
+
+class MixerSlice(NamedTuple):
+    """What a rank of context parallelism uses in a mixer of its tensor-parallel rank's local tensor."""
+
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+    """First row and length of each run of rows; () for all rows."""
+    divided_by: int = 1
+    """All ranks of context parallelism add the parameter before the all-reduce, so each adds it divided by their number."""
+
+
+class GradientSpec:
+    """Caches the spec of one parameter's gradient until the parameter's own changes, by FSDP2 or a change of dtype.
+
+    The backward of `to_local` makes a spec for each gradient, which is hashed when the gradient is detached to be
+    accumulated: three quarters of a parameter's host time in a step.
+    """
+
+    __slots__ = ("_made", "_of", "_placements")
+
+    def __init__(self) -> None:
+        self._of: DTensorSpec | None = None
+        self._placements: tuple[Placement, ...] | None = None
+        self._made: DTensorSpec | None = None
+
+    def spec(self, param: DTensor, placements: tuple[Placement, ...]) -> DTensorSpec:
+        """Return the spec of the gradient of `param` with these `placements`."""
+        of = spec_of(param)
+        if of is not self._of or placements is not self._placements or self._made is None:
+            self._of, self._placements, self._made = of, placements, spec_as(of, *placements)
+        return self._made
+
+    def __deepcopy__(self, memo: Any) -> "GradientSpec":
+        return GradientSpec()  # a mesh has process groups, and is not copied
+
+
+class LocalSpec(NamedTuple):
+    """How a rank's local tensor follows from one parameter, and its gradient's DTensor from the local gradient."""
+
+    layout: Layout
+    gradient: tuple[Placement, ...]
+    """Placements of the gradient on the parameter's mesh; () if the parameter is a plain tensor."""
+    is_uneven: bool
+    """Shards differ in size, so `to_local` can't infer the full shape from this rank's."""
+    rank: int
+    group: Group
+    """Of the layout; this rank is `rank` in it."""
+    gradient_spec: GradientSpec
+    mixer_slice: MixerSlice | None = None
+
+
+def local_specs(module: nn.Module) -> dict[str, LocalSpec]:
+    """Return the specs of the parameters of `module`, by name; {} if it is not split."""
+    return {} if (state := state_of(module)) is None else state.local_specs
+
+
+# 2. Parameters become DTensors, and properties.
+
+ParameterMemo = dict[nn.Parameter, nn.Parameter]
+"""What each parameter of a model has been distributed as: it keeps tied weights tied."""
+
+
+def localize(
+    module: nn.Module,
+    over: ParameterMesh,
+    layouts: Mapping[str, Layout],
+    memo: ParameterMemo,
+    group: Group,
+    rank: int,
+    mixer_slices: Mapping[str, MixerSlice] | None = None,
+) -> None:
+    """Distribute the parameters of `module` named in `layouts`; `module.weight` is this rank's local tensor from now on.
+
+    Real values are taken from the mesh's first rank, so that replicas agree whatever the seeds were; parameters on meta move
+    nothing.
+
+    Args:
+        module: its own parameters are laid out, not its children's.
+        over: which mesh.
+        layouts: by name, on `group`, in which this rank is `rank`. A buffer's says which rows the module sees.
+        memo: of the model.
+        mixer_slices: by name, what this rank uses of its local tensor in a mixer.
+    """
+    mesh, mixer_slices, buffers = over.mesh, mixer_slices or {}, layouts.keys() & module._buffers.keys()
+    if mesh is None:  # a plain parameter that is used as it is stays an attribute
+        layouts = {
+            name: layout for name, layout in layouts.items() if name in mixer_slices or layout.deferred
+        }
+    layouts = dict(layouts)
+    for name, layout in layouts.items():
+        if name in buffers:
+            rows = rows_read(layout, getattr(module, name).shape, group[1])
+            layouts[name] = layout._replace(placement=Replicate(), rows=rows)
+        elif mesh is not None:
+            param = module._parameters[name]
+            assert param is not None, name
+            if (distributed := memo.get(param)) is None:
+                tensor = distribute_tensor(param.detach(), mesh, over.placements(layout))
+                distributed = nn.Parameter(tensor, requires_grad=param.requires_grad)
+                distributed.__dict__.update(param.__dict__)  # marks such as _no_weight_decay
+                memo[param] = distributed
+            module._parameters[name] = distributed
+    if not layouts:
+        return
+    specs = make_state(module).local_specs
+    for name, layout in layouts.items():
+        placement, shape = layout.placement, getattr(module, name).shape
+        is_uneven = over.cut and isinstance(placement, Shard) and shape[placement.dim] % group[1] != 0
+        gradient = () if mesh is None or name in buffers else over.gradient(layout)
+        specs[name] = LocalSpec(
+            layout, gradient, is_uneven, rank, group, GradientSpec(), mixer_slices.get(name)
+        )
+    collective = {name for name, layout in layouts.items() if layout.is_collective}
+    deferred = {name for name, layout in layouts.items() if layout.deferred}
+    # In a fixed order, and sorted: repeated blocks get one class, and share one compiled artefact.
+    for names, subclass_of in (
+        (layouts.keys() - collective - deferred - buffers, _with_local_parameters),
+        (deferred, _with_deferred_parameters),
+        (collective, with_locals_in_forward),
+        (buffers, _with_local_buffers),
+    ):
+        if names:
+            specialise(module, subclass_of(type(module), tuple(sorted(names))))
+
+
+def _properties(of: Callable[[Any, str], torch.Tensor | None], names: Iterable[str]) -> dict[str, object]:
+    def getter(name: str) -> property:
+        return property(lambda self: of(self, name))
+
+    return {name: getter(name) for name in names}
+
+
+@cache
+def _with_local_parameters(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    return subclass(cls, _properties(local_parameter, names), "local_parameters")
+
+
+@cache
+def _with_deferred_parameters(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """Subclass `cls` so that it does not see these parameters: its style adds them after a sum (`add_deferred_bias`)."""
+
+    def none(module: Any, name: str) -> torch.Tensor | None:
+        param = module._parameters[name]
+        return None if is_unsharded(param, module._split.local_specs[name]) else param
+
+    return subclass(cls, _properties(none, names), "deferred_parameters")
+
+
+@cache
+def _with_local_buffers(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """Subclass `cls` so that it sees this rank's rows of buffers, which every rank holds in full."""
+
+    def rows(module: Any, name: str) -> torch.Tensor:
+        buffer, spec = module._buffers[name], module._split.local_specs[name]
+        if spec.layout.rows is not None:
+            buffer = selected(buffer, spec.layout, spec.rank, spec.group)
+        return _slice_for_mixer(buffer, None, spec, module._split)
+
+    return subclass(cls, _properties(rows, names), "local_buffers")
+
+
+@cache
+def with_locals_in_forward(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """Subclass `cls`, whose own forward gets local tensors of these parameters; everyone else gets the DTensors.
+
+    For a vocabulary's rows: a user's loss on a shard of them would be silently wrong, and torch refuses products of plain
+    tensors with DTensors. And for parameters whose local tensor is a collective: a rank that asks alone would wait for the
+    others. A forward that asks for each expert gets the same tensor each time.
+    """
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._split.forward_locals = {}
+        try:
+            return cls.forward(self, *args, **kwargs)
+        finally:
+            self._split.forward_locals = None
+
+    def local_in_forward(module: Any, name: str) -> torch.Tensor | None:
+        in_forward = module._split.forward_locals
+        if in_forward is None:
+            return module._parameters[name]
+        if name not in in_forward:
+            in_forward[name] = local_parameter(module, name)
+        return in_forward[name]
+
+    return subclass(
+        cls, {"forward": forward, **_properties(local_in_forward, names)}, "local_parameters_in_forward"
+    )
+
+
+# 3. What `module.weight` returns.
+
+
+def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
+    """Return the local tensor of the parameter `name`, deferred ones included; the parameter itself if it is not split.
+
+    Raises:
+        ParallelError: a plain tensor was put in the parameter's place.
+    """
+    state = state_of(module)
+    param = module._parameters[name]
+    if state is None or (spec := state.local_specs.get(name)) is None:
+        return param
+    if not torch.compiler.is_compiling() and name in state.block_locals:
+        return _slice_for_mixer(state.block_locals[name], param, spec, state)
+    if not is_unsharded(param, spec):
+        if param is not None and not isinstance(param, DTensor):
+            raise ParallelError(
+                f"the {name} of a {class_name(module)} was split, and is now a plain tensor, whose gradient would not be "
+                "summed over the ranks: copy values into the parameter, or set a DTensor on the mesh of tensor parallelism"
+            )
+        return param
+    assert param is not None
+    if not spec.gradient:
+        return _slice_for_mixer(param, param, spec, state)
+    dtensor = cast("DTensor", param)
+    return _slice_for_mixer(_finish(_to_local(dtensor, spec), dtensor, spec), param, spec, state)
+
+
+def is_unsharded(param: torch.Tensor | None, spec: LocalSpec) -> bool:
+    """Whether FSDP2 does not hold `param` as its own shard at the moment, as it does between forwards."""
+    if not spec.gradient:
+        return param is not None and not isinstance(param, DTensor)
+    # FSDP2's shard lies on more dimensions than the split's own mesh has.
+    return isinstance(param, DTensor) and param.device_mesh.ndim == len(spec.gradient)
+
+
+def _to_local(param: DTensor, spec: LocalSpec) -> torch.Tensor:
+    """Return the local tensor of `param`, whose gradient goes back with the placements `spec.gradient`."""
+    local = local_tensor(param)
+    plain = _is_plain(local)
+    if plain and not (param.requires_grad and torch.is_grad_enabled()):
+        return local.view_as(local)
+    if plain or spec.is_uneven:
+        (local,) = _ToLocal.apply([spec.gradient_spec.spec(param, spec.gradient)], param)  # type: ignore[misc]
+        return local
+    return param.to_local(grad_placements=spec.gradient)
+
+
+def _is_plain(local: torch.Tensor) -> bool:
+    """Whether `local` is an eager tensor and of no subclass: no fake tensor, no float8."""
+    return type(local) is torch.Tensor and not torch.compiler.is_compiling()
+
+
+def _finish(local: torch.Tensor, param: DTensor, spec: LocalSpec) -> torch.Tensor:
+    """Return what this rank uses of `local`, its local tensor of `param`."""
+    layout = spec.layout
+    if layout.divided_by > 1:
+        local = local / layout.divided_by
+    if layout.rows is not None:
+        local = selected(local, layout, spec.rank, spec.group)
+    return _as_weight(local, param)
+
+
+def _slice_for_mixer(
+    local: torch.Tensor, param: torch.Tensor | None, spec: LocalSpec, state: SplitState
+) -> torch.Tensor:
+    """Return what a rank of context parallelism uses of `local` in a mixer; all of it in products with its own tokens."""
+    if (mixer_slice := spec.mixer_slice) is None or state.reads_all:
+        return local
+    if mixer_slice.divided_by > 1:
+        local = local / mixer_slice.divided_by
+    if mixer_slice.ranges:
+        local = of_ranges(local, mixer_slice.dim, mixer_slice.ranges)
+    return local if param is None else _as_weight(local, param)
+
+
+def add_deferred_bias(module: nn.Module, output: torch.Tensor) -> torch.Tensor:
+    """Return the output of `module` with the bias that its own forward does not see, if there is one."""
+    spec = local_specs(module).get("bias")
+    bias = local_parameter(module, "bias") if spec is not None and spec.layout.deferred else None
+    return output if bias is None else output + bias
+
+
+# 4. The parameters of a block at once.
+
+Holders = list[tuple[nn.Module, tuple[str, ...]]]
+"""Modules inside of a block, and the names of their parameters that become local together."""
+
+
+def localize_blocks_at_once(blocks: Iterable[nn.Module]) -> None:
+    """Make all local tensors of each of `blocks`, which are split, as its forward begins: by one autograd node.
+
+    One node for all halves the host time of their local tensors. Each is made once a forward, whoever asks for it, and the
+    gradients of a block go back together, at the end of its backward. Made one by one, when they are asked for, are those of
+    parameters outside of blocks, in a compiled block, or where no gradient is needed; those that take a collective; and
+    those that an FSDP module inside of the block has not gathered yet.
+    """
+    for block in blocks:
+        holders: Holders = []
+        for module in block.modules():
+            names = [
+                name
+                for name, spec in local_specs(module).items()
+                if spec.gradient and not spec.layout.is_collective
+            ]
+            if names:
+                holders.append((module, tuple(names)))
+        if holders:
+            block.register_forward_pre_hook(partial(_make_block_locals, holders))
+            block.register_forward_hook(partial(_drop_block_locals, holders), always_call=True)
+
+
+def _make_block_locals(holders: Holders, block: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    destinations: list[tuple[dict[str, torch.Tensor], str, LocalSpec]] = []
+    params, gradient_specs = [], []
+    for module, names in holders:
+        state = make_state(module)
+        specs, block_locals = state.local_specs, state.block_locals
+        block_locals.clear()  # an interrupt may have left something
+        parameters: Any = module._parameters
+        for name in names:
+            param, spec = parameters[name], specs[name]
+            if (
+                is_unsharded(param, spec)
+                and param.requires_grad
+                and type(local_tensor(param)) is torch.Tensor
+            ):
+                destinations.append((block_locals, name, spec))
+                params.append(param)
+                gradient_specs.append(spec.gradient_spec.spec(param, spec.gradient))
+    if params:
+        locals_ = cast("Sequence[torch.Tensor]", _ToLocal.apply(gradient_specs, *params))
+        for (block_locals, name, spec), local, param in zip(destinations, locals_, params, strict=True):
+            block_locals[name] = _finish(local, param, spec)
+
+
+def _drop_block_locals(holders: Holders, block: nn.Module, args: Any, output: Any) -> None:
+    if not torch.compiler.is_compiling():
+        for module, _ in holders:
+            make_state(module).block_locals.clear()
+
+
+# 5. The way there and back: local tensors forward, gradients backward.
+
+
+class _ToLocal(torch.autograd.Function):
+    """`to_local` of several parameters, given the specs of their gradients.
+
+    DTensor's own backward makes the spec anew, assumes that all shards have this rank's size, and lets two parameters share
+    one gradient where autograd passes one tensor to both (the terms of a sum).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, specs, *params):
+        ctx.set_materialize_grads(False)
+        ctx.specs = specs
+        # The local tensors themselves would keep the history of their gradients.
+        return tuple(local.detach() for local in map(local_tensor, params))
+
+    @staticmethod
+    def backward(ctx: Any, *grads):  # pyrefly: ignore[bad-override]
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():  # traced, or create_graph
+            return None, *map(_as_dtensor, grads, ctx.specs)
+        hand_over = handed if accumulates(ctx) else with_spec
+        return None, *[_handed(grad, spec, hand_over) for grad, spec in zip(grads, ctx.specs, strict=True)]
+
+
+def _handed(
+    grad: torch.Tensor | None, spec: DTensorSpec, hand_over: Callable[[torch.Tensor, DTensorSpec], DTensor]
+) -> DTensor | None:
+    if grad is None or type(grad) is not torch.Tensor:
+        return _as_dtensor(grad, spec)
+    if not grad.is_contiguous():
+        grad = grad.contiguous()
+    elif grad_refcount(grad) > 1:  # another parameter gets the same tensor, and each accumulates into its own
+        grad = grad.clone()
+    return hand_over(grad, spec)
+
+
+def _as_dtensor(grad: torch.Tensor | None, spec: DTensorSpec) -> DTensor | None:
+    if grad is None:
+        return None
+    return DTensor.from_local(
+        grad.contiguous() if _is_plain(grad) else grad,
+        spec.mesh,
+        spec.placements,
+        run_check=False,
+        shape=spec.shape,
+        stride=spec.stride,
+    )
+
+
+# 6. The local tensor as users meet it: flags and hooks are the parameter's.
+
+
+def _refuse_draw(name: str) -> Any:
+    def draw(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if _is_unsplit(self):
+            return getattr(torch.Tensor, name)(self, *args, **kwargs)
+        raise PlanError(
+            f"weight.{name}() on a split model would draw this rank's local tensor by itself, equal to or unlike the "
+            "others': call titanplans.modeling.initialize(model, seed=0), or draw before the split, or load whole tensors "
+            "by model.load_state_dict"
+        )
+
+    return draw
+
+
+class LocalData(torch.Tensor):
+    """This rank's local tensor of a parameter. It computes as a plain tensor, without the cost of `__torch_function__`.
+
+    It refuses random fills, such as those of `torch.nn.init`: with one seed all ranks would have equal heads, with
+    different seeds unequal replicas.
+    """
+
+    __torch_function__ = disabled_torch_function  # pyrefly: ignore[bad-override]
+    parameter: torch.Tensor
+    """The DTensor."""
+
+    normal_, log_normal_, uniform_, random_ = map(
+        _refuse_draw, ("normal_", "log_normal_", "uniform_", "random_")
+    )
+    bernoulli_, exponential_, geometric_, cauchy_ = map(
+        _refuse_draw, ("bernoulli_", "exponential_", "geometric_", "cauchy_")
+    )
+
+    def new_empty(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As torch's, a plain tensor, but for `normal_`: `torch.nn.init.orthogonal_` draws into one, and copies it."""
+        empty = super().new_empty(*args, **kwargs)
+        if not _is_unsplit(self):
+            empty.normal_ = self.normal_  # type: ignore[method-assign]
+        return empty
+
+
+class LocalWeight(LocalData):
+    """What `module.weight` returns.
+
+    What is computed from it is a plain tensor. An attribute that a user sets (`requires_grad`, `grad`, hooks) goes to the
+    DTensor, which optimizers and state dicts hold; on the local tensor, which each access makes anew, it would be lost.
+    """
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return self.parameter.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.parameter.requires_grad = value
+
+    def requires_grad_(self, mode: bool = True) -> "LocalWeight":
+        self.parameter.requires_grad_(mode)
+        return self
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        return self.parameter.grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self.parameter.grad = value
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        data: Any = self.detach()
+        data.__class__ = LocalData
+        data.parameter = self.parameter
+        return data
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise PlanError(
+            "weight.data = ... on a split module would replace nothing but a view of this rank's local tensor: write into "
+            "it, weight.data.copy_(local), or load whole tensors by model.load_state_dict"
+        )
+
+    def register_hook(self, hook: Any) -> Any:
+        return self.parameter.register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        return self.parameter.register_post_accumulate_grad_hook(hook)
+
+    def retain_grad(self) -> None:
+        """Do nothing, as on any parameter: it keeps its gradient."""
+
+
+def _is_unsplit(local: Any) -> bool:
+    """Whether only one rank shares the parameter."""
+    # With context parallelism that FSDP2 or DDP sums over, the parameter is a plain tensor.
+    mesh = getattr(local.parameter, "device_mesh", None)
+    return mesh is not None and mesh.size() == 1
+
+
+def _as_weight(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Turn `local`, which is not the DTensor's own tensor, into a `LocalWeight` of `parameter`, in place.
+
+    A traced tensor or another subclass of Tensor (fake tensors, float8) is returned as it is.
+    """
+    if not _is_plain(local):
+        return local
+    weight: Any = local
+    weight.__class__ = LocalWeight  # no operation, so autograd records nothing
+    weight.parameter = parameter
+    return weight
