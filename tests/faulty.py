@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from titanplans.split.stream import Border
+from titanplans.split.border import Border
 from titanplans.styles.base import Site, Style
 
 Install = Callable[[nn.Module, Border], None]

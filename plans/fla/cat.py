@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from titanplans import Plan, find_decoder, register_plan
+from titanplans import Plan, PlanError, find_decoder, register_plan
 
 from .mixer import MixerPlan
 
@@ -20,6 +20,13 @@ class CATPlan(MixerPlan):
     counts = ("num_heads", "hidden_size")
 
     def model_plan(self, model: nn.Module) -> Plan:
+        if (shards := self.options.shards) > 2:
+            cp = self.options.degrees.cp
+            remedy = "set sequence_parallel = False" if cp <= 2 else "set context_parallel_degree to 1 or 2"
+            raise PlanError(
+                f"CAT makes chunks x (chunk_size + 2) + 2 tokens of a sequence, which {shards} ranks can't share equally at "
+                f"every chunk size: {remedy}"
+            )
         plan, base = super().model_plan(model), find_decoder(model).base
         before = [f"{base}.{name}" for name in ("separator", "adaptive_token")]
         words = [f"{base}.{name}" for name in ("embeddings", "compressor.wte")]

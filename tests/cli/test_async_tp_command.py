@@ -55,14 +55,9 @@ def test_every_registered_architecture_is_on_the_page():
     assert len(rows) == 70
 
 
-def test_a_length_that_the_degree_does_not_divide_is_padded_and_nothing_is_fused(capsys):
-    assert main(["async-tp", "qwen3", "--seq-len", "33", "--vocab-size", "64", "--batch-size", "1"]) == 1
-    out = capsys.readouterr().out
-    assert (
-        "not fused: slice, reshape between it and self_attn.q_proj, self_attn.k_proj, self_attn.v_proj" in out
-    )
-    assert "not fused: cat, reshape between it and self_attn.o_proj" in out
-    assert "NOT all is fused or overlapped that could be: forward 0 of 4" in out
+def test_a_length_that_the_degree_does_not_divide_is_refused(capsys):
+    assert main(["async-tp", "qwen3", "--seq-len", "33", "--vocab-size", "64", "--batch-size", "1"]) == 2
+    assert "a sequence of 33 tokens is no multiple of the 2 ranks" in capsys.readouterr().err
 
 
 def test_json_is_all_of_stdout_and_nothing_of_a_capture_stays(capsys):
@@ -95,12 +90,10 @@ def test_what_cannot_be_asked(argv, words, capsys):
 def test_a_job_is_decided_at_its_degree_and_its_length(tmp_path, capsys):
     job = tmp_path / "job.toml"
     job.write_text(
-        '[model]\nname = "qwen3"\nflavor = "debug"\n[training]\nseq_len = 513\n[parallelism]\ntensor_parallel_degree = 4\n'
+        '[model]\nname = "qwen3"\nflavor = "debug"\n[training]\nseq_len = 512\n[parallelism]\ntensor_parallel_degree = 4\n'
     )
-    assert main(["async-tp", str(job), "--vocab-size", "64"]) == 1
-    out = capsys.readouterr().out
-    assert "tp 4, 2 sequences of 129 tokens" in out
-    assert "1 tokens left over of a multiple of 4" in out
+    assert main(["async-tp", str(job), "--vocab-size", "64"]) == 0
+    assert "tp 4, 2 sequences of 128 tokens" in capsys.readouterr().out
     job.write_text(job.read_text() + "enable_sequence_parallel = false\n")
     assert main(["async-tp", str(job)]) == 2
     assert "without sequence parallelism" in capsys.readouterr().err

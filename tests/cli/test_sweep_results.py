@@ -258,13 +258,13 @@ def test_figures_of_other_settings_are_not_shown(spec):
 
 
 def test_losses_over_other_data_are_said_not_to_compare(tmp_path, spec):
-    (tmp_path / "sweep.toml").write_text(SWEEP.replace("[1, 2, 3]", "[1, 2]\ntraining.seq_len = [2048, 7]"))
+    (tmp_path / "sweep.toml").write_text(SWEEP.replace("[1, 2, 3]", "[1, 2]\ntraining.seq_len = [2048, 8]"))
     cells = make_cells(read_spec("sweep.toml"))
     for cell in cells:
         cell.begin()
         cell.update(state="finished", figures={"ranks": cell.job.parallelism.tensor_parallel_degree})
     reasons = [row["reason"] for row in table(cells)]
     other = f"losses don't compare with {cells[0].name}'s, which saw other data: "
-    assert reasons == ["", f"{other}training.seq_len = 7, not 2048"] * 2
+    assert reasons == ["", f"{other}training.seq_len = 8, not 2048"] * 2
     cells[2].record["figures"]["ranks"] = 6  # as on a machine with six GPUs
     assert table(cells)[2]["reason"] == f"{other}data-parallel ranks = 3, not 1"

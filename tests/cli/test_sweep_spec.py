@@ -161,7 +161,8 @@ def test_a_cell_that_contradicts_itself_is_a_refused_cell(write):
 
 
 def test_what_the_model_refuses_is_asked_without_running(write):
-    good, bad = cells_of(write("[grid]\nparallelism.tensor_parallel_degree = [2, 3]\n"))
+    degrees = "[grid]\nparallelism.tensor_parallel_degree = [2, 3]\n[set]\ntraining.seq_len = 48\n"
+    good, bad = cells_of(write(degrees))
     assert refusal(good) is None
     assert refusal(bad).startswith("tensor_parallel_degree = 3 does not divide num_heads")
 

@@ -155,7 +155,7 @@ def test_a_row_comes_with_each_case_and_all_so_far_when_it_is_stopped(tmp_path):
     assert "all of them right" in out
     assert out.count("  right  ") >= 3
     assert written == out
-    assert re.findall(r"(\d+) of 12  right  tp 2, loss \w+, sequence \w+; [A-D].*?; worst ", terminal)[
+    assert re.findall(r"(\d+) of 12  right  tp 2, loss \w+, sequence \w+; [A-H].*?; worst ", terminal)[
         :3
     ] == ["1", "2", "3"]
 

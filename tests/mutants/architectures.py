@@ -28,7 +28,7 @@ from titanplans.proof.batches.conditions import MicroBatch, Scenario
 from titanplans.proof.batches.sample import Sampler, randomise
 from titanplans.proof.compare.reference import ReferenceRun
 
-VOCABULARY, WIDTH, SEQUENCE = 51, 32, 7
+VOCABULARY, WIDTH, SEQUENCE = 51, 32, 8
 _SIZES = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 47}
 _FLA = {**_SIZES, "num_heads": 4, "num_kv_heads": 2}
 _HF = {**_SIZES, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -13,8 +13,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from mutants.faults import scale_gradient
 from titanplans import TPPlan
 from titanplans.plan.plan import Plan
+from titanplans.split.border import Border
 from titanplans.split.module_weight import local_specs
-from titanplans.split.stream import Border
 from titanplans.styles.replicated_on_stream import ReplicatedOnStream
 from titanplans.styles.vocab_head import VocabHead
 

@@ -12,9 +12,9 @@ from faulty import Install, installed, leaving, subclassed
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from titanplans.split.border import Border
 from titanplans.split.layout import Layout, StreamLayout, shard_size
 from titanplans.split.module_weight import local_specs
-from titanplans.split.stream import Border
 from titanplans.styles.base import SplitOver, Style
 from titanplans.styles.rowwise import Rowwise
 from titanplans.styles.vocab_embedding import VocabEmbedding
@@ -27,8 +27,12 @@ def on_stream(style: Style, stream: StreamLayout) -> Style:
     def layout(self: Style, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:
         return base(self, name, param, over._replace(stream=stream))
 
-    other = subclassed(style, "OnOtherStream", layout=layout)
-    return installed(other, lambda right, module, border: right(module, Border(border.meshes, stream)))
+    def install(right: Install, module: nn.Module, border: Border) -> None:
+        other = Border(border.meshes, stream)
+        other.stream.is_running = True  # no forward starts it
+        right(module, other)
+
+    return installed(subclassed(style, "OnOtherStream", layout=layout), install)
 
 
 def with_option(style: Style, **options: Any) -> Style:
@@ -83,7 +87,7 @@ class _Unsummed(Border):
             return x
         return _GatherUnsummed.apply(x, super().enter(x.detach()), self.stream.dim, self.rank, self.group[1])
 
-    def enter_whole(self, x: torch.Tensor) -> torch.Tensor:
+    def enter_full(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
     enter_plainly = enter
@@ -110,8 +114,8 @@ class _Doubled(Border):
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         return super().enter(scale_gradient(x, self.group[1]))
 
-    def enter_whole(self, x: torch.Tensor) -> torch.Tensor:
-        return super().enter_whole(scale_gradient(x, self.group[1]))
+    def enter_full(self, x: torch.Tensor) -> torch.Tensor:
+        return super().enter_full(scale_gradient(x, self.group[1]))
 
     enter_plainly = enter
 

@@ -223,11 +223,10 @@ def test_bytes_on_a_ring():
     assert received == [4 * BATCH * SEQUENCE * 16 * 4 * 3 // 4] * 2  # float32, 3 of 4 ranks' shares
 
 
-# A length that the degree does not divide is filled up to one that it does: 18 to 20.
 @pytest.mark.parametrize(("sequence_parallel", "length"), [(True, 20), (False, 18)])
-def test_uneven_sequences_are_filled_up_in_the_bound(sequence_parallel, length):
+def test_the_bound_counts_all_tokens(sequence_parallel, length):
     options = TPOptions(Degrees(tp=4), sequence_parallel=sequence_parallel)
-    communication = count(Tiny, options, TinyPlan, sequence=18)
+    communication = count(Tiny, options, TinyPlan, sequence=length)
     assert communication.minimal, communication.lines()
     assert {a.elements for a in communication.needed("layers.0", "forward")} == {BATCH * length * 16}
 

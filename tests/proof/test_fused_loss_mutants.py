@@ -22,7 +22,7 @@ from titanplans.proof.compare.reference import ReferenceRun
 def reference():
     model = GEMMA.build()
     randomise(model, seed=0)
-    return ReferenceRun(model, Scenario(((MicroBatch(2, 7, ignored=True),),)), Sampler(model, None, 1, 0))
+    return ReferenceRun(model, Scenario(((MicroBatch(2, 8, ignored=True),),)), Sampler(model, None, 1, 0))
 
 
 def proved(reference):

@@ -1,5 +1,6 @@
 """Wrong plans and a wrong cut, cut by tokens: `verify` finds each, names its place, and says what to look at."""
 
+import copy
 from itertools import chain
 
 import pytest
@@ -88,11 +89,17 @@ def test_it_is_found_placed_and_told(name, cut):
 @pytest.mark.parametrize("wrong", ["own_gradient", "no_tokens"])
 def test_a_cut_that_loses_gradients_or_tokens(wrong, monkeypatch):
     if wrong == "own_gradient":  # of what every rank has read, as if only its own tokens had been
-        monkeypatch.setattr(OwnTokens, "gather", lambda self, x, length: _collected(self, x, length))
+        monkeypatch.setattr(OwnTokens, "gather", _collected)
     else:  # the first rank's for all
-        monkeypatch.setattr(OwnTokens, "number", lambda self, length: 0)
+        monkeypatch.setattr(OwnTokens, "own", _of_first_rank)
     assert not proved("rwkv6", PLANS["rwkv6"]).passed
 
 
-def _collected(tokens, x, length):
-    return collect(x, tokens.dim, length, tokens.rank, tokens.group)
+def _collected(tokens, x):
+    return collect(x, tokens.dim, x.shape[tokens.dim] * tokens.ranks, tokens.rank, tokens.group)
+
+
+def _of_first_rank(tokens, x, dim=None, own=OwnTokens.own):
+    first = copy.copy(tokens)
+    first.rank = 0
+    return own(first, x, dim)

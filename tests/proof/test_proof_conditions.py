@@ -64,8 +64,21 @@ def test_evaluations_hold_each_kind_of_padding_and_the_lengths_at_the_ends():
     assert {(b.padding, b.documents) for b in batches} == {
         ("left", False), ("right", False), ("", True), ("", False),
     }  # fmt: skip
-    assert {b.length for b in batches} == {3, 15, 130}
+    assert {b.length for b in batches} == {3, 15, 131}
     assert {b.size for b in batches} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("shards", [2, 3, 8])
+def test_ranks_that_share_a_sequence_divide_its_length_but_in_evaluations(shards):
+    shared = trainings(MicroBatch(), 128, shards)
+    assert len(shared) == len(TRAINED)
+    for one, plain in zip(shared, TRAINED, strict=True):
+        for step, of_plain in zip(one.steps, plain.steps, strict=True):
+            assert all(batch.length % shards == 0 for batch in step)
+            assert len({batch.length for batch in step}) == len({batch.length for batch in of_plain}) == 2
+            assert [replace(b, length=0) for b in step] == [replace(b, length=0) for b in of_plain]
+        assert one.evaluated[1:] == plain.evaluated[1:]
+    assert {batch.length % 2 for one in shared for batch in one.evaluated[1:]} == {1}
 
 
 def test_the_first_training_holds_each_condition():
@@ -88,7 +101,7 @@ def settings(case):
 
 
 def test_cases_hold_every_choice_of_options_and_every_pair():
-    cases = cover(GRID, TRAINED, ("float64", "float32", "bfloat16"))
+    cases = cover(GRID, TRAINED, TRAINED, ("float64", "float32", "bfloat16"))
     own = [case for case in cases if case[1].dtype == "float64"]
     assert {options for options, _ in own} == set(GRID)
     levels = [(2, 4, 8), *[(True, False)] * 2, [t.steps for t in TRAINED], *[(True, False)] * 3]
@@ -101,7 +114,7 @@ def test_cases_hold_every_choice_of_options_and_every_pair():
 
 
 def test_a_quick_cover_has_each_condition_once():
-    cases = cover(GRID, TRAINED[:1], ("float64",), quick=True)
+    cases = cover(GRID, TRAINED[:1], TRAINED[:1], ("float64",), quick=True)
     assert len(cases) == 2
     one, other = map(settings, cases)
     assert one[0] == other[0] == 2
@@ -112,7 +125,7 @@ def test_cases_over_two_dimensions_of_ranks_hold_every_pair_of_theirs():
     """As many ranks as at degree 4, and the degree of the cheap ones: context parallelism is a condition by itself."""
     options = [replace(one, degrees=replace(one.degrees, cp=2)) for one in GRID if one.degrees.tp == 2]
     grid = [*(one for one in GRID if one.degrees.tp == 2), *options]
-    own = [case for case in cover(grid, TRAINED, ("float64",)) if case[0].degrees.cp == 2]
+    own = [case for case in cover(grid, TRAINED, TRAINED, ("float64",)) if case[0].degrees.cp == 2]
     levels = [(2,), *[(True, False)] * 2, [t.steps for t in TRAINED], *[(True, False)] * 3]
     wanted = {pair for pair in pairs(itertools.product(*levels)) if 0 in (at for at, _ in pair)}
     assert wanted <= pairs(map(settings, own))

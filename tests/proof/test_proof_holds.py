@@ -3,6 +3,7 @@
 A fault is a condition and an effect: in most, what a module gives is a hundredth too large when the condition holds.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -135,7 +136,7 @@ class Fault:
 
     when: Callable[[Call], Any]
     says: str
-    """What a condition that the report names contains."""
+    """A pattern that a condition which the report names contains."""
     model: str = "tiny"
     part: str = "attn_plan"
     key: str | None = "v_proj"
@@ -145,15 +146,18 @@ class Fault:
 
 IMAGE = zoo.config("gemma3").image_token_id
 PAIRS = {"conditions": "pairs"}
+WHOLE_SEQUENCE = {"sequence_parallel": False}
+"""Ranks that share a sequence divide its length in training."""
 
 FAULTS = {
-    "more than 64 tokens": Fault(lambda c: c.shape[1] > 64, "130 tokens"),
-    "more than 128 tokens": Fault(lambda c: c.shape[1] > 128, "130 tokens", part="mlp_plan", key="up_proj"),
-    "an odd length": Fault(lambda c: c.shape[1] % 2, "15 tokens"),
-    "fewer than 8 tokens": Fault(lambda c: 1 < c.shape[1] < 8, "3 tokens"),
+    "more than 64 tokens": Fault(lambda c: c.shape[1] > 64, "13[01] tokens"),
+    "more than 128 tokens": Fault(lambda c: c.shape[1] > 128, "13[01] tokens", part="mlp_plan", key="up_proj"),
+    "an odd length": Fault(lambda c: c.shape[1] % 2, "15 tokens", options=WHOLE_SEQUENCE),
+    "an odd length, in full": Fault(lambda c: c.shape[1] % 2, "131 tokens"),
+    "fewer than 8 tokens": Fault(lambda c: 1 < c.shape[1] < 8, "4 tokens"),
     "a batch of one": Fault(lambda c: c.shape[0] == 1, "a batch of 1"),
     "more than two sequences": Fault(lambda c: c.shape[0] > 2, "a batch of 3", effect=larger_gradient),
-    "many tokens in all": Fault(lambda c: c.shape.numel() > 16 * 130, "130 tokens"),
+    "many tokens in all": Fault(lambda c: c.shape.numel() > 16 * 130, "13[01] tokens"),
     "left padding": Fault(lambda c: padded(c, 0), "left padding", "qwen3", key=""),
     "right padding": Fault(lambda c: padded(c, -1), "right padding", "qwen3", key=""),
     "any mask, in FLA": Fault(
@@ -166,12 +170,13 @@ FAULTS = {
         part="vocab_embedding", key=None,
     ),
     "text without images": Fault(
-        lambda c: c.module.training and (c.args[0] == IMAGE).sum() < 4, "without images", "gemma3",
+        # The tokens of text are repeated, and one of the three is the image's, which makes at most a quarter elsewhere.
+        lambda c: c.module.training and (c.args[0] == IMAGE).double().mean() > 0.3, "without images", "gemma3",
         part="vocab_embedding", key=None,
     ),
     "evaluation mode": Fault(lambda c: not c.module.training, "an evaluation"),
     "more than 64 tokens in an evaluation": Fault(
-        lambda c: not c.module.training and c.shape[1] > 64, "130 tokens"
+        lambda c: not c.module.training and c.shape[1] > 64, "131 tokens"
     ),
     "right padding in an evaluation": Fault(
         lambda c: not c.module.training and padded(c, -1), "right padding", "qwen3", key=""
@@ -230,7 +235,9 @@ FAULTS = {
     "several forwards before a backward": Fault(
         lambda c: c.module.training, "several micro batches", effect=wrong_after_another
     ),
-    "the last rank, odd lengths": Fault(lambda c: c.rank == 1 and c.shape[1] % 2, "15 tokens", effect=larger_gradient),
+    "the last rank, odd lengths": Fault(
+        lambda c: c.rank == 1 and c.shape[1] % 2, "15 tokens", effect=larger_gradient, options=WHOLE_SEQUENCE
+    ),
 }  # fmt: skip
 
 
@@ -265,7 +272,7 @@ def test_a_fault_in_one_condition_is_found_and_the_condition_named(name):
     report = proved(fault.model, plan_of(fault), **fault.options)
     assert not report.passed
     failed = [case for case in report.cases if not case.passed]
-    assert all(any(fault.says in words for words in case.conditions) for case in failed), [
+    assert all(any(re.search(fault.says, words) for words in case.conditions) for case in failed), [
         case.conditions for case in failed
     ]
     assert "right, but for" in report.table()

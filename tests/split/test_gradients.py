@@ -41,7 +41,7 @@ def by_definition(tensors, p):
 
 
 def backward(model):
-    tokens = torch.randint(0, 97, (2, 31), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(0, 97, (2, 32), generator=torch.Generator().manual_seed(1))
     logits = model(input_ids=tokens, use_cache=False).logits
     nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
 

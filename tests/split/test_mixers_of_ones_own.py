@@ -96,7 +96,7 @@ def gradients(model, call, ids):
 
 def compared(rank, kind, axes, compiled):
     torch.manual_seed(0)
-    model, ids = with_mixer(partial(Mixer, kind)).double(), torch.randint(32, (2, 15))
+    model, ids = with_mixer(partial(Mixer, kind)).double(), torch.randint(32, (2, 16))
     expected = gradients(model, model, ids)
     state = {name: tensor.clone() for name, tensor in model.named_buffers()}
     apply_plan(model, init_device_mesh("cpu", (2,) * len(axes), mesh_dim_names=axes), plan=Plan)

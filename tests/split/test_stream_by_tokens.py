@@ -70,7 +70,7 @@ def test_a_fake_tensor_looks_whole():
     with fake_ranks(CONTEXT, cp=CONTEXT) as mesh, FakeTensorMode():
         tokens = OwnTokens(mesh["cp"], 1)
         shard = torch.empty(1, LENGTH // CONTEXT, 8, requires_grad=True)
-        whole = sharded_sequence(shard, tokens, LENGTH)
+        whole = sharded_sequence(shard, tokens)
         assert isinstance(whole, ShardedSequence)
         assert whole.shape == (1, LENGTH, 8)
         assert (whole * 2).shard.shape == shard.shape
@@ -83,7 +83,7 @@ def test_a_fake_tensor_looks_whole():
 def test_what_looks_whole_is_made_to_require_a_gradient():
     with fake_ranks(CONTEXT, cp=CONTEXT) as mesh:
         tokens = OwnTokens(mesh["cp"], 1)
-        whole = sharded_sequence(torch.ones(1, LENGTH // CONTEXT, 8), tokens, LENGTH)
+        whole = sharded_sequence(torch.ones(1, LENGTH // CONTEXT, 8), tokens)
         assert whole.requires_grad_() is whole
         assert not whole.read, "it was gathered"
         whole.shard.sum().backward()
@@ -109,7 +109,7 @@ def test_an_autograd_function_saves_numbers():
     with fake_ranks(CONTEXT, cp=CONTEXT) as mesh:
         tokens = OwnTokens(mesh["cp"], 1)
         shard = torch.ones(1, LENGTH // CONTEXT, 8, requires_grad=True)
-        doubled = Doubled.apply(sharded_sequence(shard, tokens, LENGTH, "partial"))
+        doubled = Doubled.apply(sharded_sequence(shard, tokens, "partial"))
         assert type(doubled) is torch.Tensor, "made of tokens whose graph the function has not"
         doubled.sum().backward()
         assert shard.grad.equal(torch.full_like(shard, 2))

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import save
 
 from titanplans import modeling
 from titanplans.config import JobConfig, load_job
+from titanplans.errors import OptionError
 from titanplans.training.checkpoint.card import Card
 from titanplans.training.checkpoint.match import changes, model_card, other_model
 from titanplans.training.checkpoint.storage import CheckpointWriter
@@ -77,7 +78,11 @@ def test_a_check_of_a_debug_flavor_takes_seconds(job):
 
 
 PARALLEL = [
-    (2, {"tensor_parallel_degree": 3}, r"parallelism.tensor_parallel_degree = 3 does not divide .*, 2: 1 or 2 .*start 3"),
+    (
+        2,
+        {"tensor_parallel_degree": 3, "enable_sequence_parallel": "false"},
+        r"parallelism.tensor_parallel_degree = 3 does not divide .*, 2: 1 or 2 .*start 3",
+    ),
     (1, {"tensor_parallel_degree": 2}, r"does not divide .*, 1: 1 .*start 2"),
     (
         4,
@@ -117,9 +122,19 @@ def test_the_batch_has_to_fit_the_data_parallel_degree(job):
     assert re.match(r"training.global_batch_size = 24 .* = 8 x 2 = 16; 16 or 32", refusal(wanted, 4))
 
 
-def test_the_sequence_need_not_divide(job):
+def test_ranks_share_a_sequence_equally_in_training(job):
     wanted = {"parallelism__tensor_parallel_degree": 2, "training__seq_len": 63}
-    check_job(job(**wanted, validation__enable="true", validation__seq_len=31), 2)
+    with pytest.raises(
+        OptionError, match=r"multiple of tensor_parallel_degree = 2, .*62 or 64 would work, or "
+    ):
+        job(**wanted)
+    check_job(job(**wanted, parallelism__enable_sequence_parallel="false"), 2)
+    check_job(job(**wanted | {"training__seq_len": 64}, validation__enable="true", validation__seq_len=31), 2)
+    wanted = {"parallelism__context_parallel_degree": 2, "training__seq_len": 62}
+    with pytest.raises(
+        OptionError, match=r"multiple of context_parallel_degree x 2 = 4, .*60 or 64 would work$"
+    ):
+        job(**wanted)
 
 
 @pytest.mark.parametrize(

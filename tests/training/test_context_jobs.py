@@ -185,7 +185,7 @@ def test_the_report_names_the_degree_and_the_mixers(folder, four):
     [
         (
             ["--training.seq_len=30"],
-            "training.seq_len = 30: .* 2 x context_parallel_degree = 4 .*28 or 32 would work",
+            "training.seq_len = 30: .* context_parallel_degree x 2 = 4, .*28 or 32 would work",
         ),
         (
             ["--quantize.linear.float8.recipe_name=rowwise"],

@@ -10,7 +10,6 @@ from titanplans.config import ConfigError, JobConfig
 from titanplans.config.compatibility.groups import OF_MUON
 from titanplans.config.schema import build_job, keys
 from titanplans.config.values import describe
-from titanplans.parallel import FSDP2Config
 from titanplans.training.trainer.device import prepare_device
 
 prepare_device()  # before torchtitan, which the next lines import
@@ -163,14 +162,6 @@ def test_what_every_job_needs_of_torchtitan():
     assert config.training.disable_cuda_graphs
 
 
-def test_sequence_parallelism_of_a_length_that_the_degree_does_not_divide():
-    """torchtitan's own check must not see it, and the plan must."""
-    config = configure(2, training__seq_len=33, parallelism__tensor_parallel_degree=2)
-    assert not config.parallelism.enable_sequence_parallel
-    assert isinstance(config.strategy, FSDP2Config)
-    assert config.strategy.enable_sequence_parallel
-
-
 def test_a_model_from_a_file():
     path = str(Path(__file__).parents[2] / "configs" / "gla_debug.json")
     spec = configure(model__config=path).model_spec
@@ -197,7 +188,7 @@ def test_the_number_of_processes_is_torchruns(monkeypatch):
     assert trainer_config(JobConfig()).training.max_norm == 1.0
     assert trainer_config(build_job({"training.max_norm": 0})).training.max_norm == math.inf
     with pytest.raises(ConfigError, match="does not divide the number of processes, 4"):
-        trainer_config(build_job({"parallelism.tensor_parallel_degree": 3}))
+        trainer_config(build_job({"parallelism.tensor_parallel_degree": 3, "training.seq_len": 48}))
 
 
 def test_validation_is_as_training_where_nothing_else_is_said():

@@ -17,8 +17,8 @@ from torch.distributed.tensor import Shard
 
 from titanplans.errors import PlanError
 from titanplans.split.adapted import LowRank, is_adapted, is_transposed
-from titanplans.split.layout import Layout, shard_size
-from titanplans.split.stream import Border
+from titanplans.split.border import Border
+from titanplans.split.layout import Layout
 from titanplans.text import class_name
 
 
@@ -105,16 +105,18 @@ class LowRankDropout(nn.Module):
             return x
         first, own, width = self.split or (0, x.shape[-1], x.shape[-1])
         shape, border = [*x.shape[:-1], width], self.border
-        if border is not None and (tokens := border.tokens).ranks > 1:
-            shape[tokens.dim] = length = border.length_of_own(x)
-            if x.shape[tokens.dim] != shard_size(length, tokens.ranks):
+        is_split = border is not None and border.tokens.ranks > 1 and not border.stream.runs_in_full
+        if border is not None and is_split:
+            tokens, own_tokens = border.tokens, border.stream.tokens_of_cp_rank
+            if own_tokens is not None and x.shape[tokens.dim] != own_tokens:
                 raise PlanError(
                     f"the dropout of an adapter got {x.shape[tokens.dim]} tokens where its rank of context parallelism has "
-                    f"{shard_size(length, tokens.ranks)}: the mixer's code has changed the sequence before its projection; "
+                    f"{own_tokens}: the mixer's code has changed the sequence before its projection; "
                     "set lora.dropout to 0, or leave the module out by lora.exclude_modules"
                 )
+            shape[tokens.dim] *= tokens.ranks
         kept = torch.rand(shape, device=x.device) >= self.p
-        if border is not None:
+        if border is not None and is_split:
             kept = border.tokens.own(kept)
         return x * kept.narrow(-1, first, own) / (1 - self.p)
 

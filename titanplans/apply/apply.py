@@ -23,11 +23,12 @@ from titanplans.plan.degrees import Degrees
 from titanplans.plan.options import TPOptions
 from titanplans.plan.plan import Plan, TPPlan
 from titanplans.plan.resolve import Entry, ResolvedPlan
+from titanplans.split.border import Border
 from titanplans.split.converted import Crossing, is_float8
 from titanplans.split.decoder import Decoder, Elsewhere, join
 from titanplans.split.guards.first_forward import check_first_forward
 from titanplans.split.guards.generation import let_generate
-from titanplans.split.guards.inputs import Forwards, begin_at_output, end_at_output, guard_forwards
+from titanplans.split.guards.inputs import Forwards, guard_forwards
 from titanplans.split.guards.unsupported_methods import refuse_unsupported_methods
 from titanplans.split.layout import Layout
 from titanplans.split.local_code import set_attributes, set_functions
@@ -37,7 +38,7 @@ from titanplans.split.parameters.loaded_state import check_loaded_state
 from titanplans.split.parameters.replaced import parameters_of, retire_replaced
 from titanplans.split.stages.stage import PassedModule
 from titanplans.split.state import make_state
-from titanplans.split.stream import Border
+from titanplans.split.stream import begin_at_output, end_at_output, follow_forwards
 
 
 @dataclass(frozen=True)
@@ -241,11 +242,11 @@ def split(checked: Checked, way: Way) -> AppliedPlan:
     make_state(model).border = way.border
     for name in plan.begin_stream:
         if isinstance(module := model.get_submodule(name), PassedModule):
-            begin_at_output(module, way.border)
+            begin_at_output(module, way.border.stream)
     for name in plan.end_stream:
         if isinstance(module := model.get_submodule(name), Elsewhere):
-            end_at_output(module, way.border)
-    _guard(plan, way.border)
+            end_at_output(module, way.border.stream)
+    _follow_forwards(plan, way.border)
     let_generate(model)
     refuse_unsupported_methods(model)
     check_first_forward(
@@ -290,21 +291,22 @@ def _split_entry(entry: Entry, way: Way, crossing: Crossing | None) -> None:
         way.install(entry, border)
 
 
-def _guard(plan: ResolvedPlan, border: Border) -> None:
+def _follow_forwards(plan: ResolvedPlan, border: Border) -> None:
     model, decoder = plan.model, plan.decoder
+    base = model.get_submodule(decoder.base)
     config, loss_parallel = getattr(model, "config", None), plan.source.options.loss_parallel
     # Some of flash-linear-attention's models have one field for both, which fuses the head when they train.
     fused_loss = getattr(config, "fuse_linear_cross_entropy", getattr(config, "fuse_cross_entropy", False))
     heads = [entry.key for entry in plan.entries if entry.style.makes_logits]
-    known = Forwards(
+    forwards = Forwards(
         border,
         own_loss=not loss_parallel and not fused_loss and border.tokens.ranks == 1,
         has_head=decoder.head is not None,
         ends_early=decoder.base != "" and decoder.head in heads,
-        begins_at_embedding=border.stream.is_cut and plan.begins_at is None,
     )
+    guard_forwards(model, base, forwards)
     begins_at = None if plan.begins_at is None else model.get_submodule(plan.begins_at)
-    guard_forwards(model, model.get_submodule(decoder.base), begins_at, known)
+    follow_forwards(border.stream, model, base, begins_at, has_head=forwards.has_head)
 
 
 def _check_distributed(plan: ResolvedPlan) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanplans.errors import PlanError
 from titanplans.plan.resolve import Entry, ResolvedPlan
+from titanplans.split.border import Border
 from titanplans.split.collectives import group_of
 from titanplans.split.experts.dispatch import ExpertRanks
 from titanplans.split.layout import Layout, StreamLayout, rows_read
@@ -24,7 +25,6 @@ from titanplans.split.local_code import HeadRanks
 from titanplans.split.meshes import CutMeshes
 from titanplans.split.module_weight import MixerSlice, ParameterMemo, ParameterMesh, localize
 from titanplans.split.state import make_state
-from titanplans.split.stream import Border
 from titanplans.split.tokens.exchange import RowRanges, Share, number_of, ranges_within
 from titanplans.split.tokens.products import Heads, is_product
 from titanplans.styles.base import Site, Style
@@ -113,6 +113,11 @@ class ByTokens:
         if in_mixer:
             by_name = {name: self._mixer_slice(entry, name) for name in layouts}
             slices = {name: each for name, each in by_name.items() if each is not None}
+            if self.border.mesh is None and entry.style.makes_partial_sum:
+                # Added by the module itself, on every rank if the forward runs in full.
+                slices |= {
+                    name: MixerSlice(0, (), self.cp) for name in layouts if entry.layouts[name].deferred
+                }
             if entry.style.multiplies_own_tokens and entry.parameter is None and is_product(entry.module):
                 make_state(entry.module).heads = self._heads(entry)
         group, rank = self.border.group, self.border.rank

@@ -233,14 +233,7 @@ def _prepare(subject: Subject, request: Namespace, degree: int) -> Prepared:
     keep_plain_between_graphs(prepared.model)
     if request.seq_len is not None:
         return prepared
-    seq_len = -(max(_TOKENS, prepared.seq_len) // -degree) * degree
-    notes = prepared.notes
-    if subject.seq_len is not None and (rest := subject.seq_len % degree):
-        seq_len += rest
-        notes += (
-            f"{rest} tokens left over of a multiple of {degree}, as the job's {subject.seq_len} leave (--seq-len)",
-        )
-    return replace(prepared, seq_len=seq_len, notes=notes)
+    return replace(prepared, seq_len=-(max(_TOKENS, prepared.seq_len) // -degree) * degree)
 
 
 def prepare_block(block: nn.Module) -> bool:

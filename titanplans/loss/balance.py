@@ -80,7 +80,7 @@ def _of_all(model: nn.Module, logits: torch.Tensor, data: Group | None) -> torch
         return logits
     border = border_of_model(model)
     if border is not None:
-        logits = border.all_tokens(logits)
+        logits = border.stream.all_tokens(logits)
     return gather(logits, 0, len(logits) * data[1], data)
 
 

@@ -22,7 +22,6 @@ from titanplans.errors import ParallelError, either
 from titanplans.loss.deferred_logits import Computed, DeferredLogits, NotFused, stand_in
 from titanplans.loss.fused import Compute, Elementwise, Settings, fused_cross_entropy
 from titanplans.loss.shares import (
-    IGNORED,
     Objective,
     VocabularyShare,
     entropy_and_gradient,
@@ -107,7 +106,7 @@ class FusedLoss:
         given = labels
         if self._border is not None and (tokens := self._border.tokens).ranks > 1:
             # Of sequences packed into one row hidden states are [1, B * L, H].
-            labels = tokens.own(labels.reshape(*hidden.shape[: tokens.dim], -1), fill=IGNORED)
+            labels = tokens.own(labels.reshape(*hidden.shape[: tokens.dim], -1))
         if labels.numel() != hidden.shape[:-1].numel():
             raise NotFused(
                 f"{labels.numel()} labels for hidden states of shape {tuple(hidden.shape)} at the head",

@@ -103,9 +103,9 @@ def noted_calls(model: nn.Module, applied: AppliedPlan) -> Iterator[Calls]:
         given = [x for x in (*args, first) if isinstance(x, torch.Tensor)]
         if not given:
             given = [x for x in kwargs.values() if isinstance(x, torch.Tensor)][:1]
-        cut = stream.is_sharded()
-        sharded = stream.dim if cut and not style.inside else None
-        shapes = tuple(own_shape(x, border, cut and style.takes_token_ids) for x in given)
+        is_sharded = stream.is_sharded
+        sharded = stream.dim if is_sharded and not style.inside else None
+        shapes = tuple(own_shape(x, border, is_sharded and style.takes_token_ids) for x in given)
         # Regions are entered over the ranks of tensor parallelism, and inside all that share the heads compute.
         degree = applied.mesh.size() if name in inside and not style.gathers else border.group[1]
         calls.setdefault(name, []).append(Call(shapes, sharded, degree, exchanged_rows(module, border)))

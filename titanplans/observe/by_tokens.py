@@ -13,10 +13,9 @@ from torch import nn
 
 from titanplans.apply.apply import AppliedPlan
 from titanplans.observe.operators import Collective
+from titanplans.split.border import Border
 from titanplans.split.costs import Call, exchanged
-from titanplans.split.layout import shard_size
 from titanplans.split.state import state_of
-from titanplans.split.stream import Border
 from titanplans.split.tokens.sharded_sequence import ShardedSequence
 from titanplans.text import counted, in_bytes
 
@@ -85,9 +84,7 @@ def own_shape(x: torch.Tensor, border: Border, whole_ids: bool) -> torch.Size:
         return x.shard.shape
     if tokens.ranks == 1 or not whole_ids or x.ndim <= tokens.dim:
         return shape
-    return torch.Size(
-        (*shape[: tokens.dim], shard_size(shape[tokens.dim], tokens.ranks), *shape[tokens.dim + 1 :])
-    )
+    return torch.Size((*shape[: tokens.dim], shape[tokens.dim] // tokens.ranks, *shape[tokens.dim + 1 :]))
 
 
 def of_all_tokens(call: Call, applied: AppliedPlan) -> Call:

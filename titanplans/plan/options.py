@@ -37,6 +37,11 @@ class TPOptions:
         return self.degrees.tp == 1 and max(self.degrees.cp, self.degrees.ep) > 1
 
     @property
+    def shards(self) -> int:
+        """How many ranks share a sequence between regions; in training they divide its length."""
+        return (self.degrees.tp if self.stream.sharded else 1) * self.degrees.cp
+
+    @property
     def cuts_stream(self) -> bool:
         """Whether a rank has a part of the tokens between regions."""
         return self.sequence_parallel or self.degrees.cp > 1

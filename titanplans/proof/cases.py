@@ -1,5 +1,6 @@
 """The cases of one model and one plan: chosen, and proved in groups that share a reference."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -9,7 +10,7 @@ from torch import nn
 from titanplans.plan.custom import PlanSource
 from titanplans.plan.options import TPOptions
 from titanplans.proof.batches.conditions import Scenario
-from titanplans.proof.batches.cover import STEPS, cover, trainings
+from titanplans.proof.batches.cover import STEPS, cover, next_multiple, trainings
 from titanplans.proof.batches.sample import Sampler, longest_block
 from titanplans.proof.case import prove_case
 from titanplans.proof.compare.forward import Loss
@@ -57,7 +58,7 @@ class Proof:
         """Return the cases that cover the `conditions` of this model, and their trainings."""
         if conditions == "plain":
             self.unreached = ["any condition: one plain step was asked for", *self._text_alone([plain])]
-            return [(options, plain) for options in accepted], (plain,)
+            return [(options, _fitting(plain, options)) for options in accepted], (plain,)
         dtypes = [plain.dtype, *(name for name in _FURTHER if name != plain.dtype)]
         if float8_linears(self.model):
             self.unreached.append(f"{' and '.join(dtypes[1:])}: float8 is proved in {plain.dtype} only")
@@ -70,16 +71,20 @@ class Proof:
             self.unreached.append(f"a loss that the head computes: {unfused}")
         if self.sampler.fixed:
             steps = (plain.steps[0] * 2,) * STEPS[0]
-            trained = (replace(plain, steps=steps, evaluated=plain.steps[0], cached=True),)
+            trained = shared = (replace(plain, steps=steps, evaluated=plain.steps[0], cached=True),)
         else:
-            trained = trainings(plain.steps[0][0], self._block())
+            batch, block = plain.steps[0][0], self._block()
+            trained = trainings(batch, block)
+            shared = trainings(batch, block, math.lcm(*(options.shards for options in accepted)))
         if quick := conditions == "each":
             self.unreached.append(
                 "pairs of conditions, other degrees and dtypes: each condition once was asked for"
             )
-            trained, dtypes = trained[:1], dtypes[:1]
-        self.unreached += self._text_alone(trained)
-        return cover(accepted, trained, dtypes, recompute=blocks, fuse=unfused is None, quick=quick), trained
+            trained, shared, dtypes = trained[:1], shared[:1], dtypes[:1]
+        every = tuple(dict.fromkeys((*trained, *shared)))
+        self.unreached += self._text_alone(every)
+        cases = cover(accepted, trained, shared, dtypes, recompute=blocks, fuse=unfused is None, quick=quick)
+        return cases, every
 
     def _text_alone(self, trained: Sequence[Scenario]) -> Iterator[str]:
         return self.sampler.text_alone([batch for one in trained for step in one.steps for batch in step])
@@ -160,6 +165,12 @@ class Proof:
         if result.passed and result.notes:
             result = self.worlds.run(options.degrees.sharing, prove, replica=0)
         return result
+
+
+def _fitting(plain: Scenario, options: TPOptions) -> Scenario:
+    """Return `plain` with sequences whose length the ranks that share one divide."""
+    ((batch,),) = plain.steps
+    return replace(plain, steps=((replace(batch, length=next_multiple(batch.length, options.shards)),),))
 
 
 def by_reference(cases: Sequence[Case]) -> list[list[int]]:

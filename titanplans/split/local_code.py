@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from titanplans.errors import PlanError
+from titanplans.split.border import Border
 from titanplans.split.collectives import Group, sum_in_region
 from titanplans.split.root_mean_square import root_ratio
 from titanplans.split.state import specialise, subclass
-from titanplans.split.stream import Border
 from titanplans.torch_private.dispatch import tree_map
 
 
@@ -46,9 +46,9 @@ class HeadRanks(NamedTuple):
         return self.border.tokens.ranks
 
     def all_tokens(self, value: Any) -> Any:
-        """Return `value` with all tokens in each tensor in it that has those of this rank alone (`Border.all_tokens`)."""
+        """Return `value` with all tokens in each tensor in it that has this rank's alone (`Stream.all_tokens`)."""
         border: Border = self.border
-        return tree_map(lambda x: border.all_tokens(x) if isinstance(x, torch.Tensor) else x, value)
+        return tree_map(lambda x: border.stream.all_tokens(x) if isinstance(x, torch.Tensor) else x, value)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """Sum the ranks' parts; the region goes on with the sum on every rank."""

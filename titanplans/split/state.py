@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from titanplans.split.stream import Border
+from titanplans.split.border import Border
 
 _NAME = "_split"
 

@@ -1,299 +1,358 @@
-"""The residual stream, and the borders between it and a tensor-parallel region, on plain local tensors.
+"""The residual stream of a split model: where it begins, is sharded, is gathered and ends.
 
-On the stream each rank holds its shard of the sequence (sequence parallelism) or a replica. Inside a
-region every rank holds the whole sequence and its share of the heads or of the MLP width, and
-computes a partial sum of the region's output. `enter` and `leave` cross the border; their backwards
-are each other's mirror image (Megatron-LM's f, g and their sequence-parallel forms, Korthikanti et
-al. 2022, "Reducing Activation Recomputation", figure 5):
+Between regions each rank holds its shard of the sequence (sequence parallelism, context parallelism or both), or all of it.
+One forward passes these points; all of them are in this file:
 
-    border   sequence parallel   forward          backward
-    enter    yes                 all-gather       reduce-scatter
-    enter    no                  identity         all-reduce
-    leave    yes                 reduce-scatter   all-gather
-    leave    no                  all-reduce       identity
-    begin    yes                 own shard        all-gather
-    end      yes                 all-gather       own shard
-    whole    yes                 all-gather       own shard
-    shard    yes                 own shard        all-gather
-    either   no                  identity         identity
+    start    the model is called, or the module that holds its blocks
+    begin    every rank takes its shard: at the input of the first block, at the output of an embedding that begins the
+             stream, or of `inputs_embeds`
+    end      the shards are gathered: at an `end_of_stream()`, at the output of the module that holds the blocks if hidden
+             states or a few logits were asked for, else at the head
 
-Tensors are local on both sides, so a Triton kernel may stand anywhere, and a compiled graph holds
-nothing but the collective and its neighbours, which is what async tensor parallelism looks for.
-
-A sharded stream lives as long as a forward: outside of one, all hidden states are whole. A shard does not say how long the
-sequence is, so the stream does (`Stream.length`), and remembers it of past forwards for what a backward computes again.
+Shards are equal. A sequence whose length is no multiple of the ranks is refused if gradients are wanted; without them its
+forward runs in full: every rank holds all tokens between regions, and regions sum as they do without a sharded stream.
 """
 
-import copy
-import functools
-from collections import deque
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titanplans.errors import PlanError, either
-from titanplans.split.collectives import (
-    Group,
-    collect,
-    gather,
-    group_of,
-    scatter_sum,
-    sum_gradients,
-    sum_ranks,
-    take_shard,
-)
-from titanplans.split.layout import StreamLayout, shard_size
-from titanplans.split.meshes import CutMeshes
+from titanplans.errors import PlanError
+from titanplans.split.arguments import positional
+from titanplans.split.collectives import Group, collect, take_shard
+from titanplans.split.layout import StreamLayout
 from titanplans.split.own_tokens import OwnTokens
-from titanplans.torch_private.autograd import in_backward, number_of_node, running_node, sequence_number
+from titanplans.text import class_name
+from titanplans.torch_private.autograd import in_backward
 
-REMEMBERED = 1024
-"""Forwards whose length a stream knows: as many may wait for their backward."""
-
-
-class Forward(NamedTuple):
-    """A forward of the past: the autograd nodes made while its stream was sharded, and the tokens of its sequence."""
-
-    first: int
-    """The number of its first node."""
-    last: int
-    """The number of the first node after it."""
-    length: int
+_KEPT = ("logits_to_keep", "num_logits_to_keep")
+_TOKENS = ("input_ids", "inputs_embeds")
+_HIDDEN_STATES = ("last_hidden_state", "hidden_states")
+End = Literal["embedding", "head"]
 
 
 class Stream:
-    """The residual stream of one split model, between its regions.
+    """The residual stream of one split model.
 
-    Sharded, each rank holds `ceil(length / ranks)` tokens, the last ones filled up with zeros where
-    the length is not a multiple: what works token by token does not mind, regions never see them.
+    With B sequences of L tokens, hidden size H and N ranks over which tokens are sharded, a shard is [B, L / N, H].
 
     Args:
-        layout: whether the sequence is sharded, and which dimension of the hidden states [..., sequence, hidden] it is.
-        parts: ranks of context parallelism; each has its part of the tokens.
+        layout: whether tensor-parallel ranks shard the sequence, and which dimension of the hidden states it is.
+        group: the tensor-parallel ranks, of which this is `rank`.
+        tokens: the tokens of this rank under context parallelism.
     """
 
-    def __init__(self, layout: StreamLayout, parts: int = 1):
-        self.dim, self.parts = layout.dim, parts
-        self.length = 0
-        """Tokens of the whole sequence in the newest forward; set where the stream begins."""
-        self.ended = False
-        """No forward runs, or it has ended the stream already: hidden states are whole."""
-        self.begun = False
-        """The first block of the forward that runs, or its embedding, has taken its shard."""
-        self.head_follows = True
-        """The stream of the forward that runs lasts until the head."""
-        self.whole_logits = False
+    def __init__(self, layout: StreamLayout, group: Group, rank: int, tokens: OwnTokens):
+        self.group, self.rank, self.tokens = group, rank, tokens
+        self.shards_sequence = layout.dim is not None or tokens.ranks > 1
+        """A rank does not hold all tokens."""
+        self.shards = (1 if layout.dim is None else group[1]) * tokens.ranks
+        """How many ranks share a sequence."""
+        self.is_running = False
+        """A forward has started, and its stream has not ended."""
+        self.has_begun = False
+        """The forward that runs has sharded its hidden states."""
+        self.gathers_logits = False
         """The head gathers its logits, whatever the plan says."""
-        self._first = 0
-        """The number of the first autograd node of the forward that runs."""
-        self._forwards: deque[Forward] = deque(maxlen=REMEMBERED)
+        self._dim = layout.dim
+        self._in_full = self._trains = self._head_follows = False
+        self._length = 0
+        self._calls: dict[End, set[bool]] = {"embedding": set(), "head": set()}
+        """Whether calls of the embedding and of the head that have a gradient were given shards."""
 
     @property
-    def is_cut(self) -> bool:
-        """Whether a rank has not all tokens of the stream."""
-        return self.dim is not None or self.parts > 1
+    def dim(self) -> int | None:
+        """The dimension of hidden states that tensor-parallel ranks shard; None: each has all that its CP rank has."""
+        return None if self._in_full else self._dim
 
-    def start(self, head_follows: bool) -> None:
-        """Begin a forward."""
-        self.ended, self.begun, self.head_follows = False, False, head_follows
-        if not torch.compiler.is_compiling():
-            self._first = sequence_number()
+    @property
+    def runs_in_full(self) -> bool:
+        """Whether every rank holds all tokens in the forward that runs, since shards of them would not be equal."""
+        return self._in_full
 
-    def stop(self) -> None:
-        """End the stream of the forward that runs, if one does, and remember it for its backward, if it has one."""
-        if not self.ended and not torch.compiler.is_compiling() and (last := sequence_number()) > self._first:
-            self._forwards.append(Forward(self._first, last, self.length))
-        self.ended = True
+    # A forward, in order.
 
-    def length_of(self, shard: int, ranks: int) -> int:
-        """Return the length of a sequence of whose part `ranks` ranks each hold a shard of `shard` tokens.
+    def start(self, length: int | None, *, head_follows: bool) -> None:
+        """Start a forward of `length` tokens, if that is known, in which the head is called after the blocks or not."""
+        self.is_running, self.has_begun, self._head_follows = True, False, head_follows
+        # Asked here: inside of a reentrant checkpoint gradients are off.
+        self._in_full, self._trains = False, torch.is_grad_enabled()
+        if length is not None:
+            self._refuse_unequal(length)  # already here: the first block may be a graph, which can't raise it
+
+    def fit(self, length: int) -> None:
+        """Decide whether the forward that runs, of `length` tokens, is sharded or runs in full.
 
         Raises:
-            PlanError: no forward runs, or a backward computes one again that is not known.
+            PlanError: it has a gradient, and the ranks can't share the tokens equally.
         """
-        self.check_runs()
-        if torch.compiler.is_compiling() or not self.ended:
-            return self.length
-        return self._length_then(shard, ranks)
+        self._length = length
+        if length % self.shards:
+            self._refuse_unequal(length)
+            self._in_full = True
+            self.tokens.region_shape = torch.Size()
+
+    def _refuse_unequal(self, length: int) -> None:
+        if self._trains and length % self.shards:
+            without = "" if self.tokens.ranks > 1 else ", or set sequence_parallel = False"
+            raise PlanError(
+                f"a sequence of {length} tokens is no multiple of the {self.shards} ranks that share it in training: pad "
+                f"sequences to a multiple of {self.shards} (pad_to_multiple_of of a collator, training.seq_len of a "
+                f"job){without}; forwards under torch.no_grad() may have any length"
+            )
+
+    def begin(self, x: torch.Tensor) -> torch.Tensor:
+        """Begin the stream with `x` [B, L, H], the same on every rank: return this rank's shard.
+
+        The work before is the same on every rank, and so is its gradient, which the backward gathers.
+        """
+        if self.shards_sequence:
+            self.fit(x.shape[self.tokens.dim])
+        self.has_begun = True
+        if self._in_full and (numbers := getattr(x, "numbers", None)) is not None:
+            return numbers()  # code has made a sequence that the ranks can't share of one that they did
+        return self.shard(x)
+
+    def end(self) -> None:
+        """End the stream: from here on hidden states are full."""
+        self.is_running = self._in_full = False
+
+    # The two directions, between begin and end.
+
+    def shard(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of `x` [B, L, H], which is the same on every rank."""
+        if self._in_full:
+            return x
+        x = self.tokens.own(x)
+        return x if self._dim is None else take_shard(x, self._dim, self.rank, self.group)
+
+    def full(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [B, L, H] of the ranks' shards `x`, for work that is the same on every rank."""
+        return x if self._in_full else self.tokens.gather(self.full_of_cp_rank(x))
+
+    def full_of_cp_rank(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the tokens of this rank of context parallelism, of the shards `x` that its tensor-parallel ranks hold."""
+        if self.dim is None:
+            return x
+        return collect(x, self.dim, x.shape[self.dim] * self.group[1], self.rank, self.group)
+
+    def all_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x`, [batch x tokens, ...] or [batch, tokens, ..., width], with all tokens if it has a CP rank's alone.
+
+        Anything else comes back as it is.
+        """
+        tokens = self.tokens
+        if tokens.ranks == 1 or not x.is_floating_point() or not tokens.region_shape:
+            return x
+        batch, length = tokens.region_shape[:2]
+        own = length // tokens.ranks
+        if x.ndim > 2 and x.shape[:2] == (batch, own):
+            return tokens.gather(x)
+        if x.ndim > 0 and len(x) == batch * own:
+            return tokens.gather(x.unflatten(0, (batch, own))).flatten(0, 1)
+        return x
+
+    # Questions.
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether hidden states are shards at this point of the forward that runs."""
+        return self.shards_sequence and self.is_running and not self._in_full
+
+    def is_sharded_at(self, end: End) -> bool:
+        """Whether the embedding, or the head, that is called now works on shards.
+
+        Raises:
+            PlanError: a backward computes the call again, and calls of both kinds had a gradient.
+        """
+        if not self.shards_sequence:
+            return False
+        calls = self._calls[end]
+        if not self.is_running and not torch.compiler.is_compiling() and in_backward():
+            if len(calls) > 1:
+                raise PlanError(
+                    f"a backward computes the {end} again, which was called on shards of a sequence in one forward and on "
+                    "all of it in another: leave it out of checkpoints"
+                )
+            return calls == {True}
+        is_sharded = self.is_sharded
+        if self._trains if self.is_running else torch.is_grad_enabled():
+            calls.add(is_sharded)
+        return is_sharded
+
+    def is_shard(self, x: torch.Tensor) -> bool:
+        """Whether `x` has the size of a shard of the newest forward's hidden states [..., sequence, hidden]."""
+        dim = self.tokens.dim
+        if not self.shards_sequence or isinstance(x, DTensor) or x.ndim != dim + 2:
+            return False
+        return x.shape[dim] * self.shards == self._length
+
+    @property
+    def tokens_of_cp_rank(self) -> int | None:
+        """How many tokens this rank of context parallelism has in the forward that runs; None: no forward runs."""
+        return self._length // self.tokens.ranks if self.is_running else None
 
     def check_runs(self) -> None:
-        """Refuse what works on the sharded stream where no forward runs, nor a backward that computes one again.
+        """Refuse work on shards where no forward runs, nor a backward that computes one again.
 
         Raises:
             PlanError: so it is.
         """
-        if not torch.compiler.is_compiling() and self.ended and not in_backward():
+        if not torch.compiler.is_compiling() and not self.is_running and not in_backward():
             raise PlanError(
                 "with sequence parallelism a part of the model was called by itself, outside of a forward of the model, "
                 "where nothing says how its input lies on the ranks: call the model, or set sequence_parallel = False"
             )
 
-    def is_sharded(self) -> bool:
-        """Whether hidden states at the model's two ends are a shard; in a backward, whether they were in the forward."""
-        if not self.is_cut:
-            return False
-        if self.ended and not torch.compiler.is_compiling() and in_backward():
-            return self._forward_then() is not None
-        return not self.ended
 
-    def _forward_then(self) -> Forward | None:
-        """Return the forward that made the autograd node whose backward runs, and computes something again."""
-        number = number_of_node(running_node())
-        return next((f for f in reversed(self._forwards) if f.first <= number < f.last), None)
+def follow_forwards(
+    stream: Stream,
+    model: nn.Module,
+    base: nn.Module,
+    begins_at: nn.Module | None,
+    *,
+    has_head: bool,
+) -> None:
+    """Let the forwards of `model` and of `base` start and end the stream, and the first block begin it.
 
-    def _length_then(self, shard: int | None = None, ranks: int = 1) -> int:
-        """Return the length of the forward that a backward computes again; its ranks held shards of `shard` tokens."""
-
-        def fits(forward: Forward) -> bool:
-            return shard is None or shard_size(shard_size(forward.length, self.parts), ranks) == shard
-
-        then = self._forward_then()
-        # In a reentrant checkpoint within another the inner one's nodes are made in the backward, and tell nothing.
-        if then is not None and fits(then) and torch.is_grad_enabled():
-            return then.length
-        lengths = {forward.length for forward in self._forwards if fits(forward)}
-        if len(lengths) == 1:
-            return lengths.pop()
-        raise PlanError(
-            "a backward computes a forward again, and which one is not known: forwards of "
-            f"{either(sorted(lengths)) if lengths else 'no length that is remembered'} tokens may be meant: with sequence "
-            "parallelism checkpoint blocks with use_reentrant=False, and not within another checkpoint"
-        )
-
-    def for_graphs(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the compiled `call`, for which `length` is right also in a backward: a graph can't look."""
-
-        @functools.wraps(call)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            if not self.ended or torch.compiler.is_compiling() or not in_backward():
-                return call(*args, **kwargs)
-            newest, self.length = self.length, self._length_then()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self.length = newest
-
-        return called
-
-
-class Border:
-    """The border between the residual stream and the regions of one model.
-
-    `mesh` is that of tensor parallelism, 1-D; None: nothing is cut by weights.
-
-    With B sequences of L tokens, hidden size H and N ranks, the stream's local tensor is [B, L, H] where every rank has the
-    whole stream, and [B, ceil(L / N), H] where it is sharded (`StreamLayout`), shorter on the last ranks where N does not
-    divide L. Inside a region it is [B, L, H] on every rank.
-
-    With context parallelism L is this rank's part of the tokens, but in `begin`, `end`, `whole` and `shard`, on whose far
-    side a sequence has all of them.
+    Args:
+        stream: of the model.
+        model: split.
+        base: the module in it that holds the blocks, or `model` itself.
+        begins_at: the first block, if each rank takes its shard there: everything before sees the full sequence, so what a
+            model derives from its embeddings (positions, masks, where images stand) is right. None: the embedding begins the
+            stream, and `inputs_embeds` are sharded as its output is.
+        has_head: logits are made after the blocks.
     """
+    if not stream.shards_sequence:
+        return
+    if begins_at is not None:
+        begins_at.register_forward_pre_hook(partial(_begin_at_input, stream), with_kwargs=True)
+    for module in (model,) if base is model else (model, base):
+        start = partial(_start, stream, module is model, has_head, positional(module))
+        module.register_forward_pre_hook(start, with_kwargs=True)
+        if module is base and begins_at is None:
+            begin = partial(_begin_at_inputs_embeds, stream, positional(module))
+            module.register_forward_pre_hook(begin, with_kwargs=True)
+        module.register_forward_hook(partial(_end, stream, module is model, has_head), always_call=True)
 
-    def __init__(self, meshes: CutMeshes, layout: StreamLayout):
-        self.meshes, self.mesh = meshes, meshes.tp
-        self.tokens = OwnTokens(meshes.cp, layout.sequence_dim)
-        self.stream = Stream(layout, self.tokens.ranks)
-        mesh = meshes.tp
-        self.group: Group = ("", 1) if mesh is None else group_of(mesh)
-        self.rank = 0 if mesh is None else mesh.get_local_rank()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Border":
-        """A copied model has a stream of its own, on the same mesh."""
-        twin = memo[id(self)] = copy.copy(self)
-        twin.stream = copy.deepcopy(self.stream, memo)
-        return twin
+def keeps_some_logits(arguments: Mapping[str, Any]) -> str | None:
+    """Return the argument by which a forward is asked for the logits of some tokens alone; None: of all tokens."""
+    for name in _KEPT:
+        kept = arguments.get(name)
+        if kept is not None and not (isinstance(kept, int) and kept == 0):  # 0 asks for all
+            return name
+    return None
 
-    def begin(self, x: torch.Tensor) -> torch.Tensor:
-        """Begin the stream with `x` [B, L, H], whole on every rank: return this rank's shard [B, ceil(L / N), H].
 
-        The work before it is the same on every rank, and so is its gradient, which the backward gathers.
-        """
-        if self.stream.is_cut:
-            self.stream.length = x.shape[self.tokens.dim]
-        return self.shard(x)
+def _start(
+    stream: Stream, is_model: bool, has_head: bool, names: tuple[str, ...], module: nn.Module, args, kwargs
+):
+    if is_model or not stream.is_running:  # else the model was called, and calls its base
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        tokens = next((arguments[name] for name in _TOKENS if arguments.get(name) is not None), None)
+        dim = stream.tokens.dim
+        length = tokens.shape[dim] if isinstance(tokens, torch.Tensor) and tokens.ndim > dim else None
+        stream.start(length, head_follows=is_model and has_head and keeps_some_logits(arguments) is None)
 
-    def holds_shard(self, x: torch.Tensor) -> bool:
-        """Whether `x` looks like a shard of the hidden states, [..., sequence, hidden], and not like all of them."""
-        dim = self.tokens.dim
-        if not self.stream.is_cut or isinstance(x, DTensor) or x.ndim != dim + 2:
-            return False
-        ranks = 1 if self.stream.dim is None else self.group[1]
-        return x.shape[dim] == shard_size(shard_size(self.stream.length, self.stream.parts), ranks)
 
-    def end(self, x: torch.Tensor) -> torch.Tensor:
-        """End the stream: return [B, L, H] on every rank of the local tensor `x` [B, ceil(L / N), H]."""
-        return self._whole(x, self.stream.length)
+def _begin_at_input(stream: Stream, block: nn.Module, args, kwargs):
+    if stream.has_begun and stream.is_running:
+        raise PlanError(
+            f"{class_name(block)}, the first block, was called twice in a forward, and takes its shard of the sequence "
+            "each time: set sequence_parallel = False"
+        )
+    if args:
+        return (stream.begin(args[0]), *args[1:]), kwargs
+    name = next((name for name in ("hidden_states", "x") if name in kwargs), None)
+    if name is None:
+        raise PlanError(
+            f"{class_name(block)}, the first block, was called without a positional input and without 'hidden_states' "
+            f"(got {', '.join(kwargs) or 'nothing'}): set sequence_parallel = False"
+        )
+    return args, {**kwargs, name: stream.begin(kwargs[name])}
 
-    def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [B, L, H] of `x` [B, ceil(L / N), H], for the same work on every rank; `shard` goes back."""
-        return self._whole(x, self.length_of(x)) if self.stream.is_cut else x
 
-    def all_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x`, [batch x tokens, ...] or [batch, tokens, ..., width], with all tokens if it has this rank's alone.
+def _begin_at_inputs_embeds(stream: Stream, names: tuple[str, ...], module: nn.Module, args, kwargs):
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    if (embedded := arguments.get("inputs_embeds")) is None:
+        return None
+    if stream.has_begun:
+        raise PlanError(
+            f"{class_name(module)} was called with inputs_embeds that the model has made in the same forward, from "
+            "this rank's shard of an embedding that begins the stream: let its plan say vocab_embedding() without "
+            "begins_stream, or make them before the model is called"
+        )
+    embedded = stream.begin(embedded)
+    at = names.index("inputs_embeds") if "inputs_embeds" in names else len(args)
+    if at < len(args):
+        return (*args[:at], embedded, *args[at + 1 :]), kwargs
+    return args, {**kwargs, "inputs_embeds": embedded}
 
-        Anything else comes back as it is.
-        """
-        if self.tokens.ranks == 1 or not x.is_floating_point():
-            return x
-        batch, length = self.tokens.region_shape[:2]
-        own = shard_size(length, self.tokens.ranks)
-        if x.ndim > 2 and x.shape[:2] == (batch, own):
-            return self.tokens.gather(x, length)
-        if x.ndim > 0 and len(x) == batch * own:
-            return self.tokens.gather(x.unflatten(0, (batch, own)), length).flatten(0, 1)
-        return x
 
-    def length_of_own(self, x: torch.Tensor) -> int:
-        """Return the length of the whole sequence, given all tokens `x` that the ranks of this mesh share."""
-        return self.stream.length_of(x.shape[self.tokens.dim], 1)
+def _end(stream: Stream, is_model: bool, has_head: bool, module: nn.Module, args, output):
+    if output is None:  # the forward has failed
+        stream.end()
+        return None
+    if isinstance(output, torch.Tensor | tuple):
+        fields: Any = {}  # a compiler has no `__dict__` of a tensor
+    else:
+        fields = output if isinstance(output, dict) else getattr(output, "__dict__", {})
+    asks_for_states = fields.get("hidden_states") is not None or isinstance(output, tuple)
+    if not is_model and stream._head_follows and not asks_for_states:
+        return None  # the head takes its shard
+    gathered: dict[int, torch.Tensor] = {}
+    if isinstance(output, torch.Tensor | tuple):
+        output = output if is_model and has_head else _gathered(stream, output, gathered)
+    else:
+        for name in _HIDDEN_STATES:
+            if (states := fields.get(name)) is not None:
+                fields[name] = _gathered(stream, states, gathered)
+        output = None
+    stream.end()
+    return output
 
-    def shared_tokens(self, x: torch.Tensor, length: int) -> torch.Tensor:
-        """Return the tokens that the ranks of this mesh share, of their shards `x` of a sequence of `length`."""
-        if self.stream.dim is None:
-            return x
-        return collect(x, self.stream.dim, shard_size(length, self.stream.parts), self.rank, self.group)
 
-    def _whole(self, x: torch.Tensor, length: int) -> torch.Tensor:
-        return self.tokens.gather(self.shared_tokens(x, length), length)
+def _gathered(stream: Stream, states: Any, gathered: dict[int, torch.Tensor]) -> Any:
+    """Return `states`, a tensor or a tuple of them, with each shard gathered; equal tensors stay one."""
+    if isinstance(states, tuple | list):
+        full = [_gathered(stream, each, gathered) for each in states]
+        kind: Any = type(states)
+        return kind(full) if kind in (tuple, list) else kind(*full)  # a named tuple
+    if not isinstance(states, torch.Tensor) or not stream.is_shard(states):
+        return states
+    if id(states) not in gathered:
+        gathered[id(states)] = stream.full(states)
+    return gathered[id(states)]
 
-    def shard(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard [B, ceil(L / N), H] of `x` [B, L, H], which is the same on every rank."""
-        x = self.tokens.own(x)
-        return x if self.stream.dim is None else take_shard(x, self.stream.dim, self.rank, self.group)
 
-    def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """Bring the stream's local tensor `x` [B, ceil(L / N), H] into a region: return [B, L, H] on every rank.
+def begin_at_output(module: Any, stream: Stream) -> None:
+    """Shard the output of `module`, a pipeline stage's stand-in for the embedding; what is received is a shard already."""
 
-        Each rank's gradient of the result is partial (it has seen its own share of the heads only);
-        the backward sums them and lays the sum out as the stream.
-        """
-        if self.stream.dim is None:
-            return Border.enter_whole(self, x)
-        length = shard_size(self.length_of(x), self.stream.parts)
-        return gather(x, self.stream.dim, length, self.group)
+    def begin(_module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        if not stream.is_sharded:
+            return output
+        shard = stream.begin(module.stand_in(args[0]))
+        return output if module.is_received else shard
 
-    def enter_whole(self, x: torch.Tensor) -> torch.Tensor:
-        """Bring `x` [B, L, H], whole on every rank, into a region, after the stream has ended."""
-        return x if self.mesh is None else sum_gradients(x, self.group)
+    module.register_forward_hook(begin)
 
-    def leave(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum the partial results `x` [B, L, H] of a region over the ranks: return this rank's shard [B, ceil(L / N), H]."""
-        if self.stream.dim is None:
-            return x if self.mesh is None else sum_ranks(x, self.group)
-        return scatter_sum(x, self.stream.dim, self.group)
 
-    def enter_plainly(self, x: torch.Tensor) -> torch.Tensor:
-        """Enter in high precision, also at a border where `enter` casts to float8."""
-        return Border.enter(self, x)
+def end_at_output(module: nn.Module, stream: Stream) -> None:
+    """Let `module`, a stand-in for the module at which the stream ends, return zeros of the full sequence."""
 
-    def leave_plainly(self, x: torch.Tensor) -> torch.Tensor:
-        """Leave so that gradients come back in high precision."""
-        return Border.leave(self, x)
+    def end(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        if not stream.is_running or not stream.shards_sequence:
+            return output
+        shape = list(output.shape)
+        if not stream.runs_in_full:
+            shape[stream.tokens.dim] *= stream.shards
+        stream.end()
+        return output.new_zeros(shape)
 
-    def length_of(self, x: torch.Tensor) -> int:
-        """Return the length of the whole sequence, given this rank's shard `x`."""
-        if self.stream.dim is not None:
-            return self.stream.length_of(x.shape[self.stream.dim], self.group[1])
-        return self.length_of_own(x)
+    module.register_forward_hook(end)

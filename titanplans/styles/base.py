@@ -13,12 +13,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError
 from titanplans.split.adapted import FACTORS, is_adapted, with_factors
+from titanplans.split.border import Border
 from titanplans.split.costs import Call, ExpectedCollective
 from titanplans.split.experts.dispatch import ExpertRanks
 from titanplans.split.layout import Layout, Section, StreamLayout
 from titanplans.split.local_code import HeadRanks
 from titanplans.split.state import key_of
-from titanplans.split.stream import Border
 
 
 class SplitOver(NamedTuple):

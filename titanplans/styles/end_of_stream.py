@@ -3,11 +3,10 @@
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
+from titanplans.split.border import Border
 from titanplans.split.costs import Call, ExpectedCollective
-from titanplans.split.stream import Border
 from titanplans.split.tokens.sharded_sequence import sharded_sequence
 from titanplans.styles.base import Site, Style, on_output
 from titanplans.styles.replicated_off_stream import ReplicatedOffStream
@@ -42,19 +41,18 @@ class EndOfStream(ReplicatedOffStream):
 def _end(border: Border, module: nn.Module, args: Any) -> Any:
     if border.stream.dim is None:
         return None
-    full = border.end(args[0])
-    border.stream.stop()
+    full = border.stream.full(args[0])
+    border.stream.end()
     return (full, *args[1:])
 
 
 def _end_with_own_tokens(border: Border, module: nn.Module, args: Any) -> Any:
-    own = border.shared_tokens(args[0], border.stream.length)
-    border.stream.stop()
-    return (own, *args[1:])
+    return (border.stream.full_of_cp_rank(args[0]), *args[1:])
 
 
 def _look_complete(border: Border, module: nn.Module, args: Any, output: Any) -> Any:
-    def look(x: torch.Tensor) -> torch.Tensor:
-        return sharded_sequence(x, border.tokens, border.stream.length, "outside")
-
-    return on_output(look, output)
+    runs_in_full = border.stream.runs_in_full
+    border.stream.end()
+    if runs_in_full:
+        return output
+    return on_output(lambda x: sharded_sequence(x, border.tokens, "outside"), output)

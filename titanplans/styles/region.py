@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from titanplans.split.border import Border
 from titanplans.split.costs import Call, ExpectedCollective, entered, left
 from titanplans.split.state import make_state
-from titanplans.split.stream import Border
 from titanplans.split.tokens.sharded_sequence import ShardedSequence, sharded_sequence
 from titanplans.styles.base import Site, Style, on_input, on_output
 
@@ -89,8 +89,11 @@ class Region(Style):
         )
 
     def _enter_with_own_tokens(self, border: Border, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        def enter(x: torch.Tensor) -> ShardedSequence:
-            sequence = sharded_sequence(border.enter(x), border.tokens, border.length_of(x))
+        def enter(x: torch.Tensor) -> torch.Tensor:
+            if border.stream.runs_in_full:
+                return border.enter(x)
+            border.stream.check_runs()
+            sequence = sharded_sequence(border.enter(x), border.tokens)
             border.tokens.region_shape = sequence.shape
             return sequence
 
@@ -111,6 +114,8 @@ def _leave_with_own_tokens(border: Border, module: nn.Module, args: Any, output:
     def leave(x: torch.Tensor) -> torch.Tensor:
         if isinstance(x, ShardedSequence):
             return border.leave(x.shard)
+        if border.stream.runs_in_full:
+            return border.leave(border.tokens.total(x))
         lead = border.tokens.region_shape[:-1]
         return border.leave(border.tokens.sum(x.unflatten(0, lead) if len(lead) > 1 and x.ndim == 2 else x))
 

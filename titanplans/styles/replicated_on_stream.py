@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
 
+from titanplans.split.border import Border
 from titanplans.split.converted import is_float8
 from titanplans.split.layout import Layout
-from titanplans.split.stream import Border
 from titanplans.styles.base import ParameterStyle, Site, SplitOver
 
 
@@ -34,7 +34,7 @@ class ReplicatedOnStream(ParameterStyle):
         return None
 
     def by_weights(self, module: nn.Module, site: Site) -> None:
-        if site.border.stream.is_cut:
+        if site.border.stream.shards_sequence:
             module.register_forward_pre_hook(partial(_check, site.border))
 
 

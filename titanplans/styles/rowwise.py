@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from titanplans.split.border import Border
 from titanplans.split.layout import Layout
 from titanplans.split.module_weight import add_deferred_bias
 from titanplans.split.state import specialise
-from titanplans.split.stream import Border
 from titanplans.split.tokens.products import is_product, to_tokens_before
 from titanplans.styles.base import Operands, Site, SplitOver, Style
 
@@ -55,7 +55,7 @@ class Rowwise(Style):
 
     def by_weights(self, module: nn.Module, site: Site) -> None:
         if self.reduce_output:
-            module.register_forward_hook(partial(_leave, site.border))
+            module.register_forward_hook(partial(_leave, site.border, site.mixes_tokens))
 
     def by_tokens(self, module: nn.Module, site: Site) -> None:
         """In a mixer heads are exchanged for tokens (all-to-all) before the product, which is of this rank's tokens."""
@@ -64,5 +64,9 @@ class Rowwise(Style):
             specialise(module, to_tokens_before(type(module)))
 
 
-def _leave(border: Border, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+def _leave(
+    border: Border, mixes_tokens: bool, module: nn.Module, args: Any, output: torch.Tensor
+) -> torch.Tensor:
+    if mixes_tokens and border.stream.runs_in_full:  # each CP rank has multiplied its heads alone
+        output = border.tokens.total(output)
     return add_deferred_bias(module, border.leave(output))

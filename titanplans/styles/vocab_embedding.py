@@ -96,9 +96,15 @@ def _of_own_rows(cls: type[nn.Module], begins_stream: bool) -> type[nn.Module]:
         out = out.masked_fill(elsewhere.unsqueeze(-1), 0)
         if padding is not None:
             out = torch.where(torch.eq(input, padding).unsqueeze(-1), out.detach(), out)
-        if not (begins_stream and border.stream.is_sharded()):  # or called outside of the model's forward
+        stream = border.stream
+        if not (
+            begins_stream and stream.is_sharded_at("embedding")
+        ):  # or called outside of the model's forward
             return sum_ranks(out, border.group)
-        border.stream.begun, border.stream.length = True, input.shape[border.tokens.dim]
+        if stream.is_running:
+            stream.has_begun = True
+            if border.tokens.ranks == 1:  # else these are a rank's tokens, of a sequence that fits already
+                stream.fit(input.shape[border.tokens.dim])
         return border.leave(out)
 
     return subclass(cls, {"forward": forward}, "vocabulary_shard")
@@ -111,13 +117,16 @@ def _of_own_tokens(cls: type[nn.Module], begins_stream: bool) -> type[nn.Module]
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         border = self._split.border
         tokens = border.tokens
-        if not border.stream.is_sharded() or input.ndim <= tokens.dim:
+        stream = border.stream
+        is_sequence = tokens.dim < input.ndim <= 2  # and no chunks [batch, chunks, chunk]
+        if not is_sequence or not stream.is_sharded_at("embedding"):
             return cls.forward(self, input)
-        length = input.shape[tokens.dim]
+        if stream.is_running:
+            stream.fit(input.shape[tokens.dim])
+            stream.has_begun |= begins_stream
+            if stream.runs_in_full:
+                return cls.forward(self, input)
         out = cls.forward(self, tokens.own(input))
-        if begins_stream:
-            border.stream.begun, border.stream.length = True, length
-            return out
-        return sharded_sequence(out, tokens, length, "outside")
+        return out if begins_stream else sharded_sequence(out, tokens, "outside")
 
     return subclass(cls, {"forward": forward}, "own_tokens")

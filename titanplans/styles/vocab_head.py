@@ -8,12 +8,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from titanplans.split.border import Border
 from titanplans.split.collectives import collect
 from titanplans.split.costs import Call, ExpectedCollective, entered
 from titanplans.split.layout import Layout, shard_size
 from titanplans.split.module_weight import with_locals_in_forward
 from titanplans.split.state import specialise
-from titanplans.split.stream import Border
 from titanplans.styles.base import Operands, Site, SplitOver, Style, held, on_input
 
 
@@ -53,33 +53,36 @@ class _HeadHooks:
     """The hooks of a head, which takes the stream's shard, or all hidden states if the stream has ended before."""
 
     def __init__(self, style: VocabHead, border: Border, vocabulary: int):
-        self.style, self.border, self.vocabulary, self.length = style, border, vocabulary, 0
+        self.style, self.border, self.vocabulary = style, border, vocabulary
+        self.length = 0
+        """Tokens of the full sequence in the call that runs."""
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return on_input(self._enter, self.style, "input", module, args, kwargs)
 
     def _enter(self, hidden_states: torch.Tensor) -> torch.Tensor:
         border = self.border
-        sharded = border.stream.is_sharded()
-        if border.tokens.ranks > 1:
-            dim = border.tokens.dim
-            self.length = border.length_of(hidden_states) if sharded else hidden_states.shape[dim]
-            hidden_states = hidden_states if sharded else border.tokens.own(hidden_states)
-        return border.enter(hidden_states) if sharded else border.enter_whole(hidden_states)
+        if border.stream.is_sharded_at("head"):
+            own = border.enter(hidden_states)
+            self.length = own.shape[border.tokens.dim] * border.tokens.ranks
+            return own
+        self.length = hidden_states.shape[border.tokens.dim]
+        if not border.stream.gathers_logits:  # else each rank makes the logits of all tokens
+            hidden_states = border.tokens.own(hidden_states)
+        return border.enter_full(hidden_states)
 
     def leave(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         if getattr(type(output), "deferred", False):  # a loss computed inside the head
             return output
         border, dim, tokens = self.border, output.ndim - 1, self.border.tokens
-        gathers_all, meshes, sizes = border.stream.whole_logits, border.meshes, {}
+        gathers_all, meshes, sizes = border.stream.gathers_logits, border.meshes, {}
         if split := meshes.tp is not None and self.style.loss_parallel and not gathers_all:
             sizes = {dim: self.vocabulary}
         elif meshes.tp is not None:
             output = _gather_shards(output, border, dim, self.vocabulary)
         if gathers_all:
-            return tokens.gather(output, self.length)
+            return output if output.shape[tokens.dim] == self.length else tokens.gather(output)
         if meshes.cp is not None:
-            output = output.narrow(tokens.dim, 0, tokens.number(self.length))
             sizes = {tokens.dim: self.length} | sizes
         mesh = meshes.both if split else meshes.cp
         return output if mesh is None else _as_dtensor(output, mesh, sizes)

@@ -19,9 +19,9 @@ from titanplans.parallel import Degrees, Mesh, ParallelError
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.compile.graph_breaks import end_graphs_at_kernels
 from titanplans.proof.ranks.fake import fake_ranks
+from titanplans.split.border import Border
 from titanplans.split.layout import StreamLayout
 from titanplans.split.meshes import meshes_of
-from titanplans.split.stream import Border
 from titanplans.torch_private.compile import LAST_PASSES, own_passes
 
 RANKS, BATCH, TOKENS, WIDTH = 2, 2, 8, 16

@@ -1,5 +1,6 @@
 """Contradictions between the sections of a job."""
 
+import math
 from typing import Any
 
 from titanplans.config.compatibility.strategy import (
@@ -61,7 +62,7 @@ def _parallelism(job: Any) -> Refusals:
             f'DDP copies whole models; use {STRATEGY} = "fsdp2" with data_parallel_replicate_degree for the copies, or '
             "remove this key",
         )
-    degree, context, length = p.tensor_parallel_degree, p.context_parallel_degree, job.training.seq_len
+    degree, context = p.tensor_parallel_degree, p.context_parallel_degree
     experts = p.expert_parallel_degree
     if job.model.plan is not None and degree == context == experts == 1:
         yield "model.plan", f"parallelism.{NOTHING_IS_SPLIT}"
@@ -78,20 +79,30 @@ def _parallelism(job: Any) -> Refusals:
             "parallelism.expert_parallel_degree",
             f'DDP copies whole models; use {STRATEGY} = "fsdp2", or remove this key',
         )
-    if context > 1 and length % (2 * context):
-        yield (
-            "training.seq_len",
-            f"torchtitan's trainer takes multiples of 2 x context_parallel_degree = {2 * context} alone; "
-            f"{near_multiples(length, 2 * context)} would work",
-        )
+    yield from _length(p, job.training.seq_len)
     if context > 1 and job.quantize.linear.float8.recipe_name is not None:
         yield "quantize.linear.float8.recipe_name", no_float8(context)
-    # With another length, the last shard is padded, and each block pads before each product.
-    multiple = f"training.seq_len = {length} to be a multiple of tensor_parallel_degree = {degree}"
-    if context > 1:
-        multiple += f" x context_parallel_degree = {context}"
-    splits = {"tensor_parallel_degree above 1": degree > 1, multiple: length % (degree * context) == 0}
+    splits = {"tensor_parallel_degree above 1": degree > 1}
     yield from async_tensor_parallel("parallelism.enable_async_tensor_parallel", p, job.compile, **splits)
+
+
+def _length(p: Any, length: int) -> Refusals:
+    """Yield a length of training's sequences that the ranks which share one do not divide; validation takes any."""
+    degrees = {"tensor_parallel_degree": p.tensor_parallel_degree if p.enable_sequence_parallel else 1}
+    degrees["context_parallel_degree"] = p.context_parallel_degree
+    if p.context_parallel_degree > 1:
+        degrees["2"] = (
+            2  # for the load balancing of torchtitan's own context parallelism, which its trainer assumes
+        )
+    multiple = math.prod(degrees.values())
+    if length % multiple:
+        product = " x ".join(name for name, degree in degrees.items() if degree > 1)
+        without = "" if p.context_parallel_degree > 1 else ", or parallelism.enable_sequence_parallel = false"
+        yield (
+            "training.seq_len",
+            f"it has to be a multiple of {product} = {multiple}, since ranks share a sequence equally; "
+            f"{near_multiples(length, multiple)} would work{without}",
+        )
 
 
 def pipeline(job: Any) -> Refusals:

@@ -45,7 +45,6 @@ from titanplans.torch_private.compile import (
 from titanplans.torch_private.modules import (
     ActivationWrapper,
     checkpointed,
-    compiled_call,
     plain_call,
     set_compiled_call,
 )
@@ -129,10 +128,6 @@ def apply_compile(
             end_graphs_where_tokens_leave(block)
         chosen = backend if memory_budget(block) is None else within_budget
         _compile_module(inside, name, limit, backend=chosen, fullgraph=one_graph, **options)
-        if border is None or not border.stream.is_cut:
-            continue
-        if (call := compiled_call(inside)) is not None:
-            set_compiled_call(inside, border.stream.for_graphs(call))
 
 
 def compile_loss(fn: F, compile_config: Compile) -> F:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from titanplans.config import FSDP2Config
-from titanplans.split.guards.inputs import positional
+from titanplans.split.arguments import positional
 from titanplans.torch_private.dispatch import dispatch_is_watched
 
 _FOR_TOWERS = ("pixel", "image", "video", "vision", "audio", "feature")

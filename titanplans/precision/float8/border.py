@@ -22,9 +22,9 @@ from torchao.float8.float8_utils import tensor_to_scale
 
 from titanplans.errors import PlanError
 from titanplans.precision.float8.linear import comes_from_product
-from titanplans.split.collectives import Group, all_gather, all_reduce, own_shard, reduce_scatter
+from titanplans.split.border import Border
+from titanplans.split.collectives import Group, all_gather, all_reduce, reduce_scatter
 from titanplans.split.converted import float8_linears
-from titanplans.split.stream import Border
 from titanplans.torch_private.torchao import float8_data
 
 
@@ -52,53 +52,54 @@ class Float8Border(Border):
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         if not self.casts_input:
             return super().enter(x)
-        dim = self.stream.dim
-        return self._cast(x, dim, 0 if dim is None else self.length_of(x))
+        if (dim := self.stream.dim) is not None:
+            self.stream.check_runs()
+        return self._cast(x, dim)
 
-    def enter_whole(self, x: torch.Tensor) -> torch.Tensor:
-        return self._cast(x, None, 0) if self.casts_input else super().enter_whole(x)
+    def enter_full(self, x: torch.Tensor) -> torch.Tensor:
+        return self._cast(x, None) if self.casts_input else super().enter_full(x)
 
-    def _cast(self, x: torch.Tensor, dim: int | None, length: int) -> torch.Tensor:
+    def _cast(self, x: torch.Tensor, dim: int | None) -> torch.Tensor:
         if torch.is_autocast_enabled():  # on CUDA; torchao's modules do the same before they cast
             x = x.to(torch.get_autocast_dtype("cuda"))
-        where = dim, length, self.rank, self.group
+        where = dim, self.group
         return _Enter.apply(x, *where, self.as_bytes, self.mm_config, self.dtype)
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         if not self.casts_gradient or self.stream.dim is None or not comes_from_product(x):
             return super().leave(x)
-        where = self.stream.dim, self.rank, self.group
+        where = self.stream.dim, self.group
         return _Leave.apply(x, *where, self.as_bytes, self.mm_config, self.gradient_dtype)
 
 
 @torch.compiler.allow_in_graph
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x, dim, length, rank, group, as_bytes, mm_config, dtype):
+    def forward(ctx: Any, x, dim, group, as_bytes, mm_config, dtype):
         ctx.dim, ctx.group = dim, group
-        return _cast_and_gather(x, dim, length, rank, group, as_bytes, mm_config, dtype, GemmInputRole.INPUT)
+        return _cast_and_gather(x, dim, group, as_bytes, mm_config, dtype, GemmInputRole.INPUT)
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
         _refuse_another_backward()
         summed = all_reduce(grad, ctx.group) if ctx.dim is None else reduce_scatter(grad, ctx.dim, ctx.group)
-        return summed, None, None, None, None, None, None, None
+        return summed, None, None, None, None, None
 
 
 @torch.compiler.allow_in_graph
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x, dim, rank, group, as_bytes, mm_config, dtype):
-        ctx.dim, ctx.length, ctx.rank, ctx.group = dim, x.shape[dim], rank, group
+    def forward(ctx: Any, x, dim, group, as_bytes, mm_config, dtype):
+        ctx.dim, ctx.group = dim, group
         ctx.as_bytes, ctx.mm_config, ctx.dtype = as_bytes, mm_config, dtype
         return reduce_scatter(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
         _refuse_another_backward()
-        where = ctx.dim, ctx.length, ctx.rank, ctx.group, ctx.as_bytes
+        where = ctx.dim, ctx.group, ctx.as_bytes
         cast = _cast_and_gather(grad, *where, ctx.mm_config, ctx.dtype, GemmInputRole.GRAD_OUTPUT)
-        return cast, None, None, None, None, None, None
+        return cast, None, None, None, None, None
 
 
 def _refuse_another_backward() -> None:
@@ -112,24 +113,19 @@ def _refuse_another_backward() -> None:
 def _cast_and_gather(
     x: torch.Tensor,
     dim: int | None,
-    length: int,
-    rank: int,
     group: Group,
     as_bytes: bool,
     mm_config: LinearMMConfig,
     dtype: torch.dtype,
     role: GemmInputRole,
 ) -> Float8TrainingTensor:
-    """Cast `x` and gather it along `dim`; None: it is whole on every rank."""
-    counted = x
-    if dim is not None and length % group[1]:
-        # What fills the last shards up is no longer zero where a bias was added to it on the stream.
-        own = own_shard(torch.ones(length, dtype=torch.bool, device=x.device), 0, rank, group)
-        counted = torch.where(own.view(-1, *(1 for _ in x.shape[dim + 1 :])), x, 0)
-    scale = tensor_to_scale(counted, dtype)
+    """Cast `x` and gather it along `dim`; None: every rank has it in full."""
+    scale = tensor_to_scale(x, dtype)
     if dim is not None:
         scale = all_reduce(scale, group, "min")  # of the largest number on any rank
     data = float8_data(hp_tensor_and_scale_to_float8(x, scale, dtype, mm_config, role))
     if dim is not None:
-        data = all_gather(data.view(torch.uint8) if as_bytes else data, dim, length, group).view(dtype)
+        data = all_gather(
+            data.view(torch.uint8) if as_bytes else data, dim, x.shape[dim] * group[1], group
+        ).view(dtype)
     return Float8TrainingTensor(data, scale, x.dtype, mm_config, role)

@@ -1,7 +1,7 @@
 """The trainings of a proof, and the cases that cover every pair of conditions."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,15 +23,21 @@ _ROWS = (
     ((1, "odd", "", 0, 0, 0), (2, "even", "", 0, 0, 0)),
     ((1, "long", "left", 0, 0, 1), (1, "short", "", 0, 1, 0)),
 )
-_EVALUATED = ((1, "long", "right", 0, 0, 0), (1, "short", "", 0, 0, 0))
-"""The first two trainings are evaluated on one of these each, and on a batch like one of their first step."""
+_EVALUATED = ((1, "longest", "right", 0, 0, 0), (1, "short", "", 0, 0, 0))
+"""The first two trainings are evaluated on one of these each, and on a batch like one of their first step. Both lengths are
+odd: ranks that share a sequence can't share it equally, so that the forward runs in full."""
 STEPS = (3, 2, 2, 2)
 """Steps of each training, all rows in total. The first is the longest: a quick proof takes it alone."""
 SHORT = 3
-"""Tokens: fewer than ranks at degrees 4 and 8, so that some ranks hold none."""
+"""Tokens: fewer than ranks at degrees 4 and 8."""
 
 
-def trainings(batch: MicroBatch, block: int) -> tuple[Scenario, ...]:
+def next_multiple(length: int, shards: int) -> int:
+    """Return the least multiple of `shards` that is at least `length`."""
+    return -(length // -shards) * shards
+
+
+def trainings(batch: MicroBatch, block: int, shards: int = 1) -> tuple[Scenario, ...]:
     """Return trainings of steps of two micro batches, which together cover every pair of a batch's conditions.
 
     The first two are evaluated, and the first is called with a cache.
@@ -39,11 +45,20 @@ def trainings(batch: MicroBatch, block: int) -> tuple[Scenario, ...]:
     Args:
         batch: the plain one.
         block: tokens in the largest window or chunk; one sequence is as long, long ones have two more.
+        shards: so many ranks share a sequence, and divide the lengths of the steps' batches: they are rounded up, and stay
+            different. Evaluations keep theirs.
     """
     odd = batch.length - (1 if batch.length % 2 == 0 else 2)
     lengths = {"even": batch.length, "odd": max(odd, 1), "short": SHORT, "long": block + 2, "block": block}
+    evaluated = lengths | {"longest": block + 2 | 1}
+    if shards > 1:
+        lengths["odd"] = batch.length + 1  # rounded up it is another length than the even one
+        multiple = 0
+        for name in sorted(lengths, key=lengths.__getitem__):
+            multiple = lengths[name] = next_multiple(max(lengths[name], multiple + 1), shards)
 
-    def one(size: int, length: str, kind: str, ignored: int, repeated: int, text: int) -> MicroBatch:
+    def one(row: tuple[int, str, str, int, int, int], lengths: Mapping[str, int] = lengths) -> MicroBatch:
+        size, length, kind, ignored, repeated, text = row
         return MicroBatch(
             size=(1, batch.size, batch.size + 1)[size - 1],
             length=lengths[length],
@@ -54,7 +69,7 @@ def trainings(batch: MicroBatch, block: int) -> tuple[Scenario, ...]:
             text=bool(text),
         )
 
-    steps = tuple(tuple(one(*row) for row in step) for step in _ROWS)  # type: ignore[arg-type]
+    steps = tuple(tuple(one(row) for row in step) for step in _ROWS)
     ends = tuple(itertools.accumulate(STEPS))
     trained = [Scenario(steps[end - length : end]) for length, end in zip(STEPS, ends, strict=True)]
     for number, row in enumerate(_EVALUATED):
@@ -62,13 +77,14 @@ def trainings(batch: MicroBatch, block: int) -> tuple[Scenario, ...]:
         again = next(
             batch for batch in reversed(trained[number].steps[0]) if batch.padding or batch.documents
         )
-        trained[number] = replace(trained[number], evaluated=(again, one(*row)), cached=number == 0)  # type: ignore[arg-type]
+        trained[number] = replace(trained[number], evaluated=(again, one(row, evaluated)), cached=number == 0)
     return tuple(trained)
 
 
 def cover(
     grid: Sequence[TPOptions],
     trained: Sequence[Scenario],
+    shared: Sequence[Scenario],
     dtypes: Sequence[str],
     *,
     recompute: bool = True,
@@ -85,6 +101,7 @@ def cover(
     Args:
         grid: choices of options; each is proved in the first dtype.
         trained: trainings, as `trainings` makes them.
+        shared: the same, for options under which ranks share a sequence.
         dtypes: of weights and activations; the first is the proof's own.
         recompute: the model has blocks to recompute.
         fuse: its head can compute the loss; it does so in every second case, and no case is added for that.
@@ -116,7 +133,7 @@ def cover(
         (
             options,
             replace(
-                trained[t],
+                trained[t] if options.shards == 1 else shared[t],
                 frozen=FROZEN[t % len(FROZEN)] if frozen else "",
                 recomputed=again,
                 differing=differing,

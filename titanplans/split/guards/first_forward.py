@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from titanplans.errors import PlanError
 from titanplans.split.adapted import ADAPTERS
+from titanplans.split.arguments import positional
 from titanplans.split.checksum import checksum
 from titanplans.split.guards.dropout import REMEDY, WHOLE, draws_alike, dropouts
-from titanplans.split.guards.inputs import positional
 from titanplans.split.objects import of_all
 from titanplans.split.parameters.replaced import parameters_of, retire_replaced
 from titanplans.text import class_name

@@ -36,12 +36,12 @@ def _generating(cls: type[nn.Module]) -> type[nn.Module]:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         border = border_of_model(self)
         assert border is not None
-        before, border.stream.whole_logits = border.stream.whole_logits, True
+        before, border.stream.gathers_logits = border.stream.gathers_logits, True
         try:
             with _draws_of_the_first_rank(border.meshes.sharing):
                 return theirs(self, *args, **kwargs)
         finally:
-            border.stream.whole_logits = before
+            border.stream.gathers_logits = before
 
     if prepare is None:
         return subclass(cls, {"generate": generate}, "generating")  # a user's own

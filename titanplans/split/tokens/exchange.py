@@ -1,6 +1,6 @@
 """The exchange around a kernel: own tokens of all heads for all tokens of own heads, and back, an all-to-all each.
 
-    to_heads    [B, ceil(L / c), all rows] of this rank's tokens  ->  [B, L, own rows]
+    to_heads    [B, L / c, all rows] of this rank's tokens  ->  [B, L, own rows]
     to_tokens   the other way; each is the backward of the other
 
 Ranks that share a head get the same rows; their gradients are summed.
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 from titanplans.split.collectives import all_to_all
-from titanplans.split.layout import shard_size
 from titanplans.split.own_tokens import OwnTokens
 
 RowRanges = tuple[tuple[int, int], ...]
@@ -38,8 +37,6 @@ class HeadExchange(NamedTuple):
     """Which rows of a projection go to which rank."""
 
     tokens: OwnTokens
-    length: int
-    """Tokens of the whole sequence."""
     share: Share
 
 
@@ -85,24 +82,20 @@ class _ToTokens(torch.autograd.Function):
 
 
 def _heads(own: torch.Tensor, exchange: HeadExchange) -> torch.Tensor:
-    tokens, length, share = exchange
+    tokens, share = exchange
     dim, ranks, lead = tokens.dim, tokens.ranks, own.shape[:-1]
     order = (len(lead), *range(len(lead)), -1)
     by_rank = (own if share.in_order else _by_rank(own, share)).reshape(*lead, ranks, share.rows)
     came = all_to_all(by_rank.permute(order).contiguous(), tokens.group).movedim(0, dim)
-    whole = came.reshape(*lead[:dim], ranks * lead[dim], *lead[dim + 1 :], -1)
-    whole = (whole if whole.shape[dim] == length else whole.narrow(dim, 0, length)).contiguous()
+    whole = came.reshape(*lead[:dim], ranks * lead[dim], *lead[dim + 1 :], -1).contiguous()
     # What comes out of an autograd function must be no view, or code may not change it in place.
     return whole if whole._base is None else torch.ops.aten._unsafe_view(whole, whole.shape)
 
 
 def _tokens(whole: torch.Tensor, exchange: HeadExchange) -> torch.Tensor:
-    tokens, length, share = exchange
+    tokens, share = exchange
     dim, ranks, lead = tokens.dim, tokens.ranks, whole.shape[:-1]
-    size = shard_size(length, ranks)
-    if missing := size * ranks - length:
-        zeros = whole.new_zeros((*lead[:dim], missing, *whole.shape[dim + 1 :]))
-        whole = torch.cat([whole, zeros], dim)
+    size = lead[dim] // ranks
     by_rank = whole.reshape(*lead[:dim], ranks, size, *lead[dim + 1 :], -1).movedim(dim, 0)
     came = all_to_all(by_rank.contiguous(), tokens.group).movedim(0, -2)
     rows = came.reshape(*lead[:dim], size, *lead[dim + 1 :], -1)

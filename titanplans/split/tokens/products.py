@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from titanplans.errors import PlanError
+from titanplans.split.border import Border
 from titanplans.split.state import subclass
-from titanplans.split.stream import Border
 from titanplans.split.tokens.exchange import HeadExchange, Share, to_heads, to_tokens
 from titanplans.split.tokens.sharded_sequence import ShardedSequence, sharded_sequence
 
@@ -51,7 +51,7 @@ def to_heads_after(cls: type[nn.Module]) -> type[nn.Module]:
             return cls.__call__(self, x, *args, **kwargs)
         heads: Heads = self._split.heads
         own = _of_own(self, heads.share.width, x.shard, *args, **kwargs)
-        return to_heads(own, HeadExchange(x.tokens, x.length, heads.share))
+        return to_heads(own, HeadExchange(x.tokens, heads.share))
 
     return subclass(cls, {"__call__": call}, "tokens_to_heads")
 
@@ -63,6 +63,8 @@ def to_tokens_before(cls: type[nn.Module]) -> type[nn.Module]:
     def call(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         heads: Heads = self._split.heads
         border = heads.border
+        if border.stream.runs_in_full:
+            return cls.__call__(self, x, *args, **kwargs)
         lead = border.tokens.region_shape[:-1]
         if x.shape[:-1] != lead:
             if heads.closes:
@@ -75,12 +77,11 @@ def to_tokens_before(cls: type[nn.Module]) -> type[nn.Module]:
                 )
             return cls.__call__(self, x, *args, **kwargs)
         tokens = border.tokens
-        length = lead[tokens.dim]
         if isinstance(x, ShardedSequence):
             x = x.numbers()
-        own = to_tokens(x, HeadExchange(tokens, length, heads.share))
+        own = to_tokens(x, HeadExchange(tokens, heads.share))
         output = _of_own(self, None, own, *args, **kwargs)
-        return output if heads.closes else sharded_sequence(output, tokens, length, "partial")
+        return output if heads.closes else sharded_sequence(output, tokens, "partial")
 
     return subclass(cls, {"__call__": call}, "heads_to_tokens")
 

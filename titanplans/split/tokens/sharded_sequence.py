@@ -37,7 +37,6 @@ TOKENWISE = frozenset(
 )
 """Functions that give of each token what they are given of it, by name."""
 SUMS = frozenset("add __add__ __radd__ sub __sub__ __rsub__".split())  # noqa: SIM905
-DIVIDES = frozenset("div true_divide __truediv__ pow __pow__".split())  # noqa: SIM905
 RESHAPES = frozenset("view reshape expand view_as reshape_as expand_as __getitem__".split())  # noqa: SIM905
 """Functions that may return the sequence as it is."""
 ASKS = frozenset(
@@ -84,12 +83,12 @@ class ShardedSequence(torch.Tensor):
         recorded = torch.is_grad_enabled()
         if recorded not in self.read:
             read = _Placed.apply if self.partial else _gather
-            self.read[recorded] = read(self.shard, self.tokens, self.length)
+            self.read[recorded] = read(self.shard, self.tokens)
         return self.read[recorded]
 
     def like(self, shard: torch.Tensor, kind: Kind | None = None) -> "ShardedSequence":
         """Return the sequence whose tokens are `shard`."""
-        return sharded_sequence(shard, self.tokens, self.length, self.kind if kind is None else kind)
+        return sharded_sequence(shard, self.tokens, self.kind if kind is None else kind)
 
     @classmethod
     def __torch_function__(
@@ -134,16 +133,14 @@ class ShardedSequence(torch.Tensor):
         return func(*args, **kwargs)
 
 
-def sharded_sequence(
-    shard: torch.Tensor, tokens: OwnTokens, length: int, kind: Kind = "whole"
-) -> ShardedSequence:
-    """Return a sequence of `length` tokens; those of this rank are `shard`.
+def sharded_sequence(shard: torch.Tensor, tokens: OwnTokens, kind: Kind = "whole") -> ShardedSequence:
+    """Return the sequence of which `shard` are the tokens of this rank.
 
     It takes no memory. It is part of the graph, for what reads its numbers without asking: the gradient is of the whole.
     """
     if not torch.is_grad_enabled():
         shard = shard.detach()
-    whole: Any = _Look.apply(shard, tokens, length, kind == "partial")
+    whole: Any = _Look.apply(shard, tokens, kind == "partial")
     whole.shard, whole.tokens, whole.kind, whole.read = shard, tokens, kind, {}
     return whole
 
@@ -154,8 +151,8 @@ def _name(func: Any) -> str:
     return getattr(func.__self__, "__name__", "") if name == "__get__" else name
 
 
-def _gather(shard: torch.Tensor, tokens: OwnTokens, length: int) -> torch.Tensor:
-    return tokens.gather(shard, length)
+def _gather(shard: torch.Tensor, tokens: OwnTokens) -> torch.Tensor:
+    return tokens.gather(shard)
 
 
 def _numbers(x: Any) -> Any:
@@ -222,8 +219,6 @@ def _fits(name: str, args: Any, kwargs: Any) -> bool:
         return False
     if name in SUMS and any(x.partial for x in sequences):
         return all(isinstance(x, ShardedSequence) and x.partial for x in tensors)
-    if name in DIVIDES and not _is_smooth(name, *args[1:], **kwargs):
-        return False
     if name in LIKE_IT:
         return True
     plain = [x for x in tensors if not isinstance(x, ShardedSequence)]
@@ -232,13 +227,6 @@ def _fits(name: str, args: Any, kwargs: Any) -> bool:
         x.shape[at] == first.length and (first.kind == "outside" or not x.is_floating_point())
         for x, at in with_tokens
     )
-
-
-def _is_smooth(name: str, by: Any = None, **_: Any) -> bool:
-    """Whether a quotient or a power has a gradient at the zeros that fill up a rank's tokens."""
-    if "pow" in name:
-        return isinstance(by, int | float) and by >= 1
-    return isinstance(by, int | float) or (isinstance(by, torch.Tensor) and by.ndim <= 1)
 
 
 def _of_tokens(func: Callable[..., Any], args: Any, kwargs: Any) -> ShardedSequence:
@@ -292,30 +280,29 @@ class _Look(torch.autograd.Function):
     """A tensor of the whole shape that takes no memory, and hands gradients of the whole on to the tokens."""
 
     @staticmethod
-    def forward(ctx: Any, shard, tokens, length, partial):
+    def forward(ctx: Any, shard, tokens, partial):
         ctx.tokens, ctx.partial = tokens, partial
         shape = list(shard.shape)
-        shape[tokens.dim] = length
+        shape[tokens.dim] *= tokens.ranks
         return wrapper(ShardedSequence, shape, shard)
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
-        return (ctx.tokens.own(grad) if ctx.partial else ctx.tokens.sum(grad)), None, None, None
+        return (ctx.tokens.own(grad) if ctx.partial else ctx.tokens.sum(grad)), None, None
 
 
 class _Placed(torch.autograd.Function):
     """Zeros, with a rank's tokens at their place."""
 
     @staticmethod
-    def forward(ctx: Any, shard, tokens, length):
+    def forward(ctx: Any, shard, tokens):
         ctx.tokens = tokens
-        shape = list(shard.shape)
-        shape[tokens.dim] = length
-        whole, number = shard.new_zeros(shape), tokens.number(length)
-        first = min(tokens.rank * shard.shape[tokens.dim], length)
-        whole.narrow(tokens.dim, first, number).copy_(shard.narrow(tokens.dim, 0, number))
-        return whole
+        shape, number = list(shard.shape), shard.shape[tokens.dim]
+        shape[tokens.dim] *= tokens.ranks
+        full = shard.new_zeros(shape)
+        full.narrow(tokens.dim, tokens.rank * number, number).copy_(shard)
+        return full
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
-        return ctx.tokens.own(grad), None, None
+        return ctx.tokens.own(grad), None

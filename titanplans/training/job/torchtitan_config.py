@@ -149,16 +149,12 @@ def _training(job: JobConfig, world_size: int) -> TrainingConfig:
 
 def _parallelism(job: JobConfig) -> ParallelismConfig:
     p = job.parallelism
-    ends = 2 * p.context_parallel_degree if p.context_parallel_degree > 1 else 1
-    divisible = job.training.seq_len % (p.tensor_parallel_degree * ends) == 0
     return ParallelismConfig(
         data_parallel_replicate_degree=p.data_parallel_replicate_degree,
         data_parallel_shard_degree=p.shard_degree,
         enable_fsdp_symm_mem=p.enable_fsdp_symm_mem,
         tensor_parallel_degree=p.tensor_parallel_degree,
-        # torchtitan reads it only to refuse lengths that the degree does not divide, which plans split unevenly;
-        # the job's value reaches the plan through the model spec.
-        enable_sequence_parallel=p.enable_sequence_parallel and divisible,
+        enable_sequence_parallel=p.enable_sequence_parallel,
         pipeline_parallel_degree=p.pipeline_parallel_degree,
         pipeline_parallel_microbatch_size=p.pipeline_parallel_microbatch_size,
         # Not the job's, which reaches the stages through the model spec: with this one torchtitan takes rank 0 to know the
