@@ -37,7 +37,11 @@ LAYERS, BATCH, TOKENS = 24, 2, 16
 WORLD = 8
 WARM_UP = 3
 SOURCES = {
-    "parameters": ("titanplans/split/parameters/", "titanplans/precision/nf4"),
+    "parameters": (
+        "titanplans/split/module_weight",
+        "titanplans/split/parameters/",
+        "titanplans/precision/nf4",
+    ),
     "borders, hooks": (
         "titanplans/split/",
         "titanplans/loss/",
