@@ -231,6 +231,14 @@ def test_the_head_takes_whole_hidden_states_outside_of_a_forward():
     on_ranks(alike(logits))
 
 
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_the_head_takes_the_hidden_states_of_one_token_by_themselves(sequence_parallel):
+    def logits(model):
+        return model.lm_head(model.model(ids()).last_hidden_state[0, -1]).sin()
+
+    on_ranks(alike(logits), sequence_parallel=sequence_parallel)
+
+
 class ByKeyword(Tiny):
     def forward(self, input_ids):
         x = self.embed(input_ids)

@@ -105,9 +105,9 @@ class LowRankDropout(nn.Module):
             return x
         first, own, width = self.split or (0, x.shape[-1], x.shape[-1])
         shape, border = [*x.shape[:-1], width], self.border
-        is_split = border is not None and border.tokens.ranks > 1 and not border.stream.runs_in_full
-        if border is not None and is_split:
-            tokens, own_tokens = border.tokens, border.stream.tokens_of_cp_rank
+        tokens = None if border is None or border.stream.runs_in_full else border.tokens
+        if border is not None and tokens is not None and tokens.ranks > 1:
+            own_tokens = border.stream.tokens_of_cp_rank
             if own_tokens is not None and x.shape[tokens.dim] != own_tokens:
                 raise PlanError(
                     f"the dropout of an adapter got {x.shape[tokens.dim]} tokens where its rank of context parallelism has "
@@ -116,8 +116,8 @@ class LowRankDropout(nn.Module):
                 )
             shape[tokens.dim] *= tokens.ranks
         kept = torch.rand(shape, device=x.device) >= self.p
-        if border is not None and is_split:
-            kept = border.tokens.own(kept)
+        if tokens is not None:
+            kept = tokens.own(kept)
         return x * kept.narrow(-1, first, own) / (1 - self.p)
 
 

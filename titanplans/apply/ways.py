@@ -113,11 +113,6 @@ class ByTokens:
         if in_mixer:
             by_name = {name: self._mixer_slice(entry, name) for name in layouts}
             slices = {name: each for name, each in by_name.items() if each is not None}
-            if self.border.mesh is None and entry.style.makes_partial_sum:
-                # Added by the module itself, on every rank if the forward runs in full.
-                slices |= {
-                    name: MixerSlice(0, (), self.cp) for name in layouts if entry.layouts[name].deferred
-                }
             if entry.style.multiplies_own_tokens and entry.parameter is None and is_product(entry.module):
                 make_state(entry.module).heads = self._heads(entry)
         group, rank = self.border.group, self.border.rank
@@ -141,6 +136,8 @@ class ByTokens:
         """Return what this rank uses of its TP rank's local tensor of a parameter; None: all of it."""
         param, of_tp, of_heads = getattr(entry.module, name), entry.layouts[name], entry.head_layouts[name]
         divided_by = of_heads.divided_by // of_tp.divided_by
+        if of_tp.deferred and self.border.mesh is None and entry.style.makes_partial_sum:
+            divided_by = self.cp  # the module itself adds it, and on every rank if the forward runs in full
         own = _rows_of_rank(of_heads, param.shape, self.rank, self.tp * self.cp)
         if own is None:
             return MixerSlice(0, (), divided_by) if divided_by > 1 else None

@@ -32,6 +32,7 @@ from titanplans.plan.degrees import Degrees
 from titanplans.precision.float8.conversion import keep_plain_between_graphs
 from titanplans.proof.ranks.fake import fake_ranks
 from titanplans.split.decoder import find_decoder
+from titanplans.split.layout import next_multiple
 from titanplans.split.stages.trace import logits_of
 from titanplans.text import columns, counted
 from titanplans.torch_private.compile import dynamo_errors, is_disabled
@@ -233,7 +234,7 @@ def _prepare(subject: Subject, request: Namespace, degree: int) -> Prepared:
     keep_plain_between_graphs(prepared.model)
     if request.seq_len is not None:
         return prepared
-    return replace(prepared, seq_len=-(max(_TOKENS, prepared.seq_len) // -degree) * degree)
+    return replace(prepared, seq_len=next_multiple(max(_TOKENS, prepared.seq_len), degree))
 
 
 def prepare_block(block: nn.Module) -> bool:

@@ -52,8 +52,9 @@ from titanplans.observe.by_tokens import (
 )
 from titanplans.observe.operators import Collective
 from titanplans.plan.options import TPOptions
-from titanplans.split.costs import Call, ExpectedCollective, even
+from titanplans.split.costs import Call, ExpectedCollective
 from titanplans.split.decoder import Decoder, within
+from titanplans.split.layout import next_multiple
 from titanplans.styles.base import Style, own_styles
 
 
@@ -183,7 +184,10 @@ def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Cal
             for _ in range(2):
                 add("loss", ExpectedCollective(("all_reduce",), (), call.tokens))
         else:
-            add("head", ExpectedCollective(("all_gather",), (), call.tokens * even(vocabulary, degree)))
+            add(
+                "head",
+                ExpectedCollective(("all_gather",), (), call.tokens * next_multiple(vocabulary, degree)),
+            )
     return {part: Allowances(*map(tuple, directions)) for part, directions in needed.items()}
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from titanplans.plan.custom import PlanSource
 from titanplans.plan.options import TPOptions
 from titanplans.proof.batches.conditions import Scenario
-from titanplans.proof.batches.cover import STEPS, cover, next_multiple, trainings
+from titanplans.proof.batches.cover import STEPS, cover, trainings
 from titanplans.proof.batches.sample import Sampler, longest_block
 from titanplans.proof.case import prove_case
 from titanplans.proof.compare.forward import Loss
@@ -22,6 +22,7 @@ from titanplans.proof.ranks.world import World, Worlds
 from titanplans.proof.result import CaseResult, case_name
 from titanplans.split.converted import float8_linears
 from titanplans.split.decoder import find_decoder
+from titanplans.split.layout import next_multiple
 
 CONDITIONS = ("pairs", "each", "plain")
 

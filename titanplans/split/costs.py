@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from titanplans.split.layout import shard_size
-
 
 class ExpectedCollective(NamedTuple):
     """A collective of the forward, and that of its backward."""
@@ -34,7 +32,7 @@ class Call(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of the whole input [..., width], padded to even shards."""
+        """Return the tokens of the full input [..., width]."""
         return math.prod(self.given[0][:-1]) * (1 if self.dim is None else self.degree)
 
     @property
@@ -70,8 +68,3 @@ def gathered_inside(elements: int) -> ExpectedCollective:
 def exchanged(call: Call) -> int:
     """Return the elements of the all-to-all of tokens for heads at the input or the output of a product."""
     return call.tokens * call.exchanged
-
-
-def even(length: int, degree: int) -> int:
-    """Return `length` padded to even shards."""
-    return shard_size(length, degree) * degree

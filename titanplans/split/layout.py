@@ -134,3 +134,8 @@ def rows_read(layout: Layout, shape: Sequence[int], ranks: int) -> Rows | None:
 def shard_size(length: int, ranks: int) -> int:
     """Return how much of `length` a rank holds, the last ones perhaps less: as `torch.chunk` and DTensor."""
     return -(length // -ranks)
+
+
+def next_multiple(value: int, factor: int) -> int:
+    """Return the least multiple of `factor` that is at least `value`."""
+    return shard_size(value, factor) * factor

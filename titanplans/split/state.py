@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.split.border import Border
+from titanplans.text import class_name
 
 _NAME = "_split"
 
@@ -81,10 +82,14 @@ def specialise(module: nn.Module, kind: type[nn.Module]) -> None:
 
 def subclass(cls: type[nn.Module], members: Mapping[str, object], adds: str) -> type[nn.Module]:
     """Return a subclass of `cls` with `members`, called `SplitLinear_adds` if a Linear is split, else `Linear_adds`."""
-    unsplit = getattr(cls, "unsplit_class", cls)
     prefix = "Split" if issubclass(cls, _Split) else ""
-    names = {"__module__": cls.__module__, "unsplit_class": unsplit}
-    return type(f"{prefix}{unsplit.__name__}_{adds}", (cls,), {**names, **members})
+    return _derived(f"{prefix}{class_name(cls)}_{adds}", (cls,), members)
+
+
+def _derived(name: str, bases: tuple[type, ...], members: Mapping[str, object]) -> type[nn.Module]:
+    cls = bases[-1]
+    own = {"__module__": cls.__module__, "unsplit_class": getattr(cls, "unsplit_class", cls)}
+    return type(name, bases, {**own, **members})
 
 
 class _Split(nn.Module):
@@ -101,9 +106,7 @@ class _Split(nn.Module):
 
 @cache
 def _split_class(cls: type[nn.Module]) -> type[nn.Module]:
-    unsplit = getattr(cls, "unsplit_class", cls)
-    names = {"__module__": cls.__module__, "unsplit_class": unsplit}
-    return type(f"Split{unsplit.__name__}", (_Split, cls), names)
+    return _derived(f"Split{class_name(cls)}", (_Split, cls), {})
 
 
 def _described(module: nn.Module) -> str:

@@ -105,6 +105,12 @@ class Stream:
                 f"job){without}; forwards under torch.no_grad() may have any length"
             )
 
+    def embed(self, length: int, *, begins: bool) -> None:
+        """Note that `length` tokens are embedded, if a forward runs; `begins`: the embedding's output is the stream."""
+        if self.is_running:
+            self.fit(length)
+            self.has_begun |= begins
+
     def begin(self, x: torch.Tensor) -> torch.Tensor:
         """Begin the stream with `x` [B, L, H], the same on every rank: return this rank's shard.
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from titanplans.split.collectives import sum_ranks
-from titanplans.split.costs import Call, ExpectedCollective, even
+from titanplans.split.costs import Call, ExpectedCollective
 from titanplans.split.layout import Layout, shard_size
 from titanplans.split.module_weight import with_locals_in_forward
 from titanplans.split.state import make_state, specialise, subclass
@@ -63,11 +63,9 @@ class VocabEmbedding(Style):
         specialise(module, _of_own_tokens(type(module), self.begins_stream))
 
     def sends(self, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
-        *_, length = ids = call.given[0]
-        width = held(module)["weight"].shape[1]
+        elements = call.given[0].numel() * held(module)["weight"].shape[1]
         if call.dim is None:
-            return (ExpectedCollective(("all_reduce",), (), ids.numel() * width),)
-        elements = ids.numel() // length * even(length, call.degree) * width
+            return (ExpectedCollective(("all_reduce",), (), elements),)
         backward = ("all_gather",) if self.begins_stream else ()
         return (ExpectedCollective(("reduce_scatter", "all_reduce"), backward, elements),)
 
@@ -101,10 +99,8 @@ def _of_own_rows(cls: type[nn.Module], begins_stream: bool) -> type[nn.Module]:
             begins_stream and stream.is_sharded_at("embedding")
         ):  # or called outside of the model's forward
             return sum_ranks(out, border.group)
-        if stream.is_running:
-            stream.has_begun = True
-            if border.tokens.ranks == 1:  # else these are a rank's tokens, of a sequence that fits already
-                stream.fit(input.shape[border.tokens.dim])
+        if border.tokens.ranks == 1:  # else these are a rank's tokens, of a sequence that is followed already
+            stream.embed(input.shape[border.tokens.dim], begins=True)
         return border.leave(out)
 
     return subclass(cls, {"forward": forward}, "vocabulary_shard")
@@ -121,11 +117,9 @@ def _of_own_tokens(cls: type[nn.Module], begins_stream: bool) -> type[nn.Module]
         is_sequence = tokens.dim < input.ndim <= 2  # and no chunks [batch, chunks, chunk]
         if not is_sequence or not stream.is_sharded_at("embedding"):
             return cls.forward(self, input)
-        if stream.is_running:
-            stream.fit(input.shape[tokens.dim])
-            stream.has_begun |= begins_stream
-            if stream.runs_in_full:
-                return cls.forward(self, input)
+        stream.embed(input.shape[tokens.dim], begins=begins_stream)
+        if stream.runs_in_full:
+            return cls.forward(self, input)
         out = cls.forward(self, tokens.own(input))
         return out if begins_stream else sharded_sequence(out, tokens, "outside")
 

@@ -62,13 +62,14 @@ class _HeadHooks:
 
     def _enter(self, hidden_states: torch.Tensor) -> torch.Tensor:
         border = self.border
-        if border.stream.is_sharded_at("head"):
-            own = border.enter(hidden_states)
-            self.length = own.shape[border.tokens.dim] * border.tokens.ranks
-            return own
-        self.length = hidden_states.shape[border.tokens.dim]
+        tokens, is_sharded = border.tokens, border.stream.is_sharded_at("head")
+        if tokens.ranks > 1:
+            length = hidden_states.shape[tokens.dim]
+            self.length = length * border.stream.shards if is_sharded else length
+        if is_sharded:
+            return border.enter(hidden_states)
         if not border.stream.gathers_logits:  # else each rank makes the logits of all tokens
-            hidden_states = border.tokens.own(hidden_states)
+            hidden_states = tokens.own(hidden_states)
         return border.enter_full(hidden_states)
 
     def leave(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -81,7 +82,8 @@ class _HeadHooks:
         elif meshes.tp is not None:
             output = _gather_shards(output, border, dim, self.vocabulary)
         if gathers_all:
-            return output if output.shape[tokens.dim] == self.length else tokens.gather(output)
+            has_all = tokens.ranks == 1 or output.shape[tokens.dim] == self.length
+            return output if has_all else tokens.gather(output)
         if meshes.cp is not None:
             sizes = {tokens.dim: self.length} | sizes
         mesh = meshes.both if split else meshes.cp

@@ -90,10 +90,8 @@ def _length(p: Any, length: int) -> Refusals:
     """Yield a length of training's sequences that the ranks which share one do not divide; validation takes any."""
     degrees = {"tensor_parallel_degree": p.tensor_parallel_degree if p.enable_sequence_parallel else 1}
     degrees["context_parallel_degree"] = p.context_parallel_degree
-    if p.context_parallel_degree > 1:
-        degrees["2"] = (
-            2  # for the load balancing of torchtitan's own context parallelism, which its trainer assumes
-        )
+    # torchtitan's trainer asks for it, as the load balancing of its own context parallelism needs it.
+    degrees["2"] = 2 if p.context_parallel_degree > 1 else 1
     multiple = math.prod(degrees.values())
     if length % multiple:
         product = " x ".join(name for name, degree in degrees.items() if degree > 1)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 from titanplans.errors import PlanError, either, near_multiples
 from titanplans.plan.plan import TPPlan
 from titanplans.plan.resolve import Entry, ResolvedPlan
-from titanplans.split.layout import Layout, shard_size
+from titanplans.split.layout import Layout, next_multiple, shard_size
 from titanplans.styles.base import held
 
 _DEGREES = 256
@@ -141,7 +141,7 @@ def _widths_of_experts(plan: ResolvedPlan, dtype: torch.dtype | None) -> Iterato
             partial(_fills_rows, width, 16 // size),
             f"leaves a rank with rows in {str(dtype or weight.dtype).removeprefix('torch.')} that are no multiple of 16 "
             "bytes, as grouped_mm needs, of",
-            f", or a width of {_next_multiple(width, plan.degree * 16 // size)}, or "
+            f", or a width of {next_multiple(width, plan.degree * 16 // size)}, or "
             'model.set_experts_implementation("batched_mm")',
         )
 
@@ -159,7 +159,7 @@ def _heads(plan: TPPlan, mixer: nn.Module, where: str, degree: int, *, shared: b
 
 
 def _filled(what: str, value: int, where: str, degree: int) -> Size:
-    also = f", or a size of {_next_multiple(value, degree)}"
+    also = f", or a size of {next_multiple(value, degree)}"
     return Size(what, value, where, partial(_fills, value), "leaves a rank without a share of", also)
 
 
@@ -179,10 +179,6 @@ def _fills_rows(width: int, numbers: int, degree: int) -> bool:
 def _fills(value: int, degree: int) -> bool:
     """Whether every rank would hold something of `value`."""
     return shard_size(value, shard_size(value, degree)) == degree
-
-
-def _next_multiple(value: int, factor: int) -> int:
-    return shard_size(value, factor) * factor
 
 
 def check_experts(plan: ResolvedPlan) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from titanplans.plan.options import TPOptions
 from titanplans.proof.batches.conditions import FROZEN, MicroBatch, Scenario
+from titanplans.split.layout import next_multiple
 
 # Every pair of two columns is in one of the rows ("block" counts as long); the two batches of a step differ in length.
 # Columns: sequences, length, padding or documents, ignored labels, repeated tokens, text alone.
@@ -30,11 +31,6 @@ STEPS = (3, 2, 2, 2)
 """Steps of each training, all rows in total. The first is the longest: a quick proof takes it alone."""
 SHORT = 3
 """Tokens: fewer than ranks at degrees 4 and 8."""
-
-
-def next_multiple(length: int, shards: int) -> int:
-    """Return the least multiple of `shards` that is at least `length`."""
-    return -(length // -shards) * shards
 
 
 def trainings(batch: MicroBatch, block: int, shards: int = 1) -> tuple[Scenario, ...]:
