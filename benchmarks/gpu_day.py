@@ -2,7 +2,8 @@
 
     make gpu                                                    # all parts
     make gpu PARTS="tests verify" MODELS="gla qwen3"            # some, of some models
-    python -m benchmarks.gpu_day --parts step async_tp --quick
+    python -m benchmarks.gpu_day --parts step async_tp
+    python -m benchmarks.gpu_day --parts verify --quick --at-once 15
     python -m benchmarks.gpu_day --device cpu                   # a dry run: the same parts in tiny sizes on a CPU
 
 Each run is a process of its own, or those of torchrun, with a time limit. One that fails, or takes too long, is written down
@@ -16,6 +17,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
@@ -114,11 +116,27 @@ def checkpoints(m: Machine) -> Iterator[Run]:
 
 
 def verify(m: Machine) -> Iterator[Run]:
-    """The proof of each plan over a process group: on GPUs by NCCL, with FLA's Triton kernels in float32."""
-    for tp in (1, *DEGREES) if m.count == 1 else DEGREES:
+    """The proof of each plan by a GPU's kernels, FLA's in float32: all ranks on one GPU, and each on its own over NCCL."""
+    quick = ("--quick",) if m.quick else ()
+    for model in m.models if m.device == "cuda" else ():
+        command = (
+            "-m",
+            "titanplans",
+            "verify",
+            model,
+            "--device",
+            "cuda",
+            "--tp",
+            "2",
+            "--cp",
+            "1,2",
+            *quick,
+        )
+        yield Run(f"{model}, on one GPU", command, 15)
+    for tp in DEGREES:
         few = _too_few(m, tp)
         for model in m.models:
-            options = (model, "--process-group", "--tp", str(tp), *(("--quick",) if m.quick else ()))
+            options = (model, "--process-group", "--tp", str(tp), *quick)
             ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(tp))
             if few is None:
                 yield Run(f"{model}, tp {tp}", (*ranks, "-m", "titanplans", "verify", *options), 15)
@@ -176,6 +194,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", metavar="MODEL", help="named models to prove; default: all")
     parser.add_argument("--quick", action="store_true", help="prove each condition once")
     parser.add_argument(
+        "--at-once",
+        type=int,
+        default=1,
+        help="proofs, each on a core: compiling kernels takes most of their time",
+    )
+    parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run in tiny sizes"
     )
     parser.add_argument(
@@ -198,11 +222,13 @@ def main(argv: list[str] | None = None) -> int:
     about = {name: (part.__doc__ or "").strip() for name, part in PARTS.items()}
     results: list[Result] = []
     for part in asked.parts:
-        for run in PARTS[part](machine):
-            print(f"{part}: {run.name} ...", end=" ", flush=True)
-            results.append(carry_out(part, run, environment))
-            print(f"{results[-1].outcome}, {results[-1].seconds:.0f} s", flush=True)
-            target.write_text(page(machine.name, results, about, dry=machine.device == "cpu"))
+        with ThreadPoolExecutor(asked.at_once if part == "verify" else 1) as workers:
+            begun = [workers.submit(carry_out, part, run, environment) for run in PARTS[part](machine)]
+            for done in as_completed(begun):
+                result = done.result()
+                results.append(result)
+                print(f"{part}: {result.run.name}: {result.outcome}, {result.seconds:.0f} s", flush=True)
+                target.write_text(page(machine.name, results, about, dry=machine.device == "cpu"))
     print(f"written to {target}")
     return int(any(one.outcome not in ("done", "refused", "skipped") for one in results))
 

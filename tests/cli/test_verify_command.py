@@ -370,7 +370,11 @@ REFUSED = {
     "no registered plan": (("verify", "olmo.json"), "no plan is registered for OlmoForCausalLM"),
     "GPU kernel": (
         ("verify", f"{OURS}:Whole", "--model", f"{OURS}:rebased"),
-        "torchrun --nproc-per-node 2 -m titanplans verify ... --process-group",
+        "titanplans verify ... --device cuda",
+    ),
+    "a device for processes": (
+        ("verify", "gla", "--device", "cuda", "--process-group"),
+        "--device cuda: goes with threads; ranks of a process group",
     ),
     "no model": (("verify", f"{OURS}:Unregistered", "--model", f"{OURS}:three"), "something of type int, not an nn.Module"),
     "model on meta": (("verify", f"{OURS}:Unregistered", "--model", f"{OURS}:on_meta"), "is on meta); give it some"),

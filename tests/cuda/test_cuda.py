@@ -1,5 +1,8 @@
 """What only a GPU can show: FLA's own Triton kernels under a plan, over NCCL. Skipped, and counted, without one."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import worlds
@@ -97,6 +100,14 @@ def test_tensor_parallel_over_nccl_equals_one_gpu(ranks):
     for name in WITH_KERNELS:
         assert_close(found[name], gradients("cuda", name=name))
     assert_as_good(found["bfloat16"][1], gradients("cuda", dtype=torch.bfloat16)[1], gradients("cuda")[1])
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gla", "mamba2"])
+def test_a_plan_is_proved_with_all_ranks_on_one_gpu(name):
+    command = ("-m", "titanplans", "verify", name, "--device", "cuda", "--tp", "2", "--cp", "2", "--quick")
+    proof = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=600)
+    assert proof.returncode == 0, proof.stderr
+    assert "threads on one cuda device" in proof.stdout
 
 
 def steps_that_wait(rank, device="cuda"):

@@ -64,10 +64,11 @@ def run(argv: list[str] | None = None) -> NoReturn:
     # These are read when torch and Triton are imported.
     if proves and {"real", "--kernels=real"} & set(argv):
         os.environ["TRITON_INTERPRET"] = "1"
-    if "--process-group" in argv:
+    if proves and {"cuda", "--device=cuda", "--process-group"} & set(argv):
         # Triton's dot products round float32 to TF32 otherwise, 10 bits of 23.
         os.environ["TRITON_F32_DEFAULT"] = "ieee"
-    elif proves and argv[0] != "async-tp":  # which captures what the compiler makes
+    # async-tp captures what the compiler makes.
+    if proves and argv[0] != "async-tp" and "--process-group" not in argv:
         # A proof runs eagerly. What a library compiles at import time would only import the compiler.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     sys.excepthook = _report

@@ -37,8 +37,8 @@ def check_cpu(model: "PreTrainedModel") -> None:
         for name, needs in _needed(cls.forward, cls, seen=set(), via=""):
             raise KernelError(
                 f"model_type {kind!r} does not run on a CPU: {cls.__name__} calls {name}, which needs {needs}, and "
-                "kernels.install('cpu') puts nothing in its place; run it on GPUs (a proof of its plan: "
-                "torchrun --nproc-per-node 2 -m titanplans verify ... --process-group)"
+                "kernels.install('cpu') puts nothing in its place; run it on a GPU (a proof of its plan: "
+                "titanplans verify ... --device cuda)"
             )
 
 

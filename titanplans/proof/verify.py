@@ -74,8 +74,8 @@ def verify(
     zeros and ones would hide wrong paths.
 
     Args:
-        model_fn: makes the model, with real weights, on the CPU (over a process group on the
-            device of its rank). Called once.
+        model_fn: makes the model, with real weights, on the CPU or on the GPU that all ranks share (over a process
+            group on the device of its rank). Called once.
         plan: as in `apply_plan`; None for the registered one.
         degrees: tp, cp, ep and pp of each cut to prove; a number is that of tp alone. None: those of `CUTS`, `EXPERTS` and
             `STAGES` that the model allows, or over a process group its size. A group of 1 runs the split model's code and
@@ -92,9 +92,9 @@ def verify(
         losses: further ones, by name, each a function of logits, labels and the number of labels: their values and
             their gradients at the logits are compared. The loss whose backward runs through the model is
             `titanplans.parallel.cross_entropy`.
-        ranks: "threads": all ranks in this process, on a CPU; each begins with a whole copy of the model: of a
-            large one, prove fewer blocks and a smaller vocabulary; "process_group": one rank in each process of the
-            default group; each calls this and gets the same report.
+        ranks: "threads": all ranks in this process, on the CPU or one GPU; each begins with a whole copy of the model:
+            of a large one, prove fewer blocks and a smaller vocabulary; "process_group": one rank in each process of
+            the default group; each calls this and gets the same report.
         conditions: "pairs": cases that cover every pair of them; "each": every one, at the smallest degree; "plain": one
             step of one batch at every choice of options.
         processes: how many prove cases, by forks if several: see titanplans/proof/ranks/processes.py.

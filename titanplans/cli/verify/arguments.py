@@ -26,10 +26,9 @@ SUBJECT is
                                    --model my_models:build
   ... with its Triton kernels  the same, and --kernels real --tp 2 --quick
 
-over a process group, which GPU kernels need:
+by a GPU's own kernels, all ranks on one GPU, or each on its own:
+  titanplans verify gla --device cuda
   torchrun --nproc-per-node 2 -m titanplans verify gla --process-group
-  torchrun --nproc-per-node 1 -m titanplans verify gla --process-group --tp 1
-and with the latter one GPU runs its kernels, and nothing is split.
 
 exit status: 0 proved, 1 wrong, 2 not possible as asked (one line says why)"""
 
@@ -89,7 +88,13 @@ def add_commands(commands: Any) -> None:
     )
     _add_subject(async_tp, tokens="128, or more for an image", degrees="the job's, or 2")
     async_tp.set_defaults(
-        cp=None, ep=None, pp=None, loss_parallel=None, sequence_parallel=None, ranks="threads"
+        cp=None,
+        ep=None,
+        pp=None,
+        loss_parallel=None,
+        sequence_parallel=None,
+        ranks="threads",
+        device=None,
     )
 
 
@@ -112,6 +117,11 @@ def parse(argv: list[str]) -> Namespace:
         raise VerifyError(
             "--tp 1 splits nothing, so nothing can be proved: name degrees of 2 or more, or over one GPU --process-group "
             "--tp 1, which runs the split model's whole path"
+        )
+    if request.ranks == "process_group" and request.device is not None:
+        raise VerifyError(
+            f"--device {request.device}: goes with threads; ranks of a process group compute on the GPU that each has, or "
+            "on the CPU where there is none: leave it or --process-group out"
         )
     if getattr(request, "kernels", None) == "real":
         if request.dtype == "float64":
@@ -188,6 +198,8 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     words = "one rank in each process that torchrun started; default: threads of this process"
     grouped: Any = {"action": "store_const", "const": "process_group", "default": "threads"}
     add("--process-group", dest="ranks", help=words, **grouped)
+    words = "where ranks that are threads compute: cuda: all on one GPU, by its own kernels; default: cpu"
+    add("--device", choices=("cpu", "cuda"), help=words)
 
 
 def _add_subject(

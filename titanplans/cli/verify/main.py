@@ -68,7 +68,7 @@ def _verify(request: Namespace, rank: int, alone: bool) -> int:
         from titanplans.proof.ranks.processes import Tell, side_by_side
 
         names = every_model() if request.all else [request.subject or ""]
-        forks = alone and request.ranks == "threads"
+        forks = alone and request.ranks == "threads" and device.type == "cpu"  # CUDA survives no fork
         processes = min(available_cores(), len(names)) if forks else 1
         if processes > 1:
             torch.set_num_threads(1)  # a pool of threads does not survive a fork
@@ -130,14 +130,15 @@ def _started_ranks(request: Namespace) -> Iterator["torch.device"]:
 
     from titanplans.parallel.mesh.process_group import process_group
 
+    # Matrix products in full float32: TF32 keeps 10 bits of 23. titanplans/cli/main.py sets Triton's.
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
     if request.ranks != "process_group":
-        yield torch.device("cpu")
+        if request.device == "cuda" and not torch.cuda.is_available():
+            raise VerifyError("--device cuda: torch sees no CUDA device here; leave it out for the CPU")
+        yield torch.device(request.device or "cpu")
         return
     with process_group(timeout=_PATIENCE) as process:
-        if process.device.type != "cpu":
-            # Matrix products in full float32: TF32 keeps 10 bits of 23. titanplans/cli/main.py sets Triton's.
-            torch.backends.cuda.matmul.allow_tf32 = False
-            torch.backends.cudnn.allow_tf32 = False
         yield process.device
 
 

@@ -120,7 +120,7 @@ def prove(
     def outcome(
         report: Report, of: int, notes: tuple[str, ...] = prepared.notes, counts: tuple = ()
     ) -> Outcome:
-        ranks = f"ranks: {report.ranks}"
+        ranks = f"ranks: {report.ranks}{'' if device.type == 'cpu' else f' on one {device.type} device'}"
         if dist.is_initialized():
             ranks = f"{dist.get_world_size()} processes over {dist.get_backend()}, {device.type}"
         return Outcome(subject.words, sizes, ranks, notes, report, counts, time.perf_counter() - start, of)
@@ -185,12 +185,12 @@ def _counts(
 def _count(
     model: nn.Module, plan: PlanSource, options: TPOptions, inputs: Mapping[str, Any]
 ) -> Communication:
+    device = next(model.parameters()).device
     if dist.is_initialized():
-        device = next(model.parameters()).device
         shape = mesh_sizes(options.degrees.sharing, options.degrees.cp)
         made = nullcontext(init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape)))
     else:
-        made = fake_ranks(options.degrees.sharing, cp=options.degrees.cp)
+        made = fake_ranks(options.degrees.sharing, options.degrees.cp, device.type)
     with made as mesh:
         split = copy.deepcopy(model)
         applied = apply_plan(split, mesh, plan=plan, **keywords(options))

@@ -132,5 +132,5 @@ def does_not_run(model: nn.Module, error: Exception, place: str) -> PlanError:
     if isinstance(error, UserError):
         return PlanError(failed)
     return PlanError(
-        f"{failed}; if its kernels need a GPU, prove it there under torchrun (ranks='process_group', or --process-group)"
+        f"{failed}; if its kernels need a GPU, prove it there (--device cuda, or a model_fn that makes it on the GPU)"
     )

@@ -12,7 +12,7 @@ from titanplans.torch_private.dtensor import clear_sharding_cache
 
 
 @contextmanager
-def fake_ranks(number: int, cp: int = 1) -> Iterator[DeviceMesh]:
+def fake_ranks(number: int, cp: int = 1, device_type: str = "cpu") -> Iterator[DeviceMesh]:
     """Give a mesh of `number` ranks: "tp", or "cp" and "tp" with `cp` ranks in the former.
 
     This process is the first, and the others do not exist. A collective returns the right shape and arbitrary values.
@@ -26,7 +26,7 @@ def fake_ranks(number: int, cp: int = 1) -> Iterator[DeviceMesh]:
         # DTensor remembers shardings by mesh, and takes a mesh of the same shape, whose process group is gone, for equal.
         clear_sharding_cache()
         shape = mesh_sizes(number, cp)
-        yield init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
+        yield init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     finally:
         dist.destroy_process_group()
         clear_sharding_cache()

@@ -1,6 +1,6 @@
 """Collectives of ranks that are threads, which run in turns; ranks that call different collectives are detected."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,11 +24,11 @@ class Lockstep:
     Args:
         ranks: their number.
         replica: their replica in the world, 0 or 1.
-        drawing: whether each rank has its own state of the default generator, as in a process.
+        generators: those that each rank has a state of its own of, as in a process.
     """
 
-    def __init__(self, ranks: int, replica: int, *, drawing: bool = False):
-        self.ranks, self.drawing = ranks, drawing
+    def __init__(self, ranks: int, replica: int, *, generators: Sequence[torch.Generator] = ()):
+        self.ranks, self.generators = ranks, generators
         self.in_world = list(range(replica * ranks, (replica + 1) * ranks))
         """The ranks' numbers in the world."""
         self.asked: dict[str, None] = {}
@@ -111,12 +111,12 @@ class Lockstep:
             self._settle(brought.ranks)
         elif len(self._waiting) == self.ranks:
             self._settle(self._all)  # a deadlock
-        # The ranks share the process's default generator: restore this one's state when its turn comes.
-        state = torch.get_rng_state() if self.drawing else None
+        # The ranks share the process's generators: restore this one's states when its turn comes.
+        states = [generator.get_state() for generator in self.generators]
         self.hand_over(rank)
         self.wait(rank)
-        if state is not None:
-            torch.set_rng_state(state)
+        for generator, state in zip(self.generators, states, strict=True):
+            generator.set_state(state)
         return self._outcomes.pop(rank, _Outcome())
 
     def _settle(self, ranks: tuple[int, ...]) -> None:

@@ -151,5 +151,5 @@ dist.Backend.register_backend(
     BACKEND,
     lambda options, _: ThreadGroup(options.group_rank, options.group_size, options.global_ranks_in_group),
     extended_api=True,
-    devices=["cpu"],
+    devices=["cpu", "cuda"],
 )

@@ -40,10 +40,11 @@ class ThreadWorld:
         asked: Python modules, other than torch's and ours, that asked for a rank's number in a world larger than the mesh.
     """
 
-    exact = True
-    """Equal work gives equal bits on every rank."""
+    exact: bool
+    """Equal work gives equal bits on every rank; not on a GPU, where kernels sum by atomic operations."""
 
     def __init__(self, meshes: "Meshes", rank: int, lockstep: Lockstep):
+        self.exact = meshes.device_type == "cpu"
         self.mesh, self.mesh_of, self._rank, self._lockstep = meshes(1), meshes, rank, lockstep
         self.first = rank == 0
         self.asked: Collection[str] = lockstep.asked
@@ -71,12 +72,12 @@ class Pool:
     A world is kept: torch caches the sharding of DTensors by thread and by mesh.
 
     Args:
-        device: of the meshes.
-        drawing: as for `Lockstep`.
+        device: of the meshes: the CPU, or one GPU that all ranks share.
+        drawing: whether each rank has its own states of the default generators, as in a process.
     """
 
     def __init__(self, device: torch.device, *, drawing: bool = False):
-        self.device, self.drawing = device, drawing
+        self.device, self._generators = device, _generators(device) if drawing else []
         self._worlds: dict[tuple[int, int], _Ranks] = {}
         self._stack = ExitStack()
 
@@ -100,15 +101,17 @@ class Pool:
             Exception: from `work` on the first rank to fail; `RanksDiverged` if the ranks lost each other.
         """
         if (degree, replica) not in self._worlds:
-            self._worlds[degree, replica] = _Ranks(degree, replica, self.device, self.drawing)
+            self._worlds[degree, replica] = _Ranks(degree, replica, self.device, self._generators)
         return self._worlds[degree, replica].run(work)
 
 
 class _Ranks:
     """The threads of one world; each waits for work."""
 
-    def __init__(self, degree: int, replica: int, device: torch.device, drawing: bool):
-        self.degree, self.replica, self.device, self.drawing = degree, replica, device, drawing
+    def __init__(
+        self, degree: int, replica: int, device: torch.device, generators: Sequence[torch.Generator]
+    ):
+        self.degree, self.replica, self.device, self.generators = degree, replica, device, generators
         self._work: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(degree)]
         self._ended: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
         # Daemons: an interrupted process ends, whatever they wait for.
@@ -119,7 +122,8 @@ class _Ranks:
             thread.start()
 
     def run(self, work: Callable[[ThreadWorld], T]) -> T:
-        lockstep = ThreadGroup.lockstep = Lockstep(self.degree, self.replica, drawing=self.drawing)
+        lockstep = Lockstep(self.degree, self.replica, generators=self.generators)
+        ThreadGroup.lockstep = lockstep
         for queue in self._work:
             queue.put((work, lockstep))
         try:
@@ -159,6 +163,7 @@ class _Ranks:
             result, failure = None, None
             try:
                 lockstep.wait(rank)
+                # A backward runs on the thread that called it, also on a GPU, where one thread would serve all ranks.
                 with torch.autograd.set_multithreading_enabled(False):
                     result = lockstep.together(rank, partial(act, work, lockstep))
             except RankStopped:
@@ -191,6 +196,13 @@ class Meshes:
             grid = torch.tensor(self.ranks).view(*shape.values())
             self._made[kind, number] = DeviceMesh(self.device_type, grid, mesh_dim_names=tuple(shape))
         return self._made[kind, number]
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    """Return torch's default generators on a CPU and on `device`."""
+    if device.type == "cpu":
+        return [torch.default_generator]
+    return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
 
 
 def run(degree: int, device: torch.device, work: Callable[[ThreadWorld], T]) -> T:

@@ -1,6 +1,6 @@
 """The ranks of a proof, behind one interface.
 
-threads          titanplans/proof/ranks/threads.py: each rank is a thread of this process, on a CPU
+threads          titanplans/proof/ranks/threads.py: each rank is a thread of this process, on a CPU or one GPU
 process_group    here: one rank in each process of the default process group, over gloo or NCCL
 """
 
@@ -73,8 +73,10 @@ class Worlds:
         self._pool: threads.Pool | None = None
         if ranks not in RANKS:
             raise PlanError(f"ranks = {ranks!r}: {either(list(RANKS))}")
-        if ranks == "threads" and self.device.type != "cpu":
-            raise PlanError(f"ranks = 'threads' on {self.device}: threads run on a CPU; use a process group")
+        if ranks == "threads" and self.device.type not in ("cpu", "cuda"):
+            raise PlanError(
+                f"ranks = 'threads' on {self.device}: threads run on a CPU or on one GPU of CUDA; use a process group"
+            )
 
     def __enter__(self) -> "Worlds":
         # Threads take turns on small tensors: further cores cost more than they bring, and most on a busy machine.
