@@ -148,6 +148,17 @@ def in_bytes(number: int) -> str:
     return f"{number} B"
 
 
+def users_line() -> str:
+    """Return where the code outside of torch and of this project stands that runs, as " in model.py, line 12,"."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "").partition(".")[0]
+        if module not in ("torch", "titanplans", "einops"):
+            return f" in {os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno},"
+        frame = frame.f_back
+    return ""
+
+
 def class_name(instance: object) -> str:
     """Return the name of a class, or of an object's; of a split module's, the one before: "Linear" for a SplitLinear."""
     cls = instance if isinstance(instance, type) else type(instance)

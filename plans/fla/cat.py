@@ -35,7 +35,7 @@ class CATPlan(MixerPlan):
             **self.each_of(model, f"{base}.compressor", self.replicated_off_stream()),
             **{name: self.replicated_off_stream() for name in before},
             **{name: self.vocab_embedding() for name in words},
-            f"{base}.norm": self.end_of_stream(),
+            f"{base}.norm": self.end_of_stream(gathers=True),
         }
 
     def local_attributes(self, attn: nn.Module) -> dict[str, int]:

@@ -9,6 +9,7 @@ from .mixer import MixerPlan
 class CyclicFlowAttentionPlan(MixerPlan):
     """FLA joins the weights of queries, keys and values for one product, and cuts it by `key_dim` and `value_dim`."""
 
+    gathers = True
     by_head = (
         *("q_proj", "k_proj", "v_proj", "q_conv1d", "k_conv1d", "v_conv1d", "g_proj.1"),
         *("a_proj", "b_proj", "d_proj", "A_log", "dt_bias", "readout"),

@@ -9,5 +9,6 @@ from .mixer import MixerPlan
 class DeltaNetPlan(MixerPlan):
     """Everything belongs to one head, but the output norm, which is one for all."""
 
+    gathers = True
     by_head = ("q_proj", "k_proj", "v_proj", "q_conv1d", "k_conv1d", "v_conv1d", "b_proj", "g_proj")
     for_all_heads = ("o_norm",)

@@ -12,6 +12,7 @@ class GatedDeltaNetPlan(MixerPlan):
     Its fused convolution joins the three and cuts them by `key_dim` and `value_dim`.
     """
 
+    gathers = True
     head_names = ("num_v_heads",)
     shared_head_names = ("num_heads",)
     by_head = ("v_proj", "v_conv1d", "a_proj", "b_proj", "g_proj", "A_log", "dt_bias")

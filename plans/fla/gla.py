@@ -13,6 +13,7 @@ class GLAPlan(MixerPlan):
     `gk_proj.1` from there to the heads. The output norm has one weight for all heads.
     """
 
+    gathers = True
     by_head = ("q_proj", "q_conv1d", "g_proj")
     by_shared_head = ("k_proj", "v_proj", "k_conv1d", "v_conv1d", "gk_proj.1")
     for_all_heads = ("gk_proj.0", "g_norm", "g_norm_swish_gate")

@@ -14,6 +14,7 @@ from .mixer import MixerPlan
 class GSAPlan(MixerPlan):
     """RMSNorm over all heads, fused with `o_proj`: ranks sum one number a token."""
 
+    gathers = True
     by_head = ("q_proj", "q_conv1d")
     by_shared_head = ("k_proj", "v_proj", "k_conv1d", "v_conv1d", "f_proj")
     for_all_heads = ("feature_map.layer",)

@@ -27,6 +27,7 @@ class HGRNPlan(MixerPlan):
 class HGRN2Plan(HGRNPlan):
     """Heads are split. The norm over the whole width is one kernel with `o_proj`."""
 
+    gathers = True
     head_names = ("num_heads",)
     by_head = ("q_proj", "f_proj", "i_proj", "q_conv1d", "f_conv1d", "i_conv1d")
 

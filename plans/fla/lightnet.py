@@ -14,6 +14,7 @@ from .mixer import MixerPlan
 class LightNetPlan(MixerPlan):
     """Gated RMSNorm over all heads, fused with `o_proj`: ranks sum one number a token."""
 
+    gathers = True
     by_head = ("q_proj", "k_proj", "v_proj", "q_conv1d", "k_conv1d", "v_conv1d", "g_proj.1")
     for_all_heads = ("g_proj.0",)
 

@@ -9,6 +9,7 @@ from .mixer import MixerPlan
 class LinearAttentionPlan(MixerPlan):
     """Feature maps act on each head; all heads share their weights."""
 
+    gathers = True
     by_head = ("q_proj",)
     by_shared_head = ("k_proj", "v_proj")
     for_all_heads = (

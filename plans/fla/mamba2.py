@@ -23,7 +23,7 @@ class Mamba2Plan(TransformerPlan):
         gated = None if attn.norm_before_gate else gated_before
         norm = {"norm": self.split_norm(statistic=gated, groups=groups)} if attn.rmsnorm else {}
         return {
-            **self.attn_region(arguments=UNFUSED),
+            **self.attn_region(arguments=UNFUSED, gathers=True),
             "in_proj": self.packed(width, width, shared, shared, *self.rows_by_head(attn)),
             "conv1d": self.packed(width, shared, shared),
             "A_log": self.colwise(),

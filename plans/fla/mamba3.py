@@ -18,7 +18,7 @@ class Mamba3Plan(TransformerPlan):
         angles = self.shared(attn.num_rope_angles)
         by_head = ("dt_bias", "B_bias", "C_bias", "D", "mimo_x", "mimo_z", "mimo_o", "norm")
         return {
-            **self.attn_region(),
+            **self.attn_region(gathers=True),
             "in_proj": self.packed(width, width, *b_and_c, heads, heads, heads, angles),
             **{name: self.colwise() for name in by_head if has(attn, name)},
             **{name: self.replicated_in_region() for name in ("B_norm", "C_norm")},

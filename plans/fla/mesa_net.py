@@ -9,6 +9,7 @@ from .mixer import MixerPlan
 class MesaNetPlan(MixerPlan):
     """Everything belongs to one head, but the output norm, which is one for all."""
 
+    gathers = True
     by_head = (
         *("q_proj", "k_proj", "v_proj", "q_conv1d", "k_conv1d"),
         *("a_proj", "b_proj", "g_proj", "lambda_params"),

@@ -21,12 +21,14 @@ class MixerPlan(TransformerPlan):
     """One for all heads: replicated."""
     counts: tuple[str, ...] = ()
     """Attributes that count heads or widths, which the mixer's code reads: divided by the degree."""
+    gathers = False
+    """Its code needs hidden states of all tokens: it shifts them, or takes padding out of them under a mask."""
     shared_counts: tuple[str, ...] = ()
     """Attributes that count shared heads or their widths: set to this rank's share of them."""
 
     def attn_plan(self, attn: nn.Module) -> Plan:
         return {
-            **self.attn_region(),
+            **self.attn_region(gathers=self.gathers),
             **{name: self.replicated_in_region() for name in self.for_all_heads if has(attn, name)},
             **{name: self.colwise() for name in self.by_head if has(attn, name)},
             **{name: self.kv_colwise(attn) for name in self.by_shared_head if has(attn, name)},

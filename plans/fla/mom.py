@@ -28,7 +28,7 @@ class MomPlan(MixerPlan):
             if has(attn, name)
         }
         # Its code gathers the tokens of each memory out of the input.
-        return super().attn_plan(attn) | self.attn_region(float8_input=False) | memories
+        return super().attn_plan(attn) | self.attn_region(float8_input=False, gathers=True) | memories
 
     def model_functions(self, model: nn.Module) -> dict[str, Any]:
         return {"load_balancing_loss_func": self.count_once}

@@ -11,6 +11,7 @@ from .mixer import MixerPlan
 class RavenPlan(MixerPlan):
     """A router gives each token some of each key/value head's slots. `g_norm` is over all heads, `o_norm` of each."""
 
+    gathers = True
     by_head = ("q_proj", "o_gate_proj")
     by_shared_head = ("k_proj", "v_proj", "a_proj", "f_proj", "A_log", "dt_bias", "r_bias")
     for_all_heads = ("q_norm", "k_norm", "o_norm", "feature_map.layer")

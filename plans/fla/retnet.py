@@ -15,6 +15,7 @@ from .mixer import MixerPlan
 class RetNetPlan(MixerPlan):
     """A head decays by its number: of a rank's heads, by their numbers among all."""
 
+    gathers = True
     by_head = ("q_proj", "q_conv1d", "g_proj")
     by_shared_head = ("k_proj", "v_proj", "k_conv1d", "v_conv1d")
     for_all_heads = ("g_norm", "g_norm_swish_gate")

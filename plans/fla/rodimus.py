@@ -28,7 +28,7 @@ class RodimusPlan(TransformerPlan):
         by_channel = ("gate_proj", "up_proj", "short_conv", "residual_weight", "i_gate_proj.1")
         by_hand = ("g_gate_proj", "tau_gate_proj")  # the mixer multiplies by their weights itself
         return {
-            **self.attn_region(),
+            **self.attn_region(gathers=True),
             **{name: self.colwise() for name in by_channel if has(attn, name)},
             **{name: self.rowwise_in_region() for name in ("q_proj", "k_proj", "i_gate_proj.0")},
             **{f"{name}.weight": self.rowwise_in_region() for name in by_hand},
@@ -49,6 +49,7 @@ class RodimusPlan(TransformerPlan):
 class SharedKeyPlan(MixerPlan):
     """Queries and values have heads."""
 
+    gathers = True
     by_head = ("q_proj", "v_proj")
     for_all_heads = ("k_proj", "q_norm", "k_norm")
     counts = ("num_heads",)

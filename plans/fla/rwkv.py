@@ -29,11 +29,11 @@ class RWKV7Plan(MixerPlan):
     counts = ("g_norm.num_groups",)
 
     def attn_plan(self, attn: nn.Module) -> Plan:
-        return super().attn_plan(attn) | self.attn_region(float8_input=False)
+        return super().attn_plan(attn) | self.attn_region(float8_input=False, gathers=True)
 
     def mlp_plan(self, mlp: nn.Module) -> Plan:
         return {
-            **self.attn_region("x", float8_input=False),
+            **self.attn_region("x", float8_input=False, gathers=True),
             "x_k": self.replicated_in_region(),
             "key": self.colwise(),
             "value": self.rowwise(reduce_output=False),
@@ -50,11 +50,11 @@ class RWKV6Plan(MixerPlan):
     counts = ("g_norm.num_groups",)
 
     def attn_plan(self, attn: nn.Module) -> Plan:
-        return super().attn_plan(attn) | self.attn_region(float8_input=False)
+        return super().attn_plan(attn) | self.attn_region(float8_input=False, gathers=True)
 
     def mlp_plan(self, mlp: nn.Module) -> Plan:
         return {
-            **self.attn_region("x", float8_input=False),
+            **self.attn_region("x", float8_input=False, gathers=True),
             "key": self.replicated_in_region(),
             "key.linear": self.colwise(),
             "value": self.rowwise(reduce_output=False),

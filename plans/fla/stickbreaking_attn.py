@@ -9,6 +9,7 @@ from .mixer import MixerPlan
 class StickBreakingPlan(MixerPlan):
     """A transformer's, but for what follows the scores."""
 
+    gathers = True
     by_head = ("q_proj",)
     by_shared_head = ("k_proj", "v_proj")
     for_all_heads = ("q_norm", "k_norm")

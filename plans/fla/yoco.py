@@ -14,6 +14,7 @@ from .mixer import MixerPlan, has
 class GatedRetentionPlan(MixerPlan):
     """Of the first half, where it is neither Gated DeltaNet nor attention in a window."""
 
+    gathers = True
     by_head = ("q_proj", "k_proj", "v_proj", "g_proj", "gk_proj")
 
 

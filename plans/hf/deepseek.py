@@ -23,7 +23,7 @@ class DeepseekPlan(ExpertsPlan):
             latent = dict.fromkeys(("q_a_proj", "q_a_layernorm"), self.replicated_in_region())
             queries = {**latent, "q_b_proj": self.colwise()}
         return {
-            **self.attn_input(),
+            **self.attn_input(gathers=True),  # its code divides the latents of keys and values
             **queries,
             "kv_a_proj_with_mqa": self.replicated_in_region(),
             "kv_a_layernorm": self.replicated_in_region(),

@@ -26,6 +26,7 @@ class Gemma3VisionPlan(Gemma3Plan):
 
     def model_plan(self, model: nn.Module) -> Plan:
         plan = super().model_plan(model)
+        plan["model.language_model.embed_tokens"] = self.vocab_embedding(all_tokens=True)
         for part in ("model.vision_tower", "model.multi_modal_projector"):
             plan |= self.each_of(model, part, self.replicated_off_stream())
         return plan

@@ -13,6 +13,7 @@ class GPT2Plan(TPPlan):
 
     def model_plan(self, model: nn.Module) -> Plan:
         return super().model_plan(model) | {
+            "transformer.wte": self.vocab_embedding(all_tokens=True),
             "transformer.wpe": self.replicated_off_stream(),
             "transformer.ln_f": self.end_of_stream(),
         }

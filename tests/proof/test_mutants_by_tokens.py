@@ -9,6 +9,7 @@ from mutants.bugs import changed
 from plainly import sharded
 
 from titanplans import Degrees, registered_plans
+from titanplans.errors import PlanError
 from titanplans.split.collectives import collect
 from titanplans.split.own_tokens import OwnTokens
 
@@ -36,11 +37,6 @@ def other_order(plan, style):
 
 
 WRONG = {
-    "a projection that is not exchanged": (
-        ("llama", changed(PLANS["llama"], q_proj=lambda plan, style: plan.replicated_in_region()), {}),
-        "runs in model.layers.0.self_attn",  # by weights as far as o_proj
-        "colwise() ",
-    ),
     "a section of other rows": (
         (
             "phi3",
@@ -73,6 +69,26 @@ WRONG = {
     ),
 }
 """Model, plan and sizes; the place; and of the words with it some."""
+
+
+NOT_SPLIT = changed(PLANS["llama"], q_proj=lambda plan, style: plan.replicated_in_region())
+
+
+def test_a_projection_that_is_not_split_is_found_by_weights_as_far_as_o_proj():
+    (case,) = proved("llama", NOT_SPLIT, 2, 1).cases
+    assert "runs in model.layers.0.self_attn" in (
+        case.worst if case.finding is None else case.finding.first.name
+    )
+    assert "colwise() " in " ".join(chain(map(str, filter(None, [case.finding])), case.notes))
+
+
+@pytest.mark.parametrize("cut", [(1, 2), (2, 2)], ids=["cp", "tp x cp"])
+def test_a_projection_that_is_not_exchanged_is_refused_where_its_code_needs_all_tokens(cut):
+    with pytest.raises(
+        PlanError,
+        match=r"^view in modeling_llama.py, line \d+, .* output of \S+q_proj, .*as colwise\(\), or ",
+    ):
+        proved("llama", NOT_SPLIT, *cut)
 
 
 @pytest.mark.parametrize("cut", [(2, 1), (1, 2), (2, 2)], ids=["tp", "cp", "tp x cp"])

@@ -9,11 +9,13 @@ from torch.overrides import get_overridable_functions, get_testing_overrides, re
 from torch.utils._pytree import tree_leaves
 
 from titanplans import PlanError
-from titanplans.split.own_tokens import OwnTokens
+from titanplans.split.own_tokens import GatherPermission, OwnTokens
 from titanplans.split.tokens import sharded_sequence as rules
 from titanplans.split.tokens.sharded_sequence import ShardedSequence, sharded_sequence
 
 LENGTH, RANKS, WIDTH = 6, 2, 4
+GRANTED = GatherPermission(True, "attn_region(gathers=True)", "layers.0.attn")
+NOT_GRANTED = GRANTED._replace(granted=False)
 WHOLE = torch.linspace(-0.9, 1.3, 2 * LENGTH * WIDTH, dtype=torch.float64).sin().view(2, LENGTH, WIDTH)
 LEFT_OUT = """
     empty_like new_empty __reduce_ex__ __reduce__ __deepcopy__ __repr__ __format__ __hash__ share_memory_ storage
@@ -112,9 +114,10 @@ def differs(found, expected):
     return isinstance(expected, int | float | bool | str | torch.Size | torch.dtype) and found != expected
 
 
-@pytest.mark.parametrize("kind", ["whole", "outside"])
+@pytest.mark.parametrize("permission", [GRANTED, NOT_GRANTED], ids=["granted", "not granted"])
 @pytest.mark.parametrize("gradient", [True, False])
-def test_every_function_gives_what_the_whole_sequence_gives(kind, gradient):
+def test_every_function_gives_what_the_whole_sequence_gives(permission, gradient):
+    """Or is refused, where it needs tokens that the plan does not let it gather."""
     functions = list(itertools.chain.from_iterable(get_overridable_functions().values()))
     dummies, wrong, ran = get_testing_overrides(), [], set()
     make = whole if gradient else plain
@@ -122,7 +125,7 @@ def test_every_function_gives_what_the_whole_sequence_gives(kind, gradient):
     def shown():
         x = make()
         shard = own(x.detach()).clone().requires_grad_(gradient)
-        return sharded_sequence(shard, Alone(x.detach()), kind)
+        return sharded_sequence(shard, Alone(x.detach()), permission)
 
     for function in functions:
         name = resolve_name(function) or function.__name__
@@ -169,14 +172,29 @@ def test_every_function_gives_what_the_whole_sequence_gives(kind, gradient):
 
 def test_the_table_names_functions_of_torch():
     holders = (torch.Tensor, torch, torch.nn.functional)
-    table = rules.TOKENWISE | rules.RESHAPES | rules.ASKS | rules.MAKES | rules.LIKE_IT
+    table = rules.OF_TOKENS | rules.LIKE_ANOTHER
     assert not [name for name in table if not any(hasattr(holder, name) for holder in holders)]
-    assert rules.SUMS <= rules.TOKENWISE
+
+
+def test_without_a_permission_it_answers_casts_scales_and_views_of_its_shape():
+    x = sharded_sequence(own(WHOLE), Alone(WHOLE), NOT_GRANTED)
+    for same in (x.float(), x * 2, 2 * x / torch.tensor(3.0), x.view(x.shape), x[:, :], x.contiguous()):
+        assert isinstance(same, ShardedSequence)
+        assert same.shape == WHOLE.shape
+    assert (x.size(1), x.new_zeros(2).shape, torch.zeros_like(x).shape) == (LENGTH, (2,), WHOLE.shape)
+    for needs in (lambda: x + x, lambda: x[:, 1:], lambda: x.sum(), lambda: x.clone().add_(1)):
+        with pytest.raises(
+            PlanError,
+            match=r"in test_sharded_sequence.py, line \d+, needs all tokens of the hidden states at layers.0.attn, .*"
+            r"give layers.0.attn the style attn_region\(gathers=True\)",
+        ):
+            needs()
+    assert not x.gathered
 
 
 def test_a_part_of_a_sum_is_not_changed_in_place_by_another():
     """Own tokens of the other part would be all that is left of it."""
-    doubled, x = (sharded_sequence(own(WHOLE), Alone(WHOLE), "partial") for _ in range(2))
+    doubled, x = (sharded_sequence(own(WHOLE), Alone(WHOLE), GRANTED, partial=True) for _ in range(2))
     doubled *= 2
     assert torch.equal(doubled.shard, own(WHOLE) * 2)
     with pytest.raises(PlanError, match=r"a part of a sum over ranks in place.* x = x \+ y"):
@@ -184,7 +202,7 @@ def test_a_part_of_a_sum_is_not_changed_in_place_by_another():
 
 
 def test_the_sequence_may_be_given_by_keyword():
-    x = sharded_sequence(own(WHOLE), Alone(WHOLE))
+    x = sharded_sequence(own(WHOLE), Alone(WHOLE), GRANTED)
     made = (
         torch.reshape(input=x, shape=(2, -1)),
         torch.nn.functional.dropout(input=x, p=0.0),

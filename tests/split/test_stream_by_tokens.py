@@ -13,12 +13,14 @@ from torch.utils._pytree import tree_leaves
 from titanplans import apply_plan
 from titanplans.loss import cross_entropy
 from titanplans.proof.ranks.fake import fake_ranks
-from titanplans.split.own_tokens import OwnTokens
+from titanplans.split.own_tokens import GatherPermission, OwnTokens
 from titanplans.split.tokens.sharded_sequence import ShardedSequence, sharded_sequence
 
 LENGTH, CONTEXT = 24, 2
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
+
+GRANTED = GatherPermission(True, "")
 
 
 class Made(TorchDispatchMode):
@@ -70,11 +72,11 @@ def test_a_fake_tensor_looks_whole():
     with fake_ranks(CONTEXT, cp=CONTEXT) as mesh, FakeTensorMode():
         tokens = OwnTokens(mesh["cp"], 1)
         shard = torch.empty(1, LENGTH // CONTEXT, 8, requires_grad=True)
-        whole = sharded_sequence(shard, tokens)
+        whole = sharded_sequence(shard, tokens, GRANTED)
         assert isinstance(whole, ShardedSequence)
         assert whole.shape == (1, LENGTH, 8)
         assert (whole * 2).shard.shape == shard.shape
-        assert not whole.read
+        assert not whole.gathered
         assert whole.numbers().shape == whole.shape
         whole.numbers().sum().backward()
         assert shard.grad.shape == shard.shape
@@ -83,9 +85,9 @@ def test_a_fake_tensor_looks_whole():
 def test_what_looks_whole_is_made_to_require_a_gradient():
     with fake_ranks(CONTEXT, cp=CONTEXT) as mesh:
         tokens = OwnTokens(mesh["cp"], 1)
-        whole = sharded_sequence(torch.ones(1, LENGTH // CONTEXT, 8), tokens)
+        whole = sharded_sequence(torch.ones(1, LENGTH // CONTEXT, 8), tokens, GRANTED)
         assert whole.requires_grad_() is whole
-        assert not whole.read, "it was gathered"
+        assert not whole.gathered, "it was gathered"
         whole.shard.sum().backward()
         assert whole.requires_grad
         assert whole.shard.grad.equal(torch.ones_like(whole.shard))
@@ -109,7 +111,7 @@ def test_an_autograd_function_saves_numbers():
     with fake_ranks(CONTEXT, cp=CONTEXT) as mesh:
         tokens = OwnTokens(mesh["cp"], 1)
         shard = torch.ones(1, LENGTH // CONTEXT, 8, requires_grad=True)
-        doubled = Doubled.apply(sharded_sequence(shard, tokens, "partial"))
+        doubled = Doubled.apply(sharded_sequence(shard, tokens, GRANTED, partial=True))
         assert type(doubled) is torch.Tensor, "made of tokens whose graph the function has not"
         doubled.sum().backward()
         assert shard.grad.equal(torch.full_like(shard, 2))

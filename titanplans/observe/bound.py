@@ -108,7 +108,7 @@ def noted_calls(model: nn.Module, applied: AppliedPlan) -> Iterator[Calls]:
         sharded = stream.dim if is_sharded and not style.inside else None
         shapes = tuple(own_shape(x, border, is_sharded and style.takes_token_ids) for x in given)
         # Regions are entered over the ranks of tensor parallelism, and inside all that share the heads compute.
-        degree = applied.mesh.size() if name in inside and not style.gathers else border.group[1]
+        degree = applied.mesh.size() if name in inside and not style.enters_full else border.group[1]
         calls.setdefault(name, []).append(Call(shapes, sharded, degree, exchanged_rows(module, border)))
 
     with ExitStack() as stack:
@@ -139,11 +139,11 @@ def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Cal
     for key, style in styles.items():
         path, home = _path(key, applied), holder(key, (*decoder.mixers, *decoder.mlps)) or key
         own = calls.get(path, ())
-        if style.gathers:
+        if style.enters_full:
             if home in regions:
                 continue
             regions[home] = own
-        part, module = part_of(path, decoder), home if style.gathers else path
+        part, module = part_of(path, decoder), home if style.enters_full else path
         around = () if own else next((c for name, c in regions.items() if within(key, name)), ())
         if around and path in inside:
             around = [of_all_tokens(call, applied) for call in around]
@@ -200,7 +200,7 @@ def _judged(applied: AppliedPlan) -> dict[str, Style]:
     if decoder.head is not None:
         expected[decoder.head] = plan.vocab_head()
     own = own_styles(applied.styles)
-    crossing = {key: style for key, style in own.items() if style.gathers}
+    crossing = {key: style for key, style in own.items() if style.enters_full}
     return crossing | {key: style for key, style in own_styles(expected).items() if key not in own} | own
 
 

@@ -28,6 +28,8 @@ PlanSource = str | type[TPPlan] | Mapping[str, str | ParallelStyle] | None
 STYLES: Mapping[str, Callable[[TPPlan, nn.Module | None], ParallelStyle]] = {
     "attn_input": lambda plan, mixer: plan.attn_input()[""],
     "attn_region": lambda plan, mixer: plan.attn_region()[""],
+    "attn_input(gathers=True)": lambda plan, mixer: plan.attn_input(gathers=True)[""],
+    "attn_region(gathers=True)": lambda plan, mixer: plan.attn_region(gathers=True)[""],
     "mlp_input": lambda plan, mixer: plan.mlp_input()[""],
     "mlp_region": lambda plan, mixer: plan.mlp_region()[""],
     "colwise": lambda plan, mixer: plan.colwise(),
@@ -42,8 +44,10 @@ STYLES: Mapping[str, Callable[[TPPlan, nn.Module | None], ParallelStyle]] = {
     "replicated_on_stream": lambda plan, mixer: plan.replicated_on_stream(),
     "replicated_off_stream": lambda plan, mixer: plan.replicated_off_stream(),
     "end_of_stream": lambda plan, mixer: plan.end_of_stream(),
+    "end_of_stream(gathers=True)": lambda plan, mixer: plan.end_of_stream(gathers=True),
     "vocab_embedding": lambda plan, mixer: plan.vocab_embedding(),
     "vocab_embedding_begins_stream": lambda plan, mixer: plan.vocab_embedding(begins_stream=True),
+    "vocab_embedding(all_tokens=True)": lambda plan, mixer: plan.vocab_embedding(all_tokens=True),
     "vocab_head": lambda plan, mixer: plan.vocab_head(),
 }
 """Names of styles in a plan that is given as a dict, and the TPPlan method behind each, given the mixer around."""

@@ -36,9 +36,14 @@ class PlanStyles:
 
     options: TPOptions
 
-    def attn_input(self, input_name: str = "hidden_states", *, float8_input: bool = True) -> Plan:
-        """Gather the sequence once, before all projections of a mixer; a `rowwise` inside reduces."""
-        return self._region(input_name, False, float8_input)
+    def attn_input(
+        self, input_name: str = "hidden_states", *, float8_input: bool = True, gathers: bool = False
+    ) -> Plan:
+        """Gather the sequence once, before all projections of a mixer; a `rowwise` inside reduces.
+
+        `gathers`: see `attn_region`.
+        """
+        return self._region(input_name, False, float8_input, gathers=gathers)
 
     def attn_region(
         self,
@@ -46,12 +51,17 @@ class PlanStyles:
         *,
         float8_input: bool = True,
         arguments: Mapping[str, Any] | None = None,
+        gathers: bool = False,
     ) -> Plan:
         """Gather at a mixer's entry and reduce at its exit; its `rowwise` has `reduce_output=False`.
 
-        `arguments` are given to the mixer whatever its caller gives, for a path of its code that can be split.
+        Args:
+            input_name, float8_input: as of `Region`.
+            arguments: given to the mixer whatever its caller gives, for a path of its code that can be split.
+            gathers: under context parallelism its code may gather hidden states of all tokens when it needs them: a token
+                shift, a convolution on them, padding that is taken out under a mask.
         """
-        return self._region(input_name, True, float8_input, arguments)
+        return self._region(input_name, True, float8_input, arguments, gathers=gathers)
 
     def mlp_input(self, input_name: str = "x", *, float8_input: bool = True) -> Plan:
         """Gather the sequence once, before gate and up; the module works token by token."""
@@ -77,6 +87,7 @@ class PlanStyles:
         float8_input: bool,
         arguments: Mapping[str, Any] | None = None,
         mixes_tokens: bool = True,
+        gathers: bool = False,
     ) -> Plan:
         region = Region(
             reduce_output=reduce_output,
@@ -84,6 +95,7 @@ class PlanStyles:
             float8_input=float8_input,
             mixes_tokens=mixes_tokens,
             arguments=arguments,
+            gathers=gathers,
         )
         return {"": region}
 

@@ -4,13 +4,41 @@ Every gradient over these ranks is a part: each rank has followed its own tokens
 one's tokens out of what every rank has takes no collective in the backward, and to gather them sums the parts.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanplans.errors import PlanError
 from titanplans.split.collectives import Group, all_reduce, gather, group_of, scatter_sum
 from titanplans.split.layout import shard_size
+from titanplans.text import users_line
+
+
+class GatherPermission(NamedTuple):
+    """Whether a plan lets code that needs all tokens of hidden states gather them, and what else it has to say."""
+
+    granted: bool
+    remedy: str
+    """The style that grants it."""
+    key: str = ""
+    """The plan key of that style."""
+    source: str = ""
+    """The module that works token by token and has made the sequence; else it is the input of the region."""
+
+    def check(self, function: str) -> None:
+        """Refuse a function that needs the tokens of other ranks, unless the plan lets it gather them.
+
+        Raises:
+            PlanError: names the function, the user's line and what the plan has to say.
+        """
+        if not self.granted:
+            what = f"output of {self.source}" if self.source else f"hidden states at {self.key}"
+            split = f"{self.source} a style that splits it by heads, as colwise(), or " if self.source else ""
+            raise PlanError(
+                f"{function}{users_line()} needs all tokens of the {what}, and a rank of context parallelism has its "
+                f"own: give {split}{self.key} the style {self.remedy}, or set context_parallel_degree = 1"
+            )
 
 
 class OwnTokens:
@@ -25,6 +53,8 @@ class OwnTokens:
         self.mesh, self.dim = mesh, dim
         self.group: Group = ("", 1) if mesh is None else group_of(mesh)
         self.rank = 0 if mesh is None else mesh.get_local_rank()
+        self.permission = GatherPermission(False, "")
+        """Of the newest region that mixes tokens."""
         self.region_shape = torch.Size()
         """The shape of the full sequence in the newest region that mixes tokens; empty if its forward runs in full."""
 

@@ -59,8 +59,10 @@ class Style(ParallelStyle):
     """It is right only inside a region."""
     splits = False
     """Each rank does a shard of the work."""
-    gathers = False
+    enters_full = False
     """After its entry every rank has the full sequence."""
+    may_gather = False
+    """Under context parallelism code may gather all tokens of the hidden states that it gets here."""
     mixes_tokens = False
     """A region whose code mixes tokens: context parallelism gives it the full sequence."""
     shared = False

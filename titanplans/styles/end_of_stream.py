@@ -7,6 +7,8 @@ from torch import nn
 
 from titanplans.split.border import Border
 from titanplans.split.costs import Call, ExpectedCollective
+from titanplans.split.own_tokens import GatherPermission
+from titanplans.split.state import key_of
 from titanplans.split.tokens.sharded_sequence import sharded_sequence
 from titanplans.styles.base import Site, Style, on_output
 from titanplans.styles.replicated_off_stream import ReplicatedOffStream
@@ -19,9 +21,16 @@ class EndOfStream(ReplicatedOffStream):
         backward  this rank's shard of dx_BLD; dw is the same on every rank
 
     For a final norm whose output the model's code views by the shape of the token ids.
+
+    Args:
+        gathers: under context parallelism code after it that needs all tokens may gather them. Nothing is gathered until
+            code asks.
     """
 
     ends_stream = True
+
+    def __init__(self, *, gathers: bool = False):
+        self.may_gather = gathers
 
     def parameter_refusal(self, name: str, param: nn.Parameter) -> str | None:
         return Style.parameter_refusal(self, name, param)
@@ -32,7 +41,8 @@ class EndOfStream(ReplicatedOffStream):
     def by_tokens(self, module: nn.Module, site: Site) -> None:
         """Each rank keeps its tokens, of a sequence that looks complete to the code after it."""
         module.register_forward_pre_hook(partial(_end_with_own_tokens, site.border))
-        module.register_forward_hook(partial(_look_complete, site.border))
+        permission = GatherPermission(self.may_gather, "end_of_stream(gathers=True)", key_of(module))
+        module.register_forward_hook(partial(_look_complete, site.border, permission))
 
     def sends(self, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
         return () if call.dim is None else (ExpectedCollective(("all_gather",), (), call.elements),)
@@ -50,9 +60,11 @@ def _end_with_own_tokens(border: Border, module: nn.Module, args: Any) -> Any:
     return (border.stream.full_of_cp_rank(args[0]), *args[1:])
 
 
-def _look_complete(border: Border, module: nn.Module, args: Any, output: Any) -> Any:
+def _look_complete(
+    border: Border, permission: GatherPermission, module: nn.Module, args: Any, output: Any
+) -> Any:
     runs_in_full = border.stream.runs_in_full
     border.stream.end()
     if runs_in_full:
         return output
-    return on_output(lambda x: sharded_sequence(x, border.tokens, "outside"), output)
+    return on_output(lambda x: sharded_sequence(x, border.tokens, permission), output)

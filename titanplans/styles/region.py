@@ -9,7 +9,8 @@ from torch import nn
 
 from titanplans.split.border import Border
 from titanplans.split.costs import Call, ExpectedCollective, entered, left
-from titanplans.split.state import make_state
+from titanplans.split.own_tokens import GatherPermission
+from titanplans.split.state import key_of, make_state
 from titanplans.split.tokens.sharded_sequence import ShardedSequence, sharded_sequence
 from titanplans.styles.base import Site, Style, on_input, on_output
 
@@ -30,9 +31,11 @@ class Region(Style):
             MLP or a mixture of experts, which works token by token on this rank's tokens.
         shared: other regions read the output, such as keys and values for several blocks; nothing leaves.
         arguments: given to the module whatever its caller gives, for a path of its code that can be split.
+        gathers: under context parallelism a mixer's code that needs hidden states of all tokens may gather them: a token
+            shift, a convolution on them, padding that is taken out under a mask. Nothing is gathered until code asks.
     """
 
-    opens = gathers = True
+    opens = enters_full = True
     remedy = (
         "its own code works on this rank's heads or width: local_attributes and mlp_attributes set its counts, colwise() "
         "splits its own parameters; where it goes on after a rowwise(), leave the sum to its exit: "
@@ -48,10 +51,11 @@ class Region(Style):
         mixes_tokens: bool = True,
         shared: bool = False,
         arguments: Mapping[str, Any] | None = None,
+        gathers: bool = False,
     ):
         self.reduce_output, self.input_name = reduce_output, input_name
         self.float8_input, self.mixes_tokens = float8_input, mixes_tokens
-        self.shared, self.arguments = shared, arguments or {}
+        self.shared, self.arguments, self.may_gather = shared, arguments or {}, gathers
 
     @property
     def closes(self) -> bool:  # type: ignore[override]
@@ -88,13 +92,19 @@ class Region(Style):
             lambda x: leave(x.unflatten(0, shape) if len(shape) > 1 and x.ndim == 2 else x), output
         )
 
+    def _written(self) -> str:
+        """Return the method of a plan that makes such a region."""
+        return "shared_region" if self.shared else "attn_region" if self.reduce_output else "attn_input"
+
     def _enter_with_own_tokens(self, border: Border, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        permission = GatherPermission(self.may_gather, f"{self._written()}(gathers=True)", key_of(module))
+
         def enter(x: torch.Tensor) -> torch.Tensor:
             if border.stream.runs_in_full:
                 return border.enter(x)
             border.stream.check_runs()
-            sequence = sharded_sequence(border.enter(x), border.tokens)
-            border.tokens.region_shape = sequence.shape
+            sequence = sharded_sequence(border.enter(x), border.tokens, permission)
+            border.tokens.region_shape, border.tokens.permission = sequence.shape, permission
             return sequence
 
         return on_input(enter, self, self.input_name, module, args, {**kwargs, **self.arguments})

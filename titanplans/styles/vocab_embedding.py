@@ -16,6 +16,7 @@ from titanplans.split.collectives import sum_ranks
 from titanplans.split.costs import Call, ExpectedCollective
 from titanplans.split.layout import Layout, shard_size
 from titanplans.split.module_weight import with_locals_in_forward
+from titanplans.split.own_tokens import GatherPermission
 from titanplans.split.state import make_state, specialise, subclass
 from titanplans.split.tokens.sharded_sequence import sharded_sequence
 from titanplans.styles.base import Site, SplitOver, Style, held
@@ -32,12 +33,14 @@ class VocabEmbedding(Style):
         begins_stream: the sum is laid out as the stream, which with sequence parallelism saves half of its bytes. For models
             that draw no conclusion (positions, masks, where images stand) from the embeddings; otherwise every rank has all
             embeddings, and the stream begins at the first block.
+        all_tokens: under context parallelism every rank embeds all tokens, for models whose code works on the embeddings
+            before the first block: it adds positions, or puts images among them. Otherwise a rank embeds its own tokens.
     """
 
     takes_token_ids = True
 
-    def __init__(self, *, begins_stream: bool = False):
-        self.begins_stream = begins_stream
+    def __init__(self, *, begins_stream: bool = False, all_tokens: bool = False):
+        self.begins_stream, self.all_tokens = begins_stream, all_tokens
 
     def layouts(self, module: nn.Module, over: SplitOver) -> Mapping[str, Layout]:
         return {"weight": Layout(Shard(0), Shard(0))}
@@ -58,9 +61,10 @@ class VocabEmbedding(Style):
         )
 
     def by_tokens(self, module: nn.Module, site: Site) -> None:
-        """Each rank embeds its tokens alone."""
+        """Each rank embeds its tokens alone, unless code needs the embeddings of all."""
         self.by_weights(module, site)
-        specialise(module, _of_own_tokens(type(module), self.begins_stream))
+        if not self.all_tokens:
+            specialise(module, _of_own_tokens(type(module), self.begins_stream))
 
     def sends(self, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
         elements = call.given[0].numel() * held(module)["weight"].shape[1]
@@ -121,6 +125,10 @@ def _of_own_tokens(cls: type[nn.Module], begins_stream: bool) -> type[nn.Module]
         if stream.runs_in_full:
             return cls.forward(self, input)
         out = cls.forward(self, tokens.own(input))
-        return out if begins_stream else sharded_sequence(out, tokens, "outside")
+        if begins_stream:
+            return out
+        return sharded_sequence(
+            out, tokens, GatherPermission(False, "vocab_embedding(all_tokens=True)", self._split.key)
+        )
 
     return subclass(cls, {"forward": forward}, "own_tokens")

@@ -23,7 +23,7 @@ class Whole(ReplicatedOffStream):
         input_name: keyword under which the input comes if it is not the first positional argument.
     """
 
-    gathers = runs_unsplit = True
+    enters_full = runs_unsplit = True
 
     def __init__(self, *, input_name: str = "hidden_states"):
         self.input_name = input_name

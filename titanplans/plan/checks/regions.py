@@ -86,7 +86,9 @@ def _mixer_faults(plan: ResolvedPlan) -> Iterator[Fault]:
     ours, source = {entry.key: entry.style for entry in plan.entries}, plan.source
     for name, mixer in plan.decoder.mixers.items():
         keys = [key for key in plan.styles if key == name or within(key, name)]
-        gathered = any(style.gathers and (key == name or within(name, key)) for key, style in ours.items())
+        gathered = any(
+            style.enters_full and (key == name or within(name, key)) for key, style in ours.items()
+        )
         if source.options.sequence_parallel and keys and ours.keys() >= set(keys) and not gathered:
             yield (
                 keys[0],

@@ -12,7 +12,7 @@ from torch import nn
 
 from titanplans.errors import PlanError
 from titanplans.split.border import Border
-from titanplans.split.state import subclass
+from titanplans.split.state import key_of, subclass
 from titanplans.split.tokens.exchange import HeadExchange, Share, to_heads, to_tokens
 from titanplans.split.tokens.sharded_sequence import ShardedSequence, sharded_sequence
 
@@ -81,7 +81,7 @@ def to_tokens_before(cls: type[nn.Module]) -> type[nn.Module]:
             x = x.numbers()
         own = to_tokens(x, HeadExchange(tokens, heads.share))
         output = _of_own(self, None, own, *args, **kwargs)
-        return output if heads.closes else sharded_sequence(output, tokens, "partial")
+        return output if heads.closes else sharded_sequence(output, tokens, tokens.permission, partial=True)
 
     return subclass(cls, {"__call__": call}, "heads_to_tokens")
 
@@ -92,7 +92,9 @@ def of_each_token(cls: type[nn.Module]) -> type[nn.Module]:
 
     def call(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x, ShardedSequence):
-            return x.like(nn.Module.__call__(self, x.shard, *args, **kwargs))
+            made = x.like(nn.Module.__call__(self, x.shard, *args, **kwargs))
+            made.permission = x.permission._replace(source=key_of(self))
+            return made
         return cls.__call__(self, x, *args, **kwargs)
 
     return subclass(cls, {"__call__": call}, "own_tokens")
