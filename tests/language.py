@@ -224,7 +224,7 @@ def decays_of_rank(decays, place):
 class RetentionPlan(TinyPlan):
     def attn_plan(self, attn):
         return {
-            **self.attn_input(),
+            **self.attn_input(gathers=True),  # its code scales hidden states by a vector
             "scale": self.replicated_in_region(),
             "q_proj": self.colwise(),
             "k_proj": self.packed(WIDTH, WIDTH),

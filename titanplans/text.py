@@ -1,6 +1,7 @@
 """The smallest parts of what commands and logs print: values, columns, lists of names, numbers with their noun, bytes."""
 
 import dataclasses
+import inspect
 import itertools
 import os
 import re
@@ -150,7 +151,7 @@ def in_bytes(number: int) -> str:
 
 def users_line() -> str:
     """Return where the code outside of torch and of this project stands that runs, as " in model.py, line 12,"."""
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None:
         module = frame.f_globals.get("__name__", "").partition(".")[0]
         if module not in ("torch", "titanplans", "einops"):
