@@ -27,7 +27,7 @@ def one_case(model_fn=Tiny, plan=TinyPlan, **arguments):
 def test_the_whole_grid():
     """tp = 8 does not divide four heads: refused by the sentence of strict application, and not failed."""
     lines = []
-    # With the same biases each time: other tests' random numbers decide what bfloat16 hides.
+    # With the same biases each time, whatever random numbers other tests have drawn.
     report = verify(lambda: zoo.build("tiny"), TinyPlan, progress=lines.append)
     assert report.passed
     assert [case.options for case in report.cases if case.scenario.dtype == "float64"][:8] == [
@@ -39,10 +39,8 @@ def test_the_whole_grid():
     assert {case.scenario.dtype for case in report.cases} == {"float64", "float32", "bfloat16"}
     for case in report.cases:
         compared = [check.what for check in case.checks]
-        if (
-            case.scenario.dtype == "bfloat16"
-        ):  # where rounding hides most gradients of some step, and so the weights after
-            assert {"loss", "logits", "replicas", "scale"} <= {*compared}
+        if case.scenario.dtype == "bfloat16":
+            assert compared == ["loss", "replicas", "norm"]
         else:
             assert compared == ["loss", "logits", "gradients", "replicas", "norm", "AdamW"]
         assert not case.missing
@@ -56,7 +54,8 @@ def test_the_whole_grid():
     assert str(refusal).startswith("not proved: tp 8: ")
     assert "num_heads = 4" in refusal.reason
     assert lines[0] == "the whole model"
-    assert len(lines) == lines.count("the whole model") + len(report.cases)
+    again = lines.count("more perturbed runs of the whole model")  # each before a case is proved again
+    assert len(lines) == lines.count("the whole model") + len(report.cases) + 2 * again
     assert report.subject == "Tiny, TinyPlan"
 
 

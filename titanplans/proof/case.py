@@ -23,7 +23,7 @@ from titanplans.proof.compare.patches import unpatched
 from titanplans.proof.compare.pipeline import PipelinedModel, split_stages
 from titanplans.proof.compare.reference import ReferenceRun
 from titanplans.proof.compare.training import TrainingRun, recompute
-from titanplans.proof.explain.localise import localise, may_be_partial
+from titanplans.proof.explain.localise import localise
 from titanplans.proof.ranks.lockstep import RanksDiverged
 from titanplans.proof.ranks.world import World, from_first
 from titanplans.proof.result import CaseResult, Check, keywords
@@ -54,7 +54,7 @@ def prove_case(
     start = time.perf_counter()
     applied: list[AppliedPlan] = []
     training: TrainingRun | None = None
-    comparison = Comparison(reference, world, options.degrees.tp if options.degrees.cp > 1 else 1)
+    comparison = Comparison(reference, world)
 
     def take() -> CaseResult:
         nonlocal applied, training
@@ -66,11 +66,7 @@ def prove_case(
             if scenario.recomputed:
                 for one in applied:
                     recompute(one.decoder)
-            training = reference.training(
-                model,
-                watched=[name for name in reference.watched if not may_be_partial(name, applied[0].styles)],
-                fused=scenario.fused,
-            )
+            training = reference.training(model, fused=scenario.fused)
             comparison.run(training)
         except (PlanError, VerifyError):
             raise

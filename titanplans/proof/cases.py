@@ -113,7 +113,6 @@ class Proof:
         """
         unreached: list[str] = []
         results: dict[int, CaseResult] = {}
-        hidden: dict[str, dict[str, None]] = {}
         for members in map(groups.__getitem__, turns):
             whole = cases[members[0]][1].whole
             self.progress("the whole model")
@@ -127,18 +126,6 @@ class Proof:
                     f"{whole.dtype}, some trainings: differences below those of {reference.draws} perturbed runs of the "
                     f"whole model: a few jump, so that {DRAWS} perturbed runs told too little"
                 )
-            if reference.hidden:
-                unreached.append(
-                    f"{whole.dtype}, some trainings: from some step on rounding hides most gradients, so only earlier "
-                    "steps and replicas are compared"
-                )
-            if "step 1" in reference.shown:
-                hidden.setdefault(whole.dtype, {}).update(dict.fromkeys(reference.undecided))
-        unreached += [
-            f"{dtype}: rounding hides {len(names)} quantities, as the {next(iter(names))}"
-            for dtype, names in hidden.items()
-            if names
-        ]
         # Two: the plain scenario's and the newest, since one explanation is tried on the next failing case.
         recorded = lru_cache(2)(lambda whole: self._reference(whole, recording=True, further=True))
         blame = Blame(

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from titanplans.proof.batches.conditions import PLAIN, Scenario
-from titanplans.proof.compare.scale import SCALE
 from titanplans.proof.result import CaseResult, Refusal, epsilons, options_as_json
 from titanplans.text import columns
 
@@ -25,7 +24,7 @@ class Report:
     trainings: tuple[Scenario, ...] = ()
     """The trainings of the cases, without frozen, recomputed, …; the table calls them A, B, C."""
     unreached: tuple[str, ...] = ()
-    """Conditions of this model that no case has, and quantities that rounding hides, in words."""
+    """Conditions of this model that no case has, in words."""
     ranks: str = "threads"
     """threads or process_group."""
 
@@ -49,7 +48,7 @@ class Report:
     def table(self) -> str:
         """Return the report as text, its numbers in epsilons."""
         found = dict.fromkeys(check.what for case in self.cases for check in case.checks)
-        checks = (*CHECKS, *(what for what in found if what == SCALE or what.endswith(" loss")))
+        checks = (*CHECKS, *(what for what in found if what.endswith(" loss")))
         degrees = [case.options.degrees for case in self.cases]
         others = [name for name in ("cp", "ep", "pp") if any(getattr(cut, name) > 1 for cut in degrees)]
         cuts = ("tp", *others)

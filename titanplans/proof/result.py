@@ -13,7 +13,7 @@ class Check:
     """One kind of quantity of the split model, compared with the whole model's."""
 
     what: str
-    """runs, loss, logits, gradients, replicas, scale, norm, AdamW or tied."""
+    """runs, loss, logits, gradients, replicas, norm, AdamW or tied."""
     error: float
     """The worst difference, in epsilons: units of the change by one rounding of every weight."""
     tolerance: float

@@ -59,7 +59,8 @@ def verdict(outcome: Outcome) -> str:
     if wrong:
         first = f"the first at {wrong[0].name}: {_place(wrong[0])}"
         return f"WRONG: {len(wrong)} of {counted(len(cases), 'case')}, {first}; {outcome.seconds:.1f} s"
-    worst = max((c for case in cases for c in case.checks if c.tolerance), key=lambda c: c.error)
+    exact = (case for case in cases if case.scenario.dtype == outcome.report.dtype)
+    worst = max((c for case in exact for c in case.checks if c.tolerance), key=lambda c: c.error)
     parts = [
         f"proved: {counted(len(cases), 'case')}, worst {epsilons(worst.error)} epsilons of {worst.tolerance:,.0f} allowed"
     ]

@@ -8,9 +8,7 @@ import torch
 from titanplans.plan.options import TPOptions
 from titanplans.proof.batches.conditions import Scenario
 from titanplans.proof.compare.pipeline import PipelinedModel
-from titanplans.proof.compare.record import module_name
 from titanplans.proof.compare.reference import Point, ReferenceRun
-from titanplans.proof.compare.scale import SCALE, fit_of
 from titanplans.proof.compare.tolerance import difference, largest
 from titanplans.proof.compare.training import Key, TrainingRun
 from titanplans.proof.ranks.world import World, wholes
@@ -30,8 +28,6 @@ class Comparison:
 
     reference: ReferenceRun
     world: World
-    inner: int = 1
-    """Of ranks in two dimensions, the length of the second."""
     worst: dict[str, Check] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -67,32 +63,16 @@ class Comparison:
         at: Point = (point, *key)
         if not self.world.first or at not in self.reference.expected:
             return
-        if key[0] == SCALE:
-            self._compare_scale(at, values)
-            return
         (what, where), (first, *others) = key, values
         others = [value for value in others if not _same(value, first)]
-        if point in self.reference.shown:
-            apart, expected = self.reference.tolerance.difference, self.reference.expected[at]
-            error = max(apart(value, expected) for value in (first, *others)) / self.reference.units[at]
-            if at not in self.reference.noise or not math.isfinite(error):
-                self._note(what, error, self._allowed, where, point)
+        apart, expected = self.reference.tolerance.difference, self.reference.expected[at]
+        error = max(apart(value, expected) for value in (first, *others)) / self.reference.units[at]
+        if self.reference.tolerance.compares(what) or not math.isfinite(error):
+            self._note(what, error, self._allowed, where, point)
         unit = torch.finfo(first.dtype).eps * largest(first)
         worst = max((difference(value, first) for value in others), default=0.0)
         error = worst / unit if unit else worst and math.inf
         self._note("replicas", error, 0.0 if self.world.exact else self._allowed, where or what, point)
-
-    def _compare_scale(self, at: Point, values: list[torch.Tensor]) -> None:
-        point, what, where = at
-        found = fit_of(values, self.reference.expected[at], self.inner)
-        if found is None or at not in self.reference.units or point not in self.reference.shown:
-            return
-        if at not in self.reference.noise or not math.isfinite(found.slope):
-            name = f"{'gradient of the output of ' * where.endswith(chr(39))}{module_name(where)}"
-            error = abs(found.slope) / self.reference.units[at]
-            self._note(
-                what, error, self._allowed, f"{name}, {1 + found.slope:.3g} times the right one", point
-            )
 
     def _compare_names(self, point: str, found: dict[Key, torch.Tensor]) -> None:
         wanted = [where for at, what, where in self.reference.expected if at == point and what == "gradients"]
@@ -117,7 +97,7 @@ class Comparison:
         kinds = [
             what for what in dict.fromkeys(key[1] for key in self.reference.expected) if what != "outputs"
         ]
-        late = ("replicas", SCALE, "norm", "AdamW", "tied")
+        late = ("replicas", "norm", "AdamW", "tied")
         order = [*(k for k in kinds if k not in late), *late]
         checks = tuple(self.worst[what] for what in order if what in self.worst)
         return CaseResult(options, scenario, checks, self.missing, self.unexpected)

@@ -1,7 +1,7 @@
 """Every module's output and that output's gradient, recorded by hooks in the order of the run."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,13 +15,13 @@ class Recorder:
     """A context that records the outputs of a model's modules, and their gradients, in a step that runs inside.
 
     `tensors` has "name" for a module's output and "name'" for the gradient of that output, detached;
-    a module that runs again has a number after its name. `order` lists the names as they finished. `names` restricts the
-    modules. With several `sequences`, an output [tokens, hidden], such as a router's, is unflattened by sequence, since a
-    rank may hold a shard of each.
+    a module that runs again has a number after its name. `order` lists the names as they finished. With several
+    `sequences`, an output [tokens, hidden], such as a router's, is unflattened by sequence, since a rank may hold a shard of
+    each.
     """
 
-    def __init__(self, model: nn.Module, names: Collection[str] | None = None, sequences: int = 1):
-        self.names, self._sequences = names, sequences
+    def __init__(self, model: nn.Module, sequences: int = 1):
+        self._sequences = sequences
         self.tensors: dict[str, torch.Tensor] = {}
         self.order: list[str] = []
         self.running: list[str] = []
@@ -32,8 +32,6 @@ class Recorder:
 
     def __enter__(self) -> "Recorder":
         for name, module in self.model.named_modules():
-            if self.names is not None and name not in self.names:
-                continue
             # Before the plan's own hooks at a module's entry, and after those at its exit.
             self._handles.append(
                 module.register_forward_pre_hook(

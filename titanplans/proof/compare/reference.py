@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 
 import torch
@@ -15,7 +15,6 @@ from titanplans.proof.batches.sample import Sampler, freeze, moved
 from titanplans.proof.batches.script import write_script
 from titanplans.proof.compare import tolerance
 from titanplans.proof.compare.forward import FAILURES, Loss, call, does_not_run, widened
-from titanplans.proof.compare.scale import SCALE, Regression, fit, least_unit, units, watched
 from titanplans.proof.compare.tolerance import Tolerance
 from titanplans.proof.compare.training import TrainingRun
 from titanplans.split.decoder import find_decoder
@@ -35,7 +34,7 @@ class ReferenceRun:
         seed: of perturbations.
         losses: further losses by name, compared at the logits.
         recording: keep the outputs of its modules, and their gradients.
-        further: the dtype is not the proof's own: quantities that its rounding hides are listed, not refused.
+        further: the dtype is not the proof's own: a model whose rounding hides the effect of a wrong plan is not refused.
 
     Attributes:
         pristine: the model in the scenario's dtype, frozen as the scenario says.
@@ -44,13 +43,7 @@ class ReferenceRun:
         orders: keys of the modules' outputs in the order in which they finished, by point, if recording.
         tolerance: how many units a right plan may be off.
         tied: names of parameters that are one, group by group.
-        watched: modules whose scale is compared.
         draws: perturbed trainings that measured the units.
-        undecided: gradients of the first step, or its logits, that this dtype's rounding hides.
-        shown: the points before the first step whose gradients are mostly hidden by rounding. From there on only replicas
-            are compared.
-        hidden: there is such a step.
-        noise: quantities at the shown points that rounding hides. Three draws don't tell how far they stray.
 
     Raises:
         PlanError: the model does not run here, or its own rounding hides the effect of a wrong plan.
@@ -76,7 +69,6 @@ class ReferenceRun:
         if scenario.frozen:
             freeze(self.pristine, scenario.frozen)
         self.tied = tied_parameters(self.pristine)
-        self.watched = watched(self.pristine) if dtype.itemsize < 4 else frozenset()
         self.units: dict[Point, float] = {}
         self._newest: TrainingRun | None = None
         try:
@@ -103,8 +95,7 @@ class ReferenceRun:
             training.model, max(logits, key=torch.Tensor.numel), len(self.script.steps)
         )
         self._optimizer = training.optimizer
-        self._changes = dict.fromkeys((key for key in self.expected if key[1] != SCALE), 0.0)
-        self._fits: dict[Point, list[Regression]] = {key: [] for key in self.expected if key[1] == SCALE}
+        self._changes = dict.fromkeys(self.expected, 0.0)
         self.draws = 0
         # A recorded reference explains a case that is wrong already.
         self.draw(tolerance.DRAWS if self.recording else tolerance.FIRST_DRAWS)
@@ -117,28 +108,20 @@ class ReferenceRun:
         """
         for draw in range(self.draws, number):
             for key, tensor in quantities(self._training(draw)):
-                self._note(key, tensor)
+                change = self.tolerance.difference(tensor, self.expected[key])
+                self._changes[key] = max(self._changes[key], change)
         self.draws = number
         self.units = self._measured()
-        self.undecided = self._refuse_undecidable(self.units)
-        self.shown = self._shown(list(dict.fromkeys(point for point, *_ in self.expected)))
-        self.hidden = len(self.shown) < len({point for point, *_ in self.expected})
-        self.noise = frozenset(key for key in self.units if key[0] in self.shown and self._is_hidden(key))
+        self._refuse_undecidable()
 
-    def training(
-        self, model: nn.Module, *, watched: Collection[str] | None = None, fused: bool = False
-    ) -> TrainingRun:
+    def training(self, model: nn.Module, *, fused: bool = False) -> TrainingRun:
         """Return the training of `model`, not yet begun.
 
         Args:
             model: a copy of `pristine`, whole or split.
-            watched: modules whose scale is compared; None for all of `watched`.
             fused: the head computes the loss in the last step.
         """
-        watched = self.watched if watched is None else watched
-        return TrainingRun(
-            model, self.script, self.losses, recording=self.recording, watched=watched, fused=fused
-        )
+        return TrainingRun(model, self.script, self.losses, recording=self.recording, fused=fused)
 
     @cached_property
     def trace(self) -> Trace:
@@ -157,13 +140,6 @@ class ReferenceRun:
     def _place(self) -> str:
         return "before its training" if self._newest is None else self._newest.place
 
-    def _note(self, key: Point, tensor: torch.Tensor) -> None:
-        expected = self.expected[key]
-        if key in self._fits and (one := fit(tensor, expected)) is not None:
-            self._fits[key].append(one)
-        if key in self._changes:
-            self._changes[key] = max(self._changes[key], self.tolerance.difference(tensor, expected))
-
     def _measured(self) -> dict[Point, float]:
         """Return the unit of each quantity."""
         eps = self.tolerance.eps
@@ -174,12 +150,8 @@ class ReferenceRun:
             key: max(roundings[key], change) or (scale if key[1] == "gradients" else eps)
             for key, change in self._changes.items()
         }
-        for gradients in (False, True):
-            fits = {
-                key: found for key, found in self._fits.items() if found and key[2].endswith("'") == gradients
-            }
-            least = {key: least_unit(eps, self.expected[key], gradients) for key in fits}
-            measured |= units(fits, least, tolerance.VISIBLE)
+        if self.tolerance.checks:
+            measured |= self._pooled(measured)
         if self.tolerance.exact:
             steps = len(self.script.steps)
             for key in [key for key in measured if key[1] == "AdamW"]:
@@ -189,8 +161,18 @@ class ReferenceRun:
                 measured[key] = tolerance.weight_unit(self.expected[key], largest, steps, self._optimizer)
         return measured
 
-    def _refuse_undecidable(self, units: Mapping[Point, float]) -> tuple[str, ...]:
-        """Refuse a model if a tolerance would accept wrong gradients; in further dtypes return the names of those."""
+    def _pooled(self, units: Mapping[Point, float]) -> dict[Point, float]:
+        """Return the units of losses and norms: the largest relative one of its kind so far, times the quantity."""
+        largest = {"norm": self.tolerance.eps}
+        pooled = {}
+        for key in filter(lambda key: self.tolerance.compares(key[1]), units):
+            size = self.tolerance.size(self.expected[key])
+            largest[key[1]] = max(largest.get(key[1], 0.0), units[key] / size if size else 0.0)
+            pooled[key] = max(units[key], largest[key[1]] * size)
+        return pooled
+
+    def _refuse_undecidable(self) -> None:
+        """Refuse a model if a tolerance would accept wrong gradients."""
         name, first = type(self.pristine).__name__, "step 1, batch 1"
         gradients = {
             key: t for key, t in self.expected.items() if key[1] == "gradients" and key[0] == "step 1"
@@ -201,42 +183,23 @@ class ReferenceRun:
             )
         sizes = {key: self.tolerance.size(tensor) for key, tensor in gradients.items()}
         checked = {
-            "loss": (units[first, "loss", ""], self.tolerance.size(self.expected[first, "loss", ""])),
-            "logits": (units[first, "logits", ""], self.tolerance.size(self.expected[first, "logits", ""])),
+            what: (self.units[first, what, ""], self.tolerance.size(self.expected[first, what, ""]))
+            for what in ("loss", "logits")
         }
         if self.tolerance.exact:
-            worst = max(gradients, key=units.__getitem__)
-            checked[f"gradient of {worst[2]}"] = units[worst], max(sizes.values())
+            worst = max(gradients, key=self.units.__getitem__)
+            checked[f"gradient of {worst[2]}"] = self.units[worst], max(sizes.values())
         dtype, allowed = self.scenario.dtype, self.tolerance.units(2)
         for what, (unit, size) in checked.items():
             if not math.isfinite(unit) or not math.isfinite(size):
                 raise PlanError(f"{name}, unsplit, in {dtype}: the {what} is not finite: try another seed")
-            if not self.further and allowed * unit > self.tolerance.decidable * size:
+            if not self.further and allowed * unit > tolerance.DECIDABLE * size:
                 share = unit / size if size else math.inf
                 raise PlanError(
                     f"{name} in {dtype}: one rounding of every weight moves the {what} by {share:.1e} of its "
                     f"size, and {allowed:.0f} such roundings could hide a wrong plan: use float64, set dropout and "
                     "other randomness to 0, or prove a smaller model"
                 )
-        if self.tolerance.exact:
-            return ()
-        sizes[first, "logits", ""] = checked["logits"][1]
-        return tuple(f"{what} {where}".strip() for (_, what, where) in filter(self._is_hidden, sizes))
-
-    def _is_hidden(self, key: Point) -> bool:
-        """Whether rounding hides this quantity."""
-        if self.tolerance.exact:
-            return False
-        size = 1.0 if key[1] == SCALE else self.tolerance.size(self.expected[key])
-        return self.tolerance.units(2) * self.units[key] > tolerance.VISIBLE * size
-
-    def _shown(self, points: Sequence[str]) -> frozenset[str]:
-        """Return the `points` before the first one at which most gradients are hidden."""
-        for at, point in enumerate(points):
-            hidden = [self._is_hidden(key) for key in self.expected if key[:2] == (point, "gradients")]
-            if sum(hidden) > tolerance.CHAOTIC * len(hidden):
-                return frozenset(points[:at])
-        return frozenset(points)
 
 
 def quantities(training: TrainingRun) -> Iterator[tuple[Point, torch.Tensor]]:

@@ -8,7 +8,7 @@ of a pipeline run all steps but the first in the orders of schedules.
 """
 
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -33,7 +33,6 @@ from titanplans.proof.compare.forward import (
 )
 from titanplans.proof.compare.pipeline import PipelinedModel, run_in_order
 from titanplans.proof.compare.record import Recorder
-from titanplans.proof.compare.scale import recorded
 from titanplans.split.decoder import Decoder
 from titanplans.split.gradients import align_gradients, local_of, total_norm
 from titanplans.split.stages.stage import Stage
@@ -53,7 +52,6 @@ class TrainingRun:
         script: its inputs.
         losses: further losses, compared at the logits.
         recording: keep each module's output.
-        watched: modules whose outputs in a step, and their gradients, are quantities.
         fused: in the last step the head computes the loss.
 
     Attributes:
@@ -70,7 +68,6 @@ class TrainingRun:
         losses: Mapping[str, Loss] | None = None,
         *,
         recording: bool = False,
-        watched: Collection[str] = (),
         fused: bool = False,
     ):
         self._last = (
@@ -79,7 +76,6 @@ class TrainingRun:
         self._fused = FusedLoss(self._last) if fused else None
         self._draws = draws(model)
         self.model, self.script, self.losses, self.recording = model, script, losses or {}, recording
-        self.watched = watched
         self._point, self.adds_loss = "the first step", False
         self.records: dict[str, Recorder] = {}
         self.raw: dict[str, torch.Tensor] = {}
@@ -144,7 +140,6 @@ class TrainingRun:
         """Yield loss and logits of micro batches, by the names of their points, after one backward of all of them."""
         logits: dict[str, torch.Tensor] = {}
         losses: dict[str, torch.Tensor] = {}
-        records: dict[str, Recorder] = {}
 
         def take(name: str, output: Any) -> torch.Tensor:
             labels = batches[name].labels
@@ -163,17 +158,13 @@ class TrainingRun:
                     torch.manual_seed(
                         zlib.crc32(name.encode())
                     )  # the whole model and each rank draw the same
-                sequences = len(sample.labels)
-                records[name] = Recorder(self.model, self.watched, sequences)
-                with self._recorded(name, sequences), records[name], self._fusing(name, sample.labels):
+                with self._recorded(name, len(sample.labels)), self._fusing(name, sample.labels):
                     # Forwards alone are recorded: a block that is recomputed runs again.
                     output = call(self.model, sample.inputs)
                 take(name, output)
             torch.stack(list(losses.values())).sum().backward()
         for name, sample in batches.items():
             found: dict[Key, torch.Tensor] = {("loss", ""): self._summed(losses[name].detach())}
-            if name in records:
-                found |= recorded(records.pop(name), self.watched)
             if isinstance(logits[name], DeferredLogits):
                 yield name, found
                 continue
