@@ -6,7 +6,7 @@
     split by inputs                         split as the weight's inputs    whole, gradient Partial
     whole                                   whole, gradient the weight's    whole, gradient the weight's
 
-Split by inputs, each rank adds its part to the output that the base's style sums. How an adapter computes is in
+Split by inputs, each rank adds its partial product to the output that the base's style sums. How an adapter computes is in
 `titanplans.adapters.low_rank`.
 """
 

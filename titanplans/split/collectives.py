@@ -1,8 +1,8 @@
 """Collectives on plain local tensors, with and without gradients.
 
     function         forward         backward
-    gather           all-gather      reduce-scatter   the ranks' gradients of the whole are shares: summed
-    collect          all-gather      own shard        the same gradient of the whole on every rank
+    gather           all-gather      reduce-scatter   the ranks' gradients of the full tensor are partial: summed
+    collect          all-gather      own shard        the same gradient of the full tensor on every rank
     scatter_sum      reduce-scatter  all-gather
     take_shard       own shard       all-gather
     sum_ranks        all-reduce      identity
@@ -67,7 +67,7 @@ def scatter_sum(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
 
 
 def take_shard(x: torch.Tensor, dim: int, rank: int, group: Group) -> torch.Tensor:
-    """Take this rank's shard of `dim` of `x`, which is whole on every rank."""
+    """Take this rank's shard of `dim` of `x`, which is full on every rank."""
     return _TakeShard.apply(x, dim, rank, group) if _has_gradient(x) else own_shard(x, dim, rank, group)
 
 
@@ -77,7 +77,7 @@ def sum_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def sum_gradients(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return `x`, which is whole on every rank; what follows is each rank's share of the work."""
+    """Return `x`, which is replicated; after it each rank does a shard of the work."""
     return _SumGradients.apply(x, group) if _has_gradient(x) else x
 
 

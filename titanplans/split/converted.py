@@ -25,7 +25,7 @@ _PLAIN = "_plain_border"
 
 Crossing = Mapping[Literal["activations", "gradients"], str | None]
 """What crosses the border of a region or of the head: the activations that enter, the gradients of the output. None: cast
-to float8, once for all projections behind the border, and gathered as bytes; else the reason why not."""
+to float8, once for all projections after the border, and gathered as bytes; else the reason why not."""
 
 
 def keep_border_plain(module: nn.Module, reason: str) -> None:

@@ -16,7 +16,7 @@ class ExpectedCollective(NamedTuple):
     """The operation, or alternatives to it; () for none."""
     backward: tuple[str, ...]
     elements: int
-    """Of the whole tensor, at most."""
+    """Of the full tensor, at most."""
 
 
 class Call(NamedTuple):
@@ -25,7 +25,7 @@ class Call(NamedTuple):
     given: tuple[torch.Size, ...]
     """Shapes of this rank's tensors, the input first."""
     dim: int | None
-    """The dimension in which the input is a shard of the sequence; None if it is whole."""
+    """The dimension in which the input is a shard of the sequence; None if it is full."""
     degree: int
     exchanged: int = 0
     """Rows, over all ranks, of this product's all-to-all of tokens for heads, in or out; 0 if there is none."""
@@ -37,7 +37,7 @@ class Call(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Return the elements of the whole input."""
+        """Return the elements of the full input."""
         return self.tokens * self.given[0][-1]
 
 

@@ -20,7 +20,7 @@ from titanplans.torch_private.modules import CHECKPOINTED
 
 _LAYER_LISTS = ("layers", "blocks", "h")
 _HALVES = ("self_layers", "cross_layers")
-"""Two lists, one behind the other, of a decoder whose second half reads what the first has made once."""
+"""Two lists, one after the other, of a decoder whose second half reads what the first has made once."""
 _FINAL_NORMS = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "final_norm")
 HEADS = ("lm_head", "output")
 _HEAD = "_head_of_plan"
@@ -29,7 +29,7 @@ MLPS = ("mlp", "ffn", "feed_forward")
 
 
 class Elsewhere(nn.Module):
-    """Stands in the place of a module that another stage of a pipeline holds: of a stage it is no part."""
+    """Stands in the place of a module that another stage of a pipeline holds: the stage has none."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def find_decoder(model: nn.Module, *, required: bool = True) -> Decoder:
     """Return the parts of `model`.
 
     Args:
-        model: a causal language model, on any device, split or whole.
+        model: a causal language model, on any device, split or unsplit.
         required: refuse a model without blocks. Otherwise its decoder is empty: `blocks` is ().
 
     Raises:
@@ -199,7 +199,7 @@ def join(*names: str) -> str:
 
 
 def within(key: str, module: str) -> bool:
-    """Whether `key` names something inside `module`; "" is the whole model."""
+    """Whether `key` names something inside `module`; "" is the model itself."""
     return key != module and (key.startswith(f"{module}.") or module == "")
 
 

@@ -30,7 +30,7 @@ def total_norm(
     error_if_nonfinite: bool = False,
     pp_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Return the p-norm of all gradients of the whole model, a plain float32 scalar (float64 for float64 gradients).
+    """Return the p-norm of all gradients of the full model, a plain float32 scalar (float64 for float64 gradients).
 
     A gradient counts by its placement: a plain tensor and a replicated DTensor once, however many ranks hold
     it; a sharded one by all its shards (some may be empty). A Partial one is reduced first
@@ -173,7 +173,7 @@ def _listed(parameters: Parameters) -> Sequence[torch.Tensor]:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor; another tensor as it is."""
+    """Return the local tensor of a DTensor; another tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -188,7 +188,7 @@ def _device(parameters: Sequence[torch.Tensor]) -> torch.device:
 
 
 def _sharding_groups(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups whose ranks hold different parts of `tensor`."""
+    """Return the groups whose ranks hold different shards of `tensor`."""
     if not isinstance(tensor, DTensor):
         return ()
     mesh = tensor.device_mesh

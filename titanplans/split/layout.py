@@ -22,11 +22,11 @@ class StreamLayout(NamedTuple):
 
     sequence_dim: int = 1
     sharded: bool = True
-    """Over the sequence; else every rank has the whole stream."""
+    """Over the sequence; else every rank has the full stream."""
 
     @property
     def dim(self) -> int | None:
-        """The dimension that is sharded; None: every rank has the whole stream."""
+        """The dimension that is sharded; None: every rank has the full stream."""
         return self.sequence_dim if self.sharded else None
 
     @property
@@ -46,7 +46,7 @@ class StreamLayout(NamedTuple):
 class Shared(NamedTuple):
     """A section of a packed parameter whose heads neighbouring ranks share where there are fewer of them than ranks.
 
-    One head, which all ranks share, is a section that each rank reads whole.
+    One head, which all ranks share, is a section of which each rank reads all.
     """
 
     size: int
@@ -67,7 +67,7 @@ class Run(NamedTuple):
     size: int
     """Rows of each rank; the last ones may have fewer, as of `torch.chunk`."""
     end: int
-    """The row behind the last rank's."""
+    """The row after the last rank's."""
     sharing: int = 1
     """So many neighbouring ranks have the same rows."""
 
@@ -125,7 +125,7 @@ def rows_of(dim: int, sections: Sequence[Section], degree: int) -> Rows:
 
 
 def rows_read(layout: Layout, shape: Sequence[int], ranks: int) -> Rows | None:
-    """Return the rows that each of `ranks` ranks reads of a whole tensor of `shape`; None: all of it."""
+    """Return the rows that each of `ranks` ranks reads of a full tensor of `shape`; None: all of it."""
     if layout.rows is not None or not isinstance(layout.placement, Shard):
         return layout.rows
     return rows_of(layout.placement.dim, [shape[layout.placement.dim]], ranks)

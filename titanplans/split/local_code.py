@@ -51,7 +51,7 @@ class HeadRanks(NamedTuple):
         return tree_map(lambda x: border.stream.all_tokens(x) if isinstance(x, torch.Tensor) else x, value)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """Sum the ranks' parts; the region goes on with the sum on every rank."""
+        """Sum the ranks' partial tensors; the region goes on with the sum on every rank."""
         return sum_in_region(part, self.group)
 
     def root_ratio(self, x: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -162,10 +162,10 @@ def _with(function: FunctionType, name: str, local: Any, ranks: HeadRanks) -> Fu
 
 
 def count_once(function: Callable[..., Any], ranks: HeadRanks) -> Callable[..., Any]:
-    """Return `function` of tensors that every rank has whole: its gradient is divided by the ranks, which sum theirs.
+    """Return `function` of replicated tensors: its gradient is divided by the ranks, which sum theirs.
 
     For a loss besides that of the logits, such as the balance of a router inside a region. With context parallelism, where
-    each rank's loss is its part of a sum, its value is divided by the ranks that share a sequence, too.
+    each rank's loss is partial, its value is divided by the ranks that share a sequence, too.
     """
 
     @wraps(function)
@@ -183,7 +183,7 @@ def count_once(function: Callable[..., Any], ranks: HeadRanks) -> Callable[..., 
 
 
 def summed(function: Callable[..., torch.Tensor], ranks: HeadRanks) -> Callable[..., torch.Tensor]:
-    """Return `function`, whose result is a part of a sum on each rank, with the sum on every rank; the region goes on.
+    """Return `function`, whose result is partial, with the sum on every rank; the region goes on.
 
     For a product that a mixer's code computes itself, with a weight whose inputs are split.
     """
@@ -198,7 +198,7 @@ def summed(function: Callable[..., torch.Tensor], ranks: HeadRanks) -> Callable[
 def over_all_ranks(function: Callable[..., Any], ranks: HeadRanks) -> Callable[..., torch.Tensor]:
     """Return `function`, a root-mean-square norm fused with a product of its output, for a width that the ranks share.
 
-    It takes `x` [..., width] and `eps` and may gate behind the norm, as FLA's `rms_norm_linear` and
+    It takes `x` [..., width] and `eps` and may gate after the norm, as FLA's `rms_norm_linear` and
     `rms_norm_swish_gate_linear`. As `SplitNorm` does, the output is multiplied by the ratio of the roots.
 
     The function raises:

@@ -1,7 +1,7 @@
 """A rank's own tokens, [B, L / c, H] of a sequence [B, L, H] over c ranks of context parallelism.
 
-Every gradient over these ranks is a part: each rank has followed its own tokens, or its own heads, to the loss. So to take
-one's tokens out of what every rank has takes no collective in the backward, and to gather them sums the parts.
+Every gradient over these ranks is partial: each rank has followed its tokens, or its heads, to the loss. So taking a rank's
+tokens out of a replicated tensor needs no collective in the backward, and the backward of a gather sums over the ranks.
 """
 
 from typing import Any, NamedTuple

@@ -67,14 +67,14 @@ def all_gather(x: torch.Tensor, dim: int, length: int, group: Group) -> torch.Te
     name, ranks = group
     if _by_operators(x):
         stacked = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), ranks, name))
-        whole = stacked if dim == 0 else torch.cat(stacked.chunk(ranks), dim)
-        return whole if whole.shape[dim] == length else whole.narrow(dim, 0, length).contiguous()
+        full = stacked if dim == 0 else torch.cat(stacked.chunk(ranks), dim)
+        return full if full.shape[dim] == length else full.narrow(dim, 0, length).contiguous()
     shape, size = x.shape, x.shape[dim]
-    if shape[:dim].numel() == 1:  # the shards lie one behind the other already
-        whole = x.new_empty((*shape[:dim], ranks * size, *shape[dim + 1 :]))
-        stacked = whole.view(ranks * shape[0], *shape[1:]) if dim else whole
+    if shape[:dim].numel() == 1:  # the shards lie one after the other already
+        full = x.new_empty((*shape[:dim], ranks * size, *shape[dim + 1 :]))
+        stacked = full.view(ranks * shape[0], *shape[1:]) if dim else full
         _finish(backend_all_gather(backend_of(name, x.device), stacked, x.contiguous(), _ALL_GATHER))
-        return whole if ranks * size == length else whole.narrow(dim, 0, length)
+        return full if ranks * size == length else full.narrow(dim, 0, length)
     stacked = x.new_empty((ranks * shape[0], *shape[1:]))
     _finish(backend_all_gather(backend_of(name, x.device), stacked, x.contiguous(), _ALL_GATHER))
     shards = list(stacked.chunk(ranks))
@@ -92,11 +92,11 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     if _by_operators(x):
         stacked = x.contiguous() if dim == 0 else torch.cat(x.chunk(ranks, dim))
         return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(stacked, "sum", ranks, name))
-    before, behind = x.shape[:dim], x.shape[dim + 1 :]
-    shape = (*before, size, *behind)
+    before, after = x.shape[:dim], x.shape[dim + 1 :]
+    shape = (*before, size, *after)
     if dim:
-        # The ranks' shards, one behind the other; a view where they lie so already.
-        x = x.view(*before, ranks, size, *behind).movedim(dim, 0).reshape(ranks * shape[0], *shape[1:])
+        # The ranks' shards, one after the other; a view where they lie so already.
+        x = x.view(*before, ranks, size, *after).movedim(dim, 0).reshape(ranks * shape[0], *shape[1:])
     mine = x.new_empty(shape)
     _finish(backend_reduce_scatter(backend_of(name, x.device), mine, x.contiguous(), _REDUCE_SCATTER))
     return mine

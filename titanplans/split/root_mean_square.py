@@ -1,4 +1,4 @@
-"""The root mean square of a sharded width: the ratio of a rank's own to that of the whole."""
+"""The root mean square of a sharded width: the ratio of that of this rank's slice to that of the full width."""
 
 from typing import Any
 

@@ -37,7 +37,7 @@ class SplitState:
     border: Border | None = None
     """The model's, and the embedding's: the border of the residual stream."""
     reads_all: bool = False
-    """Its own tokens are multiplied with all that this rank holds of its parameters, not with its part in a mixer."""
+    """Its own tokens are multiplied with all that this rank holds of its parameters, not with its shard in a mixer."""
     heads: Any = None
     """How its output or its input is exchanged between ranks that share a sequence (`titanplans.split.tokens`)."""
     exchanges: bool = False
@@ -49,7 +49,7 @@ class SplitState:
     product: Any = None
     """How a float8 product lies on the ranks."""
     weight_scale: torch.Tensor | None = None
-    """The scale of the whole float8 weight, where it was sought together with others'."""
+    """The scale of the full float8 weight, where it was sought together with others'."""
 
 
 def state_of(module: nn.Module) -> SplitState | None:

@@ -1,1 +1,1 @@
-"""The cut by experts: a rank holds some experts whole, and rows are sent to them."""
+"""Sharding by experts: a rank holds all of some experts, and rows are sent to them."""

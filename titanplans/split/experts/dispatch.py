@@ -104,7 +104,7 @@ def _of_every_row(cls: type[nn.Module]) -> type[nn.Module]:
 def _through_experts(
     module: Any, run: Rows, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return this rank's summand [N, H] of what the experts [N, k] make of `x` [N, H], weighted by `weights` [N, k]."""
+    """Return this rank's partial sum [N, H] of what the experts [N, k] make of `x` [N, H], weighted by `weights` [N, k]."""
     ranks: ExpertRanks = module._split.experts
     group, each = ranks.group, experts.shape[-1]
     shares = [len(part) for part in experts.tensor_split(ranks.tp)]
@@ -137,7 +137,7 @@ def _through_experts(
 def _within_capacity(
     module: Any, order: torch.Tensor, counts: torch.Tensor, factor: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Leave out pairs behind an expert's capacity, those of the last rows: Switch Transformer, arXiv:2101.03961, 2.2.
+    """Leave out pairs beyond an expert's capacity, those of the last rows: Switch Transformer, arXiv:2101.03961, 2.2.
 
     Args:
         module: counts them in training, each once, recomputed or not.

@@ -30,7 +30,7 @@ from titanplans.torch_private.fsdp import fsdp_group
 def check_first_forward(
     model: nn.Module, base: nn.Module, mesh: DeviceMesh, distributes: bool, *, sum_over_cp: bool
 ) -> None:
-    """Put the checks before and behind the first forward of `model`, or of `base` in it, whichever is called.
+    """Put the checks before and after the first forward of `model`, or of `base` in it, whichever is called.
 
     Args:
         model: the split model.

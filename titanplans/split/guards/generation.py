@@ -1,4 +1,4 @@
-"""`generate` of a split model: transformers' own, with whole logits, and with the same draws on every rank.
+"""`generate` of a split model: transformers' own, with full logits, and with the same draws on every rank.
 
 transformers reads logits as one plain tensor, and samples with torch's default generator. So while it generates the head
 gathers its logits, also under loss parallelism, and all ranks draw from the state of the first one's generator.

@@ -1,7 +1,7 @@
-"""Methods of a model that take its parameters for whole tensors: on a split model they are refused by name.
+"""Methods of a model that take its parameters for full tensors: on a split model they are refused by name.
 
-torch's modules and transformers' models have them. Each rank would initialise its shard as if it were the whole, resize its
-rows, or write a file of parts, and none of that ends in an error.
+torch's modules and transformers' models have them. Each rank would initialise its shard as if it were the full tensor,
+resize its rows, or write a file of shards, and none of that ends in an error.
 """
 
 from functools import partial
@@ -35,7 +35,7 @@ _REFUSED = {
 
 
 def refuse_unsupported_methods(model: nn.Module) -> None:
-    """Let each such method of `model` and of its modules raise a PlanError; `save_pretrained` takes a whole state dict."""
+    """Let each such method of `model` and of its modules raise a PlanError; `save_pretrained` takes a full state dict."""
     for module in model.modules():
         for name, instead in _REFUSED.items():
             if callable(getattr(module, name, None)):

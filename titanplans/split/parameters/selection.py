@@ -29,20 +29,20 @@ def of_ranges(local: torch.Tensor, dim: int, ranges: Sequence[tuple[int, int]]) 
 
 
 class _OfCopy(torch.autograd.Function):
-    """Rows at `ranges` [(first, size), …] of a whole tensor."""
+    """Rows at `ranges` [(first, size), …] of a full tensor."""
 
     @staticmethod
-    def forward(ctx: Any, whole, dim, ranges):
-        ctx.dim, ctx.ranges, ctx.shape = dim, ranges, whole.shape
-        return torch.cat([whole.narrow(dim, first, size) for first, size in ranges], dim)
+    def forward(ctx: Any, full, dim, ranges):
+        ctx.dim, ctx.ranges, ctx.shape = dim, ranges, full.shape
+        return torch.cat([full.narrow(dim, first, size) for first, size in ranges], dim)
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
-        whole = grad.new_zeros(ctx.shape)
-        parts = grad.split([size for _, size in ctx.ranges], ctx.dim)
-        for part, (first, size) in zip(parts, ctx.ranges, strict=True):
-            whole.narrow(ctx.dim, first, size).copy_(part)
-        return whole, None, None
+        full = grad.new_zeros(ctx.shape)
+        slices = grad.split([size for _, size in ctx.ranges], ctx.dim)
+        for one, (first, size) in zip(slices, ctx.ranges, strict=True):
+            full.narrow(ctx.dim, first, size).copy_(one)
+        return full, None, None
 
 
 class _OfShards(torch.autograd.Function):
@@ -59,19 +59,19 @@ class _OfShards(torch.autograd.Function):
             [_filled(rows.narrow(0, run.at(r), run.of(r)), run, 0) for r in range(ranks) for run in runs]
         )
         came = all_to_all(sent.view(ranks, -1, *rows.shape[1:]), group)
-        made = torch.cat([part.movedim(0, dim) for part in came.unbind()], sharded)
+        made = torch.cat([one.movedim(0, dim) for one in came.unbind()], sharded)
         if all(run.even for run in runs):
             return made
-        parts = zip(made.split([run.size for run in runs], dim), runs, strict=True)
-        return torch.cat([part.narrow(dim, 0, run.of(rank)) for part, run in parts], dim)
+        slices = zip(made.split([run.size for run in runs], dim), runs, strict=True)
+        return torch.cat([one.narrow(dim, 0, run.of(rank)) for one, run in slices], dim)
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
         ranks, runs = ctx.group[1], ctx.runs
         if not all(run.even for run in runs):
-            parts = grad.split([run.of(ctx.rank) for run in runs], ctx.dim)
-            grad = torch.cat([_filled(*part, ctx.dim) for part in zip(parts, runs, strict=True)], ctx.dim)
-        sent = torch.stack([part.movedim(ctx.dim, 0) for part in grad.chunk(ranks, ctx.sharded)])
+            slices = grad.split([run.of(ctx.rank) for run in runs], ctx.dim)
+            grad = torch.cat([_filled(*one, ctx.dim) for one in zip(slices, runs, strict=True)], ctx.dim)
+        sent = torch.stack([one.movedim(ctx.dim, 0) for one in grad.chunk(ranks, ctx.sharded)])
         came = exchange(sent, ctx.group).movedim(1, ctx.dim + 1)
         return _put_back(came.unbind(), ctx.dim, ctx.runs), None, None, None, None, None
 
@@ -84,9 +84,9 @@ def _filled(rows: torch.Tensor, run: Run, dim: int) -> torch.Tensor:
 
 def _put_back(grads: Sequence[torch.Tensor], dim: int, runs: Sequence[Run]) -> torch.Tensor:
     """Return the gradient of all rows of `dim` from those of each rank's rows; rows that ranks share are summed."""
-    parts: dict[int, torch.Tensor] = {}
+    slices: dict[int, torch.Tensor] = {}
     for rank, grad in enumerate(grads):
-        for run, part in zip(runs, grad.split([run.size for run in runs], dim), strict=True):
-            first, part = run.at(rank), part.narrow(dim, 0, run.of(rank))
-            parts[first] = parts[first] + part if first in parts else part
-    return torch.cat([parts[first] for first in sorted(parts)], dim)
+        for run, one in zip(runs, grad.split([run.size for run in runs], dim), strict=True):
+            first, one = run.at(rank), one.narrow(dim, 0, run.of(rank))
+            slices[first] = slices[first] + one if first in slices else one
+    return torch.cat([slices[first] for first in sorted(slices)], dim)

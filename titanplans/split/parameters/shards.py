@@ -23,12 +23,12 @@ _WEIGHTS = (
 
 
 def copy_shard(destination: torch.Tensor, full: torch.Tensor, *, name: str) -> None:
-    """Write this rank's part of `full` into `destination`, in place, converting dtype and device.
+    """Write this rank's shard of `full` into `destination`, in place, converting dtype and device.
 
     Args:
         destination: a plain tensor of `full`'s shape, or a DTensor of that global shape with any mix
             of Replicate, Shard and StridedShard placements, uneven and empty shards included.
-        full: the whole tensor, equal on every rank.
+        full: the full tensor, equal on every rank.
         name: the parameter's name, for errors.
 
     Raises:
@@ -48,7 +48,7 @@ def copy_shard(destination: torch.Tensor, full: torch.Tensor, *, name: str) -> N
 
 
 def take_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
-    """Replace whole tensors in `state` by DTensors where `module` has such: a pre-hook of `load_state_dict`.
+    """Replace full tensors in `state` by DTensors where `module` has such: a pre-hook of `load_state_dict`.
 
     `state` has the same values on every rank, so nothing is communicated. A wrong shape is left for `load_state_dict` to
     refuse.
@@ -58,16 +58,16 @@ def take_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
     """
     assigns = metadata.get("assign_to_params_buffers", False)
     for name, parameter in module._parameters.items():
-        whole = state.get(prefix + name)
-        if not isinstance(parameter, DTensor) or not isinstance(whole, torch.Tensor):
+        full = state.get(prefix + name)
+        if not isinstance(parameter, DTensor) or not isinstance(full, torch.Tensor):
             continue
-        if isinstance(whole, DTensor):
-            refuse_shard_of_other_rank(whole, parameter, prefix + name, _WEIGHTS)
+        if isinstance(full, DTensor):
+            refuse_shard_of_other_rank(full, parameter, prefix + name, _WEIGHTS)
             continue
-        if whole.shape != parameter.shape:
+        if full.shape != parameter.shape:
             continue
-        part = local_shard(whole.detach(), parameter.device_mesh, parameter.placements, name=prefix + name)
-        # A view would keep the whole one in memory.
+        part = local_shard(full.detach(), parameter.device_mesh, parameter.placements, name=prefix + name)
+        # A view would keep the full one in memory.
         state[prefix + name] = as_shard_of(parameter, part.clone() if assigns else part)
 
 
@@ -94,15 +94,15 @@ def refuse_shard_of_other_rank(loaded: DTensor, own: DTensor, name: str, instead
             )
 
 
-def as_shard_of(whole: DTensor, part: torch.Tensor) -> DTensor:
-    """Return `part`, this rank's shard of a tensor that is laid out as `whole`, as a DTensor."""
+def as_shard_of(full: DTensor, part: torch.Tensor) -> DTensor:
+    """Return `part`, this rank's shard of a tensor that is laid out as `full`, as a DTensor."""
     return DTensor.from_local(
         part,
-        whole.device_mesh,
-        whole.placements,
+        full.device_mesh,
+        full.placements,
         run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
+        shape=full.shape,
+        stride=full.stride(),
     )
 
 

@@ -142,8 +142,8 @@ def needs(action: Action, stages: int) -> tuple[Action, ...]:
         return (Action(stage, "backward_input", microbatch),)
     if kind == "forward":
         return (Action(stage - 1, "forward", microbatch),) if stage else ()
-    behind = (Action(stage + 1, "backward_input", microbatch),) if stage + 1 < stages else ()
-    return (Action(stage, "forward", microbatch), *behind)
+    after = (Action(stage + 1, "backward_input", microbatch),) if stage + 1 < stages else ()
+    return (Action(stage, "forward", microbatch), *after)
 
 
 def made(action: Action) -> Action:

@@ -1,8 +1,8 @@
 """A stage of a pipeline: the model's own forward over some of its blocks, the others passed through at their place.
 
-Each stage runs the model's whole forward. A block of another stage returns what it was given, in the form of what it would
-return, or values that came from earlier stages. So positions, masks, scales and the numbers of layers are the model's own
-matter, and no plan or stage repeats them.
+Each stage runs the model's forward from the first line to the last. A block of another stage returns what it was given, in
+the form of what it would return, or values that came from earlier stages. So positions, masks, scales and the numbers of
+layers are the model's own matter, and no plan or stage repeats them.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ class Stage:
     Args:
         model: in which a `PassedBlock` or a `PassedModule` stands for each of these.
         takes: what a forward takes from the stage before.
-        gives: what it gives to the stage behind; nothing: this is the last stage, which gives the model's output.
+        gives: what it gives to the next stage; nothing: this is the last stage, which gives the model's output.
         received: where its stand-ins look for what was taken.
     """
 
@@ -48,7 +48,7 @@ class Stage:
         """Call `forward`, a forward of the model, with what the stage before gave, in the order of `takes`.
 
         Returns:
-            What the stage behind takes, in the order of `gives`; of the last stage what `forward` returns.
+            What the next stage takes, in the order of `gives`; of the last stage what `forward` returns.
         """
         self._received.update(zip(self.takes, received, strict=True))
         try:

@@ -1,4 +1,4 @@
-"""Which stage of a pipeline holds what: blocks, what stands before and behind them, parameters that several hold."""
+"""Which stage of a pipeline holds what: blocks, what stands before and after them, parameters that several hold."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -16,7 +16,7 @@ class Stages:
     """The stages into which a model is cut, each with one block or more.
 
     Args:
-        model: the whole model, not split, on any device; it is read here alone.
+        model: the unsplit model, on any device; it is read here alone.
         trace: of a forward of it.
         starts: the number of the first block of each stage, ascending from 0.
 
@@ -43,7 +43,7 @@ class Stages:
         return {names[number]: whole for whole, names in self.shared.items() if number in names}
 
     def cut(self, model: nn.Module, number: int) -> Stage:
-        """Make `model`, a copy of the whole one, prepared but not split, the stage of this `number`, in place."""
+        """Make `model`, a copy of the unsplit one, prepared but not split, the stage of this `number`, in place."""
         received: dict = {}
         for name in self.passed[number]:
             module = model.get_submodule(name)

@@ -1,1 +1,1 @@
-"""The cut by tokens: a rank holds all weights and its tokens, and exchanges them for heads around a mixer's kernel."""
+"""Sharding by tokens: a rank holds all weights and its tokens, and exchanges them for heads around a mixer's kernel."""

@@ -30,7 +30,7 @@ class Share:
         self.rows = number_of(ranges[0])
         """Rows that a rank gets: as many as the others."""
         self.in_order = ranges == tuple(((rank * self.rows, self.rows),) for rank in range(len(ranges)))
-        """Whether the ranks' rows lie one behind the other already."""
+        """Whether the ranks' rows lie one after the other already."""
 
 
 class HeadExchange(NamedTuple):
@@ -52,11 +52,11 @@ def to_heads(own: torch.Tensor, exchange: HeadExchange) -> torch.Tensor:
     return _ToHeads.apply(own, exchange)  # type: ignore[return-value]
 
 
-def to_tokens(whole: torch.Tensor, exchange: HeadExchange) -> torch.Tensor:
+def to_tokens(full: torch.Tensor, exchange: HeadExchange) -> torch.Tensor:
     """Return this rank's tokens of all rows; each rank has all tokens of its own rows."""
     if not torch.is_grad_enabled():
-        return _tokens(whole, exchange)
-    return _ToTokens.apply(whole, exchange)  # type: ignore[return-value]
+        return _tokens(full, exchange)
+    return _ToTokens.apply(full, exchange)  # type: ignore[return-value]
 
 
 class _ToHeads(torch.autograd.Function):
@@ -72,9 +72,9 @@ class _ToHeads(torch.autograd.Function):
 
 class _ToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole, exchange):
+    def forward(ctx: Any, full, exchange):
         ctx.exchange = exchange
-        return _tokens(whole, exchange)
+        return _tokens(full, exchange)
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
@@ -87,23 +87,23 @@ def _heads(own: torch.Tensor, exchange: HeadExchange) -> torch.Tensor:
     order = (len(lead), *range(len(lead)), -1)
     by_rank = (own if share.in_order else _by_rank(own, share)).reshape(*lead, ranks, share.rows)
     came = all_to_all(by_rank.permute(order).contiguous(), tokens.group).movedim(0, dim)
-    whole = came.reshape(*lead[:dim], ranks * lead[dim], *lead[dim + 1 :], -1).contiguous()
+    full = came.reshape(*lead[:dim], ranks * lead[dim], *lead[dim + 1 :], -1).contiguous()
     # What comes out of an autograd function must be no view, or code may not change it in place.
-    return whole if whole._base is None else torch.ops.aten._unsafe_view(whole, whole.shape)
+    return full if full._base is None else torch.ops.aten._unsafe_view(full, full.shape)
 
 
-def _tokens(whole: torch.Tensor, exchange: HeadExchange) -> torch.Tensor:
+def _tokens(full: torch.Tensor, exchange: HeadExchange) -> torch.Tensor:
     tokens, share = exchange
-    dim, ranks, lead = tokens.dim, tokens.ranks, whole.shape[:-1]
+    dim, ranks, lead = tokens.dim, tokens.ranks, full.shape[:-1]
     size = lead[dim] // ranks
-    by_rank = whole.reshape(*lead[:dim], ranks, size, *lead[dim + 1 :], -1).movedim(dim, 0)
+    by_rank = full.reshape(*lead[:dim], ranks, size, *lead[dim + 1 :], -1).movedim(dim, 0)
     came = all_to_all(by_rank.contiguous(), tokens.group).movedim(0, -2)
     rows = came.reshape(*lead[:dim], size, *lead[dim + 1 :], -1)
     return rows.contiguous() if share.in_order else _put_back(rows, share)
 
 
 def _by_rank(x: torch.Tensor, share: Share) -> torch.Tensor:
-    """Return the rows of each rank, one rank's behind the other's."""
+    """Return the rows of each rank, one rank's after the other's."""
     return torch.cat([x.narrow(-1, first, size) for runs in share.ranges for first, size in runs], -1)
 
 
@@ -124,7 +124,7 @@ def _put_back(x: torch.Tensor, share: Share) -> torch.Tensor:
 
 
 def ranges_within(outer: RowRanges | None, inner: RowRanges) -> RowRanges:
-    """Return where the rows `inner` of a whole lie among the rows `outer` of it; None for all of them.
+    """Return where the rows `inner` of a full tensor lie among the rows `outer` of it; None for all of them.
 
     Raises:
         ValueError: they are not among them.

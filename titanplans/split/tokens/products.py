@@ -1,7 +1,7 @@
-"""Products of a sequence that looks whole: with own tokens and all weights, then exchanged for all tokens of own heads.
+"""Products of a sharded sequence: this rank's tokens times all weights, then exchanged for all tokens of this rank's heads.
 
-Given a real tensor, such as one whose padding the mixer has taken out, a module multiplies it with its part of the weights,
-as tensor parallelism does; its output is then a part of a sum, which the region's exit takes.
+Given a real tensor, such as one whose padding the mixer has taken out, a module multiplies it with its shard of the
+weights, as tensor parallelism does; its output is then partial, and the region's exit sums it.
 """
 
 from functools import cache
@@ -24,7 +24,7 @@ class Heads(NamedTuple):
     share: Share
     """Of the rows that this rank multiplies with."""
     closes: bool = False
-    """The stream is behind it."""
+    """Its output goes back to the stream."""
 
 
 def _of_own(module: Any, outputs: int | None, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -88,7 +88,7 @@ def to_tokens_before(cls: type[nn.Module]) -> type[nn.Module]:
 
 @cache
 def of_each_token(cls: type[nn.Module]) -> type[nn.Module]:
-    """Subclass a module that works token by token, which keeps own tokens of a sequence that looks whole."""
+    """Subclass a token-wise module, which takes this rank's tokens of a sharded sequence."""
 
     def call(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x, ShardedSequence):

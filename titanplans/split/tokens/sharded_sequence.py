@@ -10,7 +10,7 @@ elsewhere it is an error.
     full       the ranks' tokens                            is partial: summed over the ranks
     partial    nothing: zeros, and this rank's tokens       this rank's tokens of it
 
-A `partial` sequence is this rank's part of a sum over the ranks: the output of a row-wise projection.
+A `partial` sequence is to be summed over the ranks: the output of a row-wise projection.
 """
 
 import threading
@@ -64,7 +64,7 @@ class ShardedSequence(torch.Tensor):
     tokens: OwnTokens
     permission: GatherPermission
     partial: bool
-    """This rank's part of a sum."""
+    """To be summed over the ranks."""
     gathered: dict[bool, torch.Tensor]
     """The full sequence, once it has been gathered, with a gradient or without."""
 
