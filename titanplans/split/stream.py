@@ -117,11 +117,9 @@ class Stream:
         The work before is the same on every rank, and so is its gradient, which the backward gathers.
         """
         if self.shards_sequence:
-            own = getattr(
-                x, "shard", None
-            )  # of a sequence that its own functions would answer for, also in a graph
-            dim = self.tokens.dim
-            self.fit(x.shape[dim] if own is None else own.shape[dim] * self.tokens.ranks)
+            # A sharded sequence is asked for its shard: its shape would come of a function, which breaks a graph.
+            dim, shard = self.tokens.dim, getattr(x, "shard", None)
+            self.fit(x.shape[dim] if shard is None else shard.shape[dim] * self.tokens.ranks)
         self.has_begun = True
         if self._in_full and (numbers := getattr(x, "numbers", None)) is not None:
             return numbers()  # code has made a sequence that the ranks can't share of one that they did

@@ -93,10 +93,8 @@ class ShardedSequence(torch.Tensor):
             return _on_tokens(name, *args, **kwargs)
         if name in OF_TOKENS and isinstance(args[0], ShardedSequence):
             if _in_function(args):
-                if (
-                    name == "view_as" and args[0] is args[1]
-                ):  # an autograd function that hands it on, as FSDP2's
-                    return _as_it_is(args[0])
+                if name == "view_as" and args[0] is args[1]:
+                    return _as_it_is(args[0])  # by a function that hands it on, as FSDP2's
                 return _of_numbers(func, args, kwargs)
             if (name in VIEWS and _keeps_shape(name, args)) or _drops_nothing(name, args, kwargs):
                 return args[0] if torch.is_grad_enabled() else args[0].like(args[0].shard)
@@ -104,10 +102,9 @@ class ShardedSequence(torch.Tensor):
                 return _of_tokens(func, *args, **kwargs)
         if _makes(name) or (name in LIKE_ANOTHER and not isinstance(args[0], ShardedSequence)):
             return func(*tree_map(_shown, args), **tree_map(_shown, kwargs))
+        # A function in Python may draw random numbers before it asks for any of these.
         in_python = isinstance(func, FunctionType) and func.__module__ != "torch._tensor"
-        if (
-            name in EXPORTS or in_python
-        ):  # a function in Python may draw random numbers before it asks for any of these
+        if name in EXPORTS or in_python:
             return _of_numbers(func, args, kwargs)
         try:
             # A question about shape, dtype or device never comes to `__torch_dispatch__`. Without a graph, since a
