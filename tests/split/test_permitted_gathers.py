@@ -7,7 +7,7 @@ import torch
 import zoo
 from titanplans.plans.fla.gla import GLAPlan
 
-from titanplans import Degrees, TPOptions, apply_plan, kernels, modeling
+from titanplans import Degrees, TPOptions, apply_plan, check_plan, kernels, modeling
 from titanplans.errors import PlanError
 from titanplans.modeling.samples import build_real, sample_inputs
 from titanplans.proof.batches.conditions import MicroBatch
@@ -91,3 +91,21 @@ def test_a_plan_given_as_a_dict_permits_by_the_words_of_the_error(words):
             threads.run(
                 CONTEXT, torch.device("cpu"), lambda world: run(world, "gla", zoo.fields("gla"), plan)
             )
+
+
+@pytest.mark.parametrize("method", ["attn_input", "attn_region", "shared_region"])
+def test_what_the_error_says_to_write_can_be_written(method):
+    plan = GLAPlan(TPOptions(Degrees(cp=CONTEXT)))
+    assert not getattr(plan, method)()[""].may_gather
+    assert getattr(plan, method)(gathers=True)[""].may_gather
+
+
+def test_an_embedding_of_all_tokens_that_begins_the_stream_is_refused():
+    class Both(zoo.plan("gpt2")):
+        def vocab_embedding(self, *, all_tokens=False, **options):
+            return super().vocab_embedding(begins_stream=True, all_tokens=all_tokens)
+
+    with pytest.raises(
+        PlanError, match=r"wte.*begins_stream = True .* and all_tokens = True all: leave one out"
+    ):
+        check_plan(zoo.build("gpt2"), Degrees(cp=CONTEXT), plan=Both)

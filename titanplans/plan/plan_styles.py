@@ -75,10 +75,14 @@ class PlanStyles:
         """
         return self._region(input_name, True, float8_input, mixes_tokens=False)
 
-    def shared_region(self, input_name: str = "hidden_states", *, float8_input: bool = True) -> Plan:
-        """Gather at the entry of a module whose output other regions read: keys and values for several blocks."""
-        given = {"input_name": input_name, "float8_input": float8_input}
-        return {"": Region(reduce_output=False, shared=True, **given)}  # type: ignore[arg-type]
+    def shared_region(
+        self, input_name: str = "hidden_states", *, float8_input: bool = True, gathers: bool = False
+    ) -> Plan:
+        """Gather at the entry of a module whose output other regions read: keys and values for several blocks.
+
+        `gathers`: see `attn_region`.
+        """
+        return self._region(input_name, False, float8_input, shared=True, gathers=gathers)
 
     def _region(
         self,
@@ -87,6 +91,7 @@ class PlanStyles:
         float8_input: bool,
         arguments: Mapping[str, Any] | None = None,
         mixes_tokens: bool = True,
+        shared: bool = False,
         gathers: bool = False,
     ) -> Plan:
         region = Region(
@@ -94,6 +99,7 @@ class PlanStyles:
             input_name=input_name,
             float8_input=float8_input,
             mixes_tokens=mixes_tokens,
+            shared=shared,
             arguments=arguments,
             gathers=gathers,
         )

@@ -84,6 +84,12 @@ class OwnTokens:
         first = min(self.rank * size, length)
         return x.narrow(dim, first, min(size, length - first))
 
+    def full_shape(self, shard: torch.Tensor) -> list[int]:
+        """Return the shape of the full sequence of which `shard` are this rank's tokens."""
+        shape = list(shard.shape)
+        shape[self.dim] *= self.ranks
+        return shape
+
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return the full sequence of the ranks' tokens `x`; the ranks' gradients of it are summed."""
         return x if self.ranks == 1 else gather(x, self.dim, x.shape[self.dim] * self.ranks, self.group)

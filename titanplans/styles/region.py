@@ -72,7 +72,9 @@ class Region(Style):
             self.by_weights(module, site)
             return
         make_state(module).exchanges = True
-        module.register_forward_pre_hook(partial(self._enter_with_own_tokens, site.border), with_kwargs=True)
+        permission = GatherPermission(self.may_gather, f"{self._method()}(gathers=True)", key_of(module))
+        enter = partial(self._enter_with_own_tokens, site.border, permission)
+        module.register_forward_pre_hook(enter, with_kwargs=True)
         if self.reduce_output:
             module.register_forward_hook(partial(_leave_with_own_tokens, site.border))
 
@@ -92,13 +94,13 @@ class Region(Style):
             lambda x: leave(x.unflatten(0, shape) if len(shape) > 1 and x.ndim == 2 else x), output
         )
 
-    def _written(self) -> str:
+    def _method(self) -> str:
         """Return the method of a plan that makes such a region."""
         return "shared_region" if self.shared else "attn_region" if self.reduce_output else "attn_input"
 
-    def _enter_with_own_tokens(self, border: Border, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        permission = GatherPermission(self.may_gather, f"{self._written()}(gathers=True)", key_of(module))
-
+    def _enter_with_own_tokens(
+        self, border: Border, permission: GatherPermission, module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
         def enter(x: torch.Tensor) -> torch.Tensor:
             if border.stream.runs_in_full:
                 return border.enter(x)

@@ -46,6 +46,8 @@ class VocabEmbedding(Style):
         return {"weight": Layout(Shard(0), Shard(0))}
 
     def refusal(self, module: nn.Module, over: SplitOver) -> str | None:
+        if self.begins_stream and self.all_tokens:
+            return "begins_stream = True leaves a rank its shard of the embeddings, and all_tokens = True all: leave one out"
         if getattr(module, "max_norm", None) is not None:
             return f"max_norm = {module.max_norm} renormalises rows in place, which a shard can't: set it to None"
         if getattr(module, "scale_grad_by_freq", False):

@@ -72,8 +72,10 @@ class ShardedSequence(torch.Tensor):
         """Return the full sequence as a plain tensor, gathered once."""
         recorded = torch.is_grad_enabled()
         if recorded not in self.gathered:
-            gather = _Placed.apply if self.partial else _gather
-            self.gathered[recorded] = gather(self.shard, self.tokens)
+            gathered = (
+                _Placed.apply(self.shard, self.tokens) if self.partial else self.tokens.gather(self.shard)
+            )
+            self.gathered[recorded] = gathered
         return self.gathered[recorded]
 
     def like(self, shard: torch.Tensor) -> "ShardedSequence":
@@ -182,10 +184,6 @@ def _makes(name: str) -> bool:
     return name.startswith("new_") or name.endswith("_like")
 
 
-def _gather(shard: torch.Tensor, tokens: OwnTokens) -> torch.Tensor:
-    return tokens.gather(shard)
-
-
 def _numbers(x: Any) -> Any:
     return x.numbers() if isinstance(x, ShardedSequence) else x
 
@@ -286,9 +284,7 @@ class _Look(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard, tokens, partial):
         ctx.tokens, ctx.partial = tokens, partial
-        shape = list(shard.shape)
-        shape[tokens.dim] *= tokens.ranks
-        return wrapper(ShardedSequence, shape, shard)
+        return wrapper(ShardedSequence, tokens.full_shape(shard), shard)
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
@@ -301,9 +297,7 @@ class _Placed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard, tokens):
         ctx.tokens = tokens
-        shape, number = list(shard.shape), shard.shape[tokens.dim]
-        shape[tokens.dim] *= tokens.ranks
-        full = shard.new_zeros(shape)
+        full, number = shard.new_zeros(tokens.full_shape(shard)), shard.shape[tokens.dim]
         full.narrow(tokens.dim, tokens.rank * number, number).copy_(shard)
         return full
 
