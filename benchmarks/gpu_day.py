@@ -17,7 +17,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
@@ -222,13 +221,17 @@ def main(argv: list[str] | None = None) -> int:
     about = {name: (part.__doc__ or "").strip() for name, part in PARTS.items()}
     results: list[Result] = []
     for part in asked.parts:
-        with ThreadPoolExecutor(asked.at_once if part == "verify" else 1) as workers:
-            begun = [workers.submit(carry_out, part, run, environment) for run in PARTS[part](machine)]
-            for done in as_completed(begun):
-                result = done.result()
-                results.append(result)
-                print(f"{part}: {result.run.name}: {result.outcome}, {result.seconds:.0f} s", flush=True)
-                target.write_text(page(machine.name, results, about, dry=machine.device == "cpu"))
+        alone = part != "verify" or asked.at_once == 1
+
+        def name(run: Run, part: str = part, end: str = " " if alone else "\n") -> None:
+            print(f"{part}: {run.name} ...", end=end, flush=True)
+
+        runs = PARTS[part](machine)
+        for result in carry_out(part, runs, environment, 1 if alone else asked.at_once, name):
+            results.append(result)
+            whose = "" if alone else f"{part}: {result.run.name} ... "
+            print(f"{whose}{result.outcome}, {result.seconds:.0f} s", flush=True)
+            target.write_text(page(machine.name, results, about, dry=machine.device == "cpu"))
     print(f"written to {target}")
     return int(any(one.outcome not in ("done", "refused", "skipped") for one in results))
 

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import NamedTuple
@@ -49,48 +50,93 @@ class Result(NamedTuple):
     """What it printed: its tables, its verdict, or its last lines."""
 
 
-def carry_out(part: str, run: Run, environment: dict[str, str]) -> Result:
-    """Do `run` in processes of its own, which are ended when their time is up."""
-    if run.skipped is not None:
-        return Result(part, run, "skipped", 0.0, run.skipped)
-    begin = time.perf_counter()
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(
+def carry_out(
+    part: str,
+    runs: Iterable[Run],
+    environment: dict[str, str],
+    at_once: int = 1,
+    begun: Callable[[Run], None] = lambda run: None,
+) -> Iterator[Result]:
+    """Do `runs` in processes of their own, so many `at_once`, and yield each result as its run ends.
+
+    A run is ended when its time is up, and all are if this process is told to end. `begun` is called as a run begins.
+    """
+    waiting, started = deque(runs), list[_Started]()
+    try:
+        while waiting or started:
+            while waiting and len(started) < at_once:
+                run = waiting.popleft()
+                begun(run)
+                if run.skipped is not None:
+                    yield Result(part, run, "skipped", 0.0, run.skipped)
+                else:
+                    started.append(_Started(part, run, environment))
+            for one in [one for one in started if one.has_ended()]:
+                result = one.result()
+                started.remove(one)
+                yield result
+            if started:
+                time.sleep(0.1)
+    finally:
+        for one in started:
+            one.end()
+
+
+class _Started:
+    """A run that has begun."""
+
+    def __init__(self, part: str, run: Run, environment: dict[str, str]):
+        self.part, self.run, self.begin = part, run, time.perf_counter()
+        # Read, and closed, when the run has ended.
+        self.out, self.err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
             (sys.executable, *run.command),
             cwd=ROOT,
             env=environment,
-            stdout=out,
-            stderr=err,
+            stdout=self.out,
+            stderr=self.err,
             start_new_session=True,
         )
-        try:
-            status: int | None = process.wait(run.minutes * 60)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            if process.poll() is None:  # too long, or this process was told to end: its ranks, too
-                os.killpg(process.pid, signal.SIGTERM)
-                try:
-                    process.wait(20)
-                except subprocess.TimeoutExpired:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.begin
+
+    def has_ended(self) -> bool:
+        """Whether the run has ended, or its time is up."""
+        return self.process.poll() is not None or self.seconds > self.run.minutes * 60
+
+    def end(self) -> None:
+        """End the run and the ranks that it has started."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGTERM)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+
+    def result(self) -> Result:
+        """Return what became of the run, which is ended if it still runs."""
+        seconds, status = self.seconds, self.process.poll()
+        self.end()
         texts = []
-        for file in (out, err):
+        for file in (self.out, self.err):
             file.seek(0)
             texts.append(file.read().strip())
-    seconds = time.perf_counter() - begin
-    printed, said = texts
-    if status == 0:
-        return Result(part, run, "done", seconds, printed)
-    said = said.partition("failed (exitcode")[0]  # what torchrun adds
-    # titanplans' own refusals are one line.
-    refusal = re.search(r"^(?:\[rank0\]:)?error: .*", said, re.M)
-    if status is not None and refusal:
-        return Result(part, run, "refused", seconds, refusal[0])
-    last = "\n".join([*printed.splitlines()[-20:], *said.splitlines()[-20:]])
-    ended = f"took longer than {run.minutes:g} minutes" if status is None else f"failed, exit status {status}"
-    return Result(part, run, ended, seconds, last)
+            file.close()
+        printed, said = texts
+        if status == 0:
+            return Result(self.part, self.run, "done", seconds, printed)
+        said = said.partition("failed (exitcode")[0]  # what torchrun adds
+        # titanplans' own refusals are one line.
+        refusal = re.search(r"^(?:\[rank0\]:)?error: .*", said, re.M)
+        if status is not None and refusal:
+            return Result(self.part, self.run, "refused", seconds, refusal[0])
+        last = "\n".join([*printed.splitlines()[-20:], *said.splitlines()[-20:]])
+        late = f"took longer than {self.run.minutes:g} minutes"
+        ended = late if status is None else f"failed, exit status {status}"
+        return Result(self.part, self.run, ended, seconds, last)
 
 
 def page(name: str, results: Sequence[Result], about: Mapping[str, str], *, dry: bool) -> str:

@@ -86,7 +86,7 @@ def test_no_run_ends_the_others_and_each_is_on_the_page(tmp_path, monkeypatch, c
     assert "```text\nso far\nthe end of it\n```" in page
     assert "```text\nbegun\n```" in page
     assert "```text\nerror: not as asked\n```" in page
-    assert "slow: took longer" in capsys.readouterr().out
+    assert "slow ... took longer" in capsys.readouterr().out
 
 
 def test_a_part_runs_in_a_dry_run(tmp_path):
@@ -101,9 +101,23 @@ def test_what_a_part_starts_ends_with_it(tmp_path):
     pid = tmp_path / "pid"
     child = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    result = carry_out("odd", Run("parent", ("-c", code), 0.1), dict())
+    (result,) = carry_out("odd", [Run("parent", ("-c", code), 0.1)], dict())
     assert result.outcome == "took longer than 0.1 minutes"
     assert gone([int(pid.read_text())], 10), "still there"
+
+
+def test_several_run_at_once_and_end_with_who_waits_for_them(tmp_path):
+    pids = [tmp_path / name for name in "ab"]
+    codes = [
+        f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)" for pid in pids
+    ]
+    runs = [Run("short", ("-c", "import time; time.sleep(5)"))]
+    runs += [Run(pid.name, ("-c", code)) for pid, code in zip(pids, codes, strict=True)]
+    results = carry_out("odd", runs, dict(), at_once=3)
+    assert next(results).run.name == "short", "it waited for one that runs beside it"
+    assert all(pid.exists() for pid in pids)
+    results.close()
+    assert gone([int(pid.read_text()) for pid in pids], 10), "still there"
 
 
 if sys.platform != "linux":
