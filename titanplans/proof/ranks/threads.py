@@ -77,7 +77,7 @@ class Pool:
     """
 
     def __init__(self, device: torch.device, *, drawing: bool = False):
-        self.device, self._generators = device, _generators(device) if drawing else []
+        self.device, self._generators = device, default_generators(device) if drawing else []
         self._worlds: dict[tuple[int, int], _Ranks] = {}
         self._stack = ExitStack()
 
@@ -198,9 +198,9 @@ class Meshes:
         return self._made[kind, number]
 
 
-def _generators(device: torch.device) -> list[torch.Generator]:
-    """Return torch's default generators on a CPU and on `device`."""
-    if device.type == "cpu":
+def default_generators(device: torch.device) -> list[torch.Generator]:
+    """Return torch's default generators: the CPU's, and that of `device` if it is a GPU."""
+    if device.type != "cuda":
         return [torch.default_generator]
     return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
 

@@ -80,7 +80,8 @@ class Worlds:
 
     def __enter__(self) -> "Worlds":
         # Threads take turns on small tensors: further cores cost more than they bring, and most on a busy machine.
-        self._intra_op, self._drawn = torch.get_num_threads(), torch.get_rng_state()
+        self._intra_op = torch.get_num_threads()
+        self._drawn = [(one, one.get_state()) for one in threads.default_generators(self.device)]
         if self.ranks == "threads":
             if is_small(self.model, next(self.model.parameters()).dtype):
                 torch.set_num_threads(1)
@@ -91,7 +92,8 @@ class Worlds:
         if self._pool is not None:
             self._pool.__exit__()
         torch.set_num_threads(self._intra_op)
-        torch.set_rng_state(self._drawn)  # each forward of a model that draws numbers begins with a seed
+        for generator, state in self._drawn:  # each forward of a model that draws numbers begins with a seed
+            generator.set_state(state)
 
     def run(self, degree: int, work: Callable[[Any], T], replica: int = 1) -> T:
         """Run `work` on every rank, and return its result on the first. `replica`: as for `threads.Pool`."""
