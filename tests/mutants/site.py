@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from titanplans import TPPlan
-from titanplans.plan.checks.tied import tied_parameters
+from titanplans.plan.checks.shared import tied_parameters
 from titanplans.split.decoder import find_decoder
 from titanplans.split.layout import StreamLayout
 from titanplans.styles.base import SplitOver, Style

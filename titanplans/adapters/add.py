@@ -13,10 +13,10 @@ from titanplans.config import LoRA
 from titanplans.errors import ParallelError
 from titanplans.precision.nf4 import keep_quantised
 from titanplans.split.adapted import FACTORS, LowRank
-from titanplans.split.guards.called import Calls, Found, read_weights, unfuse
+from titanplans.split.bypassed import BypassCheck, Bypassed, find_bypassed, unfuse
 from titanplans.text import show
 
-_CALLS = "_adapter_calls"
+_BYPASS_CHECK = "_adapter_calls"
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def add_adapters(model: nn.Module, options: LoRA, *, seed: int = 0) -> Adapters:
         keep_quantised(model.get_submodule(name))  # type: ignore[arg-type]
     for name in saved:
         parameters[name].requires_grad_(True)
-    model.__dict__[_CALLS] = Calls(model, chosen, _read_weight)
+    model.__dict__[_BYPASS_CHECK] = BypassCheck(model, chosen, _bypassed_error)
     counts = {True: 0, False: 0}
     for param in parameters.values():
         counts[param.requires_grad] += param.numel()
@@ -103,15 +103,15 @@ def check_before_compile(model: nn.Module) -> None:
     Raises:
         ParallelError: names the modules.
     """
-    if (calls := model.__dict__.get(_CALLS)) is not None:
-        calls.remove()
-    if found := read_weights(model, adapted(model)):
-        raise _read_weight(found)
+    if (check := model.__dict__.get(_BYPASS_CHECK)) is not None:
+        check.remove()
+    if bypassed := find_bypassed(model, adapted(model)):
+        raise _bypassed_error(bypassed)
 
 
-def _read_weight(found: list[Found]) -> ParallelError:
-    name, owner, parent = found[0]
-    ends = dict.fromkeys(end_of(name) for name, _, _ in found)
+def _bypassed_error(bypassed: list[Bypassed]) -> ParallelError:
+    name, owner, parent = bypassed[0]
+    ends = dict.fromkeys(end_of(linear.name) for linear in bypassed)
     return ParallelError(
         f"{name} has an adapter, and its parent {owner} ({type(parent).__name__}) does not call it but reads its weight, "
         "without the adapter: switch the fused kernel off in the model's config, or leave it out by "

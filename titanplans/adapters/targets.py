@@ -7,7 +7,7 @@ from torch import nn
 from titanplans.adapters.low_rank import takes_adapter
 from titanplans.adapters.names import matches, select
 from titanplans.config import LoRA
-from titanplans.plan.checks.tied import tied_parameters
+from titanplans.plan.checks.shared import tied_parameters
 from titanplans.precision.nf4 import BLOCK
 from titanplans.split.converted import is_float8
 from titanplans.split.decoder import find_decoder

@@ -26,8 +26,8 @@ from titanplans.plan.resolve import Entry, ResolvedPlan
 from titanplans.split.border import Border
 from titanplans.split.converted import Crossing, is_float8
 from titanplans.split.decoder import Decoder, Elsewhere, join
+from titanplans.split.generation import let_generate
 from titanplans.split.guards.first_forward import check_first_forward
-from titanplans.split.guards.generation import let_generate
 from titanplans.split.guards.inputs import Forwards, guard_forwards
 from titanplans.split.guards.unsupported_methods import refuse_unsupported_methods
 from titanplans.split.layout import Layout

@@ -16,9 +16,8 @@ from titanplans.errors import PlanError
 from titanplans.plan.checks.code import code_of_ranks
 from titanplans.plan.checks.packed import packed_faults
 from titanplans.plan.checks.regions import region_faults
+from titanplans.plan.checks.shared import check_tied, shared_module_faults, tied_parameters
 from titanplans.plan.checks.sizes import check_degree, check_experts, check_heads
-from titanplans.plan.checks.tied import check_tied, tied_parameters
-from titanplans.plan.checks.tokens import check_tokens
 from titanplans.plan.plan import TPPlan
 from titanplans.plan.resolve import ResolvedPlan, resolve
 from titanplans.precision.float8.checks import check_float8
@@ -74,7 +73,8 @@ def check(
         PlanError: see `apply.check_plan`.
     """
     plan = resolve(source, model)
-    for key, reason in chain(region_faults(plan), nf4_faults(plan), packed_faults(plan)):
+    faults = chain(shared_module_faults(plan), region_faults(plan), nf4_faults(plan), packed_faults(plan))
+    for key, reason in faults:
         raise PlanError(reason, key=key, style=plan.styles[key], module=plan.module_at(key))
     check_tied(plan)
     check_experts(plan)
@@ -82,6 +82,5 @@ def check(
     check_degree(plan, dtype)
     crossings = check_float8(plan, backend)
     if source.options.degrees.cp > 1:
-        check_tokens(plan)
         check_heads(plan)
     return Checked(plan, crossings, tied_parameters(model), *code_of_ranks(plan))

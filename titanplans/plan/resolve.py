@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from torch import nn
 
-from titanplans.errors import PlanError
 from titanplans.plan.checks.keys import check_coverage, check_keys, refuse_foreign_adapters
 from titanplans.plan.options import TPOptions
 from titanplans.plan.plan import Plan, TPPlan
@@ -15,7 +14,6 @@ from titanplans.split.adapted import with_factors
 from titanplans.split.decoder import Decoder, find_decoder, is_held, join, name_head, within
 from titanplans.split.layout import Layout
 from titanplans.styles.base import SplitOver, Style, own_styles
-from titanplans.text import class_name
 from titanplans.user_code import as_user_error
 
 
@@ -139,7 +137,6 @@ def resolve(source: TPPlan, model: nn.Module) -> ResolvedPlan:
     modules = dict(model.named_modules(remove_duplicate=False))
     own = own_styles(styles)
     entries = tuple(_entry(key, style, styles, modules, source.options) for key, style in own.items())
-    _check_shared(entries)
     covered = {join(entry.path, name) for entry in entries for name in entry.layouts}
     covered |= {
         entry.key for entry in entries if entry.parameter is not None
@@ -179,21 +176,6 @@ def _entry(key: str, style: Style, plan: Plan, modules: Mapping[str, nn.Module],
     tp, heads = options.degrees.tp, options.degrees.sharing
     of_tp = layouts(tp)
     return Entry(key, style, path, module, parameter, of_tp, of_tp if heads == tp else layouts(heads))
-
-
-def _check_shared(entries: Collection[Entry]) -> None:
-    """Refuse two styles of a module that blocks share."""
-    first: dict[tuple[int, str | None], Entry] = {}
-    for entry in entries:
-        other = first.setdefault((id(entry.module), entry.parameter), entry)
-        if repr(other.style) != repr(entry.style):
-            raise PlanError(
-                f"it is also '{other.key}', which has {class_name(other.style)}, and a module has one style: give both keys "
-                "the same",
-                key=entry.key,
-                style=entry.style,
-                module=entry.module,
-            )
 
 
 def _begin_stream(styles: Plan, entries: tuple[Entry, ...], embedding: str | None) -> tuple[str, ...]:

@@ -1,14 +1,16 @@
-"""Regions, mixers and the ends of a model: faults of a plan that would give wrong sums, or none.
+"""Regions, mixers and the ends of a model: faults of a plan that would give wrong sums, or none."""
 
-Each check reads names and shapes only, so it holds on meta and needs no process group.
-"""
-
+import inspect
 from collections.abc import Iterator
 
-from titanplans.errors import either
+from torch import nn
+
+from titanplans.errors import PlanError, either
 from titanplans.plan.resolve import ResolvedPlan
 from titanplans.split.adapted import dropout_refusal
-from titanplans.split.decoder import HEADS, within
+from titanplans.split.cache import CACHES
+from titanplans.split.converted import float8_linears
+from titanplans.split.decoder import HEADS, find_decoder, within
 from titanplans.styles.base import Style
 
 Fault = tuple[str, str]
@@ -22,6 +24,8 @@ def region_faults(plan: ResolvedPlan) -> Iterator[Fault]:
     yield from _mixer_faults(plan)
     yield from _end_faults(plan)
     yield from _module_faults(plan)
+    if plan.source.options.degrees.cp > 1:
+        yield from _token_faults(plan)
 
 
 def _parameter_faults(plan: ResolvedPlan) -> Iterator[Fault]:
@@ -139,3 +143,42 @@ def _end_faults(plan: ResolvedPlan) -> Iterator[Fault]:
                     f"it stands behind the blocks of a model without a head (vocab_head(), or named {either(HEADS)}), where "
                     "every rank has the whole sequence and so the whole gradient: give it replicated_off_stream()",
                 )
+
+
+def _token_faults(plan: ResolvedPlan) -> Iterator[Fault]:
+    """Yield what context parallelism can't split by tokens: styles that don't declare what of a mixer belongs to heads.
+
+    Raises:
+        PlanError: the model has no blocks, or modules in float8.
+    """
+    options = plan.source.options
+    if linears := float8_linears(plan.model):
+        raise PlanError(
+            f"context_parallel_degree = {options.degrees.cp}: {next(iter(linears))} is float8, whose scales are "
+            "those of all tokens, and a rank has its own: remove float8, or set context_parallel_degree = 1"
+        )
+    find_decoder(plan.model)  # raises the error about blocks
+    for entry in plan.entries:
+        is_mlp = entry.style.opens and not entry.style.mixes_tokens
+        if is_mlp and (argument := _token_argument(entry.module)):
+            yield (
+                entry.key,
+                f"its forward takes {argument}, as code does that mixes tokens, and it is planned as an MLP, to which "
+                "context parallelism gives this rank's tokens alone: give it attn_region() or attn_input()",
+            )
+    for key, style in plan.styles.items():
+        in_mixer = any(within(key, region) for region in plan.token_regions)
+        if not isinstance(style, Style) and (options.keeps_weights or in_mixer):
+            yield (
+                key,
+                "context parallelism splits by what a style declares, and this style installs its own hooks: give the "
+                "module a style of titanplans, such as colwise()",
+            )
+
+
+def _token_argument(module: nn.Module) -> str | None:
+    """Return the argument of the forward of `module` that says which tokens belong together, if it has one."""
+    parameters = inspect.signature(module.forward).parameters
+    return next(
+        (name for name in ("attention_mask", "cu_seqlens", "state", *CACHES) if name in parameters), None
+    )

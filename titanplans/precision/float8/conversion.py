@@ -16,8 +16,9 @@ from torch import nn
 
 from titanplans.config import Float8
 from titanplans.errors import ParallelError
-from titanplans.plan.checks.tied import tied_parameters
+from titanplans.plan.checks.shared import tied_parameters
 from titanplans.precision.kept_dtypes import keeps_float32
+from titanplans.split.bypassed import BypassCheck, Bypassed, find_bypassed, unfuse
 from titanplans.split.converted import (
     ALIGNMENT,
     RECIPES,
@@ -26,7 +27,6 @@ from titanplans.split.converted import (
     keep_border_plain,
 )
 from titanplans.split.decoder import find_decoder, holds_fla
-from titanplans.split.guards.called import Calls, Found, read_weights, unfuse
 from titanplans.torch_private.modules import hooks_of
 from titanplans.torch_private.torchao import gains_by_float8
 
@@ -200,7 +200,7 @@ def check_calls(model: nn.Module) -> None:
 
     A parent that passes its weight to a fused kernel instead computes in high precision, silently.
     """
-    Calls(model, float8_linears(model), _read_weight)
+    BypassCheck(model, float8_linears(model), _bypassed_error)
 
 
 def refuse_read_weights(model: nn.Module) -> None:
@@ -211,12 +211,12 @@ def refuse_read_weights(model: nn.Module) -> None:
     Raises:
         ParallelError: naming the module and its parent.
     """
-    if found := read_weights(model, float8_linears(model)):
-        raise _read_weight(found)
+    if bypassed := find_bypassed(model, float8_linears(model)):
+        raise _bypassed_error(bypassed)
 
 
-def _read_weight(found: list[Found]) -> ParallelError:
-    name, owner, parent = found[0]
+def _bypassed_error(bypassed: list[Bypassed]) -> ParallelError:
+    name, owner, parent = bypassed[0]
     own = name.rpartition(".")[2]
     return ParallelError(
         f"{name} is converted to float8, and its parent {owner} ({type(parent).__name__}) does not call it but reads its "

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from titanplans.errors import PlanError
-from titanplans.plan.checks.tied import tied_parameters
+from titanplans.plan.checks.shared import tied_parameters
 from titanplans.proof.batches.conditions import Scenario
 from titanplans.proof.batches.sample import Sampler, freeze, moved
 from titanplans.proof.batches.script import write_script

@@ -1,1 +1,5 @@
-"""Guards of a split model's calls: which inputs and methods work, and which are refused."""
+"""Guards: a split model refuses what it would compute wrongly without a word.
+
+`dropout` refuses before the split; `first_forward` checks once what is known only when the model is called; `inputs` checks
+the arguments of each call; `unsupported_methods` refuses methods that take shards for full tensors.
+"""

@@ -1,0 +1,103 @@
+"""Linears whose parent reads their weight, for a fused kernel, instead of calling them.
+
+A change of the Linear itself (its product in float8, an adapter) would be bypassed, and nothing would say so.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from titanplans.errors import UserError
+from titanplans.split.decoder import Elsewhere
+
+
+class Bypassed(NamedTuple):
+    """A Linear that is not called, and the module around it whose forward reads its weight."""
+
+    name: str
+    parent_name: str
+    parent: nn.Module
+
+
+Refusal = Callable[[list[Bypassed]], UserError]
+"""Makes the error that names all of them."""
+
+
+def unfuse(model: nn.Module, names: Collection[str]) -> tuple[str, ...]:
+    """Let MLPs of flash-linear-attention call their `down_proj`, if it is among `names`, instead of a kernel on its weight.
+
+    Returns the names of these MLPs.
+    """
+    unfused = []
+    for name, module in model.named_modules():
+        if getattr(module, "fuse_swiglu", False) and f"{name}.down_proj".lstrip(".") in names:
+            module.fuse_swiglu = False  # type: ignore[assignment]
+            unfused.append(name)
+    return tuple(unfused)
+
+
+class BypassCheck:
+    """Raises an error after a model's first forward if the parent of a Linear was called in it, and the Linear was not.
+
+    Not for compiled blocks, whose graphs are made with the hooks and made again without them: `find_bypassed` is for these.
+
+    Args:
+        model: whose first forward is watched.
+        names: the Linears.
+        refuse: makes the error.
+    """
+
+    def __init__(self, model: nn.Module, names: Collection[str], refuse: Refusal):
+        self.names, self.refuse = tuple(names), refuse
+        self.called: set[str] = set()
+        watched = dict.fromkeys(n for name in names for n in (name, _parent(name)))
+        self.handles: list[Any] = [
+            model.get_submodule(name).register_forward_pre_hook(partial(self.note, name)) for name in watched
+        ]
+        self.handles.append(model.register_forward_hook(self.check))
+
+    def note(self, name: str, module: nn.Module, args: Any) -> None:
+        """Note that a module is called; a forward pre-hook."""
+        self.called.add(name)
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for handle in self.handles:
+            handle.remove()
+
+    def check(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Raise the error, if there is one; a forward hook."""
+        self.remove()
+        bypassed = [
+            Bypassed(name, _parent(name), model.get_submodule(_parent(name)))
+            for name in self.names
+            if name not in self.called
+            and _parent(name) in self.called
+            and not isinstance(model.get_submodule(name), Elsewhere)
+        ]
+        if bypassed:
+            raise self.refuse(bypassed)
+
+
+def find_bypassed(model: nn.Module, names: Collection[str]) -> list[Bypassed]:
+    """Return those of `names` whose weight the forward of their parent reads, by its source code."""
+    bypassed = []
+    for name in names:
+        parent = model.get_submodule(_parent(name))
+        if hasattr(parent, "fuse_swiglu"):
+            continue  # `unfuse` has switched it off
+        try:
+            source = inspect.getsource(type(parent).forward)
+        except OSError:  # typed in, or compiled from a string
+            continue
+        if re.search(rf"\b{re.escape(name.rpartition('.')[2])}\.weight\b", source):
+            bypassed.append(Bypassed(name, _parent(name), parent))
+    return bypassed
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
