@@ -18,6 +18,6 @@ class DeltaFormerPlan(MixerPlan):
         if attn.num_kv_heads != attn.num_heads:
             raise PlanError(
                 f"num_kv_heads = {attn.num_kv_heads} with num_heads = {attn.num_heads}: flash-linear-attention's kernel of "
-                "DeltaFormer takes as many heads of keys as of queries, split or whole: set num_kv_heads = num_heads"
+                "DeltaFormer takes as many heads of keys as of queries, split or not: set num_kv_heads = num_heads"
             )
         return super().attn_plan(attn)

@@ -19,7 +19,7 @@ class RavenPlan(MixerPlan):
     def attn_plan(self, attn: nn.Module) -> Plan:
         if attn.add_gumbel_noise and self.options.degrees.sharing > 1:
             raise PlanError(
-                "add_gumbel_noise = True: ranks that split the heads can't draw the noise that the whole model draws for "
+                "add_gumbel_noise = True: ranks that split the heads can't draw the noise that the unsplit model draws for "
                 "each head; set add_gumbel_noise = False"
             )
         plan = super().attn_plan(attn)

@@ -18,8 +18,8 @@ class StableLmPlan(LlamaPlan):
             if degree > attn.num_key_value_heads:
                 raise PlanError(
                     f"qk_layernorm with num_key_value_heads = {attn.num_key_value_heads} below "
-                    f"{self.options.name_degree(degree)}: the norms of heads that ranks share are not split: take a degree "
-                    f"that divides {attn.num_key_value_heads}"
+                    f"{self.options.name_degree(degree)}: the norms of heads that several ranks hold are not split: take a "
+                    f"degree that divides {attn.num_key_value_heads}"
                 )
             for name in ("q_layernorm", "k_layernorm"):
                 plan[name] = self.gathered_in_region(dim=1)

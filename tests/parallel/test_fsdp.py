@@ -513,7 +513,7 @@ REFUSED = {
     "defer = 'replicas', and": dict(call=lambda m: accumulate(m, last=False, defer="replicas")),
     "defer = 'some'": dict(call=lambda m: accumulate(m, last=False, defer="some")),
     "Linear is not sharded by FSDP": dict(call=lambda m: unsharded(m.layers[0].mlp.up_proj)),
-    "FSDPBlock is a part of a sharded model": dict(call=lambda m: unsharded(m.layers[0])),
+    "FSDPBlock is a module inside a sharded model": dict(call=lambda m: unsharded(m.layers[0])),
 }  # fmt: skip
 
 

@@ -133,7 +133,7 @@ def test_weights_that_torchao_has_quantised_are_refused(quantisation):
     quantization.quantize_(model, getattr(quantization, quantisation)())
     message = refused(TinyPlan, model=model)
     kind = "Int8Tensor" if "Int8" in quantisation else "Float8Tensor"
-    assert f"weight' is torchao's {kind}, whose numbers" in message
+    assert f"weight' is torchao's {kind}, whose quantised values" in message
     assert "before quantize_" in message
 
 

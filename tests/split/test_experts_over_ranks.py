@@ -429,6 +429,6 @@ def test_a_mesh_that_does_not_fit_is_refused_in_a_line():
     assert unnamed == f"{needed} 1 dimensions ('tp',): slice it, as mesh['efsdp', 'ep']"
     assert swapped == f"{needed} 2 dimensions ('ep', 'efsdp'): slice it, as mesh['efsdp', 'ep']"
     assert apart.startswith(
-        "ranks [4, 6] share experts, and ranks [4, 5] a layer: the latter have to be among"
+        "experts are distributed over ranks [4, 6], and a layer is split over ranks [4, 5]: the latter have to be among"
     )
     assert "\n" not in apart

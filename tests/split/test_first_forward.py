@@ -18,12 +18,12 @@ TOKENS = torch.arange(16)[None]
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (lambda rank: ((TOKENS + (rank == 2),), {}), r"another input_ids on .* rank 2 than"),
+        (lambda rank: ((TOKENS + (rank == 2),), {}), r"different input_ids on .* rank 2 than"),
         (
             lambda rank: ((), {"input_ids": TOKENS[:, : 16 - (rank == 1)]}),
-            r"another input_ids on .* rank 1 than",
+            r"different input_ids on .* rank 1 than",
         ),
-        (lambda rank: ((TOKENS,), {"use_cache": rank == 3}), r"another use_cache on .* rank 3"),
+        (lambda rank: ((TOKENS,), {"use_cache": rank == 3}), r"different use_cache on .* rank 3"),
     ],
     ids=["values", "shape", "flag"],
 )
@@ -81,7 +81,7 @@ def test_an_adapter_that_came_after_the_split():
         model.layers[1].attn.q_norm = Adapted(model.layers[1].attn.q_norm)
         model(TOKENS)
 
-    with pytest.raises(PlanError, match=r"'layers.1.attn.q_norm.lora_A.weight' came after"):
+    with pytest.raises(PlanError, match=r"'layers.1.attn.q_norm.lora_A.weight' was added after"):
         on_threads(work)
 
 

@@ -421,10 +421,10 @@ def test_an_embedding_that_a_backward_computes_again_was_called_on_shards_or_nev
 def test_a_part_of_the_model_called_by_itself_is_refused():
     def work(split, whole):
         split(ids())
-        with pytest.raises(PlanError, match="a part of the model was called by itself"):
+        with pytest.raises(PlanError, match="a module of the model was called by itself"):
             split.model.layers[1].mlp(torch.zeros(2, 4, 64, dtype=torch.float64))
         hidden = torch.ones(2, 8, 64, dtype=torch.float64)
-        with pytest.raises(PlanError, match="a part of the model was called by itself"):
+        with pytest.raises(PlanError, match="a module of the model was called by itself"):
             split.model.norm(hidden)  # the gradient of its weight would be counted once for each rank
         with torch.no_grad():
             assert split.model.norm(hidden).equal(whole.model.norm(hidden))

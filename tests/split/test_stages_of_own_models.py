@@ -46,5 +46,5 @@ def test_what_no_stage_can_run_is_refused(name):
     with pytest.raises(ParallelError, match=pattern) as refusal:
         job_stages(name, (2,))
     said = str(refusal.value)
-    assert re.match(rf"{name} can't be cut into stages: ", said)
+    assert re.match(rf"{name} can't be split into stages: ", said)
     assert "without stages (pipeline_parallel_degree = 1)" in said

@@ -82,7 +82,11 @@ def other_batches(model, rank):
             model(TOKENS + rank)
         return ["not noticed"]
     except PlanError as error:
-        found = [] if "another input_ids on model-parallel rank 1 than" in str(error) else [str(error)]
+        found = (
+            []
+            if "different input_ids on model-parallel rank 1 than on rank 0" in str(error)
+            else [str(error)]
+        )
     model(TOKENS + rank - tp).logits.sum().backward()
     return found
 

@@ -67,7 +67,7 @@ def test_a_model_that_does_more_with_its_logits_gets_the_loss_of_these_and_the_l
     assert model.fused is None
     (said,) = (text for text in caplog.messages if "fused" in text)
     assert said.startswith(
-        "the loss is computed from logits, not in the head (loss.fused is unset): behind its head "
+        "the loss is computed from logits, not in the head (loss.fused is unset): after its head "
     )
     assert "switch" not in said  # it is off
     wanted, _ = losses(False, model)

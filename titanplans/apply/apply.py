@@ -205,7 +205,9 @@ def choose_way(
     else:
         way = ByWeights(meshes, checked.plan.source.options.stream)
     if capacity is not None and not capacity > 0:
-        raise PlanError(f"expert_capacity_factor = {capacity}: give a number above 0, or None for all rows")
+        raise PlanError(
+            f"expert_capacity_factor = {capacity}: give a number above 0, or None to drop no token"
+        )
     if experts is None or experts.size(experts.ndim - 1) == 1:
         if capacity is not None:
             raise PlanError(f"expert_capacity_factor = {capacity}: {NO_CAPACITY}")

@@ -200,7 +200,8 @@ class ByExperts:
         sharing = dist.get_process_group_ranks(last)
         if not set(of_layer) <= set(sharing):
             raise PlanError(
-                f"ranks {sharing} share experts, and ranks {of_layer} a layer: the latter have to be among the former"
+                f"experts are distributed over ranks {sharing}, and a layer is split over ranks {of_layer}: the latter have "
+                "to be among the former"
             )
         self._expert_ranks = ExpertRanks(self._group, len(of_layer), others.border.rank, capacity)
         self._with_layers = len(of_layer) == len(sharing)

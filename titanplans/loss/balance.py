@@ -50,7 +50,7 @@ def added_loss(model: nn.Module, output: Any, data: Group | None = None) -> torc
     unnamed = output[1:] if type(output) in (tuple, list) else ()
     if any(isinstance(x, torch.Tensor) and x.numel() == 1 and x.is_floating_point() for x in unnamed):
         raise ModelError(
-            f"{kind} returns a plain {type(output).__name__} with a number behind its logits, a loss perhaps, which nothing "
+            f"{kind} returns a plain {type(output).__name__} with a number after its logits, a loss perhaps, which nothing "
             "adds: let it return an object that has logits and aux_loss"
         )
     if given:

@@ -68,7 +68,8 @@ def cross_entropy(
                 share = share_of(logits.shape[-1], over, labels.device)
             elif not placement.is_replicate():
                 raise ParallelError(
-                    f"logits with placements {logits.placements}: whole, or sharded over the vocabulary and the tokens"
+                    f"logits with placements {logits.placements}: give replicated logits, or shards of the vocabulary and "
+                    "the tokens"
                 )
         labels = local_shard(labels, mesh, tuple(of_labels), name="labels")
         logits = logits.to_local()

@@ -103,7 +103,7 @@ class DeferredLogits(torch.Tensor):
         self.check()
         if self.requires_grad and not self.of.recorded:
             raise ParallelError(
-                "a gradient is asked for of a loss that the head computed without one: a checkpoint around the whole model "
+                "a gradient is asked for of a loss that the head computed without one: a checkpoint around the model "
                 "with use_reentrant = True computes the forward without gradients; use use_reentrant = False"
             )
         if labels is not self.of.labels and not _same(labels, self.of.labels):
@@ -131,7 +131,7 @@ class DeferredLogits(torch.Tensor):
         if not torch.allclose(probe, expected, rtol=1e-6, atol=0):
             at = int((probe - expected).abs().argmax())
             raise NotFused(
-                f"behind its head the model makes {probe[at].item():.6g} of a logit of {PROBE[at].item():.6g}, and the "
+                f"after its head the model makes {probe[at].item():.6g} of a logit of {PROBE[at].item():.6g}, and the "
                 f"head, which computes the loss, {expected[at].item():.6g}, and its config says nothing of that"
             )
 

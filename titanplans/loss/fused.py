@@ -21,7 +21,7 @@ from titanplans.errors import ParallelError
 from titanplans.loss.shares import Objective, VocabularyShare, entropy_and_gradient
 
 Elementwise = Callable[[torch.Tensor], torch.Tensor]
-"""What a model does to its logits behind its head: a soft cap, a scale."""
+"""What a model does to its logits after its head: a soft cap, a scale."""
 Compute = Callable[
     [torch.Tensor, torch.Tensor, VocabularyShare | None, Objective, bool], tuple[torch.Tensor, torch.Tensor]
 ]

@@ -147,7 +147,7 @@ class ParallelManager:
         if isinstance(self.config, MegatronFSDPConfig):
             if isinstance(optimizer, Muon):
                 raise ParallelError(
-                    "Muon needs whole matrices, and Megatron-FSDP keeps parts of a flat buffer: take AdamW"
+                    "Muon needs full matrices, and Megatron-FSDP keeps shards of a flat buffer: take AdamW"
                 )
             megatron_fsdp.register_optimizer(optimizer)
         else:

@@ -85,8 +85,8 @@ class Degrees:
             return
         works = [n for n in range(1, ranks + 1) if ranks % n == 0 and n % self.tp == 0]
         raise ParallelError(
-            f"ep = {self.ep}: experts are shared by neighbours among dp_shard x cp x tp = {self.dp_shard} x {self.cp} x "
-            f"{self.tp} ranks, all {self.tp} of a layer among them: {either(sorted({1, *works}))} would work"
+            f"ep = {self.ep}: experts are distributed over neighbouring ranks among dp_shard x cp x tp = {self.dp_shard} x "
+            f"{self.cp} x {self.tp} ranks, all {self.tp} of a layer among them: {either(sorted({1, *works}))} would work"
         )
 
     def __str__(self) -> str:

@@ -202,7 +202,7 @@ def over_all_ranks(function: Callable[..., Any], ranks: HeadRanks) -> Callable[.
     `rms_norm_swish_gate_linear`. As `SplitNorm` does, the output is multiplied by the ratio of the roots.
 
     The function raises:
-        PlanError: an argument of it that such a ratio can't be applied behind: a bias, a residual.
+        PlanError: an argument after which such a ratio can't be applied: a bias, a residual.
     """
     signature = inspect.signature(function)
 
@@ -210,14 +210,14 @@ def over_all_ranks(function: Callable[..., Any], ranks: HeadRanks) -> Callable[.
     def local(*args: Any, **kwargs: Any) -> torch.Tensor:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
-        given = call.arguments
+        arguments = call.arguments
         for name in ("norm_bias", "linear_bias", "residual", "prenorm"):
-            if (value := given.get(name)) is not None and value is not False:
+            if (value := arguments.get(name)) is not None and value is not False:
                 raise PlanError(
-                    f"{function.__name__}: over_all_ranks takes no {name}: its part of the output is not in proportion to "
-                    "the norm's; split the norm and the product apart, by split_norm() or gathered_in_region()"
+                    f"{function.__name__}: over_all_ranks takes no {name}: the output would not be proportional to the "
+                    "norm's ratio; split the norm and the product apart, by split_norm() or gathered_in_region()"
                 )
         output = function(*args, **kwargs)
-        return (output * ranks.root_ratio(given["x"], given["eps"])).to(output.dtype)
+        return (output * ranks.root_ratio(arguments["x"], arguments["eps"])).to(output.dtype)
 
     return local

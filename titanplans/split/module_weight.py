@@ -446,7 +446,7 @@ def _refuse_draw(name: str) -> Any:
             return getattr(torch.Tensor, name)(self, *args, **kwargs)
         raise PlanError(
             f"weight.{name}() on a split model would draw this rank's local tensor by itself, equal to or unlike the "
-            "others': call titanplans.modeling.initialize(model, seed=0), or draw before the split, or load whole tensors "
+            "others': call titanplans.modeling.initialize(model, seed=0), or draw before the split, or load full tensors "
             "by model.load_state_dict"
         )
 
@@ -517,7 +517,7 @@ class LocalWeight(LocalData):
     def data(self, value: torch.Tensor) -> None:
         raise PlanError(
             "weight.data = ... on a split module would replace nothing but a view of this rank's local tensor: write into "
-            "it, weight.data.copy_(local), or load whole tensors by model.load_state_dict"
+            "it, weight.data.copy_(local), or load full tensors by model.load_state_dict"
         )
 
     def register_hook(self, hook: Any) -> Any:

@@ -100,9 +100,9 @@ class Stream:
         if self._trains and length % self.shards:
             without = "" if self.tokens.ranks > 1 else ", or set sequence_parallel = False"
             raise PlanError(
-                f"a sequence of {length} tokens is no multiple of the {self.shards} ranks that share it in training: pad "
-                f"sequences to a multiple of {self.shards} (pad_to_multiple_of of a collator, training.seq_len of a "
-                f"job){without}; forwards under torch.no_grad() may have any length"
+                f"a sequence of {length} tokens is no multiple of the {self.shards} ranks that it is sharded over in "
+                f"training: pad sequences to a multiple of {self.shards} (pad_to_multiple_of of a collator, "
+                f"training.seq_len of a job){without}; forwards under torch.no_grad() may have any length"
             )
 
     def embed(self, length: int, *, begins: bool) -> None:
@@ -212,7 +212,7 @@ class Stream:
         """
         if not torch.compiler.is_compiling() and not self.is_running and not in_backward():
             raise PlanError(
-                "with sequence parallelism a part of the model was called by itself, outside of a forward of the model, "
+                "with sequence parallelism a module of the model was called by itself, outside of a forward of the model, "
                 "where nothing says how its input lies on the ranks: call the model, or set sequence_parallel = False"
             )
 

@@ -150,7 +150,7 @@ class Style(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         raise PlanError(
-            f"{type(self).__name__} declares a cut and installs none: give it to titanplans.apply_plan, not to torch's "
+            f"{type(self).__name__} only declares how a module is split: give it to titanplans.apply_plan, not to torch's "
             "parallelize_module"
         )
 

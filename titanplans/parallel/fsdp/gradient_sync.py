@@ -127,7 +127,7 @@ def _root(model: nn.Module) -> FSDPModule:
     # Also settles that the root is not freed after the forward unless that was asked for.
     if not settle_fsdp_root(root):
         raise ParallelError(
-            f"{class_name(model)} is a part of a sharded model: give the whole one, whose forward gathers it"
+            f"{class_name(model)} is a module inside a sharded model: give the model itself, whose forward gathers it"
         )
     return root
 

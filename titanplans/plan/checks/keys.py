@@ -51,8 +51,8 @@ def check_keys(plan: Plan, model: nn.Module, source: "TPPlan") -> None:
             if isinstance(style, Style) and style.slices_buffers:
                 continue
             raise PlanError(
-                f"plan key '{key}' ({plan_name}) names a buffer, which every rank has whole: only self.colwise(), "
-                "self.kv_colwise() and self.packed() let a rank read its part; leave the key out"
+                f"plan key '{key}' ({plan_name}) names a buffer, which is replicated: only self.colwise(), "
+                "self.kv_colwise() and self.packed() give a rank a slice of it; leave the key out"
             )
         parent = key
         while parent not in modules:
@@ -94,8 +94,9 @@ def check_coverage(
                 raise PlanError(f"parameter '{own}' is a DTensor already: apply a plan once, before FSDP")
             if is_quantised_by_torchao(param):
                 raise PlanError(
-                    f"parameter '{own}' is torchao's {type(param).__name__}, whose numbers and scales no plan can split: "
-                    "apply the plan to the model as it was before quantize_, or train adapters over frozen weights in NF4 "
+                    f"parameter '{own}' is torchao's {type(param).__name__}, whose quantised values and scales no plan can "
+                    "split: apply the plan to the model as it was before quantize_, or train adapters over frozen weights "
+                    "in NF4 "
                     '(lora.quantize_base = "nf4")'
                 )
             every[_numberless(own)] += 1

@@ -56,8 +56,8 @@ def _region_faults(plan: ResolvedPlan) -> Iterator[Fault]:
         if style.inside and not for_blocks and not any(within(key, region) for region in opened):
             yield (
                 key,
-                "it stands in no region, so its input is not the whole sequence and its input's gradient is not summed: "
-                "add **self.attn_input() or **self.mlp_input() to its plan",
+                "it stands in no region, so its input is not gathered to the full sequence and its input's gradient is not "
+                "summed: add **self.attn_input() or **self.mlp_input() to its plan",
             )
     for region, opener in opened.items():
         inside = {key: style for key, style in ours.items() if within(key, region)}
@@ -131,8 +131,8 @@ def _end_faults(plan: ResolvedPlan) -> Iterator[Fault]:
         if key is not None and not isinstance(plan.styles[key], Style):
             yield (
                 key,
-                "with sequence parallelism it has to be known whether an embedding's output is whole or a shard, which only "
-                "styles of titanplans say: give it vocab_embedding(), or set sequence_parallel = False",
+                "with sequence parallelism it has to be known whether an embedding's output is the full sequence or a "
+                "shard, which only styles of titanplans say: give it vocab_embedding(), or set sequence_parallel = False",
             )
     if decoder.head is None and decoder.blocks:
         for entry in plan.entries:
@@ -140,8 +140,8 @@ def _end_faults(plan: ResolvedPlan) -> Iterator[Fault]:
             if entry.style.is_on_stream and not on_base:
                 yield (
                     entry.key,
-                    f"it stands behind the blocks of a model without a head (vocab_head(), or named {either(HEADS)}), where "
-                    "every rank has the whole sequence and so the whole gradient: give it replicated_off_stream()",
+                    f"it stands after the blocks of a model without a head (vocab_head(), or named {either(HEADS)}), where "
+                    "every rank has the full sequence and so the full gradient: give it replicated_off_stream()",
                 )
 
 

@@ -79,9 +79,9 @@ def _check_sizes(plan: ResolvedPlan) -> None:
         replicated = operands is not None and not (operands.outputs or operands.inputs)
         if replicated and width not in (None, module.in_features):
             raise PlanError(
-                f"{key} (Float8Linear, {module.in_features} in, {module.out_features} out): it reads no sequence of {width} "
-                "numbers a token, so a rank may give it a part of the heads alone, which has another scale than all of "
-                f"them: leave it out of float8 (filter '{_end_of(key)}')"
+                f"{key} (Float8Linear, {module.in_features} in, {module.out_features} out): its input is no sequence of "
+                f"width {width}, so a rank may give it some of the heads alone, whose float8 scale differs from that of all "
+                f"heads: leave it out of float8 (filter '{_end_of(key)}')"
             )
         for side, size, suits in _sizes(style, module):
             if suits(degree):

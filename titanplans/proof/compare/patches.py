@@ -31,7 +31,7 @@ def unpatched(model: nn.Module) -> Iterator[None]:
             if isinstance(holder, type) or _is_code(was):
                 where = f"{holder.__module__}.{holder.__qualname__}" if isinstance(holder, type) else holder
                 raise VerifyError(
-                    f"the plan replaced {where}.{name} for every model of this process, and so for the whole one of the "
+                    f"the plan replaced {where}.{name} for every model of this process, and so for the unsplit one of the "
                     "proof: change the style's own module, by a hook or by module.forward = ..., not its class or library"
                 )
 

@@ -145,7 +145,9 @@ def refuse_other_stages(model: nn.Module, number: int, inputs: Mapping[str, Any]
             traced = trace(copy.deepcopy(model), decoder, inputs)
             check_stages(model, Stages(model, traced, starts_of(len(decoder.names), number)), inputs)
     except ParallelError as error:
-        raise PlanError(f"pp = {number}: {type(model).__name__} can't be cut into stages: {error}") from error
+        raise PlanError(
+            f"pp = {number}: {type(model).__name__} can't be split into stages: {error}"
+        ) from error
     except FAILURES as error:
         raise does_not_run(model, error, "in its first forward") from error
 

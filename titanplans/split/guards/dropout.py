@@ -10,7 +10,7 @@ from torch import nn
 
 from titanplans.errors import PlanError
 
-WHOLE = "leave layers whole: tensor_parallel_degree = 1, context_parallel_degree = 1"
+WHOLE = "don't split layers: tensor_parallel_degree = 1, context_parallel_degree = 1"
 REMEDY = f"set it to 0, or {WHOLE}"
 
 

@@ -124,31 +124,31 @@ def _check_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
             if names is None or mesh.mesh_dim_names is None or ours & set(names):
                 continue
         raise PlanError(
-            f"parameter '{name}' came after the model was split, and is no part of its plan: its gradient would not be "
+            f"parameter '{name}' was added after the model was split, so no style covers it, and its gradient would not be "
             f"summed over the ranks. Add modules before the split, with a style in the plan; {ADAPTERS}"
         )
 
 
 def _check_sums(model: nn.Module) -> None:
-    """Refuse FSDP2 that averages gradients which are parts of a sum over the ranks of context parallelism."""
+    """Refuse FSDP2 that averages gradients which are partial sums over the context-parallel ranks."""
     for name, module in model.named_modules():
         group = fsdp_group(module) if isinstance(module, FSDPModule) else None
         if group is not None and group.gradient_divide_factor is None:
             raise PlanError(
                 f"fully_shard averages the gradients of '{name}' ({class_name(module)}), and with sum_over_cp = False "
-                "those of the ranks of 'cp' are parts of a sum: call set_gradient_divide_factor() with the ranks that read "
-                "other data, 1.0 for a loss that is divided by all tokens"
+                "the gradients of the ranks of 'cp' are partial sums: call set_gradient_divide_factor() with the ranks that "
+                "read other data, 1.0 for a loss that is divided by all tokens"
             )
 
 
 def _check_batch(module: nn.Module, args: tuple, kwargs: Mapping[str, Any], mesh: DeviceMesh) -> None:
     """Refuse arguments of `module` that are not the same on every rank of the mesh. Collective."""
-    given = dict(zip(positional(module), args, strict=False)) | dict(kwargs)
-    mine = {name: [_essence(leaf) for leaf in tree_leaves(value)] for name, value in given.items()}
-    for rank, (theirs, first) in _differing(mine, mesh):
+    arguments = dict(zip(positional(module), args, strict=False)) | dict(kwargs)
+    essences = {name: [_essence(leaf) for leaf in tree_leaves(value)] for name, value in arguments.items()}
+    for rank, (theirs, first) in _differing(essences, mesh):
         name = next(name for name in first | theirs if theirs.get(name) != first.get(name))
         raise PlanError(
-            f"{class_name(module)} was called with another {name} on model-parallel rank {rank} than on rank 0: "
+            f"{class_name(module)} was called with different {name} on model-parallel rank {rank} than on rank 0: "
             "the ranks that split a model work on one batch, so read data by the rank in the data-parallel mesh, "
             "not by the global rank, and with one seed"
         )

@@ -16,7 +16,7 @@ from titanplans.text import class_name
 
 _INITIALISE = (
     "call titanplans.modeling.initialize(model, seed=0) for a model of transformers or FLA, which gives the same values "
-    "however it is split, or load whole tensors by load_state_dict"
+    "however it is split, or load full tensors by load_state_dict"
 )
 _BEFORE = "call it before the model is split"
 _REFUSED = {
@@ -46,7 +46,7 @@ def refuse_unsupported_methods(model: nn.Module) -> None:
 
 def _refuse(model: str, name: str, instead: str, *args: Any, **kwargs: Any) -> NoReturn:
     raise PlanError(
-        f"{model}.{name} takes the weights for whole, but each rank holds its part of them: {instead}"
+        f"{model}.{name} takes the parameters for full tensors, but each rank holds shards: {instead}"
     )
 
 
@@ -54,8 +54,8 @@ def _save(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     state = kwargs.get("state_dict")
     if state is None or any(isinstance(value, DTensor) for value in state.values()):
         raise PlanError(
-            f"{class_name(model)}.save_pretrained would write this rank's parts: titanplans.save_weights(model, folder), "
-            "called on every rank, writes the whole; or on rank 0 save_pretrained(folder, state_dict=state) with "
+            f"{class_name(model)}.save_pretrained would write this rank's shards: titanplans.save_weights(model, folder), "
+            "called on every rank, writes full tensors; or on rank 0 save_pretrained(folder, state_dict=state) with "
             "state = titanplans.gather_full_state_dict(model) from every rank"
         )
     return type(model).save_pretrained(model, *args, **kwargs)  # type: ignore[attr-defined]

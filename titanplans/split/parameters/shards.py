@@ -135,7 +135,7 @@ def cut_axes(mesh: DeviceMesh, placements: tuple[Placement, ...], *, name: str) 
         if isinstance(placement, Replicate):
             continue
         if not isinstance(placement, Shard | StridedShard):
-            raise ModelError(f"{name}: can't take a part of a tensor with the placement {placement}")
+            raise ModelError(f"{name}: can't take a shard of a tensor with the placement {placement}")
         if isinstance(placement, StridedShard):
             before = math.prod(
                 mesh.size(later)

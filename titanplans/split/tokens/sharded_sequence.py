@@ -270,7 +270,7 @@ def _of_numbers(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             )
             if x.partial and any(y.is_floating_point() and y.ndim for y in others):
                 raise PlanError(
-                    f"{name} changes a part of a sum over ranks in place, and a rank of context parallelism keeps "
+                    f"{name} changes a partial sum in place, and a rank of context parallelism keeps "
                     "its own tokens of it: write the result to another tensor, x = x + y"
                 )
             x.shard, x.gathered = x.tokens.own(numbers), {}

@@ -135,7 +135,7 @@ def _on_meta(model: Any, seq_len: int, sequences: int = 1) -> Iterator[tuple[Any
     ids, model = torch.zeros(sequences, seq_len, dtype=torch.int64, device="meta"), copy.deepcopy(model)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the others multiply no float32
-    cannot = f"{class_name(model)} can't be cut into stages"
+    cannot = f"{class_name(model)} can't be split into stages"
     remedy = "without stages (pipeline_parallel_degree = 1) it trains as it is"
     ends = "a forward on meta, where a number that is read from a tensor is 0 or 1, ends with"
     try:
