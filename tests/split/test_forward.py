@@ -432,6 +432,18 @@ def test_a_part_of_the_model_called_by_itself_is_refused():
     on_ranks(work)
 
 
+def test_the_module_at_which_the_stream_ends_called_by_itself_is_refused():
+    """It would gather an input that every rank has in full."""
+
+    def work(split, whole):
+        split(ids())
+        hidden = torch.ones(2, 8, 64, dtype=torch.float64)
+        with pytest.raises(PlanError, match="a module of the model was called by itself"), torch.no_grad():
+            split.transformer.ln_f(hidden)
+
+    on_ranks(work, "gpt2")
+
+
 def test_a_forward_that_fails_leaves_nothing_behind():
     def work(split, whole):
         broken = split.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)

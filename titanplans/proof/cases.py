@@ -50,6 +50,8 @@ class Proof:
     ):
         self.model, self.plan, self.sampler, self.seed = model, plan, sampler, seed
         self.losses, self.worlds, self.progress = losses, worlds, progress
+        self.ranks = 1
+        """The most that a case splits layers over."""
         self.unreached = list(sampler.unreached)
         """Conditions and quantities that no case shows, in words."""
 
@@ -57,6 +59,7 @@ class Proof:
         self, accepted: Sequence[TPOptions], plain: Scenario, conditions: str
     ) -> tuple[list[Case], tuple[Scenario, ...]]:
         """Return the cases that cover the `conditions` of this model, and their trainings."""
+        self.ranks = max(options.degrees.sharing for options in accepted)
         if conditions == "plain":
             self.unreached = ["any condition: one plain step was asked for", *self._text_alone([plain])]
             return [(options, _fitting(plain, options)) for options in accepted], (plain,)
@@ -135,7 +138,9 @@ class Proof:
         return explained, unreached
 
     def _reference(self, scenario: Scenario, **settings: bool) -> ReferenceRun:
-        return ReferenceRun(self.model, scenario, self.sampler, self.seed, self.losses, **settings)
+        return ReferenceRun(
+            self.model, scenario, self.sampler, self.seed, self.losses, ranks=self.ranks, **settings
+        )
 
     def _prove(self, reference: ReferenceRun, options: TPOptions, scenario: Scenario) -> CaseResult:
         def prove(world: World) -> CaseResult:

@@ -83,6 +83,8 @@ class Style(ParallelStyle):
     """The sections of a packed projection."""
     even_shards = False
     """It shards one dimension evenly, wherever the edges fall; a packed projection needs its sections instead."""
+    needs_equal_shards = False
+    """It computes with the degree times its shard's width, so every rank needs as much of the width."""
     slices_buffers = False
     """A key of this style may name a buffer, of which a rank reads its slice."""
     is_on_stream = False

@@ -49,14 +49,17 @@ class EndOfStream(ReplicatedOffStream):
 
 
 def _end(border: Border, module: nn.Module, args: Any) -> Any:
-    if border.stream.dim is None:
+    stream = border.stream
+    if not stream.shards_sequence:
         return None
-    full = border.stream.full(args[0])
-    border.stream.end()
+    stream.check_runs()
+    full = args[0] if stream.dim is None else stream.full(args[0])
+    stream.end()
     return (full, *args[1:])
 
 
 def _end_with_own_tokens(border: Border, module: nn.Module, args: Any) -> Any:
+    border.stream.check_runs()
     return (border.stream.full_of_cp_rank(args[0]), *args[1:])
 
 

@@ -36,7 +36,7 @@ class SplitNorm(Style):
             are fewer groups than ranks.
     """
 
-    inside = True
+    inside = needs_equal_shards = True
     listed_as = "norm over the width"
 
     def __init__(

@@ -23,7 +23,9 @@ def shared_module_faults(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
 
 
 def check_tied(plan: ResolvedPlan) -> None:
-    """Refuse two layouts of one tensor.
+    """Refuse two placements of one tensor.
+
+    Its gradients and the rows that a rank takes may differ: each module has a view of it, with a layout of its own.
 
     Raises:
         PlanError: names the parameters that are one tensor, and what the plan has for each.

@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard
 from titanplans.errors import PlanError, either, near_multiples
 from titanplans.plan.plan import TPPlan
 from titanplans.plan.resolve import Entry, ResolvedPlan
+from titanplans.split.decoder import within
 from titanplans.split.layout import Layout, next_multiple, shard_size
 from titanplans.styles.base import held
 
@@ -56,9 +57,7 @@ def check_heads(plan: ResolvedPlan) -> None:
     """
     degree = plan.source.options.degrees.sharing
     in_mixers = [entry for entry in plan.entries if plan.token_region_of(entry) is not None]
-    sizes = [
-        size for entry in in_mixers for size in _sizes_of(entry, entry.head_layouts, degree, in_mixer=True)
-    ]
+    sizes = [size for entry in in_mixers for size in _sizes_of(entry, entry.head_layouts, degree, even=True)]
     _check(plan, degree, [*_head_counts(plan, degree), *sizes])
 
 
@@ -86,21 +85,24 @@ def _head_counts(plan: ResolvedPlan, degree: int) -> Iterator[Size]:
 
 def _shard_sizes(plan: ResolvedPlan) -> Iterator[Size]:
     """Yield every dimension that is sharded."""
+    regions = [entry.key for entry in plan.entries if entry.style.opens]
+    equal = [key for key in regions if any(entry.style.needs_equal_shards for entry in plan.within(key))]
     for entry in plan.entries:
         if not entry.style.over_experts:  # `check_experts`
             in_mixer = plan.decoder.mixer_around(entry.key) is not None
-            yield from _sizes_of(entry, entry.layouts, plan.degree, in_mixer=in_mixer)
+            even = in_mixer or any(within(entry.key, region) for region in equal)
+            yield from _sizes_of(entry, entry.layouts, plan.degree, even=even)
 
 
-def _sizes_of(entry: Entry, layouts: Mapping[str, Layout], degree: int, *, in_mixer: bool) -> Iterator[Size]:
+def _sizes_of(entry: Entry, layouts: Mapping[str, Layout], degree: int, *, even: bool) -> Iterator[Size]:
     """Yield the sizes of one entry.
 
-    In a mixer shards are complete heads, so the degree must divide. Elsewhere they may be uneven, as long as every rank
-    holds something.
+    In a mixer shards are complete heads, and a norm over a split width takes as much of it on each rank: there shards are
+    `even`, and the degree must divide. Elsewhere they may be uneven, as long as every rank holds something.
     """
     where = f"{entry.key}, {type(entry.module).__name__}"
     for what, (value, shared) in entry.style.sizes().items():
-        if in_mixer or shared:
+        if even or shared:
             yield Size(what, value, where, partial(_divides_either_way if shared else _divides, value))
         else:
             yield _filled(what, value, where, degree)
@@ -109,7 +111,7 @@ def _sizes_of(entry: Entry, layouts: Mapping[str, Layout], degree: int, *, in_mi
             continue
         value = getattr(entry.module, name).shape[layout.placement.dim]
         what = f"dimension {layout.placement.dim} of {name}"
-        if in_mixer or layout.rows is not None:
+        if even or layout.rows is not None:
             yield Size(what, value, where, partial(_divides, value))
         else:
             yield _filled(what, value, where, degree)

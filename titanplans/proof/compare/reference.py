@@ -33,6 +33,7 @@ class ReferenceRun:
         sampler: of its batches.
         seed: of perturbations.
         losses: further losses by name, compared at the logits.
+        ranks: the most over which a layer is split.
         recording: keep the outputs of its modules, and their gradients.
         further: the dtype is not the proof's own: a model whose rounding hides the effect of a wrong plan is not refused.
 
@@ -57,10 +58,11 @@ class ReferenceRun:
         seed: int = 0,
         losses: Mapping[str, Loss] | None = None,
         *,
+        ranks: int = 2,
         recording: bool = False,
         further: bool = False,
     ):
-        self.further = further
+        self.ranks, self.further = ranks, further
         self.scenario, self.losses, self.recording = scenario.whole, losses or {}, recording
         self.seed, dtype = seed, getattr(torch, scenario.dtype)
         self.pristine = pristine
@@ -189,11 +191,11 @@ class ReferenceRun:
         if self.tolerance.exact:
             worst = max(gradients, key=self.units.__getitem__)
             checked[f"gradient of {worst[2]}"] = self.units[worst], max(sizes.values())
-        dtype, allowed = self.scenario.dtype, self.tolerance.units(2)
+        dtype, allowed = self.scenario.dtype, self.tolerance.units(self.ranks)
         for what, (unit, size) in checked.items():
             if not math.isfinite(unit) or not math.isfinite(size):
                 raise PlanError(f"{name}, unsplit, in {dtype}: the {what} is not finite: try another seed")
-            if not self.further and allowed * unit > tolerance.DECIDABLE * size:
+            if not self.further and self.tolerance.hides(unit, size, self.ranks):
                 share = unit / size if size else math.inf
                 raise PlanError(
                     f"{name} in {dtype}: one rounding of every weight moves the {what} by {share:.1e} of its "

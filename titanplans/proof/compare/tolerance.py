@@ -46,8 +46,9 @@ MORE_DRAWS = 32
 than all of them once in 33 times, whatever the distribution: also if most draws change nothing and a few move a number over
 an edge, such as a router's, or that of weights and activations of few bits."""
 
-DECIDABLE = 0.1
-"""The largest tolerance, relative to the quantity: the least error of a plan is one rank's share, 1/8 at tp = 8."""
+DECIDABLE = 0.8
+"""The largest tolerance, relative to the quantity and times the ranks. The least error of a plan is that the contribution of
+one of R ranks is missing, 1 / R of a gradient to which they contribute alike. For fewer than 8 ranks it is that for 8."""
 
 CHECKED = 16.0
 """Units that a loss or a norm may be off in bfloat16. Of 1,863 of right plans, all architectures at degree 2, losses are off
@@ -84,6 +85,10 @@ class Tolerance:
         if self.checks:
             return CHECKED
         return self._depth if self.exact else CHANCE * (1 + ranks) ** 0.5
+
+    def hides(self, unit: float, size: float, ranks: int) -> bool:
+        """Whether a quantity of `size` has a tolerance over so many ranks by which a wrong plan would be right."""
+        return self.units(ranks) * unit > DECIDABLE / max(ranks, 8) * size
 
     def compares(self, what: str) -> bool:
         """Whether quantities of this kind are compared; else they have to be finite, and of the right shape."""
