@@ -10,7 +10,8 @@ class GLAPlan(MixerPlan):
     """A transformer's plan, but for the mixer.
 
     The forget gate is a low-rank product: `gk_proj.0` to 16 dimensions, the same on every rank, and
-    `gk_proj.1` from there to the heads. The output norm has one weight for all heads.
+    `gk_proj.1` from there to the heads: as many as keys and values have. The output norm has one weight for all heads. The
+    layer's code takes its numbers of heads from the tensors, so `counts` is empty.
     """
 
     gathers = True

@@ -27,7 +27,7 @@ COMMANDS = {
     "verify gla --tp 2": (("--quick",), 0, "proved: 2 cases"),
     "verify gla --float8 tensorwise": (QUICK, 0, "proved: 2 cases"),
     "verify my_plans:MyPlan --model qwen3 --tp 2": (("--quick",), 1, "self_attn.q_norm.weight"),
-    "verify my_plans:Unmasked --model qwen3": (QUICK, 1, "right, but for left padding"),
+    "verify my_plans:Unmasked --model qwen3": (QUICK, 1, "wrong only with left padding"),
     "async-tp qwen3 --tp 2": ((), 0, "all that can be is fused or overlapped"),
     "sweep configs/experiments/tp_variants.toml": (("--dry-run",), 0, "float8-tensorwise"),
     "train configs/gla_debug.toml --parallelism.tensor_parallel_degree 3": (

@@ -275,7 +275,7 @@ def test_a_fault_in_one_condition_is_found_and_the_condition_named(name):
     assert all(any(re.search(fault.says, words) for words in case.conditions) for case in failed), [
         case.conditions for case in failed
     ]
-    assert "right, but for" in report.table()
+    assert "wrong only with" in report.table()
 
 
 @pytest.mark.parametrize("model", ["tiny", "qwen3", "gla"])

@@ -136,7 +136,7 @@ def test_a_gradient_that_is_nothing_but_rounding_has_a_unit_of_its_own():
     assert noise < 1e-15 < neighbour
     assert reference.units[bias] > 0.1 * noise
     # And yet a gradient of the size that its neighbour has would be far outside.
-    assert reference.tolerance.units(2) * reference.units[bias] < 1e-8 * neighbour
+    assert reference.tolerance.allowed(2) * reference.units[bias] < 1e-8 * neighbour
 
 
 def test_depth_counts_the_sums_of_a_model():
@@ -171,7 +171,7 @@ def test_what_rounding_of_gradients_does_to_weights_is_allowed_for(steps):
 
 def test_in_fewer_bits_the_bound_grows_with_the_ranks_alone():
     bounds = [Tolerance(deep(n)(), torch.empty(2, 10, 32), steps=3) for n in (1, 8)]
-    assert bounds[0].units(2) == bounds[1].units(2) < bounds[0].units(8) < 13
+    assert bounds[0].allowed(2) == bounds[1].allowed(2) < bounds[0].allowed(8) < 13
     assert bounds[0].difference(torch.tensor([3.0, 4.0]), torch.zeros(2)) == pytest.approx(12.5**0.5)
 
 
@@ -181,6 +181,16 @@ def test_in_16_bits_losses_and_norms_alone_are_compared():
     assert [what for what in kinds if bound.compares(what)] == ["loss", "norm"]
     for dtype in (torch.float32, torch.float64):
         assert all(map(Tolerance(Tiny(), torch.empty(2, 10, 32, dtype=dtype), steps=3).compares, kinds))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16, 64])
+def test_no_tolerance_is_as_large_as_the_contribution_of_one_rank(ranks):
+    """The largest unit that is accepted, found by halving."""
+    tolerance = Tolerance(Tiny(), torch.zeros(2, 8, 32), 1)
+    unit = 1.0
+    while tolerance.hides(unit, size=1.0, ranks=ranks):
+        unit *= 0.99
+    assert 0.7 / max(ranks, 8) < tolerance.allowed(ranks) * unit < 1 / ranks
 
 
 def test_in_16_bits_a_unit_is_the_largest_of_its_kind_so_far():

@@ -197,7 +197,7 @@ def test_a_part_of_a_sum_is_not_changed_in_place_by_another():
     doubled, x = (sharded_sequence(own(WHOLE), Alone(WHOLE), GRANTED, partial=True) for _ in range(2))
     doubled *= 2
     assert torch.equal(doubled.shard, own(WHOLE) * 2)
-    with pytest.raises(PlanError, match=r"a part of a sum over ranks in place.* x = x \+ y"):
+    with pytest.raises(PlanError, match=r"changes a partial sum in place.* x = x \+ y"):
         x += torch.ones_like(WHOLE)
 
 

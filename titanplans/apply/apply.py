@@ -218,9 +218,7 @@ def choose_way(
 def split(checked: Checked, way: Way) -> AppliedPlan:
     """Split the model of a plan that has been checked against it, in place."""
     plan, model = checked.plan, checked.plan.model
-    whole = parameters_of(model)
-    for name in _once(model, checked.functions):
-        set_functions(model.get_submodule(name), checked.functions[name], way.ranks)
+    before = parameters_of(model)
     split_already: set[tuple[int, str | None]] = set()
     for key, style in plan.styles.items():
         if (entry := plan.by_key.get(key)) is not None:
@@ -235,8 +233,10 @@ def split(checked: Checked, way: Way) -> AppliedPlan:
         _check_distributed(plan)
     check_loaded_state(model)
     _check_still_tied(model, checked.tied)
-    retire_replaced(model, whole)
+    retire_replaced(model, before)
 
+    for name in _once(model, checked.functions):
+        set_functions(model.get_submodule(name), checked.functions[name], way.ranks)
     for name in _once(model, checked.attributes):
         set_attributes(model.get_submodule(name), checked.attributes[name])
     decoder = plan.decoder

@@ -83,4 +83,5 @@ def check(
     crossings = check_float8(plan, backend)
     if source.options.degrees.cp > 1:
         check_heads(plan)
-    return Checked(plan, crossings, tied_parameters(model), *code_of_ranks(plan))
+    attributes, functions = code_of_ranks(plan)
+    return Checked(plan, crossings, tied_parameters(model), attributes, functions)

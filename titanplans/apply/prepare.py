@@ -1,6 +1,6 @@
 """`prepare`: what changes a model's modules before a plan splits them: float8, adapters, frozen parts, in this order.
 
-A training step, the dry run of a job, a proof and the count of FLOPs all prepare a model here.
+No part of `apply_plan`: a training step, the dry run of a job, a proof and the count of FLOPs prepare a model here before.
 """
 
 from collections.abc import Callable

@@ -172,7 +172,7 @@ class TPPlan(PlanStyles):
         """Return what makes this rank's functions of those that the model's own code calls, as `local_functions` does.
 
         A dotted name is that of a module in it, outside of the mixers, and of what the module's code calls.
-        For a loss that the model adds of what every rank has whole, such as the balance of a router: `self.count_once`.
+        For a loss that the model adds of what is replicated, such as the balance of a router: `self.count_once`.
         """
         return {}
 
@@ -181,7 +181,10 @@ class TPPlan(PlanStyles):
     summed = staticmethod(summed)
 
     def kv_colwise(self, attn: nn.Module) -> ParallelStyle:
-        """Shard a projection to the keys or values of `attn` by heads, which ranks share where there are too few."""
+        """Shard a projection to the keys or values of `attn` by heads, which ranks share where there are too few.
+
+        `colwise()` if `attn` counts no key/value heads.
+        """
         kv = self.kv_heads(attn)
         return self.colwise() if kv is None else KVColwise(heads=kv)
 

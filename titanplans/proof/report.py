@@ -107,8 +107,8 @@ def _failures(report: Report) -> Iterator[str]:
             alike.setdefault((place, case.notes, case.conditions), []).append(case)
     for first, *others in alike.values():
         names = dict.fromkeys(case.name for case in (first, *others))
-        needed = f": right, but for {' and '.join(first.conditions)}" if first.conditions else ""
-        yield f"wrong: {'; '.join(names)}{needed}"
+        needed = f" only with {' and '.join(first.conditions)}" if first.conditions else ""
+        yield f"wrong{needed}: {'; '.join(names)}"
         found = [*([str(first.finding)] if first.finding else []), *first.notes]
         yield from (f"  {line}" for line in found or [first.worst])
         yield ""
@@ -126,4 +126,6 @@ def _legend(report: Report) -> str:
         f"{wrong} of {len(report.cases)} cases WRONG" if wrong else f"all {len(report.cases)} cases right"
     )
     allowed = f"; sums in another order may differ by {epsilons(max(tolerances))}" if tolerances else ""
-    return f"{verdict}. Differences in epsilons, what one rounding of every weight changes{allowed}; replicas must be equal."
+    replicas = {check.tolerance for case in report.cases for check in case.checks if check.what == "replicas"}
+    equal = "; replicas must be equal" if replicas == {0.0} else ""
+    return f"{verdict}. Differences in epsilons, what one rounding of every weight changes{allowed}{equal}."

@@ -13,13 +13,14 @@ class Check:
     """One kind of quantity of the split model, compared with the whole model's."""
 
     what: str
-    """runs, loss, logits, gradients, replicas, norm, AdamW or tied."""
+    """runs, loss, logits, gradients, replicas, norm, AdamW, tied, or the name of a further loss."""
     error: float
-    """The worst difference, in epsilons: units of the change by one rounding of every weight."""
+    """The worst difference, in epsilons: units of the change by one rounding of every weight; of replicas, roundings of the
+    tensor itself; 0 or infinite for what either holds or does not."""
     tolerance: float
     """The largest difference of sums in another order, in epsilons."""
     where: str = ""
-    """The parameter with the worst difference; "" for a quantity of the whole model."""
+    """The parameter with the worst difference, or what of a further loss differs; "" for a quantity of the model."""
     point: str = ""
     """When in the training: "step 2, batch 1"."""
 

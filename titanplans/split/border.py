@@ -34,11 +34,13 @@ from titanplans.split.stream import Stream
 class Border:
     """The border between the residual stream and the regions of one model.
 
-    `mesh` is the tensor-parallel one, 1-D; None: weights are not split.
+    With B sequences of L tokens, hidden size D and N tensor-parallel ranks, the stream's local tensor is [B, L, D], or
+    [B, L / N, D] if the sequence is sharded (`StreamLayout`). Inside a region it is [B, L, D]. With context parallelism a
+    rank's tokens are taken first, and L is their number.
 
-    With B sequences of L tokens, hidden size H and N tensor-parallel ranks, the stream's local tensor is [B, L, H], or
-    [B, L / N, H] if the sequence is sharded (`StreamLayout`). Inside a region it is [B, L, H]. With context parallelism L is
-    the number of this rank's tokens.
+    Args:
+        meshes: of the ranks that split a layer. `mesh` is the tensor-parallel one, 1-D; None: weights are not split.
+        layout: of the stream.
     """
 
     def __init__(self, meshes: CutMeshes, layout: StreamLayout):
@@ -55,22 +57,22 @@ class Border:
         return twin
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """Bring the stream's local tensor `x` [B, L / N, H] into a region: return [B, L, H] on every rank.
+        """Bring the stream's local tensor `x` [B, L / N, D] into a region: return [B, L, D] on every rank.
 
         Each rank's gradient of the result is partial, since it has seen its shard of the heads alone; the backward sums them
         and lays the sum out as the stream.
         """
         if (dim := self.stream.dim) is None:
-            return Border.enter_full(self, x)
+            return Border.enter_full(self, x)  # in high precision: not Float8Border's
         self.stream.check_runs()
         return gather(x, dim, x.shape[dim] * self.group[1], self.group)
 
     def enter_full(self, x: torch.Tensor) -> torch.Tensor:
-        """Bring `x` [B, L, H], the same on every rank, into a region, also after the stream has ended."""
+        """Bring `x` [B, L, D], the same on every rank, into a region, also after the stream has ended."""
         return x if self.mesh is None else sum_gradients(x, self.group)
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum the partial results `x` [B, L, H] of a region over the ranks: return this rank's shard [B, L / N, H]."""
+        """Sum the partial results `x` [B, L, D] of a region over the ranks: return this rank's shard [B, L / N, D]."""
         if (dim := self.stream.dim) is None:
             return x if self.mesh is None else sum_ranks(x, self.group)
         return scatter_sum(x, dim, self.group)

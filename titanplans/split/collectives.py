@@ -11,7 +11,8 @@
     exchange_rows    all-to-all      all-to-all       of other numbers of rows for each rank
 
 Pairs: each is the other's backward (an exchange's is an exchange); so a backward may be differentiated
-again. A sequence that the number of ranks does not divide is filled up with zeros.
+again. Shards of a dimension that the number of ranks does not divide, such as a vocabulary, are filled up with zeros on
+their way; the stream's are equal.
 """
 
 from typing import Any

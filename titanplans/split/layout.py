@@ -60,16 +60,20 @@ Section = int | Shared
 
 
 class Run(NamedTuple):
-    """Rows that follow each other: those of the ranks are as long, but at the end, and follow each other, too."""
+    """A contiguous range of rows, divided into slices of `size` rows in the order of the ranks; the last may be shorter.
+
+    Two heads of 4 rows over 4 ranks: Run(first=0, size=4, end=8, sharing=2). Ranks 0 and 1 take rows 0 to 3, 2 and 3 rows 4
+    to 7.
+    """
 
     first: int
     """The first row of rank 0."""
     size: int
-    """Rows of each rank; the last ones may have fewer, as of `torch.chunk`."""
+    """Rows of a slice; the last one may have fewer, as of `torch.chunk`."""
     end: int
     """The row after the last rank's."""
     sharing: int = 1
-    """So many neighbouring ranks have the same rows."""
+    """So many neighbouring ranks take the same slice."""
 
     @property
     def even(self) -> bool:

@@ -33,7 +33,8 @@ class HeadRanks(NamedTuple):
     border: Any
     """That of the stream: a `Border`."""
     order: tuple[int, ...]
-    """The number in the group of each rank."""
+    """`order[rank]`: the index in `group` of the rank with the heads number `rank`: (0, 2, 1, 3) for tp 2 x cp 2, where
+    heads go to CP ranks of one TP rank first, and the group numbers TP ranks first."""
 
     @property
     def copies(self) -> int:

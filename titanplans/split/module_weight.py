@@ -272,7 +272,8 @@ def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
 
 
 def is_unsharded(param: torch.Tensor | None, spec: LocalSpec) -> bool:
-    """Whether FSDP2 does not hold `param` as its own shard at the moment, as it does between forwards."""
+    """Whether `param` lies as the split has left it: not as FSDP2's shard, as between forwards, nor as a stranger's
+    tensor."""
     if not spec.gradient:
         return param is not None and not isinstance(param, DTensor)
     # FSDP2's shard lies on more dimensions than the split's own mesh has.

@@ -1,7 +1,8 @@
 """The residual stream of a split model: where it begins, is sharded, is gathered and ends.
 
 Between regions each rank holds its shard of the sequence (sequence parallelism, context parallelism or both), or all of it.
-One forward passes these points; all of them are in this file:
+One forward passes these points. The hooks of the model, of the module that holds its blocks and of its first block are in
+this file; those of the embedding, of `end_of_stream()` and of the head are in their styles, and call this class.
 
     start    the model is called, or the module that holds its blocks
     begin    every rank takes its shard: at the input of the first block, at the output of an embedding that begins the
@@ -38,7 +39,8 @@ End = Literal["embedding", "head"]
 class Stream:
     """The residual stream of one split model.
 
-    With B sequences of L tokens, hidden size H and N ranks over which tokens are sharded, a shard is [B, L / N, H].
+    With B sequences of L tokens, hidden size D and N = tp x cp ranks over which tokens are sharded (cp without sequence
+    parallelism), a shard is [B, L / N, D].
 
     Args:
         layout: whether tensor-parallel ranks shard the sequence, and which dimension of the hidden states it is.
@@ -51,7 +53,7 @@ class Stream:
         self.shards_sequence = layout.dim is not None or tokens.ranks > 1
         """A rank does not hold all tokens."""
         self.shards = (1 if layout.dim is None else group[1]) * tokens.ranks
-        """How many ranks share a sequence."""
+        """Over how many ranks a sequence is sharded."""
         self.is_running = False
         """A forward has started, and its stream has not ended."""
         self.has_begun = False
@@ -84,11 +86,11 @@ class Stream:
         if length is not None:
             self._refuse_unequal(length)  # already here: the first block may be a graph, which can't raise it
 
-    def fit(self, length: int) -> None:
+    def decide_sharding(self, length: int) -> None:
         """Decide whether the forward that runs, of `length` tokens, is sharded or runs in full.
 
         Raises:
-            PlanError: it has a gradient, and the ranks can't share the tokens equally.
+            PlanError: it has a gradient, and the tokens can't be split equally.
         """
         self._length = length
         if length % self.shards:
@@ -105,24 +107,24 @@ class Stream:
                 f"training.seq_len of a job){without}; forwards under torch.no_grad() may have any length"
             )
 
-    def embed(self, length: int, *, begins: bool) -> None:
+    def note_embedding(self, length: int, *, begins: bool) -> None:
         """Note that `length` tokens are embedded, if a forward runs; `begins`: the embedding's output is the stream."""
         if self.is_running:
-            self.fit(length)
+            self.decide_sharding(length)
             self.has_begun |= begins
 
     def begin(self, x: torch.Tensor) -> torch.Tensor:
-        """Begin the stream with `x` [B, L, H], the same on every rank: return this rank's shard.
+        """Begin the stream with `x` [B, L, D], the same on every rank: return this rank's shard.
 
         The work before is the same on every rank, and so is its gradient, which the backward gathers.
         """
         if self.shards_sequence:
             # A sharded sequence is asked for its shard: its shape would come of a function, which breaks a graph.
             dim, shard = self.tokens.dim, getattr(x, "shard", None)
-            self.fit(x.shape[dim] if shard is None else shard.shape[dim] * self.tokens.ranks)
+            self.decide_sharding(x.shape[dim] if shard is None else shard.shape[dim] * self.tokens.ranks)
         self.has_begun = True
         if self._in_full and (numbers := getattr(x, "numbers", None)) is not None:
-            return numbers()  # code has made a sequence that the ranks can't share of one that they did
+            return numbers()  # code has made a sequence that can't be split equally of one that could
         return self.shard(x)
 
     def end(self) -> None:
@@ -132,14 +134,14 @@ class Stream:
     # The two directions, between begin and end.
 
     def shard(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of `x` [B, L, H], which is the same on every rank."""
+        """Return this rank's shard of `x` [B, L, D], which is the same on every rank."""
         if self._in_full:
             return x
         x = self.tokens.own(x)
         return x if self._dim is None else take_shard(x, self._dim, self.rank, self.group)
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [B, L, H] of the ranks' shards `x`, for work that is the same on every rank."""
+        """Return [B, L, D] of the ranks' shards `x`, for work that is the same on every rank."""
         return x if self._in_full else self.tokens.gather(self.full_of_cp_rank(x))
 
     def full_of_cp_rank(self, x: torch.Tensor) -> torch.Tensor:

@@ -37,8 +37,9 @@ class Site(NamedTuple):
     """Between the residual stream and this module."""
     ranks: HeadRanks
     """The ranks that the module is split over: tp x cp inside a region that mixes tokens, else tp."""
-    mixes_tokens: bool = False
-    """The module stands inside a region that mixes tokens; with context parallelism these exchange tokens for heads."""
+    exchanges_tokens: bool = False
+    """Under context parallelism, inside a mixer: tokens are exchanged for heads here. False under tensor parallelism
+    alone."""
 
 
 class Operands(NamedTuple):
@@ -58,7 +59,7 @@ class Style(ParallelStyle):
     inside = False
     """It is right only inside a region."""
     splits = False
-    """Each rank does a shard of the work."""
+    """It gives each rank a shard of the weights; a mixer that holds such a style is split by heads."""
     enters_full = False
     """After its entry every rank has the full sequence."""
     may_gather = False
@@ -81,8 +82,9 @@ class Style(ParallelStyle):
     """It is split over the ranks of expert parallelism."""
     sections: Sequence[Section] = ()
     """The sections of a packed projection."""
-    even_shards = False
-    """It shards one dimension evenly, wherever the edges fall; a packed projection needs its sections instead."""
+    may_cut_sections = False
+    """It shards one dimension wherever the edges fall; a packed projection, of several sections, needs `packed()`
+    instead."""
     needs_equal_shards = False
     """It computes with the degree times its shard's width, so every rank needs as much of the width."""
     slices_buffers = False

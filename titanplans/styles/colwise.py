@@ -34,7 +34,7 @@ class Colwise(ParameterStyle):
         self.dim, self.interleaved = dim, interleaved
 
     @property
-    def even_shards(self) -> bool:  # type: ignore[override]
+    def may_cut_sections(self) -> bool:  # type: ignore[override]
         return not self.interleaved
 
     def layout(self, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:
@@ -51,7 +51,7 @@ class Colwise(ParameterStyle):
 
     def by_tokens(self, module: nn.Module, site: Site) -> None:
         """In a mixer the product is of this rank's tokens; then tokens are exchanged for heads (all-to-all)."""
-        if not site.mixes_tokens:
+        if not site.exchanges_tokens:
             self.by_weights(module, site)
             return
         if is_product(module):

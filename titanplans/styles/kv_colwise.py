@@ -21,7 +21,7 @@ class KVColwise(Colwise):
     """
 
     shares_heads = True
-    even_shards = False
+    may_cut_sections = False
     listed_as = "ranks may share heads of"
 
     def __init__(self, *, heads: int):

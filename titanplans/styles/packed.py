@@ -28,7 +28,7 @@ class Packed(Colwise):
         dim: as for `colwise()`.
     """
 
-    even_shards = False
+    may_cut_sections = False
     listed_as = "packed"
 
     def __init__(self, *sections: Section, dim: int = 0):

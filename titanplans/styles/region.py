@@ -68,7 +68,7 @@ class Region(Style):
 
     def by_tokens(self, module: nn.Module, site: Site) -> None:
         """A region that mixes tokens: its code gets a sequence that looks complete, of which this rank has its tokens."""
-        if not site.mixes_tokens:
+        if not site.exchanges_tokens:
             self.by_weights(module, site)
             return
         make_state(module).exchanges = True

@@ -31,5 +31,5 @@ class ReplicatedInRegion(ParameterStyle):
 
     def by_tokens(self, module: nn.Module, site: Site) -> None:
         """In a mixer a token-wise module works on this rank's tokens of a sequence that looks complete."""
-        if site.mixes_tokens and (is_product(module) or any(hasattr(module, name) for name in EPSILONS)):
+        if site.exchanges_tokens and (is_product(module) or any(hasattr(module, name) for name in EPSILONS)):
             specialise(module, of_each_token(type(module)))

@@ -19,10 +19,15 @@ class Rowwise(Style):
     """Shard a Linear's inputs; its output [..., sequence, outputs] is partial, and is reduced as it leaves the region.
 
         forward   y_BLD = x_BLf @ W_Df.T is partial: reduce-scatter over L (all-reduce without sequence parallelism)
-        backward  dy_BLD: all-gather over L (nothing without); dW_Df = dy.T @ x_BLf is sharded as W
+        backward  dy_BLD: all-gather over L (nothing without); dx_BLf = dy_BLD @ W_Df and dW_Df = dy.T @ x_BLf are this
+                  rank's, and nothing more is sent
+
+    `layout` says how the parameters lie; `by_weights` installs the reduction, and nothing for the weight, which the module
+    reads as this rank's local tensor (`split.module_weight`). Where a region reduces (`reduce_output=False`), it does so at
+    its exit.
 
     A bias is replicated and added after the sum, as the unsplit Linear adds it. Where the sum is elsewhere, or the weight is
-    transposed, each rank adds bias / degree instead.
+    transposed (GPT-2's Conv1D, whose forward takes no None for a bias), each rank adds bias / degree instead.
 
     Args:
         reduce_output: leave the region here. False where a parent does, because it calls a fused kernel on this weight, or
@@ -55,18 +60,18 @@ class Rowwise(Style):
 
     def by_weights(self, module: nn.Module, site: Site) -> None:
         if self.reduce_output:
-            module.register_forward_hook(partial(_leave, site.border, site.mixes_tokens))
+            module.register_forward_hook(partial(_leave, site.border, site.exchanges_tokens))
 
     def by_tokens(self, module: nn.Module, site: Site) -> None:
         """In a mixer heads are exchanged for tokens (all-to-all) before the product, which is of this rank's tokens."""
         self.by_weights(module, site)
-        if site.mixes_tokens and is_product(module):
+        if site.exchanges_tokens and is_product(module):
             specialise(module, to_tokens_before(type(module)))
 
 
 def _leave(
-    border: Border, mixes_tokens: bool, module: nn.Module, args: Any, output: torch.Tensor
+    border: Border, exchanges_tokens: bool, module: nn.Module, args: Any, output: torch.Tensor
 ) -> torch.Tensor:
-    if mixes_tokens and border.stream.runs_in_full:  # each CP rank has multiplied its heads alone
+    if exchanges_tokens and border.stream.runs_in_full:  # each CP rank has multiplied its heads alone
         output = border.tokens.total(output)
     return add_deferred_bias(module, border.leave(output))

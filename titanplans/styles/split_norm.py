@@ -27,10 +27,11 @@ class SplitNorm(Style):
 
     The module normalises its shard by the shard's own root mean square, and its output is scaled by the ratio of the roots.
     So its code and its kernels stand, with a weight or 1 + weight, with a gate after the norm. A bias is added afterwards.
+    Under context parallelism it stands in a mixer, whose heads are split over all tp x cp ranks, and is installed alike.
 
     Args:
-        heads: how many heads the width counts, where ranks may share them; None: even shards.
-        rows: the width of these heads together.
+        heads: how many heads the width counts, where ranks may share them; None: equal shards.
+        rows: with `heads`, the width of all of them together, the length of the weight.
         statistic: what the mean square is taken of, where that is not the first argument: a gate before the norm.
         groups: into which the width is divided, each with a mean square of its own; neighbouring ranks share one where there
             are fewer groups than ranks.

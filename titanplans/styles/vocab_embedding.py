@@ -106,7 +106,7 @@ def _of_own_rows(cls: type[nn.Module], begins_stream: bool) -> type[nn.Module]:
         ):  # or called outside of the model's forward
             return sum_ranks(out, border.group)
         if border.tokens.ranks == 1:  # else these are a rank's tokens, of a sequence that is followed already
-            stream.embed(input.shape[border.tokens.dim], begins=True)
+            stream.note_embedding(input.shape[border.tokens.dim], begins=True)
         return border.leave(out)
 
     return subclass(cls, {"forward": forward}, "vocabulary_shard")
@@ -123,7 +123,7 @@ def _of_own_tokens(cls: type[nn.Module], begins_stream: bool) -> type[nn.Module]
         is_sequence = tokens.dim < input.ndim <= 2  # and no chunks [batch, chunks, chunk]
         if not is_sequence or not stream.is_sharded_at("embedding"):
             return cls.forward(self, input)
-        stream.embed(input.shape[tokens.dim], begins=begins_stream)
+        stream.note_embedding(input.shape[tokens.dim], begins=begins_stream)
         if stream.runs_in_full:
             return cls.forward(self, input)
         out = cls.forward(self, tokens.own(input))

@@ -1,4 +1,6 @@
-"""Checks of a plan against a model, before anything moves: `titanplans.apply.check` calls them in order.
+"""Checks of a plan against a model, before anything moves.
+
+`keys` runs while a plan is resolved, the others in the order of `titanplans.apply.check`.
 
 `keys`: each key names something, each parameter has a key. `shared`: keys of one module or tensor agree. `regions`: sums are
 complete, and mixers see all tokens. `packed`: a packed projection is split section by section. `sizes`: the degrees divide.

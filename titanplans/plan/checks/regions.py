@@ -20,7 +20,7 @@ Fault = tuple[str, str]
 def region_faults(plan: ResolvedPlan) -> Iterator[Fault]:
     """Yield what would give wrong sums, or none: styles on the wrong thing, regions, mixers, the ends of the stream."""
     yield from _parameter_faults(plan)
-    yield from _region_faults(plan)
+    yield from _sum_faults(plan)
     yield from _mixer_faults(plan)
     yield from _end_faults(plan)
     yield from _module_faults(plan)
@@ -45,7 +45,7 @@ def _module_faults(plan: ResolvedPlan) -> Iterator[Fault]:
             yield entry.key, reason
 
 
-def _region_faults(plan: ResolvedPlan) -> Iterator[Fault]:
+def _sum_faults(plan: ResolvedPlan) -> Iterator[Fault]:
     """Yield split modules outside a region, and regions whose output would not be one sum of parts."""
     ours = {entry.key: entry.style for entry in plan.entries}
     opened = {key: style for key, style in ours.items() if style.opens}

@@ -52,7 +52,7 @@ class Comparison:
 
     @property
     def _allowed(self) -> float:
-        return self.reference.tolerance.units(self.world.mesh.size())
+        return self.reference.tolerance.allowed(self.world.mesh.size())
 
     def _note(self, what: str, error: float, tolerance: float, where: str, point: str) -> None:
         check, before = Check(what, error, tolerance, where, point), self.worst.get(what)

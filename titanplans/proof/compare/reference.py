@@ -191,7 +191,7 @@ class ReferenceRun:
         if self.tolerance.exact:
             worst = max(gradients, key=self.units.__getitem__)
             checked[f"gradient of {worst[2]}"] = self.units[worst], max(sizes.values())
-        dtype, allowed = self.scenario.dtype, self.tolerance.units(self.ranks)
+        dtype, allowed = self.scenario.dtype, self.tolerance.allowed(self.ranks)
         for what, (unit, size) in checked.items():
             if not math.isfinite(unit) or not math.isfinite(size):
                 raise PlanError(f"{name}, unsplit, in {dtype}: the {what} is not finite: try another seed")

@@ -65,7 +65,7 @@ class Tolerance:
 
     Args:
         model: whole.
-        logits: its largest; only their shape is used.
+        logits: its largest; their shape and their dtype are used, no values.
         steps: of the optimizer.
 
     Attributes:
@@ -80,7 +80,7 @@ class Tolerance:
         self.checks = logits.dtype.itemsize < 4
         self._depth = depth(model, logits) * steps
 
-    def units(self, ranks: int) -> float:
+    def allowed(self, ranks: int) -> float:
         """Return how many units a right plan may be off over so many ranks."""
         if self.checks:
             return CHECKED
@@ -88,7 +88,7 @@ class Tolerance:
 
     def hides(self, unit: float, size: float, ranks: int) -> bool:
         """Whether a quantity of `size` has a tolerance over so many ranks by which a wrong plan would be right."""
-        return self.units(ranks) * unit > DECIDABLE / max(ranks, 8) * size
+        return self.allowed(ranks) * unit > DECIDABLE / max(ranks, 8) * size
 
     def compares(self, what: str) -> bool:
         """Whether quantities of this kind are compared; else they have to be finite, and of the right shape."""
@@ -130,7 +130,9 @@ def depth(model: nn.Module, logits: torch.Tensor) -> float:
 
     Each matrix is contracted over its inputs in the forward and over its outputs in the backward;
     a weight's gradient is a sum over all tokens; attention, or a scan, sums over the sequence in
-    every block; the softmax over the vocabulary. logits: [batch, sequence, vocabulary] in any order.
+    every block; the softmax over the vocabulary. Of stacked experts that counts more than one contraction, which is safe.
+
+    `logits`: the vocabulary last, batch and sequence before in any order.
     """
     matrices = [p for p in model.parameters() if p.ndim > 1]
     contracted = sum(len(p) + p.numel() // max(len(p), 1) for p in matrices)

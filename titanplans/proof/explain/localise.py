@@ -177,7 +177,7 @@ class _Search:
 
     def first_off(self, direction: str, seen: list[_Seen]) -> Finding | None:
         """Return the first wrong place, with right ones near it: before it, or after it in the same module."""
-        tolerance = self.reference.tolerance.units(self.world.mesh.size())
+        tolerance = self.reference.tolerance.allowed(self.world.mesh.size())
         right = [one.place.error <= tolerance for one in seen]
         if all(right):
             return None

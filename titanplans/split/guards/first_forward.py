@@ -49,6 +49,11 @@ def check_first_forward(
 
 
 class _First:
+    """The hooks of the first forwards of one model.
+
+    They also retire parameters that were replaced since the split, as by `fully_shard`: only now are all of them known.
+    """
+
     def __init__(self, mesh: DeviceMesh, distributes: bool, sum_over_cp: bool):
         self.mesh, self.distributes, self.sum_over_cp = mesh, distributes, sum_over_cp
         self.handles: list[Any] = []
