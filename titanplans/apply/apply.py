@@ -34,7 +34,7 @@ from titanplans.split.layout import Layout
 from titanplans.split.local_code import set_attributes, set_functions
 from titanplans.split.meshes import CutMeshes, meshes_of
 from titanplans.split.module_weight import localize_blocks_at_once
-from titanplans.split.parameters.loaded_state import check_loaded_state
+from titanplans.split.parameters.loaded_state import load_as_shards
 from titanplans.split.parameters.replaced import parameters_of, retire_replaced
 from titanplans.split.stages.stage import PassedModule
 from titanplans.split.state import make_state
@@ -231,7 +231,7 @@ def split(checked: Checked, way: Way) -> AppliedPlan:
             raise PlanError(reason, key=key, style=style, module=module)
     if way.distributes:
         _check_distributed(plan)
-    check_loaded_state(model)
+    load_as_shards(model)
     _check_still_tied(model, checked.tied)
     retire_replaced(model, before)
 

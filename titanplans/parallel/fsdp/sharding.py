@@ -30,7 +30,7 @@ from titanplans.parallel.fsdp.images import check_images
 from titanplans.parallel.fsdp.prefetch import chain_units, check_depth
 from titanplans.parallel.fsdp.units import FSDPUnit, find_units, fsdp_module, split_experts
 from titanplans.parallel.record import record_of
-from titanplans.split.parameters.loaded_state import check_loaded_state
+from titanplans.split.parameters.loaded_state import load_as_shards
 from titanplans.split.parameters.replaced import replacing
 from titanplans.split.partial_gradients import summed
 from titanplans.text import class_name
@@ -191,7 +191,7 @@ def apply_units(
             module.set_force_sum_reduction_for_comms(True)
             if config.enable_fsdp_symm_mem:
                 module.set_symm_mem_for_comm()
-    check_loaded_state(model)
+    load_as_shards(model)
 
 
 def _depth(unit: FSDPUnit) -> int:

@@ -156,8 +156,8 @@ def _not_asked(plan: Plan, decoder: Decoder, name: str) -> str:
             if whole in (block.mixer, block.mlp) or any(key == whole or within(key, whole) for key in plan):
                 return ""
             return (
-                f". attn_plan is asked for what a block calls {either(MIXERS)}, mlp_plan for {either(MLPS)}: return the "
-                f"keys of {child!r} from layer_plan(layer)"
+                f". attn_plan is asked for what a block calls {either(MIXERS)}, mlp_plan for {either(MLPS)}, and norms are "
+                f"found by 'Norm' in the name of their class: return the keys of {child!r} from layer_plan(layer)"
             )
     return ""
 

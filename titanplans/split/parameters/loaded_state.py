@@ -1,4 +1,4 @@
-"""One rank's shards, loaded on all ranks, are refused, for a model and for its optimizer."""
+"""Loading a state: full tensors become this rank's shards, and shards that another rank saved are refused."""
 
 from functools import cache
 from typing import Any
@@ -8,9 +8,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from titanplans.split.parameters.shards import refuse_shard_of_other_rank, take_shards
+from titanplans.errors import ModelError
+from titanplans.split.parameters.shards import as_shard_of, local_shard
 
-_INSTEAD = (
+_WEIGHTS = (
+    "save full tensors by titanplans.gather_full_state_dict on every rank, which load_state_dict or "
+    "titanplans.load_full_state_dict loads"
+)
+"""What to do instead of loading one rank's shards of a model's weights everywhere."""
+
+_OPTIMIZER = (
     "save the state that titanplans.gather_full_optimizer_state_dict returns on every rank, and load it by "
     "titanplans.load_full_optimizer_state_dict"
 )
@@ -18,12 +25,59 @@ _CHECKED = "_state_of_this_rank"
 """The attribute of an optimizer that is its state as it was checked."""
 
 
-def check_loaded_state(model: nn.Module) -> None:
-    """Refuse shards of another rank when they are loaded into the parameters of `model` or into their optimizer."""
+def load_as_shards(model: nn.Module) -> None:
+    """Let `load_state_dict` of `model` take full tensors, and refuse another rank's shards, as the optimizer's steps do."""
     for module in model.modules():
         if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
-            module.register_load_state_dict_pre_hook(take_shards)
+            module.register_load_state_dict_pre_hook(_take_shards)
     _check_at_steps()
+
+
+def _take_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
+    """Replace full tensors in `state` by DTensors where `module` has such: a pre-hook of `load_state_dict`.
+
+    `state` has the same values on every rank, so nothing is communicated. A wrong shape is left for `load_state_dict` to
+    refuse.
+
+    Raises:
+        ModelError: `state` has the shard of another rank.
+    """
+    assigns = metadata.get("assign_to_params_buffers", False)
+    for name, parameter in module._parameters.items():
+        full = state.get(prefix + name)
+        if not isinstance(parameter, DTensor) or not isinstance(full, torch.Tensor):
+            continue
+        if isinstance(full, DTensor):
+            _refuse_shard_of_other_rank(full, parameter, prefix + name, _WEIGHTS)
+            continue
+        if full.shape != parameter.shape:
+            continue
+        part = local_shard(full.detach(), parameter.device_mesh, parameter.placements, name=prefix + name)
+        # A view would keep the full one in memory.
+        state[prefix + name] = as_shard_of(parameter, part.clone() if assigns else part)
+
+
+def _refuse_shard_of_other_rank(loaded: DTensor, own: DTensor, name: str, instead: str) -> None:
+    """Refuse `loaded` if another rank has saved it, and has another shard of it than this rank, whose tensor is `own`.
+
+    torch.load gives a DTensor the mesh of the rank that saved it, which is equal to this rank's mesh but for the
+    coordinate, so torch takes the shard for this rank's.
+
+    Raises:
+        ModelError: `loaded`, called `name`, is such a shard; `instead` is the remedy.
+    """
+    theirs, ours = loaded.device_mesh, own.device_mesh
+    if theirs is ours or theirs != ours:  # torch refuses a tensor on a mesh of other ranks
+        return
+    there, here = theirs.get_coordinate(), ours.get_coordinate()
+    assert there is not None
+    assert here is not None
+    for placement, before, now in zip(loaded.placements, there, here, strict=True):
+        if before != now and not placement.is_replicate():
+            rank = int(theirs.mesh[tuple(there)])
+            raise ModelError(
+                f"{name} is the shard that rank {rank} saved, and this is another rank: {instead}"
+            )
 
 
 @cache
@@ -51,5 +105,5 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for name, value in state.items():
             if isinstance(value, DTensor):
                 what = f"{name} of a parameter {tuple(parameter.shape)} in the optimizer's state"
-                refuse_shard_of_other_rank(value, parameter, what, _INSTEAD)
+                _refuse_shard_of_other_rank(value, parameter, what, _OPTIMIZER)
     optimizer.__dict__[_CHECKED] = optimizer.state

@@ -5,21 +5,13 @@ two did: TP cut the full tensor, FSDP2 cut TP's shard, both with `torch.chunk`.
 """
 
 import math
-from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from titanplans.errors import ModelError
 from titanplans.torch_private.dtensor import StridedShard
-
-_WEIGHTS = (
-    "save full tensors by titanplans.gather_full_state_dict on every rank, which load_state_dict or "
-    "titanplans.load_full_state_dict loads"
-)
-"""What to do instead of loading one rank's shards of a model's weights everywhere."""
 
 
 def copy_shard(destination: torch.Tensor, full: torch.Tensor, *, name: str) -> None:
@@ -45,53 +37,6 @@ def copy_shard(destination: torch.Tensor, full: torch.Tensor, *, name: str) -> N
             return
         part = local_shard(full, destination.device_mesh, destination.placements, name=name)
         destination.to_local().copy_(part)
-
-
-def take_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
-    """Replace full tensors in `state` by DTensors where `module` has such: a pre-hook of `load_state_dict`.
-
-    `state` has the same values on every rank, so nothing is communicated. A wrong shape is left for `load_state_dict` to
-    refuse.
-
-    Raises:
-        ModelError: `state` has the shard of another rank.
-    """
-    assigns = metadata.get("assign_to_params_buffers", False)
-    for name, parameter in module._parameters.items():
-        full = state.get(prefix + name)
-        if not isinstance(parameter, DTensor) or not isinstance(full, torch.Tensor):
-            continue
-        if isinstance(full, DTensor):
-            refuse_shard_of_other_rank(full, parameter, prefix + name, _WEIGHTS)
-            continue
-        if full.shape != parameter.shape:
-            continue
-        part = local_shard(full.detach(), parameter.device_mesh, parameter.placements, name=prefix + name)
-        # A view would keep the full one in memory.
-        state[prefix + name] = as_shard_of(parameter, part.clone() if assigns else part)
-
-
-def refuse_shard_of_other_rank(loaded: DTensor, own: DTensor, name: str, instead: str) -> None:
-    """Refuse `loaded` if another rank has saved it, and has another shard of it than this rank, whose tensor is `own`.
-
-    torch.load gives a DTensor the mesh of the rank that saved it, which is equal to this rank's mesh but for the
-    coordinate, so torch takes the shard for this rank's.
-
-    Raises:
-        ModelError: `loaded`, called `name`, is such a shard; `instead` is the remedy.
-    """
-    theirs, ours = loaded.device_mesh, own.device_mesh
-    if theirs is ours or theirs != ours:  # torch refuses a tensor on a mesh of other ranks
-        return
-    there, here = theirs.get_coordinate(), ours.get_coordinate()
-    assert there is not None
-    assert here is not None
-    for placement, before, now in zip(loaded.placements, there, here, strict=True):
-        if before != now and not placement.is_replicate():
-            rank = int(theirs.mesh[tuple(there)])
-            raise ModelError(
-                f"{name} is the shard that rank {rank} saved, and this is another rank: {instead}"
-            )
 
 
 def as_shard_of(full: DTensor, part: torch.Tensor) -> DTensor:
