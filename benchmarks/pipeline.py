@@ -97,25 +97,20 @@ def work(rank: int, steps: int, folder: str) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=RANKS, init_method=f"file://{folder}/store")
     mesh = Mesh(Degrees(pp=RANKS), "cpu")
     pipelines = {name: build(name, mesh) for name in MEASURED}
-    tokens = [torch.randint(1024, (1, TOKENS)) for _ in range(MICRO_BATCHES)]
+    tokens = torch.randint(1024, (MICRO_BATCHES, TOKENS))
+    positions, count = torch.arange(TOKENS).expand_as(tokens), torch.tensor(MICRO_BATCHES * TOKENS)
     found: dict[str, Any] = {
         name: (made.report(MICRO_BATCHES, folder), []) for name, made in pipelines.items()
     }
     for turn in range(WARM_UP + steps):
         for name, made in pipelines.items():
             with measure(made.training_stages()) if turn else torch.enable_grad() as times:
-                made.step(
-                    arg_mbs=[(one,) for one in tokens],
-                    kwarg_mbs=[{"labels": one} for one in tokens],
-                    target_mbs=tokens,
-                    losses=[],
-                    loss_kwargs={"global_valid_tokens": torch.tensor(MICRO_BATCHES * TOKENS)},
-                )
+                made.run(tokens, tokens, positions, microbatches=MICRO_BATCHES, valid_tokens=count)
             if turn >= WARM_UP:
                 taken = times.gather()
                 found[name][1].append((replayed(name, taken), taken.idle_share, taken.duration))
             for part in made.parts:
-                part.zero_grad()
+                part.lm.zero_grad()
     if rank == 0:
         known = {name: (report.values["idle_share"], rows) for name, (report, rows) in found.items()}
         torch.save(known, Path(folder) / "found.pt")
@@ -130,14 +125,14 @@ def build(schedule: str, mesh: Mesh) -> Any:
 
     config = modeling.load_config("gla", "debug", hidden_size=256, num_hidden_layers=8, vocab_size=1024)
     with torch.device("meta"):
-        model = LanguageModel(LanguageModel.Config(hf_config=config))
+        model = LanguageModel(config)
     loss = CrossEntropyLoss(CrossEntropyLoss.Config(fused=False))
     options = PipelineParallel(pipeline_parallel_schedule=schedule)
     given = {"seq_len": TOKENS, "device": torch.device("cpu"), "loss": loss, "dump_folder": ""}
     made = build_pipeline(model, options, FSDP2Config(), parallel_dims=mesh, **given)
     for part in made.parts:
-        part.to_empty(device="cpu")
-        part.init_states()
+        part.lm.to_empty(device="cpu")
+        part.initialize()
         part.take_loss(loss, None)
     return made
 

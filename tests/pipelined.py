@@ -22,15 +22,9 @@ def train(config: PretrainedConfig, job: JobConfig, mesh: Any, case: equal.Case)
     """Train one step of the stages that this rank of `mesh` has; return it for the whole model."""
     pipeline = _build(config, job, mesh, case.length)
     ids, labels = equal.batch(case, mesh.get_mesh("dp").get_group())
-    size, losses = job.parallelism.pipeline_parallel_microbatch_size, list[torch.Tensor]()
-    pipeline.step(
-        loss_kwargs={"global_valid_tokens": torch.tensor(case.rows * case.length)},
-        arg_mbs=[(part,) for part in ids.split(size)],
-        kwarg_mbs=[{"labels": part} for part in labels.split(size)],
-        target_mbs=labels.split(size),
-        losses=losses,
-    )
-    (loss,) = losses
+    microbatches = len(ids) // job.parallelism.pipeline_parallel_microbatch_size
+    positions, tokens = torch.arange(case.length).expand_as(ids), torch.tensor(case.rows * case.length)
+    loss = pipeline.run(ids, labels, positions, microbatches=microbatches, valid_tokens=tokens)
     dist.all_reduce(loss, group=mesh.get_mesh("loss").get_group())
     parameters = [parameter for part in pipeline.parts for parameter in part.lm.parameters()]
     pipeline.share_gradients()
@@ -52,7 +46,7 @@ def _build(config: PretrainedConfig, job: JobConfig, mesh: Any, length: int) -> 
     """Return the stages, with the weights that `equal`'s whole model has: they are drawn with seed 0."""
     loss = CrossEntropyLoss(CrossEntropyLoss.Config(fused=False))
     pipeline = build_pipeline(
-        LanguageModel(LanguageModel.Config(hf_config=config)),
+        LanguageModel(config),
         job.parallelism,
         strategy_of(job),
         parallel_dims=mesh,
@@ -63,10 +57,10 @@ def _build(config: PretrainedConfig, job: JobConfig, mesh: Any, length: int) -> 
     )
     torch.manual_seed(0)
     for part in pipeline.parts:
-        part.to_empty(device="cpu")
-        part.init_states()
+        part.lm.to_empty(device="cpu")
+        part.initialize()
         part.take_loss(loss, None, splits_backward=pipeline.splits_backward)
-        part.train()
+        part.lm.train()
     return pipeline
 
 

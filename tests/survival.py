@@ -371,10 +371,10 @@ def _poison(at: int) -> None:
 
     real = Trainer.forward_backward_step
 
-    def forward_backward_step(self: Trainer, **batch: object) -> object:
-        loss = real(self, **batch)
+    def forward_backward_step(self: Trainer, *batch: object) -> object:
+        loss = real(self, *batch)
         if self.step == at and os.environ["RANK"] == "1":
-            next(p for p in self.model_parts[0].parameters() if p.grad is not None).grad.mul_(float("nan"))
+            next(p for p in self.model_parts[0].lm.parameters() if p.grad is not None).grad.mul_(float("nan"))
         return loss
 
     Trainer.forward_backward_step = forward_backward_step  # type: ignore[method-assign]
@@ -410,8 +410,8 @@ def survive(faults: int, seed: int, results: str) -> None:
         os.environ.pop(name, None)
     import preloaded  # noqa: F401
 
-    import titanplans.training.job.torchtitan_config
-    import titanplans.training.launch.main  # noqa: F401
+    import titanplans.training.launch.main
+    import titanplans.training.trainer.trainer  # noqa: F401
 
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
     counts: Counter[str] = Counter()

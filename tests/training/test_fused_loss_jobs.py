@@ -19,9 +19,9 @@ LABELS = TOKENS.roll(-1, 1)
 
 
 def language_model() -> LanguageModel:
-    model = LanguageModel(LanguageModel.Config(hf_config=zoo.config("llama", options=False)))
-    model.to_empty(device="cpu")
-    model.init_states()
+    model = LanguageModel(zoo.config("llama", options=False))
+    model.lm.to_empty(device="cpu")
+    model.initialize()
     return model
 
 
@@ -31,7 +31,7 @@ def losses(fused, model):
     model.take_loss(loss, None)
     found = []
     for training, tokens in ((True, torch.tensor(24)), (False, None)):
-        model.train(training)
+        model.lm.train(training)
         with torch.set_grad_enabled(training):
             logits = model(TOKENS, labels=LABELS)
             found.append(loss(logits, LABELS, tokens)[0].detach())
@@ -44,7 +44,7 @@ def test_fused_and_of_logits_it_is_the_same_and_smoothed_in_training_alone():
     (other, wanted), logits = losses(False, model)
     assert (stands_in, logits) == (True, False)
     torch.testing.assert_close((trained, validated), (other, wanted), rtol=1e-6, atol=0)
-    model.train(False)
+    model.lm.train(False)
     plain = torch.nn.functional.cross_entropy(model(TOKENS).flatten(0, 1), LABELS.flatten(), reduction="sum")
     torch.testing.assert_close(validated, plain.detach(), rtol=1e-6, atol=0)
     assert trained > plain / 24 * 1.01

@@ -1,6 +1,6 @@
-"""A job becomes torchtitan's configuration, and no key of it gets lost on the way."""
+"""No key of a job gets lost on the way to the parts that it names."""
 
-import math
+import ast
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -14,14 +14,53 @@ from titanplans.training.trainer.device import prepare_device
 
 prepare_device()  # before torchtitan, which the next lines import
 
-from titanplans.training.job.torchtitan_config import trainer_config  # noqa: E402
-from titanplans.training.trainer.trainer import Trainer  # noqa: E402
+from titanplans.config import strategy_of  # noqa: E402
+from titanplans.config.compatibility.job import schedule_steps  # noqa: E402
+from titanplans.training.job import parts, resolve  # noqa: E402
+from titanplans.training.trainer import documents  # noqa: E402
+from titanplans.training.trainer.optimizer import optimizers_config  # noqa: E402
+
+ENGINE = Path(__file__).parents[2] / "titanplans" / "training"
+READERS = ("trainer/trainer.py", "launch/processes.py")
+"""Files that read options one by one, of which `acting` holds nothing."""
+GIVEN_WHOLE = ("metrics", "profiling", "loss", "lr_scheduler", "debug")
+"""Sections whose every option is an argument of a part, which refuses what it does not know."""
 
 
-def configure(world_size: int = 1, **options: object) -> Trainer.Config:
-    return trainer_config(
-        build_job({key.replace("__", "."): value for key, value in options.items()}), world_size
-    )
+def configured(**options: object) -> JobConfig:
+    return build_job({key.replace("__", "."): value for key, value in options.items()})
+
+
+def acting(job: JobConfig, world_size: int = 1) -> dict[str, Any]:
+    """Return what is made of the options of a job, but for what goes into a checkpoint's card, which holds every key."""
+    config = resolve.hf_config(job)
+    keyword = documents.keyword(job, config)
+    apart = documents.are_apart(job, keyword)
+    checkpoints = vars_of(parts.checkpoint_config(job)) | {"job": None, "hf_config": config.to_dict()}
+    return {
+        "strategy": strategy_of(job),
+        "shard_degree": job.parallelism.shard_degree,
+        "model": (config.to_dict(), keyword, resolve.model_name(job), resolve.tokenizer_path(job)),
+        "data": parts.training_loader(job, world_size, apart=apart),
+        "validation": parts.validation_loader(job, resolve.validation_data(job), world_size, apart=apart),
+        "sizes": (resolve.validation_data(job), resolve.training_data(job)),
+        "batch": resolve.global_batch_size(job, resolve.data_parallel_degree(job, world_size)),
+        "optimizers": optimizers_config(job),
+        "schedule": schedule_steps(job),
+        "traces": resolve.trace_buf_size(job),
+        "checkpoints": checkpoints,
+        "whole": [vars(getattr(job, section)) for section in GIVEN_WHOLE],
+    }
+
+
+def vars_of(config: Any) -> dict[str, Any]:
+    return {field: getattr(config, field) for field in type(config).__dataclass_fields__}
+
+
+def read_one_by_one() -> set[str]:
+    """Return the attributes that the loop and the start of processes read."""
+    trees = [ast.parse((ENGINE / file).read_text()) for file in READERS]
+    return {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
 
 
 # A value other than the default for keys whose type does not suggest one that may be given alone.
@@ -123,7 +162,7 @@ def words_of(hint: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", [name for name in keys() if name not in ELSEWHERE])
-def test_every_key_reaches_torchtitan(name):
+def test_every_key_acts_or_is_read(name):
     key = keys()[name]
     match key.default:
         case _ if name in ANOTHER:
@@ -144,29 +183,15 @@ def test_every_key_reaches_torchtitan(name):
             value = "other" if "a string" in describe(key.hint) or name == "model.plan" else 3
     world_size = 4 if name.startswith(("parallelism.", "model.plan")) else 1
     beside = {other.replace(".", "__"): given for other, given in BESIDE.get(name, {}).items()}
-    before = configure(world_size, **beside)
-    after = configure(world_size, **beside | {name.replace(".", "__"): value})
-    assert _acting(after) != _acting(before)
-
-
-def _acting(config: Any) -> dict[str, Any]:
-    """Return all of a config but what goes into a checkpoint's card, which holds every key."""
-    values = config.to_dict()
-    del values["checkpoint"]["job"]
-    return values
-
-
-def test_what_every_job_needs_of_torchtitan():
-    config = trainer_config(JobConfig(), 1)
-    assert config.parallelism.spmd_backend == "partial_dtensor"
-    assert config.training.disable_cuda_graphs
+    before, after = configured(**beside), configured(**beside | {name.replace(".", "__"): value})
+    if acting(after, world_size) == acting(before, world_size):
+        assert name.rpartition(".")[2] in read_one_by_one()
 
 
 def test_a_model_from_a_file():
     path = str(Path(__file__).parents[2] / "configs" / "gla_debug.json")
-    spec = configure(model__config=path).model_spec
-    assert spec is not None
-    assert (spec.name, spec.model.hf_config.model_type) == (path, "gla")
+    job = configured(model__config=path)
+    assert (resolve.model_name(job)[0], resolve.hf_config(job).model_type) == (path, "gla")
 
 
 @pytest.mark.parametrize(
@@ -179,28 +204,26 @@ def test_a_model_from_a_file():
     ],
 )
 def test_the_global_batch(world_size, options, expected):
-    assert configure(world_size, **options).training.global_batch_size == expected
+    job = configured(**options)
+    assert resolve.global_batch_size(job, resolve.data_parallel_degree(job, world_size)) == expected
 
 
-def test_the_number_of_processes_is_torchruns(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert trainer_config(JobConfig()).training.global_batch_size == 32
-    assert trainer_config(JobConfig()).training.max_norm == 1.0
-    assert trainer_config(build_job({"training.max_norm": 0})).training.max_norm == math.inf
+def test_degrees_have_to_divide_the_number_of_processes():
+    job = build_job({"parallelism.tensor_parallel_degree": 3, "training.seq_len": 48})
     with pytest.raises(ConfigError, match="does not divide the number of processes, 4"):
-        trainer_config(build_job({"parallelism.tensor_parallel_degree": 3, "training.seq_len": 48}))
+        resolve.data_parallel_degree(job, 4)
 
 
 def test_validation_is_as_training_where_nothing_else_is_said():
-    config = configure(training__seq_len=64, training__dataset="local", training__dataset_path="here")
-    validator = config.validator
-    assert (validator.own_seq_len, validator.own_batch_size) == (64, 8)
-    (source,) = validator.dataloader.data.sources
+    job = configured(training__seq_len=64, training__dataset="local", training__dataset_path="here")
+    validation = resolve.validation_data(job)
+    assert (validation.seq_len, validation.local_batch_size) == (64, 8)
+    (source,) = validation.sources
     assert (source.dataset_path, source.dataset_split) == ("here", "validation")
-    mixed = configure(
+    mixed = configured(
         data__sources=({"dataset_path": "a", "weight": 2.0}, {"dataset_path": "b", "text_column": "x"})
     )
-    of = mixed.validator.dataloader.data.sources
+    of = parts.validation_loader(mixed, resolve.validation_data(mixed), 1, apart=False).data.sources
     assert [(s.dataset_path, s.dataset_split, s.text_column) for s in of] == [
         ("a", "validation", "text"),
         ("b", "validation", "x"),
@@ -208,16 +231,16 @@ def test_validation_is_as_training_where_nothing_else_is_said():
 
 
 def test_a_validation_set_of_its_own_does_not_take_the_training_path():
-    config = configure(training__dataset_path="here", validation__dataset="stdlib")
-    assert config.validator.dataloader.data.sources[0].dataset_path is None
+    job = configured(training__dataset_path="here", validation__dataset="stdlib")
+    assert resolve.validation_data(job).sources[0].dataset_path is None
 
 
 @pytest.mark.parametrize(("steps", "expected"), [(5, 200), (500, 500)])
 def test_a_run_shorter_than_its_warm_up_stays_in_it(steps, expected):
-    assert configure(training__steps=steps).lr_scheduler.total_steps == expected
+    assert schedule_steps(configured(training__steps=steps)) == expected
 
 
 def test_a_relative_checkpoint_is_taken_from_the_working_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = configure(checkpoint__enable=True, checkpoint__initial_load_path="a/step-3")
-    assert config.checkpoint.initial_load_path == str(tmp_path / "a" / "step-3")
+    job = configured(checkpoint__enable=True, checkpoint__initial_load_path="a/step-3")
+    assert parts.checkpoint_config(job).initial_load_path == str(tmp_path / "a" / "step-3")

@@ -140,9 +140,9 @@ def test_a_coefficient_without_biases_is_refused(tmp_path):
 
 def test_a_model_without_a_balance_refuses_the_option():
     config = modeling.load_config("deepseek_v3", "debug", output_router_logits=True)
-    model = LanguageModel(LanguageModel.Config(hf_config=config))
-    model.to_empty(device="cpu")
-    model.init_states()
+    model = LanguageModel(config)
+    model.lm.to_empty(device="cpu")
+    model.initialize()
     with pytest.raises(ModelError, match=r"output_router_logits = True, .*V3ForCausalLM"):
         model(torch.zeros(1, 8, dtype=torch.int64))
 

@@ -70,7 +70,7 @@ def _show(job: Any, number: int) -> None:
     prepare_device()
     from titanplans.training.job import resolve
     from titanplans.training.job.checks import check_data
-    from titanplans.training.job.torchtitan_config import open_training_data
+    from titanplans.training.job.parts import open_training_data
     from titanplans.training.trainer import documents
 
     config = resolve.hf_config(job)

@@ -101,10 +101,10 @@ def poisoned_at(*steps: int):
     def prepare(trainer) -> None:
         real = trainer.forward_backward_step
 
-        def forward_backward_step(**batch):
-            loss = real(**batch)
+        def forward_backward_step(*batch):
+            loss = real(*batch)
             if trainer.step in steps and os.environ["RANK"] == "1":
-                next(p for p in trainer.model_parts[0].parameters() if p.grad is not None).grad.fill_(
+                next(p for p in trainer.model_parts[0].lm.parameters() if p.grad is not None).grad.fill_(
                     math.nan
                 )
             return loss

@@ -37,7 +37,7 @@ def starts(rank: int, folder: Path) -> dict:
 
     def look(trainer):
         trainer.checkpointer.load(step=-1)
-        found["weights"] = {name: whole(x) for name, x in trainer.model_parts[0].state_dict().items()}
+        found["weights"] = {name: whole(x) for name, x in trainer.model_parts[0].lm.state_dict().items()}
 
     job = (folder, "dense", "start", TP, *SAVES, *start)
     found["losses"] = train(*job, "--training.steps=4", prepare=look)[0].losses()

@@ -88,13 +88,13 @@ class OlmoPlan(TPPlan):
         projections = {name: self.colwise() for name in ("q_proj", "k_proj", "v_proj")}
         return {**self.attn_input(), **projections, "o_proj": self.rowwise()}
 
-def forward_backward_step(self, **batch):
+def forward_backward_step(self, *batch):
     if os.environ["RANK"] == "1" and self.step == 2:
         raise KeyError("first\\nsecond line")
-    return super(trainer.Trainer, self).forward_backward_step(**batch)
+    return real(self, *batch)
 
 if "RANK" in os.environ:  # in the process of a rank, which is a new one where a job has code of the user's
-    trainer.Trainer.forward_backward_step = forward_backward_step
+    real, trainer.Trainer.forward_backward_step = trainer.Trainer.forward_backward_step, forward_backward_step
 """
 
 

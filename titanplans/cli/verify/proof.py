@@ -210,7 +210,7 @@ def torchtitans_loss(logits: torch.Tensor, labels: torch.Tensor, tokens: int) ->
     from torchtitan.components.loss import cross_entropy_loss
     from torchtitan.distributed.utils import set_spmd_backend
 
-    set_spmd_backend("partial_dtensor")  # as its Trainer does, by `titanplans.training.job.torchtitan_config`
+    set_spmd_backend("partial_dtensor")  # which its loss asks for
     return cross_entropy_loss(logits, labels) / tokens
 
 

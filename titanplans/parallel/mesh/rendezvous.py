@@ -10,31 +10,14 @@ import os
 import socket
 import time
 import uuid
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import partial
 
 import torch.distributed as dist
 
 from titanplans.errors import ParallelError
-from titanplans.torch_private.swapped import swapped
-from titanplans.torchrun import Ranks, read_ranks
+from titanplans.torchrun import Ranks
 
 _SECONDS = 0.01
-
-
-def own_rendezvous(timeout: timedelta) -> AbstractContextManager[None]:
-    """Let `torch.distributed.init_process_group` take the store of `own_store` in the body.
-
-    torchtitan calls it without a store, unless the group is up. Where there is none of our own, torch makes its own.
-    """
-    if dist.is_initialized():
-        return nullcontext()
-    ranks = read_ranks(os.environ) or Ranks()
-    if (store := own_store(ranks, timeout)) is None:
-        return nullcontext()
-    init = partial(dist.init_process_group, store=store, rank=ranks.rank, world_size=ranks.world_size)
-    return swapped(dist, "init_process_group", init)
 
 
 def own_store(ranks: Ranks, timeout: timedelta) -> dist.Store | None:

@@ -75,8 +75,8 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         chat_template: str | None = None
         """Jinja by which the job writes conversations; None for the tokenizer's own."""
 
-    def __init__(self, config: Config, **components: Any):
-        self.config = config
+    def __init__(self, config: Config, *, pipeline: dist.ProcessGroup | None = None, **components: Any):
+        self.config, self._pipeline = config, pipeline
         self._now = False
         self._saved: int | None = None
         self.finite: Callable[[], bool] = lambda: True
@@ -240,11 +240,7 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
     @property
     def _lms(self) -> list[Any]:
         """The model, or its stages of a pipeline that this process has."""
-        return [part.lm for part in self.states[MODEL].model]
-
-    @property
-    def _pipeline(self) -> dist.ProcessGroup | None:
-        return self.states[MODEL].model[0].pipeline
+        return self.states[MODEL].model
 
     def _step_to_load(self, step: int) -> int:
         if step != -1 and not (self.config.restarted and has_gone_on_from(self.path, step)):

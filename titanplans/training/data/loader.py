@@ -73,9 +73,7 @@ class TextDataLoader(BaseDataLoader):
         tokenizer: HuggingFaceTokenizer,
         seq_len: int,
         local_batch_size: int,
-        snapshot_every_n_steps: int | None = None,
     ) -> None:
-        del snapshot_every_n_steps  # of torchdata's loader; here the place is known after each step
         data = config.data
         self._parts: list[PackedSource] = []
         for of in data.sources:

@@ -303,7 +303,7 @@ def check_checkpoint(job: JobConfig, model: PreTrainedModel, world_size: int) ->
 def _check_resumed(job: JobConfig, model: PreTrainedModel, world_size: int, saved: Path, key: str) -> None:
     """Refuse a checkpoint from whose place in the data, or optimizer state, the job can't go on."""
     if "dataloader" not in job.checkpoint.exclude_from_loading:
-        from titanplans.training.job.torchtitan_config import open_training_data  # which imports torchtitan
+        from titanplans.training.job.parts import open_training_data  # which imports torchtitan
 
         apart = documents.are_apart(job, documents.keyword(job, model.config))
         try:

@@ -1,6 +1,6 @@
 """The values of a job's unset keys; some depend on the number of processes.
 
-`titanplans.training.job.checks` and `titanplans.training.job.torchtitan_config` share them.
+`titanplans.training.job.checks`, `titanplans.training.job.parts` and the trainer share them.
 """
 
 import math

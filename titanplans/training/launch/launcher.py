@@ -80,7 +80,7 @@ def launch(job: JobConfig, ranks: int, restarts: int = 0, evaluated: Path | None
     store = _local_store()
     method = start_method(job)
     if method == "fork":
-        importlib.import_module("titanplans.training.job.torchtitan_config")  # the Trainer, once for all
+        importlib.import_module("titanplans.training.trainer.trainer")  # the Trainer, once for all
     for left in range(restarts, -1, -1):
         asked, failed = _run_ranks(job, ranks, restarts - left, store.port, method, evaluated)
         if not failed:

@@ -71,7 +71,7 @@ def _train(job: JobConfig, rank: int, asked: threading.Event) -> None:
 
 def _evaluate(job: JobConfig, rank: int, checkpoint: Path) -> None:
     trainer = _trainer(job, rank)
-    from titanplans.training.job.torchtitan_config import validation_loaders
+    from titanplans.training.job.parts import validation_loaders
 
     losses = trainer.evaluate(checkpoint, validation_loaders(job, int(os.environ["WORLD_SIZE"])))
     if rank == 0:
@@ -87,10 +87,9 @@ def _trainer(job: JobConfig, rank: int) -> "Trainer":
     # From here on the model libraries and torchtitan are imported, which needs both of the above.
     from titanplans import kernels
     from titanplans.training.job.checks import import_custom
-    from titanplans.training.job.torchtitan_config import trainer_config
     from titanplans.training.trainer.trainer import Trainer
 
     kernels.install(device_type)
     import_custom(job)  # in a process that was started for this rank, nothing has registered its plans yet
     with disk.one_line(lambda: newest(own_folder(job))):
-        return Trainer(trainer_config(job))
+        return Trainer(job)

@@ -1,4 +1,4 @@
-"""The stages of this process, and the schedule that runs them: torchtitan's `pipelining_fn`, and its steps."""
+"""The stages of this process, and the schedule that runs them."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from titanplans.training.pipeline.stage import ScheduledStage, stages_of
 
 
 class Pipeline:
-    """The stages of this process, which torchtitan's trainer and validator run as they run a schedule of torch's.
+    """The stages of this process, run by a schedule of torch's.
 
     Args:
         stages: makes the stages of this process, each of whose parts is a `LanguageModel`, parallelised.
@@ -43,39 +43,36 @@ class Pipeline:
         models = {stage.stage_index: stage.part.lm for stage in own}
         self._shared = SharedParameters(shared, models, ranks, self.group)
 
-    def step(self, *, loss_kwargs: dict[str, Any], **microbatches: Any) -> None:
-        """Run forward and backward of all micro batches; `losses` gets their loss, on every rank."""
-        self._run(False, loss_kwargs["global_valid_tokens"], **microbatches)
-
-    def eval(self, **microbatches: Any) -> None:
-        """Run the forward of all micro batches; `losses` gets the sum of their loss over tokens, on every rank."""
-        self._run(True, None, **microbatches)
-
-    def _run(
+    def run(
         self,
-        evaluates: bool,
-        valid_tokens: torch.Tensor | None,
+        tokens: torch.Tensor,
+        labels: torch.Tensor,
+        positions: torch.Tensor,
         *,
-        arg_mbs: Sequence[tuple[torch.Tensor]],
-        kwarg_mbs: Sequence[dict[str, torch.Tensor]],
-        target_mbs: Sequence[torch.Tensor],
-        losses: list[torch.Tensor],
-        **unused: Any,
-    ) -> None:
-        # torch 2.13's schedules take a batch, and cut it again; torchtitan 0.3 has lists for those of a later torch.
-        inputs = {name: torch.cat([one[name] for one in kwarg_mbs]) for name in kwarg_mbs[0]}
-        inputs["tokens"] = torch.cat([tokens for (tokens,) in arg_mbs])
-        schedule, stages = self._schedule(evaluates, len(arg_mbs))
+        microbatches: int,
+        valid_tokens: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Run a batch through all stages, in so many `microbatches`; return its loss, the same on every rank.
+
+        Args:
+            tokens, labels, positions: each `[local_batch_size, seq_len]`, given to every rank.
+            microbatches: equal slices of the batch, which the schedule cuts.
+            valid_tokens: of the whole batch of a step: forward and backward, and a mean over them. None, for validation: the
+                forward alone, and a sum over tokens.
+        """
+        evaluates = valid_tokens is None
+        schedule, stages = self._schedule(evaluates, microbatches)
         for stage in stages:
             stage.valid_tokens = valid_tokens
-        found: list[torch.Tensor] = []  # where the last stage is
+        losses: list[torch.Tensor] = []  # where the last stage is
         run = schedule.eval if evaluates else schedule.step
-        run(target=inputs["labels"], losses=found, return_outputs=False, **inputs)
-        total = torch.zeros((), device=inputs["tokens"].device)
-        if found:
-            total = torch.stack([loss.detach().float() for loss in found]).sum()
+        inputs = {"tokens": tokens, "labels": labels, "positions": positions}
+        run(target=labels, losses=losses, return_outputs=False, **inputs)
+        total = torch.zeros((), device=tokens.device)
+        if losses:
+            total = torch.stack([loss.detach().float() for loss in losses]).sum()
         dist.all_reduce(total, group=self.group)
-        losses.append(total)
+        return total
 
     def _schedule(self, evaluates: bool, microbatches: int) -> tuple[Any, Sequence[ScheduledStage]]:
         """Return a schedule, and its stages: torch's keep the shapes of what is sent, and validation has others."""
@@ -135,7 +132,6 @@ def build_pipeline(
     for number, stage in enumerate(description["stages"]):
         if stage["rank"] == mesh.get_local_rank():
             parts[number] = copy.deepcopy(model)
-            parts[number].pipeline = group
             parallelize_stage(parts[number].lm, stages, number, parallel_dims, strategy, dump_folder)
 
     def make() -> list[ScheduledStage]:

@@ -21,7 +21,6 @@ import torch
 
 from titanplans.errors import ConfigError
 from titanplans.parallel.mesh.process_group import available_cores, default_device_type
-from titanplans.torch_private.distributed import set_group_timeout
 
 _KIB = 1024
 
@@ -38,10 +37,6 @@ def prepare_device() -> str:
     if (why := no_trainer()) is not None:
         raise ConfigError(why)
     device_type = default_device_type()
-    if not hasattr(torch.distributed, "set_timeout"):
-        # torchtitan 0.3.0 lowers the timeouts after the first step by a function that torch makes public
-        # after 2.13; without it every job ends there, on any device.
-        setattr(torch.distributed, "set_timeout", set_group_timeout)  # noqa: B010
     if device_type == "cpu":
         _use_host_device()
         if (ranks := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > 1:

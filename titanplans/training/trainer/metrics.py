@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +131,6 @@ class MetricsProcessor(titan.MetricsProcessor):
 
         extra = {**(extra_metrics or {}), **self.of_data(), **self.balancer.figures()}
         self._show(self.balancer.picture(), step)
-        if "n_tokens_seen" in extra:  # cp ranks count the same tokens
-            extra["n_tokens_seen"] //= self.parallel_dims.cp
         self._write(scalars | extra, step)
         self._print(fields)
         self._last_step = step
@@ -178,21 +177,22 @@ class MetricsProcessor(titan.MetricsProcessor):
             if isinstance(writer, titan.TensorBoardLogger):
                 writer.writer.add_image("experts/load", picture, step)
 
-    def _build_metric_logger(self, *, config: Any, dump_folder: str, **kwargs: Any) -> titan.BaseLogger:
-        writers = super()._build_metric_logger(config=config, dump_folder=dump_folder, **kwargs)
-        # torchtitan logs the reason why W&B could not start and trains on without it.
-        if isinstance(writers, titan.LoggerContainer):
-            wanted = config.enable_wandb + config.enable_tensorboard
-            if writers.number_of_loggers < wanted:
-                raise UserError(
-                    "[metrics] enable_wandb = true: W&B did not start, for the reason logged above; "
-                    "install it, log in, set WANDB_MODE=offline, or disable it"
-                )
+    def _build_metric_logger(
+        self, *, config: Any, dump_folder: str, config_dict: dict[str, Any] | None = None, **_: Any
+    ) -> titan.BaseLogger:
+        """Every rank knows the metrics: rank 0 writes them, or each its own."""
+        writers = titan.LoggerContainer()
         rank, every_rank = torch.distributed.get_rank(), config.save_for_all_ranks
-        if config.enable_jsonl and (rank == 0 or every_rank):
-            if not isinstance(writers, titan.LoggerContainer):
-                writers = titan.LoggerContainer()  # instead of the one that writes nothing
-            path = Path(dump_folder, f"rank_{rank}" if every_rank else "", FILE_NAME)
+        if rank != 0 and not every_rank:
+            return writers
+        own = f"rank_{rank}" if every_rank else ""
+        folder = str(Path(dump_folder, config.save_tb_folder, datetime.now().strftime("%Y%m%d-%H%M"), own))
+        if config.enable_wandb:
+            writers.add_logger(_wandb(folder, config_dict))
+        if config.enable_tensorboard:
+            writers.add_logger(titan.TensorBoardLogger(folder))
+        if config.enable_jsonl:
+            path = Path(dump_folder, own, FILE_NAME)
             writers.add_logger(JsonlWriter(path))  # pyrefly: ignore[bad-argument-type]  it is shaped as one
         return writers
 
@@ -227,6 +227,21 @@ class MetricsProcessor(titan.MetricsProcessor):
 
     def _print(self, fields: list[tuple[str, str]]) -> None:
         logger.info("  ".join(f"{color}{text}{self.color.reset if color else ''}" for color, text in fields))
+
+
+def _wandb(folder: str, values: dict[str, Any] | None) -> titan.BaseLogger:
+    try:
+        import wandb
+    except ImportError as error:
+        raise UserError(
+            "[metrics] enable_wandb = true: W&B is not installed: pip install wandb, or disable it"
+        ) from error
+    try:
+        return titan.WandBLogger(folder, config_dict=values)
+    except wandb.Error as error:
+        raise UserError(
+            f"[metrics] enable_wandb = true: W&B did not start ({error}): log in, set WANDB_MODE=offline, or disable it"
+        ) from error
 
 
 def known_peak_flops(peak: float, device: str) -> float | None:

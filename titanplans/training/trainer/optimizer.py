@@ -31,9 +31,10 @@ class Optimizers(OptimizersContainer):
     def __init__(self, config: Config, *, model_parts: list[nn.Module]):
         settings = {"capturable": True} if config.capturable else {}
         self.model_parts = model_parts
-        parts: list[Any] = model_parts
         self.optimizers = [
-            optimizer for part in parts for optimizer in build_optimizers(part.lm, config.options, **settings)
+            optimizer
+            for part in model_parts
+            for optimizer in build_optimizers(part, config.options, **settings)
         ]
         if config.implementation == "fused_opt_states_bf16":
             self._register_bf16_optimizer_state_hook()

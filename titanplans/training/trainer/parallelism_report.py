@@ -6,7 +6,7 @@ Rank 0 writes it to `parallelism.json` in the job's dump folder. `titanplans.par
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,6 @@ from titanplans.disk import write_whole
 from titanplans.observe.summary import after_step, at_start, pipeline_after_step
 from titanplans.parallel import DDPConfig, FSDP2Config
 from titanplans.parallel.report import ParallelismReport
-from titanplans.torch_private.swapped import swapped
 
 if TYPE_CHECKING:  # it imports torchtitan, which looks for the device
     from titanplans.training.pipeline.report import PipelineReport
@@ -68,25 +67,22 @@ class JobReport:
             _log.info(line)
 
     @contextmanager
-    def measuring(self, step: int, schedulers: Any) -> Iterator[None]:
-        """Measure the training step that runs inside; a ConfigError if a block that was to be compiled ran eagerly.
+    def measuring(self, step: int) -> Iterator[Callable[[], None]]:
+        """Measure the training step that runs inside; yield what it calls where the work for its log begins.
 
-        What comes after the step of `schedulers`, torchtitan's container, is for the log.
+        Raises:
+            ConfigError: a block that was to be compiled ran eagerly.
         """
         self.steps_to_measure -= 1
         if self._pipeline is not None and not self.steps_to_measure:
             # Without the recorder, which makes operators slower.
             with self._pipeline.measuring(step):
-                yield
+                yield _nothing
             lines = pipeline_after_step(self.report.values)
         else:
-            graphs, own = self.report.values["graphs"], schedulers.step
-            with (
-                rename_option_errors(),
-                self.report.measuring(step) as record,
-                swapped(schedulers, "step", lambda: (own(), record.places.log_begins())),
-            ):
-                yield
+            graphs = self.report.values["graphs"]
+            with rename_option_errors(), self.report.measuring(step) as record:
+                yield record.places.log_begins
             if self._pipeline is not None and graphs is not None:
                 self.report.values["graphs"] = graphs  # of the first step: later ones compile nothing
             last = self.steps_to_measure == (0 if self._pipeline is None else 1)
@@ -101,3 +97,7 @@ class JobReport:
         write_whole(self.file, json.dumps(self.report.values, indent=1) + "\n")
         if self._pipeline is not None:
             self._pipeline.draw()
+
+
+def _nothing() -> None:
+    """Called in a step of which nothing is recorded."""

@@ -1,24 +1,15 @@
-"""How torchtitan's training step differs here: clipping, skipped steps, whole sequences, random states, the last step.
-
-`train_step` has no hook between the last backward and the optimizer. The norm is computed in `titanplans.split.gradients`.
-"""
+"""Parts of a training step: clipping and skipped steps, whether all is finite, random states, the last step by a signal."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.utils import device_module, device_type
 
 from titanplans.split.gradients import clip_gradients, local_of, skip_nonfinite
 from titanplans.torch_private.distributed import default_store
-from titanplans.torch_private.swapped import swapped
 
 _LAST_STEP = "titanplans/last_step"
 
@@ -78,23 +69,6 @@ class FiniteSoFar:
         return bool(self._flag.item())
 
 
-def clipping(clip: Callable[[list[torch.Tensor], float], torch.Tensor]) -> AbstractContextManager[None]:
-    """Let torchtitan's `train_step` clip by `clip(parameters, max_norm)`, which returns the norm before clipping.
-
-    `train_step` calls `torchtitan.distributed.utils.clip_grad_norm_`, which stacks the norms of all gradients. That
-    fails for plain tensors among DTensors and for DTensors of several meshes, and it can't skip a step. It is replaced
-    only while the body runs.
-    """
-
-    def clip_grad_norm_(
-        parameters: Iterable[torch.Tensor], max_norm: float, *, pp_mesh: Any, ep_enabled: bool, foreach: bool
-    ) -> torch.Tensor:
-        assert pp_mesh is None  # `WholeSequences` leaves the norm of all stages to `clip`
-        return clip(list(parameters), max_norm)
-
-    return swapped(dist_utils, "clip_grad_norm_", clip_grad_norm_)
-
-
 class Ending:
     """Tells after each step whether it is the last: on a signal, all ranks stop after the same one.
 
@@ -132,52 +106,3 @@ def set_rng_state(state: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(state["cpu"])
     if device_type != "cpu":
         device_module.set_rng_state(state[device_type])
-
-
-class WholeSequences(ParallelDims):
-    """torchtitan's, for whose trainer and validator there is nothing to cut by tokens.
-
-    Under context parallelism torchtitan cuts ids, labels and positions before the model, for its own attention. Here each
-    rank of a group reads whole sequences, the model cuts them, and each rank has a part of their loss.
-    """
-
-    @property
-    def cp_enabled(self) -> bool:
-        """False: asked where ids and labels are cut."""
-        return False
-
-    def get_optional_mesh(self, dims: str | list[str], **options: Any) -> DeviceMesh | None:
-        """torchtitan's; None for "pp", by which it would give stages other seeds, and clip."""
-        return None if dims == "pp" else super().get_optional_mesh(dims, **options)
-
-    def get_mesh(self, dims: str | list[str]) -> DeviceMesh:
-        """torchtitan's, "pp" included."""
-        mesh = super().get_optional_mesh(dims)
-        return super().get_mesh(dims) if mesh is None else mesh
-
-    @property
-    def dp_cp_enabled(self) -> bool:
-        """Whether several ranks have a part of the loss."""
-        return self.dp_enabled or self.cp > 1
-
-    @property
-    def fsdp_enabled(self) -> bool:
-        """Whether several ranks have a part of each weight."""
-        return self.dp_shard_enabled or self.cp > 1
-
-
-def whole_batches(dims: ParallelDims) -> AbstractContextManager[None]:
-    """Let torchtitan's `train_step` find the largest of the batches' mean losses, and not of their parts.
-
-    It calls `torchtitan.distributed.utils.dist_max`, which is replaced only while the body runs.
-    """
-    if dims.cp == 1:
-        return nullcontext()
-    largest, group = dist_utils.dist_max, dims.get_mesh("cp").get_group()
-
-    def of_batches(x: torch.Tensor, *args: Any, **kwargs: Any) -> float:
-        whole = x.clone()
-        dist.all_reduce(whole, group=group)
-        return largest(whole, *args, **kwargs)
-
-    return swapped(dist_utils, "dist_max", of_batches)

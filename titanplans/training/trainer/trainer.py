@@ -1,287 +1,466 @@
-"""torchtitan's `Trainer` with this project's differences; its `Validator` is in `titanplans.training.trainer.validator`.
+"""A training job: `Trainer(job)` makes its parts, `train()` takes its steps. Read it from the top.
 
-A resumed run repeats the losses of an undisturbed one to the last bit, so checkpoints hold the random generators. A run
-that ends early finishes its writes. When gradients are communicated is decided in `titanplans.parallel`. The loop, the
-optimizer step, checkpoints and validation are torchtitan's.
+Parts come from torchtitan where they serve as they are: the meshes (`ParallelDims`), the containers of optimizers and
+schedules, the profiler, garbage collection, sums over ranks. The forward of a model is in `model.py`, a pipeline's in
+`pipeline/`, its parallelisation in `titanplans.parallel`.
 """
 
 import contextlib
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from datetime import timedelta
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-import torchtitan.trainer
-from torchtitan.components.dataloader import DataloaderExhaustedError
-from torchtitan.distributed import ParallelDims
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed.utils import dist_max, dist_sum, dist_sum_tensor, set_determinism
+from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
+from torchtitan.tools.profiler import Profiler
 
-from titanplans.config import rename_option_errors
+from titanplans.config import DDPConfig, JobConfig, rename_option_errors, strategy_of
+from titanplans.config.compatibility.job import schedule_steps
+from titanplans.disk import naming
 from titanplans.errors import DataError, Diverged
-from titanplans.parallel import DDPConfig, FSDP2Config, ddp
+from titanplans.loss import IGNORED
+from titanplans.parallel import ddp, parallelize
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.fsdp import gradient_sync
-from titanplans.parallel.mesh.rendezvous import own_rendezvous
 from titanplans.parallel.optimizers.load_balance import LoadBalancer
+from titanplans.parallel.parallelize import apply_data_parallelism
+from titanplans.parallel.record import record_of
+from titanplans.training.checkpoint.match import job_values
 from titanplans.training.data.loader import TextDataLoader
-from titanplans.training.pipeline.pipeline import Pipeline
+from titanplans.training.data.text_tokenizer import TextTokenizer
+from titanplans.training.job import parts, resolve
+from titanplans.training.launch.processes import lower_timeouts, start_processes
+from titanplans.training.pipeline.pipeline import Pipeline, build_pipeline
+from titanplans.training.trainer import documents
+from titanplans.training.trainer.loss import CrossEntropyLoss
 from titanplans.training.trainer.metrics import MetricsProcessor
-from titanplans.training.trainer.model import LanguageModel
-from titanplans.training.trainer.optimizer import prepare_optimizer
+from titanplans.training.trainer.model import LanguageModel, parameters_and_flops
+from titanplans.training.trainer.optimizer import LRSchedulers, optimizers_config, prepare_optimizer
 from titanplans.training.trainer.parallelism_report import JobReport
-from titanplans.training.trainer.step import (
-    Clipping,
-    Ending,
-    FiniteSoFar,
-    WholeSequences,
-    clipping,
-    get_rng_state,
-    set_rng_state,
-    whole_batches,
-)
+from titanplans.training.trainer.step import Clipping, Ending, FiniteSoFar, get_rng_state, set_rng_state
 
-_Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+"""Inputs ("input", "positions") and labels, each `[local_batch_size, seq_len]`."""
 
 
-class TrainingDone(BaseException):
-    """Leaves torchtitan's loop after the last step, before its rank 0 sleeps for 2 seconds."""
-
-
-class Trainer(torchtitan.trainer.Trainer):
-    """`Trainer(config).train()`, then `close()`.
+class Trainer:
+    """The parts of a job that `titanplans.training.job.checks` has checked, on this rank; `train()`, then `close()`.
 
     Attributes:
+        step: how many were taken, the running one included.
+        tokens_seen: on this rank, by all steps.
         ending: under checkpoint.save_on_signal, whether all ranks end after a step.
+
+    Raises:
+        ConfigError, ModelError, ParallelError, DataError: a part can't be made as the job says.
     """
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(torchtitan.trainer.Trainer.Config):
-        """torchtitan's, whose `build` makes this class."""
-
-        strategy: FSDP2Config | DDPConfig
-        """How the model is parallelised, as given to `model_spec`."""
-
-        skip_nan_inf: bool = False
-        """Skip steps whose gradient is not finite."""
-
-        load_balance_coeff: float | None = None
-        """By how much a step moves the biases of routers; None: as published."""
-
-        skip_nan_inf_limit: int = 20
-        """Steps in a row that may be skipped."""
-
-    # The types that `titanplans.training.trainer.model` and `titanplans.training.trainer.metrics` put into the config.
-    model_config: LanguageModel.Config  # pyrefly: ignore[bad-override-mutable-attribute]
-    metrics_processor: MetricsProcessor  # pyrefly: ignore[bad-override-mutable-attribute]
-    config: Config  # pyrefly: ignore[bad-override-mutable-attribute]
-
-    def __init__(self, config: Config):
-        self._loaded_rng: dict[str, torch.Tensor] | None = None
-        self._batches_done = 0  # of this step
-        self._losses: list[torch.Tensor] = []  # likewise
-        self._has_trained = False  # a step, in this run
-        self.clipping = Clipping(skips=config.skip_nan_inf)
+    def __init__(self, job: JobConfig):
+        self.job, self.strategy = job, strategy_of(job)
+        self.device = utils.get_local_device()
+        utils.device_module.set_device(self.device)
+        self.parallel_dims = start_processes(job, self.device)
+        self.batch_mesh = self.parallel_dims.get_optional_mesh("batch")
+        self.loss_mesh = self.parallel_dims.get_optional_mesh("loss")
+        self.cp_mesh = self.parallel_dims.get_optional_mesh("cp")
+        self.step = self.tokens_seen = self._validated = 0
         self.ending: Ending | None = None
-        super().__init__(config)
-        self.pipeline: Pipeline | None = getattr(self, "pp_schedule", None)
-        parts: Any = self.model_parts
-        for part in parts:
-            part.take_loss(
-                self.loss_fn,
-                self.parallel_dims.get_optional_mesh("batch"),
-                splits_backward=self.pipeline is not None and self.pipeline.splits_backward,
-            )
-        lms = [part.lm for part in parts]
-        stages = None if self.pipeline is None else self.pipeline.group
-        self.balancer = LoadBalancer(
-            torch.nn.ModuleList(lms), self.parallel_dims, config.load_balance_coeff, stages
+        self.gc = utils.GarbageCollection(job.training.gc_freq, job.training.gc_debug)
+        # No distinct seeds: the stages of a pipeline draw the weights that the unsplit model has.
+        set_determinism(self.parallel_dims, self.device, job.debug, distinct_seed_mesh_dims=[])  # pyrefly: ignore[bad-argument-type]
+        values = job_values(job)
+        self._show_job(values)
+        self.metrics_processor = MetricsProcessor(
+            MetricsProcessor.Config(**vars(job.metrics)),
+            parallel_dims=self.parallel_dims,
+            dump_folder=job.job.dump_folder,
+            config_dict=values,
         )
-        for part in parts:
-            part.inferred = self.balancer.loads.forget
-        self.finite = FiniteSoFar(self.model_parts, self.device)
-        self.checkpointer.finite = self.finite.everywhere  # pyrefly: ignore[missing-attribute]
-        self.metrics_processor.total_steps = config.training.steps
-        if config.validator.enable:
-            self.validator.last_step = config.training.steps  # pyrefly: ignore[missing-attribute]
-        self.metrics_processor.of_data = self.dataloader.take_figures  # pyrefly: ignore[missing-attribute]
-        self.metrics_processor.balancer = self.balancer
-        if config.strategy.float8.recipe_name is not None:
-            # torchtitan knows bfloat16's peak, and only some products run in float8.
-            self.metrics_processor.peak_flops = None
+        self._make_model()
+        self._make_optimizers()
+        self._make_data()
+        self.checkpointer = parts.checkpoint_config(job).build(
+            dataloader=self.dataloader,
+            model_parts=self._lms,
+            optimizers=self.optimizers,
+            lr_schedulers=self.lr_schedulers,
+            states={"train_state": self},
+            sd_adapter=None,
+            base_folder=job.job.dump_folder,
+            pipeline=self.pipeline and self.pipeline.group,
+        )
+        self.clipping, self.finite = (
+            Clipping(skips=job.training.skip_nan_inf),
+            FiniteSoFar(self._lms, self.device),
+        )
+        self.checkpointer.finite = self.finite.everywhere
+        self._loaded_rng: dict[str, torch.Tensor] | None = None
+        pipeline_report = None
+        if self.pipeline is not None:
+            pipeline_report = self.pipeline.report(self.microbatches, job.job.dump_folder)
+        self.report = JobReport(
+            self._lms[0],
+            self.parallel_dims,
+            self.strategy,
+            job.job.dump_folder,
+            self.accumulation_steps * self.microbatches,
+            job.metrics.measure_first_step,
+            pipeline_report,
+        )
+
+    # Making the parts.
+
+    def _make_model(self) -> None:
+        """Make the model, or this rank's stages of it, parallelised and with initial weights."""
+        job, strategy, dims = self.job, self.strategy, self.parallel_dims
+        name, flavor = resolve.model_name(job)
+        if (published := resolve.published_folder(job)) is not None:
+            logger.info(
+                f"model from {name if flavor == 'config' else f'{name} {flavor}'}, tokenizer from "
+                f"{resolve.tokenizer_path(job)}; a run that resumes nothing takes its weights from {published}"
+            )
+        config = resolve.hf_config(job)
+        self._documents = documents.keyword(job, config)
+        with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[job.training.dtype]):
+            model = LanguageModel(config, documents=self._documents)
+        self.loss = CrossEntropyLoss(
+            CrossEntropyLoss.Config(**vars(job.loss)), compile_config=strategy.compile
+        )
+        count, flops = parameters_and_flops(model.lm, strategy, job.training.seq_len)
+        logger.info(f"Model {name} {flavor} size: {count:,} total parameters")
+        self.pipeline: Pipeline | None = None
+        self.model_parts, seed_only = [model], job.checkpoint.create_seed_checkpoint
+        folder = job.job.dump_folder
+        with rename_option_errors():
+            if dims.pp_enabled:
+                self.pipeline = build_pipeline(
+                    model,
+                    job.parallelism,
+                    strategy,  # pyrefly: ignore[bad-argument-type]  DDP has been refused
+                    parallel_dims=dims,
+                    seq_len=job.training.seq_len,
+                    device=self.device,
+                    loss=self.loss,
+                    dump_folder=folder,
+                )
+                self.model_parts = self.pipeline.parts
+            elif not seed_only:
+                parallelize(model.lm, parallel_dims=dims, config=strategy, dump_folder=folder)
+                if (check := record_of(model.lm).image_check) is not None:
+                    check.remove()  # a job's batches are text
+        on_cpu = seed_only or job.training.enable_cpu_offload
+        for model in self.model_parts:
+            model.lm.to_empty(device="cpu" if on_cpu else self.device.type)
+            model.initialize(buffer_device=self.device if on_cpu and not seed_only else None)
+            if isinstance(strategy, DDPConfig) and not seed_only:
+                with rename_option_errors():  # now: DDP sends rank 0's values
+                    apply_data_parallelism(model.lm, dims, strategy)
+            model.lm.train()
+            splits_backward = self.pipeline is not None and self.pipeline.splits_backward
+            model.take_loss(self.loss, self.batch_mesh, splits_backward=splits_backward)
+        stages = self.pipeline and self.pipeline.group
+        lms = torch.nn.ModuleList(self._lms)
+        self.balancer = LoadBalancer(lms, dims, job.optimizer.load_balance_coeff, stages)
+        for model in self.model_parts:
+            model.inferred = self.balancer.loads.forget
+        metrics = self.metrics_processor
+        metrics.num_flops_per_token, metrics.balancer = flops, self.balancer
+        metrics.total_steps = job.training.steps
+        if strategy.float8.recipe_name is not None:
+            metrics.peak_flops = None  # the known peak is bfloat16's, and only some products run in float8
+
+    @property
+    def _lms(self) -> list[Any]:
+        """The model, or this rank's stages of it."""
+        return [model.lm for model in self.model_parts]
+
+    def _make_optimizers(self) -> None:
+        job = self.job
+        self.optimizers = optimizers_config(job).build(model_parts=self._lms)
+        schedule = LRSchedulers.Config(**vars(job.lr_scheduler) | {"total_steps": schedule_steps(job)})
+        self.lr_schedulers = schedule.build(optimizers=self.optimizers, training_steps=job.training.steps)
         with rename_option_errors():
             for optimizer in self.optimizers:
-                prepare_optimizer(optimizer, config.strategy.compile)
-        self.report = JobReport(
-            lms[0],
-            self.parallel_dims,
-            config.strategy,
-            config.dump_folder,
-            self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches,
-            config.metrics.measure_first_step,  # pyrefly: ignore[missing-attribute]
-            self.pipeline
-            and self.pipeline.report(self.num_pipeline_parallel_microbatches, config.dump_folder),
+                prepare_optimizer(optimizer, self.strategy.compile)
+
+    def _make_data(self) -> None:
+        job, batch = self.job, self.batch_mesh
+        ranks, rank = (1, 0) if batch is None else (batch.size(), batch.get_local_rank())
+        each = job.training.local_batch_size
+        self.accumulation_steps = resolve.global_batch_size(job, ranks) // (each * ranks)
+        size = job.parallelism.pipeline_parallel_microbatch_size
+        self.microbatches = 1 if self.pipeline is None else each // size
+        self._open = {
+            "dp_world_size": ranks,
+            "dp_rank": rank,
+            "tokenizer": TextTokenizer.Config().build(tokenizer_path=resolve.tokenizer_path(job)),
+        }
+        apart, world_size = documents.are_apart(job, self._documents), self.parallel_dims.world_size
+        self.dataloader = parts.training_loader(job, world_size, apart=apart).build(
+            seq_len=job.training.seq_len, local_batch_size=each, **self._open
+        )
+        self.metrics_processor.of_data = self.dataloader.take_figures
+        self.validation_data = parts.validation_loader(
+            job, resolve.validation_data(job), world_size, apart=apart
         )
 
-    def init_distributed(self) -> ParallelDims:
-        """torchtitan's, with a store that ranks of an earlier start have not written to."""
-        with own_rendezvous(timedelta(seconds=self.config.comm.init_timeout_seconds)):
-            dims = super().init_distributed()
-        return WholeSequences.from_config(self.config.parallelism, dims.world_size)
-
-    def should_continue_training(self) -> bool:
-        """Return True while steps are left. Under checkpoint.save_on_signal save and end once a rank got a signal.
-
-        Raises:
-            TrainingDone: no step is left, or the job ends by a signal; `train` catches it.
-        """
-        if not super().should_continue_training():
-            self._say_what_was_read()
-            logger.info("Training completed")
-            raise TrainingDone
-        if self.ending is not None and self.ending.is_last(self.step):
-            self.checkpointer.save_now(self.step)  # pyrefly: ignore[missing-attribute]
-            self._say_what_was_read()
-            logger.info(
-                f"SIGTERM: the job ends after step {self.step}, which is saved; the same command resumes"
-            )
-            raise TrainingDone
-        return True
+    # The loop.
 
     def train(self) -> None:
-        """Run the steps that are left, from the newest checkpoint if there is one.
+        """Take the steps that are left, from the newest checkpoint if there is one.
 
         With `checkpoint.create_seed_checkpoint` save the initial weights as step 0 instead.
-        """
-        if self.config.checkpoint.create_seed_checkpoint:
-            self.checkpointer.save(curr_step=0, last_step=True)
-        else:
-            self.report.start()
-            with contextlib.suppress(TrainingDone):
-                super().train()
-            torch.distributed.barrier()  # all end together: rank 0 may host the store
-
-    def batch_generator(self, data_iterable: Iterable[_Batch]) -> Iterator[_Batch]:
-        """torchtitan's, which on a resumed run starts with the random generators of the checkpoint.
-
-        They are set after the first batch because making a data iterator draws a seed from them,
-        once per run: an undisturbed run has done so long before this step.
-        """
-        batches = super().batch_generator(data_iterable)
-        batch = next(batches)
-        if self._loaded_rng is not None:
-            set_rng_state(self._loaded_rng)
-            self._loaded_rng = None
-        yield batch
-        yield from batches
-
-    def train_step(self, data_iterator: Iterator[_Batch]) -> None:
-        """torchtitan's step, with this project's clipping and skipping of gradients that are not finite; then validation.
-
-        Validation that is due comes before the step is saved: a run that is killed between the two repeats both.
 
         Raises:
             DataError: the data can't be read further; the last whole step is saved.
-            Diverged: the loss of a logged step is not finite, or its gradient's norm.
-            ConfigError: in this run's first step async tensor parallelism fused nothing, or a block that was to be
-                compiled ran eagerly.
+            Diverged: a loss, a gradient's norm or a weight is not finite.
+            NotSaved: the disk is full.
+            ConfigError: in the first step async tensor parallelism fused nothing, or a block that was to be compiled ran
+                eagerly.
         """
-        self.step -= 1  # the last complete step
-        try:
-            with self._saved_before_a_data_error():
-                number = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
-                batches = [next(data_iterator) for _ in range(number)]
-        except DataloaderExhaustedError:
-            logger.info(
-                f"the data were read to their end, after step {self.step} of at most {self.config.training.steps}"
+        job, checkpointer = self.job, self.checkpointer
+        if job.checkpoint.create_seed_checkpoint:
+            checkpointer.save(0, last_step=True)
+            return
+        self.report.start()
+        checkpointer.load(step=job.checkpoint.load_step)
+        first, last = self.step + 1, job.training.steps
+        logger.info(f"Training starts at step {first}")
+        batches = iter(self.dataloader)
+        profiling = Profiler.Config(**vars(job.profiling)).build(
+            global_step=self.step, base_folder=job.job.dump_folder
+        )
+        with profiling as profiler:
+            while self.step < last:
+                if self.ending is not None and self.ending.is_last(self.step):
+                    checkpointer.save_now(self.step)
+                    end = f"SIGTERM: the job ends after step {self.step}, which is saved; the same command resumes"
+                    break
+                with self._saved_before_a_data_error(first):
+                    read = self._read_step(batches)
+                if read is None:
+                    end = f"the data were read to their end, after step {self.step} of at most {last}"
+                    if self.step >= first:
+                        self._validate_if_due(first, is_last=True)
+                        checkpointer.save(self.step, last_step=True)
+                    break
+                self.step += 1
+                self.gc.run(self.step)
+                measuring = self.report.measuring if self.report.steps_to_measure else _unmeasured
+                with measuring(self.step) as log_begins:
+                    self._take_step(read, log_begins)
+                if self.step == first and getattr(self.strategy, "enable_async_tensor_parallel", False):
+                    with rename_option_errors():
+                        async_tp.check_fused(self.parallel_dims, self.strategy.async_tensor_parallel_unfused)  # pyrefly: ignore[missing-attribute]
+                # Before the step is saved: a run that is killed between the two repeats both.
+                self._validate_if_due(first, is_last=self.step == last)
+                checkpointer.save(self.step, last_step=self.step == last)
+                profiler.step()
+                if self.step == first:
+                    lower_timeouts(job, self.parallel_dims, self.device)
+            else:
+                end = "Training completed"
+        for name, (_, how_much) in self.dataloader.read().items():
+            logger.info(f"data read of {name}: {how_much}")
+        logger.info(end)
+        dist.barrier()  # all end together: rank 0 may host the store
+
+    def _read_step(self, batches: Iterator[Batch]) -> list[Batch] | None:
+        """Return the batches of one step of the optimizer; None where the data end before the last of them."""
+        read = []
+        for _ in range(self.accumulation_steps):
+            began = time.perf_counter()
+            if (batch := next(batches, None)) is None:
+                return None
+            self.metrics_processor.data_loading_times.append(time.perf_counter() - began)
+            self.metrics_processor.ntokens_since_last_log += batch[1].numel()
+            read.append(batch)
+        if self._loaded_rng is not None:
+            # Only now: a data iterator draws a seed as it begins, which an undisturbed run has done long before.
+            set_rng_state(self._loaded_rng)
+            self._loaded_rng = None
+        return read
+
+    def _take_step(self, batches: list[Batch], log_begins: Callable[[], None]) -> None:
+        """Forward and backward of all batches, clip, step, log."""
+        self.optimizers.zero_grad()
+        rates = self.lr_schedulers.get_metrics()
+        own_tokens = torch.stack([(labels != IGNORED).sum() for _, labels in batches]).sum().to(self.device)
+        all_tokens = _sum(own_tokens, self.batch_mesh)
+
+        losses = []
+        for number, batch in enumerate(batches, 1):
+            with self._accumulating(last=number == len(batches)):
+                losses.append(self.forward_backward_step(batch, all_tokens))
+            self.tokens_seen += batch[1].numel()
+        norm = self._clip()
+        self.checkpointer.maybe_wait_for_staging()  # the step changes what is being copied
+        self.optimizers.step()
+        self.lr_schedulers.step()
+        log_begins()
+
+        if self.metrics_processor.should_log(self.step):  # in other steps nothing waits for the device
+            self._log(sum(losses[1:], losses[0]), norm, own_tokens, all_tokens, rates)
+        if not self.clipping.in_a_row:  # else the step was skipped
+            self.finite.take((norm, *losses))
+
+    def forward_backward_step(self, batch: Batch, all_tokens: torch.Tensor) -> torch.Tensor:
+        """Add the gradients of one batch; return this rank's part of its loss, a sum over tokens divided by `all_tokens`."""
+        if self.pipeline is not None:
+            return self._run_pipeline(batch, self.microbatches, all_tokens)
+        tokens, positions, labels = self._on_device(batch)
+        output = self.model_parts[0](tokens, positions=positions, labels=labels)
+        loss, _ = self.loss(output, labels, all_tokens)
+        del output
+        loss.backward()
+        return loss.detach()
+
+    def _run_pipeline(self, batch: Batch, microbatches: int, all_tokens: torch.Tensor | None) -> torch.Tensor:
+        assert self.pipeline is not None
+        tokens, positions, labels = self._on_device(batch)
+        return self.pipeline.run(
+            tokens, labels, positions, microbatches=microbatches, valid_tokens=all_tokens
+        )
+
+    def _on_device(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        inputs, labels = batch
+        return inputs["input"].to(self.device), inputs["positions"].to(self.device), labels.to(self.device)
+
+    def _accumulating(self, *, last: bool) -> AbstractContextManager[None]:
+        """Return the context in which a batch adds its gradients, which the ranks reduce as the strategy says."""
+        strategy = self.strategy
+        if self.pipeline is not None:  # torch's stages see to it
+            return nullcontext()
+        if isinstance(strategy, DDPConfig):
+            return ddp.accumulate(self._lms[0], last=last, defer=strategy.defer_grad_sync)
+        return gradient_sync.accumulate(
+            self._lms[0],
+            last=last,
+            defer=strategy.fsdp_defer_grad_sync,
+            keep_gathered=strategy.fsdp_keep_gathered,
+        )
+
+    def _clip(self) -> torch.Tensor:
+        """Clip the gradients, or drop them under training.skip_nan_inf; return their norm before."""
+        training = self.job.training
+        parameters = [parameter for lm in self._lms for parameter in lm.parameters()]
+        stages: dict[str, Any] = {}
+        if self.pipeline is not None:
+            self.pipeline.share_gradients()
+            stages = {"pp_group": self.pipeline.group, "counted": self.pipeline.counted(parameters)}
+        norm = self.clipping.clip(parameters, training.max_norm or math.inf, self.step, **stages)
+        self.balancer.after_backward(skipped=bool(self.clipping.in_a_row))
+        if self.clipping.in_a_row >= training.skip_nan_inf_limit:
+            raise Diverged(
+                f"step {self.step}: the gradient was not finite in {self.clipping.in_a_row} steps in a row "
+                f"(training.skip_nan_inf_limit), so training can't recover; {self.resume_point()}. Resume with a lower "
+                "optimizer.lr, or exclude the data of those steps"
             )
-            if self._has_trained:
-                self._validate_last_step()
-                self._say_what_was_read()
-                self.checkpointer.save(self.step, last_step=True)
-            raise TrainingDone from None
-        self.step += 1
-        if self.report.steps_to_measure:
-            with self.report.measuring(self.step, self.lr_schedulers):
-                self._train_step(iter(batches))
-        else:
-            self._train_step(iter(batches))
-        strategy = self.config.strategy
-        if not self._has_trained and getattr(strategy, "enable_async_tensor_parallel", False):
-            with rename_option_errors():
-                async_tp.check_fused(self.parallel_dims, strategy.async_tensor_parallel_unfused)  # pyrefly: ignore[missing-attribute]
-        self._has_trained = True
-        self._validate_if_due()
+        return norm
 
-    def _validate_last_step(self) -> None:
-        """Validate the step after which the data have ended."""
-        if self.config.validator.enable:
-            self.validator.last_step = self.step  # pyrefly: ignore[missing-attribute]
-            self._validate_if_due()
+    def _log(
+        self,
+        loss: torch.Tensor,
+        norm: torch.Tensor,
+        own_tokens: torch.Tensor,
+        all_tokens: torch.Tensor,
+        rates: dict[str, float],
+    ) -> None:
+        mean = largest = dist_sum(loss, self.loss_mesh)
+        if self.loss_mesh is not None:
+            # The ranks of context parallelism have parts of the loss of the same batches.
+            own_mean = _sum(loss * all_tokens / own_tokens, self.cp_mesh)
+            largest = dist_max(own_mean, self.loss_mesh)
+        tokens = _sum(torch.tensor(self.tokens_seen, device=self.device), self.batch_mesh)
+        if not math.isfinite(mean):
+            if self.clipping.in_a_row:
+                return  # the step was skipped, which has been logged
+            raise self._diverged("loss")
+        self.metrics_processor.log(
+            self.step, mean, largest, float(norm.item()), {"n_tokens_seen": int(tokens.item()), **rates}
+        )
+        # After the last step no loss would show it. A step that is not logged does not synchronise.
+        if not self.job.training.skip_nan_inf and not norm.isfinite():
+            raise self._diverged("gradient's norm")
 
-    def _validate_if_due(self) -> None:
-        if self.config.validator.enable and self.validator.should_validate(self.step):
-            with self._saved_before_a_data_error():
-                self.validator.validate(self.model_parts, self.step)
+    # Validation.
+
+    def _validate_if_due(self, first: int, *, is_last: bool) -> None:
+        validation = self.job.validation
+        is_due = self.step == 1 or self.step % validation.freq == 0 or is_last
+        if validation.enable and is_due and self._validated != self.step:
+            with self._saved_before_a_data_error(first):
+                self.validate(self.validation_data)
+            self._validated = self.step
+
+    @torch.no_grad()
+    def validate(self, data: TextDataLoader.Config) -> float:
+        """Log the loss over `validation.steps` batches of `data`, -1: over all; return it, in nats per token."""
+        validation, settings = self.job.validation, resolve.validation_data(self.job)
+        size = self.job.parallelism.pipeline_parallel_microbatch_size
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.metrics_processor.paused())
+            for lm in self._lms if validation.unshard else ():
+                stack.enter_context(gradient_sync.unsharded(lm))
+            for lm in self._lms:
+                lm.eval()
+            losses, own_tokens = [], torch.zeros((), dtype=torch.int64)
+            loader = data.build(
+                seq_len=settings.seq_len, local_batch_size=settings.local_batch_size, **self._open
+            )
+            for number, batch in enumerate(loader):
+                if number == validation.steps:
+                    break
+                if self.pipeline is not None:
+                    loss = self._run_pipeline(batch, settings.local_batch_size // size, None)
+                else:
+                    tokens, positions, labels = self._on_device(batch)
+                    output = self.model_parts[0](tokens, positions=positions, labels=labels)
+                    loss, _ = self.loss(output, labels)
+                losses.append(loss)
+                own_tokens += (batch[1] != IGNORED).sum()
+            total = dist_sum(sum(losses[1:], losses[0]), self.loss_mesh)
+            loss = total / int(_sum(own_tokens.to(self.device), self.batch_mesh).item())
+            self.metrics_processor.log_validation(loss, self.step)
+            for lm in self._lms:
+                lm.train()
+        return loss
 
     def evaluate(self, checkpoint: Path, sources: Mapping[str, TextDataLoader.Config]) -> dict[str, float]:
         """Return the validation loss of the weights of a checkpoint, in nats per token, by the names of `sources`."""
-        self.step = self.checkpointer.load_weights(checkpoint)  # pyrefly: ignore[missing-attribute]
-        validator: Any = self.validator
-        return {name: validator.loss_of(data, self.model_parts, self.step) for name, data in sources.items()}
+        self.step = self.checkpointer.load_weights(checkpoint)
+        return {name: self.validate(data) for name, data in sources.items()}
+
+    # Saving, and the end.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return step, tokens and random generators; one copy of these, since all ranks draw alike."""
+        return {"step": self.step, "ntokens_seen": self.tokens_seen, "rng": get_rng_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned; the random generators wait for the first batch."""
+        self.step, self.tokens_seen = state_dict["step"], state_dict["ntokens_seen"]
+        self._loaded_rng = state_dict["rng"]
 
     @contextlib.contextmanager
-    def _saved_before_a_data_error(self) -> Iterator[None]:
+    def _saved_before_a_data_error(self, first: int) -> Iterator[None]:
         """Save the last step before a DataError of the body, raised on all ranks, ends the run."""
         try:
             yield
         except DataError as error:
-            if not self._has_trained:
+            if self.step < first:
                 raise
-            self.checkpointer.save_now(self.step)  # pyrefly: ignore[missing-attribute]
+            self.checkpointer.save_now(self.step)
             raise DataError(f"after step {self.step}: {error}; {self.resume_point()}") from error
-
-    def _say_what_was_read(self) -> None:
-        for name, (_, how_much) in self.dataloader.read().items():  # pyrefly: ignore[missing-attribute]
-            logger.info(f"data read of {name}: {how_much}")
-
-    def _train_step(self, data_iterator: Iterator[_Batch]) -> None:
-        self._batches_done, self._losses = 0, []
-        norms = []
-
-        def clip(parameters: list[torch.Tensor], most: float) -> torch.Tensor:
-            stages: dict[str, Any] = {}
-            if (pipeline := self.pipeline) is not None:
-                pipeline.share_gradients()
-                stages = {"pp_group": pipeline.group, "counted": pipeline.counted(parameters)}
-            norms.append(self.clipping.clip(parameters, most, self.step, **stages))
-            self.balancer.after_backward(skipped=bool(self.clipping.in_a_row))  # before the step is logged
-            if self.clipping.in_a_row >= self.config.skip_nan_inf_limit:
-                raise Diverged(
-                    f"step {self.step}: the gradient was not finite in {self.clipping.in_a_row} steps in a row "
-                    f"(training.skip_nan_inf_limit), so training can't recover; {self.resume_point()}. Resume with a lower "
-                    "optimizer.lr, or exclude the data of those steps"
-                )
-            return norms[-1]
-
-        try:
-            with clipping(clip), whole_batches(self.parallel_dims):
-                super().train_step(data_iterator)
-        except RuntimeError as error:
-            # torchtitan's train_step itself raises for a loss that is not finite, once the step is over.
-            if not _raised_in(error, torchtitan.trainer.Trainer.train_step):
-                raise
-            if not self.clipping.in_a_row:  # else the step was skipped
-                raise self._diverged("loss") from error
-        # After the last step no loss would show it. A step that is not logged does not synchronise.
-        logged = self.metrics_processor.should_log(self.step)
-        if logged and not self.config.skip_nan_inf and not all(norm.isfinite() for norm in norms):
-            raise self._diverged("gradient's norm")
-        if not self.clipping.in_a_row:
-            self.finite.take((*norms, *self._losses))
 
     def _diverged(self, what: str) -> Diverged:
         return Diverged(
@@ -289,56 +468,36 @@ class Trainer(torchtitan.trainer.Trainer):
             "again with a lower optimizer.lr or more lr_scheduler.warmup_steps"
         )
 
+    def _show_job(self, values: dict[str, Any]) -> None:
+        """Log or write the job's values, as it asks for."""
+        job = self.job.job
+        text = json.dumps(values, indent=2, ensure_ascii=False)
+        if job.print_config:
+            logger.info(f"Running with configs: {text}")
+        if job.save_config_file is not None and dist.get_rank() == 0:
+            path = Path(job.dump_folder, job.save_config_file)
+            with naming(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+
     def resume_point(self) -> str:
         """Return from where the job can resume, in words, once pending writes are done."""
-        if not self.config.checkpoint.enable:
+        if not self.job.checkpoint.enable:
             return "nothing was saved (checkpoint.enable = false)"
-        return self.checkpointer.resume_point()  # pyrefly: ignore[missing-attribute]
-
-    def forward_backward_step(self, **batch: Any) -> torch.Tensor:
-        """torchtitan's, with gradients summed over ranks when the strategy says so."""
-        self._batches_done += 1
-        with self._accumulating(last=self._batches_done == self.gradient_accumulation_steps):
-            loss = super().forward_backward_step(**batch)
-        self._losses.append(loss.detach())
-        return loss
-
-    def post_dataloading_process(self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor) -> Any:
-        """torchtitan's, which also gives the model the labels of its next forward."""
-        inputs, labels, extra = super().post_dataloading_process(input_dict, labels)
-        return inputs, labels, extra | {"labels": labels}
-
-    def _accumulating(self, *, last: bool) -> AbstractContextManager[None]:
-        lm: Any = self.model_parts[0].lm
-        strategy = self.config.strategy
-        if self.pipeline is not None:  # torch's stages see to it
-            return contextlib.nullcontext()
-        if isinstance(strategy, DDPConfig):
-            return ddp.accumulate(lm, last=last, defer=strategy.defer_grad_sync)
-        return gradient_sync.accumulate(
-            lm, last=last, defer=strategy.fsdp_defer_grad_sync, keep_gathered=strategy.fsdp_keep_gathered
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Step, tokens seen, and the random generators.
-
-        One copy of these is kept: torchtitan gives every rank the same seed, and ranks draw alike.
-        """
-        return super().state_dict() | {"rng": get_rng_state()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; the random generators wait for the first batch."""
-        super().load_state_dict(state_dict)
-        self._loaded_rng = state_dict["rng"]
+        return self.checkpointer.resume_point()
 
     def close(self) -> None:
         """Finish pending writes (checkpoint, metrics) and leave the process group."""
         self.checkpointer.maybe_wait_for_saving()
-        super().close()
-        torch.distributed.destroy_process_group()
+        self.checkpointer.close()
+        self.metrics_processor.close()
+        dist.destroy_process_group()
 
 
-def _raised_in(error: RuntimeError, function: Callable[..., Any]) -> bool:
-    """Whether a `raise` of this very function made the error, and nothing that it calls."""
-    *_, (innermost, _line) = traceback.walk_tb(error.__traceback__)
-    return type(error) is RuntimeError and innermost.f_code is function.__code__
+def _sum(x: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
+    return x if mesh is None else dist_sum_tensor(x, mesh)
+
+
+@contextlib.contextmanager
+def _unmeasured(step: int) -> Iterator[Callable[[], None]]:
+    yield lambda: None

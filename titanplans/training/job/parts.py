@@ -1,0 +1,106 @@
+"""The parts of a job whose options are more than one section: loaders of data, and what saves and loads checkpoints.
+
+Importing this imports torchtitan, so `trainer.device.prepare_device` comes first. `titanplans.training.job.resolve` gives
+unset keys their values.
+"""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from titanplans.config import JobConfig
+from titanplans.config.sections.data import DataLoader
+from titanplans.torchrun import restarted
+from titanplans.training.checkpoint.card import chat_templates_of
+from titanplans.training.checkpoint.manager import CheckpointManager
+from titanplans.training.checkpoint.match import job_values
+from titanplans.training.data.loader import TextDataLoader
+from titanplans.training.data.text_tokenizer import TextTokenizer
+from titanplans.training.job import resolve
+from titanplans.training.trainer import documents
+
+
+def training_loader(job: JobConfig, world_size: int, *, apart: bool) -> TextDataLoader.Config:
+    """Return the training data's loader; `apart`: documents of a sequence do not see each other."""
+    return replace(
+        _loader(job, resolve.training_data(job), job.training.dataloader, apart=apart, infinite=True),
+        global_batch_size=resolve.global_batch_size(job, resolve.data_parallel_degree(job, world_size)),
+        epochs=job.training.epochs,
+    )
+
+
+def open_training_data(
+    job: JobConfig, world_size: int, *, apart: bool, alone: bool
+) -> tuple[TextDataLoader, TextTokenizer]:
+    """Return the loader of the first of the data-parallel ranks, or of all as if it were `alone`, and its tokenizer.
+
+    Alone it reads a single source once: a mixture by weight goes on.
+    """
+    tokenizer = TextTokenizer.Config().build(tokenizer_path=resolve.tokenizer_path(job))
+    config = training_loader(job, world_size, apart=apart)
+    if alone and len(config.data.sources) == 1:
+        config = replace(config, epochs=1)
+    loader = config.build(
+        dp_rank=0,
+        dp_world_size=1 if alone else resolve.data_parallel_degree(job, world_size),
+        tokenizer=tokenizer,
+        seq_len=job.training.seq_len,
+        local_batch_size=job.training.local_batch_size,
+    )
+    return loader, tokenizer
+
+
+def validation_loader(
+    job: JobConfig, data: resolve.DataSettings, world_size: int, *, apart: bool
+) -> TextDataLoader.Config:
+    """Return the loader of validation `data`, which begins anew at each validation."""
+    infinite = job.validation.steps != -1
+    loader = _loader(job, data, job.validation.dataloader, apart=apart, infinite=infinite)
+    batch = data.local_batch_size * resolve.data_parallel_degree(job, world_size)
+    return replace(loader, global_batch_size=batch)
+
+
+def validation_loaders(job: JobConfig, world_size: int) -> dict[str, TextDataLoader.Config]:
+    """Return the loader of each source of the validation data, by its title."""
+    apart = documents.are_apart(job, documents.keyword(job, resolve.hf_config(job)))
+    data = resolve.validation_data(job)
+    return {
+        source.title: validation_loader(job, data._replace(sources=(source,)), world_size, apart=apart)
+        for source in data.sources
+    }
+
+
+def _loader(
+    job: JobConfig, data: resolve.DataSettings, workers: DataLoader, *, apart: bool, infinite: bool
+) -> TextDataLoader.Config:
+    return TextDataLoader.Config(
+        data=job.data.replace(sources=data.sources, documents="apart" if apart else "joined"),
+        infinite=infinite,
+        # The order of the documents must not be drawn anew when a job resumes.
+        seed=job.debug.seed or 0,
+        **vars(workers),
+    )
+
+
+def checkpoint_config(job: JobConfig) -> CheckpointManager.Config:
+    """Return the config of what saves and loads the checkpoints of `job`."""
+    initial = resolve.published_folder(job) or job.checkpoint.initial_load_path
+    adapter = job.checkpoint.initial_adapter_path
+    values, template = job_values(job), None
+    if job.checkpoint.last_save_in_hf:  # a job with several is refused
+        template = next(iter(chat_templates_of(values)), None)
+    return CheckpointManager.Config(
+        **vars(job.checkpoint)
+        | {
+            "initial_load_path": initial and str(Path(initial).absolute()),
+            "initial_adapter_path": adapter and str(Path(adapter).absolute()),
+            # Without a path it has no effect, and torchtitan warns that it is set: it is its default.
+            "initial_load_model_only": initial is not None and job.checkpoint.initial_load_model_only,
+            "job": values,
+            "restarted": restarted(os.environ),
+            "hf_config": resolve.hf_config(job),
+            "tokenizer": resolve.tokenizer_path(job),
+            # Read now: the file may change while the job runs.
+            "chat_template": template and Path(template).read_text(encoding="utf-8"),
+        }
+    )

@@ -1,0 +1,69 @@
+"""The process group of a job's ranks, the meshes of its degrees, and their timeouts."""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torchtitan.distributed import ParallelDims
+from torchtitan.tools.utils import device_module
+
+from titanplans.config import JobConfig
+from titanplans.parallel.mesh.rendezvous import own_store
+from titanplans.torch_private.distributed import set_group_timeout
+from titanplans.torchrun import Ranks, read_ranks
+from titanplans.training.job import resolve
+
+
+def start_processes(job: JobConfig, device: torch.device) -> ParallelDims:
+    """Start the process group, unless it is up, and return the meshes of the job's degrees."""
+    if not dist.is_initialized():
+        _start_process_group(job, device)
+    p = job.parallelism
+    return ParallelDims(
+        dp_replicate=p.data_parallel_replicate_degree,
+        dp_shard=p.shard_degree,
+        cp=p.context_parallel_degree,
+        tp=p.tensor_parallel_degree,
+        pp=p.pipeline_parallel_degree,
+        ep=p.expert_parallel_degree,
+        world_size=dist.get_world_size(),
+        spmd_backend="partial_dtensor",  # the others want modules that declare their sharding in torchtitan's own way
+    )
+
+
+def _start_process_group(job: JobConfig, device: torch.device) -> None:
+    # On this thread: the recorder of the first step, as each dispatch mode, sees nothing of another thread's backward.
+    torch.autograd.set_multithreading_enabled(False)
+    comm, buffer_size = job.comm, resolve.trace_buf_size(job)
+    # 3: the watchdog must not abort a collective that timed out before the flight recorder is written (pytorch #121055).
+    os.environ |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "TORCH_FR_BUFFER_SIZE": str(buffer_size)}
+    if buffer_size:
+        folder = Path(job.job.dump_folder, comm.save_traces_folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ |= {
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+            "TORCH_FR_DUMP_TEMP_FILE": f"{folder}/{comm.save_traces_file_prefix}",
+        }
+    backend = dist.Backend.default_device_backend_map.get(device.type, "nccl")
+    if job.training.enable_cpu_offload:
+        backend = f"{device.type}:{backend},cpu:gloo"
+    timeout, ranks = timedelta(seconds=comm.init_timeout_seconds), read_ranks(os.environ) or Ranks()
+    if (store := own_store(ranks, timeout)) is None:  # rank 0 makes one
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(
+            backend, timeout=timeout, store=store, rank=ranks.rank, world_size=ranks.world_size
+        )
+
+
+def lower_timeouts(job: JobConfig, dims: ParallelDims, device: torch.device) -> None:
+    """Give every process group the timeout of training steps, once all that connects or compiles has done so."""
+    # A rank that is ahead would use the shorter one on a rank that still compiles.
+    dist.barrier(device_ids=[device.index or 0] if device.type != "cpu" else None)
+    device_module.synchronize()
+    timeout = timedelta(seconds=job.comm.train_timeout_seconds)
+    for mesh in dims.get_all_one_dimensional_meshes().values():
+        set_group_timeout(timeout, mesh.get_group())
+    set_group_timeout(timeout, None)
