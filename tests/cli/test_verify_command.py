@@ -144,12 +144,12 @@ def test_without_torchtitan_its_loss_is_left_out_and_a_job_refused(command, monk
     monkeypatch.setitem(sys.modules, "torchtitan", None)  # as where it is not installed
     status, out, err = command("verify", "qwen3.json", "--layers", "1", "--quick", *ONE_CASE)
     assert (status, err) == (0, "")
-    assert "\n  torchtitan's loss is not compared: torchtitan's Trainer is not installed\n" in out
+    assert "\n  torchtitan's loss is not compared: torchtitan is not installed\n" in out
     assert "torchtitan loss" not in out
     assert train([str(Path(__file__).parents[2] / "configs" / "gla_debug.toml")]) == 2
     told = capsys.readouterr().err
     assert told.startswith(
-        "error: torchtitan's Trainer is not installed: pip install 'torchtitan>=0.3,<0.4', or train in"
+        "error: torchtitan is not installed: pip install 'torchtitan>=0.3,<0.4', or train in"
     )
     assert told.count("\n") == 1
 

@@ -206,7 +206,7 @@ def _count(
 
 
 def torchtitans_loss(logits: torch.Tensor, labels: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Return the loss of torchtitan's Trainer, as `titanplans train` computes it."""
+    """Return torchtitan's own loss, by which `titanplans.parallel.cross_entropy` is compared with it."""
     from torchtitan.components.loss import cross_entropy_loss
     from torchtitan.distributed.utils import set_spmd_backend
 

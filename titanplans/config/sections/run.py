@@ -25,10 +25,10 @@ class Job(Options, section="job"):
     """What the job is for; printed when it starts."""
 
     print_config: bool = False
-    """Log the configuration that torchtitan was given, as JSON, then train. (--print-config prints the job and stops.)"""
+    """Log the values of the job, as JSON, then train. (--print-config prints the job and stops.)"""
 
     save_config_file: FilePath | None = None
-    """File, relative to dump_folder, into which the configuration that torchtitan was given is written as JSON."""
+    """File, relative to dump_folder, into which the values of the job are written as JSON."""
 
 
 class Metrics(Options, section="metrics"):

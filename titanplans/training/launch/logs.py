@@ -15,17 +15,11 @@ from titanplans.training.launch.exit_status import mute_stdout
 
 # torchtitan's own progress that is no news, by the file and the function that logs it, with the reason.
 _NO_NEWS = {
-    ("utils", "_warn_overwrite_env"),  # variables that torchrun sets, too
     ("utils", "collect"),  # every garbage collection, with its time; gc_debug is the tool for that
-    ("utils", "set_pg_timeouts"),
     ("parallel_dims", "build_mesh"),
 }
-_NO_NEWS_SAID = (
-    "Setting validation steps to -1 might cause hangs",  # a split that ranks can't share evenly is refused
-    "Peak FLOPS used for computing MFU: nan",
-    "Destroying the purge thread",
-)
-"""How other lines of its begin."""
+_NO_NEWS_SAID = "Destroying the purge thread"
+"""How another line of its begins."""
 
 
 def init_logging(rank: int) -> None:

@@ -1,1 +1,1 @@
-"""torchtitan's Trainer with this project's differences."""
+"""The training loop, in `trainer.py`, and its parts."""

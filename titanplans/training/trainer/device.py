@@ -31,7 +31,7 @@ def prepare_device() -> str:
     Call it before the first import of torchtitan, once per process; a second call answers the same.
 
     Raises:
-        ConfigError: torchtitan's Trainer does not run here.
+        ConfigError: no job runs here.
         RuntimeError: torchtitan was imported before, and has chosen another device.
     """
     if (why := no_trainer()) is not None:
@@ -46,12 +46,12 @@ def prepare_device() -> str:
 
 
 def no_trainer() -> str | None:
-    """Return why torchtitan's Trainer does not run here, or None. What needs no Trainer runs on torch 2.11, too."""
-    own = "or train in your own loop by titanplans.parallel, which needs no Trainer"
+    """Return why no job runs here, or None. What needs no torchtitan runs on torch 2.11, too."""
+    own = "or train in your own loop by titanplans.parallel, which needs neither"
     if torch.__version__ < "2.13":
-        return f"torchtitan's Trainer needs torch 2.13, and this is torch {torch.__version__}: install torch 2.13, {own}"
+        return f"torchtitan 0.3 needs torch 2.13, and this is torch {torch.__version__}: install torch 2.13, {own}"
     if importlib.util.find_spec("torchtitan") is None:
-        return f"torchtitan's Trainer is not installed: pip install 'torchtitan>=0.3,<0.4', {own}"
+        return f"torchtitan is not installed: pip install 'torchtitan>=0.3,<0.4', {own}"
     return None
 
 
