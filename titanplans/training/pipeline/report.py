@@ -5,9 +5,7 @@ The computed timeline is that of the schedule's order with stages as long as the
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
-from itertools import product
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,9 @@ from titanplans.parallel.pipeline.picture import FILE, MEASURED_FILE, as_svg, as
 from titanplans.parallel.pipeline.timeline import UNITS, Span, Timeline, timeline
 from titanplans.split.decoder import is_held
 from titanplans.split.objects import of_all
-from titanplans.split.stages.schedules import Action, Kind, orders, stages_of_ranks
+from titanplans.split.stages.schedules import Action, orders, stages_of_ranks
 from titanplans.split.stages.stages import Stages
-from titanplans.torch_private.swapped import swapped
-from titanplans.training.pipeline.stage import ScheduledStage
+from titanplans.training.pipeline.stage import ScheduledStage, untimed
 
 _ROWS = 11
 """The most stages whose picture is logged."""
@@ -114,14 +111,6 @@ class PipelineReport:
         self._drawn[MEASURED_FILE] = found, f"{self._name}, measured in step {step}"
 
 
-_KINDS: dict[str, Kind] = {
-    "forward_one_chunk": "forward",
-    "backward_one_chunk": "backward",
-    "backward_weight_one_chunk": "backward_weight",
-}
-"""By torch's methods of a stage; the second computes the gradients of inputs alone if it is told so."""
-
-
 class StageTimes:
     """The times of `stages`, those of this process; on a GPU by events of its stream, which do not wait for it.
 
@@ -134,13 +123,12 @@ class StageTimes:
         dist.barrier(self._group)
         self._zero = self._now()
 
-    def timed(self, stage: ScheduledStage, name: str, microbatch: int, *args: Any, **kwargs: Any) -> Any:
-        """Call the method called `name` of `stage`, and note when it begins and ends."""
-        kind = "backward_input" if kwargs.get("full_backward") is False else _KINDS[name]
+    @contextmanager
+    def timing(self, action: Action) -> Iterator[None]:
+        """Note when the computation inside begins and ends."""
         begin = self._now()
-        output = getattr(type(stage), name)(stage, microbatch, *args, **kwargs)
-        self._marks.append((Action(stage.stage_index, kind, microbatch), begin, self._now()))
-        return output
+        yield
+        self._marks.append((action, begin, self._now()))
 
     def _now(self) -> Any:
         if not self._on_gpu:
@@ -166,7 +154,10 @@ class StageTimes:
 def measure(stages: Sequence[ScheduledStage]) -> Iterator[StageTimes]:
     """Measure the computations of `stages`, those of this process, inside; every rank of the pipeline does so."""
     times = StageTimes(stages)
-    with ExitStack() as stack:
-        for stage, name in product(stages, _KINDS):
-            stack.enter_context(swapped(stage, name, partial(times.timed, stage, name)))
+    for stage in stages:
+        stage.timing = times.timing
+    try:
         yield times
+    finally:
+        for stage in stages:
+            stage.timing = untimed

@@ -1,8 +1,8 @@
 """How a job's model is cut into stages, known before a process starts; and a stage as torch's schedules call it."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,12 +15,17 @@ from titanplans.modeling import flops_of_blocks
 from titanplans.parallel.pipeline.balance import balance, starts_of_names
 from titanplans.split.decoder import find_decoder
 from titanplans.split.stages.compare import check_stages
-from titanplans.split.stages.schedules import number_of_stages
+from titanplans.split.stages.schedules import Action, Kind, number_of_stages
 from titanplans.split.stages.stages import Stages
 from titanplans.split.stages.trace import Trace, trace
 from titanplans.text import class_name
 from titanplans.torch_private.pipelining import backward_of_weights, without_views
 from titanplans.user_code import as_user_error
+
+
+def untimed(action: Action) -> AbstractContextManager[None]:
+    """Return a context that measures nothing."""
+    return nullcontext()
 
 
 class ScheduledStage(PipelineStage):
@@ -31,9 +36,11 @@ class ScheduledStage(PipelineStage):
     Attributes:
         loss: the job's `CrossEntropyLoss`.
         valid_tokens: of the whole batch; None, in validation, for a sum over tokens.
+        timing: the context in which each computation of a micro batch runs.
     """
 
     valid_tokens: torch.Tensor | None = None
+    timing: Callable[[Action], AbstractContextManager[None]] = staticmethod(untimed)
 
     def __init__(
         self,
@@ -48,6 +55,22 @@ class ScheduledStage(PipelineStage):
         super().__init__(part.lm, number, stages, device, group=group)
         self.part, self.loss = part, loss
         self._buffers_before: dict[str, torch.Tensor] = {}
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """torch's, timed."""
+        with self.timing(Action(self.stage_index, "forward", fwd_chunk_id)):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """torch's, timed; without `full_backward` it computes the gradients of inputs alone."""
+        kind: Kind = "backward_input" if kwargs.get("full_backward") is False else "backward"
+        with self.timing(Action(self.stage_index, kind, bwd_chunk_id)):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """torch's, timed."""
+        with self.timing(Action(self.stage_index, "backward_weight", bwd_chunk_id)):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def forward_maybe_with_nosync(
         self, *received: torch.Tensor, tokens: torch.Tensor, labels: torch.Tensor, **inputs: Any

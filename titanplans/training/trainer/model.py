@@ -1,4 +1,4 @@
-"""A causal language model as a job calls it: tokens in, logits or their loss out.
+"""A causal language model as a job calls it: tokens in, logits or their loss out; and how it is made, `make_models`.
 
 The model itself is `LanguageModel.lm`, which is built in `titanplans.modeling` and parallelised in `titanplans.parallel`.
 """
@@ -6,20 +6,28 @@ The model itself is `LanguageModel.lm`, which is built in `titanplans.modeling` 
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import set_default_dtype
 from transformers import PretrainedConfig, PreTrainedModel
 
 from titanplans import modeling
 from titanplans.apply.prepare import prepare
-from titanplans.config import DDPConfig, FSDP2Config, rename_option_errors
+from titanplans.config import DDPConfig, FSDP2Config, JobConfig, rename_option_errors
 from titanplans.errors import ModelError
 from titanplans.loss import DeferredLogits, FusedLoss, NotFused, Objective, added_loss
+from titanplans.parallel import parallelize
+from titanplans.parallel.parallelize import apply_data_parallelism
 from titanplans.parallel.record import record_of
 from titanplans.split.collectives import Group, group_of
 from titanplans.split.stages.trace import logits_of, without_cache
+from titanplans.training.job import resolve
+from titanplans.training.pipeline.pipeline import Pipeline, build_pipeline
 from titanplans.training.trainer import documents
 from titanplans.training.trainer.loss import CrossEntropyLoss
 
@@ -48,7 +56,7 @@ class LanguageModel:
 
     def __init__(self, config: PretrainedConfig, *, documents: str | None = None):
         self.lm = modeling.build(config)
-        self._documents, self._without_cache = documents, without_cache(self.lm)
+        self.documents, self._without_cache = documents, without_cache(self.lm)
 
     def take_loss(
         self, loss: CrossEntropyLoss, batch: DeviceMesh | None, *, splits_backward: bool = False
@@ -86,9 +94,9 @@ class LanguageModel:
         A stage of a pipeline takes what it has `received`, too; before the last one it returns what the next one takes.
         """
         inputs: dict[str, Any] = {"input_ids": tokens_BL}
-        if self._documents is not None:
+        if self.documents is not None:
             assert positions is not None
-            inputs = documents.inputs(tokens_BL, positions, self._documents)
+            inputs = documents.inputs(tokens_BL, positions, self.documents)
         inputs |= self._without_cache
         stage = record_of(self.lm).stage
         forward = partial(self._output, inputs, labels)
@@ -140,7 +148,74 @@ class LanguageModel:
                     module._buffers[name] = buffer.to(buffer_device)
 
 
-def parameters_and_flops(
+class Models(NamedTuple):
+    """What this rank trains."""
+
+    parts: list[LanguageModel]
+    """The model, or this rank's stages of it, parallelised, with initial weights, in training mode."""
+    pipeline: Pipeline | None
+    """What runs the stages; None: there are none."""
+    flops: int
+    """Floating-point operations per token of one forward and backward of the whole model."""
+
+
+def make_models(
+    job: JobConfig,
+    strategy: FSDP2Config | DDPConfig,
+    dims: ParallelDims,
+    device: torch.device,
+    loss: CrossEntropyLoss,
+) -> Models:
+    """Make the model of a job: build it on meta, parallelise it, initialise it.
+
+    With `checkpoint.create_seed_checkpoint` it is initialised on the CPU, as it is.
+    """
+    name, flavor = resolve.model_name(job)
+    if (published := resolve.published_folder(job)) is not None:
+        logger.info(
+            f"model from {name if flavor == 'config' else f'{name} {flavor}'}, tokenizer from "
+            f"{resolve.tokenizer_path(job)}; a run that resumes nothing takes its weights from {published}"
+        )
+    config = resolve.hf_config(job)
+    with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[job.training.dtype]):
+        model = LanguageModel(config, documents=documents.keyword(job, config))
+    count, flops = _parameters_and_flops(model.lm, strategy, job.training.seq_len)
+    logger.info(f"Model {name} {flavor} size: {count:,} total parameters")
+
+    pipeline, parts, seed_only = None, [model], job.checkpoint.create_seed_checkpoint
+    with rename_option_errors():
+        if dims.pp_enabled:
+            assert isinstance(strategy, FSDP2Config)  # DDP has been refused
+            pipeline = build_pipeline(
+                model,
+                job.parallelism,
+                strategy,
+                parallel_dims=dims,
+                seq_len=job.training.seq_len,
+                device=device,
+                loss=loss,
+                dump_folder=job.job.dump_folder,
+            )
+            parts = pipeline.parts
+        elif not seed_only:
+            parallelize(model.lm, parallel_dims=dims, config=strategy, dump_folder=job.job.dump_folder)
+            if (check := record_of(model.lm).image_check) is not None:
+                check.remove()  # a job's batches are text
+
+    on_cpu = seed_only or job.training.enable_cpu_offload
+    for part in parts:
+        part.lm.to_empty(device="cpu" if on_cpu else device.type)
+        part.initialize(buffer_device=device if on_cpu and not seed_only else None)
+        if isinstance(strategy, DDPConfig) and not seed_only:
+            with rename_option_errors():  # now: DDP sends rank 0's values
+                apply_data_parallelism(part.lm, dims, strategy)
+        part.lm.train()
+        splits_backward = pipeline is not None and pipeline.splits_backward
+        part.take_loss(loss, dims.get_optional_mesh("batch"), splits_backward=splits_backward)
+    return Models(parts, pipeline, flops)
+
+
+def _parameters_and_flops(
     lm: PreTrainedModel, strategy: FSDP2Config | DDPConfig, seq_len: int
 ) -> tuple[int, int]:
     """Return the parameters of `lm`, on meta, and the floating-point operations per token of a forward and a backward."""

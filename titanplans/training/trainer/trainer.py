@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.utils import dist_max, dist_sum, dist_sum_tensor, set_determinism
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
@@ -28,22 +27,19 @@ from titanplans.config.compatibility.job import schedule_steps
 from titanplans.disk import naming
 from titanplans.errors import DataError, Diverged
 from titanplans.loss import IGNORED
-from titanplans.parallel import ddp, parallelize
+from titanplans.parallel import ddp
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.fsdp import gradient_sync
 from titanplans.parallel.optimizers.load_balance import LoadBalancer
-from titanplans.parallel.parallelize import apply_data_parallelism
-from titanplans.parallel.record import record_of
 from titanplans.training.checkpoint.match import job_values
 from titanplans.training.data.loader import TextDataLoader
 from titanplans.training.data.text_tokenizer import TextTokenizer
 from titanplans.training.job import parts, resolve
 from titanplans.training.launch.processes import lower_timeouts, start_processes
-from titanplans.training.pipeline.pipeline import Pipeline, build_pipeline
 from titanplans.training.trainer import documents
 from titanplans.training.trainer.loss import CrossEntropyLoss
 from titanplans.training.trainer.metrics import MetricsProcessor
-from titanplans.training.trainer.model import LanguageModel, parameters_and_flops
+from titanplans.training.trainer.model import make_models
 from titanplans.training.trainer.optimizer import LRSchedulers, optimizers_config, prepare_optimizer
 from titanplans.training.trainer.parallelism_report import JobReport
 from titanplans.training.trainer.step import Clipping, Ending, FiniteSoFar, get_rng_state, set_rng_state
@@ -96,12 +92,10 @@ class Trainer:
             states={"train_state": self},
             sd_adapter=None,
             base_folder=job.job.dump_folder,
-            pipeline=self.pipeline and self.pipeline.group,
+            pipeline=self._stages,
         )
-        self.clipping, self.finite = (
-            Clipping(skips=job.training.skip_nan_inf),
-            FiniteSoFar(self._lms, self.device),
-        )
+        self.clipping = Clipping(skips=job.training.skip_nan_inf)
+        self.finite = FiniteSoFar(self._lms, self.device)
         self.checkpointer.finite = self.finite.everywhere
         self._loaded_rng: dict[str, torch.Tensor] | None = None
         pipeline_report = None
@@ -121,61 +115,20 @@ class Trainer:
 
     def _make_model(self) -> None:
         """Make the model, or this rank's stages of it, parallelised and with initial weights."""
-        job, strategy, dims = self.job, self.strategy, self.parallel_dims
-        name, flavor = resolve.model_name(job)
-        if (published := resolve.published_folder(job)) is not None:
-            logger.info(
-                f"model from {name if flavor == 'config' else f'{name} {flavor}'}, tokenizer from "
-                f"{resolve.tokenizer_path(job)}; a run that resumes nothing takes its weights from {published}"
-            )
-        config = resolve.hf_config(job)
-        self._documents = documents.keyword(job, config)
-        with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[job.training.dtype]):
-            model = LanguageModel(config, documents=self._documents)
+        job, dims = self.job, self.parallel_dims
         self.loss = CrossEntropyLoss(
-            CrossEntropyLoss.Config(**vars(job.loss)), compile_config=strategy.compile
+            CrossEntropyLoss.Config(**vars(job.loss)), compile_config=self.strategy.compile
         )
-        count, flops = parameters_and_flops(model.lm, strategy, job.training.seq_len)
-        logger.info(f"Model {name} {flavor} size: {count:,} total parameters")
-        self.pipeline: Pipeline | None = None
-        self.model_parts, seed_only = [model], job.checkpoint.create_seed_checkpoint
-        folder = job.job.dump_folder
-        with rename_option_errors():
-            if dims.pp_enabled:
-                self.pipeline = build_pipeline(
-                    model,
-                    job.parallelism,
-                    strategy,  # pyrefly: ignore[bad-argument-type]  DDP has been refused
-                    parallel_dims=dims,
-                    seq_len=job.training.seq_len,
-                    device=self.device,
-                    loss=self.loss,
-                    dump_folder=folder,
-                )
-                self.model_parts = self.pipeline.parts
-            elif not seed_only:
-                parallelize(model.lm, parallel_dims=dims, config=strategy, dump_folder=folder)
-                if (check := record_of(model.lm).image_check) is not None:
-                    check.remove()  # a job's batches are text
-        on_cpu = seed_only or job.training.enable_cpu_offload
-        for model in self.model_parts:
-            model.lm.to_empty(device="cpu" if on_cpu else self.device.type)
-            model.initialize(buffer_device=self.device if on_cpu and not seed_only else None)
-            if isinstance(strategy, DDPConfig) and not seed_only:
-                with rename_option_errors():  # now: DDP sends rank 0's values
-                    apply_data_parallelism(model.lm, dims, strategy)
-            model.lm.train()
-            splits_backward = self.pipeline is not None and self.pipeline.splits_backward
-            model.take_loss(self.loss, self.batch_mesh, splits_backward=splits_backward)
-        stages = self.pipeline and self.pipeline.group
+        self.model_parts, self.pipeline, flops = make_models(job, self.strategy, dims, self.device, self.loss)
+        self._stages = None if self.pipeline is None else self.pipeline.group
         lms = torch.nn.ModuleList(self._lms)
-        self.balancer = LoadBalancer(lms, dims, job.optimizer.load_balance_coeff, stages)
+        self.balancer = LoadBalancer(lms, dims, job.optimizer.load_balance_coeff, self._stages)
         for model in self.model_parts:
             model.inferred = self.balancer.loads.forget
         metrics = self.metrics_processor
         metrics.num_flops_per_token, metrics.balancer = flops, self.balancer
         metrics.total_steps = job.training.steps
-        if strategy.float8.recipe_name is not None:
+        if self.strategy.float8.recipe_name is not None:
             metrics.peak_flops = None  # the known peak is bfloat16's, and only some products run in float8
 
     @property
@@ -204,7 +157,8 @@ class Trainer:
             "dp_rank": rank,
             "tokenizer": TextTokenizer.Config().build(tokenizer_path=resolve.tokenizer_path(job)),
         }
-        apart, world_size = documents.are_apart(job, self._documents), self.parallel_dims.world_size
+        world_size = self.parallel_dims.world_size
+        apart = documents.are_apart(job, self.model_parts[0].documents)
         self.dataloader = parts.training_loader(job, world_size, apart=apart).build(
             seq_len=job.training.seq_len, local_batch_size=each, **self._open
         )
