@@ -118,6 +118,7 @@ def work(rank: int, steps: int, folder: str) -> None:
 
 
 def build(schedule: str, mesh: Mesh) -> Any:
+    from titanplans.config.sections.optimization import Loss
     from titanplans.config.sections.parallelism import PipelineParallel
     from titanplans.training.pipeline.pipeline import build_pipeline
     from titanplans.training.trainer.loss import CrossEntropyLoss
@@ -126,7 +127,7 @@ def build(schedule: str, mesh: Mesh) -> Any:
     config = modeling.load_config("gla", "debug", hidden_size=256, num_hidden_layers=8, vocab_size=1024)
     with torch.device("meta"):
         model = LanguageModel(config)
-    loss = CrossEntropyLoss(CrossEntropyLoss.Config(fused=False))
+    loss = CrossEntropyLoss(Loss(fused=False))
     options = PipelineParallel(pipeline_parallel_schedule=schedule)
     given = {"seq_len": TOKENS, "device": torch.device("cpu"), "loss": loss, "dump_folder": ""}
     made = build_pipeline(model, options, FSDP2Config(), parallel_dims=mesh, **given)

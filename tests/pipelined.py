@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from titanplans.config import JobConfig
 from titanplans.config.schema import strategy_of
+from titanplans.config.sections.optimization import Loss
 from titanplans.parallel.record import record_of
 from titanplans.split.gradients import align_gradients, clip_gradients
 from titanplans.split.objects import of_all
@@ -44,7 +45,7 @@ def train(config: PretrainedConfig, job: JobConfig, mesh: Any, case: equal.Case)
 
 def _build(config: PretrainedConfig, job: JobConfig, mesh: Any, length: int) -> Pipeline:
     """Return the stages, with the weights that `equal`'s whole model has: they are drawn with seed 0."""
-    loss = CrossEntropyLoss(CrossEntropyLoss.Config(fused=False))
+    loss = CrossEntropyLoss(Loss(fused=False))
     pipeline = build_pipeline(
         LanguageModel(config),
         job.parallelism,

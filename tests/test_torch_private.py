@@ -52,7 +52,6 @@ MARKED = {
     "titanplans/parallel/fsdp/gradient_sync.py": 4,
     "titanplans/parallel/fsdp/sharding.py": 2,
     "titanplans/training/pipeline/stage.py": 2,
-    "titanplans/training/trainer/metrics.py": 1,
 }
 """How many marks a file has: functions, or lines outside of one, that reach into internals of torch or torchtitan."""
 

@@ -45,7 +45,6 @@ def run(*words: str) -> tuple[int, str, str]:
         ("plot --help", 0, "--output"),
         ("--version", 0, "titanplans 0."),
         ("train --help parallelism", 0, "--parallelism.tensor_parallel_degree"),
-        ("completion --help", 0, "completion zsh"),
         ("plot configs", 2, "error: plot configs: there is no metrics.jsonl"),
         ("train configs/gla_debug.toml --print-config", 0, "tensor_parallel_degree = 2"),
         ("trian configs/gla_debug.toml", 2, "error: trian: no such command; did you mean train?"),
@@ -82,54 +81,6 @@ def test_words_are_read_before_torch_is_imported(words, status, told):
     assert told in (out if status == 0 else err)
     if status == 2:
         assert (out, err.count("\n")) == ("", 1)
-
-
-COMPLETED = """
-source {script}
-COMP_WORDS=({words}); COMP_CWORD=$(( ${{#COMP_WORDS[@]}} - 1 ))
-function=$(complete -p titanplans | sed 's/.*-F \\([^ ]*\\).*/\\1/')
-$function titanplans "${{COMP_WORDS[COMP_CWORD]}}" "${{COMP_WORDS[COMP_CWORD-1]}}"
-echo "${{COMPREPLY[*]}}"
-"""
-
-
-@pytest.fixture(scope="module")
-def script(tmp_path_factory):
-    """The completion script of bash."""
-    status, out, err = run("-m", "titanplans", "completion", "bash")
-    assert status == 0, err
-    path = tmp_path_factory.mktemp("completion") / "script"
-    path.write_text(out)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("words", "offers"),
-    [
-        ("titanplans ''", " ".join(sorted(COMMANDS))),
-        ("titanplans train --training.st", "--training.steps"),
-        ("titanplans train --compile.mo", "--compile.mode"),
-        ("titanplans train --activation_checkpoint.mode fu", "full"),
-        ("titanplans train --model.name gem", "gemma2 gemma3 gemma3_text"),
-        ("titanplans train pypro", "pyproject.toml"),
-        ("titanplans train --help quant", "quantize.linear.float8"),
-        ("titanplans verify gl", "gla glm4 glm4_moe"),
-        ("titanplans verify pypro", "pyproject.toml"),
-        ("titanplans verify gla --float8 rowwise_", "rowwise_with_gw_hp"),
-        ("titanplans plot --out", "--output"),
-    ],
-)
-def test_a_shell_completes_commands_options_and_values(script, words, offers):
-    command = ("bash", "-c", COMPLETED.format(script=script, words=words))
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, " ".join(sorted(done.stdout.split()))) == (0, offers), done.stderr
-
-
-def test_a_completion_script_is_written_without_torch():
-    status, out, err = run("-c", WITHOUT_TORCH, "completion", "zsh")
-    assert status == 0, err
-    assert out.startswith("#compdef titanplans")
-    assert "--parallelism.tensor_parallel_degree" in out
 
 
 def test_every_command_is_on_the_page(capsys):

@@ -11,6 +11,7 @@ from titanplans.training.trainer.device import prepare_device
 
 prepare_device()
 
+from titanplans.config.sections.optimization import Loss  # noqa: E402
 from titanplans.training.trainer.loss import CrossEntropyLoss  # noqa: E402
 from titanplans.training.trainer.model import LanguageModel  # noqa: E402
 
@@ -27,14 +28,14 @@ def language_model() -> LanguageModel:
 
 def losses(fused, model):
     """The loss of a step, and that of a validation."""
-    loss = CrossEntropyLoss.Config(fused=fused, label_smoothing=0.2, z_loss=0.1).build()
+    loss = CrossEntropyLoss(Loss(fused=fused, label_smoothing=0.2, z_loss=0.1))
     model.take_loss(loss, None)
     found = []
     for training, tokens in ((True, torch.tensor(24)), (False, None)):
         model.lm.train(training)
         with torch.set_grad_enabled(training):
             logits = model(TOKENS, labels=LABELS)
-            found.append(loss(logits, LABELS, tokens)[0].detach())
+            found.append(loss(logits, LABELS, tokens).detach())
     return found, isinstance(logits, DeferredLogits)
 
 

@@ -21,9 +21,9 @@ from titanplans.training.trainer import documents  # noqa: E402
 from titanplans.training.trainer.optimizer import optimizers_config  # noqa: E402
 
 ENGINE = Path(__file__).parents[2] / "titanplans" / "training"
-READERS = ("trainer/trainer.py", "launch/processes.py")
+READERS = ("trainer/trainer.py", "trainer/loss.py", "trainer/model.py", "launch/processes.py")
 """Files that read options one by one, of which `acting` holds nothing."""
-GIVEN_WHOLE = ("metrics", "profiling", "loss", "lr_scheduler", "debug")
+GIVEN_WHOLE = ("metrics", "profiling", "lr_scheduler", "debug")
 """Sections whose every option is an argument of a part, which refuses what it does not know."""
 
 

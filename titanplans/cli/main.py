@@ -14,7 +14,6 @@
     titanplans export outputs/gla_debug/checkpoint/step-50 gla-50
                                                      # to a Hugging Face folder
     titanplans import Qwen3-0.6B seed                # from one, to start from
-    titanplans completion bash                       # completes it in a shell
 
 Each command's own options: `titanplans COMMAND --help`. Versions:
 `titanplans --version`. Exit status: 0 done, 1 failed or proved wrong, 2 it
@@ -49,7 +48,6 @@ COMMANDS = {
     "check": "cli.check",
     "export": "cli.export",
     "import": "cli.export",
-    "completion": "cli.completion",
 }
 """The module of each, whose `main` takes the rest of the command line; with the command, if it has several."""
 

@@ -52,12 +52,7 @@ def parser() -> argparse.ArgumentParser:
         description="Prove that a plan splits a model right, list the plans, or tell what async tensor parallelism fuses.",
         allow_abbrev=False,
     )
-    add_commands(parser.add_subparsers(dest="command", metavar="{verify,list,async-tp}", required=True))
-    return parser
-
-
-def add_commands(commands: Any) -> None:
-    """Add the three commands to `commands`, argparse's subparsers."""
+    commands = parser.add_subparsers(dest="command", metavar="{verify,list,async-tp}", required=True)
     listed = commands.add_parser("list", help="the registered plans, with their model types and token mixers")
     words = "of these: file and lines of the plan, what a rank has a part of, the largest degree of each size"
     listed.add_argument("model_types", nargs="*", metavar="MODEL_TYPE", help=words)
@@ -96,6 +91,7 @@ def add_commands(commands: Any) -> None:
         ranks="threads",
         device=None,
     )
+    return parser
 
 
 def parse(argv: list[str]) -> Namespace:

@@ -83,7 +83,7 @@ class ScheduledStage(PipelineStage):
                 x.register_hook(torch.Tensor.contiguous)
         output = self.part(tokens, labels=labels, received=received, **inputs)
         if self.is_last:
-            return self.loss(output, labels, self.valid_tokens)[0]
+            return self.loss(output, labels, self.valid_tokens)
         return without_views(output)
 
     def _compute_outputs(

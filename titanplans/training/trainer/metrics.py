@@ -54,6 +54,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         """Record what the first step communicates and compiles; see `titanplans.training.trainer.parallelism_report`."""
 
     def __init__(self, config: Config, *, dump_folder: str = "./outputs", **kwargs: Any):
+        self._tensorboard: titan.TensorBoardLogger | None = None
         super().__init__(config, dump_folder=dump_folder, **kwargs)
         self._folder = dump_folder
         if not (sys.stdout.isatty() and "NO_COLOR" not in os.environ):
@@ -170,12 +171,10 @@ class MetricsProcessor(titan.MetricsProcessor):
         with naming(self._folder):
             self.logger.log(scalars, step)
 
-    def _show(self, picture: torch.Tensor | None, step: int) -> None:  # private: torchtitan LoggerContainer
+    def _show(self, picture: torch.Tensor | None, step: int) -> None:
         """Give TensorBoard the picture of the experts' loads, if it is on."""
-        writers = getattr(self.logger, "_loggers", [self.logger])
-        for writer in writers if picture is not None else ():
-            if isinstance(writer, titan.TensorBoardLogger):
-                writer.writer.add_image("experts/load", picture, step)
+        if picture is not None and self._tensorboard is not None:
+            self._tensorboard.writer.add_image("experts/load", picture, step)
 
     def _build_metric_logger(
         self, *, config: Any, dump_folder: str, config_dict: dict[str, Any] | None = None, **_: Any
@@ -190,7 +189,8 @@ class MetricsProcessor(titan.MetricsProcessor):
         if config.enable_wandb:
             writers.add_logger(_wandb(folder, config_dict))
         if config.enable_tensorboard:
-            writers.add_logger(titan.TensorBoardLogger(folder))
+            self._tensorboard = titan.TensorBoardLogger(folder)
+            writers.add_logger(self._tensorboard)
         if config.enable_jsonl:
             path = Path(dump_folder, own, FILE_NAME)
             writers.add_logger(JsonlWriter(path))  # pyrefly: ignore[bad-argument-type]  it is shaped as one

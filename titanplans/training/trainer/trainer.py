@@ -116,9 +116,7 @@ class Trainer:
     def _make_model(self) -> None:
         """Make the model, or this rank's stages of it, parallelised and with initial weights."""
         job, dims = self.job, self.parallel_dims
-        self.loss = CrossEntropyLoss(
-            CrossEntropyLoss.Config(**vars(job.loss)), compile_config=self.strategy.compile
-        )
+        self.loss = CrossEntropyLoss(job.loss, self.strategy.compile)
         self.model_parts, self.pipeline, flops = make_models(job, self.strategy, dims, self.device, self.loss)
         self._stages = None if self.pipeline is None else self.pipeline.group
         lms = torch.nn.ModuleList(self._lms)
@@ -273,7 +271,7 @@ class Trainer:
             return self._run_pipeline(batch, self.microbatches, all_tokens)
         tokens, positions, labels = self._on_device(batch)
         output = self.model_parts[0](tokens, positions=positions, labels=labels)
-        loss, _ = self.loss(output, labels, all_tokens)
+        loss = self.loss(output, labels, all_tokens)
         del output
         loss.backward()
         return loss.detach()
@@ -379,7 +377,7 @@ class Trainer:
                 else:
                     tokens, positions, labels = self._on_device(batch)
                     output = self.model_parts[0](tokens, positions=positions, labels=labels)
-                    loss, _ = self.loss(output, labels)
+                    loss = self.loss(output, labels)
                 losses.append(loss)
                 own_tokens += (batch[1] != IGNORED).sum()
             total = dist_sum(sum(losses[1:], losses[0]), self.loss_mesh)
