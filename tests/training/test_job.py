@@ -150,7 +150,6 @@ ELSEWHERE = {
     "parallelism.pipeline_parallel_layers_per_stage": "tests/training/test_pipeline_jobs.py",
     "parallelism.pipeline_parallel_split_points": "tests/parallel/pipeline/test_balance.py",
     "parallelism.context_parallel_degree": "test_context_jobs",
-    "parallelism.enable_fsdp_symm_mem": "torchtitan asks for a GPU of compute capability 9",
     "experimental.custom_import": "test_checks",
 }
 

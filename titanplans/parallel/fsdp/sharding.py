@@ -116,6 +116,12 @@ def check_mesh(mesh: DeviceMesh, config: FSDP2Config) -> None:
                 f"torch can reshard to some ranks only where data parallelism covers all {dist.get_world_size()} ranks, "
                 f"here {mesh.size()}: take default, or set the other degrees to 1",
             )
+    on_nvidia = mesh.device_type == "cuda" and torch.version.hip is None
+    if config.enable_fsdp_symm_mem and on_nvidia and torch.cuda.get_device_capability() < (9, 0):
+        raise config.error(
+            "enable_fsdp_symm_mem",
+            f"symmetric memory needs CUDA capability 9.0, which {torch.cuda.get_device_name()} lacks: leave it out",
+        )
     if config.pin_cpu_memory and not torch.accelerator.is_available():
         raise config.error("pin_cpu_memory", "there is no accelerator to pin for: leave it out")
 
