@@ -87,11 +87,7 @@ def process_group(
             torch.accelerator.set_device_index(process.device)
         if number is not None:
             torch.set_num_threads(number)
-        arguments: dict[str, Any] = {"backend": backend, "timeout": timeout}
-        if (store := own_store(read_ranks(os.environ) or Ranks(), timeout)) is not None:
-            arguments |= {"store": store, "rank": process.rank, "world_size": process.world_size}
-        # Without device_id: bound to a device, NCCL would make each sub-group a collective of the whole world.
-        dist.init_process_group(**arguments)
+        start_process_group(backend, timeout)
         yield process
     except BaseException:
         with _sigint_deferred():
@@ -104,6 +100,20 @@ def process_group(
                 dist.destroy_process_group()
     finally:
         torch.set_num_threads(threads_before)
+
+
+def start_process_group(backend: str, timeout: timedelta) -> None:
+    """Start the default group of the ranks that torchrun's variables name, or of this process alone.
+
+    Raises:
+        ParallelError: the ranks of this start do not find each other.
+    """
+    ranks = read_ranks(os.environ) or Ranks()
+    arguments: dict[str, Any] = {"backend": backend, "timeout": timeout}
+    if (store := own_store(ranks, timeout)) is not None:
+        arguments |= {"store": store, "rank": ranks.rank, "world_size": ranks.world_size}
+    # Without device_id: bound to a device, NCCL would make each sub-group a collective of the whole world.
+    dist.init_process_group(**arguments)
 
 
 def default_device_type() -> str:

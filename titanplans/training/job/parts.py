@@ -17,7 +17,6 @@ from titanplans.training.checkpoint.match import job_values
 from titanplans.training.data.loader import TextDataLoader
 from titanplans.training.data.text_tokenizer import TextTokenizer
 from titanplans.training.job import resolve
-from titanplans.training.trainer import documents
 
 
 def training_loader(job: JobConfig, world_size: int, *, apart: bool) -> TextDataLoader.Config:
@@ -58,16 +57,6 @@ def validation_loader(
     loader = _loader(job, data, job.validation.dataloader, apart=apart, infinite=infinite)
     batch = data.local_batch_size * resolve.data_parallel_degree(job, world_size)
     return replace(loader, global_batch_size=batch)
-
-
-def validation_loaders(job: JobConfig, world_size: int) -> dict[str, TextDataLoader.Config]:
-    """Return the loader of each source of the validation data, by its title."""
-    apart = documents.are_apart(job, documents.keyword(job, resolve.hf_config(job)))
-    data = resolve.validation_data(job)
-    return {
-        source.title: validation_loader(job, data._replace(sources=(source,)), world_size, apart=apart)
-        for source in data.sources
-    }
 
 
 def _loader(

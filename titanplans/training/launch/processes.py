@@ -10,9 +10,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.utils import device_module
 
 from titanplans.config import JobConfig
-from titanplans.parallel.mesh.rendezvous import own_store
+from titanplans.parallel.mesh.process_group import backend_for, start_process_group
 from titanplans.torch_private.distributed import set_group_timeout
-from titanplans.torchrun import Ranks, read_ranks
 from titanplans.training.job import resolve
 
 
@@ -46,16 +45,8 @@ def _start_process_group(job: JobConfig, device: torch.device) -> None:
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
             "TORCH_FR_DUMP_TEMP_FILE": f"{folder}/{comm.save_traces_file_prefix}",
         }
-    backend = dist.Backend.default_device_backend_map.get(device.type, "nccl")
-    if job.training.enable_cpu_offload:
-        backend = f"{device.type}:{backend},cpu:gloo"
-    timeout, ranks = timedelta(seconds=comm.init_timeout_seconds), read_ranks(os.environ) or Ranks()
-    if (store := own_store(ranks, timeout)) is None:  # rank 0 makes one
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(
-            backend, timeout=timeout, store=store, rank=ranks.rank, world_size=ranks.world_size
-        )
+    backend = backend_for(device.type, cpu_offload=job.training.enable_cpu_offload)
+    start_process_group(backend, timedelta(seconds=comm.init_timeout_seconds))
 
 
 def lower_timeouts(job: JobConfig, dims: ParallelDims, device: torch.device) -> None:

@@ -71,9 +71,7 @@ def _train(job: JobConfig, rank: int, asked: threading.Event) -> None:
 
 def _evaluate(job: JobConfig, rank: int, checkpoint: Path) -> None:
     trainer = _trainer(job, rank)
-    from titanplans.training.job.parts import validation_loaders
-
-    losses = trainer.evaluate(checkpoint, validation_loaders(job, int(os.environ["WORLD_SIZE"])))
+    losses = trainer.evaluate(checkpoint)
     if rank == 0:
         rows = [(name, f"{loss:.5f}", f"{math.exp(loss):,.2f}") for name, loss in losses.items()]
         table = columns([("source", "loss", "perplexity"), *rows], right=(1, 2))

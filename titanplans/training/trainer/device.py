@@ -47,7 +47,7 @@ def prepare_device() -> str:
 
 def no_trainer() -> str | None:
     """Return why no job runs here, or None. What needs no torchtitan runs on torch 2.11, too."""
-    own = "or train in your own loop by titanplans.parallel, which needs neither"
+    own = "or train in your own loop by titanplans.parallel, which needs no torchtitan"
     if torch.__version__ < "2.13":
         return f"torchtitan 0.3 needs torch 2.13, and this is torch {torch.__version__}: install torch 2.13, {own}"
     if importlib.util.find_spec("torchtitan") is None:

@@ -71,6 +71,12 @@ class MetricsProcessor(titan.MetricsProcessor):
         self._first_step = self._first_step or step
         return super().should_log(step) or step in (self._first_step, self.total_steps)
 
+    def log_model(self) -> None:
+        """Log the memory that the model takes, and the peak against which MFU is computed."""
+        _, memory = self._memory(self._peak_so_far())
+        peak = "" if self.peak_flops is None else f"; MFU is of {self.peak_flops:.3e} FLOP/s"
+        logger.info(f"The model is made: {memory}{peak}")
+
     def log(
         self,
         step: int,

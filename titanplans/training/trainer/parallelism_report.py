@@ -68,11 +68,14 @@ class JobReport:
 
     @contextmanager
     def measuring(self, step: int) -> Iterator[Callable[[], None]]:
-        """Measure the training step that runs inside; yield what it calls where the work for its log begins.
+        """Measure the training step that runs inside, if it is one of the first; yield what it calls as its log begins.
 
         Raises:
             ConfigError: a block that was to be compiled ran eagerly.
         """
+        if not self.steps_to_measure:
+            yield _nothing
+            return
         self.steps_to_measure -= 1
         if self._pipeline is not None and not self.steps_to_measure:
             # Without the recorder, which makes operators slower.

@@ -9,8 +9,9 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torchtitan.tools.profiler import Profiler
 
 from titanplans.config import DDPConfig, JobConfig, rename_option_errors, strategy_of
 from titanplans.config.compatibility.job import schedule_steps
-from titanplans.disk import naming
+from titanplans.disk import write_whole
 from titanplans.errors import DataError, Diverged
 from titanplans.loss import IGNORED
 from titanplans.parallel import ddp
@@ -92,7 +93,7 @@ class Trainer:
             states={"train_state": self},
             sd_adapter=None,
             base_folder=job.job.dump_folder,
-            pipeline=self._stages,
+            pipeline=self._pipeline_group,
         )
         self.clipping = Clipping(skips=job.training.skip_nan_inf)
         self.finite = FiniteSoFar(self._lms, self.device)
@@ -118,9 +119,9 @@ class Trainer:
         job, dims = self.job, self.parallel_dims
         self.loss = CrossEntropyLoss(job.loss, self.strategy.compile)
         self.model_parts, self.pipeline, flops = make_models(job, self.strategy, dims, self.device, self.loss)
-        self._stages = None if self.pipeline is None else self.pipeline.group
+        self._pipeline_group = None if self.pipeline is None else self.pipeline.group
         lms = torch.nn.ModuleList(self._lms)
-        self.balancer = LoadBalancer(lms, dims, job.optimizer.load_balance_coeff, self._stages)
+        self.balancer = LoadBalancer(lms, dims, job.optimizer.load_balance_coeff, self._pipeline_group)
         for model in self.model_parts:
             model.inferred = self.balancer.loads.forget
         metrics = self.metrics_processor
@@ -128,6 +129,7 @@ class Trainer:
         metrics.total_steps = job.training.steps
         if self.strategy.float8.recipe_name is not None:
             metrics.peak_flops = None  # the known peak is bfloat16's, and only some products run in float8
+        metrics.log_model()
 
     @property
     def _lms(self) -> list[Any]:
@@ -147,23 +149,29 @@ class Trainer:
         job, batch = self.job, self.batch_mesh
         ranks, rank = (1, 0) if batch is None else (batch.size(), batch.get_local_rank())
         each = job.training.local_batch_size
-        self.accumulation_steps = resolve.global_batch_size(job, ranks) // (each * ranks)
+        in_step = resolve.global_batch_size(job, ranks)
+        self.accumulation_steps = in_step // (each * ranks)
         size = job.parallelism.pipeline_parallel_microbatch_size
         self.microbatches = 1 if self.pipeline is None else each // size
-        self._open = {
+        self._for_loaders = {
             "dp_world_size": ranks,
             "dp_rank": rank,
             "tokenizer": TextTokenizer.Config().build(tokenizer_path=resolve.tokenizer_path(job)),
         }
-        world_size = self.parallel_dims.world_size
-        apart = documents.are_apart(job, self.model_parts[0].documents)
-        self.dataloader = parts.training_loader(job, world_size, apart=apart).build(
-            seq_len=job.training.seq_len, local_batch_size=each, **self._open
+        self._apart = documents.are_apart(job, self.model_parts[0].documents)
+        config = parts.training_loader(job, self.parallel_dims.world_size, apart=self._apart)
+        self.dataloader = config.build(
+            seq_len=job.training.seq_len, local_batch_size=each, **self._for_loaders
         )
         self.metrics_processor.of_data = self.dataloader.take_figures
-        self.validation_data = parts.validation_loader(
-            job, resolve.validation_data(job), world_size, apart=apart
+        logger.info(
+            f"Batches: local batch size {each}, global batch size {in_step}, gradient accumulation steps "
+            f"{self.accumulation_steps}, sequence length {job.training.seq_len}, total steps {job.training.steps} "
+            f"(warmup {job.lr_scheduler.warmup_steps})"
         )
+
+    def _validation_loader(self, data: resolve.DataSettings) -> TextDataLoader.Config:
+        return parts.validation_loader(self.job, data, self.parallel_dims.world_size, apart=self._apart)
 
     # The loop.
 
@@ -207,8 +215,7 @@ class Trainer:
                     break
                 self.step += 1
                 self.gc.run(self.step)
-                measuring = self.report.measuring if self.report.steps_to_measure else _unmeasured
-                with measuring(self.step) as log_begins:
+                with self.report.measuring(self.step) as log_begins:
                     self._take_step(read, log_begins)
                 if self.step == first and getattr(self.strategy, "enable_async_tensor_parallel", False):
                     with rename_option_errors():
@@ -266,26 +273,27 @@ class Trainer:
             self.finite.take((norm, *losses))
 
     def forward_backward_step(self, batch: Batch, all_tokens: torch.Tensor) -> torch.Tensor:
-        """Add the gradients of one batch; return this rank's part of its loss, a sum over tokens divided by `all_tokens`."""
-        if self.pipeline is not None:
-            return self._run_pipeline(batch, self.microbatches, all_tokens)
-        tokens, positions, labels = self._on_device(batch)
-        output = self.model_parts[0](tokens, positions=positions, labels=labels)
-        loss = self.loss(output, labels, all_tokens)
-        del output
-        loss.backward()
+        """Add the gradients of one batch; return this rank's summand of its loss, see `_loss_of`."""
+        loss = self._loss_of(batch, all_tokens)
+        if self.pipeline is None:  # whose schedule has run the backward
+            loss.backward()
         return loss.detach()
 
-    def _run_pipeline(self, batch: Batch, microbatches: int, all_tokens: torch.Tensor | None) -> torch.Tensor:
-        assert self.pipeline is not None
-        tokens, positions, labels = self._on_device(batch)
+    def _loss_of(self, batch: Batch, all_tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the sum of the loss over a batch's tokens divided by `all_tokens`; without these, in validation, the sum.
+
+        With context parallelism it is this rank's summand, of its own tokens; with a pipeline it is the same on every stage.
+        """
+        inputs, labels = batch[0], batch[1].to(self.device)
+        tokens, positions = inputs["input"].to(self.device), inputs["positions"].to(self.device)
+        if self.pipeline is None:
+            return self.loss(
+                self.model_parts[0](tokens, positions=positions, labels=labels), labels, all_tokens
+            )
+        microbatches = len(labels) // self.job.parallelism.pipeline_parallel_microbatch_size
         return self.pipeline.run(
             tokens, labels, positions, microbatches=microbatches, valid_tokens=all_tokens
         )
-
-    def _on_device(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        inputs, labels = batch
-        return inputs["input"].to(self.device), inputs["positions"].to(self.device), labels.to(self.device)
 
     def _accumulating(self, *, last: bool) -> AbstractContextManager[None]:
         """Return the context in which a batch adds its gradients, which the ranks reduce as the strategy says."""
@@ -351,46 +359,41 @@ class Trainer:
         is_due = self.step == 1 or self.step % validation.freq == 0 or is_last
         if validation.enable and is_due and self._validated != self.step:
             with self._saved_before_a_data_error(first):
-                self.validate(self.validation_data)
+                self.validate(self._validation_loader(resolve.validation_data(self.job)))
             self._validated = self.step
 
     @torch.no_grad()
     def validate(self, data: TextDataLoader.Config) -> float:
         """Log the loss over `validation.steps` batches of `data`, -1: over all; return it, in nats per token."""
         validation, settings = self.job.validation, resolve.validation_data(self.job)
-        size = self.job.parallelism.pipeline_parallel_microbatch_size
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.metrics_processor.paused())
             for lm in self._lms if validation.unshard else ():
                 stack.enter_context(gradient_sync.unsharded(lm))
             for lm in self._lms:
                 lm.eval()
-            losses, own_tokens = [], torch.zeros((), dtype=torch.int64)
+            total, own_tokens = torch.zeros((), device=self.device), torch.zeros((), dtype=torch.int64)
             loader = data.build(
-                seq_len=settings.seq_len, local_batch_size=settings.local_batch_size, **self._open
+                seq_len=settings.seq_len, local_batch_size=settings.local_batch_size, **self._for_loaders
             )
-            for number, batch in enumerate(loader):
-                if number == validation.steps:
-                    break
-                if self.pipeline is not None:
-                    loss = self._run_pipeline(batch, settings.local_batch_size // size, None)
-                else:
-                    tokens, positions, labels = self._on_device(batch)
-                    output = self.model_parts[0](tokens, positions=positions, labels=labels)
-                    loss = self.loss(output, labels)
-                losses.append(loss)
+            for batch in islice(loader, None if validation.steps == -1 else validation.steps):
+                total += self._loss_of(batch)
                 own_tokens += (batch[1] != IGNORED).sum()
-            total = dist_sum(sum(losses[1:], losses[0]), self.loss_mesh)
-            loss = total / int(_sum(own_tokens.to(self.device), self.batch_mesh).item())
+            all_tokens = int(_sum(own_tokens.to(self.device), self.batch_mesh).item())
+            loss = dist_sum(total, self.loss_mesh) / all_tokens
             self.metrics_processor.log_validation(loss, self.step)
             for lm in self._lms:
                 lm.train()
         return loss
 
-    def evaluate(self, checkpoint: Path, sources: Mapping[str, TextDataLoader.Config]) -> dict[str, float]:
-        """Return the validation loss of the weights of a checkpoint, in nats per token, by the names of `sources`."""
+    def evaluate(self, checkpoint: Path) -> dict[str, float]:
+        """Return the validation loss of the weights of a checkpoint, in nats per token, by the titles of the sources."""
         self.step = self.checkpointer.load_weights(checkpoint)
-        return {name: self.validate(data) for name, data in sources.items()}
+        data = resolve.validation_data(self.job)
+        return {
+            source.title: self.validate(self._validation_loader(data._replace(sources=(source,))))
+            for source in data.sources
+        }
 
     # Saving, and the end.
 
@@ -423,14 +426,11 @@ class Trainer:
     def _show_job(self, values: dict[str, Any]) -> None:
         """Log or write the job's values, as it asks for."""
         job = self.job.job
-        text = json.dumps(values, indent=2, ensure_ascii=False)
         if job.print_config:
-            logger.info(f"Running with configs: {text}")
+            logger.info(f"Running with configs: {json.dumps(values, indent=2, ensure_ascii=False)}")
         if job.save_config_file is not None and dist.get_rank() == 0:
-            path = Path(job.dump_folder, job.save_config_file)
-            with naming(path):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(text, encoding="utf-8")
+            text = json.dumps(values, indent=2, ensure_ascii=False)
+            write_whole(Path(job.dump_folder, job.save_config_file), text)
 
     def resume_point(self) -> str:
         """Return from where the job can resume, in words, once pending writes are done."""
@@ -448,8 +448,3 @@ class Trainer:
 
 def _sum(x: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
     return x if mesh is None else dist_sum_tensor(x, mesh)
-
-
-@contextlib.contextmanager
-def _unmeasured(step: int) -> Iterator[Callable[[], None]]:
-    yield lambda: None
