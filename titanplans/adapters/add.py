@@ -16,7 +16,7 @@ from titanplans.split.adapted import FACTORS, LowRank
 from titanplans.split.bypassed import BypassCheck, Bypassed, find_bypassed, unfuse
 from titanplans.text import show
 
-_BYPASS_CHECK = "_adapter_calls"
+_BYPASS_CHECK = "_bypass_check"
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def start_processes(job: JobConfig, device: torch.device) -> ParallelDims:
 
 
 def _start_process_group(job: JobConfig, device: torch.device) -> None:
-    # On this thread: the recorder of the first step, as each dispatch mode, sees nothing of another thread's backward.
+    # As torchtitan's loop has it: a backward runs on the thread that called it, on a GPU, too.
     torch.autograd.set_multithreading_enabled(False)
     comm, buffer_size = job.comm, resolve.trace_buf_size(job)
     # 3: the watchdog must not abort a collective that timed out before the flight recorder is written (pytorch #121055).
