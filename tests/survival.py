@@ -188,7 +188,6 @@ class Survival:
         self.kind_counts: Counter[str] = Counter()
         self.losses: dict[int, set[float]] = {}
         self.seconds_to_start = 1.0
-        self.options: tuple[str, ...] = ()  # what the last error has advised
         self.goes_on_at = 1  # a step
         self.problems: list[str] = []
         write_job(folder)
@@ -197,7 +196,7 @@ class Survival:
 
     def start(self, *options: str, prepare: Callable[[], None] | None = None) -> Life:
         mode = f"--checkpoint.async_mode={self.draw.choice(['disabled', 'async'])}"
-        return Life(self.folder, (*PARALLEL[self.parallel], mode, *self.options, *options), prepare)
+        return Life(self.folder, (*PARALLEL[self.parallel], mode, *options), prepare)
 
     def finish(self, life: Life) -> int:
         """Wait for the end of a start, and look at what it has left behind."""
@@ -207,7 +206,6 @@ class Survival:
         started = re.search(r"Training starts at step (\d+)", life.said)
         if started:
             self.counts["resumes"] += 1
-            self.options = ()
             if int(started[1]) != self.goes_on_at:
                 self.problem("files", f"it went on at step {started[1]}, not {self.goes_on_at}", life)
         self.look(life)
@@ -222,8 +220,6 @@ class Survival:
         # Of a start that has logged no step, the file is the one before's.
         for row in read_rows(self.folder / "out" / "metrics.jsonl") if "  loss " in life.said else ():
             self.losses.setdefault(row["step"], set()).add(row["loss_metrics/global_avg_loss"])
-        if self.options:  # it did not come to load what was advised: a file is still damaged
-            return
         present = folder.steps(self.checkpoints)
         for step in present:
             if wrong := damage(folder.checkpoint_path(self.checkpoints, step)):
@@ -244,10 +240,7 @@ class Survival:
         kind = self.draw.choice(KILLS if self.draw.random() < 0.5 else self.kinds)
         self.counts["faults"] += 1
         self.kind_counts[kind] += 1
-        where = f"at step {self.goes_on_at} {' '.join(self.options)}"
-        print(f"{self.counts['faults']:5} {self.parallel:5} {kind:9} {where}", flush=True)
-        for aside in self.checkpoints.glob("set-aside-*"):
-            shutil.rmtree(aside)  # the disk is small
+        print(f"{self.counts['faults']:5} {self.parallel:5} {kind:9} at step {self.goes_on_at}", flush=True)
         if kind in KILLS:
             self.kill(kind)
         elif kind in ("cut", "flip"):
@@ -292,7 +285,7 @@ class Survival:
         from titanplans.training.checkpoint import folder
 
         present = folder.steps(self.checkpoints)
-        if not present or self.options:  # what was damaged before is still to be left
+        if not present:
             return
         newest = folder.checkpoint_path(self.checkpoints, present[-1])
         path = self.draw.choice(sorted(path for path in newest.iterdir() if path.stat().st_size))
@@ -303,15 +296,17 @@ class Survival:
         path.write_bytes(content if kind == "flip" else content[:place])
         life = self.start()
         status, said = life.end(), life.said
-        advised = re.search(r"checkpoint\.load_step = (\d+) resumes from the newest complete one", said)
+        advised = re.search(
+            r"remove (step-\d+), and the same command resumes from step-(\d+), the newest", said
+        )
         one_line = said.count("error:") == 1 and "Traceback" not in said
         if status != 2 or not one_line or str(path.relative_to(self.folder)) not in said:
             self.problem("untold", f"{path.name} was {kind}, and the exit status is {status}", life)
         if advised:
-            self.options = (f"--checkpoint.load_step={advised[1]}",)
-            self.goes_on_at = int(advised[1]) + 1
+            shutil.rmtree(self.checkpoints / advised[1])
+            self.goes_on_at = int(advised[2]) + 1
         else:
-            if "no other is complete" not in said or len(present) > 1:
+            if "no other is intact" not in said or len(present) > 1:
                 self.problem("untold", f"of {present} none is offered", life)
             shutil.rmtree(self.checkpoints)
             self.goes_on_at = 1
@@ -345,7 +340,7 @@ class Survival:
         last = self.start(f"--training.steps={steps}")
         if self.finish(last) != 0:
             self.problem("untold", "the last start did not finish", last)
-        ours = re.compile(r"step-\d+|set-aside-\d+|titanplans\.lock")
+        ours = re.compile(r"step-\d+|titanplans\.lock")
         if left := [path.name for path in self.checkpoints.iterdir() if not ours.fullmatch(path.name)]:
             self.problem("files", f"{left} were left over", last)
         shutil.rmtree(self.folder / "out")

@@ -22,6 +22,7 @@ from titanplans.training.data.vocabulary import default_tokenizer_path
 
 SAVES = ("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.no-last_save_model_only")
 TP = "--parallelism.tensor_parallel_degree=2"
+FROM_4 = ("--checkpoint.load_step=4", "--checkpoint.load_only")
 
 
 def _jobs(rank: int, folder: Path) -> dict:
@@ -45,9 +46,9 @@ def _jobs(rank: int, folder: Path) -> dict:
         name for name in index if not name.startswith(("optimizer", "train_state", "lr_", "dataloader"))
     ]
     words = [f"{folder}/job.toml", f"--job.dump_folder={folder}/tuned", f"--model.config={folder}/dense.json"]
-    words += [f"--training.dataset_path={folder}/text", *SAVES, *adapters, "--checkpoint.load_step=4"]
+    words += [f"--training.dataset_path={folder}/text", *SAVES, *adapters, *FROM_4]
     check_job(load_job([*words, TP]), 2)
-    found["resumed"] = train(*job, TP, "--checkpoint.load_step=4")[0].losses()
+    found["resumed"] = train(*job, TP, *FROM_4)[0].losses()
     still = ("--training.steps=1", "--optimizer.lr=1e-12", "--lora.rank=3", "--checkpoint.enable")
     _, trainer = train(
         folder, "dense", "again", TP, *still, f"--checkpoint.initial_adapter_path={folder}/peft"

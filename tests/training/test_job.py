@@ -21,7 +21,10 @@ from titanplans.training.trainer import documents  # noqa: E402
 from titanplans.training.trainer.optimizer import optimizers_config  # noqa: E402
 
 ENGINE = Path(__file__).parents[2] / "titanplans" / "training"
-READERS = ("trainer/trainer.py", "trainer/loss.py", "trainer/model.py", "launch/processes.py")
+READERS = (
+    *("trainer/trainer.py", "trainer/loss.py", "trainer/model.py", "launch/processes.py"),
+    *("launch/rank.py", "checkpoint/manager.py", "checkpoint/resume.py", "checkpoint/folder.py"),
+)
 """Files that read options one by one, of which `acting` holds nothing."""
 GIVEN_WHOLE = ("metrics", "profiling", "lr_scheduler", "debug")
 """Sections whose every option is an argument of a part, which refuses what it does not know."""
@@ -36,7 +39,6 @@ def acting(job: JobConfig, world_size: int = 1) -> dict[str, Any]:
     config = resolve.hf_config(job)
     keyword = documents.keyword(job, config)
     apart = documents.are_apart(job, keyword)
-    checkpoints = vars_of(parts.checkpoint_config(job)) | {"job": None, "hf_config": config.to_dict()}
     return {
         "strategy": strategy_of(job),
         "shard_degree": job.parallelism.shard_degree,
@@ -48,13 +50,8 @@ def acting(job: JobConfig, world_size: int = 1) -> dict[str, Any]:
         "optimizers": optimizers_config(job),
         "schedule": schedule_steps(job),
         "traces": resolve.trace_buf_size(job),
-        "checkpoints": checkpoints,
         "whole": [vars(getattr(job, section)) for section in GIVEN_WHOLE],
     }
-
-
-def vars_of(config: Any) -> dict[str, Any]:
-    return {field: getattr(config, field) for field in type(config).__dataclass_fields__}
 
 
 def read_one_by_one() -> set[str]:
@@ -237,9 +234,3 @@ def test_a_validation_set_of_its_own_does_not_take_the_training_path():
 @pytest.mark.parametrize(("steps", "expected"), [(5, 200), (500, 500)])
 def test_a_run_shorter_than_its_warm_up_stays_in_it(steps, expected):
     assert schedule_steps(configured(training__steps=steps)) == expected
-
-
-def test_a_relative_checkpoint_is_taken_from_the_working_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    job = configured(checkpoint__enable=True, checkpoint__initial_load_path="a/step-3")
-    assert parts.checkpoint_config(job).initial_load_path == str(tmp_path / "a" / "step-3")

@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     }
     print("\n".join(columns([(name, wrong or "whole") for name, wrong in found.items()])))
     if any(found.values()):
-        print("resume from a whole one by checkpoint.load_step, and move the damaged away", file=sys.stderr)
+        print("remove the damaged ones: the job resumes from the newest that is left", file=sys.stderr)
         return 1
     return 0
 

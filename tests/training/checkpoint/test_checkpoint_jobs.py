@@ -1,4 +1,4 @@
-"""Checkpoints of real jobs on several ranks: rewinds, numbers that are not finite, full disks, other degrees."""
+"""Checkpoints of real jobs on several ranks: going back, numbers that are not finite, full disks, other degrees."""
 
 import gc
 import logging
@@ -47,19 +47,17 @@ def names(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.glob("*"))
 
 
-def rewinds(rank: int, folder: Path) -> dict:
-    path = folder / "rewind" / "checkpoint"
-    found = {"whole": train(*dense("rewind", "--checkpoint.keep_latest_k=0"))[0].losses()}
-    job = dense("rewind", "--checkpoint.keep_latest_k=2", "--checkpoint.load_step=4")
-    # Not begun before a launcher started it again: what is newest is of the job that is to be left.
+def goes_back(rank: int, folder: Path) -> dict:
+    """From step 4 of a job of 8 steps, in a new folder; and on from there, as a launcher starts it again."""
+    found = {"whole": train(*dense("straight", "--checkpoint.keep_latest_k=0"))[0].losses()}
+    start = f"--checkpoint.initial_load_path={folder}/straight/checkpoint/step-4"
+    again = dense("again", "--checkpoint.keep_latest_k=2", start, "--checkpoint.no-initial_load_model_only")
+    found["again"] = train(*again)[0].losses()
+    found["names"] = names(folder / "straight" / "checkpoint"), names(folder / "again" / "checkpoint")
+    found["on"] = train(*again, "--training.steps=10", "--checkpoint.load_step=8")[0].losses()
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
-    found["again"] = train(*job)[0].losses()
-    found["names"] = names(path), names(path / "set-aside-1")
-    found["restarted"] = train(*job, "--training.steps=10")[0].losses()
+    found["restarted"] = train(*again, "--training.steps=12", "--checkpoint.load_step=8")[0].losses()
     del os.environ["TORCHELASTIC_RESTART_COUNT"]
-    found["restarted names"] = names(path)
-    train(*job, "--training.steps=6")
-    found["by the same command"] = names(path), names(path / "set-aside-2")
     return found
 
 
@@ -71,7 +69,7 @@ def a_strangers(rank: int, folder: Path) -> dict:
             return Path.touch, (folder / "ran",)
 
     def poison(trainer) -> None:
-        states = trainer.checkpointer._flattened_model_states_sd()
+        states = {**trainer.model_parts[0].lm.state_dict(), **trainer.checkpointer.states}
         dcp.save(states | {"train_state": trainer.state_dict() | {"step": Runs()}}, checkpoint_id=poisoned)
 
     train(*dense("poison", "--training.steps=1"), prepare=poison)
@@ -166,12 +164,12 @@ def many_saves(rank: int, folder: Path) -> dict:
         def prepare(trainer, after=after) -> None:
             save = trainer.checkpointer.save
 
-            def saves(step, last_step=False):
-                trainer.checkpointer.maybe_wait_for_saving()
+            def saves(step, is_last=False):
+                trainer.checkpointer.wait_for_saving()
                 if step in (6, 30):
                     time.sleep(0.5)  # the thread that has saved lets go of the state after it has said so
                     after[step] = held()
-                return save(step, last_step=last_step)
+                return save(step, is_last=is_last)
 
             trainer.checkpointer.save = saves
 
@@ -184,7 +182,7 @@ def many_saves(rank: int, folder: Path) -> dict:
 def on_two_ranks(rank: int) -> dict:
     folder = Path(os.environ["TEST_FOLDER"])
     found = {}
-    for cases in (rewinds, a_strangers, changed_options, not_finite, full, many_saves):
+    for cases in (goes_back, a_strangers, changed_options, not_finite, full, many_saves):
         found |= cases(rank, folder)
     return found
 
@@ -203,7 +201,8 @@ FOUR = {
 def state_of(trainer) -> dict:
     """Return all of training's state, whole: weights, moments, schedule, step, random generators."""
     states, rng = trainer.checkpointer.states, trainer._loaded_rng or trainer.state_dict()["rng"]
-    tensors = {**states["model"].state_dict(), **states["optimizer"].state_dict(), "rng": rng["cpu"]}
+    weights = {name: value for model in trainer.model_parts for name, value in model.lm.state_dict().items()}
+    tensors = {**weights, **states["optimizer"].state_dict(), "rng": rng["cpu"]}
     tensors["step"] = torch.tensor(trainer.step)
     tensors["epoch"] = torch.tensor(trainer.lr_schedulers.schedulers[0].last_epoch)
     return {name: whole(value) for name, value in tensors.items() if isinstance(value, torch.Tensor)}
@@ -216,8 +215,8 @@ def resharded(folder: Path, *degrees: str) -> tuple[list[str], dict[int, float]]
     def prepare(trainer) -> None:
         load = trainer.checkpointer.load
 
-        def loads(step):
-            load(step)
+        def loads():
+            load()
             loaded.update(state_of(trainer))
 
         trainer.checkpointer.load = loads
@@ -235,12 +234,12 @@ def on_four_ranks(rank: int) -> dict:
     def prepare(trainer) -> None:
         save = trainer.checkpointer.save
 
-        def saves(step, last_step=False):
+        def saves(step, is_last=False):
             if step == 4:
                 state = state_of(trainer)
                 if rank == 0:
                     torch.save(state, folder / "state.pt")
-            return save(step, last_step=last_step)
+            return save(step, is_last=is_last)
 
         trainer.checkpointer.save = saves
 
@@ -279,20 +278,15 @@ def two(folder):
     return worlds.run(on_two_ranks, 2)
 
 
-def test_a_rewind_begins_a_branch_and_sets_the_other_aside(two):
+def test_going_back_is_a_new_folder_and_the_old_one_stays(two):
     whole = two["whole"]
     assert two["again"] == {step: whole[step] for step in (5, 6, 7, 8)}
-    assert two["names"] == (["set-aside-1", "step-4", "step-6", "step-8"], ["step-6", "step-8"])
+    assert two["names"] == (["step-2", "step-4", "step-6", "step-8"], ["step-6", "step-8"])
 
 
-def test_a_launcher_that_starts_again_goes_on_with_the_branch(two):
-    assert list(two["restarted"]) == [9, 10]
-    # What load_step names is kept beside the newest two: the same command can start again.
-    assert two["restarted names"] == ["set-aside-1", "step-10", "step-4", "step-8"]
-    assert two["by the same command"] == (
-        ["set-aside-1", "set-aside-2", "step-4", "step-6"],
-        ["step-10", "step-8"],
-    )
+def test_a_launcher_that_starts_again_goes_on_from_the_newest(two):
+    assert list(two["on"]) == [9, 10]
+    assert list(two["restarted"]) == [11, 12]
 
 
 def test_a_checkpoint_of_a_stranger_runs_nothing(two, folder):

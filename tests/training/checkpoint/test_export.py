@@ -82,7 +82,7 @@ def test_the_job_knows_that_it_is_finished(job, at):
         assert job.run(*options) == 2
     assert "another job writes to" in job.err
     assert job.run("--training.steps=3", "--checkpoint.load_step=2", IN_HF) == 2
-    assert "step-2 holds only the weights (checkpoint.last_save_in_hf)" in job.err
+    assert "step-2 holds the weights alone (checkpoint.last_save_in_hf)" in job.err
 
 
 def test_a_job_that_is_prolonged_says_which_steps_it_takes_again(job, at):

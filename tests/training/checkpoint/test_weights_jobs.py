@@ -36,7 +36,7 @@ def starts(rank: int, folder: Path) -> dict:
     start = (f"--checkpoint.initial_load_path={published}", "--checkpoint.initial_load_in_hf")
 
     def look(trainer):
-        trainer.checkpointer.load(step=-1)
+        trainer.checkpointer.load()
         found["weights"] = {name: whole(x) for name, x in trainer.model_parts[0].lm.state_dict().items()}
 
     job = (folder, "dense", "start", TP, *SAVES, *start)

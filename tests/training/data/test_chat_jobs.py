@@ -68,7 +68,8 @@ def on_two_ranks(rank: int) -> dict:
         "dense": both_losses(folder, "dense", "dense-tp", *CHAT, DEGREE),
         "unpacked": both_losses(folder, "gla", "unpacked-dp", *UNPACKED, *DP_2),
     }
-    results["resumed"] = losses_of(folder, "gla", "gla-tp", *CHAT, *SAVING, "--checkpoint.load_step=4", *DP_2)
+    from_4 = ("--checkpoint.load_step=4", "--checkpoint.load_only")
+    results["resumed"] = losses_of(folder, "gla", "gla-tp", *CHAT, *SAVING, *from_4, *DP_2)
     return results
 
 

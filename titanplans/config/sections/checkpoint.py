@@ -58,7 +58,7 @@ class Checkpoint(Options, section="checkpoint", refuses=groups.checkpoint):
     """Checkpoints to keep, the newest; 0: all."""
 
     load_step: LoadStep = -1
-    """Step to resume from; -1: the newest."""
+    """Step to resume from, which must be the newest unless load_only is set; -1: the newest that training can go on from."""
 
     exclude_from_loading: tuple[Literal["optimizer", "lr_scheduler", "dataloader", "train_state"], ...] = ()
     """States not to load with the weights."""

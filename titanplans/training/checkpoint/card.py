@@ -40,6 +40,12 @@ class Card:
     files: Mapping[str, tuple[int, str]]
     """Bytes and checksum (XXH3, 128 bits, hexadecimal) of each file, the card aside."""
 
+    @property
+    def weights_alone(self) -> str:
+        """Say of a checkpoint with the weights alone what it holds, and which option made it so."""
+        option = "last_save_model_only" if ".metadata" in self.files else "last_save_in_hf"
+        return f"holds the weights alone (checkpoint.{option}), so training can't be resumed from it"
+
 
 def base_of(job: Mapping[str, Any]) -> str | None:
     """Return the folder whose weights a job started from, by its values on a card; None if it drew them."""

@@ -4,7 +4,6 @@
     .step-N.writing     one that is being written; it is renamed when it is whole
     .step-N.replaced    one of the same step, while a newer one takes its name
     .step-N.removed     one that is being removed
-    set-aside-K/        checkpoints that came after the one from which a run began anew by load_step
 
 A rename is done or not done, whenever the process is killed. What else lies here belongs to others: it is neither read
 nor removed. Needs no torch.
@@ -22,7 +21,6 @@ from titanplans.training.checkpoint.card import CARD, damage, read_card
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _HALF = re.compile(r"\.(step-(?:0|[1-9][0-9]*))\.(writing|replaced|removed)")
-_ASIDE = re.compile(r"set-aside-([1-9][0-9]*)")
 
 
 def own_folder(job: JobConfig) -> Path:
@@ -59,12 +57,18 @@ def newest(folder: Path) -> str:
 
 
 def remedy(damaged: Path, damage: Callable[[Path], str | None] = damage) -> str:
-    """Return in words from where a job whose checkpoint is damaged can go on. `damage` is asked of the others."""
+    """Return in words how a job whose checkpoint is damaged can go on. `damage` is asked of the others."""
+    to_remove = []
     for step in reversed(steps(damaged.parent)):
-        other = checkpoint_path(damaged.parent, step)
-        if other != damaged and damage(other) is None and read_card(other).holds == "training":
-            return f"checkpoint.load_step = {step} resumes from the newest complete one"
-    return "no other is complete; move the folder away"
+        checkpoint = checkpoint_path(damaged.parent, step)
+        if checkpoint == damaged or damage(checkpoint) is not None:
+            to_remove.append(checkpoint.name)
+        elif step == 0 or read_card(checkpoint).holds == "training":
+            return (
+                f"remove {' and '.join(to_remove)}, and the same command resumes from {checkpoint.name}, the newest intact "
+                "one"
+            )
+    return "no other is intact; move the folder away"
 
 
 def commit(checkpoint: Path) -> None:
@@ -97,20 +101,6 @@ def tidy(folder: Path, states: Collection[str] = ("writing", "replaced", "remove
             path.rename(folder / name)  # killed between two renames
         elif state in states:
             _erase(path)
-
-
-def set_aside(folder: Path, later_than: int) -> Path | None:
-    """Move the checkpoints of later steps into a folder of their own, and return it; None where there are none."""
-    later = [checkpoint_path(folder, step) for step in steps(folder) if step > later_than]
-    if not later:
-        return None
-    numbers = [int(match.group(1)) for path in _entries(folder) if (match := _ASIDE.fullmatch(path.name))]
-    aside = folder / f"set-aside-{max(numbers, default=0) + 1}"
-    aside.mkdir()
-    for path in reversed(later):  # a kill in the midst of it leaves those that come first
-        path.rename(aside / path.name)
-    sync(folder)
-    return aside
 
 
 def _is_ours(checkpoint: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Whether a checkpoint belongs to the job, before a process group exists; and from which one the job goes on.
+"""Whether a checkpoint belongs to the job, before a process group exists.
 
 Loading a checkpoint into another model fails on every rank deep in a planner, or, where only heads or norms differ, not at
 all. The model's config is in the card; a checkpoint without a card, torchtitan's, is compared by its shapes.
@@ -24,7 +24,6 @@ from titanplans.split.adapted import is_factor
 from titanplans.text import show
 from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.card import CARD, Card, damage, read_card
-from titanplans.training.checkpoint.folder import own_folder
 from titanplans.training.checkpoint.storage import CheckpointReader
 from titanplans.weights.adapters import trained_names
 from titanplans.weights.compare import differences
@@ -37,8 +36,6 @@ _INCIDENTAL = {
     "_name_or_path", "architectures", "attn_mode", "chunk_size_feed_forward", "dtype", "initializer_range",
     "output_attentions", "output_hidden_states", "return_dict", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
-
-_LOAD_STEP = "checkpoint.load_step"
 
 _RESULT = re.compile(
     r"(lora|data|optimizer|lr_scheduler|loss|quantize)\..*|training\.(?!steps|gc_|dataloader).*|debug\.seed|"
@@ -90,47 +87,6 @@ def _keys(values: Mapping[str, Any]) -> Iterator[str]:
             yield from _keys(value)
 
 
-def to_resume(path: Path, step: int = -1) -> Path | None:
-    """Return the checkpoint that a job goes on from: that of `step`, or the newest with all of training's state.
-
-    The seed, step 0, holds the weights alone and is one, too.
-
-    Raises:
-        ConfigError: a card is damaged; or there are checkpoints, and each holds the weights alone.
-    """
-    present = folder.steps(path)
-    if step != -1:
-        return folder.checkpoint_path(path, step) if step in present else None
-    for each in reversed(present):
-        checkpoint = folder.checkpoint_path(path, each)
-        if (wrong := damage(checkpoint, names=())) is not None:
-            raise ConfigError(f"checkpoint.folder: {wrong}; {folder.remedy(checkpoint)}")
-        if each == 0 or read_card(checkpoint).holds == "training":
-            return checkpoint
-    if present:
-        raise ConfigError(
-            f"checkpoint.folder: {folder.checkpoint_path(path, present[-1])} holds only the weights "
-            "(checkpoint.last_save_model_only), and there is no other, so training can't resume; start a new "
-            "checkpoint.folder with it as checkpoint.initial_load_path"
-        )
-    return None
-
-
-def finished(job: JobConfig, *, restarted: bool = False) -> Path | None:
-    """Return the last checkpoint of a job that has taken all its steps; None if there are some left, or it begins anew.
-
-    One that a launcher has `restarted` begins anew only if it had not come to it before.
-    """
-    checkpoint, path = job.checkpoint, own_folder(job)
-    if not checkpoint.enable or checkpoint.load_only:
-        return None
-    if checkpoint.load_step != -1 and not (restarted and has_gone_on_from(path, checkpoint.load_step)):
-        return None
-    present = folder.steps(path)
-    last = present[-1] if present else 0
-    return folder.checkpoint_path(path, last) if last >= job.training.steps else None
-
-
 def job_values(job: JobConfig) -> dict[str, Any]:
     """Return the job's values by dotted key: `Card.job`."""
     return dict(flatten(job.to_dict(exclude_none=True)))
@@ -154,15 +110,6 @@ def check_finished(last: Path, job: JobConfig) -> None:
             f"checkpoint.folder: {last} is the end of a finished job with other options ({differing}); name another "
             "job.dump_folder to train this one, or return to those"
         )
-
-
-def has_gone_on_from(path: Path, load_step: int) -> bool:
-    """Whether the newest checkpoint is of a job that began at `load_step`: this one, before a launcher restarted it."""
-    present = folder.steps(path)
-    if not present:
-        return False
-    newest = folder.checkpoint_path(path, present[-1])
-    return damage(newest, names=()) is None and read_card(newest).job.get(_LOAD_STEP) == load_step
 
 
 def check_saved(
@@ -198,10 +145,14 @@ def check_saved(
             f"{key}: {checkpoint} is of another model ({differing}); name another folder, or return to that model"
         )
     if resumes and not any(name.startswith("train_state") for name in saved):
-        why = "checkpoint.last_save_in_hf" if in_hf else "checkpoint.last_save_model_only"
+        what = (
+            "holds no train_state, so training can't be resumed from it"
+            if card is None
+            else card.weights_alone
+        )
         raise ConfigError(
-            f"{key}: {checkpoint} holds only the weights ({why}), so training can't be resumed from it; resume from an "
-            "earlier one by checkpoint.load_step, or start a new checkpoint.folder with it as checkpoint.initial_load_path"
+            f"{key}: {checkpoint} {what}; name an earlier one, or take its weights with "
+            "checkpoint.initial_load_model_only = true"
         )
 
 

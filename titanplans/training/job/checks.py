@@ -35,17 +35,16 @@ from titanplans.split.stages.stages import Stages
 from titanplans.text import show
 from titanplans.torchrun import restarted
 from titanplans.training.checkpoint.card import damage
+from titanplans.training.checkpoint.folder import own_folder
 from titanplans.training.checkpoint.match import (
     check_finished,
     check_optimizer,
     check_saved,
     damaged,
-    finished,
     model_card,
     other_model,
-    own_folder,
-    to_resume,
 )
+from titanplans.training.checkpoint.resume import OWN, decide_resume
 from titanplans.training.data.chat.chat import ChatFormat
 from titanplans.training.data.checks import check_dataset, read_place
 from titanplans.training.data.vocabulary import check_tokenizer
@@ -59,7 +58,6 @@ from titanplans.weights.adapters import check_adapter
 from titanplans.weights.folder import open_folder
 from titanplans.weights.load import match_folder
 
-_INITIAL = "checkpoint.initial_load_path"
 _log = logging.getLogger(__name__)
 
 
@@ -81,9 +79,9 @@ def check_job(job: JobConfig, world_size: int) -> None:
     check_outputs(job)
     import_custom(job)
     if (published := resolve.published_folder(job)) is not None and not os.path.isdir(published):
-        key = "model.hf_assets_path" if job.checkpoint.initial_load_path is None else _INITIAL
         raise ConfigError(
-            f'{key} = "{published}" is not a directory, but checkpoint.initial_load_in_hf = true needs one'
+            f'{resolve.published_key(job)} = "{published}" is not a directory, but checkpoint.initial_load_in_hf = true '
+            "needs one"
         )
     config = resolve.hf_config(job)  # before the tokenizer and the data, which take longer to read
     tokens, notes = check_data(job)
@@ -266,38 +264,28 @@ def check_experts(job: JobConfig, model: PreTrainedModel) -> None:
 
 def check_checkpoint(job: JobConfig, model: PreTrainedModel, world_size: int) -> None:
     """Refuse a checkpoint that is not there, is of another model, or can't be resumed from."""
-    checkpoint, folder = job.checkpoint, own_folder(job)
-    if (done := finished(job, restarted=restarted(os.environ))) is not None:
-        check_saved(done, model, "checkpoint.folder", resumes=False)
-        check_finished(done, job)
-        return
-    own = to_resume(folder, checkpoint.load_step)
-    if own is None and checkpoint.initial_adapter_path is not None:
+    checkpoint, overrides = job.checkpoint, job.model.config_overrides or ()
+    resume = decide_resume(job, own_folder(job), restarted=restarted(os.environ))
+    is_own = resume.key == OWN
+    if not is_own and checkpoint.initial_adapter_path is not None:
         check_adapter(model, checkpoint.initial_adapter_path)
-    if own is not None:
-        resumes = own.name != "step-0"  # torchtitan takes only the weights from a seed checkpoint
-        check_saved(own, model, "checkpoint.folder", resumes=resumes)
-        if resumes:
-            _check_resumed(job, model, world_size, own, "checkpoint.folder")
-    elif checkpoint.load_step != -1:
+    if resume.source is None:
+        return
+    if resume.in_hf:
+        check_published(str(resume.source), model, overrides)
+        return
+    if not is_own and not os.path.isfile(resume.source / ".metadata"):
+        published = os.path.isfile(resume.source / "config.json")
+        hint = "; checkpoint.initial_load_in_hf = true takes a Hugging Face folder" if published else ""
         raise ConfigError(
-            f"checkpoint.load_step = {checkpoint.load_step}: there is no {folder}/step-{checkpoint.load_step}; "
-            "-1 takes the newest"
+            f'{resume.key} = "{resume.source}" is not a checkpoint (a step-N directory with .metadata){hint}'
         )
-    elif (published := resolve.published_folder(job)) is not None:
-        check_published(published, model, job.model.config_overrides or ())
-    elif checkpoint.initial_load_path is not None:
-        initial = Path(checkpoint.initial_load_path)
-        if not os.path.isfile(initial / ".metadata"):
-            published = os.path.isfile(initial / "config.json")
-            hint = "; checkpoint.initial_load_in_hf = true takes a Hugging Face folder" if published else ""
-            raise ConfigError(
-                f'checkpoint.initial_load_path = "{initial}" is not a checkpoint (a step-N directory with .metadata){hint}'
-            )
-        resumes = not checkpoint.initial_load_model_only
-        check_saved(initial, model, _INITIAL, resumes=resumes, overrides=job.model.config_overrides or ())
-        if resumes:
-            _check_resumed(job, model, world_size, initial, _INITIAL)
+    resumes = resume.takes == "training"
+    check_saved(resume.source, model, resume.key, resumes=resumes, overrides=() if is_own else overrides)
+    if resume.is_finished:
+        check_finished(resume.source, job)
+    elif resumes:
+        _check_resumed(job, model, world_size, resume.source, resume.key)
 
 
 def _check_resumed(job: JobConfig, model: PreTrainedModel, world_size: int, saved: Path, key: str) -> None:

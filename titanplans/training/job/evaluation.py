@@ -7,6 +7,7 @@ from titanplans import modeling
 from titanplans.config import ConfigError, JobConfig
 from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.match import check_saved
+from titanplans.training.checkpoint.resume import no_such_step
 from titanplans.training.job import resolve
 from titanplans.training.job.checks import check_job, check_published
 
@@ -23,9 +24,7 @@ def evaluation_of(job: JobConfig) -> tuple[JobConfig, Path]:
     given, own = job.checkpoint, folder.own_folder(job)
     present = folder.steps(own)
     if given.load_step != -1 and given.load_step not in present:
-        raise ConfigError(
-            f"checkpoint.load_step = {given.load_step}: there is no {own}/step-{given.load_step}; -1 takes the newest"
-        )
+        raise no_such_step(own, given.load_step)
     initial = resolve.published_folder(job) or given.initial_load_path
     if not present and initial is None:
         raise ConfigError(

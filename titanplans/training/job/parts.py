@@ -1,19 +1,13 @@
-"""The parts of a job whose options are more than one section: loaders of data, and what saves and loads checkpoints.
+"""A job's loaders of data, whose options are several sections.
 
 Importing this imports torchtitan, so `trainer.device.prepare_device` comes first. `titanplans.training.job.resolve` gives
 unset keys their values.
 """
 
-import os
 from dataclasses import replace
-from pathlib import Path
 
 from titanplans.config import JobConfig
 from titanplans.config.sections.data import DataLoader
-from titanplans.torchrun import restarted
-from titanplans.training.checkpoint.card import chat_templates_of
-from titanplans.training.checkpoint.manager import CheckpointManager
-from titanplans.training.checkpoint.match import job_values
 from titanplans.training.data.loader import TextDataLoader
 from titanplans.training.data.text_tokenizer import TextTokenizer
 from titanplans.training.job import resolve
@@ -68,28 +62,4 @@ def _loader(
         # The order of the documents must not be drawn anew when a job resumes.
         seed=job.debug.seed or 0,
         **vars(workers),
-    )
-
-
-def checkpoint_config(job: JobConfig) -> CheckpointManager.Config:
-    """Return the config of what saves and loads the checkpoints of `job`."""
-    initial = resolve.published_folder(job) or job.checkpoint.initial_load_path
-    adapter = job.checkpoint.initial_adapter_path
-    values, template = job_values(job), None
-    if job.checkpoint.last_save_in_hf:  # a job with several is refused
-        template = next(iter(chat_templates_of(values)), None)
-    return CheckpointManager.Config(
-        **vars(job.checkpoint)
-        | {
-            "initial_load_path": initial and str(Path(initial).absolute()),
-            "initial_adapter_path": adapter and str(Path(adapter).absolute()),
-            # Without a path it has no effect, and torchtitan warns that it is set: it is its default.
-            "initial_load_model_only": initial is not None and job.checkpoint.initial_load_model_only,
-            "job": values,
-            "restarted": restarted(os.environ),
-            "hf_config": resolve.hf_config(job),
-            "tokenizer": resolve.tokenizer_path(job),
-            # Read now: the file may change while the job runs.
-            "chat_template": template and Path(template).read_text(encoding="utf-8"),
-        }
     )

@@ -27,6 +27,13 @@ def published_folder(job: JobConfig) -> str | None:
     return job.checkpoint.initial_load_path or job.model.hf_assets_path
 
 
+def published_key(job: JobConfig) -> str:
+    """Return the key that names `published_folder`."""
+    return (
+        "model.hf_assets_path" if job.checkpoint.initial_load_path is None else "checkpoint.initial_load_path"
+    )
+
+
 def model_name(job: JobConfig) -> tuple[str, str]:
     """Return the model's name and flavor; for a config file, its path and "config"."""
     if job.model.class_ is not None:

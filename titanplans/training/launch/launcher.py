@@ -27,6 +27,7 @@ from torch.distributed import TCPStore
 from titanplans.config import JobConfig
 from titanplans.errors import UserError
 from titanplans.parallel.mesh.process_group import default_device_type
+from titanplans.training.checkpoint.folder import own_folder
 from titanplans.training.launch.exit_status import REPORTS, Failure, failures, finish, is_decided, say
 from titanplans.training.launch.orphans import end_with_parent
 from titanplans.training.launch.rank import run_rank
@@ -74,7 +75,7 @@ def launch(job: JobConfig, ranks: int, restarts: int = 0, evaluated: Path | None
         Stopped: SIGINT or SIGTERM arrived; all processes have ended.
     """
     # Not at the top: a rank that is a new process imports this file, before it knows what of the libraries' words to show.
-    from titanplans.training.checkpoint.match import finished
+    from titanplans.training.checkpoint.resume import decide_resume
 
     # The store lives here, so that it outlives every rank and its port is known before they start.
     store = _local_store()
@@ -92,8 +93,9 @@ def launch(job: JobConfig, ranks: int, restarts: int = 0, evaluated: Path | None
         which = f"rank {first.rank} (pid {first.pid}) {first.how}"
         if asked or not left:
             break
-        if (last := finished(job, restarted=True)) is not None:
-            say(f"{which} after {last} was saved: the job is finished")
+        resume = decide_resume(job, own_folder(job), restarted=True)
+        if resume.is_finished:
+            say(f"{which} after {resume.source} was saved: the job is finished")
             return 0
         origin = "the newest checkpoint" if job.checkpoint.enable else "step 1, as checkpoint.enable = false"
         say(f"{which}: all ranks start again, from {origin}; {left - 1} restarts left")

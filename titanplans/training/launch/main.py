@@ -63,7 +63,7 @@ def _run(job: JobConfig, torchrun: Ranks | None, restarts: int) -> int:
     # Not at the top: a mistake in the TOML is refused before torch and the model libraries are imported.
     from titanplans import kernels
     from titanplans.training.checkpoint.card import damage
-    from titanplans.training.checkpoint.match import finished
+    from titanplans.training.checkpoint.resume import decide_resume
     from titanplans.training.job.checks import check_job
     from titanplans.training.job.outputs import locked
     from titanplans.training.launch.launcher import launch
@@ -76,7 +76,8 @@ def _run(job: JobConfig, torchrun: Ranks | None, restarts: int) -> int:
     check_job(job, ranks)
     # By this process, which outlives every rank: a job that still trains in the folder has not finished.
     with locked(job) if rank == 0 else nullcontext():
-        if (last := finished(job, restarted=restarted(os.environ))) is not None:
+        resume = decide_resume(job, own_folder(job), restarted=restarted(os.environ))
+        if resume.is_finished and (last := resume.source) is not None:
             if rank == 0:
                 if (wrong := damage(last)) is not None:
                     raise ConfigError(f"checkpoint.folder: the job is finished, but {wrong}; {remedy(last)}")

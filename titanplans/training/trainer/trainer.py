@@ -32,6 +32,7 @@ from titanplans.parallel import ddp
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.fsdp import gradient_sync
 from titanplans.parallel.optimizers.load_balance import LoadBalancer
+from titanplans.training.checkpoint.manager import CheckpointManager
 from titanplans.training.checkpoint.match import job_values
 from titanplans.training.data.loader import TextDataLoader
 from titanplans.training.data.text_tokenizer import TextTokenizer
@@ -85,19 +86,17 @@ class Trainer:
         self._make_model()
         self._make_optimizers()
         self._make_data()
-        self.checkpointer = parts.checkpoint_config(job).build(
-            dataloader=self.dataloader,
-            model_parts=self._lms,
-            optimizers=self.optimizers,
-            lr_schedulers=self.lr_schedulers,
-            states={"train_state": self},
-            sd_adapter=None,
-            base_folder=job.job.dump_folder,
-            pipeline=self._pipeline_group,
-        )
         self.clipping = Clipping(skips=job.training.skip_nan_inf)
         self.finite = FiniteSoFar(self._lms, self.device)
-        self.checkpointer.finite = self.finite.everywhere
+        states = {
+            "optimizer": self.optimizers,
+            "lr_scheduler": self.lr_schedulers,
+            "dataloader": self.dataloader,
+            "train_state": self,
+        }
+        self.checkpointer = CheckpointManager(
+            job, self._lms, states, is_finite=self.finite.everywhere, pipeline=self._pipeline_group
+        )
         self._loaded_rng: dict[str, torch.Tensor] | None = None
         pipeline_report = None
         if self.pipeline is not None:
@@ -189,10 +188,10 @@ class Trainer:
         """
         job, checkpointer = self.job, self.checkpointer
         if job.checkpoint.create_seed_checkpoint:
-            checkpointer.save(0, last_step=True)
+            checkpointer.save(0, is_last=True)
             return
         self.report.start()
-        checkpointer.load(step=job.checkpoint.load_step)
+        checkpointer.load()
         first, last = self.step + 1, job.training.steps
         logger.info(f"Training starts at step {first}")
         batches = iter(self.dataloader)
@@ -211,7 +210,7 @@ class Trainer:
                     end = f"the data were read to their end, after step {self.step} of at most {last}"
                     if self.step >= first:
                         self._validate_if_due(first, is_last=True)
-                        checkpointer.save(self.step, last_step=True)
+                        checkpointer.save(self.step, is_last=True)
                     break
                 self.step += 1
                 self.gc.run(self.step)
@@ -222,7 +221,7 @@ class Trainer:
                         async_tp.check_fused(self.parallel_dims, self.strategy.async_tensor_parallel_unfused)  # pyrefly: ignore[missing-attribute]
                 # Before the step is saved: a run that is killed between the two repeats both.
                 self._validate_if_due(first, is_last=self.step == last)
-                checkpointer.save(self.step, last_step=self.step == last)
+                checkpointer.save(self.step, is_last=self.step == last)
                 profiler.step()
                 if self.step == first:
                     lower_timeouts(job, self.parallel_dims, self.device)
@@ -262,7 +261,7 @@ class Trainer:
                 losses.append(self.forward_backward_step(batch, all_tokens))
             self.tokens_seen += batch[1].numel()
         norm = self._clip()
-        self.checkpointer.maybe_wait_for_staging()  # the step changes what is being copied
+        self.checkpointer.wait_for_staging()  # the step changes what is being copied
         self.optimizers.step()
         self.lr_schedulers.step()
         log_begins()
@@ -440,7 +439,6 @@ class Trainer:
 
     def close(self) -> None:
         """Finish pending writes (checkpoint, metrics) and leave the process group."""
-        self.checkpointer.maybe_wait_for_saving()
         self.checkpointer.close()
         self.metrics_processor.close()
         dist.destroy_process_group()
