@@ -17,8 +17,7 @@ else:  # as on torch 2.11, where everything else runs
     collect_ignore = [
         "training",
         "docs",
-        "cli/test_sweep_run.py",
-        "cli/test_sweep_results.py",
+        "cli/test_sweep.py",
         "test_torchrun.py",
     ]
 os.environ.pop("COLUMNS", None)  # a worker of pytest-xdist has it: tables are wrapped to fit it
@@ -79,7 +78,7 @@ THOROUGH = {
     ),
     "tests/training/launch/test_train_cli.py": (),
     "tests/cli/test_async_tp_command.py": (),
-    "tests/cli/test_sweep_run.py": (),
+    "tests/cli/test_sweep.py": ("test_a_sweep_survives_a_failing_cell_and_goes_on",),
     "tests/cli/test_verify.py": (
         "test_several_models_are_proved_side_by_side", "test_a_row_comes_with_each_case_and_all_so_far_when_it_is_stopped",
         "test_stopped_before_the_first_case", "test_of_several_models_those_that_are_done",

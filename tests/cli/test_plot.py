@@ -1,13 +1,11 @@
-"""`titanplans plot`: the logged figures of runs and of a sweep's table, in the terminal and as pictures."""
+"""`titanplans plot`: the logged figures of runs, in the terminal and as pictures."""
 
-import importlib.util
 import math
 
 import pytest
 
 from titanplans.cli.main import main
 from titanplans.cli.plot import Curve, read
-from titanplans.cli.sweep.table import FIGURES, csv_table
 from titanplans.training.trainer.jsonl import JsonlWriter
 
 
@@ -43,14 +41,14 @@ def refused(capsys, *words: str) -> str:
 
 def test_the_curves_are_what_was_logged(run):
     panels, notes = read([run("a", [8.0, 6.0, math.nan, 4.0]), run("b", [7.0])])
-    loss, norm, speed = panels
-    assert loss.curves == {
-        "a": Curve(0, False, [1, 2, 4], [8.0, 6.0, 4.0]),
-        "a, validation": Curve(0, True, [4], [4.5]),
-        "b": Curve(1, False, [1], [7.0]),
-    }
-    assert norm.curves["a"] == Curve(0, False, [1, 2, 3, 4], [0.25, 0.5, 0.75, 1.0])
-    assert speed.curves["b"].values == [1001.0]
+    loss, norm, speed = panels.values()
+    assert loss == [
+        Curve("a", 0, False, [1, 2, 4], [8.0, 6.0, 4.0]),
+        Curve("a, validation", 0, True, [4], [4.5]),
+        Curve("b", 1, False, [1], [7.0]),
+    ]
+    assert norm[0] == Curve("a", 0, False, [1, 2, 3, 4], [0.25, 0.5, 0.75, 1.0])
+    assert speed[1].values == [1001.0]
     assert notes == ["a: loss, nats/token is not finite at step 3"]
 
 
@@ -71,39 +69,17 @@ def test_runs_lie_over_each_other_in_the_terminal(run, capsys):
 
 def test_runs_are_named_by_their_paths(run):
     panels, _ = read([run("one/job", [1.0]), run("two/job", [2.0])])
-    assert list(panels[0].curves) == ["one/job", "two/job"]
+    assert [curve.name for curve in panels["loss, nats/token"]] == ["one/job", "two/job"]
 
 
 def test_of_files_of_each_rank_the_first_is_read(run):
     run("ranks", [3.0], "rank_0/metrics.jsonl")
     run("ranks", [9.0], "rank_1/metrics.jsonl")
-    assert read(["ranks"])[0][0].curves["ranks"].values == [3.0]
-
-
-def sweep(folder):
-    folder.mkdir()
-    rows = []
-    for name, state, loss in (("tp1", "finished", 3.25), ("tp2", "finished", 2.5), ("tp4", "refused", None)):
-        figures = dict.fromkeys((figure.name for figure in FIGURES), None)
-        rows.append({"cell": name, "state": state, **figures, "loss_last": loss, "reason": ""})
-    (folder / "table.csv").write_text(csv_table(rows))
-    return str(folder)
-
-
-def test_the_table_of_a_sweep_is_a_bar_for_each_cell(tmp_path, capsys):
-    out = drawn(capsys, sweep(tmp_path / "sweep"))
-    (one,) = [line for line in out.splitlines() if line.startswith("tp1  3.25000")]
-    (two,) = [line for line in out.splitlines() if line.startswith("tp2  2.50000")]
-    # From a quarter of their difference below the lower one: losses of 8.01 and 7.77 look different.
-    assert one.count("█") / two.count("█") == pytest.approx(5, rel=0.1)
-    assert "last loss, nats/token; bars begin at 2.31250" in out
-    assert out.count("┌") == 1  # what no cell has is not drawn
-    assert out.endswith("tp4: refused\n")
+    assert read(["ranks"])[0]["loss, nats/token"][0].values == [3.0]
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_a_picture(run, tmp_path, capsys, suffix):
-    pytest.importorskip("matplotlib")
     picture = tmp_path / f"x.{suffix}"
     assert drawn(capsys, run("a", [8.0, 4.0]), "--output", str(picture)) == f"{picture}\n"
     begins = picture.read_bytes()[:200]
@@ -113,21 +89,12 @@ def test_a_picture(run, tmp_path, capsys, suffix):
     assert picture.stat().st_size > less
 
 
-def test_a_picture_of_a_sweep(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    assert drawn(capsys, sweep(tmp_path / "sweep"), "--output", str(tmp_path / "x.pdf")).endswith("refused\n")
-    assert (tmp_path / "x.pdf").read_bytes().startswith(b"%PDF")
-
-
-def test_what_cannot_be_drawn_is_one_line(run, tmp_path, monkeypatch, capsys):
-    a, grid = run("a", [1.0]), sweep(tmp_path / "sweep")
+def test_what_cannot_be_drawn_is_one_line(run, tmp_path, capsys):
+    a = run("a", [1.0])
     assert "nowhere: there is no metrics.jsonl" in refused(capsys, "nowhere")
-    assert f"{grid} is a sweep, which is drawn alone" in refused(capsys, a, grid)
     assert "ends with .png, .svg, .pdf" in refused(capsys, a, "--output", "x.gif")
     assert "there is no folder no" in refused(capsys, a, "--output", "no/x.png")
     (tmp_path / "a" / "metrics.jsonl").write_text("no row\n")
     assert "a/metrics.jsonl, line 1 is not a row" in refused(capsys, a)
     (tmp_path / "a" / "metrics.jsonl").write_text("")
     assert "no figure is logged there yet" in refused(capsys, a)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "pip install '.[plot]' in a clone" in refused(capsys, a, "--output", "x.png")

@@ -43,7 +43,7 @@ COMMANDS = {
     "data": "cli.data",
     "list": "cli.verify.main",
     "async-tp": "cli.verify.main",
-    "sweep": "cli.sweep.main",
+    "sweep": "cli.sweep",
     "plot": "cli.plot",
     "check": "cli.check",
     "export": "cli.export",
