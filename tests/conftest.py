@@ -76,6 +76,7 @@ THOROUGH = {
     "tests/training/data/test_data_loader.py": (
         "test_a_resumed_loader_goes_on_bit_for_bit", "test_a_resumed_pass_ends_where_the_first_would_have",
     ),
+    "tests/training/launch/test_starts.py": (),
     "tests/training/launch/test_train_cli.py": (),
     "tests/cli/test_async_tp_command.py": (),
     "tests/cli/test_sweep.py": ("test_a_sweep_survives_a_failing_cell_and_goes_on",),
