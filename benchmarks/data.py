@@ -61,18 +61,20 @@ def write_corpus(folder: Path) -> None:
 
 
 def ours(folder: str, *names: str, **data: Any) -> Any:
-    """Return the config of the loader over the files `names`."""
+    """Return what makes the loader over the files `names`."""
     from titanplans.config.sections.data import Data
     from titanplans.training.data.loader import TextDataLoader
 
     sources = [
         {"name": name, "dataset_path": f"{folder}/{name}.jsonl", "dataset_split": "all"} for name in names
     ]
-    return TextDataLoader.Config(data=Data(documents="apart", sources=sources, **data))
+    return partial(
+        TextDataLoader, TextDataLoader.Config(data=Data(documents="apart", sources=sources, **data))
+    )
 
 
 def torchtitans(folder: str, *names: str) -> Any:
-    """Return the config of torchtitan's loader over the same files."""
+    """Return what makes torchtitan's loader over the same files."""
     from datasets import load_dataset
     from torchtitan.hf_datasets import DatasetConfig
     from torchtitan.hf_datasets.text_datasets import (
@@ -89,8 +91,9 @@ def torchtitans(folder: str, *names: str) -> Any:
             sample_processor=lambda sample: sample["text"],
         )
     if len(names) == 1:
-        return HuggingFaceTextDataLoader.Config(dataset=names[0])
-    return InterleavedHuggingFaceTextDataLoader.Config(sources=[HFDataSource(dataset=name) for name in names])
+        return HuggingFaceTextDataLoader.Config(dataset=names[0]).build
+    sources = [HFDataSource(dataset=name) for name in names]
+    return InterleavedHuggingFaceTextDataLoader.Config(sources=sources).build
 
 
 VARIANTS: dict[str, Callable[[str], Any]] = {
@@ -126,10 +129,10 @@ def load(name: str, folder: str, seq_len: int, tokens: int, pipe: Any) -> None:
 
     tokenizer = HuggingFaceTokenizer(HuggingFaceTokenizer.Config(), tokenizer_path=default_tokenizer_path())
     names = ("code", "short") if "two" in name else ("code",)
-    config = VARIANTS[name](folder, *names)
     begin = time.perf_counter()
-    loader = config.build(
-        dp_rank=0, dp_world_size=1, tokenizer=tokenizer, seq_len=seq_len, local_batch_size=BATCH
+    place = {"dp_rank": 0, "dp_world_size": 1}
+    loader = VARIANTS[name](folder, *names)(
+        tokenizer=tokenizer, seq_len=seq_len, local_batch_size=BATCH, **place
     )
     batches: Iterator[Any] = iter(loader)
     next(batches)

@@ -176,10 +176,10 @@ def machine_of(device: str, models: list[str] | None, quick: bool) -> Machine | 
     if device == "cuda" and not torch.cuda.is_available():
         return None
     from titanplans.cli.verify.subject import every_model
-    from titanplans.training.trainer.device import HostDevice, no_trainer
+    from titanplans.training.trainer.device import DeviceMemory, no_trainer
 
     count = torch.cuda.device_count() if device == "cuda" else 2
-    name = torch.cuda.get_device_name() if device == "cuda" else HostDevice().get_device_name()
+    name = DeviceMemory(torch.device(device)).name
     name += f", {count} GPUs" if device == "cuda" and count > 1 else ""
     return Machine(device, name, count, no_trainer(), tuple(models or every_model()), quick)
 

@@ -72,9 +72,6 @@ def _report(args: argparse.Namespace, found: dict[str, list[dict[str, float]]]) 
 def _work(rank: int, name: str, args: argparse.Namespace, folder: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
     dist.init_process_group("gloo", rank=rank, world_size=RANKS, init_method=f"file://{folder}/store")
-    from titanplans.training.trainer.device import prepare_device
-
-    prepare_device()
     torch.set_num_threads(1)
     dtype = getattr(torch, args.dtype)
     with torch.device("meta"):

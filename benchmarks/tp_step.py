@@ -56,11 +56,8 @@ def work(rank: int, rounds: int, folder: str) -> None:
     """Ranks 0 and 1 hold the split models; rank 2 holds the whole one, and keeps its two threads throughout."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="3", LOCAL_WORLD_SIZE="3")
     dist.init_process_group("gloo", rank=rank, world_size=3, init_method=f"file://{folder}/store")
-    # Only now: torchtitan picks its device when it is imported.
     from titanplans import kernels
-    from titanplans.training.trainer.device import prepare_device
 
-    prepare_device()
     kernels.install("cpu")
     torch.set_num_threads(2 if rank == 2 else 1)
     mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))

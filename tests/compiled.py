@@ -130,9 +130,6 @@ def run(rank, names=tuple(zoo.ARCHITECTURES), inductor=KERNELS):
     """Run the architectures of `names` on this rank, those of `inductor` compiled by it, the others by aot_eager."""
     from torch._dynamo.utils import counters
 
-    from titanplans.training.trainer.device import prepare_device
-
-    prepare_device()
     results = {}
     for name in names:
         torch._dynamo.reset()

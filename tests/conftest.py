@@ -1,4 +1,4 @@
-"""What holds for all tests: the device that torchtitan settles on, threads, signals, no clocks, the order of files."""
+"""What holds for all tests: threads, signals, no clocks, the order of files."""
 
 import gc
 import os
@@ -9,11 +9,9 @@ import hypothesis
 import pytest
 import torch
 
-from titanplans.training.trainer.device import no_trainer, prepare_device
+from titanplans.training.trainer.device import no_trainer
 
-if no_trainer() is None:
-    prepare_device()
-else:  # as on torch 2.11, where everything else runs
+if no_trainer() is not None:  # as on torch 2.11, where everything else runs
     collect_ignore = [
         "training",
         "docs",

@@ -6,7 +6,7 @@ from functools import cache
 
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
-from titanplans.config.sections.data import Corpus, Data, DataSource
+from titanplans.config.sections.data import Corpus, Data, DataLoader, DataSource
 from titanplans.training.data import checks, loader
 from titanplans.training.data.corpus import sources
 from titanplans.training.data.vocabulary import default_tokenizer_path
@@ -49,9 +49,21 @@ def tokenizer():
 
 def build(data, *, seq_len, batch=8, rank=0, ranks=1, workers=0, **options):
     """Return the loader of `rank`, whose steps have `batch` sequences on all ranks together."""
-    made = loader.TextDataLoader.Config(data=data, num_workers=workers, global_batch_size=batch, **options)
+    persistent = options.pop("persistent_workers", False)
+    made = loader.TextDataLoader.Config(data=data, global_batch_size=batch, **options)
     share = {"seq_len": seq_len, "local_batch_size": batch // ranks}
-    return made.build(dp_rank=rank, dp_world_size=ranks, tokenizer=tokenizer(), **share)
+    return loader.TextDataLoader(
+        with_workers(made, workers, persistent),
+        dp_rank=rank,
+        dp_world_size=ranks,
+        tokenizer=tokenizer(),
+        **share,
+    )
+
+
+def with_workers(config, number, persistent=False):
+    """Return `config` with so many workers."""
+    return replace(config, workers=DataLoader(num_workers=number, persistent_workers=persistent))
 
 
 def other(config, **changes):

@@ -90,13 +90,13 @@ class Trained(NamedTuple):
 
 def by_torchtitan(model: nn.Module, tp: int, **options: Any) -> Parallel:
     """Return `model` over meshes of torchtitan's, in float32 and with gathered logits."""
-    from torchtitan.distributed import ParallelDims
+    from titan import parallel_dims
 
     from titanplans.parallel import FSDP2Config, parallelize
 
     precision = {"mixed_precision_param": "float32", "mixed_precision_reduce": "float32"}
     config = FSDP2Config(disable_loss_parallel=True, **precision, **options)
-    dims = ParallelDims(1, -1, 1, tp, 1, 1, dist.get_world_size(), "partial_dtensor")
+    dims = parallel_dims(1, -1, 1, tp, 1, 1, dist.get_world_size())
     parallelize(model, parallel_dims=dims, config=config)
     batch = dims.get_optional_mesh("batch")
     return Parallel(model, batch and batch.get_group())

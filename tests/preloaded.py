@@ -4,7 +4,7 @@ import gc
 import importlib
 import warnings
 
-from titanplans.training.trainer.device import no_trainer, prepare_device
+from titanplans.training.trainer.device import no_trainer
 
 MODULES = [
     "fla.models",
@@ -23,7 +23,6 @@ MODULES = [
 ]
 
 if no_trainer() is None:
-    prepare_device()  # before torchtitan is imported
     MODULES.append("titanplans.training.trainer.trainer")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # once for each worker, on a screen that belongs to pytest

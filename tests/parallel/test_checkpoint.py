@@ -14,14 +14,14 @@ MESHES = {"tp 4": (4, 1), "tp 2 x fsdp 2": (2, 1), "tp 2 x replicate 2": (2, 2),
 
 
 def split(tp, replicate):
-    from torchtitan.distributed import ParallelDims
+    from titan import parallel_dims
 
     from titanplans.parallel import parallelize
 
     model = qwen3()  # 8 heads, 2 of keys and values; 97 tokens, 45 wide
     parallelize(
         model,
-        parallel_dims=ParallelDims(replicate, -1, 1, tp, 1, 1, 4, "partial_dtensor"),
+        parallel_dims=parallel_dims(replicate, -1, 1, tp, 1, 1, 4),
         training=SimpleNamespace(
             mixed_precision_param="float32", mixed_precision_reduce="float32", enable_cpu_offload=False
         ),
@@ -36,9 +36,6 @@ def split(tp, replicate):
 
 
 def all_pairs(rank):
-    from titanplans.training.trainer.device import prepare_device
-
-    prepare_device()
     folders = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(folders)
     models = {name: split(*mesh) for name, mesh in MESHES.items()}

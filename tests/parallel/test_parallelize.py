@@ -45,12 +45,12 @@ def split(model, *, tp, replicate=1, ac=None, compile=False, reshard="default", 
     """Return the model as `parallelize` splits it, with torch's own loss, norm and clipping."""
     import torch.distributed as dist
     from torch.distributed.tensor.parallel import loss_parallel as on_shards
-    from torchtitan.distributed import ParallelDims
+    from titan import parallel_dims
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
     from titanplans.parallel import ActivationCheckpoint, parallelize
 
-    dims = ParallelDims(replicate, -1, 1, tp, 1, 1, dist.get_world_size(), backend)
+    dims = parallel_dims(replicate, -1, 1, tp, 1, 1, dist.get_world_size(), backend=backend)
     checkpointing = {
         None: None,
         "full": FullAC.Config(),

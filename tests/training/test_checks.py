@@ -20,7 +20,6 @@ from titanplans.training.checkpoint.match import changes, model_card, other_mode
 from titanplans.training.checkpoint.storage import CheckpointWriter
 from titanplans.training.job.checks import check_job
 from titanplans.training.job.resolve import fewest_processes
-from titanplans.training.trainer.device import prepare_device
 
 ROOT = Path(__file__).parents[2]
 
@@ -257,7 +256,6 @@ def test_what_is_incidental_in_a_config_is_so_in_the_configs_of_its_parts():
 @pytest.fixture(scope="module")
 def weights() -> dict[str, torch.Tensor]:
     """Return the weights of the debug GLA, empty, by name."""
-    prepare_device()
     model = modeling.build(modeling.load_config("gla", "debug"))
     return {name: torch.empty(tensor.shape) for name, tensor in model.state_dict().items()}
 

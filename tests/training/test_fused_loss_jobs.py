@@ -6,14 +6,10 @@ import pytest
 import torch
 import zoo
 
+from titanplans.config.sections.optimization import Loss
 from titanplans.loss import DeferredLogits, NotFused
-from titanplans.training.trainer.device import prepare_device
-
-prepare_device()
-
-from titanplans.config.sections.optimization import Loss  # noqa: E402
-from titanplans.training.trainer.loss import CrossEntropyLoss  # noqa: E402
-from titanplans.training.trainer.model import LanguageModel  # noqa: E402
+from titanplans.training.trainer.loss import CrossEntropyLoss
+from titanplans.training.trainer.model import LanguageModel
 
 TOKENS = torch.arange(24).reshape(2, 12)
 LABELS = TOKENS.roll(-1, 1)

@@ -6,19 +6,13 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from titanplans.config import ConfigError, JobConfig
+from titanplans.config import ConfigError, JobConfig, strategy_of
 from titanplans.config.compatibility.groups import OF_MUON
+from titanplans.config.compatibility.job import schedule_steps
 from titanplans.config.schema import build_job, keys
 from titanplans.config.values import describe
-from titanplans.training.trainer.device import prepare_device
-
-prepare_device()  # before torchtitan, which the next lines import
-
-from titanplans.config import strategy_of  # noqa: E402
-from titanplans.config.compatibility.job import schedule_steps  # noqa: E402
-from titanplans.training.job import parts, resolve  # noqa: E402
-from titanplans.training.trainer import documents  # noqa: E402
-from titanplans.training.trainer.optimizer import optimizers_config  # noqa: E402
+from titanplans.training.job import parts, resolve
+from titanplans.training.trainer import documents
 
 ENGINE = Path(__file__).parents[2] / "titanplans" / "training"
 READERS = (
@@ -47,7 +41,7 @@ def acting(job: JobConfig, world_size: int = 1) -> dict[str, Any]:
         "validation": parts.validation_loader(job, resolve.validation_data(job), world_size, apart=apart),
         "sizes": (resolve.validation_data(job), resolve.training_data(job)),
         "batch": resolve.global_batch_size(job, resolve.data_parallel_degree(job, world_size)),
-        "optimizers": optimizers_config(job),
+        "optimizers": (job.optimizer, *(job.compile.enable, job.compile.components)),
         "schedule": schedule_steps(job),
         "traces": resolve.trace_buf_size(job),
         "whole": [vars(getattr(job, section)) for section in GIVEN_WHOLE],

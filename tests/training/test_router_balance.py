@@ -22,11 +22,7 @@ from titanplans.parallel.compile import apply_compile, one_graph_a_block
 from titanplans.split.experts.loads import Loads, mixtures
 from titanplans.training.checkpoint.match import tensors_of
 from titanplans.training.checkpoint.storage import CheckpointReader
-from titanplans.training.trainer.device import prepare_device
-
-prepare_device()  # before torchtitan, which the next line imports
-
-from titanplans.training.trainer.model import LanguageModel  # noqa: E402
+from titanplans.training.trainer.model import LanguageModel
 
 BALANCED = {"vocab_size": 4096, "output_router_logits": True, "router_aux_loss_coef": 0.5}
 

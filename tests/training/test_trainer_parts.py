@@ -1,9 +1,7 @@
 """The parts around the trainer that can be looked at alone: device, log line, what is said at the end."""
 
-import importlib.util
 import json
 import logging
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -11,23 +9,21 @@ import torch
 import worlds
 from said import python
 
+from titanplans.config.sections.run import Metrics
 from titanplans.errors import UserError
 from titanplans.parallel.mesh.process_group import available_cores, default_device_type
 from titanplans.training.launch.exit_status import fail, refuse
 from titanplans.training.launch.logs import _NO_NEWS, _worth_showing
-from titanplans.training.trainer.device import HostDevice, peak_resident_bytes, prepare_device
-
-prepare_device()  # before torchtitan, which the next line imports
-
-from torchtitan.components.metrics import DeviceMemStats  # noqa: E402
-
-from titanplans.training.trainer.metrics import (  # noqa: E402
+from titanplans.training.trainer.device import DeviceMemory, Peak, peak_resident_bytes, prepare_device
+from titanplans.training.trainer.metrics import (
     MetricsProcessor,
     _significant,
     format_seconds,
     known_peak_flops,
 )
-from titanplans.training.trainer.step import FiniteSoFar  # noqa: E402
+from titanplans.training.trainer.step import FiniteSoFar
+
+CPU = torch.device("cpu")
 
 on_a_cpu = pytest.mark.skipif(
     default_device_type() != "cpu", reason="what a machine without accelerator gets"
@@ -58,8 +54,9 @@ def test_host_memory_is_the_resident_set():
     before = peak_resident_bytes()
     block = bytearray(64 * 2**20)
     assert peak_resident_bytes() >= before
-    assert 64 * 2**20 < peak_resident_bytes() < HostDevice().get_device_properties().total_memory
-    assert HostDevice().get_device_name()
+    memory = DeviceMemory(CPU)
+    assert 64 * 2**20 < memory.peak().reserved < memory.total
+    assert memory.name
     del block
 
 
@@ -83,45 +80,46 @@ def test_three_significant_digits(value, text):
     [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("Sparkler 9000", None)],
 )
 def test_peak_is_known_only_for_devices_of_the_table(name, peak):
-    # As on a machine with such a device, where torchtitan's module is left as it is.
-    spec = importlib.util.find_spec("torchtitan.tools.utils")
-    utils = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(utils)
-    assert known_peak_flops(utils.get_peak_flops(name), name) == peak
-    assert known_peak_flops(math.nan, name) is None, "on a CPU"
+    memory = Memory()
+    memory.name = name
+    assert known_peak_flops(memory) == peak
+    assert known_peak_flops(DeviceMemory(CPU)) is None
 
 
-class Memory:
-    """A device's memory, as torchtitan asks for it: its peak since it was last reset."""
+class Memory(DeviceMemory):
+    """An accelerator's, which a test uses."""
 
-    used = peak = 0
+    used = highest = 0
+    is_host, total = False, 100
+
+    def __init__(self):
+        pass
 
     def use(self, size):
-        self.used, self.peak = size, max(self.peak, size)
+        self.used, self.highest = size, max(self.highest, size)
 
-    def reset_peak_stats(self):
-        self.peak = self.used
+    def reset(self):
+        self.highest = self.used
 
-    def get_peak_stats(self):
-        return DeviceMemStats(*[self.peak] * 6)
+    def peak(self):
+        return Peak(self.highest)
 
 
-def test_the_memory_of_validation_is_its_own(monkeypatch):
-    monkeypatch.setattr("titanplans.training.trainer.metrics.utils.device_type", "cuda")
+def test_the_memory_of_validation_is_its_own(tmp_path):
     rows, memory = {}, Memory()
     with worlds.fake(1):
-        processor = MetricsProcessor(MetricsProcessor.Config(), parallel_dims=None)
+        processor = MetricsProcessor(Metrics(), None, CPU, dump_folder=str(tmp_path), values={})  # type: ignore[arg-type]
     processor.logger = SimpleNamespace(log=lambda metrics, step: rows.update(metrics))
-    processor.device_memory_monitor, processor.total_steps = memory, 1
+    processor.memory, processor.total_steps = memory, 1
     memory.use(10)
     memory.use(2)
     with processor.paused():
         memory.use(5)
         memory.use(2)
         processor.log_validation(1.0, 1)
-    assert rows["validation_metrics/memory/max_reserved(GiB)"] == 5
-    assert memory.get_peak_stats().max_reserved_gib == 2, "of the next steps nothing but theirs is measured"
-    assert processor._peak_so_far().max_reserved_gib == 10, "of the steps since the last line"
+    assert rows["validation_metrics/memory/max_reserved(%)"] == 5
+    assert memory.peak().reserved == 2, "of the next steps nothing but theirs is measured"
+    assert processor._peak_so_far().reserved == 10, "of the steps since the last line"
 
 
 def test_log_keeps_what_is_news():
@@ -153,11 +151,10 @@ def test_what_is_no_news_is_what_torchtitan_logs():
     """The functions that are named are torchtitan's, and each logs."""
     import inspect
 
-    import torchtitan.distributed.parallel_dims
     import torchtitan.distributed.utils
     import torchtitan.tools.utils
 
-    modules = (torchtitan.distributed.utils, torchtitan.tools.utils, torchtitan.distributed.parallel_dims)
+    modules = (torchtitan.distributed.utils, torchtitan.tools.utils)
     sources = {(module.__name__.rpartition(".")[2], module): inspect.getsource(module) for module in modules}
     for name, function in _NO_NEWS:
         texts = [text for (file, _), text in sources.items() if file == name]

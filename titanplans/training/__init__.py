@@ -1,5 +1,5 @@
 """The job: a TOML file becomes a `Trainer` (`trainer/trainer.py`) over the models and plans of this project.
 
-Its parts are torchtitan's, which nothing outside of this package needs; only `cli` imports it. Importing the package itself
-imports nothing: the device has to be settled (`trainer.device.prepare_device`) before torchtitan is imported.
+Some of its parts are torchtitan's, which nothing outside of this package needs; only `cli` imports it. Importing the package
+itself imports nothing.
 """

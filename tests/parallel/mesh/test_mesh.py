@@ -88,11 +88,11 @@ def test_no_two_groups_of_the_same_ranks(place):
 
 
 def test_the_attributes_of_parallel_dims():
-    from torchtitan.distributed import ParallelDims
+    from titan import parallel_dims
 
     for degrees in ((2, 2, 1, 2, 1), (1, 4, 1, 2, 1), (1, 1, 1, 8, 1), (4, 1, 1, 1, 2), (1, 2, 2, 2, 1)):
         replicate, shard, cp, tp, pp = degrees
-        theirs = ParallelDims(replicate, shard, cp, tp, pp, 1, 8, "partial_dtensor")
+        theirs = parallel_dims(replicate, shard, cp, tp, pp, 1, 8)
         with worlds.fake(8):
             ours = Mesh(Degrees(**dict(zip(POSITIONS, degrees, strict=False))), "cpu")
         names = [
@@ -117,12 +117,12 @@ def test_the_attributes_of_parallel_dims():
 
 def _shards(rank):
     """The ranks of FSDP's meshes, over each backend of ParallelDims, by degrees; and our own."""
-    from torchtitan.distributed import ParallelDims
+    from titan import parallel_dims
 
     found = {}
     for degrees in ((1, 4, 1, 1, 1), (2, 2, 1, 1, 1), (1, 2, 1, 2, 1), (1, 2, 2, 1, 1), (2, 1, 2, 1, 1)):
         meshes = [
-            ParallelDims(*degrees, 1, 4, backend)
+            parallel_dims(*degrees, 1, 4, backend=backend)
             for backend in ("partial_dtensor", "spmd_types", "full_dtensor")
         ]
         meshes.append(Mesh(Degrees(**dict(zip(POSITIONS, degrees, strict=True))), "cpu"))

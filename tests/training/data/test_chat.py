@@ -18,6 +18,7 @@ from titanplans.config.sections.data import Chat
 from titanplans.errors import DataError
 from titanplans.training.data.chat.chat import ChatFormat
 from titanplans.training.data.chat.messages import conversation_of
+from titanplans.training.data.loader import TextDataLoader
 from titanplans.training.data.vocabulary import check_tokenizer, default_tokenizer_path
 
 TURN = "{{ eos_token + '\n' }}"
@@ -376,7 +377,7 @@ def test_variables_and_tools_reach_the_template(chat):
 def loader(path, options, *, seq_len=64, dp_world_size=1, dp_rank=0, **config):
     made = data_options.config(dataset="local", dataset_path=path, split="all", chat=options, **config)
     at = {"dp_world_size": dp_world_size, "dp_rank": dp_rank, "seq_len": seq_len, "local_batch_size": 2}
-    return made.build(tokenizer=data_options.tokenizer(), **at)
+    return TextDataLoader(made, tokenizer=data_options.tokenizer(), **at)
 
 
 def numbered(n):

@@ -14,7 +14,7 @@ import data_options
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from data_options import open_source, write_rows
+from data_options import open_source, with_workers, write_rows
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
@@ -22,6 +22,7 @@ from titanplans.config.sections.data import Chat
 from titanplans.errors import DataError
 from titanplans.training.checkpoint.storage import Planner
 from titanplans.training.data.checks import read_place
+from titanplans.training.data.loader import TextDataLoader
 from titanplans.training.data.vocabulary import default_tokenizer_path
 from titanplans.training.launch.orphans import live_as_long_as_the_rank
 
@@ -78,7 +79,9 @@ def corpora(tmp_path_factory):
 def build(tokenizer):
     def build(config, *, dp_rank=0, dp_world_size=1, **sizes):
         sizes = {"seq_len": SEQ_LEN, "local_batch_size": BATCH} | sizes
-        return config.build(dp_rank=dp_rank, dp_world_size=dp_world_size, tokenizer=tokenizer, **sizes)
+        return TextDataLoader(
+            config, dp_rank=dp_rank, dp_world_size=dp_world_size, tokenizer=tokenizer, **sizes
+        )
 
     return build
 
@@ -126,7 +129,7 @@ def test_one_pass_over_any_number_of_ranks_predicts_every_token_once(build, corp
     whole = predictions(build(replace(corpora["text"], infinite=False)))
     assert whole.total() > 20
     for ranks, workers in ((2, 0), (3, 0), (2, 2)):
-        config = replace(corpora["text"], infinite=False, num_workers=workers)
+        config = with_workers(replace(corpora["text"], infinite=False), workers)
         by_rank = [list(build(config, dp_rank=rank, dp_world_size=ranks)) for rank in range(ranks)]
         assert len({len(batches) for batches in by_rank}) == 1, "a rank would wait for another for ever"
         assert sum(map(predictions, by_rank), Counter()) == whole
@@ -139,15 +142,15 @@ def test_one_pass_is_the_same_for_any_number_of_workers_and_can_be_repeated(buil
     loader = build(config)
     expected = flat(loader)
     assert flat(loader) == expected
-    assert flat(build(replace(config, num_workers=2))) == expected
-    kept = build(replace(config, num_workers=1, persistent_workers=True))
+    assert flat(build(with_workers(config, 2))) == expected
+    kept = build(with_workers(config, 1, persistent=True))
     batches = iter(kept)
     before = flat(islice(batches, 2))
     state = kept.state_dict()
     assert flat(kept) == expected
     assert flat(kept) == expected
     assert before == expected[:2]
-    resumed = build(replace(config, num_workers=1, persistent_workers=True))
+    resumed = build(with_workers(config, 1, persistent=True))
     resumed.load_state_dict(state)
     assert flat(resumed) == expected[2:]
     assert flat(resumed) == expected
@@ -166,7 +169,7 @@ def test_data_without_any_text_end_with_an_error_instead_of_a_search_for_ever(bu
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", ["text", "rows", "stream", "stdlib", "chats", "streamed chats"])
 def test_a_resumed_loader_goes_on_bit_for_bit(build, corpora, name, workers):
-    config = replace(corpora[name], num_workers=workers)
+    config = with_workers(corpora[name], workers)
     place = {"dp_rank": 1, "dp_world_size": 2}
     # The tiny corpora give about 12 batches an epoch to each rank: 40 cross its end more than twice.
     expected = flat(islice(build(config, **place), 46))
@@ -212,7 +215,7 @@ def test_a_place_within_a_step_is_the_steps_beginning(build, corpora):
 
 @pytest.mark.parametrize(("name", "workers"), [("text", 0), ("text", 2), ("chats", 0)])
 def test_a_resumed_pass_ends_where_the_first_would_have(build, corpora, name, workers):
-    config = replace(corpora[name], infinite=False, num_workers=workers)
+    config = with_workers(replace(corpora[name], infinite=False), workers)
     place = {"dp_rank": 2, "dp_world_size": 3}
     expected = flat(build(config, **place))
     assert IGNORE_INDEX in chain.from_iterable(expected[-1][2]), "this rank's last batch is filled up"
@@ -273,8 +276,8 @@ def test_a_tokenizer_with_another_merge_is_refused(build, corpora, tmp_path):
     (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(values))
     state = build(corpora["text"]).state_dict()
     other = HuggingFaceTokenizer.Config().build(tokenizer_path=str(tmp_path / "other"))
-    loader = corpora["text"].build(
-        dp_rank=0, dp_world_size=1, tokenizer=other, seq_len=SEQ_LEN, local_batch_size=BATCH
+    loader = TextDataLoader(
+        corpora["text"], dp_rank=0, dp_world_size=1, tokenizer=other, seq_len=SEQ_LEN, local_batch_size=BATCH
     )
     with pytest.raises(DataError, match=r"^tokenizer = '4096 tokens, .*': .* had '"):
         loader.load_state_dict(state)
@@ -337,7 +340,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(build, tmp_path):
     (tmp_path / "long.txt").write_text("a line of text\n" * 60_000)
     config = data_options.config(dataset="local", dataset_path=str(tmp_path), split="all", seed=1)
     for workers in (0, 1):
-        batches = iter(build(replace(config, num_workers=workers), seq_len=1024))
+        batches = iter(build(with_workers(config, workers), seq_len=1024))
         next(batches)
         with (tmp_path / "long.txt").open("r+b") as file:
             file.truncate(70_000)
@@ -367,7 +370,7 @@ def test_sequence_length_and_batch_size_may_change_between_runs(build, corpora):
 
 def test_a_worker_ends_when_its_rank_says_so_and_for_nobody_else(build, corpora):
     others = active_children()
-    batches = iter(build(replace(corpora["text"], num_workers=1)))
+    batches = iter(build(with_workers(corpora["text"], 1)))
     next(batches)
     (worker,) = set(active_children()) - set(others)
     subprocess.run(["kill", str(worker.pid)], check=True)  # as a scheduler does, of every process

@@ -21,6 +21,7 @@ Which degrees are possible is in degrees.py, the process group itself in process
 
 import math
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -122,6 +123,19 @@ class Mesh:
         names = [names] if isinstance(names, str) else list(names)
         there = [name == "fsdp" or self.get_mesh(name).size() > 1 for name in names]
         return self.get_mesh(names) if all(there) else None
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """The number of ranks that work on the same batch, as torchtitan calls it."""
+        return self.cp * self.tp * self.pp
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Give the groups of all meshes, and the default group, this timeout."""
+        experts = [] if self._of_experts is None else [self._of_experts]
+        for mesh in (self.world_mesh, *self._combined.values(), *experts):
+            for group in mesh.get_all_groups():
+                set_group_timeout(timeout, group)
+        set_group_timeout(timeout, None)
 
     def _sparse(self, device_type: str) -> DeviceMesh:
         """Return the mesh of the axes of experts."""

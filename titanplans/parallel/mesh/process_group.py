@@ -116,6 +116,18 @@ def start_process_group(backend: str, timeout: timedelta) -> None:
     dist.init_process_group(**arguments)
 
 
+def local_device() -> torch.device:
+    """Return the device that LOCAL_RANK gives this process, and make an accelerator torch's current one.
+
+    Raises:
+        ParallelError: this process does not see so many devices.
+    """
+    device = _device(default_device_type(), int(os.environ.get("LOCAL_RANK", "0")))
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+    return device
+
+
 def default_device_type() -> str:
     """Return the type of the accelerator that torch sees, or "cpu"; "mps" has no collectives and counts as none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -171,6 +183,8 @@ def _device(device_type: str, local_rank: int) -> torch.device:
             f"device_type = {device_type!r}, but the accelerator torch sees is {seen}: use 'cpu'"
         )
     count = torch.accelerator.device_count()
+    if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return torch.device(device_type, 0)  # some launchers show each process its own device alone
     if local_rank >= count:
         raise ParallelError(
             f"LOCAL_RANK = {local_rank}, but this process sees {count} {device_type} devices: "

@@ -20,7 +20,7 @@ class LoadBalancer:
 
     Args:
         model: parallelised, with values.
-        dims: torchtitan's ParallelDims.
+        dims: a `Mesh`, or torchtitan's ParallelDims.
         coefficient: by which a step moves a bias; None: `PUBLISHED`.
         stages: the ranks that hold the other stages of a pipeline, if `model` is one.
     """

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from titanplans import disk, modeling
 from titanplans.adapters.low_rank import adapted
@@ -57,6 +57,7 @@ class CheckpointManager:
         job: which has been checked; with checkpoint.enable = false, nothing is saved or loaded.
         models: the model, or this rank's stages of a pipeline.
         states: "optimizer", "lr_scheduler", "dataloader" and "train_state", each with `state_dict` and `load_state_dict`.
+        hf_config: the whole model's.
         is_finite: whether all numbers since its last call were finite, on all ranks; asked before each save.
         pipeline: the process group of the stages.
     """
@@ -67,6 +68,7 @@ class CheckpointManager:
         models: Sequence[PreTrainedModel],
         states: Mapping[str, Any],
         *,
+        hf_config: PretrainedConfig,
         is_finite: Callable[[], bool],
         pipeline: dist.ProcessGroup | None = None,
     ):
@@ -75,7 +77,7 @@ class CheckpointManager:
         self.path = folder.own_folder(job)
         self._saves = self.options.enable and not self.options.load_only
         self._saved_step: int | None = None
-        self._values, self._hf_config = job_values(job), resolve.hf_config(job)
+        self._values, self._hf_config = job_values(job), hf_config
         # Saves in the background meet on a group of their own: another thread must not use the training's.
         in_background = self._saves and self.options.async_mode != "disabled"
         self._group = dist.new_group(backend="gloo") if in_background else None

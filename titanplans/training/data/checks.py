@@ -1,4 +1,4 @@
-"""Checks of data and checkpoints that run before a process group, a device or torchtitan exists.
+"""Checks of data and checkpoints that run before a process group exists.
 
 The loader raises the same errors, but later, on every rank. Files that are converted here, .jsonl and .parquet, the ranks
 find in the cache of the `datasets` library.

@@ -7,17 +7,17 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.tools.logging import logger
 
 from titanplans.config.sections.data import Data
+from titanplans.config.sections.data import DataLoader as WorkerOptions
 from titanplans.errors import DataError
 from titanplans.split.objects import of_all
 from titanplans.training.data.chat.chat import ChatFormat
@@ -32,7 +32,7 @@ from titanplans.training.launch.orphans import live_as_long_as_the_rank
 _PROBE = "Tokenizers differ: 3.14 | naïve façade | 日本語 | \t\n  def f(x): return x**2"
 
 
-class TextDataLoader(BaseDataLoader):
+class TextDataLoader:
     """Batches of packed text, or conversations: `{"input", "positions"}`, labels, each `[local_batch_size, seq_len]` int64.
 
     `labels[t]` is the token after `input[t]`, or IGNORE_INDEX where a sequence is filled up, or what a conversation
@@ -45,9 +45,12 @@ class TextDataLoader(BaseDataLoader):
         DataError: the data set can't be used, or a loaded state belongs to another job.
     """
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(ParallelAwareDataloader.Config):
-        """Which text, in which order."""
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """Which text, in which order, read by whom."""
+
+        workers: WorkerOptions = field(default_factory=WorkerOptions)
+        """[training.dataloader], or that of validation."""
 
         data: Data
         """How documents become rows, `documents` decided, and all `sources`"""
@@ -82,7 +85,9 @@ class TextDataLoader(BaseDataLoader):
             self._parts.append(PackedSource(of.title, source, data, tokenizer, seq_len, chat))
         self._weights = {of.title: of.weight for of in data.sources}
         in_step = config.global_batch_size or local_batch_size * dp_world_size
-        self._share = BatchSlice(in_step // dp_world_size, dp_rank, dp_world_size, max(1, config.num_workers))
+        self._share = BatchSlice(
+            in_step // dp_world_size, dp_rank, dp_world_size, max(1, config.workers.num_workers)
+        )
         streams = Streams(1)
         if config.infinite:
             streams = divide(
@@ -103,17 +108,18 @@ class TextDataLoader(BaseDataLoader):
         self._figures = Figures([part.name for part in self._parts])
         self._identity = {"tokenizer": _describe(tokenizer), "infinite": config.infinite}
         self._fingerprints: list[dict[str, str]] = []
-        workers = config.num_workers > 0
+        options = config.workers
+        has_workers = options.num_workers > 0
         self._open = partial(
             DataLoader,
             self._shares,
             batch_size=None,
             collate_fn=_as_it_is,  # pyrefly: ignore[bad-argument-type]  without a batch size it is given an item
-            num_workers=config.num_workers,
-            worker_init_fn=partial(live_as_long_as_the_rank, os.getpid()) if workers else None,
-            persistent_workers=workers and config.persistent_workers,
-            pin_memory=config.pin_memory,
-            prefetch_factor=config.prefetch_factor if workers else None,
+            num_workers=options.num_workers,
+            worker_init_fn=partial(live_as_long_as_the_rank, os.getpid()) if has_workers else None,
+            persistent_workers=has_workers and options.persistent_workers,
+            pin_memory=options.pin_memory,
+            prefetch_factor=options.prefetch_factor if has_workers else None,
         )
         self._loader = self._open()
 
@@ -209,7 +215,7 @@ class TextDataLoader(BaseDataLoader):
         Raises:
             DataError: as `check_state`.
         """
-        if not state_dict:  # torchtitan: nothing was saved yet
+        if not state_dict:  # the checkpoint is another program's, and has none
             return
         self._place, said = self.check_state(state_dict)
         self._shares.start = self._place

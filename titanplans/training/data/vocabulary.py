@@ -1,7 +1,4 @@
-"""Where the tokenizer lies, whether it can be loaded, and how many tokens it has.
-
-Importing this imports no torchtitan, so a job is checked before a process group exists.
-"""
+"""Where the tokenizer lies, whether it can be loaded, and how many tokens it has."""
 
 import logging
 import os
@@ -41,8 +38,7 @@ def check_tokenizer(path: str) -> int:
     for name in ("tokenizer_config.json", "chat_template.jinja"):
         if os.path.lexists(os.path.join(path, name)):
             _read(path, name)
-    # Which imports torchtitan, so the device has to be settled by now.
-    from titanplans.training.data.text_tokenizer import TextTokenizer
+    from titanplans.training.data.text_tokenizer import TextTokenizer  # which imports torchtitan
 
     log = logging.getLogger()
     level = log.level

@@ -18,7 +18,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel
 
 from titanplans import kernels, modeling
-from titanplans.config import ConfigError, JobConfig, rename_option_errors, strategy_of
+from titanplans.config import (
+    ConfigError,
+    DDPConfig,
+    FSDP2Config,
+    JobConfig,
+    rename_option_errors,
+    strategy_of,
+)
 from titanplans.errors import DataError
 from titanplans.loss import FusedLoss
 from titanplans.modeling.own import is_own
@@ -67,7 +74,7 @@ def check_job(job: JobConfig, world_size: int) -> None:
     Raises:
         UserError: the first reason, with the key, the value and what would work.
     """
-    strategy_of(job)
+    strategy = strategy_of(job)
     data_parallel = resolve.data_parallel_degree(job, world_size)
     resolve.global_batch_size(job, data_parallel)
     device_type = default_device_type()
@@ -99,7 +106,7 @@ def check_job(job: JobConfig, world_size: int) -> None:
     documents.check_documents(job, config)
     check_positions(job, model)
     stages = check_pipeline(job, model)
-    check_parallelism(job, model)
+    check_parallelism(job, strategy, model)
     if stages is not None:
         check_stages_train(stages, model)
     if job.loss.fused:
@@ -187,19 +194,18 @@ def check_positions(job: JobConfig, model: PreTrainedModel) -> None:
         )
 
 
-def check_parallelism(job: JobConfig, model: nn.Module) -> None:
+def check_parallelism(job: JobConfig, strategy: FSDP2Config | DDPConfig, model: nn.Module) -> None:
     """Refuse a model that float8, adapters, the plan, the degree or recomputation does not fit; see `dry_run`."""
-    spread = strategy_of(job)
     with rename_option_errors():
         p = job.parallelism
         degrees = Degrees(
             tp=p.tensor_parallel_degree, cp=p.context_parallel_degree, ep=p.expert_parallel_degree
         )
-        dry_run(model, spread, degrees, default_device_type())
-    if default_device_type() == "cpu" and spread.autocast_dtype is not None and holds_fla(model):
+        dry_run(model, strategy, degrees, default_device_type())
+    if default_device_type() == "cpu" and strategy.autocast_dtype is not None and holds_fla(model):
         key = "autocast_dtype" if job.training.autocast_dtype else "mixed_precision_param"
         raise ConfigError(
-            f'training.{key} = "{spread.autocast_dtype}" is autocast here, which flash-linear-attention follows on '
+            f'training.{key} = "{strategy.autocast_dtype}" is autocast here, which flash-linear-attention follows on '
             "accelerators only: on this CPU "
             + ('set it to "float32"' if key == "mixed_precision_param" else "leave it out")
         )

@@ -1,7 +1,6 @@
 """A job's loaders of data, whose options are several sections.
 
-Importing this imports torchtitan, so `trainer.device.prepare_device` comes first. `titanplans.training.job.resolve` gives
-unset keys their values.
+Importing this imports torchtitan. `titanplans.training.job.resolve` gives unset keys their values.
 """
 
 from dataclasses import replace
@@ -33,7 +32,8 @@ def open_training_data(
     config = training_loader(job, world_size, apart=apart)
     if alone and len(config.data.sources) == 1:
         config = replace(config, epochs=1)
-    loader = config.build(
+    loader = TextDataLoader(
+        config,
         dp_rank=0,
         dp_world_size=1 if alone else resolve.data_parallel_degree(job, world_size),
         tokenizer=tokenizer,
@@ -61,5 +61,5 @@ def _loader(
         infinite=infinite,
         # The order of the documents must not be drawn anew when a job resumes.
         seed=job.debug.seed or 0,
-        **vars(workers),
+        workers=workers,
     )

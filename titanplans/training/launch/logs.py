@@ -16,10 +16,7 @@ from titanplans.training.launch.exit_status import mute_stdout
 # torchtitan's own progress that is no news, by the file and the function that logs it, with the reason.
 _NO_NEWS = {
     ("utils", "collect"),  # every garbage collection, with its time; gc_debug is the tool for that
-    ("parallel_dims", "build_mesh"),
 }
-_NO_NEWS_SAID = "Destroying the purge thread"
-"""How another line of its begins."""
 
 
 def init_logging(rank: int) -> None:
@@ -71,8 +68,7 @@ def _worth_showing(record: logging.LogRecord) -> bool:
     if record.levelno >= logging.ERROR:
         return True
     if record.name == "root":
-        news = (record.module, record.funcName) not in _NO_NEWS
-        return news and not record.getMessage().startswith(_NO_NEWS_SAID)
+        return (record.module, record.funcName) not in _NO_NEWS
     if record.levelno >= logging.WARNING:
         return record.name != "torchao"  # of CUDA libraries that can't be loaded, where none is needed
     return record.name.partition(".")[0] == "titanplans"

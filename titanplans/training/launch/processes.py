@@ -1,4 +1,4 @@
-"""The process group of a job's ranks, the meshes of its degrees, and their timeouts."""
+"""The device of a rank, the process group of a job's ranks, the meshes of its degrees, and their timeouts."""
 
 import os
 from datetime import timedelta
@@ -6,30 +6,28 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torchtitan.distributed import ParallelDims
-from torchtitan.tools.utils import device_module
 
 from titanplans.config import JobConfig
+from titanplans.parallel.mesh.mesh import Mesh
 from titanplans.parallel.mesh.process_group import backend_for, start_process_group
-from titanplans.torch_private.distributed import set_group_timeout
+from titanplans.plan.degrees import Degrees
 from titanplans.training.job import resolve
 
 
-def start_processes(job: JobConfig, device: torch.device) -> ParallelDims:
+def start_processes(job: JobConfig, device: torch.device) -> Mesh:
     """Start the process group, unless it is up, and return the meshes of the job's degrees."""
     if not dist.is_initialized():
         _start_process_group(job, device)
     p = job.parallelism
-    return ParallelDims(
+    degrees = Degrees(
         dp_replicate=p.data_parallel_replicate_degree,
         dp_shard=p.shard_degree,
         cp=p.context_parallel_degree,
         tp=p.tensor_parallel_degree,
         pp=p.pipeline_parallel_degree,
         ep=p.expert_parallel_degree,
-        world_size=dist.get_world_size(),
-        spmd_backend="partial_dtensor",  # the others want modules that declare their sharding in torchtitan's own way
     )
+    return Mesh(degrees, device.type)
 
 
 def _start_process_group(job: JobConfig, device: torch.device) -> None:
@@ -49,12 +47,10 @@ def _start_process_group(job: JobConfig, device: torch.device) -> None:
     start_process_group(backend, timedelta(seconds=comm.init_timeout_seconds))
 
 
-def lower_timeouts(job: JobConfig, dims: ParallelDims, device: torch.device) -> None:
+def lower_timeouts(job: JobConfig, mesh: Mesh, device: torch.device) -> None:
     """Give every process group the timeout of training steps, once all that connects or compiles has done so."""
     # A rank that is ahead would use the shorter one on a rank that still compiles.
     dist.barrier(device_ids=[device.index or 0] if device.type != "cpu" else None)
-    device_module.synchronize()
-    timeout = timedelta(seconds=job.comm.train_timeout_seconds)
-    for mesh in dims.get_all_one_dimensional_meshes().values():
-        set_group_timeout(timeout, mesh.get_group())
-    set_group_timeout(timeout, None)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    mesh.set_timeout(timedelta(seconds=job.comm.train_timeout_seconds))

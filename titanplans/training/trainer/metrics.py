@@ -1,7 +1,6 @@
 """A run's log: a line for each logged step, and the same figures for TensorBoard, W&B and metrics.jsonl.
 
-torchtitan's processor collects the figures and writes to TensorBoard and W&B. This one formats the line, adds the time
-left, and omits unknown figures: MFU on a device without a published peak, device memory on a CPU.
+The sinks are torchtitan's. Unknown figures are left out: MFU on a device without a published peak, device memory on a CPU.
 """
 
 import contextlib
@@ -10,72 +9,82 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from torchtitan.components import metrics as titan
-from torchtitan.tools import utils
+from torchtitan.components.metrics import LoggerContainer, TensorBoardLogger, WandBLogger
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import Color, NoColor, get_peak_flops
 
+from titanplans.config.sections.run import Metrics
 from titanplans.disk import naming
 from titanplans.errors import UserError
+from titanplans.parallel.mesh.mesh import Mesh
 from titanplans.parallel.optimizers.load_balance import LoadBalancer
+from titanplans.training.trainer.device import DeviceMemory, Peak
 from titanplans.training.trainer.jsonl import FILE_NAME, JsonlWriter
 
 _A100_PEAK_FLOPS = 312e12
 
 
-class MetricsProcessor(titan.MetricsProcessor):
+class MetricsProcessor:
     """Log line, TensorBoard, W&B and metrics.jsonl. The trainer sets the attributes.
+
+    Args:
+        options: [metrics].
+        values: the job's, for W&B.
 
     Attributes:
         total_steps: of the run, by which the time left is shown.
+        num_flops_per_token: of a forward and a backward of the whole model.
         of_data: the data loader's metrics of a logged interval; called on all ranks.
         balancer: of the routers' loads.
         validation_loss: the newest.
+        ntokens_since_last_log: of this rank's batches.
+        data_loading_times: seconds, of each batch since the last line.
     """
 
     total_steps: int
+    num_flops_per_token: int
     of_data: Callable[[], dict[str, float]]
     balancer: LoadBalancer
     validation_loss: float
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(titan.MetricsProcessor.Config):
-        """torchtitan's, whose `build` makes this class."""
-
-        enable_jsonl: bool = False
-        """Append the figures to metrics.jsonl."""
-
-        measure_first_step: bool = True
-        """Record what the first step communicates and compiles; see `titanplans.training.trainer.parallelism_report`."""
-
-    def __init__(self, config: Config, *, dump_folder: str = "./outputs", **kwargs: Any):
-        self._tensorboard: titan.TensorBoardLogger | None = None
-        super().__init__(config, dump_folder=dump_folder, **kwargs)
-        self._folder = dump_folder
-        if not (sys.stdout.isatty() and "NO_COLOR" not in os.environ):
-            self.color = utils.NoColor()
-        self.peak_flops = known_peak_flops(self.gpu_peak_flops, self.device_memory_monitor.device_name)
+    def __init__(
+        self, options: Metrics, mesh: Mesh, device: torch.device, *, dump_folder: str, values: dict[str, Any]
+    ):
+        self.options, self.mesh, self._folder = options, mesh, dump_folder
+        self.memory = DeviceMemory(device)
+        has_colors = (
+            sys.stdout.isatty() and "NO_COLOR" not in os.environ and not options.disable_color_printing
+        )
+        self.color = Color() if has_colors else NoColor()
+        self.peak_flops = known_peak_flops(self.memory)
+        self._tensorboard: TensorBoardLogger | None = None
+        self.logger: Any = self._sinks(values)
+        self.ntokens_since_last_log = 0
+        self.data_loading_times: list[float] = []
+        self.time_last_log = time.perf_counter()
         self._first_step = 0
-        self._peak: Any = None
+        self._peak: Peak | None = None
         """The memory's, of the logged interval before its last validation."""
         self._time_first_log = 0.0
         self._last_step = 0  # that was logged
+        self.memory.reset()
 
     def should_log(self, step: int) -> bool:
         """The first step of this run, every `log_freq`-th, and the last."""
         self._first_step = self._first_step or step
-        return super().should_log(step) or step in (self._first_step, self.total_steps)
+        return step % self.options.log_freq == 0 or step in (1, self._first_step, self.total_steps)
 
     def log_model(self) -> None:
         """Log the memory that the model takes, and the peak against which MFU is computed."""
         _, memory = self._memory(self._peak_so_far())
         peak = "" if self.peak_flops is None else f"; MFU is of {self.peak_flops:.3e} FLOP/s"
-        logger.info(f"The model is made: {memory}{peak}")
+        name = f"{self.memory.name}, {self.memory.gib(self.memory.total):.2f} GiB"
+        logger.info(f"The model is made: {memory} of {name}{peak}")
 
     def log(
         self,
@@ -101,10 +110,8 @@ class MetricsProcessor(titan.MetricsProcessor):
         if step == self._first_step:
             self._last_step, self._time_first_log = step - 1, now
 
-        tokens_per_device = self.ntokens_since_last_log / (
-            seconds * self.parallel_dims.non_data_parallel_size
-        )
-        tokens = tokens_per_device * self.parallel_dims.world_size
+        tokens_per_device = self.ntokens_since_last_log / (seconds * self.mesh.non_data_parallel_size)
+        tokens = tokens_per_device * self.mesh.world_size
         tflops = self.num_flops_per_token * tokens_per_device / 1e12
         loading = sum(self.data_loading_times)
         memory, memory_text = self._memory(self._peak_so_far())
@@ -145,12 +152,12 @@ class MetricsProcessor(titan.MetricsProcessor):
         self.data_loading_times.clear()
         self.time_last_log = time.perf_counter()
         self._peak = None
-        self.device_memory_monitor.reset_peak_stats()
+        self.memory.reset()
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         """Log the validation loss, in nats per token, of the model after `step`."""
         self.validation_loss = loss
-        memory, memory_text = self._memory(self.device_memory_monitor.get_peak_stats())
+        memory, memory_text = self._memory(self.memory.peak())
         scalars = {"validation_metrics/loss": loss}
         scalars |= {f"validation_metrics/{name}": value for name, value in memory.items()}
         self._write(scalars | (extra_metrics or {}), step)
@@ -167,9 +174,9 @@ class MetricsProcessor(titan.MetricsProcessor):
         """Leave the enclosed time and tokens out of the throughput of training, and measure its memory apart."""
         tokens, started = self.ntokens_since_last_log, time.perf_counter()
         self._peak = self._peak_so_far()
-        self.device_memory_monitor.reset_peak_stats()
+        self.memory.reset()
         yield
-        self.device_memory_monitor.reset_peak_stats()
+        self.memory.reset()
         self.ntokens_since_last_log = tokens
         self.time_last_log += time.perf_counter() - started
 
@@ -182,48 +189,47 @@ class MetricsProcessor(titan.MetricsProcessor):
         if picture is not None and self._tensorboard is not None:
             self._tensorboard.writer.add_image("experts/load", picture, step)
 
-    def _build_metric_logger(
-        self, *, config: Any, dump_folder: str, config_dict: dict[str, Any] | None = None, **_: Any
-    ) -> titan.BaseLogger:
-        """Every rank knows the metrics: rank 0 writes them, or each its own."""
-        writers = titan.LoggerContainer()
-        rank, every_rank = torch.distributed.get_rank(), config.save_for_all_ranks
-        if rank != 0 and not every_rank:
-            return writers
-        own = f"rank_{rank}" if every_rank else ""
-        folder = str(Path(dump_folder, config.save_tb_folder, datetime.now().strftime("%Y%m%d-%H%M"), own))
-        if config.enable_wandb:
-            writers.add_logger(_wandb(folder, config_dict))
-        if config.enable_tensorboard:
-            self._tensorboard = titan.TensorBoardLogger(folder)
-            writers.add_logger(self._tensorboard)
-        if config.enable_jsonl:
-            path = Path(dump_folder, own, FILE_NAME)
-            writers.add_logger(JsonlWriter(path))  # pyrefly: ignore[bad-argument-type]  it is shaped as one
-        return writers
+    def _sinks(self, values: dict[str, Any]) -> LoggerContainer:
+        """Return where the figures go. Every rank knows them: rank 0 writes them, or each its own."""
+        sinks, options, rank = LoggerContainer(), self.options, torch.distributed.get_rank()
+        if rank != 0 and not options.save_for_all_ranks:
+            return sinks
+        own = f"rank_{rank}" if options.save_for_all_ranks else ""
+        folder = str(Path(self._folder, options.save_tb_folder, datetime.now().strftime("%Y%m%d-%H%M"), own))
+        if options.enable_wandb:
+            sinks.add_logger(_wandb(folder, values))
+        if options.enable_tensorboard:
+            self._tensorboard = TensorBoardLogger(folder)
+            sinks.add_logger(self._tensorboard)
+        if options.enable_jsonl:
+            path = Path(self._folder, own, FILE_NAME)
+            sinks.add_logger(JsonlWriter(path))  # pyrefly: ignore[bad-argument-type]  it is shaped as one
+        return sinks
 
-    def _peak_so_far(self) -> Any:
-        """torchtitan's DeviceMemStats of the interval since the last log, without validations."""
-        now = self.device_memory_monitor.get_peak_stats()
-        return now if self._peak is None else type(now)(*map(max, now, self._peak))
+    def close(self) -> None:
+        """Close the sinks."""
+        self.logger.close()
 
-    def _memory(self, stats: Any) -> tuple[dict[str, float], str]:
-        """Peak memory, as scalars and for the line; on a CPU the process's peak."""
-        if utils.device_type == "cpu":
-            text = f"RSS {stats.max_reserved_gib:.2f} GiB"
-            return {
-                "memory/peak_rss(GiB)": stats.max_reserved_gib,
-                "memory/peak_rss(%)": stats.max_reserved_pct,
-            }, text
-        text = f"memory {stats.max_reserved_gib:.2f} GiB ({stats.max_reserved_pct:.0f}%)"
+    def _peak_so_far(self) -> Peak:
+        """Return the peak of the interval since the last log, without validations."""
+        now = self.memory.peak()
+        return now if self._peak is None else Peak(*map(max, now, self._peak))
+
+    def _memory(self, peak: Peak) -> tuple[dict[str, float], str]:
+        """Return peak memory, as scalars and for the line; on a CPU the process's."""
+        memory = self.memory
+        reserved, percent = memory.gib(peak.reserved), memory.percent(peak.reserved)
+        if memory.is_host:
+            scalars = {"memory/peak_rss(GiB)": reserved, "memory/peak_rss(%)": percent}
+            return scalars, f"RSS {reserved:.2f} GiB"
         return {
-            "memory/max_active(GiB)": stats.max_active_gib,
-            "memory/max_active(%)": stats.max_active_pct,
-            "memory/max_reserved(GiB)": stats.max_reserved_gib,
-            "memory/max_reserved(%)": stats.max_reserved_pct,
-            "memory/num_alloc_retries": stats.num_alloc_retries,
-            "memory/num_ooms": stats.num_ooms,
-        }, text
+            "memory/max_active(GiB)": memory.gib(peak.active),
+            "memory/max_active(%)": memory.percent(peak.active),
+            "memory/max_reserved(GiB)": reserved,
+            "memory/max_reserved(%)": percent,
+            "memory/num_alloc_retries": peak.retries,
+            "memory/num_ooms": peak.out_of_memory,
+        }, f"memory {reserved:.2f} GiB ({percent:.0f}%)"
 
     def _seconds_left(self, step: int, now: float) -> float | None:
         """Time to `total_steps` at the pace since the end of the first step, which may have compiled; None in it."""
@@ -235,7 +241,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         logger.info("  ".join(f"{color}{text}{self.color.reset if color else ''}" for color, text in fields))
 
 
-def _wandb(folder: str, values: dict[str, Any] | None) -> titan.BaseLogger:
+def _wandb(folder: str, values: dict[str, Any]) -> WandBLogger:
     try:
         import wandb
     except ImportError as error:
@@ -243,19 +249,22 @@ def _wandb(folder: str, values: dict[str, Any] | None) -> titan.BaseLogger:
             "[metrics] enable_wandb = true: W&B is not installed: pip install wandb, or disable it"
         ) from error
     try:
-        return titan.WandBLogger(folder, config_dict=values)
+        return WandBLogger(folder, config_dict=values)
     except wandb.Error as error:
         raise UserError(
             f"[metrics] enable_wandb = true: W&B did not start ({error}): log in, set WANDB_MODE=offline, or disable it"
         ) from error
 
 
-def known_peak_flops(peak: float, device: str) -> float | None:
-    """The dense bfloat16 `peak` in FLOP/s that torchtitan's table has of a device; None where it has no entry.
+def known_peak_flops(memory: DeviceMemory) -> float | None:
+    """Return the dense bfloat16 peak in FLOP/s that torchtitan's table has of a device; None where it has no entry.
 
-    For a name that it does not know, torchtitan answers with the A100's figure; on a CPU it is NaN.
+    For a name that it does not know, torchtitan answers with the A100's figure.
     """
-    return None if math.isnan(peak) or (peak == _A100_PEAK_FLOPS and "A100" not in device) else peak
+    if memory.is_host:
+        return None
+    peak = get_peak_flops(memory.name)
+    return None if peak == _A100_PEAK_FLOPS and "A100" not in memory.name else peak
 
 
 def format_seconds(seconds: float) -> str:

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import set_default_dtype
 from transformers import PretrainedConfig, PreTrainedModel
@@ -22,6 +20,7 @@ from titanplans.config import DDPConfig, FSDP2Config, JobConfig, rename_option_e
 from titanplans.errors import ModelError
 from titanplans.loss import DeferredLogits, FusedLoss, NotFused, Objective, added_loss
 from titanplans.parallel import parallelize
+from titanplans.parallel.mesh.mesh import Mesh
 from titanplans.parallel.parallelize import apply_data_parallelism
 from titanplans.parallel.record import record_of
 from titanplans.split.collectives import Group, group_of
@@ -162,7 +161,8 @@ class Models(NamedTuple):
 def make_models(
     job: JobConfig,
     strategy: FSDP2Config | DDPConfig,
-    dims: ParallelDims,
+    config: PretrainedConfig,
+    mesh: Mesh,
     device: torch.device,
     loss: CrossEntropyLoss,
 ) -> Models:
@@ -176,21 +176,20 @@ def make_models(
             f"model from {name if flavor == 'config' else f'{name} {flavor}'}, tokenizer from "
             f"{resolve.tokenizer_path(job)}; a run that resumes nothing takes its weights from {published}"
         )
-    config = resolve.hf_config(job)
-    with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[job.training.dtype]):
+    with torch.device("meta"), set_default_dtype(getattr(torch, job.training.dtype)):
         model = LanguageModel(config, documents=documents.keyword(job, config))
     count, flops = _parameters_and_flops(model.lm, strategy, job.training.seq_len)
     logger.info(f"Model {name} {flavor} size: {count:,} total parameters")
 
     pipeline, parts, seed_only = None, [model], job.checkpoint.create_seed_checkpoint
     with rename_option_errors():
-        if dims.pp_enabled:
+        if mesh.pp_enabled:
             assert isinstance(strategy, FSDP2Config)  # DDP has been refused
             pipeline = build_pipeline(
                 model,
                 job.parallelism,
                 strategy,
-                parallel_dims=dims,
+                parallel_dims=mesh,
                 seq_len=job.training.seq_len,
                 device=device,
                 loss=loss,
@@ -198,7 +197,7 @@ def make_models(
             )
             parts = pipeline.parts
         elif not seed_only:
-            parallelize(model.lm, parallel_dims=dims, config=strategy, dump_folder=job.job.dump_folder)
+            parallelize(model.lm, parallel_dims=mesh, config=strategy, dump_folder=job.job.dump_folder)
             if (check := record_of(model.lm).image_check) is not None:
                 check.remove()  # a job's batches are text
 
@@ -208,10 +207,10 @@ def make_models(
         part.initialize(buffer_device=device if on_cpu and not seed_only else None)
         if isinstance(strategy, DDPConfig) and not seed_only:
             with rename_option_errors():  # now: DDP sends rank 0's values
-                apply_data_parallelism(part.lm, dims, strategy)
+                apply_data_parallelism(part.lm, mesh, strategy)
         part.lm.train()
         splits_backward = pipeline is not None and pipeline.splits_backward
-        part.take_loss(loss, dims.get_optional_mesh("batch"), splits_backward=splits_backward)
+        part.take_loss(loss, mesh.get_optional_mesh("batch"), splits_backward=splits_backward)
     return Models(parts, pipeline, flops)
 
 

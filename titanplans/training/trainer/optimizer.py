@@ -1,57 +1,34 @@
 """torchtitan's optimizers and learning rates as a job says them, whatever the job that has written the checkpoint said."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 
 from titanplans.config import JobConfig
-from titanplans.config.sections.optimization import Optimizer
+from titanplans.config.compatibility.job import schedule_steps
 from titanplans.parallel import Compile
 from titanplans.parallel.compile import compile_optimizer
 from titanplans.parallel.optimizers.build import build_optimizers
 
 
 class Optimizers(OptimizersContainer):
-    """torchtitan's, of this project's groups of parameters."""
+    """torchtitan's container, which steps a job's optimizers together and has their state by parameter."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(OptimizersContainer.Config):
-        """torchtitan's, whose `build` makes this class."""
-
-        options: Optimizer = field(default_factory=Optimizer)
-        """[optimizer]."""
-
-        capturable: bool = False
-        """The step may be given a learning rate that is a tensor."""
-
-    def __init__(self, config: Config, *, model_parts: list[nn.Module]):
-        settings = {"capturable": True} if config.capturable else {}
-        self.model_parts = model_parts
+    def __init__(self, job: JobConfig, models: list[nn.Module]):
+        # A compiled step takes its learning rate as a tensor, which foreach's does only if it is "capturable".
+        compiled = job.compile.enable and "optimizer" in job.compile.components
+        is_foreach = job.optimizer.implementation == "foreach"
+        settings = {"capturable": True} if compiled and is_foreach else {}
+        self.model_parts = models
         self.optimizers = [
-            optimizer
-            for part in model_parts
-            for optimizer in build_optimizers(part, config.options, **settings)
+            optimizer for model in models for optimizer in build_optimizers(model, job.optimizer, **settings)
         ]
-        if config.implementation == "fused_opt_states_bf16":
+        if job.optimizer.implementation == "fused_opt_states_bf16":
             self._register_bf16_optimizer_state_hook()
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         self._post_init([parameter for group in groups for parameter in group["params"]])
-
-
-def optimizers_config(job: JobConfig) -> Optimizers.Config:
-    """Return the config of the optimizers of `job`."""
-    # A compiled step takes its learning rate as a tensor, which foreach's does only so.
-    compiled = job.compile.enable and "optimizer" in job.compile.components
-    foreach = job.optimizer.implementation == "foreach"
-    return Optimizers.Config(
-        implementation=job.optimizer.implementation,
-        options=job.optimizer,
-        capturable=compiled and foreach,
-    )
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer, compiled: Compile) -> None:
@@ -86,15 +63,11 @@ def _keep_settings(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any])
 class LRSchedulers(LRSchedulersContainer):
     """torchtitan's. A checkpoint gives them the step alone: the rates are those of this job's schedule."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(LRSchedulersContainer.Config):
-        """torchtitan's, whose `build` makes this class."""
-
-        def build(self, **components: Any) -> "LRSchedulers":
-            return LRSchedulers(LRSchedulersContainer.Config.build(self, **components).schedulers)
-
-    def __init__(self, schedulers: list[LRScheduler]):
-        self.schedulers = schedulers
+    def __init__(self, job: JobConfig, optimizers: Optimizers):
+        options = LRSchedulersContainer.Config(
+            **vars(job.lr_scheduler) | {"total_steps": schedule_steps(job)}
+        )
+        self.schedulers = options.build(optimizers=optimizers, training_steps=job.training.steps).schedulers
 
     def get_metrics(self) -> dict[str, float]:
         """Return the learning rates by optimizer, and by group where groups have rates of their own."""

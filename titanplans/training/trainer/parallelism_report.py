@@ -20,7 +20,7 @@ from titanplans.observe.summary import after_step, at_start, pipeline_after_step
 from titanplans.parallel import DDPConfig, FSDP2Config
 from titanplans.parallel.report import ParallelismReport
 
-if TYPE_CHECKING:  # it imports torchtitan, which looks for the device
+if TYPE_CHECKING:
     from titanplans.training.pipeline.report import PipelineReport
 
 FILE = "parallelism.json"
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class JobReport:
-    """Writes and logs the report of one run; `model` is parallelised and initialised, `mesh` torchtitan's ParallelDims.
+    """Writes and logs the report of one run; `model` is parallelised and initialised, `mesh` a `Mesh`.
 
     Raises:
         ConfigError: a component of [compile] was not compiled.

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchtitan.tools.utils import device_module, device_type
 
+from titanplans.parallel.mesh.process_group import default_device_type
 from titanplans.split.gradients import clip_gradients, local_of, skip_nonfinite
 from titanplans.torch_private.distributed import default_store
 
@@ -83,7 +83,7 @@ class Ending:
 
     def is_last(self, step: int) -> bool:
         """Whether all ranks end after `step`, which this one has taken."""
-        if device_type != "cpu":
+        if (device_type := default_device_type()) != "cpu":
             if self._before is not None:
                 self._before.synchronize()
             self._before = torch.Event(device_type)
@@ -96,13 +96,13 @@ class Ending:
 def get_rng_state() -> dict[str, torch.Tensor]:
     """The states of torch's generators on this rank: the CPU's, and the accelerator's if there is one."""
     state = {"cpu": torch.get_rng_state()}
-    if device_type != "cpu":
-        state[device_type] = device_module.get_rng_state()
+    if (device_type := default_device_type()) != "cpu":
+        state[device_type] = torch.get_device_module(device_type).get_rng_state()
     return state
 
 
 def set_rng_state(state: dict[str, torch.Tensor]) -> None:
     """Set the generators to what `get_rng_state` returned."""
     torch.set_rng_state(state["cpu"])
-    if device_type != "cpu":
-        device_module.set_rng_state(state[device_type])
+    if (device_type := default_device_type()) != "cpu":
+        torch.get_device_module(device_type).set_rng_state(state[device_type])

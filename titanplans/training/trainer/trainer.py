@@ -1,7 +1,7 @@
 """A training job: `Trainer(job)` makes its parts, `train()` takes its steps. Read it from the top.
 
-Parts come from torchtitan where they serve as they are: the meshes (`ParallelDims`), the containers of optimizers and
-schedules, the profiler, garbage collection, sums over ranks. The forward of a model is in `model.py`, a pipeline's in
+Parts come from torchtitan where they serve as they are: the containers of optimizers and schedules, the sinks of metrics,
+the profiler, garbage collection, sums over ranks. The forward of a model is in `model.py`, a pipeline's in
 `pipeline/`, its parallelisation in `titanplans.parallel`.
 """
 
@@ -24,13 +24,13 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.profiler import Profiler
 
 from titanplans.config import DDPConfig, JobConfig, rename_option_errors, strategy_of
-from titanplans.config.compatibility.job import schedule_steps
 from titanplans.disk import write_whole
 from titanplans.errors import DataError, Diverged
 from titanplans.loss import IGNORED
 from titanplans.parallel import ddp
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.fsdp import gradient_sync
+from titanplans.parallel.mesh.process_group import local_device
 from titanplans.parallel.optimizers.load_balance import LoadBalancer
 from titanplans.training.checkpoint.manager import CheckpointManager
 from titanplans.training.checkpoint.match import job_values
@@ -42,7 +42,7 @@ from titanplans.training.trainer import documents
 from titanplans.training.trainer.loss import CrossEntropyLoss
 from titanplans.training.trainer.metrics import MetricsProcessor
 from titanplans.training.trainer.model import make_models
-from titanplans.training.trainer.optimizer import LRSchedulers, optimizers_config, prepare_optimizer
+from titanplans.training.trainer.optimizer import LRSchedulers, Optimizers, prepare_optimizer
 from titanplans.training.trainer.parallelism_report import JobReport
 from titanplans.training.trainer.step import Clipping, Ending, FiniteSoFar, get_rng_state, set_rng_state
 
@@ -64,24 +64,21 @@ class Trainer:
 
     def __init__(self, job: JobConfig):
         self.job, self.strategy = job, strategy_of(job)
-        self.device = utils.get_local_device()
-        utils.device_module.set_device(self.device)
-        self.parallel_dims = start_processes(job, self.device)
-        self.batch_mesh = self.parallel_dims.get_optional_mesh("batch")
-        self.loss_mesh = self.parallel_dims.get_optional_mesh("loss")
-        self.cp_mesh = self.parallel_dims.get_optional_mesh("cp")
+        self.hf_config = resolve.hf_config(job)
+        self.device = local_device()
+        self.mesh = start_processes(job, self.device)
+        self.batch_mesh = self.mesh.get_optional_mesh("batch")
+        self.loss_mesh = self.mesh.get_optional_mesh("loss")
+        self.cp_mesh = self.mesh.get_optional_mesh("cp")
         self.step = self.tokens_seen = self._validated = 0
         self.ending: Ending | None = None
         self.gc = utils.GarbageCollection(job.training.gc_freq, job.training.gc_debug)
         # No distinct seeds: the stages of a pipeline draw the weights that the unsplit model has.
-        set_determinism(self.parallel_dims, self.device, job.debug, distinct_seed_mesh_dims=[])  # pyrefly: ignore[bad-argument-type]
+        set_determinism(self.mesh, self.device, job.debug, distinct_seed_mesh_dims=[])  # pyrefly: ignore[bad-argument-type]
         values = job_values(job)
         self._show_job(values)
         self.metrics_processor = MetricsProcessor(
-            MetricsProcessor.Config(**vars(job.metrics)),
-            parallel_dims=self.parallel_dims,
-            dump_folder=job.job.dump_folder,
-            config_dict=values,
+            job.metrics, self.mesh, self.device, dump_folder=job.job.dump_folder, values=values
         )
         self._make_model()
         self._make_optimizers()
@@ -95,7 +92,12 @@ class Trainer:
             "train_state": self,
         }
         self.checkpointer = CheckpointManager(
-            job, self._lms, states, is_finite=self.finite.everywhere, pipeline=self._pipeline_group
+            job,
+            self._lms,
+            states,
+            hf_config=self.hf_config,
+            is_finite=self.finite.everywhere,
+            pipeline=self._pipeline_group,
         )
         self._loaded_rng: dict[str, torch.Tensor] | None = None
         pipeline_report = None
@@ -103,7 +105,7 @@ class Trainer:
             pipeline_report = self.pipeline.report(self.microbatches, job.job.dump_folder)
         self.report = JobReport(
             self._lms[0],
-            self.parallel_dims,
+            self.mesh,
             self.strategy,
             job.job.dump_folder,
             self.accumulation_steps * self.microbatches,
@@ -115,12 +117,14 @@ class Trainer:
 
     def _make_model(self) -> None:
         """Make the model, or this rank's stages of it, parallelised and with initial weights."""
-        job, dims = self.job, self.parallel_dims
+        job, mesh = self.job, self.mesh
         self.loss = CrossEntropyLoss(job.loss, self.strategy.compile)
-        self.model_parts, self.pipeline, flops = make_models(job, self.strategy, dims, self.device, self.loss)
+        self.model_parts, self.pipeline, flops = make_models(
+            job, self.strategy, self.hf_config, mesh, self.device, self.loss
+        )
         self._pipeline_group = None if self.pipeline is None else self.pipeline.group
         lms = torch.nn.ModuleList(self._lms)
-        self.balancer = LoadBalancer(lms, dims, job.optimizer.load_balance_coeff, self._pipeline_group)
+        self.balancer = LoadBalancer(lms, mesh, job.optimizer.load_balance_coeff, self._pipeline_group)
         for model in self.model_parts:
             model.inferred = self.balancer.loads.forget
         metrics = self.metrics_processor
@@ -137,9 +141,8 @@ class Trainer:
 
     def _make_optimizers(self) -> None:
         job = self.job
-        self.optimizers = optimizers_config(job).build(model_parts=self._lms)
-        schedule = LRSchedulers.Config(**vars(job.lr_scheduler) | {"total_steps": schedule_steps(job)})
-        self.lr_schedulers = schedule.build(optimizers=self.optimizers, training_steps=job.training.steps)
+        self.optimizers = Optimizers(job, self._lms)
+        self.lr_schedulers = LRSchedulers(job, self.optimizers)
         with rename_option_errors():
             for optimizer in self.optimizers:
                 prepare_optimizer(optimizer, self.strategy.compile)
@@ -158,9 +161,9 @@ class Trainer:
             "tokenizer": TextTokenizer.Config().build(tokenizer_path=resolve.tokenizer_path(job)),
         }
         self._apart = documents.are_apart(job, self.model_parts[0].documents)
-        config = parts.training_loader(job, self.parallel_dims.world_size, apart=self._apart)
-        self.dataloader = config.build(
-            seq_len=job.training.seq_len, local_batch_size=each, **self._for_loaders
+        config = parts.training_loader(job, self.mesh.world_size, apart=self._apart)
+        self.dataloader = TextDataLoader(
+            config, seq_len=job.training.seq_len, local_batch_size=each, **self._for_loaders
         )
         self.metrics_processor.of_data = self.dataloader.take_figures
         logger.info(
@@ -170,7 +173,7 @@ class Trainer:
         )
 
     def _validation_loader(self, data: resolve.DataSettings) -> TextDataLoader.Config:
-        return parts.validation_loader(self.job, data, self.parallel_dims.world_size, apart=self._apart)
+        return parts.validation_loader(self.job, data, self.mesh.world_size, apart=self._apart)
 
     # The loop.
 
@@ -218,13 +221,13 @@ class Trainer:
                     self._take_step(read, log_begins)
                 if self.step == first and getattr(self.strategy, "enable_async_tensor_parallel", False):
                     with rename_option_errors():
-                        async_tp.check_fused(self.parallel_dims, self.strategy.async_tensor_parallel_unfused)  # pyrefly: ignore[missing-attribute]
+                        async_tp.check_fused(self.mesh, self.strategy.async_tensor_parallel_unfused)  # pyrefly: ignore[missing-attribute]
                 # Before the step is saved: a run that is killed between the two repeats both.
                 self._validate_if_due(first, is_last=self.step == last)
                 checkpointer.save(self.step, is_last=self.step == last)
                 profiler.step()
                 if self.step == first:
-                    lower_timeouts(job, self.parallel_dims, self.device)
+                    lower_timeouts(job, self.mesh, self.device)
             else:
                 end = "Training completed"
         for name, (_, how_much) in self.dataloader.read().items():
@@ -372,8 +375,11 @@ class Trainer:
             for lm in self._lms:
                 lm.eval()
             total, own_tokens = torch.zeros((), device=self.device), torch.zeros((), dtype=torch.int64)
-            loader = data.build(
-                seq_len=settings.seq_len, local_batch_size=settings.local_batch_size, **self._for_loaders
+            loader = TextDataLoader(
+                data,
+                seq_len=settings.seq_len,
+                local_batch_size=settings.local_batch_size,
+                **self._for_loaders,
             )
             for batch in islice(loader, None if validation.steps == -1 else validation.steps):
                 total += self._loss_of(batch)
