@@ -44,8 +44,8 @@ def split(model, *, tp, replicate=1, ac=None, compile=False, reshard="default", 
           sequence_parallel=True, dtype="float32", backend="partial_dtensor"):  # fmt: skip
     """Return the model as `parallelize` splits it, with torch's own loss, norm and clipping."""
     import torch.distributed as dist
-    from torch.distributed.tensor.parallel import loss_parallel as on_shards
     from titan import parallel_dims
+    from torch.distributed.tensor.parallel import loss_parallel as on_shards
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
     from titanplans.parallel import ActivationCheckpoint, parallelize
