@@ -16,7 +16,7 @@ from titanplans.config.values import PositiveInt, from_text
 from titanplans.text import columns, counted, fitted, in_bytes
 
 if TYPE_CHECKING:
-    from titanplans.training.data.dataset import StepBatch
+    from titanplans.training.data.batches import StepBatch
     from titanplans.training.data.loader import TextDataLoader
 
 _SECONDS = 2.0
@@ -92,7 +92,7 @@ def _show(job: Any, number: int) -> None:
     for at, (share, row) in enumerate(rows[:number]):
         has_answers = sources[share.lengths[row][0]].chat.enable
         print("\n".join(_row(tokenizer, share, row, f"row {at + 1}", names, has_answers)), end="\n\n")
-    how_much = [how_much for _, how_much in loader.read().values()]
+    how_much = [how_much for _, how_much in loader.epochs_read().values()]
     what = "every source was read to its end" if _all_read(loader) else "a sample"
     print(
         "\n".join(
@@ -109,7 +109,7 @@ def _show(job: Any, number: int) -> None:
 
 def _all_read(loader: "TextDataLoader") -> bool:
     """Return whether each source was read once at least."""
-    return all(epochs >= 1 for epochs, _ in loader.read().values())
+    return all(epochs >= 1 for epochs, _ in loader.epochs_read().values())
 
 
 def _row(

@@ -14,7 +14,7 @@ from data_options import check_dataset, open_source, write_rows
 from said import refusal
 
 from titanplans.errors import DataError
-from titanplans.training.data.checks import read_place
+from titanplans.training.data.checks import read_position
 from titanplans.training.data.vocabulary import check_tokenizer, default_tokenizer_path
 
 refused = partial(refusal, kind=DataError)
@@ -104,8 +104,8 @@ def test_a_checkpoint_whose_place_in_the_data_is_a_pickle(tmp_path):
     loaders = ranks | {"world_size": 2}
     dcp.save({"dataloader": loaders, "w": torch.ones(1)}, checkpoint_id=tmp_path / "step-1")
     dcp.save({"w": torch.ones(1)}, checkpoint_id=tmp_path / "weights")
-    assert read_place(tmp_path / "weights") == {}
-    message = refused(read_place, tmp_path / "step-1")
+    assert read_position(tmp_path / "weights") == {}
+    message = refused(read_position, tmp_path / "step-1")
     assert "is a pickle for each" in message
     assert "exclude_from_loading" in message
 

@@ -21,16 +21,16 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from titanplans.config.sections.data import Chat
 from titanplans.errors import DataError
 from titanplans.training.checkpoint.storage import Planner
-from titanplans.training.data.checks import read_place
+from titanplans.training.data.checks import read_position
 from titanplans.training.data.loader import TextDataLoader
 from titanplans.training.data.vocabulary import default_tokenizer_path
 from titanplans.training.launch.orphans import live_as_long_as_the_rank
 
-# Short documents and short windows: an epoch ends every few batches, and most batches begin and end
+# Short documents and short sequences: an epoch ends every few batches, and most batches begin and end
 # inside a document.
 TEXTS = [f"def f{i}(x):\n" + f"    return x + {i}\n" * (1 + 7 * i % 5) for i in range(30)]
 SEQ_LEN, BATCH = 16, 2
-# Conversations of at most 17 tokens, of which some fit two into a window, and one too long.
+# Conversations of at most 17 tokens, of which some fit two into a sequence, and one too long.
 CHATS = [
     [{"role": "user", "content": f"f{i}" * (1 + i % 3)}, {"role": "assistant", "content": f"x + {i}"}]
     for i in range(30)
@@ -52,12 +52,12 @@ def tokenizer():
 def corpora(tmp_path_factory):
     """The same 30 documents as text files, as rows, and as a streamed data set of four files; conversations likewise."""
     root = tmp_path_factory.mktemp("corpora")
-    for folder in ("text", "stream", "chats"):
+    for folder in ("text", "reader", "chats"):
         (root / folder).mkdir()
     for i, text in enumerate(TEXTS):
         (root / "text" / f"{i}.txt").write_text(text)
     texts, chats = [{"text": text} for text in TEXTS], [{"messages": messages} for messages in CHATS]
-    for name, folder, rows in (("rows", "stream", texts), ("chats", "chats", chats)):
+    for name, folder, rows in (("rows", "reader", texts), ("chats", "chats", chats)):
         write_rows(root / f"{name}.jsonl", rows)
         for i in range(4):
             write_rows(root / folder / f"train-{i}.jsonl", rows[i::4])
@@ -70,7 +70,7 @@ def corpora(tmp_path_factory):
         "streamed chats": data_options.config(dataset=str(root / "chats"), chat=chat),
         "text": data_options.config(dataset="local", dataset_path=str(root / "text"), split="all"),
         "rows": data_options.config(dataset="local", dataset_path=str(root / "rows.jsonl"), split="all"),
-        "stream": data_options.config(dataset=str(root / "stream")),
+        "reader": data_options.config(dataset=str(root / "reader")),
         "stdlib": data_options.config(),
     }
 
@@ -94,7 +94,7 @@ def flat(batches):
 # --- batches
 
 
-@pytest.mark.parametrize("name", ["text", "rows", "stream", "stdlib"])
+@pytest.mark.parametrize("name", ["text", "rows", "reader", "stdlib"])
 def test_each_row_is_the_tokenised_documents_of_a_stream_in_their_order(build, corpora, tokenizer, name):
     config = corpora[name]
     (of,) = config.data.sources
@@ -117,14 +117,14 @@ def test_each_row_is_the_tokenised_documents_of_a_stream_in_their_order(build, c
 
 def test_one_pass_over_any_number_of_ranks_predicts_every_token_once(build, corpora):
     def predictions(batches):
-        """Windows, by what they ask for; filled-up places and windows left out."""
-        windows = Counter()
+        """Sequences, by what they ask for; filled-up places and sequences left out."""
+        sequences = Counter()
         for inputs, labels in batches:
             for x, y in zip(inputs["input"], labels, strict=True):
                 kept = y != IGNORE_INDEX
                 if kept.any():
-                    windows[tuple(x[kept].tolist()), tuple(y[kept].tolist())] += 1
-        return windows
+                    sequences[tuple(x[kept].tolist()), tuple(y[kept].tolist())] += 1
+        return sequences
 
     whole = predictions(build(replace(corpora["text"], infinite=False)))
     assert whole.total() > 20
@@ -159,7 +159,7 @@ def test_one_pass_is_the_same_for_any_number_of_workers_and_can_be_repeated(buil
 def test_data_without_any_text_end_with_an_error_instead_of_a_search_for_ever(build, corpora, tmp_path):
     (tmp_path / "train.jsonl").write_text('{"text": "only one"}\n')
     config = data_options.config(dataset=str(tmp_path))
-    with pytest.raises(DataError, match="holds no text for stream 1 of 2"):
+    with pytest.raises(DataError, match="holds no text for reader 1 of 2"):
         next(iter(build(config, dp_rank=1, dp_world_size=2)))
 
 
@@ -167,7 +167,7 @@ def test_data_without_any_text_end_with_an_error_instead_of_a_search_for_ever(bu
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("name", ["text", "rows", "stream", "stdlib", "chats", "streamed chats"])
+@pytest.mark.parametrize("name", ["text", "rows", "reader", "stdlib", "chats", "streamed chats"])
 def test_a_resumed_loader_goes_on_bit_for_bit(build, corpora, name, workers):
     config = with_workers(corpora[name], workers)
     place = {"dp_rank": 1, "dp_world_size": 2}
@@ -189,13 +189,13 @@ def test_a_resumed_loader_goes_on_bit_for_bit(build, corpora, name, workers):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_a_state_survives_a_checkpoint_file(build, corpora, tmp_path):
-    first = build(corpora["stream"])
+    first = build(corpora["reader"])
     expected = flat(islice(first, 9))[5:]
-    first = build(corpora["stream"])
+    first = build(corpora["reader"])
     flat(islice(first, 5))
     dcp.save({"dataloader": first}, checkpoint_id=tmp_path)
-    assert read_place(tmp_path) == {"place": first.state_dict()["place"]}
-    second = build(corpora["stream"])
+    assert read_position(tmp_path) == {"place": first.state_dict()["place"]}
+    second = build(corpora["reader"])
     dcp.load(
         {"dataloader": second}, checkpoint_id=tmp_path, planner=Planner()
     )  # which unpickles nothing that runs
@@ -246,7 +246,7 @@ def test_resuming_tokenises_no_document_before_the_one_it_stopped_in(build, corp
     encoded.clear()
     next(iter(resumed))
     assert before > 30
-    # Of each stream: the next ones, the one that it stopped in, and the one that the last label may have been read from.
+    # Of each reader: the next ones, the one that it stopped in, and the one that the last label may have been read from.
     assert len(encoded) <= after + 2 * 4
 
 
@@ -323,7 +323,7 @@ def test_a_file_repaired_behind_the_place_goes_on(build, tmp_path, packing):
         (tmp_path / f"{i}.txt").write_text("repaired " + text)
         with suppress(DataError):
             _, (said,) = build(config, **sizes).check_state(state)
-            assert f"{i}.txt); what was read before its place is the same" in said
+            assert f"{i}.txt); what was read before its position is the same" in said
             may.append(i)
         (tmp_path / f"{i}.txt").write_text(text)
     assert 5 < len(may) < 28
@@ -361,11 +361,11 @@ def test_sequence_length_and_batch_size_may_change_between_runs(build, corpora):
     before = [b["input"] for b, _ in islice(first, 10)]
     second = build(corpora["text"], seq_len=24, local_batch_size=1)
     second.load_state_dict(first.state_dict())
-    after = [b["input"] for b, _ in islice(second, 10)]  # of the two streams in turns
+    after = [b["input"] for b, _ in islice(second, 10)]  # of the two readers in turns
     whole = [b["input"] for b, _ in islice(build(corpora["text"]), 30)]
-    for stream in range(BATCH):
-        tokens = torch.cat([b[stream] for b in before] + [b[0] for b in after[stream::2]])
-        assert torch.equal(tokens, torch.cat([b[stream] for b in whole])[: len(tokens)])
+    for reader in range(BATCH):
+        tokens = torch.cat([b[reader] for b in before] + [b[0] for b in after[reader::2]])
+        assert torch.equal(tokens, torch.cat([b[reader] for b in whole])[: len(tokens)])
 
 
 def test_a_worker_ends_when_its_rank_says_so_and_for_nobody_else(build, corpora):

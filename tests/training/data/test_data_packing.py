@@ -1,4 +1,4 @@
-"""Windows are the stream, cut without a gap, and can be cut from any point on."""
+"""Sequences are the reader, cut without a gap, and can be cut from any point on."""
 
 import itertools
 
@@ -26,42 +26,42 @@ def documents_of(lengths: list[int]) -> list[tuple[int, np.ndarray]]:
 
 @given(lengths, st.integers(1, 12))
 def test_windows_put_together_are_the_documents_put_together(lengths, seq_len):
-    windows = list(pack(documents_of(lengths), seq_len))
-    stream = np.arange(sum(lengths))
-    if len(stream) < 2:
-        assert windows == []
+    sequences = list(pack(documents_of(lengths), seq_len))
+    reader = np.arange(sum(lengths))
+    if len(reader) < 2:
+        assert sequences == []
         return
-    inputs = np.concatenate([w.inputs for w in windows])
-    labels = np.concatenate([w.labels for w in windows])
-    assert inputs.tolist() == stream[:-1].tolist()
-    assert labels.tolist() == stream[1:].tolist()
-    assert all(len(w.positions) == len(w.inputs) == len(w.labels) == seq_len for w in windows[:-1])
-    assert 1 <= len(windows[-1].positions) <= seq_len
+    inputs = np.concatenate([w.inputs for w in sequences])
+    labels = np.concatenate([w.labels for w in sequences])
+    assert inputs.tolist() == reader[:-1].tolist()
+    assert labels.tolist() == reader[1:].tolist()
+    assert all(len(w.positions) == len(w.inputs) == len(w.labels) == seq_len for w in sequences[:-1])
+    assert 1 <= len(sequences[-1].positions) <= seq_len
 
 
 @given(lengths, st.integers(1, 12))
 def test_positions_count_from_the_document_or_the_window(lengths, seq_len):
     starts = {int(tokens[0]) for _, tokens in documents_of(lengths) if len(tokens)}
     joined = pack(documents_of(lengths), seq_len)
-    for window, whole in zip(pack(documents_of(lengths), seq_len, apart=True), joined, strict=True):
+    for sequence, whole in zip(pack(documents_of(lengths), seq_len, apart=True), joined, strict=True):
         expected = []
-        for token in window.inputs:
+        for token in sequence.inputs:
             expected.append(0 if not expected or int(token) in starts else expected[-1] + 1)
-        assert window.positions.tolist() == expected
+        assert sequence.positions.tolist() == expected
         assert whole.positions.tolist() == list(range(len(expected)))
         # What follows on a document's last token is another's first, which is not predicted.
         labels = [IGNORED if int(label) in starts else int(label) for label in whole.labels]
-        assert window.labels.tolist() == labels
+        assert sequence.labels.tolist() == labels
 
 
 def test_a_window_is_cut_before_the_document_after_it_is_read():
     def documents():
         yield 0, np.arange(9)
-        pytest.fail("asked for a document that the first two windows don't need")
+        pytest.fail("asked for a document that the first two sequences don't need")
 
-    windows = pack(documents(), seq_len=4)
-    assert next(windows).labels.tolist() == [1, 2, 3, 4]
-    assert next(windows).labels.tolist() == [5, 6, 7, 8]
+    sequences = pack(documents(), seq_len=4)
+    assert next(sequences).labels.tolist() == [1, 2, 3, 4]
+    assert next(sequences).labels.tolist() == [5, 6, 7, 8]
 
 
 def conversations_of(lengths: list[int]) -> list[tuple[int, Tokens]]:
@@ -74,26 +74,26 @@ short = st.lists(st.integers(3, 9), max_size=20)
 @given(short, st.integers(8, 20), st.booleans())
 def test_conversations_stay_whole_and_in_order_and_none_predicts_another(lengths, seq_len, packing):
     conversations = conversations_of(lengths)
-    windows = list(pack_conversations(conversations, seq_len, packing=packing))
-    assert all(len(w.inputs) == len(w.labels) == len(w.positions) <= seq_len for w in windows)
-    starts = [np.flatnonzero(w.positions == 0) for w in windows]
+    sequences = list(pack_conversations(conversations, seq_len, packing=packing))
+    assert all(len(w.inputs) == len(w.labels) == len(w.positions) <= seq_len for w in sequences)
+    starts = [np.flatnonzero(w.positions == 0) for w in sequences]
     parts = [
         (part.tolist(), labels.tolist())
-        for w, cuts in zip(windows, starts, strict=True)
+        for w, cuts in zip(sequences, starts, strict=True)
         for part, labels in zip(np.split(w.inputs, cuts)[1:], np.split(w.labels, cuts)[1:], strict=True)
     ]
     assert parts == [
         (t.ids[:-1].tolist(), [i if i % 3 else -100 for i in t.ids[1:].tolist()]) for _, t in conversations
     ]
     assert packing or all(len(cuts) == 1 for cuts in starts)
-    for one, other in itertools.pairwise(windows):
+    for one, other in itertools.pairwise(sequences):
         first = next(np.diff(np.append(np.flatnonzero(other.positions == 0), len(other.positions))).flat)
         assert not packing or len(one.inputs) + first > seq_len, "it would have fitted"
 
 
-def pairs_of(windows) -> list[tuple[int, int]]:
-    """Return the tokens and the labels of windows, in the order of the tokens."""
-    return sorted((int(x), int(y)) for w in windows for x, y in zip(w.inputs, w.labels, strict=True))
+def pairs_of(sequences) -> list[tuple[int, int]]:
+    """Return the tokens and the labels of sequences, in the order of the tokens."""
+    return sorted((int(x), int(y)) for w in sequences for x, y in zip(w.inputs, w.labels, strict=True))
 
 
 def within(documents) -> list[tuple[int, int]]:
@@ -102,9 +102,9 @@ def within(documents) -> list[tuple[int, int]]:
 
 @given(some_lengths, st.integers(1, 12))
 def test_best_fit_predicts_every_token_of_a_document_once(lengths, seq_len):
-    windows = list(pack_best_fit(documents_of(lengths), seq_len))
-    assert pairs_of(windows) == within(documents_of(lengths))
-    assert all(1 <= len(w.inputs) <= seq_len for w in windows)
+    sequences = list(pack_best_fit(documents_of(lengths), seq_len))
+    assert pairs_of(sequences) == within(documents_of(lengths))
+    assert all(1 <= len(w.inputs) <= seq_len for w in sequences)
 
 
 PACKERS = {
@@ -114,8 +114,8 @@ PACKERS = {
 }
 
 
-def plain(windows):
-    return [(w.inputs.tolist(), w.labels.tolist(), w.positions.tolist()) for w in windows]
+def plain(sequences):
+    return [(w.inputs.tolist(), w.labels.tolist(), w.positions.tolist()) for w in sequences]
 
 
 @pytest.mark.parametrize("name", PACKERS)
@@ -123,10 +123,10 @@ def plain(windows):
 def test_going_on_after_any_window_gives_the_windows_that_followed(name, draw):
     lengths, seq_lens, documents_of, packed = PACKERS[name]
     documents, seq_len = documents_of(draw.draw(lengths)), draw.draw(seq_lens)
-    if windows := list(packed(documents, seq_len)):
-        k = draw.draw(st.integers(0, len(windows) - 1))
-        rest = packed(documents[windows[k].next_document :], seq_len, windows[k].next_offset)
-        assert plain(rest) == plain(windows[k + 1 :])
+    if sequences := list(packed(documents, seq_len)):
+        k = draw.draw(st.integers(0, len(sequences) - 1))
+        rest = packed(documents[sequences[k].next_document :], seq_len, sequences[k].next_offset)
+        assert plain(rest) == plain(sequences[k + 1 :])
 
 
 @given(many_lengths, st.lists(st.integers(1, 40), min_size=2, max_size=4), st.data())
@@ -135,15 +135,17 @@ def test_another_length_leaves_no_token_of_best_fit_out_and_reads_none_twice(len
     documents = documents_of(lengths)
     document, offset, packed, taken = 0, 0, (), []
     for seq_len in changes:
-        windows = list(pack_best_fit(documents[document:], seq_len, offset, packed))
-        assert all(1 <= len(w.inputs) <= seq_len for w in windows)
-        if not windows:
+        sequences = list(pack_best_fit(documents[document:], seq_len, offset, packed))
+        assert all(1 <= len(w.inputs) <= seq_len for w in sequences)
+        if not sequences:
             continue
-        k = draw.draw(st.integers(0, len(windows) - 1))
-        taken += windows[: k + 1]
-        stopped = windows[k]
+        k = draw.draw(st.integers(0, len(sequences) - 1))
+        taken += sequences[: k + 1]
+        stopped = sequences[k]
         document, offset, packed = stopped.next_document, stopped.next_offset, stopped.packed
-        assert plain(pack_best_fit(documents[document:], seq_len, offset, packed)) == plain(windows[k + 1 :])
+        assert plain(pack_best_fit(documents[document:], seq_len, offset, packed)) == plain(
+            sequences[k + 1 :]
+        )
         offset, packed = 0, (*packed, (seq_len, offset))
     taken += pack_best_fit(documents[document:], 7, offset, packed)
     assert pairs_of(taken) == within(documents)

@@ -1,4 +1,4 @@
-"""Corpora: documents, splits, order and streams."""
+"""Corpora: documents, splits, order and readers."""
 
 import gzip
 import json
@@ -41,7 +41,7 @@ def write_texts(file: Path, texts: list[str]) -> str:
 
 
 def read(source, **kwargs) -> list[str]:
-    where = {"epoch": 0, "stream": 0, "streams": 1, "start": None} | kwargs
+    where = {"epoch": 0, "reader": 0, "readers": 1, "start": None} | kwargs
     return [text for _, text in source.documents(**where)]
 
 
@@ -300,12 +300,12 @@ def test_long_rows_are_cut_and_their_pieces_stay_on_one_side_of_the_split(corpus
     assert all(piece.endswith(" ") for piece in pieces if "word" in piece)
 
 
-# --- order and streams
+# --- order and readers
 
 
 @pytest.fixture(params=["text", "rows", "stream", "uneven stream"])
 def source(request, corpus):
-    """45 documents: as files, as rows, and streamed from 6 files, or from 5, which 6 streams can't divide evenly."""
+    """45 documents: as files, as rows, and streamed from 6 files, or from 5, which 6 readers can't divide evenly."""
     if request.param == "text":
         for i, text in enumerate(TEXTS):
             (corpus / f"{i}.txt").write_text(text)
@@ -318,10 +318,10 @@ def source(request, corpus):
     return open_source(str(corpus))
 
 
-@pytest.mark.parametrize("streams", [1, 3, 6])
-def test_streams_of_an_epoch_are_disjoint_and_together_the_corpus(source, streams):
+@pytest.mark.parametrize("readers", [1, 3, 6])
+def test_readers_of_an_epoch_are_disjoint_and_together_the_corpus(source, readers):
     for epoch in (0, 1):
-        parts = [read(source, epoch=epoch, stream=stream, streams=streams) for stream in range(streams)]
+        parts = [read(source, epoch=epoch, reader=reader, readers=readers) for reader in range(readers)]
         assert sorted(chain.from_iterable(parts)) == sorted(TEXTS)
         assert all(parts)
 

@@ -82,7 +82,7 @@ def test_every_document_is_read_once_an_epoch(data, batch, other, packing, epoch
     read = predicted(islice(batches, stop))
     state = first.state_dict()
     assert read + predicted(batches) == wanted(names, epochs)
-    assert first.read() == {
+    assert first.epochs_read() == {
         name: (epochs, f"{epochs}.00 epochs, {epochs * SOURCES[name][0]} documents of {SOURCES[name][0]}")
         for name in names
     }
@@ -152,7 +152,7 @@ def test_ranks_read_every_document_once_between_them_and_fail_together(tmp_path)
 
 
 def test_a_token_is_drawn_from_no_random_generator(data):
-    """A job that resumes behind the first stream's end has the random numbers of one that was not stopped."""
+    """A job that resumes behind the first reader's end has the random numbers of one that was not stopped."""
     batches = iter(build(data, 8))
     next(batches)
     state = torch.get_rng_state()

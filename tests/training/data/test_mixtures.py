@@ -71,7 +71,7 @@ def test_rows_are_of_the_sources_by_weight_in_each_batch_and_stream(build, data,
     found = np.array([[of_source(tokenizer, row) == "a" for row in batch] for batch in batches])
     assert found.mean() == 0.75
     assert set(found.sum(1)) == {6}, "of 8 rows"
-    assert set(found.sum(0)) == {30}, "of 40 in each stream"
+    assert set(found.sum(0)) == {30}, "of 40 in each reader"
 
 
 def test_weights_may_change_and_count_from_there_on(build, data, tokenizer):
@@ -87,7 +87,7 @@ def test_weights_may_change_and_count_from_there_on(build, data, tokenizer):
 def test_what_is_not_resumed(build, data):
     state = build(data).state_dict()
     few = data.sources[0].replace(name="few", dataset_split="validation")  # 4 documents
-    with pytest.raises(DataError, match=r"^data.sources, few: it has fewer documents than the 8 streams"):
+    with pytest.raises(DataError, match=r"^data.sources, few: it has fewer documents than the 8 readers"):
         build(data.replace(sources=(*data.sources, few))).load_state_dict(state)
     other = (data.sources[0].replace(dataset_split="train"), data.sources[1])
     with pytest.raises(DataError, match=r"^split of a = 'train': the checkpoint's data loader had 'all'"):
@@ -113,10 +113,10 @@ def test_sources_come_go_move_and_pause_by_name(build, data, tokenizer):
             loader.load_state_dict(state)
         taken += global_batches([loader], 2)
         state = loader.state_dict()
-    for stream, rows_of in enumerate(zip(*taken, strict=True)):
+    for reader, rows_of in enumerate(zip(*taken, strict=True)):
         for name in "ab":
             found = [row for row in rows_of if of_source(tokenizer, row) == name]
-            assert found == [batch[stream] for batch in alone[name]][: len(found)]
+            assert found == [batch[reader] for batch in alone[name]][: len(found)]
             assert found
 
 
@@ -133,15 +133,15 @@ def test_a_pass_reads_every_source_whole(build, data, tokenizer):
 def test_figures_count_tokens_of_each_source_padding_and_what_is_long(build, data):
     loader = build(data.replace(packing="best_fit", long_documents="drop"), seq_len=56)
     batches = list(islice(iter(loader), 20))
-    found = loader.take_figures()
+    found = loader.take_metrics()
     tokens = sum(int((inputs["positions"] >= 0).sum()) for inputs, _ in batches)
     assert found["data/tokens/a"] + found["data/tokens/b"] == pytest.approx(
         tokens * (1 - found["data/padding(%)"] / 100)
     )
     assert 0 < found["data/padding(%)"] < 40
     assert found["data/long_documents/b"] > 0
-    assert loader.take_figures()["data/tokens/a"] == 0
-    assert build(data.replace(sources=data.sources[:1])).take_figures() == {}
+    assert loader.take_metrics()["data/tokens/a"] == 0
+    assert build(data.replace(sources=data.sources[:1])).take_metrics() == {}
 
 
 def test_a_source_of_nothing_but_long_documents_is_refused(build, data):

@@ -16,7 +16,7 @@ from titanplans.training.data.vocabulary import load_tokenizer
 
 CONVERSATIONS_TO_STOP = 1000
 """Conversations in which a stop token is looked for."""
-PLACE = "place"
+STATE_KEY = "place"
 """The one key of a loader's state."""
 
 
@@ -55,7 +55,7 @@ def check_dataset(
     )
 
 
-def read_place(folder: str | Path) -> dict[str, str]:
+def read_position(folder: str | Path) -> dict[str, str]:
     """Return the loader's state in a distributed checkpoint (`…/step-N`); {} if it has none.
 
     Raises:
@@ -68,13 +68,13 @@ def read_place(folder: str | Path) -> dict[str, str]:
     reader = CheckpointReader(str(folder))
     keys = reader.read_metadata().state_dict_metadata
     saved = {key for key in keys if key.startswith("dataloader.")}
-    if saved and f"dataloader.{PLACE}" not in saved:
+    if saved and f"dataloader.{STATE_KEY}" not in saved:
         raise DataError(
             f"{folder}: its place in the data is a pickle for each data-parallel rank (torchtitan's, or an earlier "
             'version\'s), which is not read; start the data anew with exclude_from_loading = ["dataloader"] in [checkpoint]'
         )
     if not saved:
         return {}
-    loaded = {"dataloader": {PLACE: ""}}
+    loaded = {"dataloader": {STATE_KEY: ""}}
     dcp.load(loaded, storage_reader=reader, planner=Planner(), no_dist=True)
     return loaded["dataloader"]

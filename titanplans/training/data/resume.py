@@ -1,4 +1,4 @@
-"""Whether a job can go on from the place in the data that a checkpoint holds, and where that is for its sources of today."""
+"""Whether a job can go on from the position in the data that a checkpoint holds, and where that is in today's sources."""
 
 import os
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ import xxhash
 
 from titanplans.errors import DataError
 from titanplans.text import show, some
-from titanplans.training.data.mixture import PackedSource
+from titanplans.training.data.packed_source import PackedSource
+from titanplans.training.data.positions import DataPosition, SourcePosition
 from titanplans.training.data.reading import refusing
-from titanplans.training.data.streams import DataPosition, SourcePlace
 
 VERSION = 2
 """Of a loader's state."""
@@ -20,13 +20,16 @@ _REMEDY = 'keep the checkpoint\'s, or start the data anew with exclude_from_load
 
 
 def resume(
-    state: dict[str, Any], parts: Sequence[PackedSource], weights: dict[str, float], identity: dict[str, Any]
+    state: dict[str, Any],
+    sources: Sequence[PackedSource],
+    weights: dict[str, float],
+    identity: dict[str, Any],
 ) -> tuple[DataPosition, list[str]]:
-    """Return the place where `parts` go on, and lines for the log about changes.
+    """Return the position where `sources` go on, and lines for the log about changes.
 
     Args:
         state: what a loader's `state_dict` holds.
-        parts: the sources of today; they are those of the checkpoint by their names, as their `weights`.
+        sources: the sources of today; they are those of the checkpoint by their names, as their `weights`.
         identity: the settings that must be the same, without the sources' own.
 
     Raises:
@@ -34,80 +37,87 @@ def resume(
     """
     if state.get("version") != VERSION:
         raise DataError(
-            f"the checkpoint's place in the data was written by another version, and is not read; {_REMEDY}"
+            f"the checkpoint's position in the data was written by another version, and is not read; {_REMEDY}"
         )
     saved = state["sources"]
     _check_identity(state["identity"], identity)
-    if len(saved) == len(parts) == 1:
-        saved = dict(zip([parts[0].name], saved.values(), strict=True))
-    place, said, there = DataPosition.from_json(state), [], list(saved)
+    if len(saved) == len(sources) == 1:
+        saved = dict(zip([sources[0].name], saved.values(), strict=True))
+    position, notes, there = DataPosition.from_json(state), [], list(saved)
 
-    def of_today(before: Sequence[SourcePlace]) -> tuple[SourcePlace, ...]:
+    def of_today(before: Sequence[SourcePosition]) -> tuple[SourcePosition, ...]:
         return tuple(
-            _at_length(before[there.index(part.name)], saved[part.name], part)
-            if part.name in saved
-            else SourcePlace()
-            for part in parts
+            _at_length(before[there.index(source.name)], saved[source.name], source)
+            if source.name in saved
+            else SourcePosition()
+            for source in sources
         )
 
-    cursors = {s: cursor._replace(places=of_today(cursor.places)) for s, cursor in place.cursors.items()}
-    place = replace(place, cursors=cursors)
-    for number, part in enumerate(parts):
-        if part.name in saved:
-            said.append(_check_source(number, part, saved[part.name], place, several=len(parts) > 1))
-        elif part.source.choose_streams([place.streams.count]) != place.streams.count:
+    by_reader = {
+        reader: own._replace(sources=of_today(own.sources)) for reader, own in position.by_reader.items()
+    }
+    position = replace(position, by_reader=by_reader)
+    for at, source in enumerate(sources):
+        if source.name in saved:
+            notes.append(_check_source(at, source, saved[source.name], position, several=len(sources) > 1))
+        elif source.source.choose_readers([position.readers.count]) != position.readers.count:
             raise DataError(
-                f"data.sources, {part.name}: it has fewer documents than the {place.streams.count} streams into which the "
-                "checkpoint divides the data; give it more, or start a new run"
+                f"data.sources, {source.name}: it has fewer documents than the {position.readers.count} readers among "
+                "which the checkpoint divides the data; give it more, or start a new run"
             )
     before = {name: values["weight"] for name, values in saved.items()}
     if list(before.items()) != list(weights.items()):
-        place = replace(place, weighted_since=place.sequences)
+        position = replace(position, weighted_since=position.sequences)
     if before != weights:
-        said.append(f"data.sources have the weights {show(weights)} from here on, and had {show(before)}")
-    return place, [line for line in said if line]
+        notes.append(f"data.sources have the weights {show(weights)} from here on, and had {show(before)}")
+    return position, [line for line in notes if line]
 
 
 def _check_source(
-    number: int, part: PackedSource, saved: dict[str, Any], place: DataPosition, *, several: bool
+    at: int, source: PackedSource, saved: dict[str, Any], position: DataPosition, *, several: bool
 ) -> str | None:
     """Refuse a source that is not the saved one; return a line for the log about its files."""
-    before, now, paths, then = dict(saved["identity"]), dict(part.identity), part.source.files, saved["files"]
-    current = fingerprint(paths)
-    if paths and current == then:  # the same files, wherever they lie now
+    before, now, files, then = (
+        dict(saved["identity"]),
+        dict(source.identity),
+        source.source.files,
+        saved["files"],
+    )
+    current = fingerprint(files)
+    if files and current == then:  # the same files, wherever they lie now
         before["dataset"] = now["dataset"]
     for of in (before, now):
         of.pop(_LENGTH, None)
-    named = f" of {part.name}" if several else ""
+    named = f" of {source.name}" if several else ""
     _check_identity(*({f"{key}{named}": value for key, value in of.items()} for of in (before, now)))
     if current == then:
         return None
     kinds = {
-        "have changed": [str(path) for name, path in paths if then.get(name, current[name]) != current[name]],
-        "are new": [str(path) for name, path in paths if name not in then],
+        "have changed": [str(path) for name, path in files if then.get(name, current[name]) != current[name]],
+        "are new": [str(path) for name, path in files if name not in then],
         "can't be found": sorted(then.keys() - current.keys()),
     }
     found = ", ".join(f"files {what} ({some(names)})" for what, names in kinds.items() if names)
     if all(
-        part.reads_the_same(stream, place.streams.count, cursor.places[number])
-        for stream, cursor in place.cursors.items()
+        source.reads_the_same(reader, position.readers.count, own.sources[at])
+        for reader, own in position.by_reader.items()
     ):
-        return f"since the checkpoint {found}; what was read before its place is the same, so training goes on from there"
+        return f"since the checkpoint {found}; what was read before its position is the same, so training goes on from there"
     raise DataError(
         f"since the checkpoint {found}, and with that the order of the documents or a text that has been read: restore the "
-        'files, or give up the place, and read the data anew, by exclude_from_loading = ["dataloader"] in [checkpoint]'
+        'files, or give up the position, and read the data anew, by exclude_from_loading = ["dataloader"] in [checkpoint]'
     )
 
 
 _LENGTH = "seq_len"
 
 
-def _at_length(place: SourcePlace, saved: dict[str, Any], part: PackedSource) -> SourcePlace:
-    """The place by rows of today's length: whole documents that were packed by another are packed anew."""
+def _at_length(position: SourcePosition, saved: dict[str, Any], source: PackedSource) -> SourcePosition:
+    """Return the position by sequences of today's length: whole documents that were packed by another are packed anew."""
     length = saved["identity"].get(_LENGTH)
-    if place.document is None or length == part.identity.get(_LENGTH):
-        return place
-    return place._replace(offset=0, packed=[*place.packed, (length, place.offset)])
+    if position.document is None or length == source.identity.get(_LENGTH):
+        return position
+    return position._replace(offset=0, packed=[*position.packed, (length, position.offset)])
 
 
 def _check_identity(saved: dict[str, Any], current: dict[str, Any]) -> None:
@@ -143,7 +153,7 @@ def _sample(path: Path, blocks: int) -> str:
         size = os.fstat(file.fileno()).st_size
         whole, last = size <= blocks * _BLOCK, size - _BLOCK
         digest = xxhash.xxh3_64(str(size).encode())
-        for place in [0] if whole else [last * i // (blocks - 1) for i in range(blocks)]:
-            file.seek(place)
+        for position in [0] if whole else [last * i // (blocks - 1) for i in range(blocks)]:
+            file.seek(position)
             digest.update(file.read(blocks * _BLOCK if whole else _BLOCK))
     return digest.hexdigest()[:12]

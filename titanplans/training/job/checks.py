@@ -53,7 +53,7 @@ from titanplans.training.checkpoint.match import (
 )
 from titanplans.training.checkpoint.resume import OWN, decide_resume
 from titanplans.training.data.chat.chat import ChatFormat
-from titanplans.training.data.checks import check_dataset, read_place
+from titanplans.training.data.checks import check_dataset, read_position
 from titanplans.training.data.vocabulary import check_tokenizer
 from titanplans.training.job import resolve
 from titanplans.training.job.outputs import check_outputs
@@ -301,8 +301,8 @@ def _check_resumed(job: JobConfig, model: PreTrainedModel, world_size: int, save
 
         apart = documents.are_apart(job, documents.keyword(job, model.config))
         try:
-            if place := read_place(saved):
-                open_training_data(job, world_size, apart=apart, alone=False)[0].check_state(place)
+            if position := read_position(saved):
+                open_training_data(job, world_size, apart=apart, alone=False)[0].check_state(position)
         except (CheckpointException, json.JSONDecodeError):
             if (wrong := damage(saved)) is not None:
                 raise damaged(saved, key, wrong) from None

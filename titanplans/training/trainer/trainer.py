@@ -165,7 +165,7 @@ class Trainer:
         self.dataloader = TextDataLoader(
             config, seq_len=job.training.seq_len, local_batch_size=each, **self._for_loaders
         )
-        self.metrics_processor.of_data = self.dataloader.take_figures
+        self.metrics_processor.of_data = self.dataloader.take_metrics
         logger.info(
             f"Batches: local batch size {each}, global batch size {in_step}, gradient accumulation steps "
             f"{self.accumulation_steps}, sequence length {job.training.seq_len}, total steps {job.training.steps} "
@@ -230,7 +230,7 @@ class Trainer:
                     lower_timeouts(job, self.mesh, self.device)
             else:
                 end = "Training completed"
-        for name, (_, how_much) in self.dataloader.read().items():
+        for name, (_, how_much) in self.dataloader.epochs_read().items():
             logger.info(f"data read of {name}: {how_much}")
         logger.info(end)
         dist.barrier()  # all end together: rank 0 may host the store

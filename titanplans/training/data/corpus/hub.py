@@ -1,7 +1,7 @@
-"""Data sets of the Hugging Face hub by name, or a local copy of one, read as a stream.
+"""Data sets of the Hugging Face hub by name, or a local copy of one, streamed.
 
 Nothing is downloaded ahead and nothing is indexed: documents come in the published order, shard by
-shard, and the library's own state says where to go on. How the shards are divided into streams is
+shard, and the library's own state says where to go on. How the shards are divided into readers is
 `datasets.distributed.split_dataset_by_node`'s. Left alone, the library turns each file's values into the types that the
 first file has: numbers, true and dates become texts. So the files are looked at first.
 """
@@ -27,29 +27,30 @@ if TYPE_CHECKING:
 _TORCHTITAN_NAMES = {"c4": ("allenai/c4:en", None), "c4_validation": ("allenai/c4:en", "validation")}
 
 
-class HubStream:
+class HubDocuments:
     """Documents of a hub data set, in its published order; later epochs visit its shards in another order.
 
     Args:
         name: `owner/name`, `owner/name:config`, or a folder that `datasets.load_dataset` can read.
         path: a local copy to read in place of the hub's, or None.
         split: a split of that data set, by its own name.
-        reader: what its rows are read as.
+        row_format: what its rows are read as.
 
     Raises:
         DataError: the data set, the split or a column isn't there, or the hub can't be reached.
     """
 
-    def __init__(self, name: str, path: str | None, split: str, reader: RowFormat) -> None:
+    def __init__(self, name: str, path: str | None, split: str, row_format: RowFormat) -> None:
         known, implied_split = _TORCHTITAN_NAMES.get(name, (name, None))
         repository, _, config = known.partition(":")
         split = implied_split or split
-        self._reader, self.summary, self.size = reader, None, None
-        self._data, first = _open(name, path or repository, config or None, split, reader)
+        self._format, self.summary, self.size = row_format, None, None
+        self._data, first = _open(name, path or repository, config or None, split, row_format)
         if first is None:
             raise DataError(f"dataset = {name!r}: its split {split!r} holds no document")
-        if not reader.features.keys() <= first.keys():  # of a builder of its own, whose rows come as they are
-            reader.columns(list(first), f"dataset = {name!r}")
+        # A builder of its own gives rows as they are.
+        if not row_format.features.keys() <= first.keys():
+            row_format.columns(list(first), f"dataset = {name!r}")
             raise DataError(
                 f"dataset = {name!r}: its files are no .jsonl, .json or .parquet, the formats of conversations; "
                 "convert them"
@@ -57,7 +58,7 @@ class HubStream:
         self.identity = {
             "dataset": f"{known} ({path})" if path else known,
             "split": split,
-            **reader.identity,
+            **row_format.identity,
             "piece_bytes": PIECE_BYTES,
         }
         folder = Path(path or repository).expanduser()
@@ -65,22 +66,22 @@ class HubStream:
             found = [file for file in sorted(walk(folder)) if file.is_file()]
         self.files = [(file.relative_to(folder).as_posix(), file) for file in found]
 
-    def choose_streams(self, counts: Sequence[int]) -> int:
-        """See Shuffled. Where the shards can't be divided evenly, each stream reads all of them and keeps its documents."""
+    def choose_readers(self, counts: Sequence[int]) -> int:
+        """See Shuffled. Where the shards can't be divided evenly, each reader reads all of them and keeps its documents."""
         return next((count for count in counts if self._data.num_shards % count == 0), counts[-1])
 
     def documents(
-        self, epoch: int, stream: int, streams: int, start: list[Any] | None
+        self, epoch: int, reader: int, readers: int, start: list[Any] | None
     ) -> Iterator[tuple[list[Any], Any]]:
-        """See Shuffled. A position is the library's state that leads to a row, and the piece of that row."""
+        """See Shuffled. A position is the library's state that leads to a row, and which document of that row."""
         from datasets.distributed import split_dataset_by_node
 
-        data = split_dataset_by_node(self._data, rank=stream, world_size=streams)
+        data = split_dataset_by_node(self._data, rank=reader, world_size=readers)
         data.set_epoch(epoch)
         where, skipped = start or (None, 0)
         if where is not None:
             data.load_state_dict(where)
-        # `iter` rather than `__iter__`: that one would divide the stream among a loader's workers once more.
+        # `iter` rather than `__iter__`: that one would divide the data among a loader's workers once more.
         batches = iter(data.iter(batch_size=1))
         while True:
             with (
@@ -90,17 +91,17 @@ class HubStream:
                 batch = next(batches, None)
             if batch is None:
                 return
-            record = {name: batch[name][0] for name in self._reader.features}
-            for number, part in enumerate(self._reader.parts(record)):
-                if number >= skipped and (document := self._reader.document(part)) is not None:
+            record = {name: batch[name][0] for name in self._format.features}
+            for number, part in enumerate(self._format.parts(record)):
+                if number >= skipped and (document := self._format.document(part)) is not None:
                     yield [where, number], document
             where, skipped = data.state_dict(), 0
 
 
 def _tables(
-    builder: "ArrowBasedBuilder", reader: RowFormat, **shards: Any
+    builder: "ArrowBasedBuilder", row_format: RowFormat, **shards: Any
 ) -> Iterator[tuple[Any, "pyarrow.Table"]]:
-    """Take the place of a builder's `_generate_tables`: the rows of its files as their reader reads them."""
+    """Take the place of a builder's `_generate_tables`: the rows of its files as their format reads them."""
     import pyarrow
 
     builder.info.features = None  # what is there, and nothing that is made of it
@@ -112,17 +113,17 @@ def _tables(
                 key, table = next(tables, (None, None))
         except DataError:
             if Path(file).suffix in FORMATS["json"] and Path(file).is_file():
-                deque(records(file, reader), maxlen=0)  # which names the line
+                deque(records(file, row_format), maxlen=0)  # which names the line
             raise
         if table is None:
             return
-        read = list(of_table(table, file, rows, reader))
-        yield key, pyarrow.Table.from_pylist(read, pyarrow.schema(reader.features.items()))
+        read = list(of_table(table, file, rows, row_format))
+        yield key, pyarrow.Table.from_pylist(read, pyarrow.schema(row_format.features.items()))
         rows += len(table)
 
 
 def _open(
-    name: str, path: str, config: str | None, split: str, reader: RowFormat
+    name: str, path: str, config: str | None, split: str, row_format: RowFormat
 ) -> tuple["IterableDataset", dict[str, list[Any]] | None]:
     """The data set and its first document, None if there is none."""
     from datasets import ArrowBasedBuilder, Features, Value, load_dataset_builder
@@ -136,8 +137,8 @@ def _open(
         # No way to the hub; no such data set, config or split; a file that can't be parsed.
         builder = load_dataset_builder(local if os.path.isdir(local) else path, name=config)
         if isinstance(builder, ArrowBasedBuilder):
-            features = {column: Value(kind) for column, kind in reader.features.items()}
+            features = {column: Value(kind) for column, kind in row_format.features.items()}
             builder.info.features = Features(features)
-            builder._generate_tables = partial(_tables, builder, reader)  # pyrefly: ignore[bad-assignment]
+            builder._generate_tables = partial(_tables, builder, row_format)  # pyrefly: ignore[bad-assignment]
         data = cast("IterableDataset", builder.as_streaming_dataset(split=split))
         return data, next(iter(data.iter(batch_size=1)), None)

@@ -1,7 +1,7 @@
-"""A corpus as the loader sees it: the documents of an epoch, in order, for one stream of many.
+"""A corpus as the loader sees it: the documents of an epoch, in order, for one reader of many.
 
 `open_source` turns the three settings `dataset`, `dataset_path` and `split` into a Source. How files
-are read is in `local.py`, how the hub is in `hub.py`; tokens and windows come later.
+are read is in `local.py`, how the hub is in `hub.py`; tokens and sequences come later.
 """
 
 import functools
@@ -14,7 +14,7 @@ from titanplans.config.sections.data import Corpus
 from titanplans.errors import DataError
 from titanplans.training.data.chat.chat import ChatFormat
 from titanplans.training.data.corpus.column import TextColumn
-from titanplans.training.data.corpus.hub import HubStream
+from titanplans.training.data.corpus.hub import HubDocuments
 from titanplans.training.data.corpus.local import (
     FORMATS,
     SPLITS,
@@ -43,32 +43,32 @@ class Shuffled:
         self.summary = corpus.summary if isinstance(corpus, Conversations) else None
         self.identity = identity | corpus.identity | {"seed": seed}
 
-    def choose_streams(self, counts: Sequence[int]) -> int:
+    def choose_readers(self, counts: Sequence[int]) -> int:
         """Return the first of `counts` into which the corpus can be divided.
 
-        With fewer documents than ranks and workers they read one stream together, in turns.
+        With fewer documents than ranks and workers they share one reader, in turns.
         """
         return next((count for count in counts if count <= len(self._corpus)), 1)
 
-    def documents(self, epoch: int, stream: int, streams: int, start: Any) -> Iterator[tuple[int, Any]]:
-        """Yield the documents of `epoch` that belong to `stream` of `streams`, from `start` on.
+    def documents(self, epoch: int, reader: int, readers: int, start: Any) -> Iterator[tuple[int, Any]]:
+        """Yield the documents of `epoch` that belong to `reader` of `readers`, from `start` on.
 
         A document is a text, or the `Tokens` of a conversation. Each comes with its position, here its number in the
-        stream's order: a JSON value that, given as `start`, begins with that very document. The streams of an epoch are
+        reader's order: a JSON value that, given as `start`, begins with that very document. The readers of an epoch are
         disjoint and together are the corpus.
         """
-        order = _order(self._seed, epoch, len(self._corpus))[stream::streams]
+        order = _order(self._seed, epoch, len(self._corpus))[reader::readers]
         for position in range(start or 0, len(order)):
             yield position, self._corpus.document(int(order[position]))
 
 
-Source = Shuffled | HubStream
+Source = Shuffled | HubDocuments
 """Documents in a fixed order for each epoch."""
 
 
 @functools.lru_cache(maxsize=2)
 def _order(seed: int, epoch: int, documents: int) -> np.ndarray:
-    """The order of an epoch, which all its streams share; two epochs, because streams end theirs at different steps."""
+    """The order of an epoch, which all its readers share; two epochs, because readers end theirs at different steps."""
     return np.random.default_rng([seed, epoch]).permutation(documents)
 
 
@@ -91,7 +91,7 @@ def open_source(of: Corpus, *, seed: int = 0, chat: ChatFormat | None = None) ->
     if by_format and path is None:
         raise DataError(f"dataset = {dataset!r}: needs a dataset_path, which is a file, a folder or a glob")
     if not by_format and dataset != "stdlib":
-        return HubStream(dataset, path, split, chat or TextColumn(of.text_column))
+        return HubDocuments(dataset, path, split, chat or TextColumn(of.text_column))
     if split not in SPLITS:
         raise DataError(
             f"dataset_split = {split!r}: a local corpus has the splits {', '.join(map(repr, SPLITS))}"

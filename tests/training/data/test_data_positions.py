@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanplans.config.sections.data import Data
+from titanplans.training.data.batches import StepBatches
 from titanplans.training.data.corpus.sources import Shuffled
-from titanplans.training.data.dataset import PackedText
-from titanplans.training.data.mixture import PackedSource
-from titanplans.training.data.streams import BatchSlice, DataPosition, divide, merged
-from titanplans.training.data.streams import source_of as source_of_row
+from titanplans.training.data.packed_source import PackedSource
+from titanplans.training.data.positions import BatchSlice, DataPosition, divide, merged
+from titanplans.training.data.positions import source_of as source_of_row
 
 
 class Corpus:
@@ -41,22 +41,24 @@ def source_of(lengths):
     return Shuffled(Corpus(lengths), {"dataset": "numbers"}, seed=3)
 
 
-def run(source, place, share_size, ranks, workers, seq_len, steps):
-    """The sequences of some steps in their order, and the place afterwards, as a checkpoint would hold it."""
-    rows, places = [[] for _ in range(steps)], []
+def run(source, position, slice_size, ranks, workers, seq_len, steps):
+    """The sequences of some steps in their order, and the position afterwards, as a checkpoint would hold it."""
+    rows, positions = [[] for _ in range(steps)], []
     for rank in range(ranks):
-        share = BatchSlice(share_size, rank, ranks, workers)
-        parts = [PackedSource("numbers", source, Data(documents="joined"), Tokenizer(), seq_len)]
-        windows = PackedText(parts, seq_len, share, place, weights=[1.0])
-        of_workers = [windows._batches(place, worker) for worker in range(workers)]
-        cursors = dict(place.cursors)
+        batch_slice = BatchSlice(slice_size, rank, ranks, workers)
+        sources = [PackedSource("numbers", source, Data(documents="joined"), Tokenizer(), seq_len)]
+        sequences = StepBatches(sources, seq_len, batch_slice, position, weights=[1.0])
+        of_workers = [sequences._batches(position, worker) for worker in range(workers)]
+        by_reader = dict(position.by_reader)
         for step in range(steps):
             batch = next(of_workers[step % workers])
-            assert batch.tokens.shape == (share_size, seq_len)
+            assert batch.tokens.shape == (slice_size, seq_len)
             rows[step] += batch.tokens.tolist()
-            cursors |= batch.cursors
-        places.append(DataPosition(place.streams, place.sequences + steps * share.global_batch, cursors))
-    return rows, DataPosition.from_json(json.loads(json.dumps(merged(places).to_json())))
+            by_reader |= batch.by_reader
+        positions.append(
+            DataPosition(position.readers, position.sequences + steps * batch_slice.global_batch, by_reader)
+        )
+    return rows, DataPosition.from_json(json.loads(json.dumps(merged(positions).to_json())))
 
 
 lengths = st.lists(st.integers(1, 20), min_size=1, max_size=30)
@@ -77,17 +79,17 @@ phases = st.lists(
 def test_no_token_is_read_twice_or_left_out_when_anything_changes_at_any_step(lengths, phases):
     source = source_of(lengths)
     size, ranks, workers, *_ = phases[0]
-    place = DataPosition(divide(source.choose_streams, BatchSlice(size, 0, ranks, workers)))
-    read = {stream: [] for stream in range(place.streams.count)}
+    position = DataPosition(divide(source.choose_readers, BatchSlice(size, 0, ranks, workers)))
+    read = {reader: [] for reader in range(position.readers.count)}
     for size, ranks, workers, seq_len, steps in phases:
-        first = place.sequences
-        rows, place = run(source, place, size, ranks, workers, seq_len, steps)
+        first = position.sequences
+        rows, position = run(source, position, size, ranks, workers, seq_len, steps)
         for sequence, row in enumerate((row for step in rows for row in step), first):
-            read[place.streams.place(sequence)[0]] += row
-    for stream, tokens in read.items():
+            read[position.readers.locate(sequence)[0]] += row
+    for reader, tokens in read.items():
         whole, epoch = [], 0
         while len(whole) < len(tokens):
-            for _, text in source.documents(epoch, stream, place.streams.count, None):
+            for _, text in source.documents(epoch, reader, position.readers.count, None):
                 whole += Tokenizer().encode(text)
             epoch += 1
         assert tokens == whole[: len(tokens)]
@@ -100,36 +102,36 @@ def test_no_token_is_read_twice_or_left_out_when_anything_changes_at_any_step(le
 )
 def test_a_global_batch_is_the_same_on_any_number_of_ranks_and_workers(lengths, began_with, others):
     source = source_of(lengths)
-    start = DataPosition(divide(source.choose_streams, BatchSlice(12 // began_with, 0, began_with)))
+    start = DataPosition(divide(source.choose_readers, BatchSlice(12 // began_with, 0, began_with)))
     undisturbed, _ = run(source, start, 12 // began_with, began_with, 1, 5, 1 + 2 * len(others))
-    place, resumed = start, []
+    position, resumed = start, []
     for ranks, workers in others:
-        rows, place = run(source, place, 12 // ranks, ranks, workers, 5, 2)
+        rows, position = run(source, position, 12 // ranks, ranks, workers, 5, 2)
         resumed += rows
     assert resumed == undisturbed[: len(resumed)]
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 60), st.data())
-def test_ranks_and_workers_open_streams_of_their_own_and_each_stream_has_its_turn(
+def test_ranks_and_workers_open_readers_of_their_own_and_each_reader_has_its_turn(
     size, ranks, workers, documents, data
 ):
-    streams = divide(source_of([1] * documents).choose_streams, BatchSlice(size, 0, ranks, workers))
+    readers = divide(source_of([1] * documents).choose_readers, BatchSlice(size, 0, ranks, workers))
     slots = size * ranks * workers
-    assert streams.count * streams.in_a_row == slots
+    assert readers.count * readers.in_a_row == slots
     opened = {}
     for rank in range(ranks):
         for worker in range(workers):
-            share = BatchSlice(size, rank, ranks, workers)
-            numbers = [n for step in range(worker, 4 * workers, workers) for n in share.of(slots, step)]
-            opened[rank, worker] = {streams.place(n)[0] for n in numbers}
+            batch_slice = BatchSlice(size, rank, ranks, workers)
+            indices = [n for step in range(worker, 4 * workers, workers) for n in batch_slice.of(slots, step)]
+            opened[rank, worker] = {readers.locate(n)[0] for n in indices}
     if documents >= ranks * workers:
-        assert sum(map(len, opened.values())) == streams.count == len(set.union(*opened.values()))
-        assert documents < slots or streams.count == slots
+        assert sum(map(len, opened.values())) == readers.count == len(set.union(*opened.values()))
+        assert documents < slots or readers.count == slots
     else:
-        assert streams.count == 1
+        assert readers.count == 1
     n = data.draw(st.integers(0, 1000))
-    windows = [streams.place(i)[1] for i in range(n) if streams.place(i)[0] == 0]
-    assert windows == list(range(len(windows)))
+    sequences = [readers.locate(i)[1] for i in range(n) if readers.locate(i)[0] == 0]
+    assert sequences == list(range(len(sequences)))
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any), st.integers(1, 200))

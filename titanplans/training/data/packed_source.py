@@ -1,6 +1,6 @@
-"""A source of a job as rows: its documents, tokenised and packed, and how far a place is in them.
+"""A source of a job as sequences: its documents, tokenised and packed, and how far a position is in them.
 
-Which source a row is from is decided in `dataset.py`.
+Which source a sequence is from is decided in `batches.py`.
 """
 
 import json
@@ -16,13 +16,13 @@ from titanplans.errors import DataError
 from titanplans.text import counted
 from titanplans.training.data.chat.chat import ChatFormat, Tokens
 from titanplans.training.data.corpus.sources import Source
-from titanplans.training.data.packing import Window, pack, pack_best_fit, pack_conversations
+from titanplans.training.data.packing import TokenSequence, pack, pack_best_fit, pack_conversations
+from titanplans.training.data.positions import SourcePosition
 from titanplans.training.data.reading import refusing
-from titanplans.training.data.streams import SourcePlace
 
 
 class PackedSource:
-    """A source of a job, and how its documents become rows: texts get the tokenizer's bos and eos, where it has them."""
+    """A source of a job, and how its documents become sequences: texts get the tokenizer's bos and eos, if it has them."""
 
     def __init__(
         self,
@@ -38,13 +38,13 @@ class PackedSource:
         self._packs_whole = chat is None and data.packing == "best_fit"
         self.identity = source.identity | ({} if chat else _packing(data, seq_len))
 
-    def windows(
-        self, stream: int, streams: int, start: SourcePlace, *, epochs: int | None
-    ) -> Iterator[Window]:
-        """Return the rows of a stream from `start` on; of so many epochs, or endlessly."""
-        documents, apart = self._documents(stream, streams, start, epochs), self._data.documents == "apart"
+    def sequences(
+        self, reader: int, readers: int, start: SourcePosition, *, epochs: int | None
+    ) -> Iterator[TokenSequence]:
+        """Return the sequences of a reader from `start` on; of so many epochs, or endlessly."""
+        documents, apart = self._documents(reader, readers, start, epochs), self._data.documents == "apart"
         if self._chat is not None:
-            # Conversations are not cut: the offset says whether the first is the stream's next.
+            # Conversations are not cut: the offset says whether the first is the reader's next.
             return pack_conversations(documents, self._seq_len, start.offset, packing=self._chat.packing)
         if self._data.packing == "cut":
             return pack(documents, self._seq_len, start.offset, apart=apart)
@@ -58,27 +58,27 @@ class PackedSource:
         )
 
     def take_long(self) -> int:
-        """Return how many documents were longer than a row since the last call; under best fit alone."""
-        number, self._long = self._long, 0
-        return number
+        """Return how many documents were longer than a sequence since the last call; under best fit alone."""
+        count, self._long = self._long, 0
+        return count
 
     def _documents(
-        self, stream: int, streams: int, start: SourcePlace, epochs: int | None
+        self, reader: int, readers: int, start: SourcePosition, epochs: int | None
     ) -> Iterator[tuple[tuple[int, Any, str], Any]]:
-        """Documents from `start` on, each with (epoch, position, digest up to it) and its tokens."""
+        """Yield documents from `start` on, each with (epoch, its position, digest up to it) and its tokens."""
         epoch, document = start.epoch, start.document
-        digest, known = (_NOTHING, False) if document is None else (start.digest, True)
+        digest, is_known = (_NOTHING, False) if document is None else (start.digest, True)
         while True:
-            used = False
-            for position, text in self.source.documents(epoch, stream, streams, document):
-                digest, known = digest if known else _chained(digest, text), False
+            is_used = False
+            for position, text in self.source.documents(epoch, reader, readers, document):
+                digest, is_known = digest if is_known else _chained(digest, text), False
                 tokens: np.ndarray | Tokens = text if self._chat else self._encode(text)
-                used = used or self._is_used(len(tokens))
+                is_used = is_used or self._is_used(len(tokens))
                 self._long += self._packs_whole and len(tokens) > self._seq_len + 1
                 yield (epoch, position, digest), tokens
             if epochs is not None and epoch + 1 >= epochs:
                 return
-            if not used and document is None:
+            if not is_used and document is None:
                 what = "no text"
                 if self._chat is not None:
                     what = self._chat.what_is_left_out()
@@ -87,39 +87,41 @@ class PackedSource:
                         f'no document within seq_len = {self._seq_len} tokens (data.long_documents = "drop")'
                     )
                 raise DataError(
-                    f"dataset = {self.source.identity['dataset']!r}: holds {what} for stream {stream} of {streams}; give "
+                    f"dataset = {self.source.identity['dataset']!r}: holds {what} for reader {reader} of {readers}; give "
                     "more documents, or train on fewer ranks with fewer num_workers"
                 )
             epoch, document, digest = epoch + 1, None, _NOTHING
 
-    def reads_the_same(self, stream: int, streams: int, place: SourcePlace) -> bool:
-        """Whether the documents of its epoch up to `place` are those of when it was taken."""
-        if place.document is None:
+    def reads_the_same(self, reader: int, readers: int, position: SourcePosition) -> bool:
+        """Whether the documents of its epoch up to `position` are those of when it was taken."""
+        if position.document is None:
             return True
-        wanted = {json.dumps(place.document): place.digest} | dict([place.ahead] if place.ahead else [])
+        wanted = {json.dumps(position.document): position.digest}
+        wanted |= dict([position.ahead] if position.ahead else [])
         digest = _NOTHING
-        for position, text in self.source.documents(place.epoch, stream, streams, None):
+        for document, text in self.source.documents(position.epoch, reader, readers, None):
             digest = _chained(digest, text)
-            if wanted.pop(json.dumps(position), digest) != digest:
+            if wanted.pop(json.dumps(document), digest) != digest:
                 return False
             if not wanted:
                 return True
         return False
 
-    def read(self, streams: int, places: dict[int, SourcePlace]) -> tuple[float, str]:
-        """Return how often the source was read, up to the places of its streams, as a number and in words."""
-        epoch = max((place.epoch for place in places.values()), default=0)
+    def epochs_read(self, readers: int, positions: dict[int, SourcePosition]) -> tuple[float, str]:
+        """Return how often the source was read, up to the positions of its readers, as a number and in words."""
+        epoch = max((position.epoch for position in positions.values()), default=0)
         if (size := self.source.size) is None:
             return float(epoch), f"in epoch {epoch + 1}"
-        read = sum(
-            place.epoch * len(range(stream, size, streams)) + place.document + 1
-            for stream, place in places.items()
-            if place.document is not None
+        documents = sum(
+            position.epoch * len(range(reader, size, readers)) + position.document + 1
+            for reader, position in positions.items()
+            if position.document is not None
         )
-        return read / size, f"{read / size:.2f} epochs, {counted(read, 'document')} of {size:,}"
+        epochs = documents / size
+        return epochs, f"{epochs:.2f} epochs, {counted(documents, 'document')} of {size:,}"
 
     def _is_used(self, tokens: int) -> bool:
-        """Whether rows use any of a document with this number of tokens."""
+        """Whether sequences use any of a document with so many tokens."""
         if not self._packs_whole:
             return tokens > 0
         return tokens > 1 and (self._data.long_documents == "cut" or tokens <= self._seq_len + 1)
@@ -141,7 +143,7 @@ def _chained(digest: str, document: "str | Tokens") -> str:
 
 
 def _packing(data: Data, seq_len: int) -> dict[str, Any]:
-    """What must be the same for a place to mean the same row; rows that are cut may have another length."""
+    """Return what must be equal for a position to mean the same sequence; those that are cut may have another length."""
     if data.packing == "cut":
         return {"packing": "cut"}
     return {"packing": data.packing, "long_documents": data.long_documents, "seq_len": seq_len}
