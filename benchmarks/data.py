@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def write_corpus(folder: Path) -> None:
-    """Write a row for each piece of the library: "code" of up to 64 KiB, "short" of about 1 KiB."""
+    """Write a row for each fragment of the library: "code" of up to 64 KiB, "short" of about 1 KiB."""
     from titanplans.training.data.corpus.local import TextFiles, stdlib_files, stdlib_root
 
     root = stdlib_root()

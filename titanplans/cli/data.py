@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
         prog="titanplans data",
         usage="titanplans data JOB.toml [--rows 3] [--section.key value ...]\n       titanplans data --clean",
         description="Print the first rows of a job's training data as its model will see them, a line for each document: "
-        "what does not count in the loss is in another colour, or in [[ ]]; then shares of sources and padding, and the "
+        "what does not count in the loss is in another colour, or in [[ ]]; then the percentages of sources and of padding, and the "
         "tokens a second that one process of this machine makes.",
         allow_abbrev=False,
     )
@@ -81,17 +81,17 @@ def _show(job: Any, number: int) -> None:
     sources = resolve.training_data(job).sources
     names = [source.title for source in sources]
     read, found, start = [], 0, time.perf_counter()
-    for share in loader.steps():
-        read.append(share)
-        found += len(share.tokens)
+    for batch in loader.steps():
+        read.append(batch)
+        found += len(batch.tokens)
         is_long = found >= _FEWEST and time.perf_counter() - start >= _SECONDS
         if found >= number and (is_long or _all_read(loader)):
             break
     seconds = time.perf_counter() - start
-    rows = [(share, row) for share in read for row in range(len(share.lengths))]
-    for at, (share, row) in enumerate(rows[:number]):
-        has_answers = sources[share.lengths[row][0]].chat.enable
-        print("\n".join(_row(tokenizer, share, row, f"row {at + 1}", names, has_answers)), end="\n\n")
+    rows = [(batch, row) for batch in read for row in range(len(batch.lengths))]
+    for at, (batch, row) in enumerate(rows[:number]):
+        has_answers = sources[batch.lengths[row][0]].chat.enable
+        print("\n".join(_row(tokenizer, batch, row, f"row {at + 1}", names, has_answers)), end="\n\n")
     how_much = [how_much for _, how_much in loader.epochs_read().values()]
     what = "every source was read to its end" if _all_read(loader) else "a sample"
     print(
@@ -113,13 +113,13 @@ def _all_read(loader: "TextDataLoader") -> bool:
 
 
 def _row(
-    tokenizer: Any, share: "StepBatch", row: int, title: str, names: list[str], has_answers: bool
+    tokenizer: Any, batch: "StepBatch", row: int, title: str, names: list[str], has_answers: bool
 ) -> list[str]:
     """Return a row in lines, one for each document; of conversations another with the last token of each answer."""
-    tokens, labels, positions = (part[row].tolist() for part in (share.tokens, share.labels, share.positions))
-    source, length = share.lengths[row]
+    tokens, labels, positions = (part[row].tolist() for part in (batch.tokens, batch.labels, batch.positions))
+    source, length = batch.lengths[row]
     starts = [at for at in range(length) if at == 0 or positions[at] == 0]
-    padding = f", {counted(len(tokens) - length, 'place')} of padding" if len(tokens) > length else ""
+    padding = f", {counted(len(tokens) - length, 'token')} of padding" if len(tokens) > length else ""
     lines = [f"{title}: {names[source]}, {counted(len(starts), 'document')}, {length} tokens{padding}"]
     for number, (first, last) in enumerate(itertools.pairwise([*starts, length]), 1):
         # A token counts where the one before it has it for a label. The last label is no input of this row.
@@ -161,21 +161,21 @@ def _counted(
 ) -> list[str]:
     """Return what was counted over `rows`, which hold so much of each source, in lines."""
     tokens, number, documents = Counter[int](), Counter[int](), Counter[int]()
-    places = sum(share.tokens.shape[1] for share, _ in rows)
-    for share, row in rows:
-        source, length = share.lengths[row]
+    positions_counted = sum(batch.tokens.shape[1] for batch, _ in rows)
+    for batch, row in rows:
+        source, length = batch.lengths[row]
         tokens[source] += length
         number[source] += 1
-        documents[source] += int((share.positions[row, :length] == 0).sum())
+        documents[source] += int((batch.positions[row, :length] == 0).sum())
     table = [("source", "rows", "tokens", "documents a row", "read")]
     for source, name in enumerate(names):
         share_of = f"{100 * number[source] / len(rows):.1f}%"
         each = f"{documents[source] / max(number[source], 1):.1f}"
         table.append((name, share_of, f"{tokens[source]:,}", each, how_much[source]))
-    long = sum(sum(share.long) for share in {id(share): share for share, _ in rows}.values())
+    long = sum(sum(batch.long) for batch in {id(batch): batch for batch, _ in rows}.values())
     said = f", {counted(long, 'document')} longer than a row" if long else ""
     return [
         *columns(table),
-        f"documents {'apart' if apart else 'joined'}; padding {100 * (1 - tokens.total() / places):.1f}% of "
-        f"{len(rows)} rows{said}; {places / seconds:,.0f} tokens/s in this process",
+        f"documents {'apart' if apart else 'joined'}; padding {100 * (1 - tokens.total() / positions_counted):.1f}% of "
+        f"{len(rows)} rows{said}; {positions_counted / seconds:,.0f} tokens/s in this process",
     ]

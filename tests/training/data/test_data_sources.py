@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from said import refusal
 
 from titanplans.errors import DataError
-from titanplans.training.data.corpus.column import PIECE_BYTES
+from titanplans.training.data.corpus.column import FRAGMENT_BYTES
 from titanplans.training.data.corpus.local import (
     TextFiles,
     find_files,
@@ -98,22 +98,22 @@ def test_stdlib_holds_neither_packages_nor_tests_nor_the_builds_own_settings():
 )
 def test_pieces_of_a_file_put_together_are_the_file(tmp_path_factory, parts):
     text = "".join(parts)
-    file = tmp_path_factory.mktemp("pieces") / "a.txt"
+    file = tmp_path_factory.mktemp("fragments") / "a.txt"
     file.write_bytes(text.encode())
-    pieces = TextFiles(file.parent, [file], "all", piece_bytes=32)
-    texts = [pieces.document(i) for i in range(len(pieces))]
+    fragments = TextFiles(file.parent, [file], "all", fragment_bytes=32)
+    texts = [fragments.document(i) for i in range(len(fragments))]
     assert "".join(texts) == text
-    assert all(len(piece.encode()) <= 2 * 32 for piece in texts)
-    if max(map(len, text.encode().split(b"\n"))) < 32:  # no line is longer than a piece
+    assert all(len(fragment.encode()) <= 2 * 32 for fragment in texts)
+    if max(map(len, text.encode().split(b"\n"))) < 32:  # no line is longer than a fragment
         within = 0  # a last line that has no end may be cut at a space
-        for piece in filter(None, texts):
-            within += len(piece)
-            assert piece.endswith("\n") or within > len(text.rpartition("\n")[0])
+        for fragment in filter(None, texts):
+            within += len(fragment)
+            assert fragment.endswith("\n") or within > len(text.rpartition("\n")[0])
 
 
 def test_few_files_are_split_by_piece_and_many_by_file(corpus):
     line = "a line of sixteen\n"
-    (corpus / "one.txt").write_text(line * (3 * PIECE_BYTES // len(line)))
+    (corpus / "one.txt").write_text(line * (3 * FRAGMENT_BYTES // len(line)))
     held_out = read(open_source("local", str(corpus), split="validation"))
     assert len(held_out) == 1
     assert len(read(open_source("local", str(corpus), split="train"))) == 2
@@ -278,7 +278,7 @@ def test_long_rows_are_cut_and_their_pieces_stay_on_one_side_of_the_split(corpus
             position = json.loads(json.dumps(position))
             # The next position is the same, so what follows it is, too.
             assert list(islice(stream.documents(0, 0, 1, position), 2)) == documents[i : i + 2]
-        pieces = [text for _, text in documents]
+        fragments = [text for _, text in documents]
     else:
         file = corpus / kind
         if kind == "rows.jsonl":
@@ -292,12 +292,12 @@ def test_long_rows_are_cut_and_their_pieces_stay_on_one_side_of_the_split(corpus
         assert sum(map(len, by_split["validation"])) == len(texts[0])
         assert all("word0" in text for text in by_split["validation"])
         corpus_of = open_source("local", str(file), split="all")._corpus
-        pieces = [corpus_of.document(i) for i in range(len(corpus_of))]
-        assert "".join(pieces) == "".join(texts)
-        assert sorted(by_split["train"] + by_split["validation"]) == sorted(pieces)
-    assert max(len(piece.encode()) for piece in pieces) <= 2 * PIECE_BYTES
-    assert len(pieces) > 20
-    assert all(piece.endswith(" ") for piece in pieces if "word" in piece)
+        fragments = [corpus_of.document(i) for i in range(len(corpus_of))]
+        assert "".join(fragments) == "".join(texts)
+        assert sorted(by_split["train"] + by_split["validation"]) == sorted(fragments)
+    assert max(len(fragment.encode()) for fragment in fragments) <= 2 * FRAGMENT_BYTES
+    assert len(fragments) > 20
+    assert all(fragment.endswith(" ") for fragment in fragments if "word" in fragment)
 
 
 # --- order and readers

@@ -87,13 +87,13 @@ class ChatFormat:
         tokens = self.tokens(conversation_of(row, self._chat, where), where)
         return {"conversation": tokens.to_bytes() if tokens.says_something else b"", "where": where}
 
-    def parts(self, record: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def fragments(self, record: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """A conversation is one document."""
         yield record
 
-    def document(self, part: dict[str, Any]) -> Tokens | None:
+    def document(self, fragment: dict[str, Any]) -> Tokens | None:
         """None if it is left out. Of rows left out or cut the 1st, 2nd, 4th and so on are logged."""
-        whole, where = Tokens.from_bytes(part["conversation"]), part["where"]
+        whole, where = Tokens.from_bytes(fragment["conversation"]), fragment["where"]
         tokens = self.fit(whole, where)
         if tokens is None or len(tokens) < len(whole):
             self._less += 1

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from titanplans.errors import DataError
 from titanplans.training.data.reading import expect
 
-PIECE_BYTES = 64 * 1024
+FRAGMENT_BYTES = 64 * 1024
 """Bytes of a document at most, about; longer text files and rows are cut at a line end."""
 
 
@@ -25,7 +25,7 @@ class TextColumn:
     def __init__(self, name: str):
         self.name = self.key = name
         self.features = {name: "string"}
-        self.identity = {"text_column": name, "piece_bytes": PIECE_BYTES}
+        self.identity = {"text_column": name, "piece_bytes": FRAGMENT_BYTES}
 
     def columns(self, there: Sequence[str], where: str) -> list[str]:
         """Return the columns that are read of those that a file has. Raises DataError where one is missing."""
@@ -52,46 +52,46 @@ class TextColumn:
         )
         return {self.name: expect(value, str, where, "texts", remedy)}
 
-    def parts(self, record: dict[str, str]) -> Iterator[dict[str, str]]:
+    def fragments(self, record: dict[str, str]) -> Iterator[dict[str, str]]:
         """Cut a row into its documents, each as Arrow holds it."""
-        return ({self.name: piece} for piece in pieces(self.read(record, "a row")[self.name]))
+        return ({self.name: fragment} for fragment in fragments(self.read(record, "a row")[self.name]))
 
-    def document(self, part: dict[str, str]) -> str:
+    def document(self, fragment: dict[str, str]) -> str:
         """Return the text of a document."""
-        return part[self.name]
+        return fragment[self.name]
 
 
-def boundary(read: Callable[[int, int], bytes | memoryview], place: int, most: int, size: int) -> int:
-    """Return the offset of the first line that begins at byte `place` or later, at most `most` bytes further.
+def boundary(read: Callable[[int, int], bytes | memoryview], offset: int, most: int, size: int) -> int:
+    """Return the offset of the first line that begins at byte `offset` or later, at most `most` bytes further.
 
-    If there is none, cut after the first space from `place` on, else at the end of the text if that is as near, else
+    If there is none, cut after the first space from `offset` on, else at the end of the text if that is as near, else
     before the first character.
 
     Args:
         read: returns the bytes from an offset on, as many as asked for or as there are.
-        place: an offset in the text.
-        most: the length of a piece.
+        offset: an offset in the text.
+        most: the length of a fragment.
         size: of the text, in bytes; no cut lies beyond.
     """
-    if place <= 0 or place >= size:
-        return min(max(place, 0), size)
-    seen = bytes(read(place - 1, most + 1))
+    if offset <= 0 or offset >= size:
+        return min(max(offset, 0), size)
+    seen = bytes(read(offset - 1, most + 1))
     for mark in (b"\n", b" "):
         if (found := seen.find(mark)) >= 0:
-            return place + found
-    if place + most >= size:
+            return offset + found
+    if offset + most >= size:
         return size
-    return place + next((i for i, byte in enumerate(seen[1:4]) if byte & 0xC0 != 0x80), 3)
+    return offset + next((i for i, byte in enumerate(seen[1:4]) if byte & 0xC0 != 0x80), 3)
 
 
-def pieces(text: str) -> Iterator[str]:
+def fragments(text: str) -> Iterator[str]:
     """Yield the documents that a row's text is cut into: the text itself, if it isn't long."""
-    if len(text) * 4 <= PIECE_BYTES or len(row := text.encode()) <= PIECE_BYTES:
+    if len(text) * 4 <= FRAGMENT_BYTES or len(row := text.encode()) <= FRAGMENT_BYTES:
         yield text
         return
-    places = [
-        boundary(lambda place, n: row[place : place + n], p, PIECE_BYTES, len(row))
-        for p in range(0, len(row), PIECE_BYTES)
+    offsets = [
+        boundary(lambda offset, n: row[offset : offset + n], p, FRAGMENT_BYTES, len(row))
+        for p in range(0, len(row), FRAGMENT_BYTES)
     ]
-    for begin, end in itertools.pairwise([*places, len(row)]):
+    for begin, end in itertools.pairwise([*offsets, len(row)]):
         yield row[begin:end].decode()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from titanplans.errors import DataError
-from titanplans.training.data.corpus.column import PIECE_BYTES
+from titanplans.training.data.corpus.column import FRAGMENT_BYTES
 from titanplans.training.data.corpus.local import FORMATS, walk
 from titanplans.training.data.corpus.rows import RowFormat, of_table, quietly, records
 from titanplans.training.data.reading import refusing
@@ -59,7 +59,7 @@ class HubDocuments:
             "dataset": f"{known} ({path})" if path else known,
             "split": split,
             **row_format.identity,
-            "piece_bytes": PIECE_BYTES,
+            "piece_bytes": FRAGMENT_BYTES,
         }
         folder = Path(path or repository).expanduser()
         with refusing(f"dataset = {name!r}: {folder} can't be read", "name a folder that may be"):
@@ -92,8 +92,8 @@ class HubDocuments:
             if batch is None:
                 return
             record = {name: batch[name][0] for name in self._format.features}
-            for number, part in enumerate(self._format.parts(record)):
-                if number >= skipped and (document := self._format.document(part)) is not None:
+            for number, fragment in enumerate(self._format.fragments(record)):
+                if number >= skipped and (document := self._format.document(fragment)) is not None:
                     yield [where, number], document
             where, skipped = data.state_dict(), 0
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from titanplans.errors import DataError
-from titanplans.training.data.corpus.column import PIECE_BYTES, boundary
+from titanplans.training.data.corpus.column import FRAGMENT_BYTES, boundary
 from titanplans.training.data.reading import refusing
 
 FORMATS = {"text": (".txt", ".md", ".py"), "json": (".jsonl", ".json"), "parquet": (".parquet",)}
@@ -124,43 +124,46 @@ def in_split(numbers: np.ndarray, split: str) -> np.ndarray:
 
 
 class TextFiles:
-    """Documents cut from UTF-8 text files, about `piece_bytes` each, at line ends.
+    """Documents cut from UTF-8 text files, about `fragment_bytes` each, at line ends.
 
-    The constructor reads only the files' sizes. A piece holds the lines that begin in its range of bytes (a longer line is
-    cut), so that the pieces of a file concatenate to the file. Twenty files or more are split by file; of fewer, every
-    twentieth piece is for validation.
+    The constructor reads only the files' sizes. A fragment holds the lines that begin in its range of bytes (a longer line
+    is cut), so that the fragments of a file concatenate to the file. Twenty files or more are split by file; of fewer,
+    every twentieth fragment is for validation.
     """
 
-    def __init__(self, root: Path, files: Sequence[Path], split: str, piece_bytes: int = PIECE_BYTES) -> None:
-        self.piece_bytes, self.identity = piece_bytes, {"piece_bytes": piece_bytes}
+    def __init__(
+        self, root: Path, files: Sequence[Path], split: str, fragment_bytes: int = FRAGMENT_BYTES
+    ) -> None:
+        self.fragment_bytes, self.identity = fragment_bytes, {"piece_bytes": fragment_bytes}
         names = [file.relative_to(root).as_posix() for file in files]
         by_file = len(files) >= VALIDATION_EVERY
         kept = split_names(names, split) if by_file else range(len(files))
         self.files = [(names[i], files[i]) for i in kept]
         self._sizes = {file: file.stat().st_size for _, file in self.files}
-        self._pieces = [
-            (file, start) for file, size in self._sizes.items() for start in range(0, size, piece_bytes)
+        self._fragments = [
+            (file, start) for file, size in self._sizes.items() for start in range(0, size, fragment_bytes)
         ]
         if not by_file:
-            kept_pieces = in_split(np.arange(len(self._pieces)), split)
-            self._pieces = list(itertools.compress(self._pieces, kept_pieces))
+            kept = in_split(np.arange(len(self._fragments)), split)
+            self._fragments = list(itertools.compress(self._fragments, kept))
 
     def __len__(self) -> int:
-        return len(self._pieces)
+        return len(self._fragments)
 
     def document(self, i: int) -> str:
         """Return document `i`. Raises DataError if it can't be read, is not UTF-8, or the file has become shorter."""
-        file, start = self._pieces[i]
+        file, start = self._fragments[i]
         size = self._sizes[file]
 
         with refusing(f"{file} can't be read"), file.open("rb") as stream:
 
-            def read(place: int, length: int) -> bytes:
-                stream.seek(place)
-                return stream.read(min(length, size - place))
+            def read(offset: int, length: int) -> bytes:
+                stream.seek(offset)
+                return stream.read(min(length, size - offset))
 
             begin, end = (
-                boundary(read, place, self.piece_bytes, size) for place in (start, start + self.piece_bytes)
+                boundary(read, offset, self.fragment_bytes, size)
+                for offset in (start, start + self.fragment_bytes)
             )
             raw, now = read(begin, end - begin), os.fstat(stream.fileno()).st_size
         if now < size:
@@ -188,7 +191,7 @@ _LEFT_OUT_FOLDERS = {
     "__pycache__",
 }
 _LEFT_OUT_PREFIXES = ("_sysconfigdata", "config-")
-STDLIB_PIECE_BYTES = 1024
+STDLIB_FRAGMENT_BYTES = 1024
 """Short documents: a small batch, 2,000 tokens say, is then cut from several files."""
 
 

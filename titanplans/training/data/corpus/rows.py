@@ -98,19 +98,19 @@ def _stored(files: Sequence[Path], file_format: str, reader: RowFormat) -> "Data
         refusing("a data set can't be kept in the cache", "set HF_DATASETS_CACHE to another folder"),
     ):
         return Dataset.from_generator(
-            partial(_parts, files, file_format, reader),
+            partial(_fragments, files, file_format, reader),
             cache_dir=str(copies()),
             features=features,
             fingerprint=hashlib.sha256(json.dumps([_LAYOUT, states, reader.key]).encode()).hexdigest()[:32],
         )
 
 
-def _parts(files: Sequence[Path], file_format: str, reader: RowFormat) -> Iterator[dict[str, Any]]:
+def _fragments(files: Sequence[Path], file_format: str, reader: RowFormat) -> Iterator[dict[str, Any]]:
     read, number = {"json": records, "parquet": _parquet}[file_format], 0
     for file in files:
         with refusing(f"{file} can't be read as {file_format}"):
             for record in read(str(file.absolute()), reader):
-                yield from (part | {_ROW: number} for part in reader.parts(record))
+                yield from (fragment | {_ROW: number} for fragment in reader.fragments(record))
                 number += 1
 
 

@@ -18,7 +18,7 @@ from titanplans.training.data.corpus.hub import HubDocuments
 from titanplans.training.data.corpus.local import (
     FORMATS,
     SPLITS,
-    STDLIB_PIECE_BYTES,
+    STDLIB_FRAGMENT_BYTES,
     TextFiles,
     find_files,
     stdlib_files,
@@ -106,7 +106,7 @@ def open_source(of: Corpus, *, seed: int = 0, chat: ChatFormat | None = None) ->
         )
     corpus: TextFiles | RowDocuments
     if path is None:
-        corpus = TextFiles(root, stdlib_files(root), split, STDLIB_PIECE_BYTES)
+        corpus = TextFiles(root, stdlib_files(root), split, STDLIB_FRAGMENT_BYTES)
     elif file_format == "text":
         corpus = TextFiles(root, files, split)
     elif chat is not None:
