@@ -31,8 +31,8 @@ def parser() -> argparse.ArgumentParser:
         prog="titanplans data",
         usage="titanplans data JOB.toml [--rows 3] [--section.key value ...]\n       titanplans data --clean",
         description="Print the first rows of a job's training data as its model will see them, a line for each document: "
-        "what does not count in the loss is in another colour, or in [[ ]]; then the percentages of sources and of padding, and the "
-        "tokens a second that one process of this machine makes.",
+        "what does not count in the loss is in another colour, or in [[ ]]; then the percentages of sources and of padding, "
+        "and the tokens a second that one process of this machine makes.",
         allow_abbrev=False,
     )
     parser.add_argument("--rows", default="3", metavar="N", help="how many rows are printed")
