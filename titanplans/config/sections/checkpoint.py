@@ -28,43 +28,44 @@ class Checkpoint(Options, section="checkpoint", refuses=groups.checkpoint):
     """Steps from one checkpoint to the next; the last step is always saved."""
 
     initial_load_path: FilePath | None = None
-    """A step-N folder to start from, as long as the job's own folder holds no checkpoint."""
+    """Checkpoint (a step-N folder) to start from, while the job's own folder holds none."""
 
     initial_load_in_hf: bool = False
-    """initial_load_path, or model.hf_assets_path, is a Hugging Face folder; it says which model and tokenizer, too."""
+    """Start from a Hugging Face folder: initial_load_path, or model.hf_assets_path. Its model and tokenizer are used,
+    too."""
 
     initial_load_model_only: bool = True
-    """Take only the weights from initial_load_path, and begin at step 1."""
+    """Load only the weights of initial_load_path, and begin at step 1; false: resume from it."""
 
     initial_adapter_path: FilePath | None = None
-    """Under lora.rank: a folder of peft's, whose adapters training starts from, as long as there is no checkpoint."""
+    """Under lora.rank: adapters to start from, a folder of peft's, while the job's own folder holds no checkpoint."""
 
     save_adapters_only: bool = False
-    """Under lora.rank: save what trains alone; the other weights come from initial_load_path again when the job goes on."""
+    """Under lora.rank: save only what trains; a resumed job loads the other weights from initial_load_path again."""
 
     last_save_model_only: bool = True
-    """Save only the weights at the last step: smaller, but training can't be resumed from it."""
+    """Save only the weights at the last step: smaller, but training cannot resume from it."""
 
     last_save_in_hf: bool = False
     """Save the last step as a Hugging Face folder, which from_pretrained loads; adapters are added, and kept in adapter/."""
 
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
-    """Under last_save_model_only: type in which the weights are saved."""
+    """Type in which the last step's weights are saved, under last_save_model_only."""
 
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """Save while training goes on: from a thread (async), or a process with page-locked memory (CUDA)."""
 
     keep_latest_k: KeepLatest = 10
-    """Checkpoints to keep, the newest; 0: all."""
+    """Number of newest checkpoints to keep; 0: all."""
 
     load_step: LoadStep = -1
     """Step to resume from, which must be the newest unless load_only is set; -1: the newest that training can go on from."""
 
     exclude_from_loading: tuple[Literal["optimizer", "lr_scheduler", "dataloader", "train_state"], ...] = ()
-    """States not to load with the weights."""
+    """States that are not loaded with the weights."""
 
     enable_first_step_checkpoint: bool = False
-    """Save after the first step, too, to see at once whether saving works."""
+    """Save after step 1, too, to see at once whether saving works."""
 
     create_seed_checkpoint: bool = False
     """Save the initial weights as step-0, on one process, and stop."""
@@ -73,4 +74,4 @@ class Checkpoint(Options, section="checkpoint", refuses=groups.checkpoint):
     """At SIGTERM, save after two more steps at most, and end with exit status 0; another signal ends at once."""
 
     load_only: bool = False
-    """Load, but never save."""
+    """Load checkpoints, but never save."""

@@ -11,13 +11,13 @@ class DataLoader(Options, section="dataloader"):
     """Worker processes that prepare the batches."""
 
     num_workers: NaturalInt = 0
-    """Worker processes a rank; 0: the training process itself."""
+    """Worker processes per rank; 0: the training process reads the data itself."""
 
     persistent_workers: bool = False
-    """Keep the workers from one epoch to the next; needs num_workers above 0."""
+    """Keep the workers alive from one epoch to the next; needs num_workers above 0."""
 
     pin_memory: bool = False
-    """Hand over batches in page-locked memory, which copies to a GPU faster."""
+    """Return batches in page-locked memory, from which a copy to a GPU is faster."""
 
     prefetch_factor: PositiveInt | None = None
     """Batches that each worker prepares in advance; needs num_workers above 0; unset: torch's choice."""
@@ -32,49 +32,55 @@ class Chat(
     """
 
     enable: bool = False
-    """Read rows of messages, or of a prompt and its completion, instead of text."""
+    """Read conversations instead of text: rows of messages, or of a prompt and its completion."""
 
     format: Literal["messages", "sharegpt", "alpaca"] = "messages"
-    """Names of what the next keys leave unset: "messages", "sharegpt" (conversations, from, value), or "alpaca"."""
+    """Column names and keys that are used where the keys below are unset: "messages", "sharegpt" (conversations, from,
+    value) or "alpaca"."""
 
     messages_column: Name | None = None
-    """Column or field that holds a conversation, a list of messages; unset: "messages", of "sharegpt" "conversations"."""
+    """Column or field with a list of messages; unset: "messages", or "conversations" under format = "sharegpt"."""
 
     role_key: Name | None = None
-    """Key of a message that says who speaks; unset: "role", of "sharegpt" "from"."""
+    """Key of a message's role; unset: "role", or "from" under format = "sharegpt"."""
 
     content_key: Name | None = None
-    """Key of a message's text; unset: "content", for "sharegpt" "value"."""
+    """Key of a message's text; unset: "content", or "value" under format = "sharegpt"."""
 
     roles: dict[str, Name] | None = None
-    """The template's names of those who speak, by the rows'; others are refused. Of "sharegpt" they are added to its own."""
+    """The template's role for each role in the data; roles without one are refused. Under format = "sharegpt" they are
+    added to its own."""
 
     prompt_column: Name | None = None
-    """Column or field with a prompt, a text or messages, in rows without messages; unset: "prompt" or "instruction"."""
+    """Column or field with the prompt, a text or messages, in rows without a list of messages; unset: "prompt" or
+    "instruction"."""
 
     input_column: Name | None = None
-    """Column or field with a text that follows the prompt's, if it is not empty; unset: of "alpaca" "input"."""
+    """Column or field with a text that is appended to the prompt if it is not empty; unset: none, or "input" under
+    format = "alpaca"."""
 
     completion_column: Name | None = None
-    """Column or field with what the assistant answers to the prompt, a text or messages; unset: "completion" or "output"."""
+    """Column or field with the assistant's answer to the prompt, a text or messages; unset: "completion" or "output"."""
 
     system_column: Name | None = None
-    """Column or field with a system's text, which comes first; unset: of "sharegpt" and "alpaca" "system", if there."""
+    """Column or field with the system message; unset: none, or "system" under format = "sharegpt" and "alpaca", if it
+    exists."""
 
     train_on: Literal["assistant", "last", "all"] = "assistant"
-    """What counts in the loss: "assistant" what the assistant says, "last" its last answer alone, "all" every token."""
+    """Tokens in the loss: the assistant's answers ("assistant"), its last answer ("last"), or every token ("all")."""
 
     chat_template: FilePath | None = None
     """Jinja file with the chat template; unset: the tokenizer's own."""
 
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None
-    """Variables for the template, such as enable_thinking or date_string."""
+    """Variables of the template, such as enable_thinking or date_string."""
 
     truncation: Literal["drop", "left", "right", "error"] = "drop"
-    """A conversation longer than seq_len is left out ("drop"), cut on the "left" or "right", or ends the job ("error")."""
+    """What happens to a conversation longer than seq_len: it is left out ("drop"), truncated on the "left" or "right",
+    or ends the job ("error")."""
 
     packing: bool = True
-    """Several whole conversations in a sequence, which do not see each other; false: one, filled up."""
+    """Pack several whole conversations, which do not see each other, into a sequence; false: one, and padding."""
 
 
 class SourceChat(
@@ -93,20 +99,20 @@ class Corpus(Options):
     """File, folder or glob of .txt, .jsonl or .parquet files; with a Hugging Face name, a local copy of it."""
 
     dataset_split: Name = "train"
-    """Part of the data set: "train", "validation" or "all"; for a Hugging Face name, one of its own splits."""
+    """Split of the data set: "train", "validation" or "all"; for a Hugging Face name, one of its own splits."""
 
     text_column: Name = "text"
-    """Column or field that holds the text, in a data set that has such; "content.body" is a field in a field."""
+    """Column or field that holds the text, in a data set with columns; "content.body" is a nested field."""
 
 
 class DataSource(Corpus, section="data.sources", refuses=groups.source):
     """A source of a mixture: a table [[data.sources]]."""
 
     name: Name | None = None
-    """Its name in metrics, messages and checkpoints; unset: its path, or its data set."""
+    """Name of the source in metrics, messages and checkpoints; unset: its path, or its data set."""
 
     weight: NaturalFloat = 1.0
-    """Its share of the rows, relative to the other sources' weights; 0: none. It may change where a job resumes."""
+    """Fraction of the sequences, relative to the weights of the other sources; 0: none. It may change when a job resumes."""
 
     chat: SourceChat = SourceChat()
 
@@ -120,16 +126,19 @@ class Data(Options, section="data", refuses=groups.data):
     """How documents become rows of seq_len tokens, and the sources that they are from."""
 
     documents: Literal["apart", "joined"] | None = None
-    """Documents of a row do not see each other ("apart"), or do ("joined"); unset: apart, if the model can."""
+    """Whether the documents of a sequence see each other: "apart", no; "joined", yes; unset: apart, if the model can
+    keep them apart."""
 
     packing: Literal["cut", "best_fit"] = "cut"
-    """Documents are put end to end and cut into rows; or whole ones are packed by best fit, and rows are filled up."""
+    """How documents become sequences: put end to end and cut ("cut"), or whole, where they fit best, with padding
+    ("best_fit")."""
 
     long_documents: Literal["cut", "drop"] = "cut"
-    """Under packing = "best_fit", a document longer than a row is cut into rows, or left out."""
+    """Under packing = "best_fit": a document longer than a sequence is cut ("cut") or left out ("drop")."""
 
     exhausted: Literal["repeat", "end"] = "repeat"
-    """At its end a source begins anew in another order; "end": the job is over, and saved, once all are read."""
+    """What happens when a source has been read: it begins anew in another order ("repeat"), or the job ends once all
+    have been read ("end")."""
 
     sources: tuple[DataSource, ...] = ()
     """A mixture: tables [[data.sources]] with the keys below, in place of training.dataset."""

@@ -42,7 +42,8 @@ class PlanOption(Options):
         ]
         | None
     ) = None
-    """Its tensor-parallel plan: a registered name, "module:Class", or a table of module names and styles; unset: its own."""
+    """Plan that splits the model: a registered name, "module:Class", or a table of module names and styles; unset: the
+    plan registered for its architecture."""
 
 
 class Model(PlanOption, section="model", refuses=groups.model):
@@ -58,13 +59,14 @@ class Model(PlanOption, section="model", refuses=groups.model):
     """Path of a Hugging Face config.json, FLA's model types included; instead of name and flavor."""
 
     config_overrides: dict[str, Any] | None = None
-    """Fields of its config with other values: lengths, rope and dropout. A table keeps the keys that it does not name."""
+    """Fields of the model's config to change: lengths, rope and dropout. A nested table changes only the keys that it
+    names."""
 
     class_: Name | None = Field(None, alias="class")
     """A model of your own, "module:Class", an nn.Module that transformers need not know; instead of name and flavor."""
 
     arguments: dict[str, bool | int | float | str] | None = None
-    """Keywords of its constructor."""
+    """Keyword arguments of the constructor of `class`."""
 
     hf_assets_path: FilePath | None = None
     """Folder with the tokenizer.json; unset: the folder of initial_load_in_hf, or titanplans' own small tokenizer."""
@@ -77,28 +79,30 @@ class Batches(Corpus):
     """Sequences that one data-parallel rank processes at a time."""
 
     global_batch_size: PositiveOrAuto = -1
-    """Sequences in one optimizer step, over all ranks; what exceeds a local batch is accumulated. -1: see the next key."""
+    """Sequences in one optimizer step, over all ranks; what exceeds a local batch per data-parallel rank is accumulated.
+    -1: by gradient_accumulation_steps."""
 
     gradient_accumulation_steps: PositiveInt = 1
-    """Under global_batch_size = -1: local batches that each data-parallel rank accumulates for one optimizer step."""
+    """Under global_batch_size = -1: local batches that each data-parallel rank accumulates in one optimizer step."""
 
     seq_len: PositiveInt = 2048
     """Tokens in a sequence."""
 
     max_norm: NormLimit = 1.0
-    """Norm to which the gradient is clipped; 0: it is measured, and not clipped."""
+    """Largest 2-norm of the gradient: a larger one is scaled down to it. 0: the norm is only measured."""
 
     skip_nan_inf: bool = False
-    """Leave a step out whose gradient is not finite, and go on; otherwise a loss that is not finite ends the run."""
+    """Skip a step whose gradient is not finite. false: a loss or gradient that is not finite ends the job."""
 
     skip_nan_inf_limit: PositiveInt = 20
-    """Steps in a row that skip_nan_inf leaves out before it ends the run."""
+    """Under skip_nan_inf: skipped steps in a row that end the job."""
 
     steps: PositiveInt = 10000
-    """Optimizer steps, in all, a resumed run's earlier ones included."""
+    """Optimizer steps in all; a resumed job counts those before it resumed."""
 
     epochs: PositiveInt | None = None
-    """Passes over the data, after which the job ends, if its steps have not ended it before; unset: as many as they take."""
+    """Passes over the data after which the job ends, unless training.steps end it before; unset: training.steps alone
+    end it."""
 
 
 class Training(
@@ -107,13 +111,13 @@ class Training(
     """[training]: data, batch, steps and precision."""
 
     dtype: Literal["bfloat16", "float32"] = "float32"
-    """Type of the parameters, gradients and optimizer states that are kept."""
+    """Type in which parameters, gradients and optimizer states are kept."""
 
     gc_freq: PositiveInt = 50
-    """Steps between two collections of Python's garbage, made on all ranks together."""
+    """Steps between two garbage collections of Python, which all ranks make in the same step."""
 
     gc_debug: bool = False
-    """Collect at every step and look for reference cycles that hold tensors; slow."""
+    """Collect garbage at every step, and report reference cycles that hold tensors; slow."""
 
     dataloader: DataLoader = DataLoader()
 
@@ -139,18 +143,18 @@ class Validation(Options, section="validation"):
     """As training.text_column; unset: the training column."""
 
     local_batch_size: PositiveInt | None = None
-    """Sequences at a time on one data-parallel rank; unset: as in training."""
+    """Sequences that one data-parallel rank validates at a time; unset: training.local_batch_size."""
 
     seq_len: PositiveInt | None = None
-    """Tokens in a sequence; unset: as in training."""
+    """Tokens in a sequence; unset: training.seq_len."""
 
     freq: PositiveInt = 10
     """Training steps from one validation to the next."""
 
     steps: PositiveOrAuto = -1
-    """Batches a validation; -1: the whole split, once (only where every data-parallel rank has equally many)."""
+    """Batches per validation; -1: the whole split, once."""
 
     unshard: bool = False
-    """Let FSDP2 gather the weights once for all batches of a validation: a whole copy of them a process."""
+    """Gather FSDP2's weights once for all batches of a validation: full weights on each rank."""
 
     dataloader: DataLoader = DataLoader()

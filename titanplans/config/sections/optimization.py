@@ -34,8 +34,8 @@ class OptimizerGroup(Options, section="optimizer.groups", refuses=groups.optimiz
     """Parameters whose names match a pattern, and their own settings. Unset keys are those of [optimizer]."""
 
     pattern: Pattern = ""
-    """Regular expression that is searched in the names of trainable parameters, as state dicts have them. The first group
-    whose pattern is found in a name has the parameter."""
+    """Regular expression that is searched in the names of trainable parameters, as state dicts have them. The first
+    group whose pattern is found in a name has the parameter."""
 
     name: Literal["Adam", "AdamW", "Muon"] | None = None
     """Optimizer."""
@@ -72,7 +72,8 @@ class Optimizer(Options, section="optimizer", refuses=groups.optimizer):
     """How parameters are updated; groups of them may differ."""
 
     name: Literal["Adam", "AdamW", "Muon"] = "AdamW"
-    """Optimizer. Muon is for the matrices of hidden layers; embedding, head, norms, biases and convolutions have AdamW."""
+    """Optimizer. Muon updates the matrices of hidden layers, and AdamW the embedding, head, norms, biases and
+    convolutions."""
 
     lr: PositiveFloat = 8e-4
     """Learning rate after the warm-up."""
@@ -87,10 +88,10 @@ class Optimizer(Options, section="optimizer", refuses=groups.optimizer):
     """Of Adam and AdamW: added to the denominator of the update."""
 
     weight_decay: NaturalFloat = 0.1
-    """Weight decay; vectors, norms and what a model marks `_no_weight_decay` have none, see decay_all."""
+    """Weight decay. Vectors, norms and what a model marks `_no_weight_decay` have none, unless decay_all is set."""
 
     decay_all: bool = False
-    """weight_decay holds for every parameter: norms, biases and marked ones, too."""
+    """Apply weight_decay to every parameter, norms, biases and marked ones included."""
 
     momentum: FractionBelowOne = 0.95
     """Of Muon: decay of the momentum."""
@@ -106,10 +107,12 @@ class Optimizer(Options, section="optimizer", refuses=groups.optimizer):
     (Moonlight), or by sqrt(max(1, A / B)) (Keller Jordan)."""
 
     load_balance_coeff: NaturalFloat | None = None
-    """By how much a step moves the biases of routers that keep experts equally busy (DeepSeek-V3, GLM-4.5); unset: 0.001."""
+    """Step size of the router biases that keep experts equally busy (DeepSeek-V3, GLM-4.5); unset: 0.001 where a router
+    has them. 0: they stay."""
 
     implementation: Literal["for-loop", "foreach", "fused", "fused_opt_states_bf16"] = "fused"
-    """Of Adam and AdamW: one kernel, a few, or one a parameter; fused_opt_states_bf16: with moments in bfloat16 (CUDA)."""
+    """Adam and AdamW: one kernel for all parameters ("fused"), a few ("foreach") or one per parameter ("for-loop");
+    fused_opt_states_bf16: with moments in bfloat16 (CUDA)."""
 
     groups: tuple[OptimizerGroup, ...] = ()
     """Groups of parameters by pattern, each a table [[optimizer.groups]], with the keys below."""
@@ -122,30 +125,31 @@ class LRScheduler(Options, section="lr_scheduler"):
     """Steps over which the learning rate rises to optimizer.lr."""
 
     total_steps: PositiveInt | None = None
-    """Length of the schedule where it is not that of the run (a run cut short keeps the curve); unset: training.steps."""
+    """Schedule length in steps, if it differs from training.steps: a shorter run keeps the curve. Unset: training.steps."""
 
     decay_ratio: Fraction | None = None
-    """Share of the schedule in which the learning rate decays, at its end; 0: never; unset: all of it after the warm-up."""
+    """Fraction of the schedule, at its end, in which the learning rate decays; 0: it never does; unset: all of it after
+    the warm-up."""
 
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
 
     min_lr_factor: Fraction = 0.0
-    """Learning rate at the end of the decay, as a share of optimizer.lr."""
+    """Learning rate at the end of the decay, as a fraction of optimizer.lr."""
 
 
 class Loss(Options, section="loss", refuses=groups.loss):
     """The cross entropy of the next token, and how it is computed."""
 
     fused: bool | None = None
-    """Compute it in the head, a chunk of tokens at a time, so that the logits of a chunk alone exist; unset: unless the head
-    is no plain Linear (float8, adapters), or the model does more with its logits than its config says."""
+    """Compute the loss in the head, chunk by chunk, so that only a chunk of logits exists at a time; unset: where the
+    head is a plain Linear (no float8, no adapters) and the model does nothing with its logits but what its config says."""
 
     chunk_tokens: PositiveInt = 512
-    """Tokens of a chunk of the fused loss."""
+    """Tokens in a chunk of the fused loss."""
 
     label_smoothing: FractionBelowOne = 0.0
-    """In training: the share of each label that all tokens of the vocabulary have alike."""
+    """Label smoothing: probability spread evenly over the vocabulary (training only)."""
 
     z_loss: NaturalFloat = 0.0
-    """In training: weight of the squared logarithm of the sum of exponentials, which is added; PaLM has 1e-4."""
+    """Weight of the z-loss, the squared log-sum-exp of the logits, which is added in training; PaLM uses 1e-4. 0: none."""

@@ -34,30 +34,32 @@ class ParallelDegrees(Options):
     """How many processes to each axis; their product is the number of processes."""
 
     data_parallel_strategy: Literal["fsdp2", "ddp", "megatron_fsdp"] = "fsdp2"
-    """FSDP2, also with tensor parallelism; or DDP, a whole model a process. megatron_fsdp: in a loop of your own only."""
+    """"fsdp2" shards parameters, also under tensor parallelism; "ddp" keeps a full model in each process;
+    "megatron_fsdp" works in a loop of your own only."""
 
     data_parallel_replicate_degree: PositiveInt = 1
-    """Copies of the weights (with a shard degree above 1, HSDP); under ddp the number of processes."""
+    """Replicas of the model, each with other data (HSDP, if the shard degree is above 1); under ddp the number of
+    processes."""
 
     data_parallel_shard_degree: PositiveOrAuto = -1
-    """Processes over which each copy of the weights is sharded; -1: all that the other degrees leave, under ddp 1."""
+    """Ranks over which FSDP shards each replica, each with other data; -1: all that the other degrees leave, under ddp 1."""
 
     tensor_parallel_degree: PositiveInt = 1
-    """Processes over which each layer is split by its plan."""
+    """Ranks over which each layer is split by its plan."""
 
     pipeline_parallel_degree: PositiveInt = 1
-    """Processes over which the layers are spread, in stages."""
+    """Pipeline stages: ranks over which the layers are distributed."""
 
     context_parallel_degree: PositiveInt = 1
-    """Processes that share each sequence: each has a part of its tokens, in a mixer all tokens of a part of its heads."""
+    """Ranks over which each sequence is sharded; inside a token mixer each has all tokens of its heads."""
 
     expert_parallel_degree: PositiveInt = 1
-    """Processes, among those of the other degrees, that share the experts, each holding some of them whole; 1: those of a
-    layer share each expert's width."""
+    """Ranks that experts are distributed over, taken from the other dimensions. 1: no expert parallelism; tensor
+    parallelism splits each expert's width instead."""
 
     @property
     def shard_degree(self) -> int:
-        """Processes over which each copy of the weights is sharded; -1: all that the other degrees leave."""
+        """Ranks over which FSDP shards each replica; -1: all that the other degrees leave."""
         unset = self.data_parallel_shard_degree == -1
         return 1 if unset and self.data_parallel_strategy == "ddp" else self.data_parallel_shard_degree
 
@@ -66,20 +68,21 @@ class TensorParallel(Options):
     """How a plan splits a layer; the degree is in `ParallelDegrees`."""
 
     enable_sequence_parallel: bool = True
-    """Under tensor parallelism: shard the sequence between the split regions."""
+    """Under tensor parallelism: shard hidden states along the sequence between attention and MLP; false: replicate them."""
 
     disable_loss_parallel: bool = False
-    """Under tensor parallelism: gather the logits, instead of leaving them sharded over the vocabulary."""
+    """Under tensor parallelism: gather the logits; false: the loss is computed from logits sharded over the vocabulary."""
 
     expert_capacity_factor: PositiveFloat | None = None
-    """Under expert parallelism: an expert takes at most this many times the mean of the rows that a process sends, and drops
-    the last ones; unset: none is dropped."""
+    """Under expert parallelism: an expert takes at most this many times the mean number of tokens that a rank sends to
+    one, and drops the last of them; unset: none is dropped."""
 
     enable_async_tensor_parallel: bool = False
     """Overlap tensor-parallel communication with the matrix products (CUDA, compiled model, sequence parallel)."""
 
     async_tensor_parallel_unfused: Literal["error", "warn"] = "error"
-    """Under enable_async_tensor_parallel, what follows where none of it was overlapped in the first step."""
+    """Under enable_async_tensor_parallel: what happens if the first step overlapped nothing: it ends the job ("error"),
+    or is logged ("warn")."""
 
 
 class PipelineParallel(Options):
@@ -94,41 +97,43 @@ class PipelineParallel(Options):
         "ZBVZeroBubble",
         "DualPipeV",
     ] = "1F1B"
-    """Order in which stages compute, by torch's names; those from LoopedBFS on have several stages a process."""
+    """Pipeline schedule, by torch's name; those from LoopedBFS on have several stages per rank."""
 
     pipeline_parallel_microbatch_size: PositiveInt = 1
-    """Sequences in a micro batch; training.local_batch_size is a multiple of it."""
+    """Sequences in a microbatch; training.local_batch_size must be a multiple."""
 
     pipeline_parallel_layers_per_stage: PositiveInt | None = None
-    """Layers in a stage, which sets the number of stages; unset: one a process, two under schedules that have several."""
+    """Layers per stage, which sets the number of stages; unset: one stage per rank, two under schedules with several."""
 
     pipeline_parallel_split_points: tuple[Name, ...] = ()
-    """Names of the layers at which the second and later stages begin, such as model.layers.8; empty: stages of even cost."""
+    """Names of the layers at which the second and later stages begin, such as model.layers.8; empty: stages of equal
+    cost."""
 
 
 class FSDP2(Options):
     """FSDP2's gathers and sums."""
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] | PositiveInt = "default"
-    """What FSDP2 frees between forward and backward: all but what the backward needs first (default), every unit
-    (always), none (never), or as default but to shards over that many processes (a number). A pipeline's default: none."""
+    """Weights that FSDP2 frees between forward and backward: all but what the backward needs first ("default"), all
+    ("always"), none ("never"), or, by a number, as default but down to shards over so many ranks. A pipeline's default
+    is none."""
 
     fsdp_forward_prefetch: NaturalInt = 0
-    """Units that FSDP2 gathers ahead in the forward."""
+    """FSDP modules that are gathered ahead in the forward; 0: none."""
 
     fsdp_backward_prefetch: NaturalInt = 0
-    """Units that FSDP2 gathers ahead in the backward; 0: torch's own rule, which is one."""
+    """FSDP modules that are gathered ahead in the backward; 0: torch's own rule, which is one."""
 
     fsdp_towers: Literal["units", "root"] = "units"
-    """Whether FSDP2 takes each block of a vision tower as a unit, or the tower as part of the root: for forwards in which
-    some processes have images and others none."""
+    """Whether each block of a vision tower is an FSDP module ("units"), or the tower belongs to the root ("root"), as
+    batches need in which some ranks have images and others none."""
 
     fsdp_defer_grad_sync: Literal["all", "replicas", "nothing"] = "nothing"
-    """Over accumulated batches, what waits for the last: nothing; under HSDP the sum over the copies (replicas); or every
-    sum (all), for which each process holds a whole copy of the gradients."""
+    """Gradient sums that wait for the last accumulated batch: "nothing"; under HSDP those over "replicas"; or "all", for
+    which each rank holds full gradients."""
 
     fsdp_keep_gathered: bool = False
-    """Keep weights gathered from one accumulated batch to the next, a whole copy of them a process."""
+    """Keep weights gathered from one accumulated batch to the next: full weights on each rank."""
 
     enable_fsdp_symm_mem: bool = False
     """Let FSDP communicate through symmetric memory (CUDA, compute capability 9.0 or newer)."""
@@ -142,16 +147,16 @@ class MixedPrecision(Options):
     """Types of FSDP2's compute and communication; parameters and optimizer states stay as they are kept."""
 
     mixed_precision_param: Dtype | None = None
-    """Type in which layers compute, given by FSDP2's mixed precision, under ddp by autocast; unset: as kept."""
+    """Type in which layers compute, by FSDP2's mixed precision or, under ddp, by autocast; unset: training.dtype."""
 
     mixed_precision_reduce: Dtype | None = None
-    """Type in which FSDP2 sums gradients; unset: the type in which layers compute."""
+    """Type in which FSDP2 sums gradients over ranks; unset: the type in which layers compute."""
 
     mixed_precision_output: Dtype | None = None
-    """Type of the logits, given by FSDP2's mixed precision; unset: as computed."""
+    """Type to which FSDP2 casts the logits; unset: the type in which they were computed."""
 
     mixed_precision_cast_inputs: bool = False
-    """Let FSDP2 cast the floating-point inputs of each layer to mixed_precision_param: for images of another type."""
+    """Let FSDP2 cast each layer's floating-point inputs to mixed_precision_param, such as images of another type."""
 
 
 class Offload(Options):
@@ -161,39 +166,41 @@ class Offload(Options):
     """Under FSDP2: keep parameters, gradients and optimizer states in CPU memory between uses."""
 
     pin_cpu_memory: bool | None = None
-    """Under enable_cpu_offload: page-locked memory; unset: if there is an accelerator."""
+    """Under enable_cpu_offload: use page-locked memory; unset: if there is an accelerator."""
 
 
 class Autocast(Options):
     """torch.autocast around the forward."""
 
     autocast_dtype: Dtype | None = None
-    """Run the forward under torch.autocast, operator by operator; unset: not, but under ddp in mixed_precision_param."""
+    """Type of torch.autocast, which casts operator by operator; unset: no autocast, except under ddp in
+    mixed_precision_param."""
 
 
 class DDP(Options, section="ddp"):
     """Under parallelism.data_parallel_strategy = "ddp": a whole model on each process, whose gradients are summed."""
 
     bucket_cap_mb: PositiveFloat | None = None
-    """MiB of gradients that one all-reduce sums; unset: torch's 25, and 1 for the first."""
+    """Bucket size in MiB: the gradients that one all-reduce sums; unset: torch's 25, and 1 for the first."""
 
     find_unused_parameters: bool = False
-    """Look in each forward for parameters that the outputs don't depend on, which would be waited for."""
+    """Look in each forward for parameters that the loss does not depend on, whose gradients would be waited for."""
 
     static_graph: bool = False
-    """The same parameters are used in every step, and as often: learnt in the first. Needs defer_grad_sync = false."""
+    """Promise that every step uses the same parameters equally often, which DDP learns in the first. Needs
+    defer_grad_sync = false."""
 
     gradient_as_bucket_view: bool = False
-    """Gradients are views of the buckets, which saves a copy of them."""
+    """Make gradients views of the buckets, which saves a copy."""
 
     broadcast_buffers: bool = False
-    """Give buffers rank 0's values before each forward in training, not only at the start."""
+    """Broadcast rank 0's buffers before each forward in training; false: only at the start."""
 
     defer_grad_sync: bool = True
-    """Over accumulated batches, sum gradients once, in the last one's backward."""
+    """Sum gradients over ranks once per step, in the backward of the last accumulated batch; false: in each."""
 
     split_compiled_blocks: bool = False
-    """Cut a compiled block's graph where buckets end; for blocks larger than a bucket."""
+    """Split a compiled block's graph at the ends of buckets; for blocks larger than a bucket."""
 
 
 class ActivationCheckpoint(
@@ -205,47 +212,52 @@ class ActivationCheckpoint(
     """Activations that are computed again in the backward pass, instead of kept."""
 
     mode: Literal["selective", "full", "mlp", "keep_mixer", "memory_budget", "none"] = "none"
-    """Every layer (full), some (selective), of each layer the MLP (mlp) or all but the token mixer (keep_mixer), as many as
-    the compiler needs (memory_budget), or none."""
+    """What is recomputed in the backward: every layer ("full"), some layers or operations ("selective"), each layer's
+    MLP ("mlp"), all but the token mixers ("keep_mixer"), what the compiler chooses ("memory_budget"), or nothing
+    ("none")."""
 
     scope: Literal["all", "language", "vision"] = "all"
     """Which layers: the decoder's (language), those of vision towers (vision), or all of them."""
 
     selective_ac_option: LayerOrOp = "2"
-    """Under selective: "n" recomputes every n-th layer whole; "op" keeps the costly operations of every layer."""
+    """Under mode = "selective": a number n recomputes every n-th layer; "op" keeps the costly operations of every layer
+    and recomputes the others."""
 
     per_op_sac_matmuls: Literal["all", "every second", "none"] = "every second"
-    """Under "op": which products of activations and weights are kept."""
+    """Under selective_ac_option = "op": which products of activations and weights are kept."""
 
     per_op_sac_keep_attention: bool = True
-    """Under "op": keep what fused attention operators return."""
+    """Under selective_ac_option = "op": keep the results of fused attention."""
 
     per_op_sac_keep_collectives: bool = True
-    """Under "op": keep what collectives return."""
+    """Under selective_ac_option = "op": keep the results of collectives."""
 
     per_op_sac_keep_operators: Strings = ()
-    """Under "op": more operators to keep, "namespace::name" of torch.library."""
+    """Under selective_ac_option = "op": more operators whose results are kept, "namespace::name" of torch.library."""
 
     per_op_sac_force_recompute_mm_shapes_by_fqns: Strings = ()
-    """Under "op": parts of Linear modules' names; products of their shapes are always recomputed."""
+    """Under selective_ac_option = "op": parts of Linear modules' names; products with weights of their shapes are always
+    recomputed."""
 
     memory_budget: Fraction = 0.5
-    """Under memory_budget: 0 recomputes everything in the compiled region, 1 what the compiler would anyway."""
+    """Under mode = "memory_budget": fraction of the activation memory that may be kept; 0 recomputes everything in a
+    compiled region, 1 what the compiler would anyway."""
 
     visualize_memory_budget_pareto: bool = False
-    """Under memory_budget: draw time against memory for budgets from 0 to 1, into dump_folder/memory_budget_pareto."""
+    """Under mode = "memory_budget": draw time against memory for budgets from 0 to 1, into
+    dump_folder/memory_budget_pareto."""
 
     preserve_rng_state: bool = True
-    """Restore the random state for the recomputation, so that dropout drops the same."""
+    """Restore the random state for the recomputation, so that dropout drops the same values."""
 
     determinism_check: Literal["default", "none"] = "default"
-    """Compare shapes and types of recomputed tensors with those of the forward, or don't."""
+    """Compare shapes and types of recomputed tensors with those of the forward ("default"), or do not ("none")."""
 
     early_stop: bool = False
-    """End a recomputation at the last tensor that the backward needs."""
+    """Stop a recomputation at the last tensor that the backward needs."""
 
     debug: bool = False
-    """Record recomputed operators, for a mismatch's error message; slow."""
+    """Record recomputed operators for the error message of a mismatch; slow."""
 
 
 class Compile(
@@ -254,7 +266,7 @@ class Compile(
     """torch.compile."""
 
     enable: bool = False
-    """Compile the components; without it the other keys of this section wait."""
+    """Compile the components with torch.compile; false: the other keys of this section do nothing."""
 
     components: tuple[Literal["model", "loss", "optimizer"], ...] = ("model", "loss")
     """What is compiled: each layer of the model, the loss, the optimizer's step (not the fused implementations)."""
@@ -263,13 +275,13 @@ class Compile(
     """torch.compile's backend."""
 
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
-    """Inductor's preset; unset: its default."""
+    """Inductor's preset of options; unset: its default."""
 
     fullgraph: bool | None = None
-    """Whether each component must be one graph; unset: layers must, but for FLA's and those with recorded routers."""
+    """Whether each component must compile to one graph; unset: layers must, except FLA's and those with recorded routers."""
 
     dynamic: bool | None = None
-    """Compile for any sizes (true) or for each (false); unset: for each, until one changes."""
+    """Compile once for all sizes (true) or again for each (false); unset: again, until a size changes."""
 
     options: dict[str, bool | int | float | str] | None = None
     """Inductor's settings by name, instead of mode."""

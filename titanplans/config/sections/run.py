@@ -47,16 +47,16 @@ class Metrics(Options, section="metrics"):
     """Folder of the TensorBoard and W&B files, relative to dump_folder."""
 
     save_for_all_ranks: bool = False
-    """Write metrics from every rank, each into a folder of its own, instead of from one."""
+    """Write metrics of every rank, each into a folder of its own; false: of rank 0."""
 
     enable_wandb: bool = False
     """Send the metrics to Weights & Biases, too (WANDB_PROJECT, WANDB_RUN_NAME, ... are read from the environment)."""
 
     enable_jsonl: bool = False
-    """Write the metrics into dump_folder/metrics.jsonl, too: one JSON object a logged step."""
+    """Write the metrics into dump_folder/metrics.jsonl, too: one JSON object per logged step."""
 
     measure_first_step: bool = True
-    """Record what a first step communicates and compiles, and time a pipeline, for dump_folder/parallelism.json."""
+    """Record what the first step communicates and compiles, and time a pipeline, in dump_folder/parallelism.json."""
 
 
 class Profiling(Options, section="profiling", refuses=groups.profiling):
@@ -78,10 +78,10 @@ class Profiling(Options, section="profiling", refuses=groups.profiling):
     """Steps that the profiler runs before each trace, unrecorded."""
 
     profiler_repeat: NaturalInt | None = None
-    """Traces to record, then stop; 0 or unset: until the job ends."""
+    """Number of traces to record; 0 or unset: until the job ends."""
 
     profiler_skip_first: NaturalInt | None = None
-    """Steps before the first cycle."""
+    """Steps before the first trace's warm-up; unset: none."""
 
     enable_memory_snapshot: bool = False
     """Record snapshots of the CUDA allocator's memory (for pytorch.org/memory_viz)."""
@@ -90,7 +90,7 @@ class Profiling(Options, section="profiling", refuses=groups.profiling):
     """Steps from one snapshot to the next; unset: profile_freq."""
 
     memory_snapshot_max_entries: PositiveInt = 1_000_000
-    """Allocator events that a snapshot keeps; the oldest go first."""
+    """Allocator events that a snapshot keeps; the oldest are dropped."""
 
     save_memory_snapshot_folder: FilePath = "memory_snapshot"
     """Folder of the snapshots, relative to dump_folder."""
@@ -100,19 +100,19 @@ class Comm(Options, section="comm"):
     """Communication between the ranks."""
 
     init_timeout_seconds: Seconds = 300
-    """Seconds that a collective may take up to the end of the first step (start-up and compilation)."""
+    """Timeout of a collective up to the end of the first step (start-up and compilation), in seconds."""
 
     train_timeout_seconds: Seconds = 100
-    """Seconds that a collective may take after the first step."""
+    """Timeout of a collective after the first step, in seconds."""
 
     trace_buf_size: Natural32 | None = None
-    """Events in the ring of the flight recorder; 0 switches it off; unset: 20,000, but 0 over gloo, which writes none."""
+    """Events that torch's flight recorder keeps; 0: it is off; unset: 20,000, and 0 over gloo, which writes none."""
 
     save_traces_folder: FilePath = "comm_traces"
     """Folder of the flight recorder's dumps, relative to dump_folder."""
 
     save_traces_file_prefix: FilePrefix = "rank_"
-    """How the names of the flight recorder's files begin."""
+    """Prefix of the names of the flight recorder's files."""
 
 
 class Debug(Options, section="debug", refuses=groups.debug):
@@ -128,11 +128,11 @@ class Debug(Options, section="debug", refuses=groups.debug):
     """Under deterministic: warn of an operation that has no deterministic algorithm, instead of stopping."""
 
     detect_anomaly: bool = False
-    """Record the forward trace of every operation, to find where a bad gradient comes from; very slow."""
+    """Record where in the forward each operation was called, to find the origin of a NaN gradient; very slow."""
 
 
 class Experimental(Options, section="experimental"):
     """Code of the user's own."""
 
     custom_import: str = ""
-    """Dotted name of a module to import before the model is built: where a package registers its plans."""
+    """Module to import before the model is built, by dotted name: where a package registers its plans."""

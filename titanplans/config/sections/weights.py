@@ -14,33 +14,33 @@ class LoRA(Options, section="lora", refuses=groups.lora):
     """Low-rank adapters of Linear modules, the only ones that train (LoRA); rank switches it on."""
 
     rank: Positive32 | None = None
-    """Rows of each lora_A, columns of each lora_B; unset: no adapters."""
+    """Rank of the adapters: rows of lora_A, columns of lora_B. Unset: no adapters."""
 
     alpha: PositiveFloat | None = None
-    """An adapter's product is multiplied by alpha / rank; unset: alpha is the rank."""
+    """The output of an adapter is multiplied by alpha / rank; unset: alpha = rank."""
 
     dropout: FractionBelowOne = 0.0
-    """Probability with which a number of an adapter's input is set to zero in training."""
+    """Dropout probability of an adapter's input, in training."""
 
     target_modules: Strings = ("all-linear",)
     """Modules that get an adapter: ends of names ("q_proj", "mlp.down_proj"), or patterns of whole ones
     ("model.layers.[01].*"); "all-linear": every plain Linear but the head."""
 
     exclude_modules: Strings = ()
-    """Of these, the modules that get none, by the same names and patterns."""
+    """Modules among target_modules that get no adapter, by the same names and patterns."""
 
     quantize_base: Literal["nf4"] | None = None
-    """Keep the frozen weights that have adapters in four bits (QLoRA)."""
+    """Type in which the frozen weights under adapters are kept: "nf4", four bits (QLoRA); unset: training.dtype."""
 
     modules_to_save: Strings = ()
-    """Modules that train as they are and belong to the adapter, by the same names and patterns."""
+    """Modules that train in full and are saved with the adapter, by the same names and patterns."""
 
 
 class Freezing(Options):
     """Parameters that do not train."""
 
     freeze: Strings = ()
-    """Parameters that keep their values: names of modules or parameters, or patterns of them ("model.embed_tokens",
+    """Parameters that do not train: names of modules or parameters, or patterns of them ("model.embed_tokens",
     "model.layers.[01].*"); each must match one."""
 
 
@@ -48,24 +48,24 @@ class Float8(Options, section="quantize.linear.float8", refuses=groups.float8):
     """Linear modules that multiply in float8, by torchao; recipe_name switches it on."""
 
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
-    """One scale a tensor (tensorwise), one a row (rowwise), or rows with weights' gradients in high precision
-    (rowwise_with_gw_hp); unset: no float8."""
+    """Float8 recipe: a scale per tensor ("tensorwise"), per row ("rowwise"), or per row with weight gradients in high
+    precision ("rowwise_with_gw_hp"); unset: no float8."""
 
     filter_fqns: Strings = ()
-    """Parts of names of Linear modules that stay as they are; each must match one; "auto_filter_small_kn" stands
-    for modules too small to gain, by torchao's figures."""
+    """Parts of names of Linear modules that are not converted; each must match one; "auto_filter_small_kn" stands for
+    modules too small to gain, by torchao's figures."""
 
     filter_unaligned: bool = False
-    """Leave out modules with sizes that are no multiples of 16, instead of refusing the job."""
+    """Do not convert modules whose sizes are no multiples of 16; false: the job is refused."""
 
     emulate: bool = False
     """Cast to float8, but multiply in float32: for devices without float8."""
 
     enable_fsdp_float8_all_gather: bool = False
-    """FSDP2 casts weights before it gathers them, to half of bfloat16's bytes; tensorwise only."""
+    """Cast weights to float8 before FSDP2 gathers them: half of bfloat16's bytes; tensorwise only."""
 
     precompute_float8_dynamic_scale_for_fsdp: bool = False
-    """With enable_fsdp_float8_all_gather: the scales of all weights by one all-reduce, before each forward."""
+    """Under enable_fsdp_float8_all_gather: compute the scales of all weights by one all-reduce before each forward."""
 
 
 class Linear(Options):
