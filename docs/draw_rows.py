@@ -1,4 +1,4 @@
-"""Draws docs/rows.svg: documents of two sources as rows, cut and packed by best fit, as the loader's packers make them.
+"""Draws docs/rows.svg: documents of two sources as sequences, cut and packed by best fit, as the loader's packers make them.
 
 python docs/draw_rows.py     # docs/generate.py does it, too
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from draw_block import STYLE
 
-from titanplans.training.data.packing import Window, pack, pack_best_fit
+from titanplans.training.data.packing import TokenSequence, pack, pack_best_fit
 
 PICTURE = Path(__file__).parent / "rows.svg"
 WIDTH, LANE, UNIT, LEFT = 1240, 34, 16, 120
@@ -17,7 +17,7 @@ SEQ_LEN = 64
 SOURCES = {"code": (50, 21, 38, 90, 12, 33, 27, 45), "prose": (9, 14, 11, 30, 7, 22, 18, 13)}
 """Documents of two sources, in tokens."""
 ORDER = ("code", "code", "prose", "code")
-"""The sources of four rows, at weights 3 and 1."""
+"""The sources of four sequences, at weights 3 and 1."""
 COLOURS = {"code": ("#cfe8ff", "#a5d1fb"), "prose": ("#d8f3dc", "#b1dfba")}
 
 
@@ -25,12 +25,12 @@ def picture() -> str:
     """Return the picture, as SVG."""
     kinds = {
         'packing = "cut": no token is lost': lambda of: pack(of, SEQ_LEN, apart=True),
-        'packing = "best_fit": whole documents, rows are filled up': lambda of: pack_best_fit(of, SEQ_LEN),
+        'packing = "best_fit": whole documents, with padding': lambda of: pack_best_fit(of, SEQ_LEN),
     }
     height = 40 + len(kinds) * (len(ORDER) * LANE + 56)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">',
-        "<title>Documents of two sources as rows</title>",
+        "<title>Documents of two sources as sequences</title>",
         f"<style>{STYLE}</style>",
         f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
     ]
@@ -50,9 +50,9 @@ def documents(lengths: tuple[int, ...]) -> list[tuple[int, np.ndarray]]:
     return [(number, np.full(length, number)) for number, length in enumerate(lengths)]
 
 
-def row(top: int, source: str, window: Window) -> list[str]:
+def row(top: int, source: str, sequence: TokenSequence) -> list[str]:
     """Return a row: a box for each document, a border where the next does not see it, and its place that is filled up."""
-    starts = [*np.flatnonzero(window.positions == 0), len(window.positions)]
+    starts = [*np.flatnonzero(sequence.positions == 0), len(sequence.positions)]
     parts = [f'<text class="left style" x="14" y="{top + 17}">{source}</text>']
     for number, (first, last) in enumerate(itertools.pairwise(starts)):
         colour, x, wide = COLOURS[source][number % 2], LEFT + first * UNIT, (last - first) * UNIT
@@ -60,8 +60,8 @@ def row(top: int, source: str, window: Window) -> list[str]:
             f'<rect x="{x}" y="{top}" width="{wide}" height="24" fill="{colour}" stroke="#57606a"/>',
             f'<text class="style" x="{x + wide / 2}" y="{top + 17}">{last - first}</text>',
         ]
-    if (left := SEQ_LEN - len(window.positions)) > 0:
-        x = LEFT + len(window.positions) * UNIT
+    if (left := SEQ_LEN - len(sequence.positions)) > 0:
+        x = LEFT + len(sequence.positions) * UNIT
         parts.append(
             f'<rect x="{x}" y="{top}" width="{left * UNIT}" height="24" fill="none" stroke="#57606a" '
             'stroke-dasharray="4"/>'
