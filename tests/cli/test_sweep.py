@@ -237,6 +237,8 @@ def test_a_sweep_survives_a_failing_cell_and_goes_on(write, tmp_path, capsys):
 
 SLEEPER = """
 import os, signal, sys, time
+if "--debug.seed=9" in sys.argv:  # one that does not listen
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("asleep", os.getpid(), flush=True)
 time.sleep(60)
 """
@@ -264,6 +266,16 @@ def test_a_time_limit_stops_a_cell_and_the_next_one_runs(sleeper, write):
     assert states() == {"seed=1": "failed", "seed=2": "failed"}
     assert rows()["seed=1"]["reason"] == "stopped at [sweep] time_limit_seconds = 0.5"
     assert gone([int(Path("out/seed=2/log.txt").read_text().split()[1])], 0)
+
+
+def test_a_job_that_does_not_listen_is_killed_and_its_log_kept(sleeper, write, monkeypatch):
+    monkeypatch.setattr(command, "_SECONDS_TO_STOP", 0.3)
+    path = write("[grid]\ndebug.seed = [9]\n", HEAD + "time_limit_seconds = 2\n")
+    assert main(["sweep", path]) == 1
+    first = Path("out/seed=9/log.txt").read_text()
+    assert gone([int(first.split()[1])], 0), "it lives on"
+    assert main(["sweep", path]) == 1
+    assert Path("out/seed=9/log.txt").read_text().startswith(first)
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="reads the state of processes from /proc")

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint import save
 from titanplans import modeling
 from titanplans.config import JobConfig, load_job
 from titanplans.errors import OptionError
-from titanplans.training.checkpoint.card import Card
-from titanplans.training.checkpoint.match import changes, model_card, other_model
+from titanplans.training.checkpoint.card import Card, changes
+from titanplans.training.checkpoint.match import model_card, other_model
 from titanplans.training.checkpoint.storage import CheckpointWriter
 from titanplans.training.job.checks import check_job
 from titanplans.training.job.resolve import fewest_processes

@@ -161,7 +161,7 @@ def _counted(
 ) -> list[str]:
     """Return what was counted over `rows`, which hold so much of each source, in lines."""
     tokens, number, documents = Counter[int](), Counter[int](), Counter[int]()
-    positions_counted = sum(batch.tokens.shape[1] for batch, _ in rows)
+    tokens_and_padding = sum(batch.tokens.shape[1] for batch, _ in rows)
     for batch, row in rows:
         source, length = batch.lengths[row]
         tokens[source] += length
@@ -176,6 +176,6 @@ def _counted(
     said = f", {counted(long, 'document')} longer than a row" if long else ""
     return [
         *columns(table),
-        f"documents {'apart' if apart else 'joined'}; padding {100 * (1 - tokens.total() / positions_counted):.1f}% of "
-        f"{len(rows)} rows{said}; {positions_counted / seconds:,.0f} tokens/s in this process",
+        f"documents {'apart' if apart else 'joined'}; padding {100 * (1 - tokens.total() / tokens_and_padding):.1f}% of "
+        f"{len(rows)} rows{said}; {tokens_and_padding / seconds:,.0f} tokens/s in this process",
     ]

@@ -37,6 +37,7 @@ from titanplans.config.values import FilePath, NaturalInt, PositiveFloat
 from titanplans.disk import write_whole
 from titanplans.errors import ConfigError, OptionError, UserError
 from titanplans.text import columns, show
+from titanplans.training.checkpoint.card import changes
 from titanplans.training.launch.orphans import end_with_parent
 from titanplans.training.launch.signals import stop_on_signals
 from titanplans.training.trainer.jsonl import FILE_NAME, read_rows
@@ -45,6 +46,7 @@ TRAIN = [sys.executable, "-m", "titanplans", "train"]
 """What a cell's arguments are appended to."""
 RECORD, LOG = "cell.json", "log.txt"
 _OWNED = {"job.dump_folder": "each cell has its own", "metrics.enable_jsonl": "the table is made from it"}
+_SECONDS_TO_STOP = 20.0  # a job ends within some 10 s of a signal; then it is killed
 _FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{,199}")  # file systems take 255 bytes
 
 
@@ -100,13 +102,12 @@ class Cell:
             before = record["job"] if record else {}
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} is no record of a cell ({error}); remove its folder") from error
-        # Another release may lack a key.
-        changed = [name for name in self.job.keys() & before.keys() if self.job[name] != before[name]]
-        if changed and record["state"] != "refused":
-            words = (f"{name} = {show(before[name])}, now {show(self.job[name])}" for name in sorted(changed))
+        # Of a refused cell nothing was trained. A key that another release lacks is passed over.
+        differing = changes(before, self.job, but=before.keys() ^ self.job.keys())
+        if differing and record["state"] != "refused":
             raise ConfigError(
-                f"cell {self.name} was run with other settings ({'; '.join(words)}): remove {self.folder} to run it again, "
-                "or name another [sweep] dump_folder"
+                f"cell {self.name} was run with other settings ({differing}): remove {self.folder} to run it again, or name "
+                "another [sweep] dump_folder"
             )
         return record
 
@@ -194,7 +195,8 @@ def _word(value: Any) -> str:
 
 def run(cell: Cell, time_limit: float | None) -> tuple[str, str]:
     """Run a cell's job; return its state, and why it did not finish. A signal that stops the sweep stops the job."""
-    with (cell.folder / LOG).open("w+", encoding="utf-8", errors="replace") as log:
+    with (cell.folder / LOG).open("a+", encoding="utf-8", errors="replace") as log:
+        begin = log.tell()  # after what earlier runs have said
         process = subprocess.Popen(
             [*TRAIN, *cell.arguments],
             stdin=subprocess.DEVNULL,
@@ -208,13 +210,22 @@ def run(cell: Cell, time_limit: float | None) -> tuple[str, str]:
         except subprocess.TimeoutExpired:
             return "failed", f"stopped at [sweep] time_limit_seconds = {time_limit:g}"
         finally:
-            process.terminate()  # does nothing to one that has ended
-            process.wait()
-        log.seek(0)
+            _stop(process)
+        log.seek(begin)
         lines = [line.strip() for line in log if line.strip()]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     reason = "" if status == 0 else (errors or lines or [f"exit status {status}"])[-1]
     return {0: "finished", 2: "refused"}.get(status, "failed"), reason
+
+
+def _stop(process: subprocess.Popen) -> None:
+    """End a job that has not ended by itself; its ranks end with it."""
+    process.terminate()
+    try:
+        process.wait(_SECONDS_TO_STOP)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 FIGURES = {
@@ -246,10 +257,8 @@ def read_figures(folder: Path, skip_steps: int) -> dict[str, float]:
     steps = [row for row in by_rank[0] if TOKENS in row]
     begins = [0, *(row["step"] for row in steps)]
     speeds = [row[TOKENS] for begin, row in zip(begins, steps, strict=False) if begin >= skip_steps]
-    is_memory = [
-        name for prefix in ("", "validation_metrics/") for name in (prefix + each for each in _MEMORY)
-    ]
-    memory = [row[name] for rows in by_rank for row in rows for name in is_memory if name in row]
+    names = [prefix + name for prefix in ("", "validation_metrics/") for name in _MEMORY]
+    memory = [row[name] for rows in by_rank for row in rows for name in names if name in row]
     values = [
         report.get("world_size"),
         losses[0] if losses else None,
@@ -319,8 +328,11 @@ def main(argv: list[str]) -> int:
             f"--only {unknown[0]}: {arguments.sweep} has no such cell; there are {', '.join(names)}"
         )
     chosen = [cell for cell in cells if not arguments.only or cell.name in arguments.only]
-    states = {cell.name: cell.read().get("state", "not run") for cell in cells}
+    for cell in cells:
+        cell.read()  # all before one runs
+    states = {}
     for number, cell in enumerate(chosen, 1):
+        states[cell.name] = cell.read().get("state", "not run")
         if arguments.dry_run:
             refusal = f"\n  would be refused: {cell.refusal}" * bool(cell.refusal)
             print(f"{cell.name}: {states[cell.name]}\n  {cell.command}{refusal}")
@@ -339,5 +351,5 @@ def main(argv: list[str]) -> int:
     if arguments.dry_run:
         return 0
     print(write_tables(header, cells))
-    last = {states[cell.name] for cell in chosen}
-    return 2 if last == {"refused"} else int("failed" in last)
+    ends = set(states.values())
+    return 2 if ends == {"refused"} else int("failed" in ends)

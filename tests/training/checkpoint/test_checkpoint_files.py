@@ -16,8 +16,8 @@ from titanplans.cli.main import main
 from titanplans.config.schema import build_job
 from titanplans.errors import ConfigError
 from titanplans.training.checkpoint import folder
-from titanplans.training.checkpoint.card import CARD, Card, damage, read_card
-from titanplans.training.checkpoint.match import changes, check_finished, job_values
+from titanplans.training.checkpoint.card import CARD, Card, changes, damage, read_card
+from titanplans.training.checkpoint.match import check_finished, job_values
 from titanplans.training.checkpoint.storage import CheckpointReader, CheckpointWriter, Planner
 
 

@@ -59,7 +59,7 @@ class Checkpoint(Options, section="checkpoint", refuses=groups.checkpoint):
     """Number of newest checkpoints to keep; 0: all."""
 
     load_step: LoadStep = -1
-    """Step to resume from, which must be the newest unless load_only is set; -1: the newest that training can go on from."""
+    """Step to load; a job that saves starts from the newest alone. -1: the newest that training can go on from."""
 
     exclude_from_loading: tuple[Literal["optimizer", "lr_scheduler", "dataloader", "train_state"], ...] = ()
     """States that are not loaded with the weights."""

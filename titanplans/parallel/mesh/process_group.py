@@ -122,7 +122,9 @@ def local_device() -> torch.device:
     Raises:
         ParallelError: this process does not see so many devices.
     """
-    device = _device(default_device_type(), int(os.environ.get("LOCAL_RANK", "0")))
+    # Some launchers show each process its own device alone.
+    is_alone = torch.accelerator.device_count() == 1
+    device = _device(default_device_type(), 0 if is_alone else int(os.environ.get("LOCAL_RANK", "0")))
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
     return device
@@ -183,8 +185,6 @@ def _device(device_type: str, local_rank: int) -> torch.device:
             f"device_type = {device_type!r}, but the accelerator torch sees is {seen}: use 'cpu'"
         )
     count = torch.accelerator.device_count()
-    if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return torch.device(device_type, 0)  # some launchers show each process its own device alone
     if local_rank >= count:
         raise ParallelError(
             f"LOCAL_RANK = {local_rank}, but this process sees {count} {device_type} devices: "

@@ -6,14 +6,15 @@ It is written last, so a folder with a card is whole; its last key is a checksum
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import xxhash
 
 from titanplans.errors import ConfigError
+from titanplans.text import show
 
 CARD = "titanplans.json"
 _FORMAT = 1
@@ -129,6 +130,34 @@ def file_checksum(path: Path) -> str:
         while block := file.read(_BLOCK):
             found.update(block)
     return found.hexdigest()
+
+
+def changes(theirs: Mapping[str, Any], ours: Mapping[str, Any], but: Collection[str] = ()) -> str:
+    """Return the first five keys `but` these with another value, in words; "" if there are none."""
+    differing = [
+        f"{key} = {', now '.join('unset' if value is None else show(value) for value in values)}"
+        for key, *values in _differing(theirs, ours, but)
+    ]
+    more = f" and {len(differing) - 5} more keys" if len(differing) > 5 else ""
+    return "; ".join(differing[:5]) + more
+
+
+def _differing(
+    theirs: Mapping[str, Any], ours: Mapping[str, Any], but: Collection[str]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each key with another value, and both values; keys of a config in a config are dotted."""
+    for key in sorted({*theirs, *ours} - {*but}):
+        before, now = theirs.get(key), ours.get(key)
+        if is_config(before, key) and is_config(now, key):
+            for name, then, since in _differing(before, now, but):
+                yield f"{key}.{name}", then, since
+        elif before != now:
+            yield key, before, now
+
+
+def is_config(value: Any, key: str) -> TypeGuard[Mapping[str, Any]]:
+    """Whether the value of a model's key is the config of a part of it."""
+    return isinstance(value, Mapping) and key.endswith("_config")
 
 
 def _checksum(values: Mapping[str, Any]) -> str:

@@ -31,8 +31,8 @@ from titanplans.split.objects import from_first, of_all
 from titanplans.text import counted, some
 from titanplans.torchrun import restarted
 from titanplans.training.checkpoint import folder, published
-from titanplans.training.checkpoint.card import CARD, Card, chat_templates_of, damage, read_card
-from titanplans.training.checkpoint.match import changes, job_values, model_card, with_state
+from titanplans.training.checkpoint.card import CARD, Card, changes, chat_templates_of, damage, read_card
+from titanplans.training.checkpoint.match import job_values, model_card, with_state
 from titanplans.training.checkpoint.resume import OWN, Resume, decide_resume
 from titanplans.training.checkpoint.storage import CheckpointReader, CheckpointWriter, Planner, cause_of
 from titanplans.training.job import resolve
@@ -300,6 +300,7 @@ class CheckpointManager:
                 self.load_weights(resume.source)
             else:
                 self._load_training(resume.source)
+            gc.collect()  # the loop has switched off Python's own collections
             _log.info(f"{resume.source} is loaded ({time.monotonic() - began:.2f} s)")
         if not is_own and (adapter := self.options.initial_adapter_path) is not None:
             for model in self.models:

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from pydantic_core import to_jsonable_python
@@ -21,9 +21,8 @@ from titanplans.config.schema import keys
 from titanplans.config.translate import flatten
 from titanplans.parallel.optimizers.build import ParameterGroup
 from titanplans.split.adapted import is_factor
-from titanplans.text import show
 from titanplans.training.checkpoint import folder
-from titanplans.training.checkpoint.card import CARD, Card, damage, read_card
+from titanplans.training.checkpoint.card import CARD, Card, changes, damage, is_config, read_card
 from titanplans.training.checkpoint.storage import CheckpointReader
 from titanplans.weights.adapters import trained_names
 from titanplans.weights.compare import differences
@@ -52,14 +51,10 @@ def model_card(hf_config: PretrainedConfig) -> dict[str, Any]:
 def _of_weights(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a config that say something about weights or results; in the configs of its parts, too."""
     return {
-        key: _of_weights(value) if _is_config(value, key) else value
+        key: _of_weights(value) if is_config(value, key) else value
         for key, value in values.items()
         if key not in _INCIDENTAL and not key.startswith("fuse_")
     }
-
-
-def _is_config(value: Any, key: str) -> TypeGuard[Mapping[str, Any]]:
-    return isinstance(value, Mapping) and key.endswith("_config")
 
 
 def other_model(
@@ -83,7 +78,7 @@ def _keys(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield the keys of a config and of the configs in it."""
     for key, value in values.items():
         yield key
-        if _is_config(value, key):
+        if is_config(value, key):
             yield from _keys(value)
 
 
@@ -227,26 +222,3 @@ def truncated(checkpoint: Path, index: Metadata) -> str | None:
         if not (checkpoint / name).is_file() or (checkpoint / name).stat().st_size < size:
             return f"{checkpoint / name} is truncated or missing"
     return None
-
-
-def changes(theirs: Mapping[str, Any], ours: Mapping[str, Any], but: Collection[str] = ()) -> str:
-    """Return the first five keys `but` these with another value, in words; "" if there are none."""
-    differing = [
-        f"{key} = {', now '.join('unset' if value is None else show(value) for value in values)}"
-        for key, *values in _differing(theirs, ours, but)
-    ]
-    more = f" and {len(differing) - 5} more keys" if len(differing) > 5 else ""
-    return "; ".join(differing[:5]) + more
-
-
-def _differing(
-    theirs: Mapping[str, Any], ours: Mapping[str, Any], but: Collection[str]
-) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each key with another value, and both values; keys of a config in a config are dotted."""
-    for key in sorted({*theirs, *ours} - {*but}):
-        before, now = theirs.get(key), ours.get(key)
-        if _is_config(before, key) and _is_config(now, key):
-            for name, then, since in _differing(before, now, but):
-                yield f"{key}.{name}", then, since
-        elif before != now:
-            yield key, before, now

@@ -45,8 +45,8 @@ def decide_resume(job: JobConfig, folder: Path, *, restarted: bool) -> Resume:
     | launcher restarted it   | that began at N                              |                                        |
     | load_step = N, and not  | has later ones                               | is refused: it would overwrite them    |
     | load_only               |                                              |                                        |
-    | initial_load_path       | is empty                                     | loads its weights, or, with            |
-    |                         |                                              | initial_load_model_only = false, all   |
+    | initial_load_path, or   | is empty                                     | loads its weights, or, with            |
+    | initial_load_in_hf      |                                              | initial_load_model_only = false, all   |
     |                         | is empty                                     | draws its weights                      |
     | not load_only           | newest >= training.steps                     | is finished                            |
     | load_step = N           | N holds the weights alone, and N > 0         | is refused                             |
@@ -84,9 +84,10 @@ def decide_resume(job: JobConfig, folder: Path, *, restarted: bool) -> Resume:
         return _initial(job)
     if steps[-1] >= job.training.steps and not checkpoint.load_only:
         return Resume(folders.checkpoint_path(folder, steps[-1]), key=OWN, is_finished=True)
-    if load_step != -1:
-        return _resume_from(folder, load_step)
-    return _resume_from_newest(folder, steps)
+    for step in reversed(steps) if load_step == -1 else [load_step]:
+        if (resume := _resume_at(folder, step)) is not None:
+            return resume
+    raise _weights_alone(folder, load_step, steps[-1])
 
 
 def no_such_step(folder: Path, load_step: int) -> ConfigError:
@@ -108,34 +109,25 @@ def _initial(job: JobConfig) -> Resume:
     return Resume(Path(job.checkpoint.initial_load_path), takes, "checkpoint.initial_load_path")
 
 
-def _resume_from(folder: Path, step: int) -> Resume:
+def _resume_at(folder: Path, step: int) -> Resume | None:
+    """Return how a job resumes from a step; None if its checkpoint holds the weights alone."""
     checkpoint = folders.checkpoint_path(folder, step)
     if step == 0:
         return Resume(checkpoint, key=OWN)
-    if _holds_training(checkpoint):
-        return Resume(checkpoint, "training", OWN)
-    raise ConfigError(
-        f"checkpoint.load_step = {step}: {checkpoint} {read_card(checkpoint).weights_alone}; leave load_step out to resume "
-        f'from an earlier one, or start in a new folder with checkpoint.initial_load_path = "{checkpoint}"'
-    )
-
-
-def _resume_from_newest(folder: Path, steps: list[int]) -> Resume:
-    for step in reversed(steps):
-        checkpoint = folders.checkpoint_path(folder, step)
-        if step == 0 or _holds_training(checkpoint):
-            return _resume_from(folder, step)
-    newest = folders.checkpoint_path(folder, steps[-1])
-    raise ConfigError(
-        f"{OWN}: {newest} {read_card(newest).weights_alone}, and so do all others; start in a new folder with "
-        f'checkpoint.initial_load_path = "{newest}"'
-    )
-
-
-def _holds_training(checkpoint: Path) -> bool:
     if (wrong := damage(checkpoint, names=())) is not None:
         raise ConfigError(f"{OWN}: {wrong}; {folders.remedy(checkpoint)}")
-    return read_card(checkpoint).holds == "training"
+    return Resume(checkpoint, "training", OWN) if read_card(checkpoint).holds == "training" else None
+
+
+def _weights_alone(folder: Path, load_step: int, newest: int) -> ConfigError:
+    checkpoint = folders.checkpoint_path(folder, newest if load_step == -1 else load_step)
+    what = f"{checkpoint} {read_card(checkpoint).weights_alone}"
+    start = f'start in a new folder with checkpoint.initial_load_path = "{checkpoint}"'
+    if load_step == -1:
+        return ConfigError(f"{OWN}: {what}, and so do all others; {start}")
+    return ConfigError(
+        f"checkpoint.load_step = {load_step}: {what}; leave load_step out to resume from an earlier one, or {start}"
+    )
 
 
 def _began_at(checkpoint: Path, load_step: int) -> bool:

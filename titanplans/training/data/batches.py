@@ -117,8 +117,8 @@ class StepBatches(IterableDataset):
         position = start.by_reader.get(reader, ReaderPosition())
         positions = list(position.sources or (SourcePosition(),) * len(self._sources))
         sequences = [
-            source.sequences(reader, start.readers.count, position, epochs=self._epochs)
-            for source, position in zip(self._sources, positions, strict=True)
+            source.sequences(reader, start.readers.count, begin, epochs=self._epochs)
+            for source, begin in zip(self._sources, positions, strict=True)
         ]
         weights = None if self._weights is None else list(self._weights)
         # Readers are out of step, so that each batch is mixed.

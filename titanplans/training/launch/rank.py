@@ -82,7 +82,7 @@ def _evaluate(job: JobConfig, rank: int, checkpoint: Path) -> None:
 def _trainer(job: JobConfig, rank: int) -> "Trainer":
     init_logging(rank)
     device_type = prepare_device()
-    # From here on the model libraries and torchtitan are imported, which needs both of the above.
+    # Only now: the libraries log as they are imported.
     from titanplans import kernels
     from titanplans.training.job.checks import import_custom
     from titanplans.training.trainer.trainer import Trainer
