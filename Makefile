@@ -25,7 +25,7 @@ export PIP_CONSTRAINT := $(CONSTRAINTS)
 export PIP_BUILD_CONSTRAINT := $(CONSTRAINTS)
 COMPILE := $(BIN)/uv pip compile pyproject.toml --quiet --upgrade --universal --all-extras --python-version 3.11 \
 	--fork-strategy fewest --no-annotate --custom-compile-command "make lock"
-# A file's tests share worlds of ranks, so a worker takes whole files, in the order of tests/conftest.py.
+# --dist loadfile: the tests of a file share process groups. tests/conftest.py orders the files, longest first.
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: train test test-all test-exhaustive test-kernels test-newest test-oldest survive check lock bench gpu clean
@@ -42,13 +42,13 @@ test-all: $(VENV)/installed-dev
 
 test-exhaustive: $(VENV)/installed-dev
 	$(PYTEST) -m "exhaustive or not exhaustive" --timeout 3600 $(ARGS)
-	PYTHONPATH=. $(BIN)/python tests/combinations.py
+	$(BIN)/python -m tests.support.pages.combinations
 
 test-kernels: $(VENV)/installed-dev
-	TRITON_INTERPRET=1 TORCHDYNAMO_DISABLE=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal tests/interpreted $(ARGS)
+	TRITON_INTERPRET=1 TORCHDYNAMO_DISABLE=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal tests/kernels/interpreted $(ARGS)
 
 survive: $(VENV)/installed-dev
-	$(BIN)/python tests/survival.py --faults $(N)
+	$(BIN)/python -m tests.support.survival --faults $(N)
 
 test-newest test-oldest: test-%: $(BIN)/uv
 	$(COMPILE) --resolution $(if $(filter newest,$*),highest,lowest-direct) --output-file .venv-$*.txt
@@ -77,7 +77,7 @@ $(BIN)/uv: $(BIN)/pip
 
 $(VENV)/installed: pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
 	$(BIN)/pip install --quiet packaging
-	$(BIN)/python tests/constraints.py $(CONSTRAINTS)
+	$(BIN)/python tests/support/constraints.py $(CONSTRAINTS)
 	$(BIN)/pip install --quiet --editable .
 	touch $@
 

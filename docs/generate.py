@@ -7,7 +7,6 @@ python docs/generate.py --check            # writes nothing; status 1 if a page 
 """
 
 import argparse
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,14 +24,14 @@ def page_of(module: str) -> Callable[[], str]:
 
 def combinations() -> str:
     """Return the page of all combinations of options; none is run."""
-    made = import_module("combinations")
+    made = import_module("tests.support.pages.combinations")
     return made.page({each: made.refusal(each) for each in made.ALL})
 
 
 PAGES = {
     FOLDER / "options.md": page_of("options"),
-    FOLDER / "models.md": page_of("flavors"),
-    FOLDER / "architectures.md": page_of("architectures"),
+    FOLDER / "models.md": page_of("tests.support.pages.models"),
+    FOLDER / "architectures.md": page_of("tests.support.pages.architectures"),
     FOLDER / "combinations.md": combinations,
     ROOT / "docs" / "block.svg": lambda: import_module("draw_block").picture(),
     ROOT / "docs" / "cuts.svg": lambda: import_module("draw_cuts").picture(),
@@ -40,16 +39,16 @@ PAGES = {
     ROOT / "docs" / "rows.svg": lambda: import_module("draw_rows").picture(),
 }
 SLOW = {
-    "graphs.md": "compiled.py",
-    "async_tp.md": "async_tp_page.py",
-    "kernels.md": "interpreted/page.py",
+    "graphs.md": "tests.support.pages.graphs",
+    "async_tp.md": "tests.support.pages.async_tp",
+    "kernels.md": "tests.support.pages.kernels",
 }
-"""Pages whose scripts in tests/ compile or interpret every architecture, and whose own tests compare them."""
+"""Pages whose programs compile or interpret every architecture: too slow for --check, so tests of their own compare them."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Write or check the pages that `argv` names; return the exit status."""
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "docs")]
+    sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     names = [*(page.name for page in PAGES), *SLOW]
     parser.add_argument("pages", nargs="*", metavar="PAGE", help=f"one of {', '.join(names)}")
@@ -64,10 +63,9 @@ def main(argv: list[str] | None = None) -> int:
     stale = [page for page, make in PAGES.items() if page.name in chosen and differs(page, make, asked.check)]
     for page in stale:
         print(f"{page.relative_to(ROOT)} {'is stale: python docs/generate.py' if asked.check else 'written'}")
-    for name, script in SLOW.items():
+    for name, module in SLOW.items():
         if name in chosen:
-            paths = os.environ | {"PYTHONPATH": str(ROOT)}
-            subprocess.run([sys.executable, script, "--page"], cwd=ROOT / "tests", env=paths, check=True)
+            subprocess.run([sys.executable, "-m", module, "--page"], cwd=ROOT, check=True)
     return int(asked.check and bool(stale))
 
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
-import zoo
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import backend_registration
 
+from tests import zoo
+from tests.support import process_groups
 from titanplans import apply_plan
 from titanplans.parallel import clip_gradients, cross_entropy
 from titanplans.torch_private.distributed import fake_store
@@ -109,9 +109,10 @@ def like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="gpu")
 
 
-found = worlds.results(steps, 1)
+found = process_groups.module_fixture(steps, 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_stays_on_its_device_and_waits_for_nothing(found, name):
     if name in OWN:

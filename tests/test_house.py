@@ -14,9 +14,10 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from said import python
 
-ROOT = Path(__file__).parents[1]
+from tests.support.paths import ROOT
+from tests.support.programs import run_python
+
 ENGINE = ROOT / "titanplans"
 LIBRARIES = {"torchtitan", "transformers", "fla", "torchao"}
 STRATEGIES = {"config", "plan", "styles", "split", "precision", "adapters"}
@@ -125,30 +126,32 @@ def test_the_engine_names_no_plan():
         assert "plans" not in imported(file), file
 
 
-def test_no_two_test_files_have_one_name():
-    """A process that a test starts imports its file by name alone."""
-    names = [file.name for file in (ROOT / "tests").rglob("test_*.py")]
-    assert sorted(names) == sorted(set(names))
-
-
-def test_the_table_of_thorough_tests_names_tests():
-    tests = ROOT / "tests"
-    (table,) = [
-        ast.literal_eval(node.value)
-        for node in ast.parse((tests / "conftest.py").read_text()).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "THOROUGH"
+def test_tests_mirror_the_engine():
+    """A folder of tests has the name of the package that it tests, and `make test` runs some of it."""
+    files = list((ROOT / "tests").rglob("test_*.py"))
+    folders = {file.parent.relative_to(ROOT / "tests") for file in files}
+    assert not [
+        each
+        for each in folders
+        if not (ENGINE / each).is_dir() and not (ROOT / each).is_dir() and each.name != "cuda"
     ]
-    for file, names in table.items():
-        text = (ROOT / file).read_text()
-        assert not [name for name in names if f"def {name}(" not in text], file
-    rooms = {file.parent for file in tests.rglob("test_*.py")}
-    quick = {file.parent for file in tests.rglob("test_*.py") if table.get(str(file.relative_to(ROOT))) != ()}
-    assert quick == rooms, "each room has tests in make test"
+    quick = {file.parent.relative_to(ROOT / "tests") for file in files if not is_thorough(file)}
+    assert quick == folders
+
+
+def is_thorough(file: Path) -> bool:
+    """Return whether the file's `pytestmark` marks all of its tests as thorough."""
+    marks = [
+        ast.unparse(node.value)
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+    ]
+    return any("pytest.mark.thorough" in each for each in marks)
 
 
 def test_the_folders_of_plans_and_models_are_not_packages_of_their_own():
     for folder in ("plans", "models"):
-        told = python("-c", f"import {folder}").stderr
+        told = run_python("-c", f"import {folder}").stderr
         assert f"this folder is imported as titanplans.{folder}, not as {folder}" in told
 
 

@@ -2,11 +2,9 @@
 
 import os
 import shutil
-from pathlib import Path
 
-from said import python
-
-ROOT = Path(__file__).parents[1]
+from tests.support.paths import ROOT
+from tests.support.programs import run_python
 
 PLAN = '''\
 """The plan of Arcee: Llama's attention, an MLP of two linear layers."""
@@ -59,7 +57,7 @@ def test_one_plan_and_one_table_of_sizes_are_all_it_takes(tmp_path):
     (home / "models" / "arcee.toml").write_text(SIZES)
 
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    done = python("-W", "ignore", "-c", ALL, cwd=tmp_path, env={"PYTHONPATH": path})
+    done = run_python("-W", "ignore", "-c", ALL, cwd=tmp_path, env={"PYTHONPATH": path})
     assert done.returncode == 0, done.stdout + done.stderr
     assert str(tmp_path) in done.stdout.splitlines()[0]
     assert "titanplans.plans.hf.arcee:ArceePlan" in done.stdout

@@ -9,12 +9,15 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from jobs import output
-from said import refusal
 
+from tests.support.jobs import output
+from tests.support.paths import ROOT
+from tests.support.refusals import refusal
 from titanplans.errors import ModelError
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "out_of_tree"
+pytestmark = pytest.mark.thorough
+
+EXAMPLE = ROOT / "examples" / "out_of_tree"
 BUILD = "from setuptools import build_meta as b; b.build_wheel('dist')"
 JOB = """
 [model]

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import tomli
 
-ROOT = Path(__file__).parents[1]
+from tests.support.paths import ROOT
+
 SOURCES = ("titanplans", "plans", "models", "pyproject.toml", "README.md", "LICENSE")
 BUILD = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
 MY_PLANS = """
@@ -92,6 +93,7 @@ def python(built, tmp_path_factory) -> Path:
     return folder / "bin" / "python"
 
 
+@pytest.mark.thorough
 def test_a_plan_is_proved_from_a_folder_that_has_plans_models_and_training_of_its_own(python, tmp_path):
     for name in ("plans", "models", "training", "parallel"):
         (tmp_path / name).mkdir()

@@ -4,8 +4,8 @@ import logging
 import warnings
 
 import pytest
-from said import python
 
+from tests.support.programs import run_python
 from titanplans import quiet
 
 COMMANDS = {
@@ -27,17 +27,19 @@ COMMANDS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_leaves_stderr_empty(name, tmp_path):
     argv = [*COMMANDS[name], *([str(tmp_path)] if name == "train" else [])]
-    done = python("-m", "titanplans", *argv)
+    done = run_python("-m", "titanplans", *argv)
     assert (done.stderr, done.returncode) == ("", 0)
 
 
+@pytest.mark.thorough
 def test_benchmarks_leave_stderr_empty(tmp_path):
     """Benchmarks end without freeing Triton's objects one by one: nanobind would print leaks."""
     code = "import benchmarks, torchao.float8, fla.layers, triton; from benchmarks.gpu_day import finish; finish(3)"
-    done = python("-c", code)
+    done = run_python("-c", code)
     assert (done.stderr, done.returncode) == ("", 3)
 
 

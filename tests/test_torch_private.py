@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
+from tests.support.paths import ROOT
 from titanplans.parallel import process_group
 from titanplans.parallel.fsdp import sharding
 from titanplans.torch_private import (
@@ -27,7 +27,6 @@ from titanplans.torch_private import (
     threads,
 )
 
-ROOT = Path(__file__).parents[1]
 OTHERS = {
     "_no_weight_decay",
     "_no_split_modules",

@@ -1,9 +1,8 @@
 """torchrun's variables: a place among the ranks, none, or a sentence."""
 
-from pathlib import Path
-
 import pytest
 
+from tests.support.paths import ROOT
 from titanplans.errors import ParallelError
 from titanplans.torchrun import Ranks, read_ranks
 from titanplans.training.launch.main import main
@@ -68,7 +67,7 @@ def test_rank_alone_is_no_rank_and_an_address_alone_is_no_job_of_torchruns(monke
 def test_restarts_are_torchruns_where_it_has_started_the_ranks(monkeypatch, capsys):
     for name, value in WHOLE.items():
         monkeypatch.setenv(name, value)
-    job = str(Path(__file__).parents[1] / "configs" / "gla_debug.toml")
+    job = str(ROOT / "configs" / "gla_debug.toml")
     assert main([job, "--max-restarts=2"]) == 2
     assert "--max-restarts 2: torchrun has started this rank" in capsys.readouterr().err
     assert main([job, "--max-restarts", "-1"]) == 2

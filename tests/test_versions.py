@@ -1,16 +1,15 @@
 """Installed versions against tested ones: constraints.txt, --version, and the last line of an error."""
 
 import os
-from pathlib import Path
 
 import pytest
-from constraints import stale
-from said import python
 
+from tests.support.constraints import stale
+from tests.support.paths import ROOT
+from tests.support.programs import run_python
 from titanplans.errors import ModelError
 from titanplans.versions import blamed, versions
 
-ROOT = Path(__file__).parents[1]
 PROJECT = """
 [build-system]
 requires = ["setuptools>=77"]
@@ -100,7 +99,7 @@ def test_an_error_ends_with_the_version(newer, tmp_path):
         "from transformers import AutoConfig\nimport titanplans.cli.main as commands\n"
         "commands.main = lambda argv: AutoConfig.for_model('none')\ncommands.run(['list'])\n"
     )
-    ended = python("broken.py", cwd=tmp_path, env={"PYTHONPATH": f"{newer}{os.pathsep}{ROOT}"})
+    ended = run_python("broken.py", cwd=tmp_path, env={"PYTHONPATH": f"{newer}{os.pathsep}{ROOT}"})
     assert ended.returncode == 1
     assert "ValueError: Unrecognized model identifier" in ended.stderr
     assert ended.stderr.splitlines()[-1].startswith("transformers 99.0.0 was not tested, <")

@@ -8,17 +8,17 @@
     model, inputs = zoo.build("gla"), zoo.inputs("gla", seq_len=16)
 
 Sizes are small and the structure is the family's own: its debug flavor of eight heads, and in most families fewer
-key/value heads, cut down to two blocks, 64 wide. "tiny" is the model of tests/tiny.py, which has no config.
+key/value heads, cut down to two blocks, 64 wide. "tiny" is the model of tests/support/tiny_model.py, which has no config.
 A new architecture is a line in `FAMILIES`.
 """
 
 from typing import Any, NamedTuple
 
 import torch
-from tiny import Tiny, TinyPlan
 from torch import nn
 from transformers import PretrainedConfig
 
+from tests.support.tiny_model import Tiny, TinyPlan
 from titanplans import TPPlan, kernels, modeling, registered_plans
 from titanplans.modeling.samples import build_real, sample_inputs
 

@@ -2,16 +2,15 @@
 
 import functools
 
-import equal
 import pytest
 import torch
-import worlds
-import zoo
-from plainly import verify
-from said import error_of
 from torch import nn
 from torch.distributed.tensor import Replicate
 
+from tests import zoo
+from tests.support import process_groups, step_comparison
+from tests.support.plain_proofs import verify_plainly
+from tests.support.refusals import refusal_or_none
 from titanplans import Degrees, PlanError, check_plan, modeling
 from titanplans.adapters.low_rank import adapted, draw_factor
 from titanplans.cli.main import main
@@ -59,7 +58,9 @@ def model_of(name, options=None, **fields):
 )  # fmt: skip
 def test_adapters_are_proved_on_plans(name, fields, options):
     """The base has no gradient: one on a rank would be unexpected."""
-    report = verify(functools.partial(model_of, name, options, **fields), degrees=[4], loss_parallel=True)
+    report = verify_plainly(
+        functools.partial(model_of, name, options, **fields), degrees=[4], loss_parallel=True
+    )
     assert report.passed, report.table()
 
 
@@ -70,7 +71,7 @@ def test_float8_bases_are_proved():
         add_adapters(model, LoRA(rank=4, target_modules=("q_proj", "down_proj")))
         return model
 
-    report = verify(make, degrees=[2])
+    report = verify_plainly(make, degrees=[2])
     assert report.passed, report.table()
 
 
@@ -85,7 +86,7 @@ def test_a_gradient_that_is_not_summed_is_found_and_placed(monkeypatch):
     build = functools.partial(
         model_of, "qwen3", LoRA(rank=4, target_modules=("up_proj",)), num_hidden_layers=1
     )
-    report = verify(build, degrees=[2], loss_parallel=True, sequence_parallel=True)
+    report = verify_plainly(build, degrees=[2], loss_parallel=True, sequence_parallel=True)
     assert not report.passed
     assert "mlp.up_proj.lora_A" in report.table()
     assert "not summed over the ranks" in report.table()
@@ -205,9 +206,9 @@ def build(kind: str) -> nn.Module:
     return model
 
 
-def split(model: nn.Module, tp: int, **options) -> equal.Parallel:
+def split(model: nn.Module, tp: int, **options) -> step_comparison.Parallel:
     torch.manual_seed(1)  # of the dropout
-    return equal.by_torchtitan(model, tp, **options)
+    return step_comparison.by_torchtitan(model, tp, **options)
 
 
 CASES = {
@@ -223,9 +224,10 @@ CASES = {
 }
 
 
+@pytest.mark.thorough
 def test_a_step_is_that_of_one_process():
-    cases = equal.cases_of(CASES, build, split, vocabulary=96)
-    assert not equal.equals_one_process(cases, ranks=4)
+    cases = step_comparison.cases_of(CASES, build, split, vocabulary=96)
+    assert not step_comparison.equals_one_process(cases, ranks=4)
 
 
 def _seeds(rank: int) -> str:
@@ -236,8 +238,8 @@ def _seeds(rank: int) -> str:
     model = build("lora dropout")
     apply_plan(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
     torch.manual_seed(rank)
-    return error_of(model, input_ids=torch.ones(1, 4, dtype=torch.long)) or ""
+    return refusal_or_none(model, input_ids=torch.ones(1, 4, dtype=torch.long)) or ""
 
 
 def test_ranks_that_would_drop_other_numbers_are_refused():
-    assert "model-parallel rank 1 would draw other numbers" in worlds.run(_seeds, 2)
+    assert "model-parallel rank 1 would draw other numbers" in process_groups.run(_seeds, 2)

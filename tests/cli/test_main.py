@@ -4,14 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from said import python
 
+from tests.support.paths import ROOT
+from tests.support.programs import run_python
 from titanplans.cli.main import COMMANDS, main
 
-ROOT = Path(__file__).parents[2]
 WITHOUT_TORCH = """
 import sys
 from titanplans.cli.main import main
@@ -26,7 +25,7 @@ sys.exit(status)
 
 
 def run(*words: str) -> tuple[int, str, str]:
-    done = python(*words)
+    done = run_python(*words)
     return done.returncode, done.stdout, done.stderr
 
 

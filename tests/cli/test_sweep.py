@@ -11,15 +11,15 @@ import time
 from pathlib import Path
 
 import pytest
-import said
-from jobs import Job, gone
 
+from tests.support.jobs import Job, gone
+from tests.support.paths import ROOT
+from tests.support.refusals import refusal
 from titanplans.cli import sweep as command
 from titanplans.cli.main import main
 from titanplans.cli.sweep import FIGURES, Header, read_figures, read_sweep, write_tables
 from titanplans.config import ConfigError, load_job
 
-ROOT = Path(__file__).parents[2]
 BASE = """
 [model]
 config = "gla.json"
@@ -144,7 +144,7 @@ def test_values_of_every_kind_reach_the_job(write):
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_sweep_file(write, text, message):
-    line = said.refusal(cells_of, write(text), kind=ConfigError)
+    line = refusal(cells_of, write(text), kind=ConfigError)
     assert line.startswith("sweep.toml: ")
     assert message in line
 
@@ -159,7 +159,7 @@ def test_what_is_wrong_with_a_sweep_file(write, text, message):
     ],
 )
 def test_what_is_wrong_with_the_head(write, head, message):
-    assert message in said.refusal(cells_of, write(ONE, head), kind=ConfigError)
+    assert message in refusal(cells_of, write(ONE, head), kind=ConfigError)
 
 
 def test_under_torchrun_it_is_refused(write, capsys, monkeypatch):
@@ -192,6 +192,7 @@ def states() -> dict[str, str]:
     return {name: row["state"] for name, row in rows().items()}
 
 
+@pytest.mark.thorough
 def test_a_sweep_survives_a_failing_cell_and_goes_on(write, tmp_path, capsys):
     Job(tmp_path)  # its model and data
     path = write(THREE, HEAD + "timing_skip_steps = 1\n")

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 import torch
-import worlds
 from torch.distributed.tensor import DTensor
 
+from tests.support import process_groups
 from titanplans import kernels, modeling
 
 pytestmark = [
@@ -96,7 +96,7 @@ def split_over_all(rank, device="cuda"):
 
 @several_gpus
 def test_tensor_parallel_over_nccl_equals_one_gpu(ranks):
-    found = worlds.run(split_over_all, ranks, backend="nccl")
+    found = process_groups.run(split_over_all, ranks, backend="nccl")
     for name in WITH_KERNELS:
         assert_close(found[name], gradients("cuda", name=name))
     assert_as_good(found["bfloat16"][1], gradients("cuda", dtype=torch.bfloat16)[1], gradients("cuda")[1])
@@ -140,5 +140,5 @@ def steps_that_wait(rank, device="cuda"):
 
 @several_gpus
 def test_a_step_does_not_wait_for_the_device(ranks):
-    first, second = worlds.run(steps_that_wait, ranks, backend="nccl")
+    first, second = process_groups.run(steps_that_wait, ranks, backend="nccl")
     assert first > second > 0

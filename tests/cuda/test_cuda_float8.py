@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-import worlds
 from torch import nn
 
+from tests.support import process_groups
 from titanplans import modeling
 from titanplans.parallel import Float8, convert_to_float8
 from titanplans.split.converted import RECIPES
@@ -67,4 +67,4 @@ def split_over_two(rank):
 @two_gpus
 def test_gathered_in_float8_over_nccl_it_is_the_loss_of_one_gpu():
     # bfloat16 sums in another order, and what of it crosses a step of float8.
-    assert worlds.run(split_over_two, 2, backend="nccl") == pytest.approx(loss_of_a_step(), rel=1e-2)
+    assert process_groups.run(split_over_two, 2, backend="nccl") == pytest.approx(loss_of_a_step(), rel=1e-2)

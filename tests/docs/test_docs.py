@@ -6,14 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jobs
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support import jobs
+from tests.support.paths import GENERATED, ROOT
+
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 LINKING = [
     *PAGES,
-    *(ROOT / "docs" / "generated").glob("*.md"),
+    *(GENERATED).glob("*.md"),
     *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "examples/out_of_tree/README.md")),
 ]
 ELSEWHERE = ("fla", "legacy", "outputs", "dump_folder", "rank_N")
@@ -31,6 +32,7 @@ def pages_with(language: str):
     )
 
 
+@pytest.mark.thorough
 @pages_with("python")
 def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -39,6 +41,7 @@ def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
         exec(compile(block, f"{page.name}, Python block {number}", "exec"), namespace)
 
 
+@pytest.mark.thorough
 def test_the_way_from_a_folder_to_a_folder_works_as_it_stands(tmp_path):
     """Its blocks in order, each program in a process of its own: Python (py), a job, commands (sh).
 

@@ -1,14 +1,14 @@
 """Pages under docs/generated/ equal the output of their programs."""
 
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import GENERATED, ROOT
+
 sys.path.append(str(ROOT / "docs"))
 
-from generate import FOLDER, PAGES, SLOW, main  # noqa: E402  # docs/ is no package
+from generate import FOLDER, PAGES, SLOW, main  # docs/ is no package
 
 EXHAUSTIVE = ("architectures.md", "models.md")
 """Half a minute: every named size is built on meta."""
@@ -29,7 +29,7 @@ def test_a_page_is_fresh(page):
 
 
 def test_a_stale_page_is_told(tmp_path, monkeypatch, capsys):
-    page = ROOT / "docs" / "generated" / "missing.md"
+    page = GENERATED / "missing.md"
     monkeypatch.setitem(PAGES, page, lambda: "text")
     assert main([page.name, "--check"]) == 1
     assert "missing.md is stale" in capsys.readouterr().out

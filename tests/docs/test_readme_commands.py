@@ -5,12 +5,14 @@ Proofs run with fewer cases, which `COMMANDS` says; those that take minutes then
 
 import re
 import shlex
-from pathlib import Path
 
-import jobs
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support import jobs
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.thorough
+
 QUICK = ("--quick", "--tp", "2")
 """Each condition once, at one degree."""
 MINUTES = pytest.mark.exhaustive

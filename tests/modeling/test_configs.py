@@ -4,10 +4,10 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-import worlds
-from said import refusal
 from transformers import CONFIG_MAPPING, BertConfig, LlamaConfig, ViTConfig
 
+from tests.support import process_groups
+from tests.support.refusals import refusal
 from titanplans import modeling
 from titanplans.modeling import ModelError
 from titanplans.modeling.own import is_own
@@ -184,7 +184,7 @@ def test_an_encoder_with_a_language_model_head_builds():
 @pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed")
 def test_softmax_attention_without_flash_attn_says_what_to_do():
     # A process of its own: in this one the CPU attention is installed.
-    assert "kernels.install('cpu')" in worlds.run(build_transformer, 1)
+    assert "kernels.install('cpu')" in process_groups.run(build_transformer, 1)
 
 
 def build_transformer(rank):

@@ -2,14 +2,13 @@
 
 `initialize` does not communicate, so each of four ranks is played in turn in this process, in a fake
 process group: a second model, with the weights of the unsplit one, is cut by DTensor and FSDP2. That jobs over real
-ranks begin with the weights of one process is held by tests/training/test_trainer.py, whose losses are the same.
+ranks begin with the weights of one process is held by tests/training/trainer/test_trainer.py, whose losses are the same.
 """
 
 import math
 
 import pytest
 import torch
-import worlds
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from tests.support import process_groups
 from titanplans import modeling
 from titanplans.modeling import ModelError
 from titanplans.split.parameters.shards import copy_shard
@@ -88,7 +88,7 @@ def test_every_rank_holds_the_part_that_torch_cuts(name, split):
     config = modeling.load_config(name, "debug", **SIZES)
     seen = set()
     for rank in range(4):
-        with worlds.fake(4, rank):
+        with process_groups.fake_group(4, rank):
             expected = dict(apply(_whole(config)).named_parameters())
             model = apply(modeling.build(config)).to_empty(device="cpu")
             for parameter in model.parameters():
@@ -106,7 +106,7 @@ def test_every_rank_holds_the_part_that_torch_cuts(name, split):
 
 def test_tied_shards_are_one_parameter():
     config = modeling.load_config("gla", "debug", tie_word_embeddings=True, **SIZES)
-    with worlds.fake(4, 1):
+    with process_groups.fake_group(4, 1):
         model = SPLITS["fsdp x tp"][0](modeling.build(config)).to_empty(device="cpu")
         modeling.initialize(model, seed=3)
         weight = model.lm_head._parameters["weight"]
@@ -140,7 +140,7 @@ def test_one_unit_at_a_time_is_in_memory(monkeypatch):
     ],
 )
 def test_a_placement_that_says_no_part_is_refused(placements, words):
-    with worlds.fake(4, 0):
+    with process_groups.fake_group(4, 0):
         destination = DTensor.from_local(
             torch.zeros(2, 4), _square(), placements, shape=(8, 4), stride=(4, 1)
         )

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-import zoo
 
+from tests import zoo
 from titanplans import modeling
 from titanplans.kernels.widen import Widen
 from titanplans.modeling import ModelError

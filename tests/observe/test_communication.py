@@ -15,9 +15,6 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-import zoo
-from faulty import installed
-from tiny import Tiny, TinyPlan, changed
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate
@@ -28,6 +25,9 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
 )
 
+from tests import zoo
+from tests.support.faulty_styles import installed
+from tests.support.tiny_model import Tiny, TinyPlan, changed
 from titanplans import Degrees, PlanError, TPOptions, apply_plan, modeling, registered_plans
 from titanplans.observe.communication import Communication, count_communication
 from titanplans.observe.recorder import record_collectives

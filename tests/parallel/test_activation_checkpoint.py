@@ -4,15 +4,14 @@ import copy
 from collections import Counter
 from types import SimpleNamespace
 
-import equal
 import pytest
 import torch
-import worlds
-import zoo
-from counting import Operators
-from tiny import Tiny, TinyPlan
 from torch.nn import functional as F
 
+from tests import zoo
+from tests.support import process_groups, step_comparison
+from tests.support.operator_counts import OperatorCounts
+from tests.support.tiny_model import Tiny, TinyPlan
 from titanplans import apply_plan, modeling
 from titanplans.parallel import ActivationCheckpoint, ParallelError
 from titanplans.parallel.activation_checkpoint import apply_activation_checkpointing
@@ -62,9 +61,9 @@ def gradients(model):
     """The gradients by name, and what ran in the backward."""
     torch.manual_seed(1)
     loss = loss_of(model)
-    with Operators() as count:
+    with OperatorCounts() as count:
         loss.backward()
-    return {equal.plain(name): p.grad for name, p in model.named_parameters()}, count
+    return {step_comparison.plain(name): p.grad for name, p in model.named_parameters()}, count
 
 
 EXPECTED = {
@@ -127,10 +126,12 @@ def test_two_models_at_once_do_not_know_of_each_other(policy):
         torch.manual_seed(1)
         losses.append(loss_of(model))
     for model, loss in zip(models, losses, strict=True):
-        with Operators() as count:
+        with OperatorCounts() as count:
             loss.backward()
         counts.append(count.counts)
-        assert all(torch.equal(p.grad, expected[equal.plain(n)]) for n, p in model.named_parameters())
+        assert all(
+            torch.equal(p.grad, expected[step_comparison.plain(n)]) for n, p in model.named_parameters()
+        )
     assert counts == [alone.counts] * 2
 
 
@@ -209,9 +210,9 @@ def test_a_model_that_would_keep_a_cache(policy, tp):
             apply_activation_checkpointing(model, policy)
             assert not model.config.use_cache
             model(torch.arange(16).view(2, 8)).logits.square().mean().backward()
-            return [equal.whole(p.grad) for p in model.parameters()]
+            return [step_comparison.whole(p.grad) for p in model.parameters()]
 
-        found.append(worlds.on_threads(work, tp))
+        found.append(process_groups.run_on_threads(work, tp))
     torch.testing.assert_close(*found)
 
 
@@ -337,7 +338,7 @@ class SimpleTokens(torch.nn.Module):
         return SimpleNamespace(logits=self.model(tokens).logits)
 
 
-under_tp = worlds.results(collectives_in_backward, 2)
+under_tp = process_groups.module_fixture(collectives_in_backward, 2)
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])

@@ -3,7 +3,10 @@
 import itertools
 
 import pytest
-from combinations import ALL, PAGE, cover, page, refusal, run_in_worlds
+
+from tests.support.pages.combinations import ALL, PAGE, cover, page, refusal, run_in_worlds
+
+pytestmark = pytest.mark.thorough
 
 
 @pytest.fixture(scope="module")
@@ -46,5 +49,5 @@ def test_what_is_compiled_was(results):
 
 def test_the_page_is_what_the_code_refuses(verdicts):
     assert PAGE.read_text() == page(verdicts), (
-        "run tests/combinations.py, which writes docs/generated/combinations.md"
+        "run tests/support/pages/combinations.py, which writes docs/generated/combinations.md"
     )

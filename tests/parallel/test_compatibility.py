@@ -3,12 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
-import zoo
-from said import refusal
-from tiny import Tiny, TinyPlan
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.tensor import DTensor
 
+from tests import zoo
+from tests.support.refusals import refusal
+from tests.support.tiny_model import Tiny, TinyPlan
 from titanplans import kernels, modeling
 from titanplans.parallel import (
     DDPConfig,

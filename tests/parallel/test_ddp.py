@@ -3,14 +3,14 @@
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
-from counting import Operators
-from equal import plain
-from said import refusal
-from tiny import Block, Tiny, TinyPlan
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 
+from tests.support import process_groups
+from tests.support.operator_counts import OperatorCounts
+from tests.support.refusals import refusal
+from tests.support.step_comparison import plain
+from tests.support.tiny_model import Block, Tiny, TinyPlan
 from titanplans.config import DDPConfig
 from titanplans.parallel import ParallelError
 from titanplans.parallel.activation_checkpoint import apply_activation_checkpointing
@@ -113,7 +113,7 @@ def step(rank, options, cls=Tiny, steps=1, **kwargs):
     for _ in range(steps):
         optimizer.zero_grad()
         loss = loss_of(model, mine(rank), **kwargs)
-        with Operators() as sums:  # not around the forward: nothing compiles under such a mode
+        with OperatorCounts() as sums:  # not around the forward: nothing compiles under such a mode
             loss.backward()
         optimizer.step()
     return gradients(model), sums.of("allreduce_"), {n: t.clone() for n, t in model.state_dict().items()}
@@ -173,7 +173,7 @@ def accumulated(rank, options):
     model = prepared(config, AsDict if config.static_graph else Tiny)
     for _ in range(2):
         model.zero_grad()
-        with Operators() as sums:
+        with OperatorCounts() as sums:
             for part in range(2):
                 with accumulate(model, last=part == 1, defer=config.defer_grad_sync):
                     loss_of(model, mine(rank, part, 2)).backward()
@@ -279,7 +279,7 @@ def refusals():
     return {name: refusal(replicated, name, build(), kind=ParallelError) for name in REFUSALS}
 
 
-results = worlds.results(all_cases, RANKS)
+results = process_groups.module_fixture(all_cases, RANKS)
 
 
 def reference(cls=Tiny, steps=1, **kwargs):

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
-from equal import whole
-from said import error_of, refusal
-from tiny import Tiny, TinyPlan
 from torch.distributed.tensor import DTensor
 
+from tests.support import process_groups
+from tests.support.refusals import refusal, refusal_or_none
+from tests.support.step_comparison import whole
+from tests.support.tiny_model import Tiny, TinyPlan
 from titanplans.parallel import (
     DDPConfig,
     Degrees,
@@ -18,6 +18,8 @@ from titanplans.parallel import (
     process_group,
     read_strategy,
 )
+
+pytestmark = pytest.mark.thorough
 
 STEPS, MICRO, ROWS, LENGTH = 2, 2, 8, 8
 CASES = {
@@ -213,11 +215,11 @@ def all_cases(rank):
     }
     found["modes"] = modes()
     found["resharded"] = between_forward_and_backward()
-    found["refused"] = {words: error_of(refused, *case) for words, case in REFUSED.items()}
+    found["refused"] = {words: refusal_or_none(refused, *case) for words, case in REFUSED.items()}
     return found
 
 
-results = worlds.results(all_cases, 4)
+results = process_groups.module_fixture(all_cases, 4)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -285,7 +287,7 @@ def test_loss_and_step_are_compiled_where_the_strategy_says_so():
 
 @pytest.mark.parametrize("degrees", [Degrees(), Degrees(tp=2), Degrees(dp_replicate=2, dp_shard=1)])
 def test_torchs_muon_is_for_weights_that_are_not_sharded(degrees):
-    with worlds.fake(2):
+    with process_groups.fake_group(2):
         plan = TinyPlan if degrees.tp > 1 else None
         manager = ParallelManager(FSDP2Config(plan=plan), degrees, device_type="cpu")
         model = manager.parallelize(build())

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import worlds
-from said import refusal
-from tiny import Block, Tiny
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tests.support import process_groups
+from tests.support.refusals import refusal
+from tests.support.tiny_model import Block, Tiny
 from titanplans.config import ActivationCheckpoint, MegatronFSDPConfig
 from titanplans.errors import PlanError
 from titanplans.parallel.activation_checkpoint import apply_activation_checkpointing
@@ -35,7 +35,7 @@ needs_package = pytest.mark.skipif(not INSTALLED, reason="megatron-fsdp is an ex
 @pytest.fixture(scope="module", autouse=True)
 def world():
     """Eight ranks of which only this one exists."""
-    with worlds.fake(8):
+    with process_groups.fake_group(8):
         yield
 
 

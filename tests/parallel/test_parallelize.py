@@ -7,11 +7,15 @@ import contextlib
 import functools
 from types import SimpleNamespace
 
-import equal
+import pytest
 import torch
-import zoo
-from tiny import Tiny, TinyPlan
 from torch.distributed.tensor import DTensor
+
+from tests import zoo
+from tests.support import step_comparison
+from tests.support.tiny_model import Tiny, TinyPlan
+
+pytestmark = pytest.mark.thorough
 
 CASES = {
     "tp 2 x replicate 2, every 2nd layer": dict(tp=2, replicate=2, ac=2, sequence_parallel=False),
@@ -44,10 +48,10 @@ def split(model, *, tp, replicate=1, ac=None, compile=False, reshard="default", 
           sequence_parallel=True, dtype="float32", backend="partial_dtensor"):  # fmt: skip
     """Return the model as `parallelize` splits it, with torch's own loss, norm and clipping."""
     import torch.distributed as dist
-    from titan import parallel_dims
     from torch.distributed.tensor.parallel import loss_parallel as on_shards
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
+    from tests.support.torchtitan_meshes import parallel_dims
     from titanplans.parallel import ActivationCheckpoint, parallelize
 
     dims = parallel_dims(replicate, -1, 1, tp, 1, 1, dist.get_world_size(), backend=backend)
@@ -78,18 +82,18 @@ def split(model, *, tp, replicate=1, ac=None, compile=False, reshard="default", 
         plan=TinyPlan if isinstance(model, Tiny) else None,
     )
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    assert [equal.plain(name) for name, _ in model.named_parameters()] == names
+    assert [step_comparison.plain(name) for name, _ in model.named_parameters()] == names
     layers = len(block_list(model))
     assert sum(m._compiled_call_impl is not None for m in model.modules()) == (layers if compile else 0)
     sharded = loss_parallel and tp > 1
 
     def loss(logits, labels):
         assert isinstance(logits, DTensor) == sharded
-        return equal.summed_cross_entropy(logits, labels)
+        return step_comparison.summed_cross_entropy(logits, labels)
 
     batch = dims.get_optional_mesh("batch")
     context = on_shards if sharded else contextlib.nullcontext
-    return equal.Parallel(model, batch and batch.get_group(), loss, context)
+    return step_comparison.Parallel(model, batch and batch.get_group(), loss, context)
 
 
 def block_list(model):
@@ -99,15 +103,17 @@ def block_list(model):
 def case(options):
     options = dict(options)
     kind, tied = options.pop("kind", "transformer"), options.pop("tied", False)
-    return equal.Case(
+    return step_comparison.Case(
         functools.partial(build, kind, tied),
         functools.partial(split, **options),
         # Without sequence parallelism ranks do not share a sequence.
         length=32 if options.get("sequence_parallel", True) and options.get("tp", 1) > 1 else 31,
-        tolerance=equal.BFLOAT16 if options.get("dtype") == "bfloat16" else equal.FLOAT32,
+        tolerance=step_comparison.BFLOAT16 if options.get("dtype") == "bfloat16" else step_comparison.FLOAT32,
     )
 
 
 def test_step_equals_single_process():
-    differences = equal.equals_one_process({name: case(options) for name, options in CASES.items()}, ranks=4)
+    differences = step_comparison.equals_one_process(
+        {name: case(options) for name, options in CASES.items()}, ranks=4
+    )
     assert not differences

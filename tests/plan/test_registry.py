@@ -5,15 +5,15 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import titanplans.plans
-from system import install
-from tiny import Tiny, TinyPlan
-from titanplans.plans.hf.llama import LlamaPlan
-from worlds import on_threads
 
+import titanplans.plans
+from tests.support.process_groups import run_on_threads
+from tests.support.system import install_entry_point
+from tests.support.tiny_model import Tiny, TinyPlan
 from titanplans import Degrees, PlanError, apply_plan, check_plan, register_plan, registered_plans
 from titanplans.cli.listing import listing
 from titanplans.plan import registry
+from titanplans.plans.hf.llama import LlamaPlan
 
 PLAN = """
 from titanplans import register_plan
@@ -43,7 +43,7 @@ def another(tmp_path, monkeypatch):
 def write(folder, module, text):
     """Write a package with one module, and the entry point that names it."""
     (folder / f"{module}.py").write_text(text)
-    install(folder, "titanplans.plans", "mine", module)
+    install_entry_point(folder, "titanplans.plans", "mine", module)
 
 
 def test_a_plan_of_another_package_is_found_by_its_entry_point(another):
@@ -90,7 +90,7 @@ def test_a_plan_is_found_by_the_config_s_model_type_or_the_class(another, how):
         split = copy.deepcopy(model)
         return type(apply_plan(split, rank.mesh).plan).__name__
 
-    assert on_threads(work) == "OwnPlan"
+    assert run_on_threads(work) == "OwnPlan"
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ In training they call one kernel of the whole mixer, in which no rank could sum:
 import pytest
 import torch
 import torch.nn.functional as F
-import zoo
-from plainly import verify
 
+from tests import zoo
+from tests.support.plain_proofs import verify_plainly
 from titanplans import kernels, modeling
 from titanplans.kernels.recurrent import state_space
 from titanplans.modeling.samples import build_real, sample_inputs
@@ -143,7 +143,7 @@ def test_the_split_model_calls_the_parts(name, number, monkeypatch):
     monkeypatch.setattr(mixer, slow, mixer.cuda_kernels_forward)
     config = modeling.load_config(name, "debug", **zoo.FAMILIES[name][number])
     inputs = sample_inputs(config, batch_size=2, seq_len=16, seed=0)
-    report = verify(
+    report = verify_plainly(
         lambda: build_real(config), inputs=inputs, degrees=[2, 4], loss_parallel=True, sequence_parallel=True
     )
     assert report.passed, report.table()

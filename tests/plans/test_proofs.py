@@ -1,9 +1,9 @@
-"""Every row of tests/plans/proofs.py: the split model trains as the whole one does."""
+"""Every row of tests/support/plan_proofs.py: the split model trains as the whole one does."""
 
-import proofs
 import pytest
-import zoo
 
+from tests import zoo
+from tests.support import plan_proofs
 from titanplans import registered_plans
 from titanplans.config.families import families
 
@@ -13,7 +13,7 @@ def marks(row):
     return [getattr(pytest.mark, name) for name in names]
 
 
-ROWS = [pytest.param(row, id=row.id, marks=marks(row)) for row in proofs.rows()]
+ROWS = [pytest.param(row, id=row.id, marks=marks(row)) for row in plan_proofs.rows()]
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -32,5 +32,7 @@ def test_every_registered_plan_is_in_the_zoo():
     }
     assert own == {*zoo.ARCHITECTURES, *zoo.FAMILIES}
     assert own == set(families()), "a plan's name is refused without an import by the names of the families"
-    assert own == {row.name for row in proofs.rows() if not row.exhaustive}
-    assert proofs.QUICK.items() <= {(row.name, row.variant) for row in proofs.rows() if not row.exhaustive}
+    assert own == {row.name for row in plan_proofs.rows() if not row.exhaustive}
+    assert plan_proofs.QUICK.items() <= {
+        (row.name, row.variant) for row in plan_proofs.rows() if not row.exhaustive
+    }

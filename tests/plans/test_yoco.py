@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-import zoo
-from worlds import on_threads
 
+from tests import zoo
+from tests.support.process_groups import run_on_threads
 from titanplans import PlanError, apply_plan
 
 TOKENS = torch.arange(8)[None]
@@ -18,7 +18,7 @@ def test_a_prefill_that_skips_is_refused_where_ranks_hold_shards():
             model(TOKENS, skip_cross_decoder=True)
         return model(TOKENS).logits
 
-    assert on_threads(work).shape == (1, 8, 96)
+    assert run_on_threads(work).shape == (1, 8, 96)
 
 
 def test_it_generates_the_tokens_of_the_whole_model():
@@ -29,4 +29,4 @@ def test_it_generates_the_tokens_of_the_whole_model():
         apply_plan(model, rank.mesh, sequence_parallel=False)
         return model.generate(TOKENS, max_new_tokens=3, do_sample=False)
 
-    assert torch.equal(on_threads(work), whole)
+    assert torch.equal(run_on_threads(work), whole)

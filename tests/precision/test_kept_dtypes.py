@@ -4,13 +4,13 @@ import functools
 
 import pytest
 import torch
-import worlds
-import zoo
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig
 
+from tests import zoo
+from tests.support import process_groups
 from titanplans import load_weights, modeling
 from titanplans.config import Float8
 from titanplans.errors import ModelError
@@ -152,7 +152,7 @@ def test_a_split_model_keeps_it_and_computes_in_it(name, dtype, folders):
     theirs = AutoModelForCausalLM.from_pretrained(folders[name], dtype=dtype).eval()
     tokens = torch.randint(0, 97, (2, 16), generator=torch.Generator().manual_seed(2))
     want = theirs(tokens).logits.detach()
-    found = worlds.run(functools.partial(split, name=name, dtype=dtype, folder=folders[name]), 2)
+    found = process_groups.run(functools.partial(split, name=name, dtype=dtype, folder=folders[name]), 2)
     for cut, (stored, computed, gradients, logits) in found.items():
         own = kept(name, computed)
         assert own, cut

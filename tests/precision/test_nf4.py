@@ -2,14 +2,14 @@
 
 import functools
 
-import equal
 import pytest
 import torch
-import zoo
-from plainly import verify
 from torch import nn
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
+from tests import zoo
+from tests.support import step_comparison
+from tests.support.plain_proofs import verify_plainly
 from titanplans import Degrees, PlanError, check_plan, modeling
 from titanplans.errors import OptionError
 from titanplans.modeling.samples import build_real
@@ -60,7 +60,7 @@ def model_of(name, **fields):
     ],
 )
 def test_weights_in_nf4_are_proved_on_plans(name, fields):
-    report = verify(functools.partial(model_of, name, **fields), degrees=[4], loss_parallel=True)
+    report = verify_plainly(functools.partial(model_of, name, **fields), degrees=[4], loss_parallel=True)
     assert report.passed, report.table()
 
 
@@ -115,6 +115,7 @@ CASES = {
 }
 
 
+@pytest.mark.thorough
 def test_a_step_is_that_of_one_process():
-    cases = equal.cases_of(CASES, build, equal.by_torchtitan, vocabulary=96)
-    assert not equal.equals_one_process(cases, ranks=4)
+    cases = step_comparison.cases_of(CASES, build, step_comparison.by_torchtitan, vocabulary=96)
+    assert not step_comparison.equals_one_process(cases, ranks=4)

@@ -6,14 +6,16 @@ themselves are right, over the same ranks, is test_worlds.py's.
 """
 
 import pytest
-import zoo
-from mutants.architectures import ARCHITECTURES
-from mutants.corpus import corpus
-from mutants.equivalent import EQUIVALENT, equivalence
-from mutants.place import right
-from mutants.prove import verdicts
 
+from tests import zoo
+from tests.support.mutants.architectures import ARCHITECTURES
+from tests.support.mutants.corpus import corpus
+from tests.support.mutants.equivalent import EQUIVALENT, equivalence
+from tests.support.mutants.place import right
+from tests.support.mutants.prove import verdicts
 from titanplans import registered_plans
+
+pytestmark = pytest.mark.thorough
 
 COUNTS = {
     "transformer": (228, 19),

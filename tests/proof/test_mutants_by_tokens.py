@@ -4,10 +4,10 @@ import copy
 from itertools import chain
 
 import pytest
-import zoo
-from mutants.bugs import changed
-from plainly import sharded
 
+from tests import zoo
+from tests.support.mutants.bugs import changed
+from tests.support.plain_proofs import verify_sharded
 from titanplans import Degrees, registered_plans
 from titanplans.errors import PlanError
 from titanplans.split.collectives import collect
@@ -19,7 +19,7 @@ PLANS = registered_plans()
 def proved(name, plan, degree=1, context=2, **fields):
     """Return the report of one plain training of `plan` of the model `name`."""
     degrees = [Degrees(tp=degree, cp=context)]
-    return sharded(lambda: zoo.build(name, **fields).double(), plan, degrees=degrees, seq_len=8)
+    return verify_sharded(lambda: zoo.build(name, **fields).double(), plan, degrees=degrees, seq_len=8)
 
 
 def test_the_plans_themselves_are_right():

@@ -1,9 +1,9 @@
 """Proofs of pipelines: right ones of several cuts and stages, and engines that cut, hand over or sum wrongly, which fail."""
 
 import pytest
-import zoo
 from torch import nn
 
+from tests import zoo
 from titanplans import Degrees, PlanError, TPPlan, registered_plans, verify
 from titanplans.proof.compare import pipeline
 from titanplans.split.stages.shared import SharedParameters
@@ -18,6 +18,7 @@ def proved(name, *degrees, conditions="plain", **fields):
     return verify(lambda: zoo.build(name, **fields), degrees=degrees, conditions=conditions)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "degrees", "fields"),
     [
@@ -35,6 +36,7 @@ def test_stages_train_as_the_whole_model_does(name, degrees, fields):
     assert {case.options.degrees for case in report.cases} == {degrees}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name in (*zoo.ARCHITECTURES, *zoo.FAMILIES) if name != "tiny"])
 def test_every_architecture_is_proved_in_two_stages(name):
     """By two schedules, on two ranks of a layer."""
@@ -50,6 +52,7 @@ def test_every_architecture_is_proved_in_two_stages(name):
     assert report.passed, report.table()
 
 
+@pytest.mark.thorough
 def test_a_pipeline_alone_is_proved_in_every_pair_of_conditions():
     report = proved("llama", Degrees(pp=2), conditions="pairs", **TIED)
     assert report.passed, report.table()

@@ -1,8 +1,8 @@
 """Blocks that share a module: it is split once, and proved."""
 
 import pytest
-import zoo
 
+from tests import zoo
 from titanplans import Degrees, PlanError, check_plan, registered_plans, verify
 
 SHARED = [

@@ -4,9 +4,9 @@ import itertools
 
 import torch
 import torch.distributed as dist
-import worlds
-from counting import Operators
 
+from tests.support import process_groups
+from tests.support.operator_counts import OperatorCounts
 from titanplans.split.collectives import (
     all_gather,
     all_reduce,
@@ -26,7 +26,7 @@ SHAPES = [(1, 6, 4), (2, 6, 4), (2, 7, 4), (1, 4, 2), (5, 2), (7,)]
 def _both(work):
     """Return what `work` returns on the process group and as operators."""
     direct = work()
-    with Operators() as seen:
+    with OperatorCounts() as seen:
         by_operators = work()
     namespaces = {name.partition("::")[0] for name in seen.counts}
     assert "_c10d_functional" in namespaces
@@ -86,7 +86,7 @@ def _gradients(rank, group):
     )
 
 
-found = worlds.results(_each, RANKS)
+found = process_groups.module_fixture(_each, RANKS)
 
 
 def test_the_process_group_itself_and_operators_give_the_same(found):

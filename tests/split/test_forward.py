@@ -7,16 +7,16 @@ import copy
 import inspect
 from typing import NamedTuple
 
-import equal
 import pytest
 import torch
-import zoo
-from tiny import Tiny, TinyPlan, changed
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
-from worlds import on_threads
-from zoo import plan
 
+from tests import zoo
+from tests.support import step_comparison
+from tests.support.process_groups import run_on_threads
+from tests.support.tiny_model import Tiny, TinyPlan, changed
+from tests.zoo import plan
 from titanplans import Degrees, PlanError, apply_plan, check_plan
 from titanplans.errors import ParallelError
 from titanplans.loss import added_loss
@@ -35,13 +35,13 @@ def on_ranks(work, name="llama", model=None, **options):
         apply_plan(split, rank.mesh, **{"loss_parallel": False, "plan": own} | options)
         work(split, copy.deepcopy(whole))
 
-    on_threads(start)
+    run_on_threads(start)
 
 
 def same(split, whole):
     """Equal but for rounding; Gemma's norms and softmax round to float32."""
     assert split.shape == whole.shape
-    assert torch.dist(equal.whole(split), whole) <= 1e-5 * whole.norm()
+    assert torch.dist(step_comparison.whole(split), whole) <= 1e-5 * whole.norm()
 
 
 def same_gradients(split, whole):

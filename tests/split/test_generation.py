@@ -4,11 +4,11 @@ import copy
 from itertools import product
 
 import torch
-import worlds
-import zoo
-from tiny import Tiny, TinyPlan
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests import zoo
+from tests.support import process_groups
+from tests.support.tiny_model import Tiny, TinyPlan
 from titanplans import apply_plan
 
 NAMES = ("llama", "qwen3", "gemma3_text", "gla", "transformer")
@@ -63,4 +63,4 @@ def tokens_are_the_same(rank):
 
 
 def test_generated_tokens_are_those_of_the_whole_model_on_every_rank():
-    worlds.run(tokens_are_the_same, 2)
+    process_groups.run(tokens_are_the_same, 2)

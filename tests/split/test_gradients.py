@@ -4,19 +4,18 @@ import math
 import random
 from types import SimpleNamespace
 
-import equal
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_parallelize import qwen3
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from tests.parallel.test_parallelize import qwen3
+from tests.support import process_groups, step_comparison
 from titanplans import apply_plan
 from titanplans.errors import ParallelError
 from titanplans.parallel.mesh.mesh import Mesh
@@ -47,7 +46,7 @@ def backward(model):
 
 
 def gradients_of(model):
-    return {name: equal.whole(param.grad) for name, param in model.named_parameters()}
+    return {name: step_comparison.whole(param.grad) for name, param in model.named_parameters()}
 
 
 def split_model(degrees):
@@ -141,7 +140,7 @@ def test_any_mix_over_ranks_that_are_threads(seed, ranks):
     def one_mesh(world):
         random_mix(seed, SimpleNamespace(get_mesh=lambda where: world.mesh))
 
-    worlds.on_threads(one_mesh, ranks)
+    process_groups.run_on_threads(one_mesh, ranks)
 
 
 def not_finite(mesh, value):
@@ -200,10 +199,10 @@ def everything(rank):
         "stages": stages(),
         "missing": missing_on_one_rank(mesh),
     }
-    return models, worlds.everyones(rest)
+    return models, process_groups.gather_objects(rest)
 
 
-result = worlds.results(everything, 4)
+result = process_groups.module_fixture(everything, 4)
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,11 @@ from collections import Counter
 
 import pytest
 import torch
-import zoo
-from launches import step
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from worlds import on_threads
 
+from tests import zoo
+from tests.support.kernel_launches import step
+from tests.support.process_groups import run_on_threads
 from titanplans import apply_plan
 from titanplans.observe.recorder import record_collectives
 from titanplans.parallel import Degrees, FSDP2Config, Mesh, parallelize
@@ -66,7 +66,7 @@ def test_sums_are_those_of_each_gradient_by_itself(monkeypatch):
         assert grads[0].placements == (Partial(),)  # untouched
         return dist_rank
 
-    assert on_threads(work, 3) == 0
+    assert run_on_threads(work, 3) == 0
 
 
 def all_reduces(record, tp, phase):

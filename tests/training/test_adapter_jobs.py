@@ -7,13 +7,14 @@ from functools import partial
 from pathlib import Path
 
 import peft
+import pytest
 import torch
-import worlds
-import zoo
 from safetensors.torch import load_file
-from test_trainer import train, write_inputs
 from transformers import AutoModelForCausalLM
 
+from tests import zoo
+from tests.support import process_groups
+from tests.training.trainer.test_trainer import train, write_inputs
 from titanplans.cli.main import main
 from titanplans.config import load_job, strategy_of
 from titanplans.training.checkpoint.card import damage
@@ -91,6 +92,7 @@ JOBS = {
 }
 
 
+@pytest.mark.thorough
 def test_a_published_model_is_tuned_and_handed_on(tmp_path, capsys):
     """The last step as a folder, `titanplans export` of NF4 weights and adapters, and adapters alone for peft."""
     folder = write_inputs(tmp_path)
@@ -99,7 +101,7 @@ def test_a_published_model_is_tuned_and_handed_on(tmp_path, capsys):
     base.save_pretrained(folder / "hf")
     shutil.copy(Path(default_tokenizer_path()) / "tokenizer.json", folder / "hf")
     shutil.copy(folder / "hf" / "config.json", folder / "qwen.json")
-    found = worlds.run(partial(_published, folder=folder), 4)
+    found = process_groups.run(partial(_published, folder=folder), 4)
 
     def step(name: str) -> Path:
         return folder / name / "checkpoint" / "step-2"
@@ -143,7 +145,7 @@ def test_a_published_model_is_tuned_and_handed_on(tmp_path, capsys):
 
 
 def test_adapters_alone_are_saved_and_a_job_goes_on_from_them(tmp_path, capsys):
-    found = worlds.run(partial(_jobs, folder=write_inputs(tmp_path)), 2)
+    found = process_groups.run(partial(_jobs, folder=write_inputs(tmp_path)), 2)
     assert found["saved"]
     assert all(name.endswith(("lora_A", "lora_B")) for name in found["saved"])
     assert found["optimized"] == found["trained"] == len(found["saved"])

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import worlds
-import zoo
 from safetensors.torch import load_file
-from test_trainer import train, write_inputs
 
+from tests import zoo
+from tests.support import process_groups
+from tests.training.trainer.test_trainer import train, write_inputs
 from titanplans.config import load_job
 from titanplans.errors import OptionError, PlanError
 
@@ -118,12 +118,14 @@ def runs(
 
     @pytest.fixture(scope="module")
     def one(folder):
-        return worlds.run(partial(on_one_rank, models=[*alone], tuned=tuned, whole=whole, options=options), 1)
+        return process_groups.run(
+            partial(on_one_rank, models=[*alone], tuned=tuned, whole=whole, options=options), 1
+        )
 
     @pytest.fixture(scope="module")
     def four(folder):
         run = partial(on_four_ranks, jobs=jobs, tuned=tuned, whole=whole, parts=parts, options=options)
-        return worlds.run(run, 4)
+        return process_groups.run(run, 4)
 
     return folder, one, four
 

@@ -3,9 +3,20 @@
 import json
 
 import pytest
-import test_context_jobs as context
-from test_context_jobs import COMPILED, CP, DROPPED, HALF, LARGEST, LOSS, PUBLISHED, SAVES, STEPS, TP
 
+from tests.training import test_context_jobs as context
+from tests.training.test_context_jobs import (
+    COMPILED,
+    CP,
+    DROPPED,
+    HALF,
+    LARGEST,
+    LOSS,
+    PUBLISHED,
+    SAVES,
+    STEPS,
+    TP,
+)
 from titanplans.config import load_job
 from titanplans.errors import ConfigError, OptionError
 

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 import torch
-import zoo
 
+from tests import zoo
 from titanplans.config.sections.optimization import Loss
 from titanplans.loss import DeferredLogits, NotFused
 from titanplans.training.trainer.loss import CrossEntropyLoss

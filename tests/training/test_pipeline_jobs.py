@@ -1,8 +1,9 @@
 """Jobs whose layers are spread over the stages of a pipeline, against one process: losses, norms, counts, resumes."""
 
 import pytest
-import test_context_jobs as context
-from test_context_jobs import (
+
+from tests.training import test_context_jobs as context
+from tests.training.test_context_jobs import (
     ACCUMULATED,
     COMPILED,
     CP,
@@ -15,7 +16,6 @@ from test_context_jobs import (
     VALIDATION,
     WIDE,
 )
-
 from titanplans.config import load_job
 from titanplans.errors import OptionError, ParallelError
 
@@ -79,6 +79,7 @@ PARTS = [
 folder, one, four = context.runs(MODELS, JOBS, TUNED, PARTS, "llama", {*MODELS} - {"wide"}, VALIDATION)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", JOBS)
 def test_a_job_has_the_figures_of_one_process(one, four, name):
     expected, found = one[JOBS[name][0]], four[name]
@@ -91,6 +92,7 @@ def test_a_job_has_the_figures_of_one_process(one, four, name):
             assert found[key] == pytest.approx(expected[key], rel=2e-4 if key == "grad_norm" else 1e-5), key
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", TUNED)
 def test_own_models_adapters_float8_and_muon_train_alike(one, four, name):
     # bfloat16 rounds what Muon orthogonalises.
@@ -98,6 +100,7 @@ def test_own_models_adapters_float8_and_muon_train_alike(one, four, name):
     assert one[name][LOSS][3] < one[name][LOSS][1] - 0.05
 
 
+@pytest.mark.thorough
 def test_a_job_goes_on_with_other_degrees_and_its_weights_are_published(folder, one, four):
     context.goes_on(one["whole"], four["moved"], folder)
 

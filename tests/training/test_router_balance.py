@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import zoo
-from jobs import Job
 from torch import nn
 from transformers import Ernie4_5_MoeConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from tests import zoo
+from tests.support.jobs import Job
 from titanplans import modeling
 from titanplans.config import Compile
 from titanplans.errors import ModelError, ParallelError

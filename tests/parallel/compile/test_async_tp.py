@@ -1,6 +1,6 @@
 """Async tensor parallelism without a GPU: errors, the record of compiled graphs, the check.
 
-That anything is really fused is decided on graphs here (tests/cli/test_async_tp_command.py) and was never run.
+That anything is really fused is decided on graphs here (tests/cli/test_async_tp.py) and was never run.
 """
 
 import copy

@@ -4,16 +4,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import worlds
-import zoo
-from said import error_of
-from tiny import Block, Tiny, TinyPlan
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
+from tests import zoo
+from tests.support import process_groups
+from tests.support.refusals import refusal_or_none
+from tests.support.tiny_model import Block, Tiny, TinyPlan
 from titanplans.parallel import ActivationCheckpoint, Compile, FSDP2Config, ParallelError
 from titanplans.parallel.activation_checkpoint import apply_activation_checkpointing
 from titanplans.parallel.compile import apply_compile, compile_loss, compile_optimizer, one_graph_a_block
+
+pytestmark = pytest.mark.thorough
 
 TOKENS = torch.arange(32).reshape(2, 16)
 
@@ -315,7 +317,9 @@ def compiled_under_tp(rank):
         backend = Counted()
         results[name] = steps(parallel(policy, backend), count=2), backend.frame_count, backend.runs
     torch._dynamo.reset()
-    results["full"] = error_of(lambda: steps(parallel(FULL, "aot_eager"), count=1), kind=AssertionError)
+    results["full"] = refusal_or_none(
+        lambda: steps(parallel(FULL, "aot_eager"), count=1), kind=AssertionError
+    )
     torch._dynamo.reset()
     backend = Counted()
     for compiled in (False, True):
@@ -343,7 +347,7 @@ def gradients_of_several_lengths(mesh, compiled):
     return [parameter.grad.full_tensor() for parameter in model.parameters()]
 
 
-under_tp = worlds.results(compiled_under_tp, 2)
+under_tp = process_groups.module_fixture(compiled_under_tp, 2)
 
 
 @pytest.mark.parametrize("name", UNDER_TP)

@@ -10,15 +10,17 @@ import pytest
 import torch
 import torch._inductor.config as inductor
 import torch.distributed._symmetric_memory as symmetric
-import zoo
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from tests import zoo
 from titanplans import apply_plan
 from titanplans.cli.async_tp import graphs_end_as_on_a_gpu, prepare_block
 from titanplans.observe.chains import name_of, operation, overlapped, wait_of
 from titanplans.observe.fusible import _Alone, capture
 from titanplans.parallel.compile import async_tp
 from titanplans.proof.ranks.fake import fake_ranks
+
+pytestmark = pytest.mark.thorough
 
 BLOCK = "model.layers.0"
 FUSED = ("all_gather_matmul", "matmul_reduce_scatter")

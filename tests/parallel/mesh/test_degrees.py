@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from said import refusal
 
+from tests.support.refusals import refusal
 from titanplans.errors import ParallelError
 from titanplans.parallel.mesh.degrees import refuse_degrees
 from titanplans.plan.degrees import Degrees

@@ -7,10 +7,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support import process_groups
 from titanplans.errors import ParallelError
 from titanplans.parallel.mesh.cuts import fsdp_mesh
 from titanplans.parallel.mesh.mesh import Mesh
@@ -58,7 +58,7 @@ def places(draw):
 def test_who_is_with_whom(place):
     sizes, rank = place
     world = math.prod(sizes.values())
-    with worlds.fake(world, rank):
+    with process_groups.fake_group(world, rank):
         mesh = Mesh(Degrees(**sizes), "cpu")
         for name, axes in NAMES.items():
             expected = companions(rank, sizes, axes)
@@ -81,19 +81,19 @@ def test_who_is_with_whom(place):
 @given(places())
 def test_no_two_groups_of_the_same_ranks(place):
     sizes, rank = place
-    with worlds.fake(math.prod(sizes.values()), rank):
+    with process_groups.fake_group(math.prod(sizes.values()), rank):
         Mesh(Degrees(**sizes), "cpu")
         ranks = [tuple(ranks) for ranks in dist.distributed_c10d._world.pg_group_ranks.values()]
         assert len(set(ranks)) == len(ranks)
 
 
 def test_the_attributes_of_parallel_dims():
-    from titan import parallel_dims
+    from tests.support.torchtitan_meshes import parallel_dims
 
     for degrees in ((2, 2, 1, 2, 1), (1, 4, 1, 2, 1), (1, 1, 1, 8, 1), (4, 1, 1, 1, 2), (1, 2, 2, 2, 1)):
         replicate, shard, cp, tp, pp = degrees
         theirs = parallel_dims(replicate, shard, cp, tp, pp, 1, 8)
-        with worlds.fake(8):
+        with process_groups.fake_group(8):
             ours = Mesh(Degrees(**dict(zip(POSITIONS, degrees, strict=False))), "cpu")
         names = [
             *(
@@ -117,7 +117,7 @@ def test_the_attributes_of_parallel_dims():
 
 def _shards(rank):
     """The ranks of FSDP's meshes, over each backend of ParallelDims, by degrees; and our own."""
-    from titan import parallel_dims
+    from tests.support.torchtitan_meshes import parallel_dims
 
     found = {}
     for degrees in ((1, 4, 1, 1, 1), (2, 2, 1, 1, 1), (1, 2, 1, 2, 1), (1, 2, 2, 1, 1), (2, 1, 2, 1, 1)):
@@ -127,17 +127,17 @@ def _shards(rank):
         ]
         meshes.append(Mesh(Degrees(**dict(zip(POSITIONS, degrees, strict=True))), "cpu"))
         found[degrees] = [fsdp_mesh(mesh).mesh.tolist() for mesh in meshes]
-    return worlds.everyones(found)
+    return process_groups.gather_objects(found)
 
 
 def test_fsdp_has_the_same_ranks_over_every_backend_of_parallel_dims():
-    for found in worlds.run(_shards, 4):
+    for found in process_groups.run(_shards, 4):
         for degrees, ranks in found.items():
             assert all(one == ranks[-1] for one in ranks), (degrees, ranks)
 
 
 def test_one_process():
-    with worlds.fake(1):
+    with process_groups.fake_group(1):
         mesh = Mesh(Degrees(), "cpu")
         assert all(mesh.get_mesh(name).get_group() is dist.group.WORLD for name in NAMES)
         assert mesh.get_mesh(["dp_replicate", "fsdp"]).shape == (1, 1)
@@ -145,7 +145,7 @@ def test_one_process():
 
 def test_a_world_of_4096_is_no_more_work_than_one_of_8():
     def seconds(world):
-        with worlds.fake(world):
+        with process_groups.fake_group(world):
             start = time.perf_counter()
             Mesh(Degrees(tp=8), "cpu").get_mesh(["fsdp", "tp"])
             return time.perf_counter() - start
@@ -167,7 +167,7 @@ def test_a_world_of_4096_is_no_more_work_than_one_of_8():
     ],
 )
 def test_what_is_no_mesh(names, words):
-    with worlds.fake(8), pytest.raises(ParallelError, match=words):
+    with process_groups.fake_group(8), pytest.raises(ParallelError, match=words):
         Mesh(Degrees(cp=2, tp=2), "cpu").get_mesh(names)
 
 
@@ -177,7 +177,7 @@ def test_no_process_group():
 
 
 def test_degrees_that_do_not_fit():
-    with worlds.fake(8), pytest.raises(ParallelError, match="tp 3 x pp 1 = 3"):
+    with process_groups.fake_group(8), pytest.raises(ParallelError, match="tp 3 x pp 1 = 3"):
         Mesh(Degrees(tp=3), "cpu")
 
 
@@ -199,11 +199,11 @@ def sums_over_every_mesh(rank):
             result.append(
                 (degrees, name, ranks == expected, timeout.total_seconds() if len(ranks) > 1 else 123)
             )
-    return worlds.everyones(result)
+    return process_groups.gather_objects(result)
 
 
 def test_over_gloo():
-    for result in worlds.run(sums_over_every_mesh, 4):
+    for result in process_groups.run(sums_over_every_mesh, 4):
         assert len(result) == len(GLOO) * len(NAMES)
         for degrees, name, right, timeout in result:
             assert right, (degrees, name)

@@ -7,12 +7,12 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.paths import ROOT
 from titanplans.errors import ParallelError
 from titanplans.parallel.mesh.process_group import (
     _sigint_deferred,
@@ -22,7 +22,6 @@ from titanplans.parallel.mesh.process_group import (
     process_group,
 )
 
-ROOT = Path(__file__).parents[3]
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -201,6 +200,7 @@ def test_threads_of_the_users_own_stay(environ, expected):
     assert _threads(5, 2, environ) == 5
 
 
+@pytest.mark.thorough
 def test_ctrl_c_in_one_rank_ends_all():
     job = start(2)
     start_time = time.monotonic()

@@ -6,9 +6,9 @@ rounded to bfloat16 before that, so weights agree to the last digits or not at a
 
 import pytest
 import torch
-import worlds
-import zoo
 
+from tests import zoo
+from tests.support import process_groups
 from titanplans.config.sections.optimization import Optimizer
 from titanplans.errors import ParallelError
 from titanplans.parallel import DDPConfig, Degrees, FSDP2Config, Mesh, clip_gradients, parallelize
@@ -78,9 +78,10 @@ def on_four_ranks(rank: int) -> dict:
     return found
 
 
-four = worlds.results(on_four_ranks, 4)
+four = process_groups.module_fixture(on_four_ranks, 4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_sharded_matrices_are_updated_as_whole_ones(four, case):
     for name, (error, way) in four[case].items():

@@ -5,10 +5,10 @@ import tomllib
 from typing import Any
 
 import pytest
-import worlds
-import zoo
-from said import refusal
 
+from tests import zoo
+from tests.support import process_groups
+from tests.support.refusals import refusal
 from titanplans import kernels, modeling
 from titanplans.config.sections.optimization import Optimizer
 from titanplans.errors import ConfigError, OptionError, ParallelError
@@ -202,7 +202,7 @@ def on_two_ranks(rank: int) -> dict:
     return found
 
 
-two = worlds.results(on_two_ranks, 2)
+two = process_groups.module_fixture(on_two_ranks, 2)
 
 
 @pytest.mark.parametrize("how", WAYS)

@@ -9,15 +9,15 @@ import sys
 
 import pytest
 import torch
-import zoo
-from jobs import Job, flip
-from resident import own_peak, peak
 from safetensors.torch import load_file
-from said import refusal
-from system import largest_file
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests import zoo
+from tests.support.jobs import Job, flip
+from tests.support.refusals import refusal
+from tests.support.resident_memory import peak, peak_without_files
+from tests.support.system import largest_file
 from titanplans import kernels, modeling
 from titanplans.cli.main import main
 from titanplans.config.schema import build_job
@@ -25,6 +25,8 @@ from titanplans.training.checkpoint.card import chat_templates_of, damage, read_
 from titanplans.training.checkpoint.storage import CheckpointReader, Planner
 from titanplans.training.data.vocabulary import default_tokenizer_path
 from titanplans.training.job.outputs import locked
+
+pytestmark = pytest.mark.thorough
 
 FULL = "can't be written (File too large)\n"
 IN_HF = "--checkpoint.last_save_in_hf"
@@ -157,7 +159,7 @@ def test_no_more_than_some_tensors_are_in_memory(tmp_path, capsys):
     del model
     largest = 16  # MB; all are 270
     assert sum(path.stat().st_size for path in (tmp_path / "folder").iterdir()) > 200e6
-    there = own_peak(lambda: run(capsys, "import", tmp_path / "folder", tmp_path / "seed"))
+    there = peak_without_files(lambda: run(capsys, "import", tmp_path / "folder", tmp_path / "seed"))
     back, _ = peak(
         lambda: run(capsys, "export", tmp_path / "seed", tmp_path / "back", "--max-shard-size", "50MB")
     )

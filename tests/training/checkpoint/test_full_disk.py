@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import Job, _titanplans
-from survival import _small_disk
 
+from tests.support.jobs import Job, _titanplans
+from tests.support.survival import _small_disk
 from titanplans.disk import naming, one_line
 from titanplans.errors import NotSaved
 

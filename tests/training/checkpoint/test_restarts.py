@@ -9,12 +9,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from jobs import Job, descendants, flip, gone
 
+from tests.support.jobs import Job, descendants, flip, gone
 from titanplans.training.launch.launcher import _local_store
 from titanplans.training.launch.main import main
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads processes from /proc")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads processes from /proc"),
+]
 
 
 @pytest.fixture

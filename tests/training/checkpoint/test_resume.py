@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from said import refusal
 
+from tests.support.refusals import refusal
 from titanplans.config.schema import build_job
 from titanplans.errors import ConfigError
 from titanplans.training.checkpoint import folder

@@ -3,7 +3,10 @@
 import sys
 
 import pytest
-import survival
+
+from tests.support import survival
+
+pytestmark = pytest.mark.thorough
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")

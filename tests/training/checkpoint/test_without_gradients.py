@@ -3,8 +3,8 @@
 import shutil
 
 import pytest
-from jobs import Job
 
+from tests.support.jobs import Job
 from titanplans import modeling
 
 OPTIONS = ("--checkpoint.interval=2", "--checkpoint.no-last_save_model_only")

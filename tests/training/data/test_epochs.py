@@ -6,13 +6,12 @@ from collections import Counter
 from itertools import islice, pairwise
 from pathlib import Path
 
-import data_options
 import pytest
 import torch
-import worlds
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support import data_sources, process_groups
 from titanplans.config.sections.data import Data
 from titanplans.errors import DataError
 from titanplans.loss import IGNORED
@@ -31,7 +30,7 @@ def texts(name):
 def write(folder: Path) -> Data:
     """Write two sources of rows and one of text files; return their mixture."""
     for name in "ab":
-        data_options.write_rows(folder / f"{name}.jsonl", [{"text": text} for text in texts(name)])
+        data_sources.write_rows(folder / f"{name}.jsonl", [{"text": text} for text in texts(name)])
     (folder / "c").mkdir()
     for number, text in enumerate(texts("c")):
         (folder / "c" / f"{number}.txt").write_text(text)
@@ -49,7 +48,7 @@ def data(tmp_path_factory):
 
 
 def build(data, batch, *, epochs=1, **options):
-    return data_options.build(data, seq_len=SEQ_LEN, batch=batch, epochs=epochs, **options)
+    return data_sources.build(data, seq_len=SEQ_LEN, batch=batch, epochs=epochs, **options)
 
 
 def predicted(batches) -> Counter:
@@ -62,7 +61,7 @@ def predicted(batches) -> Counter:
 
 
 def wanted(names, epochs) -> Counter:
-    tokenizer = data_options.tokenizer()
+    tokenizer = data_sources.tokenizer()
     found: Counter = Counter()
     for text in (text for name in names for text in texts(name)):
         tokens = tokenizer.encode(text, add_bos=True, add_eos=True)
@@ -106,7 +105,7 @@ def test_workers_read_the_same_documents_once(data):
 
 def test_a_source_keeps_its_share_until_another_is_used_up(data):
     batches = list(build(data, 9))
-    tokenizer = data_options.tokenizer()
+    tokenizer = data_sources.tokenizer()
     rows = [tokenizer.decode(row.tolist()) for inputs, _ in batches[:3] for row in inputs["input"]]
     assert sum(bool(set(row) & set("0123456789")) for row in rows) / len(rows) == pytest.approx(
         2 / 3, abs=0.04
@@ -143,7 +142,7 @@ def test_ranks_read_every_document_once_between_them_and_fail_together(tmp_path)
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
     os.environ["TEST_FOLDER"] = str(tmp_path)
-    one, two = worlds.run(on_two_ranks, 2)
+    one, two = process_groups.run(on_two_ranks, 2)
     errors = one.pop("error"), two.pop("error")
     for case, read in one.items():
         assert read + two[case] == wanted("abc", 1), case

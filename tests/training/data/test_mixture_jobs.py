@@ -4,9 +4,10 @@ import os
 from pathlib import Path
 
 import pytest
-import worlds
-from data_options import write_rows
-from test_trainer import train, write_inputs
+
+from tests.support import process_groups
+from tests.support.data_sources import write_rows
+from tests.training.trainer.test_trainer import train, write_inputs
 
 STEPS = ("--training.steps=6", "--lr_scheduler.total_steps=6", "--training.local_batch_size=8")
 HALF = ("--training.steps=6", "--lr_scheduler.total_steps=6", "--training.local_batch_size=4")
@@ -54,7 +55,7 @@ def on_four_ranks(rank: int) -> dict:
 
 
 def test_a_mixture_trains_alike_on_any_layout_and_resumes(folder):
-    alone, four = worlds.run(on_one_rank, 1), worlds.run(on_four_ranks, 4)
+    alone, four = process_groups.run(on_one_rank, 1), process_groups.run(on_four_ranks, 4)
     loss = "loss_metrics/global_avg_loss"
     assert list(alone[loss]) == [1, 2, 3, 4, 5, 6]
     assert alone["data/tokens/a"][6] > alone["data/tokens/b"][6] > 0
@@ -78,7 +79,7 @@ def on_two_ranks(rank: int) -> list[list[int]]:
 
 
 def test_a_job_ends_with_a_source_on_all_ranks_and_is_saved(folder):
-    first, again = worlds.run(on_two_ranks, 2)
+    first, again = process_groups.run(on_two_ranks, 2)
     assert 3 < len(first) < 80
     assert again == [], "nothing is left to train on"
     assert (folder / "ended" / "checkpoint" / f"step-{first[-1]}").is_dir()
@@ -94,7 +95,7 @@ def test_what_is_not_resumed_is_refused_before_the_model_is_loaded(folder):
         paths = (f"--model.config={folder}/gla.json", f"--job.dump_folder={folder}/early")
         return load_job([f"{folder}/job.toml", *mixture(folder), *SAVES, *paths, *options])
 
-    worlds.run(on_one_rank_saving, 1)
+    process_groups.run(on_one_rank_saving, 1)
     check_job(job(), 1)
     with pytest.raises(
         DataError, match=r"^packing of a = 'cut': the checkpoint's data loader had 'best_fit'"

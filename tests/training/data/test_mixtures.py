@@ -3,11 +3,11 @@
 from functools import partial
 from itertools import islice
 
-import data_options
 import numpy as np
 import pytest
 import torch
 
+from tests.support import data_sources
 from titanplans.config.sections.data import Data
 from titanplans.errors import DataError, OptionError
 from titanplans.loss import IGNORED
@@ -17,7 +17,7 @@ SEQ_LEN = 32
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return data_options.tokenizer()
+    return data_sources.tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sources")
     for name, column, words, least in (("a", "text", "0123456789", 2), ("b", "body", "uvwxyz", 30)):
         rows = [{column: " ".join((words * 20)[i : i + least + i % 40])} for i in range(80)]
-        data_options.write_rows(folder / f"{name}.jsonl", rows)
+        data_sources.write_rows(folder / f"{name}.jsonl", rows)
     sources = [
         {"name": "a", "dataset_path": str(folder / "a.jsonl"), "dataset_split": "all", "weight": 3.0},
         {"name": "b", "dataset_path": str(folder / "b.jsonl"), "dataset_split": "all", "text_column": "body"},
@@ -36,7 +36,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def build():
-    return partial(data_options.build, seq_len=SEQ_LEN)
+    return partial(data_sources.build, seq_len=SEQ_LEN)
 
 
 def rows(batches):

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from jobs import PATIENCE, Job, descendants, gone, start
 
+from tests.support.jobs import PATIENCE, Job, descendants, gone, start
 from titanplans.training.launch.signals import Stopped, stop_on_signals
 
 on_linux = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads processes from /proc")

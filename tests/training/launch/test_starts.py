@@ -10,9 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import LOSS, PATIENCE, Job
 
-ROOT = Path(__file__).parents[3]
+from tests.support.jobs import LOSS, PATIENCE, Job
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.thorough
+
 BIN = Path(sys.executable).parent
 TRAIN = str(ROOT / "train.py")
 STEPS = ("--training.steps=3", "--checkpoint.no-last_save_model_only")

@@ -11,7 +11,7 @@ from titanplans.split.layout import next_multiple
 
 # Every pair of two columns is in one of the rows ("block" counts as long); the two batches of a step differ in length.
 # Columns: sequences, length, padding or documents, ignored labels, repeated tokens, text alone.
-# tests/proof/test_proof_conditions.py counts the pairs. No training begins with a long sequence: bfloat16's rounding may
+# tests/proof/batches/test_conditions.py counts the pairs. No training begins with a long sequence: bfloat16's rounding may
 # hide its gradients, and with them all later steps.
 _ROWS = (
     ((2, "even", "", 0, 0, 0), (3, "odd", "left", 1, 0, 0)),

@@ -1,0 +1,125 @@
+"""`make gpu` without a GPU: its parts, the record of a run, and the page."""
+
+import sys
+import time
+
+import pytest
+import torch
+
+from benchmarks.gpu_day import PARTS, Machine, main
+from benchmarks.gpu_runs import Run, carry_out
+from tests.support.jobs import gone
+
+ONE_GPU = Machine("cuda", "Some GPU", 1, None, ("gla", "qwen3"), quick=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
+def test_without_cuda_it_is_one_sentence(capsys):
+    assert main([]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("error: torch sees no CUDA device here; --device cpu")
+
+
+@pytest.mark.parametrize(
+    "machine", [ONE_GPU, ONE_GPU._replace(count=2), ONE_GPU._replace(device="cpu", count=2)]
+)
+def test_every_part_has_runs_with_names_of_their_own(machine):
+    for name, part in PARTS.items():
+        runs = list(part(machine))
+        assert runs, name
+        assert len({run.name for run in runs}) == len(runs), name
+        assert all(run.command or run.skipped for run in runs), name
+        assert part.__doc__, name
+
+
+def test_one_gpu_proves_with_all_ranks_on_it_and_names_what_it_skips():
+    runs = list(PARTS["verify"](ONE_GPU))
+    assert [run.name for run in runs if not run.skipped] == ["gla, on one GPU", "qwen3, on one GPU"]
+    assert runs[0].command[2:6] == ("verify", "gla", "--device", "cuda")
+    skipped = {run.name: run.skipped for run in runs if run.skipped}
+    assert skipped["every plan, tp 2"] == "needs 2 GPUs, and there is 1 GPU"
+    assert list(skipped) == ["every plan, tp 2", "every plan, tp 4", "every plan, tp 8"]
+    assert all(
+        run.skipped == "needs 2 GPUs, and there is 1 GPU" for run in list(PARTS["async_tp"](ONE_GPU))[:1]
+    )
+
+
+def test_two_gpus_prove_over_two():
+    runs = PARTS["verify"](ONE_GPU._replace(count=2))
+    assert [run.name for run in runs if not run.skipped][2:] == ["gla, tp 2", "qwen3, tp 2"]
+
+
+def test_without_the_trainer_its_parts_are_skipped_by_name():
+    machine = ONE_GPU._replace(no_trainer="the Trainer, torchtitan's, needs torch 2.13")
+    for part in ("loss", "tp_step", "checkpoints"):
+        assert [run.skipped for run in PARTS[part](machine)] == [machine.no_trainer]
+
+
+def odd(machine):
+    """Runs of every kind."""
+    yield Run("fine", ("-c", "print('| a | b |')"))
+    yield Run("broken", ("-c", "print('so far'); raise SystemExit('the end of it')"))
+    yield Run("refused", ("-c", "import sys; print('error: not as asked', file=sys.stderr); sys.exit(2)"))
+    yield Run("slow", ("-c", "import time; print('begun', flush=True); time.sleep(600)"), 0.02)
+    yield Run("left out", skipped="there is none")
+
+
+def test_no_run_ends_the_others_and_each_is_on_the_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(PARTS, "odd", odd)
+    begin = time.monotonic()
+    assert main(["--device", "cpu", "--parts", "odd", "--page", str(tmp_path / "page.md")]) == 1
+    assert time.monotonic() - begin < 120
+    page = (tmp_path / "page.md").read_text()
+    title, *_ = page.splitlines()
+    assert title.startswith("# a dry run of `make gpu` on a CPU: ")
+    assert "**Nothing here was run on a GPU.**" in page
+    assert f"torch {torch.__version__}" in page
+    rows = [line.split(" | ")[1:3] for line in page.splitlines() if line.startswith("| odd")]
+    assert rows == [
+        ["fine", "done"],
+        ["broken", "failed, exit status 1"],
+        ["refused", "refused"],
+        ["slow", "took longer than 0.02 minutes"],
+        ["left out", "skipped: there is none"],
+    ]
+    assert "```text\nso far\nthe end of it\n```" in page
+    assert "```text\nbegun\n```" in page
+    assert "```text\nerror: not as asked\n```" in page
+    assert "slow ... took longer" in capsys.readouterr().out
+
+
+@pytest.mark.thorough
+def test_a_part_runs_in_a_dry_run(tmp_path):
+    assert main(["--device", "cpu", "--parts", "host_time", "--page", str(tmp_path / "page.md")]) == 0
+    page = (tmp_path / "page.md").read_text()
+    assert "| host_time --rounds 2 --only unsplit tp 2 | done |" in page
+    assert "| tp 2 |" in page
+
+
+def test_what_a_part_starts_ends_with_it(tmp_path):
+    """Also the processes that the run has started itself, as torchrun does."""
+    pid = tmp_path / "pid"
+    child = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    (result,) = carry_out("odd", [Run("parent", ("-c", code), 0.1)], dict())
+    assert result.outcome == "took longer than 0.1 minutes"
+    assert gone([int(pid.read_text())], 10), "still there"
+
+
+def test_several_run_at_once_and_end_with_who_waits_for_them(tmp_path):
+    pids = [tmp_path / name for name in "ab"]
+    codes = [
+        f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)" for pid in pids
+    ]
+    runs = [Run("short", ("-c", "import time; time.sleep(5)"))]
+    runs += [Run(pid.name, ("-c", code)) for pid, code in zip(pids, codes, strict=True)]
+    results = carry_out("odd", runs, dict(), at_once=3)
+    assert next(results).run.name == "short", "it waited for one that runs beside it"
+    assert all(pid.exists() for pid in pids)
+    results.close()
+    assert gone([int(pid.read_text()) for pid in pids], 10), "still there"
+
+
+if sys.platform != "linux":
+    del test_what_a_part_starts_ends_with_it

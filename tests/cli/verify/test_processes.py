@@ -1,0 +1,200 @@
+"""`titanplans verify` in processes of its own: a wrong plan, several models, a process group, a stopped proof."""
+
+import errno
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch.multiprocessing as mp
+
+from tests.support import process_groups
+from tests.support.paths import ROOT
+from titanplans.cli.main import main
+
+BROKEN = """
+from titanplans.plans.hf.qwen import Qwen3Plan
+
+class MyPlan(Qwen3Plan):
+    '''q_norm is treated as if each rank saw all heads.'''
+
+    def attn_plan(self, attn):
+        return super().attn_plan(attn) | {"q_norm": self.replicated_off_stream()}
+"""
+FEW = """
+import sys
+from titanplans.cli.main import run
+from titanplans.cli.verify import subject
+subject.every_model = lambda: ["llama", "olmo2", "qwen2"]
+sys.exit(run())
+"""
+ONE_CASE = ("--tp", "2", "--loss-parallel", "--sequence-parallel")
+
+
+def run(folder: Path, *command: str, **environment: str) -> tuple[int, str, str]:
+    """`command`, in `folder`, with this project importable: the installed one, or else a module of Python's."""
+    inherited = {
+        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "TORCHDYNAMO_DISABLE")
+    }
+    words = ["-m", *command]
+    if command[0] == "titanplans":  # which lies elsewhere, and whose folder Python then looks into
+        installed = folder / "bin" / "titanplans"
+        installed.parent.mkdir(exist_ok=True)
+        installed.write_text("from titanplans.cli.main import run\n\nif __name__ == '__main__':\n    run()\n")
+        words[:2] = [str(installed)]
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env=inherited | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_wrong_plan_of_the_users_own_exits_1_and_is_named(tmp_path):
+    (tmp_path / "my_plans.py").write_text(BROKEN)
+    options = ("--model", "qwen3", "--layers", "2", "--quick", *ONE_CASE)
+    status, out, err = run(tmp_path, "titanplans", "verify", "my_plans:MyPlan", *options)
+    assert (status, err) == (1, "")  # no library's warnings either
+    assert "the first 2 of 4 blocks" in out
+    first = "backward: first off at model.layers.1.self_attn.q_norm.weight"
+    assert first in out
+    assert "each rank has its own share: not summed over the ranks" in out
+    assert out.splitlines()[-1].startswith(
+        "WRONG: 2 of 2 cases, the first at tp 2, loss sharded, sequence sharded: "
+        "backward, model.layers.1.self_attn.q_norm.weight; "
+    )
+
+
+@pytest.mark.thorough
+def test_several_models_are_proved_side_by_side(tmp_path):
+    """`--all`, here of three small models, on two cores or more: each text is whole, the last line counts them."""
+    (tmp_path / "few.py").write_text(FEW)
+    status, out, _ = run(tmp_path, "few", "verify", "--all", "--quick", *ONE_CASE)
+    assert status == 0
+    texts, last = out.rstrip().rsplit("\n\n", 1)
+    assert last.startswith("proved: 3 models, 6 cases; ")
+    titles = [line for line in texts.splitlines() if line.endswith(", flavor debug")]
+    assert sorted(titles) == [f"{name}, flavor debug" for name in ("llama", "olmo2", "qwen2")]
+    assert texts.count("proved: 2 cases, ") == 3
+
+
+def on_a_rank(rank, port, folder):
+    """`titanplans verify` in a process that torchrun might have started."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
+    options = ("--layers", "1", "--sequence-parallel", "--process-group", "--json", "--quick")
+    with open(folder / f"stdout.{rank}", "w") as out, redirect_stdout(out):
+        assert main(["verify", "gla", *options]) == 0
+
+
+def test_a_process_group_proves_its_degree_and_json_is_all_of_stdout(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    method = process_groups.start_method()
+    mp.start_processes(on_a_rank, args=(port, tmp_path), nprocs=2, start_method=method)
+    assert (tmp_path / "stdout.1").read_text() == ""
+    found = json.loads((tmp_path / "stdout.0").read_text())
+    assert (found["verdict"], found["ranks"]) == ("proved", "2 processes over gloo, cpu")
+    cases = found["report"]["cases"]
+    assert {(c["tp"], c["loss_parallel"], c["sequence_parallel"]) for c in cases} == {
+        (2, True, True),
+        (2, False, True),
+    }
+
+
+def stopped(folder: Path, words: list[str], until: str) -> tuple[int, str, str, str]:
+    """Stop `words` by SIGINT when the file matches `until`; return status, stdout, the terminal (stderr) and the file."""
+    written = folder / "so_far"
+    master, slave = os.openpty()
+    started = subprocess.Popen(
+        [sys.executable, *words, f"--output={written}"],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=slave,
+        text=True,
+        start_new_session=True,
+    )
+    os.close(slave)
+    terminal = b""
+    os.set_blocking(master, False)
+    end, sent = time.monotonic() + 240, False
+    while started.poll() is None:
+        assert time.monotonic() < end, terminal
+        if not sent and written.exists() and re.search(until, written.read_text()):
+            os.killpg(started.pid, signal.SIGINT)  # as a terminal does
+            sent = True
+        try:
+            terminal += os.read(master, 4096)
+        except OSError as error:  # none yet, or, on Linux, EIO: the process has closed the terminal, and ends
+            if error.errno not in (errno.EAGAIN, errno.EIO):
+                raise
+            time.sleep(0.02)
+    assert sent
+    assert started.stdout is not None
+    return started.returncode, started.stdout.read(), terminal.decode(), written.read_text()
+
+
+@pytest.mark.thorough
+def test_a_row_comes_with_each_case_and_all_so_far_when_it_is_stopped(tmp_path):
+    words = ["-m", "titanplans", "verify", "llama", "--tp=2", "--layers=1", "--vocab-size=64"]
+    status, out, terminal, written = stopped(
+        tmp_path, words, r"unfinished: ([3-9]|1\d) of "
+    )  # rows may come together
+    assert status == 128 + signal.SIGINT
+    assert out.startswith("llama, flavor debug\n")
+    assert "unfinished: " in out.splitlines()[-1]
+    assert "all of them right" in out
+    assert out.count("  right  ") >= 3
+    assert written == out
+    assert re.findall(r"(\d+) of 12  right  tp 2, loss \w+, sequence \w+; [A-H].*?; worst ", terminal)[
+        :3
+    ] == ["1", "2", "3"]
+
+
+@pytest.mark.thorough
+def test_stopped_before_the_first_case(tmp_path):
+    status, out, _, written = stopped(tmp_path, ["-m", "titanplans", "verify", "llama", "--tp=2"], "^$")
+    assert (status, out, written) == (128 + signal.SIGINT, "stopped before the first case\n", "")
+
+
+@pytest.mark.thorough
+def test_of_several_models_those_that_are_done(tmp_path):
+    (tmp_path / "few.py").write_text(FEW)
+    words = ["-m", "few", "verify", "--all", "--quick", "--tp=2", "--loss-parallel", "--sequence-parallel"]
+    status, out, terminal, written = stopped(tmp_path, words, "proved: 2 cases")
+    assert status == 128 + signal.SIGINT
+    assert "unfinished: " in out.splitlines()[-1]
+    assert " of 3 models, all of them proved; " in out.splitlines()[-1]
+    assert written.endswith(out.splitlines()[-1] + "\n")
+    assert "0 of 3 models; " in terminal
+
+
+@pytest.mark.thorough
+def test_the_file_has_what_is_printed(tmp_path, capsys):
+    written = tmp_path / "proof.json"
+    words = [
+        "verify",
+        "llama",
+        "--tp=2",
+        "--layers=1",
+        "--vocab-size=64",
+        "--quick",
+        "--json",
+        f"--output={written}",
+    ]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert json.loads(out)["verdict"] == "proved"
+    assert written.read_text() == out

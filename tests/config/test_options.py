@@ -1,0 +1,105 @@
+"""Options and any job read back from their own dict and TOML, or are refused by the name of an option."""
+
+import tomllib
+from types import NoneType
+from typing import Any, get_args
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from tests.support import option_values
+from titanplans.config import (
+    ActivationCheckpoint,
+    Compile,
+    DDPConfig,
+    Float8,
+    FSDP2Config,
+    MegatronFSDPConfig,
+    OptionError,
+    read_strategy,
+    write_strategy,
+)
+from titanplans.config.lines import KeyInFile
+from titanplans.config.options import options_of
+from titanplans.config.schema import build_job, keys
+from titanplans.config.translate import Given
+from titanplans.config.values import Mismatch, fit
+
+STRATEGIES = [FSDP2Config, DDPConfig, MegatronFSDPConfig]
+GROUPS = [*STRATEGIES, ActivationCheckpoint, Compile, Float8]
+
+WORDS = st.sampled_from(
+    ["", "none", "default", "never", "auto", "gla", "true", "-1", "1e3", "a,b", "[1]", "{}", "\n", "é"]
+)
+
+
+def fits(value, hint):
+    try:
+        fit(value, hint)
+    except (Mismatch, OptionError):
+        return False
+    return True
+
+
+NUMBERS = st.lists(st.sampled_from([1.0, 2.5]), max_size=2).map(tuple)
+LEAVES = {
+    NoneType: st.none(),
+    bool: st.booleans(),
+    int: st.integers(-1, 9) | st.integers(0),
+    float: st.floats(0, 1) | st.floats(0),
+    str: st.text().filter(lambda text: text != "fla"),  # flame's word, read as no name at all
+    Any: st.one_of(st.booleans(), st.sampled_from([0, 8]), WORDS, NUMBERS),
+}
+
+
+def constrained(hint, values):
+    base = st.sampled_from(["op", "1", "12"]) if get_args(hint)[0] is str else values
+    return base.filter(lambda value: fits(value, hint))
+
+
+def values_of(hint):
+    """Return values of a type that have a form in TOML."""
+    return option_values.values_of(hint, LEAVES, constrained)
+
+
+@pytest.mark.parametrize("cls", GROUPS)
+def test_options_read_back_from_a_dict_and_from_toml(cls):
+    switches = {Compile: {"enable": True}, Float8: {"recipe_name": "tensorwise"}}.get(cls, {})
+
+    @given(values_of(cls))
+    def check(drawn):
+        try:
+            made = cls(**switches | drawn)
+        except OptionError:
+            assume(False)
+        assert cls(**made.to_dict()) == made
+        assert cls(**tomllib.loads(made.to_toml())) == made
+        if cls in STRATEGIES:
+            assert read_strategy(write_strategy(made)) == made
+            assert read_strategy({"strategy": cls.title, **made.to_dict()}) == made
+
+    settings(suppress_health_check=[HealthCheck.filter_too_much])(check)()
+
+
+@pytest.mark.parametrize("cls", GROUPS)
+def test_a_value_that_toml_can_leave_out_is_the_default(cls):
+    """None has no word in TOML, so it may be no more than a default."""
+    for field in options_of(cls):
+        assert field.doc
+        assert NoneType not in get_args(field.hint) or field.default is None, field.name
+
+
+@given(data=st.data(), chosen=st.lists(st.sampled_from(sorted(keys())), unique=True, min_size=1, max_size=6))
+def test_any_job_reads_back_from_its_own_toml_or_is_refused_by_option(data, chosen):
+    values = {name: data.draw(values_of(keys()[name].hint), label=name) for name in chosen}
+    try:
+        job = build_job(values)
+    except OptionError as error:
+        parts = error.option.split(".")  # a key, or one of a list of tables
+        assert {".".join(parts[:n]) for n in (2, 3, len(parts))} & set(keys())
+        return
+    given = Given()
+    given.add_tables(tomllib.loads(job.to_toml()), KeyInFile("job.toml"))
+    assert build_job(given.values) == job
+    assert given.notes == []

@@ -1,0 +1,21 @@
+"""docs/generated/architectures.md names every plan, its size and its proved variants; tests/docs compares the whole page."""
+
+import inspect
+
+from tests.support.pages import architectures
+from titanplans.cli.listing import place
+
+
+def test_the_page_has_every_architecture():
+    lines = [
+        line.split(" | ") for line in architectures.PAGE.read_text().splitlines() if line.startswith("| `")
+    ]
+    found = {cells[0].strip("| `"): (cells[1], cells[2], cells[6].removesuffix(" |")) for cells in lines}
+    assert found == {
+        name: (
+            f"`{place(plan)}`",
+            str(len(inspect.getsource(plan).splitlines())),
+            architectures.variants(name),
+        )
+        for name, plan in architectures.own_plans().items()
+    }

@@ -1,0 +1,79 @@
+"""What `check_cpu` reads off the code: every family of FLA runs on a CPU, and what has no kernel there is named."""
+
+import pytest
+import torch
+
+from tests import zoo
+from tests.support import process_groups
+from tests.support.refusals import refusal
+from titanplans import modeling
+from titanplans.kernels import KernelError, check_cpu
+
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
+
+
+def families():
+    import fla.models
+
+    names = [name for name in fla.models.__all__ if name.endswith("Config")]
+    return sorted({getattr(fla.models, name).model_type for name in names})
+
+
+@pytest.mark.parametrize("kind", families())
+def test_every_family_of_fla_runs_on_a_cpu(kind):
+    """More than 64 tokens, where several families choose other kernels. Proofs check the values."""
+    model = zoo.build(kind, dtype=torch.float32)
+    check_cpu(model)
+    model(**zoo.inputs(kind, seq_len=70), use_cache=False).logits.square().mean().backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def without_stand_in():
+    """A gla model with a mixer of FLA's that no model of FLA's has, so that nothing stands in for its kernels."""
+    from fla.layers.rebased import ReBasedLinearAttention
+
+    with torch.device("meta"):
+        model = modeling.build(zoo.config("gla"))
+        model.model.layers[1].attn = ReBasedLinearAttention(64, num_heads=4)
+    return model
+
+
+def test_the_refusal_names_module_function_and_kernel_and_needs_no_memory(monkeypatch):
+    with pytest.raises(
+        KernelError,
+        match=r"'gla'.*ReBasedLinearAttention calls \w+, .*Triton kernel \w+_kernel",
+    ):
+        check_cpu(without_stand_in())
+    monkeypatch.setattr("fla.layers.moba.flash_attn_varlen_func", None)
+    with pytest.raises(KernelError, match=r"MoBA calls flash_attn_varlen_func, .*flash-attn,"):
+        check_cpu(modeling.build(zoo.config("moba")))
+
+
+@pytest.mark.parametrize("options", [{}, {"attn": {"layers": [1], "num_heads": 8}, "use_short_conv": True}])
+@pytest.mark.parametrize("attnres", [None, 2])
+def test_what_is_replaced_ends_the_search(options, attnres):
+    check_cpu(modeling.build(modeling.load_config("gla", "debug", **options, attnres_block_size=attnres)))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gemma3"])
+def test_models_of_transformers_run_anywhere(name):
+    check_cpu(modeling.build(modeling.load_config(name, "debug")))
+
+
+def test_transformers_own_mamba_is_not_flas():
+    import transformers
+
+    with torch.device("meta"):
+        check_cpu(
+            transformers.MambaForCausalLM(transformers.MambaConfig(hidden_size=64, num_hidden_layers=1))
+        )
+
+
+def test_without_install_the_remedy_is_install():
+    # A process of its own: in this one it is installed.
+    assert "needs kernels.install('cpu') before" in process_groups.run(check_without_install, 1)
+
+
+def check_without_install(rank):
+    check_cpu(modeling.build(modeling.load_config("llama", "debug")))
+    return refusal(check_cpu, modeling.build(modeling.load_config("gla", "debug")), kind=KernelError)

@@ -1,0 +1,450 @@
+"""The loss that the head computes, chunk by chunk: that of the logits; what it refuses; that no logits exist."""
+
+import functools
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import CausalLMOutput
+
+from tests import zoo
+from tests.support import process_groups, step_comparison
+from tests.support.refusals import refusal
+from tests.support.tiny_model import Block, TinyPlan
+from titanplans import registered_plans
+from titanplans.loss import NotFused
+from titanplans.parallel import (
+    DDPConfig,
+    Degrees,
+    FSDP2Config,
+    FusedLoss,
+    ParallelError,
+    ParallelManager,
+    align_gradients,
+    cross_entropy,
+)
+from titanplans.proof.compare.forward import call
+
+ROWS, LENGTH = 4, 8
+
+
+class Model(nn.Module):
+    """A tiny decoder whose vocabulary no degree divides."""
+
+    def __init__(self, vocabulary=13, tied=False, bias=False, cap=None, hidden=16):
+        super().__init__()
+        self.config = SimpleNamespace(
+            model_type="tiny", fuse_linear_cross_entropy=False, final_logit_softcapping=cap
+        )
+        self.embed = nn.Embedding(vocabulary, hidden)
+        self.layers = nn.ModuleList([Block()])
+        self.norm = nn.RMSNorm(hidden)
+        self.lm_head = nn.Linear(hidden, vocabulary, bias=bias)
+        if tied:
+            self.lm_head.weight = self.embed.weight
+
+    def forward(self, input_ids, labels=None, use_cache=False):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return CausalLMOutput(logits=self.after_head(self.lm_head(self.norm(x))))
+
+    def after_head(self, logits):
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def build(dtype=torch.float64, **options):
+    torch.manual_seed(0)
+    return Model(**options).to(dtype)
+
+
+def batch(vocabulary=13):
+    generator = torch.Generator().manual_seed(1)
+    tokens, labels = torch.randint(vocabulary, (2, ROWS, LENGTH), generator=generator)
+    labels[:, :3] = -100
+    return tokens, labels
+
+
+def loss_of(model, tokens, labels, fused=None, **objective):
+    """The loss of half the tokens of a batch that count, so that the divisor shows."""
+    if fused is None:
+        logits = model(tokens).logits
+    else:
+        with fused(labels, **objective):
+            logits = model(tokens).logits
+    return cross_entropy(logits, labels, 40, **objective)
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+# Over ranks, and options: FSDP2 beside, gathered logits, the whole sequence, tied, capped, biased.
+OBJECTIVE = {"label_smoothing": 0.1, "z_loss": 0.01}
+BIASED, CAPPED = {"bias": True}, {"vocabulary": 7, "tied": True, "cap": 2.0}
+PLAN = {"plan": TinyPlan}
+CASES = {
+    "fsdp2, biased": (FSDP2Config(), Degrees(), BIASED),
+    "fsdp2, capped, tied": (FSDP2Config(fsdp_reshard_after_forward="always"), Degrees(), CAPPED),
+    "hsdp": (FSDP2Config(fsdp_defer_grad_sync="replicas"), Degrees(dp_replicate=2), CAPPED),
+    "ddp": (DDPConfig(), None, CAPPED),
+    "ddp, unused": (DDPConfig(find_unused_parameters=True), None, BIASED),
+    "tp 2 x fsdp2, biased": (FSDP2Config(**PLAN), Degrees(tp=2), BIASED),
+    "tp 2 x fsdp2, capped, tied, recomputed": (
+        FSDP2Config(**PLAN, activation_checkpoint={"mode": "full"}),
+        Degrees(tp=2),
+        CAPPED,
+    ),
+    "tp 2 x fsdp2, offloaded": (FSDP2Config(**PLAN, enable_cpu_offload=True), Degrees(tp=2), BIASED),
+    "tp 4, gathered logits": (FSDP2Config(**PLAN, disable_loss_parallel=True), Degrees(tp=4), BIASED),
+    "tp 4, capped": (FSDP2Config(**PLAN), Degrees(tp=4), CAPPED),
+    "tp 4, whole sequence": (FSDP2Config(**PLAN, enable_sequence_parallel=False), Degrees(tp=4), CAPPED),
+}
+REDUCED = {
+    "fsdp2 in bfloat16": (FSDP2Config(mixed_precision_param="bfloat16"), Degrees(), CAPPED),
+    "tp 2 in bfloat16": (FSDP2Config(**PLAN, mixed_precision_param="bfloat16"), Degrees(tp=2), BIASED),
+    "ddp in autocast": (DDPConfig(autocast_dtype="bfloat16"), None, BIASED),
+}
+
+
+def off_by(config, degrees, options, dtype):
+    """How far loss and gradients of two accumulated micro batches are from one process's, and the loss in evaluation."""
+    model, (tokens, labels) = build(dtype, **options), batch(options.get("vocabulary", 13))
+    expected = loss_of(model, tokens, labels) + 0  # of the cross entropy alone
+    other = cross_entropy(model(tokens).logits, labels, 40, **OBJECTIVE)
+    other.backward()
+    wanted = gradients(model)
+    model.zero_grad()
+    manager = ParallelManager(config, degrees, device_type="cpu")
+    split = manager.parallelize(model)
+    dp = manager.mesh.get_mesh("dp")
+    mine = slice(dp.get_local_rank() * ROWS // dp.size(), (dp.get_local_rank() + 1) * ROWS // dp.size())
+    fused, total = FusedLoss(split, chunk_tokens=3), torch.zeros((), dtype=dtype)
+    # Two micro batches: the first and the second half of each sequence, which a causal model needs from its beginning.
+    for number, half in enumerate((slice(0, LENGTH // 2), slice(LENGTH // 2, LENGTH))):
+        part = torch.full_like(labels, -100)
+        part[:, half] = labels[:, half]
+        with manager.accumulate(last=number == 1):
+            loss = loss_of(split, tokens[mine], part[mine], fused, **OBJECTIVE)
+            loss.backward()
+        total += loss.detach()
+    torch.distributed.all_reduce(total, group=dp.get_group())
+    with manager.evaluation():
+        evaluated = loss_of(split, tokens[mine], labels[mine], fused)
+        assert not evaluated.requires_grad
+        logits = split(tokens[mine]).logits  # as it was
+    assert dtype != torch.float64 or (evaluated - cross_entropy(logits, labels[mine], 40)).abs() < 1e-14
+    torch.distributed.all_reduce(evaluated, group=dp.get_group())
+    align_gradients(split.parameters())
+    found = {
+        step_comparison.plain(name): step_comparison.whole(p.grad)
+        for name, p in split.named_parameters()
+        if p.grad is not None
+    }
+    assert found.keys() == wanted.keys()
+    apart = [((found[name] - wanted[name]).abs().max() / wanted[name].abs().max()).item() for name in wanted]
+    return max((total - other).abs().item(), (evaluated - expected).abs().item(), *apart)
+
+
+def over_ranks(rank):
+    exact = {name: off_by(*case, torch.float64) for name, case in CASES.items()}
+    return exact, {name: off_by(*case, torch.float32) for name, case in REDUCED.items()}
+
+
+@pytest.mark.thorough
+def test_it_is_that_of_the_logits_over_ranks():
+    exact, reduced = process_groups.run(over_ranks, 4)
+    assert max(exact.values()) < 1e-14, exact  # some tens of roundings of float64
+    assert max(reduced.values()) < 6e-2, reduced  # 8 bits of mantissa, through a block
+
+
+# In one process.
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 1000])
+def test_it_is_that_of_the_logits_whatever_the_chunk(chunk):
+    model, (tokens, labels) = build(cap=2.0, bias=True), batch()
+    loss = loss_of(model, tokens, labels)
+    loss.backward()
+    wanted = gradients(model)
+    model.zero_grad()
+    found = loss_of(model, tokens, labels, FusedLoss(model, chunk_tokens=chunk))
+    found.backward()
+    torch.testing.assert_close(found, loss, rtol=1e-14, atol=0)
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-11, atol=1e-15)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", sorted(registered_plans()))
+def test_every_architectures_head_computes_it(name):
+    changes = {
+        "gemma2": {"final_logit_softcapping": 5.0},
+        "gemma3_text": {"final_logit_softcapping": 5.0},
+        "cohere2": {"logit_scale": 0.25},
+        "granite": {"logits_scaling": 3.0},
+    }
+    model = zoo.build(name, **changes.get(name, {})).eval()
+    inputs = zoo.inputs(name)
+    labels = inputs["input_ids"].roll(-1, 1)
+
+    def logits():
+        return call(model, inputs).logits
+
+    with torch.no_grad():
+        expected = cross_entropy(logits(), labels, 1)
+        with FusedLoss(model, chunk_tokens=7)(labels):
+            found = logits()
+        torch.testing.assert_close(cross_entropy(found, labels, 1), expected, rtol=1e-12, atol=0)
+
+
+def test_gradients_are_summed_over_chunks_in_float32():
+    """In bfloat16 a sum of 64 chunks would stop growing."""
+    torch.manual_seed(0)
+    model = Model(hidden=16).bfloat16()
+    tokens, labels = torch.full((1, 2048), 3), torch.full((1, 2048), 5)
+    exact = Model(hidden=16).double()
+    exact.load_state_dict(model.state_dict())
+    cross_entropy(exact(tokens).logits, labels, 1).backward()
+    loss = FusedLoss(model, chunk_tokens=32)
+    with loss(labels):
+        logits = model(tokens).logits
+    cross_entropy(logits, labels, 1).backward()
+    wanted, found = exact.lm_head.weight.grad, model.lm_head.weight.grad
+    assert found.dtype == torch.bfloat16
+    assert ((found - wanted).norm() / wanted.norm()) < 2**-7
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most elements of a tensor that takes memory."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                size = leaf.untyped_storage().nbytes() // leaf.element_size()
+                self.most = max(self.most, size)
+        return out
+
+
+def test_no_more_logits_exist_than_of_a_chunk():
+    model = Model(vocabulary=512)
+    tokens, labels = torch.randint(512, (2, 4, 64))
+    fused, sizes = FusedLoss(model, chunk_tokens=8), []
+    for computes in (fused, None):
+        with Largest() as largest:
+            loss_of(model, tokens, labels, computes).backward()
+        sizes.append(largest.most)
+    assert sizes == [512 * 16, 4 * 64 * 512]  # the head's gradient; the logits
+
+
+def test_without_a_gradient_none_is_computed():
+    model, (tokens, labels) = build(), batch()
+    products = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            product = func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+            if product and 13 in (*args[0].shape, *args[1].shape):
+                products.append(out.shape)
+            return out
+
+    fused = FusedLoss(model, chunk_tokens=1000)
+    with Products():
+        with torch.no_grad():
+            loss_of(model, tokens, labels, fused)
+        assert products == [(32, 13)]
+        products.clear()
+        model.lm_head.requires_grad_(False)
+        loss_of(model, tokens, labels, fused).backward()
+        assert products == [(32, 13), (32, 16)]
+    assert model.lm_head.weight.grad is None
+
+
+def same_as_of_logits(model, run, tokens, labels):
+    """Whether loss and gradients are the same fused, of logits that `run(model, tokens)` gives."""
+    fused, found = FusedLoss(model, chunk_tokens=3), []
+    for of_labels in (nullcontext, fused):
+        with of_labels(labels):
+            logits = run(model, tokens)
+        loss = cross_entropy(logits, labels, 40)
+        loss.backward()
+        found.append((loss.detach(), gradients(model)))
+        model.zero_grad()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-11, atol=1e-15)
+
+
+def test_a_batch_without_tokens():
+    tokens, labels = batch()
+    same_as_of_logits(build(bias=True), lambda model, x: model(x).logits, tokens[:0], labels[:0])
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_a_checkpoint_around_the_whole_model(cap):
+    def run(reentrant, model, tokens):
+        def behind_embed(x):
+            return model.after_head(model.lm_head(model.norm(model.layers[0](x))))
+
+        return checkpoint(behind_embed, model.embed(tokens), use_reentrant=reentrant)
+
+    same_as_of_logits(build(cap=cap), functools.partial(run, False), *batch())
+    with pytest.raises(ParallelError, match="use use_reentrant = False"):
+        same_as_of_logits(build(cap=cap), functools.partial(run, True), *batch())
+
+
+def test_autocast_leaves_float64():
+    def run(model, tokens):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(tokens).logits
+
+    same_as_of_logits(build(), run, *batch())
+
+
+def test_two_losses_of_one_forward():
+    model, (tokens, labels) = build(), batch()
+    with FusedLoss(model)(labels):
+        logits = model(tokens).logits
+    (cross_entropy(logits, labels, 40) + 2 * cross_entropy(logits, labels, 40)).backward()
+    found = gradients(model)
+    model.zero_grad()
+    (3 * loss_of(model, tokens, labels)).backward()
+    torch.testing.assert_close(found, gradients(model), rtol=1e-11, atol=1e-15)
+
+
+def refusals():
+    tokens, labels = batch()
+
+    def of(model, use=lambda model, fused: None):
+        use(model, FusedLoss(model))
+
+    def with_head(head):
+        model = build()
+        model.lm_head = head
+        return model
+
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    class Doubled(Model):
+        def after_head(self, logits):
+            return logits * 2
+
+    class Sliced(Model):
+        def after_head(self, logits):
+            return logits[:, -1:]
+
+    class Twice(Model):
+        def after_head(self, logits):
+            return logits + self.lm_head(torch.zeros(ROWS, LENGTH, 16))
+
+    class Forgets(Model):
+        def forward(self, input_ids):
+            return SimpleNamespace(logits=self.embed(input_ids) @ self.embed.weight.T)
+
+    def run(model, fused, labels=labels, then=lambda loss, model: None, **other):
+        with fused(labels):
+            logits = model(tokens).logits
+        then(cross_entropy(logits, labels, 1, **other), model)
+
+    def other_labels(model, fused):
+        with fused(labels):
+            logits = model(tokens).logits
+        cross_entropy(logits, labels.clone(), 1)
+
+    def read(model, fused):
+        with fused(labels):
+            logits = model(tokens).logits
+        logits.softmax(-1)
+
+    def again(loss, model):
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+    def backward_twice(loss, model):
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    def patched(model, fused):
+        model.lm_head.forward = lambda x, forward=model.lm_head.forward: forward(x) * 2
+        run(model, fused)
+
+    def nested(model, fused):
+        with fused(labels):
+            run(model, fused)
+
+    def hooked(model, fused):
+        model.register_forward_hook(
+            lambda module, args, output: output.logits.register_hook(torch.sign) and None
+        )
+        run(model, fused, then=lambda loss, model: loss.backward())
+
+    def masked_behind(model, fused):
+        of_tokens = labels.clone()
+        with fused(of_tokens):
+            logits = model(tokens).logits
+        of_tokens[:, 0] = -100
+        cross_entropy(logits, of_tokens, 1)
+
+    yield lambda: of(build(), patched), "a forward that was set on this module"
+    yield lambda: of(build(), nested), "by a library or by another FusedLoss"
+    yield lambda: of(build(), hooked), "a hook has changed the gradient"
+    yield lambda: of(build(), masked_behind), "the labels were changed"
+    yield lambda: FusedLoss(build(), chunk_tokens=0), "chunk_tokens = 0: at least 1"
+    yield lambda: of(with_head(Scaled(16, 13))), "is a Scaled, which does more"
+    yield lambda: of(with_head(nn.Bilinear(16, 16, 13))), "is a Bilinear, and no nn.Linear"
+    yield lambda: of(nn.Linear(2, 2)), "Linear has no head"
+    yield lambda: of(Doubled(), run), "makes -200 of a logit of -100"
+    yield lambda: of(Sliced(), run), "__getitem__ of logits that don't exist"
+    yield lambda: of(Twice(), run), "calls its head twice in one forward"
+    yield lambda: of(Forgets(), run), "the forward of Forgets did not call its head"
+    yield lambda: of(build(), functools.partial(run, labels=labels[:, 1:])), "28 labels for hidden"
+    yield lambda: of(build(), other_labels), "labels other than those"
+    yield lambda: of(build(), functools.partial(run, z_loss=0.5)), "give both the same"
+    yield lambda: of(build(), read), "softmax of logits that don't exist"
+    yield lambda: of(build(), functools.partial(run, then=again)), "create_graph = True"
+    yield lambda: of(build(), functools.partial(run, then=backward_twice)), "retain_graph = True"
+    yield (
+        lambda: cross_entropy(torch.zeros(1, 2), torch.zeros(1).long(), 1, label_smoothing=1.0),
+        "label_smoothing = 1.0",
+    )
+
+
+@pytest.mark.parametrize("case", range(19))
+def test_what_can_not_be_is_refused(case):
+    attempt, words = list(refusals())[case]
+    assert words in refusal(attempt, kind=ParallelError)
+
+
+def test_a_head_in_float8_or_with_adapters_is_refused():
+    from titanplans.parallel import LoRA, add_adapters
+
+    model = zoo.build("qwen3", dtype=torch.float32, options=False)
+    add_adapters(model, LoRA(rank=2, target_modules=("lm_head",)))
+    with pytest.raises(NotFused, match="lora_A and lora_B in addition to its weight"):
+        FusedLoss(model)
+    from torchao.float8 import convert_to_float8_training
+
+    model = convert_to_float8_training(Model(vocabulary=32))
+    with pytest.raises(NotFused, match="Float8Linear, which does more"):
+        FusedLoss(model)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_of_logits_smooths_and_has_a_z_loss(smoothing):
+    torch.manual_seed(0)
+    logits, (_, labels) = torch.randn(ROWS, LENGTH, 13, dtype=torch.float64), batch()
+    wanted = nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), label_smoothing=smoothing, reduction="sum"
+    )
+    wanted = wanted + 0.25 * (logits.logsumexp(-1) ** 2)[labels != -100].sum()
+    found = cross_entropy(logits, labels, 2, label_smoothing=smoothing, z_loss=0.25)
+    torch.testing.assert_close(found, wanted / 2)

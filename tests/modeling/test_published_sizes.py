@@ -1,0 +1,246 @@
+"""The named flavors against what their authors published: parameter counts, and config.json files of the hub."""
+
+import json
+import time
+
+import pytest
+
+from tests import zoo
+from tests.support.paths import GENERATED
+from titanplans import modeling
+
+# (family, flavor) -> (the number of parameters that is published, where)
+#   keras   keras-team/keras-hub, commit 71453d0, the presets' "params": counted on another implementation
+#   card    the model card: its size, or the number of parameters that the hub shows beside it
+FIGURES = {
+    ("llama", "3.2-1B"): ("1.24B", "card"),  # whose 1.23B is cut off
+    ("llama", "3.2-3B"): ("3.21B", "card"),
+    ("llama", "3.1-8B"): ("8.03B", "keras"),
+    ("llama", "3.1-70B"): ("70.6B", "card"),
+    ("llama", "2-7B"): ("6.74B", "keras"),
+    ("mistral", "7B-v0.3"): ("7.25B", "keras"),
+    ("mistral", "Nemo-12B"): ("12.2B", "card"),
+    ("qwen2", "0.5B"): ("0.49B", "keras"),
+    ("qwen2", "1.5B"): ("1.54B", "keras"),  # its qwen2.5_math_1.5b, the same sizes
+    ("qwen2", "3B"): ("3.09B", "keras"),
+    # The card's 7.61B is cut off; 14B is 14.7B on its card and 32B 32.5B, but not by their config.json.
+    ("qwen2", "7B"): ("7.62B", "keras"),  # its qwen2.5_math_7b, the same sizes
+    ("qwen2", "14B"): ("14.8B", "card"),
+    ("qwen2", "32B"): ("32.8B", "keras"),
+    ("qwen2", "72B"): ("72.7B", "keras"),
+    ("qwen3", "0.6B"): ("0.6B", "keras"),
+    ("qwen3", "1.7B"): ("1.7B", "keras"),
+    ("qwen3", "4B"): ("4.0B", "keras"),
+    ("qwen3", "8B"): ("8.2B", "keras"),
+    ("qwen3", "14B"): ("14.8B", "keras"),
+    ("qwen3", "32B"): ("32.8B", "keras"),
+    ("gemma3_text", "270M"): ("0.27B", "keras"),
+    ("gemma3_text", "1B"): ("1.0B", "keras"),
+    # keras' text presets have 64 rows of vocabulary less, those that transformers adds for the image token.
+    ("gemma3_text", "4B"): ("3.88B", "keras"),
+    ("gemma3_text", "12B"): ("11.8B", "keras"),
+    ("gemma3_text", "27B"): ("27.0B", "keras"),
+    ("mixtral", "8x7B"): ("46.7B", "card"),
+    ("qwen2_moe", "1.5-A2.7B"): ("14.3B", "card"),
+    ("qwen3_moe", "30B-A3B"): ("30.5B", "card"),
+    ("qwen3_moe", "235B-A22B"): ("235B", "card"),
+    ("qwen3_next", "80B-A3B"): ("80B", "card"),
+    ("deepseek_v3", "671B"): ("671B", "card"),
+    ("gpt_oss", "20b"): ("21B", "card"),
+    ("gpt_oss", "120b"): ("117B", "card"),
+    ("gemma3", "4B"): ("4.3B", "keras"),  # its medgemma_4b, which has the 64 rows
+    ("gemma3", "12B"): ("12.2B", "keras"),
+    ("gemma3", "27B"): ("27.4B", "keras"),  # its medgemma_instruct_27b
+}
+"""Of the others the page has the sum of the shapes: a size of ours, or a published config without a published count."""
+
+# Qwen's cards also give the parameters without embedding and head.
+WITHOUT_EMBEDDINGS = {
+    ("qwen2", "0.5B"): "0.36B",
+    ("qwen2", "1.5B"): "1.31B",
+    ("qwen2", "3B"): "2.77B",
+    ("qwen2", "7B"): "6.53B",
+    ("qwen3", "0.6B"): "0.44B",
+    ("qwen3", "1.7B"): "1.4B",
+    ("qwen3", "4B"): "3.6B",
+    ("qwen3", "8B"): "6.95B",
+    ("qwen3", "14B"): "13.2B",
+    ("qwen3", "32B"): "31.2B",
+}
+DEBUG = ("transformer", "gla", "llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gemma3")
+
+
+def _on_the_page():
+    """Return the parameters of each flavor that docs/generated/models.md lists."""
+    page = (GENERATED / "models.md").read_text()
+    rows = [[cell.strip() for cell in row.split("|")] for row in page.splitlines() if row.startswith("| ")]
+    return {(row[1], row[2]): int(row[-3].replace(",", "")) for row in rows if row[1] in modeling.available()}
+
+
+PARAMETERS = _on_the_page()
+
+
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
+
+
+def _rounded(count, like):
+    """`count` with as many decimals of a billion as the published figure has."""
+    decimals = len(like.removesuffix("B").partition(".")[2])
+    return f"{count / 1e9:.{decimals}f}B"
+
+
+def test_every_flavor_has_a_count():
+    """But the debug flavors of families that docs/generated/architectures.md lists alone."""
+    named = {(n, flavor) for n, flavors in modeling.available().items() for flavor in flavors}
+    assert named - {(n, "debug") for n in zoo.FAMILIES} == set(PARAMETERS) >= set(FIGURES)
+
+
+@pytest.mark.parametrize(("name", "flavor"), PARAMETERS)
+def test_flavor_has_its_published_size_and_no_memory(name, flavor):
+    start = time.perf_counter()
+    model = modeling.build(modeling.load_config(name, flavor))
+    seconds = time.perf_counter() - start
+    count = sum(p.numel() for p in model.parameters())
+    assert count == PARAMETERS[name, flavor]
+    published, _ = FIGURES.get((name, flavor), (None, None))
+    assert published is None or _rounded(count, published) == published
+    assert all(t.is_meta for t in [*model.parameters(), *model.buffers()])
+    assert seconds < 3  # 0.4 s at most on one core; the limit is the contract's
+
+
+@pytest.mark.parametrize(("name", "flavor"), WITHOUT_EMBEDDINGS)
+def test_what_is_left_without_embedding_and_head(name, flavor):
+    model = modeling.build(modeling.load_config(name, flavor))
+    tables = {id(m.weight): m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings())}
+    left = PARAMETERS[name, flavor] - sum(weight.numel() for weight in tables.values())
+    published = WITHOUT_EMBEDDINGS[name, flavor]
+    assert _rounded(left, published) == published
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_debug_splits_at_every_small_degree(name):
+    config = modeling.load_config(name, "debug").get_text_config()
+    heads = config.num_heads if name in ("transformer", "gla") else config.num_attention_heads
+    for degree in (2, 4, 8):
+        assert heads % degree == 0
+        assert config.vocab_size % degree == 0
+        assert (config.intermediate_size or 512) % degree == 0  # None: FLA derives 512
+
+
+def test_the_debug_flavors_have_eight_key_value_heads_and_fewer():
+    heads = {
+        name: modeling.load_config(name, "debug").get_text_config().num_key_value_heads
+        for name in DEBUG
+        if name not in ("transformer", "gla")
+    }
+    assert heads == {"llama": 8, "mistral": 2, "qwen2": 4, "qwen3": 4, "gemma3_text": 1, "gemma3": 2}
+
+
+# Files as the hub holds them, in the form of older releases: `rope_theta`, `rope_scaling`, a pattern of layers.
+PUBLISHED = {
+    # meta-llama/Llama-3.2-1B, as kevinstephano/thunder_model_blocks, commit 5c083b0, quotes it
+    ("llama", "3.2-1B"): {
+        "model_type": "llama",
+        "head_dim": 64,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "vocab_size": 128256,
+    },
+    # mistralai/Mistral-Nemo-Base-2407, likewise
+    ("mistral", "Nemo-12B"): {
+        "model_type": "mistral",
+        "head_dim": 128,
+        "hidden_size": 5120,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 128000,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "vocab_size": 131072,
+    },
+    # google/gemma-3-1b-it, as Liwink/gemma-jax, models/README.md, quotes it
+    ("gemma3_text", "1B"): {
+        "model_type": "gemma3_text",
+        "attention_bias": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "head_dim": 256,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "vocab_size": 262144,
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "flavor"), PUBLISHED)
+def test_a_published_config_file_gives_the_same_architecture(tmp_path, name, flavor):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(PUBLISHED[name, flavor]))
+    from_file, named = (
+        c.to_dict() for c in (modeling.load_config_file(path), modeling.load_config(name, flavor))
+    )
+    from_file.pop("sliding_window_pattern", None)  # kept beside the layer types that it gives
+    assert from_file == named
+
+
+def test_gemmas_layers_windows_and_bases():
+    config = modeling.load_config("gemma3", "27B").text_config
+    assert [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"] == list(
+        range(5, 62, 6)
+    )
+    assert (config.sliding_window, config.query_pre_attn_scalar) == (1024, 168)
+    assert config.rope_parameters["full_attention"] == {
+        "rope_type": "linear",
+        "rope_theta": 1e6,
+        "factor": 8.0,
+    }
+    kinds = modeling.load_config("gemma3_text", "debug").layer_types
+    assert kinds == ["sliding_attention", "full_attention"] * 2
+
+
+def test_the_image_token_is_in_the_vocabulary():
+    for flavor in modeling.available()["gemma3"]:
+        config = modeling.load_config("gemma3", flavor)
+        assert config.image_token_id < config.text_config.vocab_size
+        vision = config.vision_config
+        patches, tokens = (vision.image_size // vision.patch_size) ** 2, config.mm_tokens_per_image
+        assert patches == tokens * round((patches / tokens) ** 0.5) ** 2  # averaged over squares of patches
+
+
+def test_a_config_file_with_two_towers_loads(tmp_path):
+    config = modeling.load_config("gemma3", "debug")
+    config.save_pretrained(tmp_path)
+    loaded = modeling.load_config_file(tmp_path)
+    assert loaded.text_config.to_dict() == config.text_config.to_dict()
+    assert loaded.vision_config.to_dict() == config.vision_config.to_dict()
+    first, second = (dict(modeling.build(c).named_parameters()) for c in (config, loaded))
+    assert {name: p.shape for name, p in first.items()} == {name: p.shape for name, p in second.items()}

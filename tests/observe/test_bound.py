@@ -1,0 +1,138 @@
+"""What each kind of style needs, held against what it sends: families with one of each, and styles that send more."""
+
+import pytest
+import torch
+
+from tests import zoo
+from tests.support.faulty_styles import installed
+from titanplans import Degrees, TPOptions, apply_plan, modeling, registered_plans
+from titanplans.loss import cross_entropy
+from titanplans.modeling.samples import build_real, sample_inputs
+from titanplans.observe.communication import Communication, count_communication
+from titanplans.proof.ranks.fake import fake_ranks
+from titanplans.split.collectives import gather, sum_in_region
+from titanplans.split.module_weight import local_parameter
+
+KINDS = {
+    "phi3": 0,  # packed projections, of which each rank stores columns
+    "glm4": 0,  # of the MLP
+    "gated_deltaproduct": 0,  # by the n steps of a token
+    "falcon": 0,  # with one key/value head
+    "olmo2": 0,  # norms over all heads
+    "mamba2": 1,  # a norm by groups, which some ranks share
+    "gsa": 0,  # a norm in one kernel with the product behind it
+    "mamba": 0,  # a sum inside
+    "rodimus": 0,  # sums of products that the mixer computes itself, and three regions a block
+    "stablelm": 1,  # gathered norms
+    "bitnet": 0,  # a mixer whole on every rank
+    "gpt2": 0,  # an end of the stream before the head
+    "cat": 0,  # a stream that is longer than the tokens, and words that a compressor embeds
+    "yoco": 0,  # keys and values for several blocks
+    "gated_deltanet": 1,
+}
+"""The number of the variant."""
+
+CHOICES = (
+    TPOptions(Degrees(tp=2)),
+    TPOptions(Degrees(tp=4), sequence_parallel=False),
+    TPOptions(Degrees(tp=4), loss_parallel=False),
+)
+
+
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
+
+
+def count(name: str, options: TPOptions, variant: int = 0, plan=None, length: int = 16) -> Communication:
+    with fake_ranks(options.degrees.tp) as mesh:
+        config = modeling.load_config(name, "debug", **zoo.FAMILIES[name][variant])
+        model = build_real(config, dtype=torch.float32)
+        inputs = sample_inputs(config, batch_size=2, seq_len=length, seed=0)
+        applied = apply_plan(
+            model,
+            mesh,
+            plan=plan,
+            loss_parallel=options.loss_parallel,
+            sequence_parallel=options.sequence_parallel,
+        )
+
+        def run() -> None:
+            logits = model(**inputs, use_cache=False).logits
+            cross_entropy(logits, torch.zeros(logits.shape[:-1], dtype=torch.long), 1).backward()
+
+        return count_communication(model, applied, run, options)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_styles_send_all_that_they_say_and_no_more(name):
+    for options in CHOICES:
+        if name == "cat" and options.shards > 2:
+            continue  # whose stream is too long
+        communication = count(name, options, KINDS[name])
+        assert communication.minimal, communication.lines()
+        for part in communication.parts:
+            for direction in ("forward", "backward"):
+                issued, needed = communication.of(part, direction), communication.needed(part, direction)
+                # Of the loss's, one stands for all three: other losses may send less in each.
+                expected = min(len(needed), 1) if part == "loss" else len(needed)
+                assert len(issued) == expected, (options, part, direction, communication.lines())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", sorted(zoo.FAMILIES.keys() - KINDS.keys()))
+def test_so_do_those_of_all_other_families(name):
+    for variant in range(len(zoo.FAMILIES[name])):
+        assert count(name, CHOICES[0], variant).minimal
+
+
+def summed_twice(right, module, border):
+    right(module, border)
+    group = border.group
+    module.register_forward_hook(lambda module, args, output: sum_in_region(output, group) / group[1])
+
+
+def read_twice(right, module, border):
+    right(module, border)
+    module.register_forward_hook(
+        lambda module, args, output: output + 0 * local_parameter(module, "weight").sum()
+    )
+
+
+def gathering(right, module, border):
+    """Send the width, twice, to average one number."""
+    right(module, border)
+    group = border.group
+
+    def gathered(module, args):
+        (x,) = args
+        twice = torch.cat([x, x], -1)  # more elements than the border of the region sends
+        return (x + 0 * gather(twice, x.ndim - 1, twice.shape[-1] * group[1], group).sum(),)
+
+    module.register_forward_pre_hook(gathered)
+
+
+def with_installation(name, key, install):
+    """Return the plan of an architecture, with another installation of the style at `key` of its mixers."""
+
+    class Wasteful(registered_plans()[name]):
+        def attn_plan(self, attn):
+            plan = super().attn_plan(attn)
+            return plan | {key: installed(plan[key], install)}
+
+    return Wasteful
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "install", "sent"),
+    [
+        ("mamba", "x_proj", summed_twice, ("all_reduce", "all_reduce")),
+        ("phi3", "qkv_proj", read_twice, ("all_to_all", "all_to_all")),
+        ("olmo2", "q_norm", gathering, ("all_gather", "reduce_scatter")),
+    ],
+)
+def test_a_style_that_sends_more_is_found_and_placed(name, key, install, sent):
+    communication = count(name, TPOptions(Degrees(tp=2)), plan=with_installation(name, key, install))
+    assert not communication.minimal
+    for block in communication.decoder.blocks:
+        for direction, operation in zip(("forward", "backward"), sent, strict=True):
+            over = [(c.operation, c.module) for c in communication.exceeding(block.name, direction)]
+            assert over == [(operation, f"{block.mixer}.{key}")]

@@ -1,0 +1,74 @@
+"""A checkpoint knows one weight, however many ranks share its heads and however unevenly it was cut."""
+
+import tempfile
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+from tests.parallel.test_parallelize import qwen3
+from tests.support import process_groups
+
+MESHES = {"tp 4": (4, 1), "tp 2 x fsdp 2": (2, 1), "tp 2 x replicate 2": (2, 2), "fsdp 4": (1, 1)}
+
+
+def split(tp, replicate):
+    from tests.support.torchtitan_meshes import parallel_dims
+    from titanplans.parallel import parallelize
+
+    model = qwen3()  # 8 heads, 2 of keys and values; 97 tokens, 45 wide
+    parallelize(
+        model,
+        parallel_dims=parallel_dims(replicate, -1, 1, tp, 1, 1, 4),
+        training=SimpleNamespace(
+            mixed_precision_param="float32", mixed_precision_reduce="float32", enable_cpu_offload=False
+        ),
+        parallelism=SimpleNamespace(
+            enable_sequence_parallel=True, fsdp_reshard_after_forward="default", enable_fsdp_symm_mem=False
+        ),
+        compile_config=SimpleNamespace(enable=False, components=[], enable_async_tensor_parallel=False),
+        ac_config=None,
+        dump_folder="",
+    )
+    return model
+
+
+def all_pairs(rank):
+    folders = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folders)
+    models = {name: split(*mesh) for name, mesh in MESHES.items()}
+    shapes, wrong = {}, []
+    whole = {key: param.detach() for key, param in qwen3().named_parameters()}
+    for name, model in models.items():
+        path = f"{folders[0]}/{name}"
+        dcp.save(get_model_state_dict(model), checkpoint_id=path)
+        metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        shapes[name] = {key: tuple(tensor.size) for key, tensor in metadata.items()}
+        for other, target in models.items():
+            with torch.no_grad():
+                for param in target.parameters():
+                    param.to_local().zero_()
+            state = get_model_state_dict(target)
+            dcp.load(state, checkpoint_id=path)
+            set_model_state_dict(target, state)
+            wrong += [
+                (name, other, key)
+                for key, param in target.named_parameters()
+                if not torch.equal(param.full_tensor(), whole[key])
+            ]
+    return shapes, wrong
+
+
+result = process_groups.module_fixture(all_pairs, 4)
+
+
+def test_what_is_saved_is_the_whole_weight(result):
+    expected = {key: tuple(value.shape) for key, value in qwen3().state_dict().items()}
+    for name, shapes in result[0].items():
+        assert shapes == expected, name
+
+
+def test_every_split_loads_what_every_other_saved(result):
+    assert not result[1]

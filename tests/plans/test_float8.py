@@ -1,0 +1,262 @@
+"""Plans in float8: faults that the proof finds, values on one rank, errors, and borders crossed in float8.
+
+That they are right is proved by tests/plans/test_proofs.py.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
+
+import titanplans.precision.float8.border
+import titanplans.precision.float8.linear
+from tests import zoo
+from tests.support import plan_proofs
+from tests.support.tiny_model import changed
+from titanplans import Degrees, PlanError, apply_plan, check_plan, modeling
+from titanplans.apply.check import check
+from titanplans.kernels.widen import Widen
+from titanplans.parallel import Float8, convert_to_float8
+from titanplans.plan.options import TPOptions
+from titanplans.plans.hf.llama import LlamaPlan
+from titanplans.precision.float8.linear import split_linear
+from titanplans.proof.compare.float8 import exact_float8
+from titanplans.proof.ranks.fake import fake_ranks
+from titanplans.split.converted import RECIPES, float8_linears, recipe_of
+from titanplans.split.local_code import HeadRanks
+from titanplans.styles.replicated_in_region import ReplicatedInRegion
+from titanplans.torch_private.torchao import float8_data
+
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
+
+
+def convert(model, recipe="tensorwise", **options):
+    return convert_to_float8(model, Float8(recipe_name=recipe, **options))
+
+
+def prove(name, recipe, **options):
+    return plan_proofs.float8(name, recipe, sequence=True).prove(**options)
+
+
+def test_a_cast_is_the_same_in_a_forward_and_in_a_backward():
+    """A proof lets float64 stand for float32 in forwards alone, and torchao casts by way of float32: 36, not 40."""
+    model = nn.Sequential(nn.Linear(16, 16))
+    convert(model, emulate=True)
+    x, scale = torch.tensor(0.3564357183595591, dtype=torch.float64), torch.tensor(106.611083984375)
+
+    def cast():
+        return float8_data(hp_tensor_and_scale_to_float8(x, scale, torch.float8_e4m3fn)).float().item()
+
+    with exact_float8(model, torch.float64):
+        with Widen(torch.float64):
+            forward = cast()
+        assert forward == cast() == 36
+
+
+# What the proof would find.
+
+
+def own_scales(monkeypatch, module=titanplans.precision.float8.linear):
+    plain = module.all_reduce
+    monkeypatch.setattr(
+        module, "all_reduce", lambda x, group, op="sum": x if op == "min" else plain(x, group, op)
+    )
+
+
+own_scale_of_the_shard = partial(own_scales, module=titanplans.precision.float8.border)
+
+
+def summands_cast_apart(monkeypatch):
+    monkeypatch.setattr(titanplans.precision.float8.linear, "_summed", lambda grad, split: grad)
+    monkeypatch.setattr(titanplans.precision.float8.linear, "_share", lambda result, split: result)
+
+
+@pytest.mark.parametrize("fault", [own_scales, own_scale_of_the_shard, summands_cast_apart])
+def test_a_rank_that_scales_for_itself_is_found(fault, monkeypatch):
+    fault(monkeypatch)
+    report = prove("gla", "tensorwise")
+    assert not report.passed
+    # One step of float8 is a sixteenth: no rounding of float64.
+    assert max(check.error for check in report.cases[0].checks) > 1e9
+
+
+def test_rows_scaled_by_a_rank_for_itself_are_found(monkeypatch):
+    own_scales(monkeypatch)
+    assert not prove("qwen3", "rowwise").passed
+
+
+# What a rank computes is torchao's.
+
+ALONE = ReplicatedInRegion(), HeadRanks(0, 1, ("no group", 1), None, (0,))
+"""A Linear that is whole, on the one rank of a group."""
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("emulate", [True, False])
+def test_one_rank_computes_what_torchao_does_to_the_last_bit(recipe, emulate):
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(64, 48)).to(torch.bfloat16)
+    split = nn.Sequential(nn.Linear(64, 48)).to(torch.bfloat16)
+    split.load_state_dict(whole.state_dict())
+    for model in (whole, split):
+        convert(model, recipe, emulate=emulate)
+    split_linear(split[0], *ALONE)
+    x = torch.randn(2, 32, 64, dtype=torch.bfloat16)
+    results = []
+    for model in (whole, split):
+        leaf = x.clone().requires_grad_()
+        y = model(leaf)
+        (y * torch.linspace(-1, 1, 48)).sum().backward()
+        results.append((y.detach(), leaf.grad, model[0].weight.grad, model[0].bias.grad))
+    for ours, torchaos in zip(*results, strict=True):
+        assert torch.equal(ours, torchaos)
+
+
+def test_a_frozen_weight_gets_no_gradient():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16, bias=False))
+    convert(model, emulate=True)
+    split_linear(model[0], *ALONE)
+    model[0].weight.requires_grad_(False)
+    x = torch.randn(16, 16, requires_grad=True)
+    model(x).sum().backward()
+    assert model[0].weight.grad is None
+    assert x.grad is not None
+
+
+# Refusals.
+
+
+def meta(name, recipe="tensorwise", **overrides):
+    with torch.device("meta"):
+        model = modeling.build(zoo.config(name, **plan_proofs.FLOAT8[name][0] | overrides))
+    convert(model, recipe, emulate=True)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("overrides", "degree", "words"),
+    [
+        ({"intermediate_size": 96}, 4, r"mlp.*96 (outputs|inputs).*(gate|up|down)_proj'\).* to 2 or 3"),
+        ({"vocab_size": 144}, 2, r"lm_head \(Float8Linear, 64 in, 144 out\).* 'lm_head'\)$"),
+        ({"head_dim": 8, "num_key_value_heads": 4}, 4, r"(k|v)_proj.*32 outputs.*multiples of 16.*to 2$"),
+    ],
+)
+def test_a_share_that_is_not_aligned_is_refused_with_the_degrees_that_do(overrides, degree, words):
+    with pytest.raises(PlanError, match=words):
+        check_plan(meta("llama", **overrides), Degrees(tp=degree))
+
+
+def test_two_recipes_are_refused():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    convert(model, "tensorwise", filter_fqns=["1"], emulate=True)
+    other = nn.Sequential(nn.Linear(16, 16))
+    convert(other, "rowwise", emulate=True)
+    model[1] = other[0]
+    with pytest.raises(PlanError, match=r"0 is .*recipe tensorwise and 1 by rowwise"):
+        recipe_of(model)
+
+
+def test_a_config_of_ones_own_is_refused():
+    from torchao.float8 import CastConfig, Float8LinearConfig, ScalingGranularity, convert_to_float8_training
+
+    config = Float8LinearConfig(
+        cast_config_input=CastConfig(scaling_granularity=ScalingGranularity.AXISWISE),
+        cast_config_weight=CastConfig(scaling_granularity=ScalingGranularity.AXISWISE),
+    )
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), config=config)
+    with pytest.raises(PlanError, match="0 \\(Float8Linear\\) has a config"):
+        recipe_of(model)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [("rowwise", "the recipe is rowwise"), (None, "the module is not converted")],
+)
+def test_torchaos_styles_are_held_to_the_recipe(recipe, words):
+    from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel
+
+    theirs = changed(LlamaPlan, mlp=lambda plan: {"gate_proj": Float8ColwiseParallel()})
+    model = meta("llama", recipe) if recipe else modeling.build(modeling.load_config("llama", "debug"))
+    with pytest.raises(PlanError, match=f"mlp.gate_proj' \\(Float8ColwiseParallel on \\w+\\): .*{words}"):
+        check_plan(model, Degrees(tp=2), plan=theirs)
+    with pytest.raises(PlanError, match=r"which gloo can't: use NCCL"):
+        check(theirs(TPOptions(Degrees(tp=2), float8="tensorwise")), meta("llama"), backend="gloo")
+
+
+def test_the_plan_knows_the_recipe():
+    seen = []
+
+    class Asks(LlamaPlan):
+        def attn_plan(self, attn):
+            seen.append(self.options.float8)
+            return super().attn_plan(attn)
+
+    check_plan(meta("llama", "rowwise"), Degrees(tp=2), plan=Asks)
+    assert seen == ["rowwise"]
+
+
+def test_a_proof_in_float32_is_refused():
+    with pytest.raises(PlanError, match=r"torch\.float32 moves .*float8's steps"):
+        prove("llama", "tensorwise", dtype=torch.float32)
+
+
+def test_a_proof_of_products_that_round_is_refused():
+    model = nn.Sequential(nn.Linear(16, 16))
+    convert(model)
+    with (
+        pytest.raises(PlanError, match="convert the model with emulate=True"),
+        exact_float8(model, torch.float64),
+    ):
+        pass
+
+
+# Which borders are crossed in float8.
+
+
+def crossings(name, recipe="tensorwise", plan=None, **changed):
+    model = plan_proofs.float8(name, recipe, **changed).build()
+    with fake_ranks(2) as mesh:
+        found = apply_plan(model, mesh, plan=plan).crossings
+    return {n.removeprefix("model.layers.0."): dict(crossing) for n, crossing in found.items()}
+
+
+def test_a_region_whose_projections_are_all_float8_is_entered_and_left_in_float8():
+    assert crossings("qwen3") == {
+        "self_attn": {"activations": None},
+        "self_attn.o_proj": {"gradients": None},
+        "mlp": {"activations": None},
+        "mlp.down_proj": {"gradients": None},
+        "lm_head": {"activations": None},
+    }
+    both = {"activations": None, "gradients": None}
+    assert crossings("gla") == {"attn": both, "mlp": both, "lm_head": {"activations": None}}
+
+
+def test_what_is_not_float8_says_why():
+    found = crossings("gla", unconverted=("gk_proj", "down_proj"))
+    why = "model.layers.0.attn.gk_proj.0 is not converted, and reads it too"
+    assert found["attn"] == {"activations": why, "gradients": None}
+    why = "model.layers.0.mlp.down_proj is not converted, and gives it"
+    assert found["mlp"] == {"activations": None, "gradients": why}
+    found = crossings("qwen3", "rowwise")
+    assert all(
+        "rowwise scales the tensors" in why for crossing in found.values() for why in crossing.values()
+    )
+    read_elsewhere = changed(LlamaPlan, lambda plan: plan.attn_input(float8_input=False))
+    found = crossings("llama", plan=read_elsewhere)
+    assert "float8_input = False" in found["self_attn"]["activations"]
+    assert found["mlp"] == {"activations": None}
+
+
+@pytest.mark.parametrize("name", plan_proofs.FLOAT8)
+def test_every_converted_module_is_called(name):
+    """None is computed by a fused kernel of its parent: `fuse_swiglu` is off where `down_proj` is converted."""
+    row, called = plan_proofs.float8(name), set()
+    model = row.build()
+    for path, module in float8_linears(model).items():
+        module.register_forward_pre_hook(lambda module, args, path=path: called.add(path))
+    model(**row.inputs(batch_size=1), use_cache=False)
+    assert called == float8_linears(model).keys()

@@ -1,0 +1,368 @@
+"""Which conditions a proof covers: every pair of a batch's, every pair of a case's; and simpler ones one by one."""
+
+import inspect
+import itertools
+import re
+from dataclasses import fields, replace
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from tests.support.mutants import faults
+from tests.support.plain_proofs import verify_sharded
+from tests.support.tiny_model import Tiny, TinyPlan
+from titanplans import Degrees, PlanError, TPOptions
+from titanplans.errors import KernelError
+from titanplans.proof import verify
+from titanplans.proof.batches.conditions import FROZEN, PLAIN, MicroBatch, Scenario, words
+from titanplans.proof.batches.cover import cover, trainings
+from titanplans.proof.batches.sample import Sampler
+from titanplans.proof.batches.script import write_script
+from titanplans.proof.compare.refused import leave_out_what_is_refused
+from titanplans.proof.explain.blame import simpler
+from titanplans.proof.verify import accepted_cases
+from titanplans.split.layout import StreamLayout
+
+TRAINED = trainings(MicroBatch(), 128)
+GRID = [
+    TPOptions(Degrees(tp=degree), loss, sequence)
+    for degree in (2, 4, 8)
+    for loss in (True, False)
+    for sequence in (True, False)
+]
+
+
+def others(batch):
+    return batch.ignored, batch.repeated, batch.text
+
+
+def pairs(rows):
+    return {pair for row in rows for pair in itertools.combinations(enumerate(row), 2)}
+
+
+def test_the_batches_hold_every_pair_of_conditions():
+    batches = [batch for training in TRAINED for step in training.steps for batch in step]
+    long = {128: 130}  # a whole block, and two tokens more
+    rows = [
+        (b.size, long.get(b.length, b.length), b.padding or ("documents" if b.documents else ""), *others(b))
+        for b in batches
+    ]
+    levels = [(1, 2, 3), (3, 15, 16, 130), ("", "left", "right", "documents"), *[(False, True)] * 3]
+    assert pairs(itertools.product(*levels)) == pairs(rows)
+
+
+def test_the_micro_batches_of_a_step_differ_in_length():
+    for training in TRAINED:
+        assert len(training.steps) >= 2
+        for one, other in training.steps:
+            assert one.length != other.length
+
+
+def test_evaluations_hold_each_kind_of_padding_and_the_lengths_at_the_ends():
+    batches = [batch for training in TRAINED for batch in training.evaluated]
+    assert {(b.padding, b.documents) for b in batches} == {
+        ("left", False), ("right", False), ("", True), ("", False),
+    }  # fmt: skip
+    assert {b.length for b in batches} == {3, 15, 131}
+    assert {b.size for b in batches} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("shards", [2, 3, 8])
+def test_ranks_that_share_a_sequence_divide_its_length_but_in_evaluations(shards):
+    shared = trainings(MicroBatch(), 128, shards)
+    assert len(shared) == len(TRAINED)
+    for one, plain in zip(shared, TRAINED, strict=True):
+        for step, of_plain in zip(one.steps, plain.steps, strict=True):
+            assert all(batch.length % shards == 0 for batch in step)
+            assert len({batch.length for batch in step}) == len({batch.length for batch in of_plain}) == 2
+            assert [replace(b, length=0) for b in step] == [replace(b, length=0) for b in of_plain]
+        assert one.evaluated[1:] == plain.evaluated[1:]
+    assert {batch.length % 2 for one in shared for batch in one.evaluated[1:]} == {1}
+
+
+def test_the_first_training_holds_each_condition():
+    """A quick proof takes it alone."""
+    batches = [batch for step in TRAINED[0].steps for batch in step]
+    for field in fields(MicroBatch):
+        seen = {getattr(batch, field.name) for batch in batches}
+        every = {
+            getattr(batch, field.name) for training in TRAINED for step in training.steps for batch in step
+        }
+        assert seen == every - {128}  # a whole block is a long one, of which there is one
+
+
+def settings(case):
+    options, scenario = case
+    return (
+        options.degrees.tp, options.loss_parallel, options.sequence_parallel, scenario.steps, bool(scenario.frozen),
+        scenario.recomputed, scenario.differing,
+    )  # fmt: skip
+
+
+def test_cases_hold_every_choice_of_options_and_every_pair():
+    cases = cover(GRID, TRAINED, TRAINED, ("float64", "float32", "bfloat16"))
+    own = [case for case in cases if case[1].dtype == "float64"]
+    assert {options for options, _ in own} == set(GRID)
+    levels = [(2, 4, 8), *[(True, False)] * 2, [t.steps for t in TRAINED], *[(True, False)] * 3]
+    assert pairs(itertools.product(*levels)) == pairs(map(settings, own))
+    levels[0] = (2,)
+    for dtype in ("float32", "bfloat16"):
+        singles = {value for case in cases if case[1].dtype == dtype for value in enumerate(settings(case))}
+        assert singles == {(at, value) for at, level in enumerate(levels) for value in level}
+    assert len(cases) < 22
+
+
+def test_a_quick_cover_has_each_condition_once():
+    cases = cover(GRID, TRAINED[:1], TRAINED[:1], ("float64",), quick=True)
+    assert len(cases) == 2
+    one, other = map(settings, cases)
+    assert one[0] == other[0] == 2
+    assert all(a != b for a, b in zip(one[1:3] + one[4:], other[1:3] + other[4:], strict=True))
+
+
+def test_cases_over_two_dimensions_of_ranks_hold_every_pair_of_theirs():
+    """As many ranks as at degree 4, and the degree of the cheap ones: context parallelism is a condition by itself."""
+    options = [replace(one, degrees=replace(one.degrees, cp=2)) for one in GRID if one.degrees.tp == 2]
+    grid = [*(one for one in GRID if one.degrees.tp == 2), *options]
+    own = [case for case in cover(grid, TRAINED, TRAINED, ("float64",)) if case[0].degrees.cp == 2]
+    levels = [(2,), *[(True, False)] * 2, [t.steps for t in TRAINED], *[(True, False)] * 3]
+    wanted = {pair for pair in pairs(itertools.product(*levels)) if 0 in (at for at, _ in pair)}
+    assert wanted <= pairs(map(settings, own))
+    assert {one for one, _ in own} == set(options)
+    assert len(own) < 8
+
+
+def test_with_context_parallelism_options_are_proved_where_weights_are_cut():
+    def chosen(tp, cp, *asked):
+        accepted, _ = accepted_cases(Tiny(), TinyPlan, [Degrees(tp=tp, cp=cp)], *asked, named=True)
+        return [(one.loss_parallel, one.sequence_parallel) for one in accepted]
+
+    every = [*itertools.product((True, False), repeat=2)]
+    assert chosen(2, 1, None, None) == chosen(2, 2, None, None) == every
+    assert chosen(1, 2, None, None) == [(True, True)], "the same computation, whatever they say"
+    assert chosen(1, 2, False, None) == [(False, True)]
+    assert chosen(2, 2, None, False) == [(True, False), (False, False)]
+
+
+def test_a_plan_that_is_wrong_with_a_whole_sequence_alone_is_found_over_both_dimensions():
+    class Plan(TinyPlan):
+        def layer_plan(self, layer):  # the gradient of a norm is summed in either case
+            norm = faults.on_stream(self.replicated_on_stream(), StreamLayout(1))
+            return super().layer_plan(layer) | {"mlp_norm": norm}
+
+    report = verify(Tiny, Plan, degrees=[Degrees(tp=2, cp=2)])
+    wrong = {case.options.sequence_parallel for case in report.cases if not case.passed}
+    assert wrong == {False}
+    assert {case.finding.first.name for case in report.cases if not case.passed} == {
+        "layers.1.mlp_norm.weight"
+    }
+
+
+def test_every_condition_can_be_taken_away():
+    for training in TRAINED:
+        scenario = Scenario(
+            training.steps, TRAINED[0].evaluated, True, FROZEN[1], True, True, True, "bfloat16"
+        )
+        assert len(words(scenario, PLAIN)) > 10
+        assert simpler(scenario, PLAIN, lambda _: True) == PLAIN
+        assert simpler(scenario, PLAIN, lambda _: False) == scenario
+    assert not words(PLAIN, PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("needed", "said"),
+    [
+        (lambda s: any(b.padding == "left" for step in s.steps for b in step), ("left padding",)),
+        (
+            lambda s: any(b.length > 64 and b.ignored for step in s.steps for b in step),
+            ("130 tokens", "ignored labels"),
+        ),
+        (lambda s: len(s.steps) > 1, ("2 steps",)),
+        (lambda s: any(len(step) > 1 for step in s.steps), ("several micro batches in a step",)),
+        (lambda s: s.frozen and s.dtype == "bfloat16", ("frozen parameters", "bfloat16")),
+        (
+            lambda s: s.evaluated and any(b.size == 3 for step in s.steps for b in step),
+            ("a batch of 3", "an evaluation"),
+        ),
+        (lambda s: any(b.padding == "right" for b in s.evaluated), ("right padding", "an evaluation")),
+    ],
+)
+def test_what_is_left_is_what_is_needed(needed, said):
+    first = TRAINED[0]
+    scenario = Scenario(first.steps, first.evaluated, True, FROZEN[1], True, True, True, "bfloat16")
+    assert words(simpler(scenario, PLAIN, needed), PLAIN) == said
+
+
+def test_batches_are_what_they_say():
+    class Masked(Tiny):
+        def forward(self, input_ids, attention_mask=None, position_ids=None):
+            return super().forward(input_ids)
+
+    sampler = Sampler(Masked(), None, 1, seed=0)
+    assert list(sampler.unreached) == ["a forward with a cache: its forward takes no use_cache"]
+    for padding, side in (("left", 0), ("right", -1)):
+        sample = sampler.sample(MicroBatch(3, 15, padding=padding, ignored=True), 1, None)
+        mask = sample.inputs["attention_mask"]
+        assert mask.shape == sample.labels.shape == (3, 15)
+        assert (mask[:, side] == 0).all()
+        assert (mask[:, -1 - side] == 1).all()
+        assert len(mask.sum(1).unique()) > 1
+        assert (sample.labels[mask == 0] == -100).all()
+        assert (sample.labels[mask == 1] == -100).any()
+    ids = sampler.tokens(MicroBatch(2, 16, documents=True), 2)["position_ids"]
+    assert all((row == 0).sum() == 2 and row.max() < 15 for row in ids)
+    assert len(sampler.tokens(MicroBatch(repeated=True), 3)["input_ids"].unique()) <= 3
+
+    class Packed(Tiny):
+        def forward(self, input_ids, cu_seqlens=None):
+            return super().forward(input_ids)
+
+    inputs = Sampler(Packed(), None, 1, seed=0).tokens(MicroBatch(3, 15, documents=True), 0)
+    assert inputs["input_ids"].shape == (1, 45)
+    ends = inputs["cu_seqlens"]
+    assert (ends[0], ends[-1], len(ends)) == (0, 45, 7)
+    assert (ends.diff() > 0).all()
+
+
+def lines_aside(words):
+    return {re.sub(r":\d+\)$", ")", one) for one in words}
+
+
+def test_what_a_model_asserts_is_left_out_and_said():
+    """PaTH attention takes padding and a cache in evaluation alone, and a cache with a mask alone."""
+
+    class Careful(Tiny):
+        def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=False):
+            assert attention_mask is None or not self.training, "no mask in training"
+            assert not use_cache, "no cache"
+            return super().forward(input_ids)
+
+    class Modest(Tiny):
+        def forward(
+            self, input_ids, attention_mask=None, past_key_values=None, use_cache=False, cu_seqlens=None
+        ):
+            if cu_seqlens is not None:
+                raise NotImplementedError("no documents")
+            assert attention_mask is None or past_key_values is None, "no mask beside a cache"
+            return SimpleNamespace(
+                logits=super().forward(input_ids).logits, past_key_values=use_cache or None
+            )
+
+    report = verify_sharded(Modest, TinyPlan, conditions="each")
+    assert report.passed, report.table()
+    assert {
+        "documents in a sequence: its forward refuses cu_seqlens: NotImplementedError: no documents (test_proof_conditions)",
+        "padding with a cache: its forward refuses use_cache: AssertionError: no mask beside a cache "
+        "(test_proof_conditions)",
+    } <= lines_aside(report.unreached)
+
+    report = verify_sharded(Careful, TinyPlan, conditions="each")
+    assert report.passed, report.table()
+    assert {
+        "padding: its forward refuses an attention_mask in training: AssertionError: no mask in training "
+        "(test_proof_conditions)",
+        "a forward with a cache: its forward refuses use_cache: AssertionError: no cache (test_proof_conditions)",
+    } <= lines_aside(report.unreached)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values", "cache_params", "memory"])
+@pytest.mark.parametrize("make", [lambda **held: SimpleNamespace(**held), dict])
+def test_a_cache_has_one_of_three_names(name, make):
+    """Since transformers 5.24, before it, and Mamba's before it; of another name the report says which are known."""
+
+    class Cached(Tiny):
+        def forward(self, input_ids, use_cache=False, **given):
+            seen.append(given.get(name))
+            return make(
+                **{"logits": super().forward(input_ids).logits, name: ["state"] if use_cache else None}
+            )
+
+    parameters = [
+        inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY) for each in ("input_ids", "use_cache", name)
+    ]
+    Cached.forward.__signature__ = inspect.Signature(
+        [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY), *parameters]
+    )
+    seen = []
+    report = verify_sharded(Cached, TinyPlan, conditions="each")
+    assert report.passed, report.table()
+    unknown = "a forward with a cache: its forward takes none called cache, past_key_values or cache_params"
+    assert (["state"] in seen) is (unknown not in report.unreached) is (name != "memory")
+
+
+def test_a_cache_that_needs_a_mask_is_filled_with_one():
+    """As the forgetting transformer's, and PaTH attention's, which takes padding in evaluation alone."""
+
+    class Masked(Tiny):
+        def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=False):
+            assert attention_mask is None or not self.training, "no mask in training"
+            assert attention_mask is not None or not use_cache, "a cache goes with a mask"
+            filled.append(use_cache)
+            return SimpleNamespace(
+                logits=super().forward(input_ids).logits, past_key_values=use_cache or None
+            )
+
+    filled = []
+    model = Masked().double()
+    sampler = Sampler(model, None, 1, seed=0)
+    assert lines_aside(leave_out_what_is_refused(model, sampler)) == {
+        "padding: its forward refuses an attention_mask in training: AssertionError: no mask in training "
+        "(test_proof_conditions)",
+        "a cache without padding: its forward refuses use_cache: AssertionError: a cache goes with a mask "
+        "(test_proof_conditions)",
+    }
+    script = write_script(TRAINED[0], sampler, torch.device("cpu"), None)
+    assert not any("attention_mask" in sample.inputs for step in script.steps for sample in step)
+    assert script.evaluated
+    assert not any("attention_mask" in inputs for inputs in script.evaluated)
+    assert script.cached is not None
+    assert (script.cached[0]["attention_mask"] == 0).any()
+    assert any(filled)
+
+
+@pytest.mark.parametrize(
+    "raised", [KernelError("no layout"), ValueError("a value"), RuntimeError("a driver")]
+)
+def test_what_code_of_ours_raises_is_no_refusal_of_the_model(raised):
+    """A stand-in that fails under padding ends the proof; so does an error that is no refusal."""
+    install = ModuleType("titanplans.kernels.of_a_test")
+    exec("def attend(error):\n    raise error", vars(install))
+
+    class Fails(Tiny):
+        def forward(self, input_ids, attention_mask=None):
+            if attention_mask is not None:
+                install.attend(raised)
+            return super().forward(input_ids)
+
+    with pytest.raises(
+        PlanError,
+        match=f"does not run on cpu: {type(raised).__name__}: {raised} .*, with an attention_mask in training",
+    ):
+        verify_sharded(Fails, TinyPlan, conditions="each")
+
+
+def test_images_that_no_batch_has_are_named():
+    class Seeing(Tiny):
+        def forward(self, input_ids, pixel_values=None):
+            return super().forward(input_ids)
+
+    def unreached(inputs, conditions):
+        report = verify_sharded(Seeing, TinyPlan, inputs=inputs, conditions=conditions)
+        return [words for words in report.unreached if "pixel_values" in words]
+
+    named = ["images: no batch has pixel_values, which verify(inputs=...) would give"]
+    tokens = torch.arange(16)[None]
+    assert unreached(None, "plain") == unreached({"input_ids": tokens}, "each") == named
+    assert unreached({"input_ids": tokens, "pixel_values": torch.zeros(1)}, "plain") == []
+
+
+def test_inputs_of_the_callers_are_every_batch():
+    sampler = Sampler(Tiny(), {"input_ids": None}, 1, seed=0)
+    assert sampler.tokens(MicroBatch(3, 15), 1) == sampler.tokens(MicroBatch(), 0)
+    assert "the inputs were given" in next(iter(sampler.unreached))
+
+
+def test_conditions_that_are_not_there():
+    with pytest.raises(PlanError, match="conditions = 'all': pairs, each or plain"):
+        verify(Tiny, TinyPlan, conditions="all")

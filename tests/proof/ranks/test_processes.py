@@ -1,0 +1,45 @@
+"""`verify` over a real process group: two gloo processes, the same verdicts as threads."""
+
+import torch
+
+from tests.proof.test_wrong_plans import Unsummed, attn
+from tests.support import process_groups
+from tests.support.plain_proofs import verify_plainly
+from tests.support.refusals import refusal_or_none
+from tests.support.tiny_model import Tiny, TinyPlan
+
+
+def prove(rank):
+    torch.manual_seed(rank)  # what model_fn draws differs between ranks; the proof has to share it
+    right = verify_plainly(Tiny, TinyPlan, ranks="process_group", seq_len=13)
+    wrong = verify_plainly(
+        Tiny,
+        attn(q_norm=lambda p: Unsummed()),
+        ranks="process_group",
+        loss_parallel=True,
+        sequence_parallel=True,
+    )
+    breaking = verify_plainly(
+        Tiny, attn(q_proj=lambda p: p.rowwise(), o_proj=lambda p: p.colwise()), ranks="process_group"
+    )
+    reports = [report.to_dict() for report in (right, wrong, breaking)]
+    for report in reports:
+        for case in report["cases"]:
+            case.pop("seconds")
+    refused = refusal_or_none(verify_plainly, Tiny, TinyPlan, ranks="process_group", degrees=[4])
+    return process_groups.gather_objects(reports), refused, wrong.table()
+
+
+def test_two_processes():
+    (first, second), refusal, table = process_groups.run(prove, 2)
+    assert first == second, "every rank has the same report"
+    right, wrong, breaking = first
+    assert right["passed"]
+    assert [case["tp"] for case in right["cases"]] == [2] * 4
+    assert not wrong["passed"]
+    finding = wrong["cases"][0]["finding"]
+    assert finding["first"]["name"] == "layers.1.attn.q_norm.weight"
+    assert "not summed over the ranks" in finding["reason"]
+    assert "first off at layers.1.attn.q_norm.weight" in table
+    assert breaking["cases"][0]["checks"][0]["where"] == "in layers.0.attn.q_proj"
+    assert "has 2 ranks and proves degree 2 only" in refusal

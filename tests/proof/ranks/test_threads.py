@@ -1,0 +1,355 @@
+"""The ranks of a proof: threads know their place, meet, and end each other; a wrong group is refused."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from tests import zoo
+from tests.support.faulty_styles import leaving
+from tests.support.mutants.architectures import ARCHITECTURES
+from tests.support.plain_proofs import verify_plainly, verify_sharded
+from tests.support.tiny_model import Tiny, TinyPlan, changed
+from titanplans import Degrees, PlanError, TPOptions
+from titanplans.loss import cross_entropy
+from titanplans.proof.batches.conditions import PLAIN
+from titanplans.proof.case import prove_case
+from titanplans.proof.ranks import threads
+from titanplans.proof.ranks.lockstep import RanksDiverged
+from titanplans.proof.ranks.world import Worlds
+from titanplans.split.module_weight import add_deferred_bias
+
+CPU = torch.device("cpu")
+BOTH = (True, False)
+CASES = [TPOptions(Degrees(tp=degree), loss, loss == (degree == 2)) for degree in (2, 4) for loss in BOTH]
+"""At each degree every option both ways; the four together are all choices."""
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda one: one.name)
+def test_right_plans_are_proved_at_odd_sizes(architecture):
+    """The first one's ranks share key/value heads at degree 4."""
+    for degree in (2, 4):
+
+        def prove(world, degree=degree):
+            chosen = [options for options in CASES if options.degrees.tp == degree]
+            return [prove_case(architecture.reference(), None, options, PLAIN, world) for options in chosen]
+
+        found = threads.run(degree, CPU, prove)
+        assert all(case.passed for case in found), [case.worst for case in found]
+
+
+class ByTheFirst(TinyPlan):
+    """The first rank adds the bias to its part of the sum: right, if it knows which rank it is in the mesh."""
+
+    adds = 0
+
+    def rank(self, mesh):
+        return mesh.get_local_rank()
+
+    def attn_plan(self, attn):
+        def leave(border, module, output):
+            mine = self.rank(border.mesh) == self.adds
+            biased = add_deferred_bias(module, output)
+            return border.leave(biased if mine else output + 0 * biased)
+
+        return super().attn_plan(attn) | {"o_proj": leaving(self.rowwise(), leave)}
+
+
+def test_a_thread_knows_which_rank_it_is():
+    class Another(ByTheFirst):
+        adds = 1
+
+    class Nobody(ByTheFirst):
+        adds = 2
+
+    verdicts = [verify_sharded(Tiny, p, ranks="threads").passed for p in (ByTheFirst, Another, Nobody)]
+    assert verdicts == [True, True, False]
+
+
+def test_the_rank_in_the_world_is_not_that_in_the_mesh():
+    """With data parallelism they differ; the threads are the second replica."""
+
+    class ByTheWorld(ByTheFirst):
+        def rank(self, mesh):
+            return dist.get_rank()
+
+    class BySize(ByTheFirst):
+        def rank(self, mesh):
+            return mesh.get_local_rank() * dist.get_world_size() // (2 * mesh.size())
+
+    class OnTheFirst(ByTheFirst):
+        """Right in the second replica."""
+
+        adds = True
+
+        def rank(self, mesh):
+            return mesh.get_local_rank() == (0 if dist.get_rank() else 1)
+
+    class Telling(ByTheFirst):
+        """As one does that logs, on the world's first rank alone."""
+
+        def rank(self, mesh):
+            return mesh.get_local_rank() if dist.get_rank() else 0
+
+    assert verify_sharded(Tiny, BySize).passed, "there are two replicas"
+    assert verify_sharded(Tiny, Telling).passed
+    assert not verify_sharded(Tiny, OnTheFirst).passed
+    report = verify_sharded(Tiny, ByTheWorld)
+    (case,) = report.cases
+    assert case.finding.first.name == "layers.0.attn.o_proj"
+    assert case.notes == (
+        "test_worlds asks torch.distributed.get_rank(): a rank's number in the world, which with data parallelism differs "
+        "from its number in the mesh, mesh.get_local_rank()",
+    )
+    assert case.notes[0] in report.table()
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_default_group_is_not_that_of_the_mesh(direction):
+    def averaged(tensor):
+        """Right, were the world's two ranks the mesh."""
+        ranks = torch.ones(())
+        dist.all_reduce(ranks)
+        return tensor * (2 / ranks)
+
+    def leave(border, module, output):
+        if direction == "forward":
+            output = averaged(output)
+        else:
+            output.register_hook(averaged)
+        return border.leave(add_deferred_bias(module, output))
+
+    over_all = changed(TinyPlan, lambda plan: {"o_proj": leaving(plan.rowwise(), leave)})
+    (case,) = verify_sharded(Tiny, over_all).cases
+    (note,) = case.notes
+    assert ("in layers.0.attn.o_proj" if direction == "forward" else "in the backward") in note
+    assert "called AllReduce on the default group, in which other data-parallel ranks are, too" in note
+    assert "use the mesh's group, mesh.get_group()" in note
+
+
+def test_groups_of_other_ranks_than_the_mesh_s():
+    """Sources are ranks of the world; what only some threads, or ranks without a thread, would meet in is refused."""
+
+    def on(ranks):
+        def work(world):
+            group = dist.new_group(ranks)
+            if dist.get_rank() in ranks:
+                dist.all_reduce(torch.zeros(1), group=group)
+
+        return work
+
+    threads.run(4, CPU, on([5, 7]))  # while ranks 0 and 2 do nothing
+    with pytest.raises(RuntimeError, match=r"group of ranks 1, 5, .*other data-parallel"):
+        threads.run(4, CPU, on([1, 5]))
+
+    def two_dimensions(world):
+        mesh, rank = world.mesh_of(2), world.mesh.get_local_rank()
+        assert (mesh.mesh_dim_names, tuple(mesh.get_coordinate())) == (("cp", "tp"), divmod(rank, 2))
+        shard = distribute_tensor(torch.arange(4.0), mesh, [Replicate(), Shard(0)])
+        assert shard.to_local().tolist() == [2.0 * (rank % 2), 2.0 * (rank % 2) + 1]
+        assert shard.full_tensor().tolist() == [0, 1, 2, 3]
+        own = torch.ones(1 + rank // 2)  # another shape in the other group
+        dist.all_reduce(own, group=mesh["tp"].get_group())
+        assert own.tolist() == [2.0] * (1 + rank // 2)
+
+    threads.run(4, CPU, two_dimensions)
+
+    def unequal(world):
+        dist.all_reduce(
+            torch.ones(1 + world.mesh.get_local_rank() % 2), group=world.mesh_of(2)["tp"].get_group()
+        )
+
+    with pytest.raises(RanksDiverged, match=r"different collectives: rank 0 .*; rank 1 "):
+        threads.run(4, CPU, unequal)
+
+    def stages(world):
+        """Each group at work of its own, and then all together; one that waits for a rank that has ended."""
+        rank, group = world.mesh.get_local_rank(), world.mesh_of(2)["tp"].get_group()
+        own = torch.ones(2)
+        for _ in range(1 + 2 * (rank // 2)):
+            dist.all_reduce(own, group=group)
+        assert own.tolist() == [2.0 if rank < 2 else 8.0] * 2
+        dist.all_reduce(own, group=world.mesh.get_group())
+        assert own.tolist() == [20.0] * 2
+        if rank != 3:
+            dist.all_reduce(own, group=group)
+
+    with pytest.raises(
+        RanksDiverged, match=r"different collectives: rank 0 .*; rank 2 AllReduce.*; rank 3 the end"
+    ):
+        threads.run(4, CPU, stages)
+
+    def work(world):
+        rank, group = world.mesh.get_local_rank(), world.mesh.get_group()
+        assert (dist.get_rank(), dist.get_world_size()) == (4 + rank, 8)
+        assert (dist.get_rank(group), dist.get_world_size(group)) == (rank, 4)
+        own = torch.full((4,), float(rank))
+        assert distribute_tensor(own.clone(), world.mesh, [Replicate()]).to_local().tolist() == [0.0] * 4
+        assert distribute_tensor(own, world.mesh, [Shard(0)], src_data_rank=3).to_local().tolist() == [3.0]
+        shards = distribute_tensor(torch.arange(8.0), world.mesh, [Shard(0)])
+        assert shards.equal(shards.clone())
+        assert not shards.equal(shards + (rank == 1))  # for which torch asks the default group
+        for each in (group, None):
+            dist.barrier(each)
+        dist.broadcast(own, src=dist.get_global_rank(group, 2), group=group)
+        assert own.tolist() == [2.0] * 4
+        with pytest.raises(ValueError, match="rank 0 is not part of group"):
+            dist.broadcast(own, src=0, group=group)
+        dist.all_reduce(own, group=dist.new_group([4, 5, 6, 7]))
+        return own.tolist()
+
+    assert threads.run(4, CPU, work) == [8.0] * 4
+
+
+def test_a_gradient_that_one_rank_does_not_have():
+    """The others wait for it in the sum over the ranks: a verdict, and no rank that hangs."""
+
+    def leave(border, module, output):
+        return border.leave(add_deferred_bias(module, output) if border.rank == 0 else output)
+
+    of_the_first = changed(TinyPlan, lambda plan: {"o_proj": leaving(plan.rowwise(), leave)})
+    (case,) = verify_sharded(Tiny, of_the_first).cases
+    assert case.worst == "runs in step 1, after its backward"
+    assert "the ranks called different collectives: rank 0 " in case.notes[0]
+
+
+def test_further_losses_are_compared_where_they_leave_the_model():
+    def halved(logits, labels, tokens):
+        """Over shards of the vocabulary only."""
+        return cross_entropy(logits, labels, tokens) / (2 if isinstance(logits, DTensor) else 1)
+
+    losses = {"ours": cross_entropy, "halved": halved}
+    split, whole = verify_sharded(Tiny, TinyPlan, loss_parallel=None, losses=losses).cases
+    assert {c.what for c in split.checks if not c.passed} == {"halved loss"}
+    assert whole.passed
+
+
+@pytest.mark.parametrize("where", ["first", "middle", "last"])
+def test_what_one_rank_raises_ends_the_others(where):
+    failing = {"first": 0, "middle": 1, "last": 2}[where]
+    left = []
+
+    def work(world):
+        try:
+            if world.mesh.get_local_rank() == failing:
+                raise LookupError(f"rank {failing}")
+            world.gather([torch.ones(1)])
+            world.gather([torch.ones(1)])
+        except BaseException as error:
+            left.append(type(error).__name__)
+            raise
+
+    with pytest.raises(LookupError, match=f"rank {failing}"):
+        threads.run(3, CPU, work)
+    assert sorted(left) == ["LookupError", "RankStopped", "RankStopped"]
+    assert not dist.is_initialized()
+
+
+def test_all_ranks_go_on_after_a_failure_that_is_caught():
+    def work(world):
+        rank = world.mesh.get_local_rank()
+
+        def fails():
+            world.gather_objects(rank)
+            if rank == 1:
+                raise ValueError("of one")
+            world.gather_objects(rank)
+
+        for _ in range(3):
+            with pytest.raises(ValueError, match="of one"):
+                world.together(fails)
+        total = torch.full((2,), float(rank))
+        dist.all_reduce(total, group=world.mesh.get_group())
+        return world.gather_objects(total.tolist())
+
+    assert threads.run(4, CPU, work) == [[6.0, 6.0]] * 4
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_ranks_that_lose_each_other_are_told_so(depth):
+    """By other collectives, by other shapes, by one that has nothing more to say: none waits for ever."""
+
+    def other_shapes(world):
+        dist.all_reduce(torch.zeros(1 + world.mesh.get_local_rank()), group=world.mesh.get_group())
+
+    def other_collectives(world):
+        return world.gather([torch.zeros(1)]) if world.mesh.get_local_rank() else world.gather_objects(1)
+
+    def nothing_more(world):
+        return world.gather_objects(1) if world.mesh.get_local_rank() else None
+
+    for lose in (other_shapes, other_collectives, nothing_more):
+        nested = (lambda world, lose=lose: world.together(lambda: lose(world))) if depth else lose
+        with pytest.raises(RanksDiverged, match=r"different collectives: rank 0 .*; rank 1 "):
+            threads.run(2, CPU, nested)
+
+
+def test_one_leaves_a_piece_of_work_for_good_and_the_others_follow():
+    def work(world):
+        if world.mesh.get_local_rank() == 0:
+            return None
+        return world.together(lambda: world.gather_objects(1))
+
+    with pytest.raises(RanksDiverged):
+        threads.run(3, CPU, work)
+
+
+def test_an_interrupt_ends_every_rank():
+    """An interrupt of the main thread, which waits for the ranks, and of a rank."""
+    begun = threading.Event()
+
+    def forever(world):
+        begun.set()
+        while True:
+            world.gather_objects(1)
+
+    def interrupt():
+        begun.wait()
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        threads.run(2, CPU, forever)
+    assert not dist.is_initialized()
+
+    def raises(world):
+        if world.mesh.get_local_rank() == 1:
+            raise KeyboardInterrupt
+        world.gather_objects(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        threads.run(2, CPU, raises)
+
+
+def test_the_callers_process_is_left_as_it_was(monkeypatch):
+    """And no thread waits for ranks that have none, as torch does by this setting."""
+    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
+    before = torch.get_num_threads(), torch.is_grad_enabled(), torch.random.get_rng_state()
+    with torch.no_grad():
+        assert all(threads.run(2, CPU, lambda world: world.gather_objects(torch.is_grad_enabled())))
+    assert threads.run(2, CPU, lambda world: world.gather_objects(torch.get_num_threads())) == [before[0]] * 2
+    assert torch.equal(before[2], torch.random.get_rng_state())
+    assert os.environ["TORCH_DIST_INIT_BARRIER"] == "1"
+    assert not dist.is_initialized()
+
+
+def test_ranks_that_are_not_there():
+    with pytest.raises(PlanError, match="ranks = 'processes': "):
+        verify_plainly(Tiny, ranks="processes")
+    with pytest.raises(PlanError, match="ranks = 'threads' on meta"):
+        Worlds("threads", Tiny().to("meta"))
+
+
+def test_32_ranks():
+    def build():
+        sizes = {"num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 64, "head_dim": 4}
+        return zoo.build("qwen3", num_hidden_layers=1, **sizes)
+
+    report = verify_sharded(build, degrees=[32])
+    assert report.passed, report.table()

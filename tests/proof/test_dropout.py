@@ -1,0 +1,44 @@
+"""`verify` of adapters with a dropout: the whole model and every rank draw the same numbers, or the plan is found."""
+
+import torch
+
+from tests import zoo
+from tests.support.faulty_styles import installed
+from titanplans.config import LoRA
+from titanplans.parallel import add_adapters
+from titanplans.plans.hf.qwen import Qwen3Plan
+from titanplans.proof import verify
+
+
+def adapted():
+    model = zoo.build("qwen3", num_hidden_layers=1)
+    add_adapters(model, LoRA(rank=2, dropout=0.3, target_modules=("q_proj", "o_proj", "down_proj")))
+    return model
+
+
+class FirstColumns(Qwen3Plan):
+    """Every rank drops what the first one drops."""
+
+    def rowwise(self, **options):
+        def wrong(right, module, border):
+            right(module, border)
+            module.lora_dropout.split = (0, *module.lora_dropout.split[1:])
+
+        return installed(super().rowwise(**options), wrong)
+
+
+def test_dropout_of_adapters_is_proved():
+    """Also where blocks are recomputed: each thread has a generator of its own."""
+    state = torch.get_rng_state()
+    report = verify(adapted, degrees=[2], conditions="each")
+    assert report.passed, report.table()
+    assert any(case.scenario.recomputed for case in report.cases)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_ranks_that_drop_other_columns_are_found():
+    report = verify(adapted, FirstColumns, degrees=[2], loss_parallel=True, conditions="plain")
+    assert not any(case.passed for case in report.cases)
+    assert {case.finding.first.name for case in report.cases} == {
+        "model.layers.0.self_attn.o_proj.lora_dropout"
+    }

@@ -1,0 +1,99 @@
+"""Bugs that were shipped, made again as plans and styles, and where each is found.
+
+    a key that matches nothing (NeMo Automodel #2589; transformers #37893)    plan/test_strict.py
+    a pattern that hits a module twice (flame #11)                            plan/test_strict.py
+    more ranks than key/value heads (torchtitan #932, #2574; DeepSpeed #7259) plan/test_strict.py
+    clip_grad_norm_ on Tensor and DTensor (transformers #36296; torchtune     plan/test_strict.py, a foreign style
+        #2420): a parameter that is left plain
+    rows ordered (n h d), a decay by local head (FLA under naive colwise)     test_language_mutants.py
+    loss scaled by 1/tp, replicas that differ after init (NeMo Automodel      test_proof_wrong.py
+        #1291)
+    parameters left as garbage after meta (flame #9; FLA #156)                modeling/test_initialize.py
+
+By operators of the corpus, in test_mutants.py:
+
+    q_norm/k_norm gradient not summed (NeMo Automodel #3822, #3857;           as_before_stream
+        NeMo-RL #3716; AReaL #335), nor that of a shared projection
+        (torchtitan PR #1373), nor the final norm's (Megatron-LM #1446)
+    Partial gradient labelled Replicate (torchtitan #3412)                    entry_unsummed
+    gradients exactly 2x (pytorch #160285)                                    entry_summed_again
+    vocabulary not divisible (Megatron-LM #1754)                              offset_by_local_rows
+    positions from a shard's length (transformers)                            begin_elsewhere
+    tied weights untied (NeMo-RL #298, #684, #879; torchtitan #2252)          untied
+    a keyword that the mixer is not called with (flame #12)                   other_input_name
+"""
+
+import pytest
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+
+from tests.support.mutants.bugs import changed, counted_on_every_rank
+from tests.support.mutants.place import named
+from tests.support.plain_proofs import verify_sharded
+from tests.support.plan_examples import GateUp, GateUpPlan, with_mlp
+from tests.support.tiny_model import Tiny, TinyPlan
+
+pytestmark = pytest.mark.thorough
+
+
+class Positional(TinyPlan):
+    """Attention by torch's own styles, which look for its input at a position."""
+
+    region = PrepareModuleInput(
+        input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True
+    )
+
+    def attn_plan(self, attn):
+        split = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
+        out = RowwiseParallel(output_layouts=Shard(1))
+        return {"": self.region, **split, "o_proj": out}
+
+
+class ByKeyword(Positional):
+    """And this one by its name, which is how the block hands it over."""
+
+    region = PrepareModuleInput(
+        input_kwarg_layouts={"hidden_states": Shard(1)},
+        desired_input_kwarg_layouts={"hidden_states": Replicate()},
+        use_local_output=True,
+    )
+
+
+def without_norm():
+    """A Tiny with mixers that torch's own styles cover."""
+    model = Tiny()
+    for layer in model.layers:
+        layer.attn.q_norm = nn.Identity()
+    return model
+
+
+BUGS = {
+    "replicas counted tp times in the norm (TransformerEngine ROCm #715; NeMo-RL #3788)": (
+        Tiny, changed(TinyPlan, norm=lambda plan, style: counted_on_every_rank(style)), False,
+        "norm", {"gradients", "norm"},
+    ),
+    "packed projection split evenly (Megatron-LM #1989; Baichuan)": (
+        lambda: with_mlp(GateUp),
+        changed(GateUpPlan, gate_up_proj=lambda plan, style: plan.colwise(interleaved=True)), True,
+        "layers.0.mlp.down_proj", {"loss"},  # each rank's rows are right, and show where they have met
+    ),
+    "positional layouts for keyword inputs (flame #12)": (without_norm, Positional, True, "layers.0.attn", {"runs"}),
+}  # fmt: skip
+"""Model, plan, whether the sequence is sharded; the module that the report names, and checks that fail, among others."""
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_it_is_found_and_placed(name):
+    build, plan, sequence, place, fails = BUGS[name]
+    report = verify_sharded(build, plan, sequence_parallel=sequence, seq_len=8)
+    (case,) = report.cases
+    assert not report.passed
+    assert named(case, build()) == {place}
+    assert {check.what for check in case.checks if not check.passed} >= fails
+    if fails == {"runs"}:
+        assert case.worst == f"runs in {place}", "not after its neighbour"
+
+
+def test_keyword_inputs_by_their_names_are_right():
+    assert verify_sharded(without_norm, ByKeyword).passed

@@ -1,0 +1,378 @@
+"""`verify` on plans that are wrong in one condition only, as users might write them: each is found, and the condition named.
+
+A fault is a condition and an effect: in most, what a module gives is a hundredth too large when the condition holds.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from tests import zoo
+from tests.support import tiny_model
+from tests.support.faulty_styles import installed
+from tests.support.tiny_model import TinyPlan
+from titanplans import registered_plans
+from titanplans.errors import VerifyError
+from titanplans.proof import verify
+from titanplans.split.cache import CACHES
+
+pytestmark = pytest.mark.thorough
+
+
+@dataclass
+class Call:
+    """One call of a module of the split model, as a hook sees it."""
+
+    module: Any
+    args: tuple
+    kwargs: dict[str, Any]
+    output: Any
+    rank: int
+    number: int
+    """Of the module's forwards in training, from 1, those of a backward left out."""
+    evaluated: bool
+    """It has been called in evaluation mode before."""
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self.args[0] if self.args else self.kwargs["hidden_states"]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.module._parameters["weight"]
+
+
+def larger(call: Call) -> Any:
+    if isinstance(call.output, tuple):
+        return (call.output[0] * 1.01, *call.output[1:])
+    return call.output * 1.01
+
+
+def larger_gradient(call: Call) -> Any:
+    if call.output.requires_grad:
+        call.output.register_hook(lambda grad: grad * 1.01)
+    return call.output
+
+
+def detached(call: Call) -> Any:
+    return (
+        (call.output[0].detach(), *call.output[1:])
+        if isinstance(call.output, tuple)
+        else call.output.detach()
+    )
+
+
+def wrong(
+    base: type, part: str, key: str, when: Callable[[Call], Any], effect: Callable[[Call], Any] = larger
+) -> type:
+    """Return the plan `base` with a module that has the `effect` `when` the condition holds; `part` is the plan's method."""
+
+    def spoil(style: Any) -> Any:
+        def spoilt(right: Any, module: Any, border: Any) -> None:
+            right(module, border)
+            state = {"number": 0, "evaluated": False}
+
+            def hook(module: Any, args: tuple, kwargs: dict, output: Any) -> Any:
+                state["number"] += module.training and torch._C._current_graph_task_id() == -1
+                call = Call(module, args, kwargs, output, border.rank, **state)
+                state["evaluated"] |= not module.training
+                return effect(call) if when(call) else output
+
+            module.register_forward_hook(hook, with_kwargs=True)
+
+        return installed(style, spoilt)
+
+    def planned(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plan = getattr(super(Wrong, self), part)(*args, **kwargs)
+        return plan | {key: spoil(plan[key])} if key is not None else spoil(plan)
+
+    Wrong = type("Wrong", (base,), {part: planned})
+    return Wrong
+
+
+def mask(call: Call) -> torch.Tensor | None:
+    """Return the attention mask [batch, 1, queries, keys] that a mixer of transformers is given: True where it looks."""
+    return call.kwargs.get("attention_mask")
+
+
+def padded(call: Call, key: int) -> bool:
+    """Whether the last query of a sequence does not see one of the keys at an end."""
+    return mask(call) is not None and bool((~mask(call)[:, 0, -1, key]).any())
+
+
+def cached(call: Call) -> bool:
+    """Whether the mixer has a cache, by either of transformers' names."""
+    return any(call.kwargs.get(name) is not None for name in CACHES)
+
+
+def positions_repeat(call: Call) -> bool:
+    cosines = call.kwargs["position_embeddings"][0][0]
+    return len(cosines.unique(dim=0)) < len(cosines)
+
+
+def kept(call: Call, value: torch.Tensor, key: Any = None) -> bool:
+    """Whether the first such value of this module, which a plan may have kept, is another."""
+    first = call.module.__dict__.setdefault("kept", {}).setdefault(key, value.detach().clone())
+    return not torch.equal(first, value)
+
+
+def wrong_after_another(call: Call) -> Any:
+    """In the backward takes the length for that of the newest forward."""
+    length = call.module.__dict__["newest"] = call.shape[1]
+    if call.output.requires_grad:
+        call.output.register_hook(lambda grad: grad * (length / call.module.__dict__["newest"]))
+    return call.output
+
+
+@dataclass
+class Fault:
+    """A plan that is wrong in one condition."""
+
+    when: Callable[[Call], Any]
+    says: str
+    """A pattern that a condition which the report names contains."""
+    model: str = "tiny"
+    part: str = "attn_plan"
+    key: str | None = "v_proj"
+    effect: Callable[[Call], Any] = larger
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+IMAGE = zoo.config("gemma3").image_token_id
+PAIRS = {"conditions": "pairs"}
+WHOLE_SEQUENCE = {"sequence_parallel": False}
+"""Ranks that share a sequence divide its length in training."""
+
+FAULTS = {
+    "more than 64 tokens": Fault(lambda c: c.shape[1] > 64, "13[01] tokens"),
+    "more than 128 tokens": Fault(lambda c: c.shape[1] > 128, "13[01] tokens", part="mlp_plan", key="up_proj"),
+    "an odd length": Fault(lambda c: c.shape[1] % 2, "15 tokens", options=WHOLE_SEQUENCE),
+    "an odd length, in full": Fault(lambda c: c.shape[1] % 2, "131 tokens"),
+    "fewer than 8 tokens": Fault(lambda c: 1 < c.shape[1] < 8, "4 tokens"),
+    "a batch of one": Fault(lambda c: c.shape[0] == 1, "a batch of 1"),
+    "more than two sequences": Fault(lambda c: c.shape[0] > 2, "a batch of 3", effect=larger_gradient),
+    "many tokens in all": Fault(lambda c: c.shape.numel() > 16 * 130, "13[01] tokens"),
+    "left padding": Fault(lambda c: padded(c, 0), "left padding", "qwen3", key=""),
+    "right padding": Fault(lambda c: padded(c, -1), "right padding", "qwen3", key=""),
+    "any mask, in FLA": Fault(
+        lambda c: c.kwargs.get("attention_mask") is not None, "padding", "gla", key=""
+    ),
+    "documents by positions": Fault(positions_repeat, "documents", "qwen3", key=""),
+    "documents by offsets": Fault(lambda c: c.kwargs.get("cu_seqlens") is not None, "documents", "gla", key=""),
+    "repeated tokens": Fault(
+        lambda c: len(c.args[0].unique()) <= 3 < c.args[0].numel(), "repeated tokens",
+        part="vocab_embedding", key=None,
+    ),
+    "text without images": Fault(
+        # The tokens of text are repeated, and one of the three is the image's, which makes at most a quarter elsewhere.
+        lambda c: c.module.training and (c.args[0] == IMAGE).double().mean() > 0.3, "without images", "gemma3",
+        part="vocab_embedding", key=None,
+    ),
+    "evaluation mode": Fault(lambda c: not c.module.training, "an evaluation"),
+    "more than 64 tokens in an evaluation": Fault(
+        lambda c: not c.module.training and c.shape[1] > 64, "131 tokens"
+    ),
+    "right padding in an evaluation": Fault(
+        lambda c: not c.module.training and padded(c, -1), "right padding", "qwen3", key=""
+    ),
+    "without a gradient": Fault(lambda c: not torch.is_grad_enabled(), "an evaluation"),
+    "a training after an evaluation": Fault(lambda c: c.module.training and c.evaluated, "an evaluation"),
+    "a cache": Fault(lambda c: cached(c), "a cache", "qwen3", key=""),
+    "one token beside a cache": Fault(lambda c: c.shape[1] == 1, "a cache", "qwen3"),
+    "a frozen weight": Fault(lambda c: not c.weight.requires_grad, "frozen"),
+    "a trained weight beside frozen ones": Fault(
+        lambda c: torch.is_grad_enabled() and c.weight.requires_grad and not c.tensor.requires_grad, "frozen",
+        key="k_proj",
+    ),
+    "run again in the backward": Fault(
+        lambda c: torch._C._current_graph_task_id() != -1 and c.module.training, "recomputed"
+    ),
+    "float32": Fault(lambda c: c.output.dtype == torch.float32, "float32", options=PAIRS),
+    "bfloat16": Fault(
+        lambda c: c.output.dtype == torch.bfloat16, "bfloat16", "qwen3", effect=lambda c: c.output * 2, options=PAIRS
+    ),
+    "from the second micro batch on": Fault(lambda c: c.module.training and c.number > 1, "several micro batches"),
+    "from the third step on": Fault(lambda c: c.module.training and c.number > 4, "3 steps"),
+    "another length than before": Fault(
+        lambda c: c.module.__dict__.setdefault("first", c.shape[1]) != c.shape[1], "tokens"
+    ),
+    "a gradient that is there already": Fault(
+        lambda c: c.weight.grad is not None, "several micro batches", effect=larger_gradient
+    ),
+    "a whole block": Fault(lambda c: c.shape[1] % 64 == 0, "128 tokens", options=PAIRS),
+    "a mask that was kept by its shape": Fault(
+        lambda c: mask(c) is not None and kept(c, mask(c), mask(c).shape), "padding", "qwen3", key=""
+    ),
+    "padding beside a cache": Fault(
+        lambda c: cached(c) and padded(c, 0), "left padding", "qwen3", key=""
+    ),
+    "a weight that was kept for evaluations": Fault(
+        lambda c: not c.module.training and kept(c, c.module.weight), "2 steps", part="mlp_plan", key="up_proj",
+        model="qwen3",
+    ),
+    "a mixer in which nothing trains": Fault(
+        lambda c: not any(p.requires_grad for p in c.module.parameters()) and c.output[0].requires_grad,
+        "frozen mixers", key="", model="qwen3", effect=detached,
+    ),
+    "an MLP in which nothing trains": Fault(
+        lambda c: not any(p.requires_grad for p in c.module.parameters()) and c.output.requires_grad,
+        "frozen mixers", part="mlp_plan", key="", effect=detached,
+    ),
+    "a weight that was frozen": Fault(
+        lambda c: not c.module.__dict__.setdefault("trained", c.weight.requires_grad) and c.weight.requires_grad,
+        "frozen", effect=larger_gradient,
+    ),
+    "a frozen norm that a gradient passes": Fault(
+        lambda c: not c.weight.requires_grad and c.args[0].requires_grad, "frozen", key="q_norm",
+        effect=larger_gradient,
+    ),
+    "several forwards before a backward": Fault(
+        lambda c: c.module.training, "several micro batches", effect=wrong_after_another
+    ),
+    "the last rank, odd lengths": Fault(
+        lambda c: c.rank == 1 and c.shape[1] % 2, "15 tokens", effect=larger_gradient, options=WHOLE_SEQUENCE
+    ),
+}  # fmt: skip
+
+
+def plan_of(fault: Fault) -> type:
+    base = TinyPlan if fault.model == "tiny" else registered_plans()[fault.model]
+    return wrong(base, fault.part, fault.key, fault.when, fault.effect)
+
+
+def proved(model: str, plan: Any, layers: int = 1, **options: Any) -> Any:
+    options = {
+        "degrees": [2],
+        "loss_parallel": True,
+        "sequence_parallel": True,
+        "conditions": "each",
+    } | options
+
+    def build():
+        # One block: each fault is in every block, and a proof's time goes with their number.
+        return (
+            zoo.build(model) if model == "tiny" else zoo.build(model, options=False, num_hidden_layers=layers)
+        )
+
+    def images(size, length, seed):
+        return zoo.inputs(model, batch_size=size, seq_len=max(length, 8), seed=seed)
+
+    return verify(build, plan, inputs=images if model == "gemma3" else None, **options)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_one_condition_is_found_and_the_condition_named(name):
+    fault = FAULTS[name]
+    report = proved(fault.model, plan_of(fault), **fault.options)
+    assert not report.passed
+    failed = [case for case in report.cases if not case.passed]
+    assert all(any(re.search(fault.says, words) for words in case.conditions) for case in failed), [
+        case.conditions for case in failed
+    ]
+    assert "wrong only with" in report.table()
+
+
+@pytest.mark.parametrize("model", ["tiny", "qwen3", "gla"])
+def test_a_hook_by_itself_is_not_wrong(model):
+    fault = Fault(lambda call: False, "", model)
+    assert proved(model, plan_of(fault)).passed
+
+
+def test_replicas_that_are_not_broadcast():
+    """Each rank keeps what it happened to have."""
+
+    class Own(TinyPlan):
+        def attn_plan(self, attn):
+            before = attn.q_norm.weight.detach().clone()
+
+            def install(right, module, border):
+                with torch.no_grad():
+                    module._parameters["weight"].to_local().copy_(before)
+
+            return super().attn_plan(attn) | {"q_norm": installed(self.replicated_in_region(), install)}
+
+    report = proved("tiny", Own)
+    (failed,) = [case for case in report.cases if not case.passed]
+    assert failed.conditions == ("values that differ between the ranks before the split",)
+
+
+def test_a_weight_that_is_read_once():
+    """Right in the first step: what was copied then is old after it."""
+
+    def stale(call):
+        first = call.module.__dict__.setdefault("first", call.module.weight.detach().clone())
+        return torch.nn.functional.linear(call.tensor, first)
+
+    fault = Fault(lambda call: True, "2 steps", effect=stale)
+    report = proved("tiny", plan_of(fault))
+    assert not report.passed
+    assert all(
+        "2 steps" in case.conditions or case.conditions == () for case in report.cases if not case.passed
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_what_is_rounded_to_bfloat16_between_ranks(dtype):
+    """In float32 the worst case of all roundings would allow it: 16,000 of 19,008."""
+    fault = Fault(lambda c: True, "", key="o_proj", effect=lambda c: c.output.bfloat16().to(c.output.dtype))
+    report = proved("tiny", plan_of(fault), dtype=dtype)
+    assert not any(case.passed for case in report.cases)
+    assert report.cases[0].conditions == ()
+
+
+def test_blocks_of_one_kind_may_not_differ():
+    fault = Fault(lambda c: c.module.__dict__.get("last"), "", part="layer_plan", key="attn_norm")
+    base = plan_of(fault)
+
+    class ByIndex(base):
+        blocks = 0
+
+        def layer_plan(self, layer):
+            type(self).blocks += 1
+            layer.attn_norm.__dict__["last"] = type(self).blocks % 2 == 0
+            return super().layer_plan(layer)
+
+    assert not proved("tiny", ByIndex, conditions="plain").passed
+
+
+def test_every_right_plan_of_the_zoo_is_proved_in_every_condition():
+    for name in ("tiny", "gla"):
+        report = proved(name, TinyPlan if name == "tiny" else None, layers=2, conditions="pairs")
+        assert report.passed, report.table()
+
+
+class PatchesMethod(TinyPlan):
+    """Forgets the activation, in every model of the process."""
+
+    def mlp_plan(self, mlp):
+        tiny_model.MLP.forward = lambda self, x: self.down_proj(self.gate_proj(x) * self.up_proj(x))
+        return super().mlp_plan(mlp)
+
+
+class PatchesFunction(TinyPlan):
+    """The same by a style, once, and for torch."""
+
+    def mlp_plan(self, mlp):
+        def patching(right, module, border):
+            right(module, border)
+            torch.nn.functional.silu = torch.nn.functional.relu
+
+        return super().mlp_plan(mlp) | {"up_proj": installed(self.colwise(), patching)}
+
+
+@pytest.mark.parametrize(
+    ("plan", "named"), [(PatchesMethod, "tiny.MLP.forward"), (PatchesFunction, "torch.nn.functional.silu")]
+)
+def test_a_plan_may_not_change_the_code_of_the_whole_model(monkeypatch, plan, named):
+    monkeypatch.setattr(tiny_model.MLP, "forward", tiny_model.MLP.forward)
+    monkeypatch.setattr(torch.nn.functional, "silu", torch.nn.functional.silu)
+    with pytest.raises(VerifyError, match=f"replaced {named} for every model"):
+        proved("tiny", plan)

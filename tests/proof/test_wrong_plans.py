@@ -1,0 +1,316 @@
+"""`verify` on wrong plans: each is rejected, and the place that is named is where the fault was put."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate
+
+from tests.support.faulty_styles import hooked, installed, leaving
+from tests.support.mutants.bugs import loss_over_ranks
+from tests.support.plain_proofs import verify_plainly, verify_sharded
+from tests.support.tiny_model import Block, Tiny, TinyPlan, changed
+from titanplans.split.layout import Layout
+from titanplans.split.module_weight import add_deferred_bias
+from titanplans.styles.region import Region
+from titanplans.styles.replicated_in_region import ReplicatedInRegion
+
+
+def attn(**styles):
+    """TinyPlan with other styles, made with the plan's stream, for some modules of its mixers."""
+    return changed(TinyPlan, lambda plan: {n: make(plan) for n, make in styles.items()})
+
+
+class Unsummed(ReplicatedInRegion):
+    """A gradient that is labelled Replicate although each rank has its own share."""
+
+    def layouts(self, module, over):
+        return {name: Layout(Replicate(), Replicate()) for name in module._parameters}
+
+
+def doubled(style):
+    def install(right, module, border):
+        module._parameters["weight"].register_hook(lambda grad: grad * 2)
+
+    return installed(style, install)
+
+
+class DoublingPlan(TinyPlan):
+    def layer_plan(self, layer):
+        return super().layer_plan(layer) | {"mlp_norm": doubled(self.replicated_on_stream())}
+
+
+def rolled(plan):
+    """Heads that begin one row late."""
+    return hooked(plan.colwise(), lambda output: output.roll(1, -1))
+
+
+def detached(plan):
+    def install(right, module, border):
+        weight = module._parameters["weight"]
+        module.register_forward_pre_hook(lambda *_: module.__dict__.update(read=weight.to_local().detach()))
+        module.forward = lambda x: nn.functional.rms_norm(x, x.shape[-1:], module.read)
+
+    return installed(plan.replicated_in_region(), install)
+
+
+def differing(plan):
+    def install(right, module, border):
+        with torch.no_grad():
+            module._parameters["weight"].to_local().mul_(1 + 1e-9 * border.rank)
+
+    return installed(plan.replicated_in_region(), install)
+
+
+class ScalingPlan(TinyPlan):
+    """A loss divided by the number of ranks, as seen from the head."""
+
+    def vocab_head(self):
+        return loss_over_ranks(super().vocab_head())
+
+
+def gradient_left(plan):
+    """Enters a region without summing the gradients of its input."""
+    return installed(Region(reduce_output=False), lambda right, module, border: None)
+
+
+def sum_left(plan):
+    """Leaves a region without the sum."""
+    return leaving(plan.rowwise(), lambda border, module, output: add_deferred_bias(module, output))
+
+
+class UntyingPlan(TinyPlan):
+    def vocab_head(self):
+        def install(right, module, border):
+            right(module, border)
+            module.register_forward_pre_hook(untie)
+
+        def untie(module, args):
+            module._parameters["weight"] = nn.Parameter(module._parameters["weight"].detach().clone())
+
+        return installed(super().vocab_head(), install)
+
+
+class PostBlock(Block):
+    def __init__(self):
+        super().__init__()
+        self.attn.post_norm = nn.RMSNorm(16)
+
+    def forward(self, x):
+        x = x + self.attn.post_norm(self.attn(hidden_states=self.attn_norm(x)))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class PostNormed(Tiny):
+    """A norm of the mixer works on the mixer's output, after the rowwise projection: on the stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(PostBlock() for _ in range(2))
+
+
+def tied():
+    return Tiny(tied=True)
+
+
+# Model, plan, whether the sequence is sharded, the direction, the place and what is said of it. In the
+# backward the last layer comes first.
+WRONG = {
+    "gradient not summed": (
+        Tiny, attn(q_norm=lambda p: Unsummed()), True,
+        "backward", "layers.1.attn.q_norm.weight", "not summed over the ranks",
+    ),
+    "gradient doubled": (
+        Tiny, DoublingPlan, True,
+        "backward", "layers.1.mlp_norm.weight", "exactly 2 times the right one",
+    ),
+    "replicated after the sum": (
+        PostNormed, attn(post_norm=lambda p: p.replicated_in_region()), False,
+        "backward", "layers.1.attn.post_norm.weight", "exactly 4 times too large: once for each rank",
+    ),
+    "head shifted": (Tiny, attn(k_proj=rolled), True, "forward", "layers.0.attn.k_proj", ""),
+    "replicas differ": (Tiny, attn(q_norm=differing), True, "forward", "layers.0.attn.q_norm", ""),
+    "loss divided": (
+        Tiny, ScalingPlan, True,
+        "backward", "lm_head.weight", "exactly 1/4 of it: divided by the number of ranks",
+    ),
+    "input's gradient not summed": (
+        Tiny, attn(**{"": gradient_left}), False,
+        "backward", "gradient of the output of layers.1.attn_norm", "not summed over the ranks",
+    ),
+    "output not summed": (
+        Tiny, attn(o_proj=sum_left), False,
+        "forward", "layers.0.attn.o_proj", "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_is_rejected_and_found(name):
+    model_fn, plan, sequence, direction, place, reason = WRONG[name]
+    report = verify_sharded(model_fn, plan, degrees=[4], sequence_parallel=sequence)
+    assert not report.passed
+    (case,) = report.cases
+    assert (
+        max(check.error for check in case.checks) > 1e5 * case.checks[0].tolerance
+        or name == "replicas differ"
+    )
+    finding = case.finding
+    assert (finding.direction, finding.first.name) == (direction, place)
+    assert reason in finding.reason
+    assert bool(finding.reason) == bool(reason)
+    assert finding.healthy
+    assert all(place.error < case.checks[0].tolerance for place in finding.healthy)
+    assert place in report.table()
+
+
+class OnStream(TinyPlan):
+    def layer_plan(self, layer):
+        return super().layer_plan(layer) | {"mlp_norm": self.replicated_off_stream()}
+
+
+@pytest.mark.parametrize(
+    ("model_fn", "plan", "place", "style"),
+    [
+        (Tiny, attn(q_norm=lambda p: p.replicated_off_stream()), "attn.q_norm", "replicated_in_region()"),
+        (Tiny, OnStream, "mlp_norm", "replicated_on_stream()"),
+        (
+            PostNormed,
+            attn(post_norm=lambda p: p.replicated_off_stream()),
+            "attn.post_norm",
+            "replicated_on_stream()",
+        ),
+    ],
+)
+def test_the_style_that_sums_a_gradient_is_named(model_fn, plan, place, style):
+    """And is right: the plans differ from right ones in that style alone."""
+    (case,) = verify_sharded(model_fn, plan).cases
+    assert case.finding.first.name == f"layers.1.{place}.weight"
+    assert f"not summed over the ranks; {style} sums it;" in str(case.finding)
+
+
+@pytest.mark.parametrize(
+    ("plan", "place"),
+    [
+        (attn(v_proj=rolled), "layers.0.attn.v_proj"),
+        (DoublingPlan, "layers.1.mlp_norm.weight"),
+    ],
+    ids=["forward", "backward"],
+)
+def test_the_place_in_a_sequence_of_one_token(plan, place):
+    """Of the stream's ranks the first has it, and the others have padding."""
+    (case,) = verify_sharded(Tiny, plan, seq_len=1).cases
+    assert case.finding.first.name == place
+
+
+def test_replicated_after_the_sum_is_right_on_a_sharded_sequence():
+    """There each rank has other tokens, and the gradient is a sum indeed: the fault is not always one."""
+    plan = attn(post_norm=lambda p: p.replicated_in_region())
+    report = verify_plainly(PostNormed, plan, degrees=[2], loss_parallel=True)
+    assert [case.passed for case in report.cases] == [True, False]
+    right = attn(post_norm=lambda p: p.replicated_on_stream())
+    assert verify_plainly(PostNormed, right, degrees=[2], loss_parallel=True).passed
+
+
+def test_a_row_has_the_figures_of_its_own_training():
+    """In epsilons of its own precision, though the place is sought in one plain step in float64."""
+    plan = attn(q_norm=lambda p: p.replicated_off_stream())
+    report = verify_sharded(Tiny, plan, conditions="pairs")
+    worst = {}
+    for case in report.cases:
+        assert case.finding.first.name == "layers.1.attn.q_norm.weight"
+        errors = {check.what: check.error for check in case.checks}
+        what = "replicas" if case.scenario.dtype == "bfloat16" else "gradients"
+        worst.setdefault(case.scenario.dtype, []).append(errors[what])
+    assert 1e6 * max(worst["float32"]) < min(worst["float64"])
+    assert max(worst["bfloat16"]) < 1e4 < min(worst["float32"])
+
+
+def test_a_missing_gradient():
+    report = verify_sharded(Tiny, attn(q_norm=detached))
+    (case,) = report.cases
+    assert case.missing == ("layers.0.attn.q_norm.weight", "layers.1.attn.q_norm.weight")
+    assert not case.passed
+    text = report.table()
+    assert "missing" in text
+    assert "layers.0.attn.q_norm.weight: no gradient, and the whole model has one" in text
+
+
+def test_a_gradient_too_many():
+    def thawing(plan):
+        def install(right, module, border):
+            module._parameters["weight"].requires_grad_(True)
+
+        return installed(plan.replicated_in_region(), install)
+
+    def frozen():
+        model = Tiny()
+        model.layers[0].attn.q_norm.weight.requires_grad_(False)
+        return model
+
+    plan = attn(q_norm=thawing)
+    report = verify_sharded(frozen, plan)
+    assert report.cases[0].unexpected == ("layers.0.attn.q_norm.weight",)
+    assert not report.passed
+    assert "a gradient, and the whole model has none" in report.table()
+
+
+def test_untied_weights():
+    report = verify_sharded(tied, UntyingPlan)
+    (case,) = report.cases
+    assert not case.checks[-1].passed
+    assert "embed.weight and lm_head.weight: no longer one tensor" in report.table()
+
+
+def test_a_plan_that_does_not_run():
+    plan = attn(q_proj=lambda p: p.rowwise(), o_proj=lambda p: p.colwise())
+    report = verify_sharded(Tiny, plan)
+    assert not report.passed
+    assert report.cases[0].checks[0].what == "runs"
+    assert report.cases[0].checks[0].where == "in layers.0.attn.q_proj"
+    assert "does not run, in layers.0.attn.q_proj: RuntimeError: mat1 and mat2" in report.table()
+    assert "; colwise() is for a projection that gets all of its inputs" in report.table()
+    report.to_dict()
+
+
+def test_alike_cases_are_told_once():
+    report = verify_plainly(Tiny, attn(q_norm=lambda p: Unsummed()), degrees=[2])
+    assert len(report.cases) == 4
+    text = report.table()
+    assert text.count("first off at") == 1
+    assert "4 of 4 cases WRONG" in text
+
+
+class Meddling(TinyPlan):
+    """A plan that changes what the module computes, where it should only say how it is split."""
+
+    def mlp_plan(self, mlp):
+        mlp.up_proj.bias = None
+        return super().mlp_plan(mlp)
+
+
+def test_a_plan_that_changes_the_model_is_compared_with_the_model_before():
+    report = verify_sharded(Tiny, Meddling)
+    assert not report.passed
+
+
+class ForgettingPadding(TinyPlan):
+    def vocab_embedding(self, *, begins_stream=False):
+        def forget(right, module, border):
+            right(module, border)
+            module.padding_idx = None
+
+        return installed(super().vocab_embedding(begins_stream=begins_stream), forget)
+
+
+@pytest.mark.parametrize("padding", [0, 7, 31])
+def test_a_padding_row_that_gets_a_gradient(padding):
+    def build():
+        torch.manual_seed(0)
+        model = Tiny()
+        model.embed = nn.Embedding(32, 16, padding_idx=padding)
+        return model
+
+    assert verify_sharded(build, TinyPlan, seq_len=6).passed
+    report = verify_sharded(build, ForgettingPadding, seq_len=6)
+    assert not report.passed
+    assert "embed.weight" in report.table()

@@ -1,0 +1,116 @@
+"""Stages one after the other in one process are the whole model: logits to the last bit, and every gradient.
+
+A parameter that several stages hold, such as that of a tied embedding, gets the sum of their gradients.
+"""
+
+import copy
+
+import pytest
+import torch
+
+from tests import zoo
+from titanplans import find_decoder
+from titanplans.errors import ParallelError
+from titanplans.kernels import for_meta
+from titanplans.loss import cross_entropy
+from titanplans.proof.compare.forward import widened
+from titanplans.split.stages.stage import PassedBlock, PassedModule
+from titanplans.split.stages.stages import Stages
+from titanplans.split.stages.trace import logits_of, trace, without_cache
+
+OWN = {
+    "nsa": dict(num_hidden_layers=2),  # its tiny config has one block
+}
+READS_VALUES = ("moba", "mom", "cat")
+"""Their code makes Python numbers of tensors, of which there are none on meta."""
+NAMES = [name for name in (*zoo.ARCHITECTURES, *zoo.FAMILIES) if name != "tiny"]
+
+
+def build(name, **fields):
+    model = zoo.build(name, **OWN.get(name, {}) | fields).train()
+    if hasattr(model.config, "output_router_logits"):
+        model.config.output_router_logits = False  # refused below
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the others multiply no float64
+    return model
+
+
+def step(stages, inputs):
+    """The logits, after a backward through all stages."""
+    crossing = ()
+    for stage in stages:
+        crossing = stage.run(
+            crossing, lambda stage=stage: stage.model(**inputs, **without_cache(stage.model))
+        )
+    labels = inputs["input_ids"]
+    cross_entropy(logits_of(crossing), labels, labels.numel()).backward()
+    return logits_of(crossing)
+
+
+def cut(model, bounds, inputs):
+    """Stages of copies of `model`, traced on meta, and on text alone."""
+    decoder, traced, ids = find_decoder(model), copy.deepcopy(model), inputs["input_ids"]
+    if model.config.model_type not in READS_VALUES:
+        traced, ids = traced.to("meta"), ids.to("meta")
+    with for_meta():
+        found = trace(traced, decoder, {"input_ids": ids})
+    stages = Stages(model, found, bounds[:-1])
+    made = [stages.cut(copy.deepcopy(model), at) for at in range(len(stages))]
+    for stage in made:
+        stage.watch()
+    return made
+
+
+def check(model, stages, inputs):
+    with widened(torch.float64):
+        expected = logits_of(model(**inputs, **without_cache(model)))
+        labels = inputs["input_ids"]
+        cross_entropy(expected, labels, labels.numel()).backward()
+        assert torch.equal(step(stages, inputs), expected)
+    grads = [dict(stage.model.named_parameters(remove_duplicate=False)) for stage in stages]
+    names = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    for param, known in names.items():
+        held = {id(own[name]): own[name].grad for own in grads for name in known if name in own}
+        parts = [grad for grad in held.values() if grad is not None]
+        assert (param.grad is None) == (not parts), known
+        if parts:
+            torch.testing.assert_close(sum(parts), param.grad, rtol=1e-9, atol=1e-12, msg=known[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_stages_are_the_model(name):
+    model, inputs = build(name), zoo.inputs(name)
+    blocks = len(find_decoder(model).names)
+    stages = cut(model, (0, blocks // 2, blocks), inputs)
+    check(model, stages, inputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "takes"),
+    [("llama", [0, 1, 1, 1]), ("gla", [0, 1, 1, 1]), ("rwkv7", [0, 2, 2, 2]), ("gpt2", [0, 1, 1, 1])],
+)
+def test_unequal_stages_hold_their_own_blocks_alone(name, takes):
+    layers = {"gpt2": "n_layer"}.get(name, "num_hidden_layers")
+    model, inputs = build(name, **{layers: 6}), zoo.inputs(name)
+    stages = cut(model, (0, 1, 2, 5, 6), inputs)
+    check(model, stages, inputs)
+    assert [len(stage.takes) for stage in stages] == takes
+    for stage, own in zip(stages, (1, 1, 3, 1), strict=True):
+        assert len(find_decoder(stage.model).blocks) == own
+        assert sum(isinstance(module, PassedBlock) for module in stage.model.modules()) == 6 - own
+    first, *inner, last = (stage.model for stage in stages)
+    decoder = find_decoder(model)
+    assert isinstance(last.get_submodule(decoder.embedding), PassedModule)
+    assert isinstance(first.get_submodule(decoder.head), PassedModule)
+    for stage in inner:
+        held = {name for name, _ in stage.named_parameters()}
+        assert all(any(name.startswith(f"{block}.") for block in decoder.names) for name in held), held
+
+
+def test_the_balance_of_routers_is_refused():
+    model, inputs = build("mixtral"), zoo.inputs("mixtral")
+    model.config.output_router_logits = True
+    with pytest.raises(ParallelError, match=r"output_router_logits = True: .* set it to False"):
+        cut(model, (0, 1, 2), inputs)

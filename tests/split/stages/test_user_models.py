@@ -1,0 +1,50 @@
+"""A job's stages of models of one's own: right to the last bit, or refused by name before a process starts."""
+
+import copy
+import re
+
+import pytest
+import torch
+
+from tests.split.stages.test_stages import check
+from tests.support import pipeline_models
+from titanplans.config import JobConfig
+from titanplans.errors import ParallelError
+from titanplans.modeling.own import construct_own, own_config
+from titanplans.training.pipeline.stage import check_stages_on_meta, stages_of
+
+
+def parallelism(starts):
+    options = JobConfig().parallelism
+    return options.replace(pipeline_parallel_split_points=[f"layers.{at}" for at in starts])
+
+
+def job_stages(name, starts):
+    """The stages that a job has of the model `name`, after its checks; and the model, as the job wraps it."""
+    config = own_config(f"pipelined_models:{name}", {})
+    on_meta = construct_own(config, torch.device("meta"), torch.float32)
+    stages = stages_of(on_meta, parallelism(starts), len(starts) + 1, 8)
+    check_stages_on_meta(on_meta, stages, 8)
+    torch.manual_seed(0)
+    return stages, construct_own(config, torch.device("cpu"), torch.float64)
+
+
+@pytest.mark.parametrize("starts", [(2,), (1, 3)], ids=str)
+@pytest.mark.parametrize("name", pipeline_models.RIGHT)
+def test_stages_are_the_model(name, starts):
+    stages, model = job_stages(name, starts)
+    inputs = {"input_ids": torch.randint(pipeline_models.VOCABULARY, (2, 8))}
+    parts = [stages.cut(copy.deepcopy(model), at) for at in range(len(stages))]
+    for part in parts:
+        part.watch()
+    check(model, parts, inputs)
+
+
+@pytest.mark.parametrize("name", pipeline_models.REFUSED)
+def test_what_no_stage_can_run_is_refused(name):
+    _, pattern = pipeline_models.REFUSED[name]
+    with pytest.raises(ParallelError, match=pattern) as refusal:
+        job_stages(name, (2,))
+    said = str(refusal.value)
+    assert re.match(rf"{name} can't be split into stages: ", said)
+    assert "without stages (pipeline_parallel_degree = 1)" in said

@@ -1,0 +1,172 @@
+"""A split step launches the kernels of the whole model's step, its collectives, a copy beside each gather and scatter,
+and what is declared here by name."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+
+from tests import zoo
+from tests.support.kernel_launches import COLLECTIVES, count, step
+from titanplans import apply_plan
+from titanplans.plan.resolve import ResolvedPlan
+from titanplans.proof.ranks.threads import Pool
+from titanplans.split.layout import Layout
+from titanplans.styles.base import held
+from titanplans.styles.rowwise import Rowwise
+from titanplans.styles.rowwise_in_region import RowwiseInRegion
+from titanplans.styles.split_norm import SplitNorm
+from titanplans.styles.whole import Whole
+
+DEGREE = 2
+
+
+class Split(NamedTuple):
+    """A split model after its step, and the launches in it."""
+
+    model: torch.nn.Module
+    plan: ResolvedPlan
+    layouts: dict[str, Layout]
+    counts: Counter
+
+
+class Extra(NamedTuple):
+    """What a split step launches beyond the whole one's."""
+
+    why: str
+    launches: Callable[[Split], int]
+
+
+def of_layout(launches: Callable[[Layout], int]) -> Callable[[Split], int]:
+    return lambda split: sum(map(launches, split.layouts.values()))
+
+
+def own_rows(layout: Layout) -> int:
+    """Of a copy: the gradient of one run is a slice's; of more, a copy, and a tensor of zeros that is written to."""
+    if layout.rows is None or isinstance(layout.placement, Shard):
+        return 0
+    runs = len(layout.rows.runs)
+    return 1 if runs == 1 else runs + 2
+
+
+def exchanged_rows(layout: Layout) -> int:
+    if layout.rows is None or not isinstance(layout.placement, Shard):
+        return 0
+    return 2 + sum(run.sharing > 1 for run in layout.rows.runs) * DEGREE // 2
+
+
+def norms(split: Split) -> int:
+    whole = [style for style in split.plan.styles.values() if isinstance(style, SplitNorm)]
+    fused = sum(n for (name, place), n in split.counts.items() if name == "aten::sqrt_" and place in RATIOS)
+    return 19 * fused + 6 * sum(style.statistic is not None for style in whole)
+
+
+def biases(split: Split) -> int:
+    kinds = (Rowwise, RowwiseInRegion)
+    found = (entry for entry in split.plan.entries if isinstance(entry.style, kinds))
+    return sum(entry.parameter is None and "bias" in held(entry.module) for entry in found)
+
+
+def embedded(split: Split) -> int:
+    calls = sum(n for (name, place), n in split.counts.items() if (name, place) == ("aten::embedding", ROWS))
+    stops = any(getattr(module, "padding_idx", None) is not None for module in split.model.modules())
+    return (11 + 3 * stops) * calls
+
+
+JOINING = ("cyclic_flow_attention", "gated_deltanet")
+RATIOS = ("root_mean_square.py _RootRatio.forward",)
+ROWS = "vocab_embedding.py _of_own_rows.<locals>.forward"
+EXTRAS = (
+    Extra("a loss over shards of the vocabulary, in operators of its own instead of four", lambda split: 43),
+    Extra("an embedding's ids checked, and shifted to this rank's rows; others' rows set to zero", embedded),
+    Extra("a norm over a width that ranks share: the ratio of two roots, forward and backward", norms),
+    Extra("a bias behind a sum over the ranks, so not in one kernel with the product", biases),
+    Extra(
+        "a bias of which each rank adds a part: divided, and its gradient",
+        of_layout(lambda x: 2 * (x.divided_by > 1)),
+    ),
+    Extra("a rank's rows of a copy", of_layout(own_rows)),
+    Extra(
+        "rows of a packed weight: laid out for the exchange, and put together after it",
+        of_layout(exchanged_rows),
+    ),
+    Extra(
+        "a stream that begins at the first block: a shard taken, with nothing sent",
+        lambda split: split.plan.begins_at is not None,
+    ),
+    Extra(
+        "a mixer that is whole on every rank: a shard taken, with nothing sent",
+        lambda split: 2 * sum(type(style) is Whole for style in split.plan.styles.values()),
+    ),
+    Extra(
+        "the balance of routers that every rank has whole: its gradient divided by the ranks",
+        lambda split: any("count_once.<locals>.computed.<locals>" in str(place) for _, place in split.counts),
+    ),
+    Extra(
+        "RetNet's decays, of this rank's heads, computed outside of the kernel",
+        lambda split: 6 * len(split.model.model.layers) if split.model.config.model_type == "retnet" else 0,
+    ),
+    Extra(
+        "weights that a mixer joins for one call: a copy of each one's part of the gradient",
+        lambda split: 3 * len(split.model.model.layers) if split.model.config.model_type in JOINING else 0,
+    ),
+)
+
+COVERING = (
+    *("gla", "llama", "gemma3_text", "gemma3", "tiny", "mixtral", "gpt_oss", "olmo2", "mamba2", "gsa"),
+    *("gpt2", "falcon", "bitnet", "retnet", "cat", "yoco", "rodimus", "gated_deltaproduct"),
+)
+"""Every style, and every extra."""
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(torch.device("cpu")) as pool:
+        yield pool
+
+
+def check(pool: Pool, name: str, sequence_parallel: bool) -> None:
+    inputs = zoo.inputs(name)
+    whole = count(zoo.build(name, dtype=torch.float32), inputs)
+
+    def work(rank) -> Split | None:
+        model = zoo.build(name, dtype=torch.float32)
+        applied = apply_plan(model, rank.mesh, sequence_parallel=sequence_parallel, plan=zoo.plan(name))
+        if rank.first:
+            return Split(model, applied.resolved, applied.layouts, count(model, inputs))
+        for _ in range(2):
+            step(model, inputs)
+            model.zero_grad()
+        return None
+
+    split = pool.run(DEGREE, work)
+    assert split is not None
+    sent = Counter({name: n for (name, _), n in split.counts.items() if name.startswith(COLLECTIVES)})
+    copied = sum(n for name, n in sent.items() if "all_reduce" not in name)
+    allowed = {extra.why: n for extra in EXTRAS if (n := int(extra.launches(split)))}
+    more = split.counts.total() - sent.total() - whole.total()
+    assert sent
+    assert more <= copied + sum(allowed.values()), (more, copied, allowed, table(split.counts, whole))
+
+
+def table(split: Counter, whole: Counter) -> str:
+    """Return what the split step launches and the whole one does not, by operator and place."""
+    left = split - whole
+    rows = sorted(left.items(), key=lambda row: str(row[0][::-1]))
+    return "".join(f"\n{n:5} {name} in {place}" for (name, place), n in rows)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_split_step_launches_nothing_that_is_not_declared(pool, sequence_parallel):
+    for name in COVERING:
+        check(pool, name, sequence_parallel)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("name", sorted({*zoo.ARCHITECTURES, *zoo.FAMILIES} - set(COVERING)))
+def test_nor_does_that_of_any_other_architecture(pool, name, sequence_parallel):
+    check(pool, name, sequence_parallel)

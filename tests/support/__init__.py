@@ -1,0 +1,1 @@
+"""Helpers of the tests: models, plans, faults, process groups, jobs, and the programs behind docs/generated."""

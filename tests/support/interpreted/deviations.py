@@ -1,0 +1,35 @@
+"""What FLA's kernels compute otherwise than their formula says: found here, and named in docs/kernels.md."""
+
+from typing import NamedTuple
+
+
+class Deviation(NamedTuple):
+    """A difference that is the kernel's."""
+
+    why: str
+    states: tuple[str, ...] = ()
+    """Of a call with states: the beginnings of what is wrong even if no final state is used. Without states it agrees."""
+
+
+_SOLVER = Deviation(
+    "solves a system until the square of what is left is 1e-5, and small gradients not at all; solved to the end it agrees"
+)
+DEVIATIONS = {
+    "fla.modules.causal_conv1d.ops:CausalConv1dFunction": Deviation(
+        "no gradient passes through the oldest input of the cache, which no later token looks at"
+    ),
+    "fla.ops.hgrn.chunk:chunk_hgrn": Deviation(
+        "no gradient passes through states, the final and the initial one",
+        states=("gradient of initial_state",),
+    ),
+    "fla.ops.rwkv6.fused_recurrent:fused_recurrent_rwkv6": Deviation(
+        "no gradient passes through the final state"
+    ),
+    "fla.ops.abc.chunk:chunk_abc": Deviation(
+        "the final states are wrong where the tokens are no multiple of 64, and no gradient passes into the initial ones",
+        states=("output 2", "output 3", "gradient of initial_state", "gradient of s"),
+    ),
+    "fla.ops.mesa_net.chunk:chunk_mesa_net": _SOLVER,
+    "fla.ops.mesa_net.decoding_one_step:mesa_net_decoding_one_step": _SOLVER,
+}
+"""By the kernel's place, as in `REFERENCES`."""

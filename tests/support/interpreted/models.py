@@ -1,0 +1,62 @@
+"""Tiny models of flash-linear-attention's families, in float32, and their inputs."""
+
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from tests import zoo
+from titanplans import modeling
+from titanplans.modeling.samples import build_real, sample_inputs
+from titanplans.training.trainer.documents import BY_CU_SEQLENS
+
+_OTHER_SIZES: dict[str, dict[str, Any]] = {
+    "path_attn": dict(num_heads=4),  # 16, 32, 64 or 128 a head
+    "log_linear_mamba2": dict(state_size=64),  # a multiple of 64
+    "nsa": dict(block_size=16, block_counts=4),  # so that it has blocks to choose from
+}
+"""Sizes for families with kernels that refuse the zoo's sizes."""
+NO_CACHE = {
+    "deltaformer": "FLA's layer refuses a cache",
+    "stickbreaking_attn": "FLA's layer refuses a cache",
+    "nsa": "FLA's kernel reads beyond the queries, which are fewer than the keys",
+    "log_linear_mamba2": "kernel and stand-in keep their states in other forms",
+    "path_attn": "FLA's kernel takes a cache in inference mode alone",
+}
+"""Families that do not go on from a cache, or not from each other's."""
+ONE_AT_A_TIME = ("forgetting_transformer", "mom", "yoco")
+"""Families that go on by one token at a time, without gradients."""
+LENGTHS = (30, 64, 130)
+"""Below, at and above a chunk, which is 64 tokens or fewer."""
+DOCUMENTS = (1, 3, 63, 63)
+
+
+def variants(name: str) -> tuple[dict[str, Any], ...]:
+    """Fields of a family's tiny models."""
+    of_zoo = zoo.FAMILIES.get(name) or (zoo.fields(name),)
+    return tuple(fields | _OTHER_SIZES.get(name, {}) for fields in of_zoo)
+
+
+def families() -> list[str]:
+    """Model types whose code is FLA's."""
+    every = [*zoo.ARCHITECTURES, *zoo.FAMILIES]
+    return [name for name in every if type(modeling.load_config(name, "debug")).__module__.startswith("fla.")]
+
+
+def build(name: str, fields: dict[str, Any]) -> Any:
+    """A tiny model in float32."""
+    return build_real(modeling.load_config(name, "debug", **fields), dtype=torch.float32)
+
+
+def inputs(config: PretrainedConfig, length: int, *, sequences: int = 1) -> dict[str, torch.Tensor]:
+    """Tokens, and their labels."""
+    given = sample_inputs(config, batch_size=sequences, seq_len=length, seed=0)
+    return given | {"labels": given["input_ids"]}
+
+
+def packed(config: PretrainedConfig) -> dict[str, torch.Tensor] | None:
+    """Documents in one row; None for a family that does not keep them apart."""
+    if config.model_type not in BY_CU_SEQLENS:
+        return None
+    ends = torch.tensor((0, *DOCUMENTS)).cumsum(0)
+    return inputs(config, int(ends[-1])) | {"cu_seqlens": ends.to(torch.int32)}

@@ -1,0 +1,59 @@
+"""Styles that reproduce real bugs, in the form in which they were shipped.
+
+What the corpus has already (tests/support/mutants/faults.py) is not repeated here.
+"""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from tests.support.faulty_styles import Install, installed
+from tests.support.mutants.faults import scale_gradient
+from titanplans import TPPlan
+from titanplans.plan.plan import Plan
+from titanplans.split.border import Border
+from titanplans.split.module_weight import local_specs
+from titanplans.styles.replicated_on_stream import ReplicatedOnStream
+from titanplans.styles.vocab_head import VocabHead
+
+
+def changed(plan: type[TPPlan], **changes: Any) -> type[TPPlan]:
+    """Return `plan` with styles replaced, by last part of the key: a function of the plan and of the old style."""
+
+    class Changed(plan):  # type: ignore[misc, valid-type]
+        def full_plan(self, model: nn.Module) -> Plan:
+            return {
+                key: changes[last](self, style) if (last := key.rpartition(".")[2]) in changes else style
+                for key, style in super().full_plan(model).items()
+            }
+
+    return Changed
+
+
+def counted_on_every_rank(style: ReplicatedOnStream) -> ParallelStyle:
+    """A replica on each rank that is taken for a shard: a norm over all shards counts it once for each."""
+
+    def install(right: Install, module: nn.Module, border: Border) -> None:
+        right(module, border)
+        specs = local_specs(module)
+        for name, spec in specs.items():
+            local = module._parameters[name].to_local().detach()  # type: ignore[union-attr, operator]
+            shard = DTensor.from_local(local, border.mesh, (Shard(0),), run_check=False)
+            module._parameters[name] = nn.Parameter(shard)
+            specs[name] = spec._replace(gradient=(Shard(0),))
+
+    return installed(style, install)
+
+
+def loss_over_ranks(style: VocabHead) -> ParallelStyle:
+    """The loss is divided by the number of ranks before its backward, as if they held shards of the batch."""
+
+    def install(right: Install, module: nn.Module, border: Border) -> None:
+        module.register_forward_hook(
+            lambda module, args, output: scale_gradient(output, 1 / border.mesh.size())
+        )
+        right(module, border)
+
+    return installed(style, install)

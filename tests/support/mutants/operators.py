@@ -1,0 +1,218 @@
+"""Operators, each a mistake that the author of a plan can make: it changes the style of one key of a right plan.
+
+An operator returns the style that stands there instead, DROP for none, or SKIP where it has nothing to change.
+"""
+
+from collections.abc import Callable
+
+from torch.distributed.tensor import Partial, Replicate
+
+from tests.support.mutants import faults
+from tests.support.mutants.site import Site
+from titanplans.styles.base import Style
+from titanplans.styles.colwise import Colwise
+from titanplans.styles.region import Region
+from titanplans.styles.replicated_in_region import ReplicatedInRegion
+from titanplans.styles.replicated_off_stream import ReplicatedOffStream
+from titanplans.styles.replicated_on_stream import ReplicatedOnStream
+from titanplans.styles.rowwise import Rowwise
+from titanplans.styles.vocab_embedding import VocabEmbedding
+from titanplans.styles.vocab_head import VocabHead
+
+SKIP, DROP = "skip", "drop"
+Change = Style | str
+
+
+def drop(site: Site) -> Change:
+    return DROP
+
+
+def swap(site: Site) -> Change:
+    """Columns for rows."""
+    if isinstance(site.style, Colwise):
+        return Rowwise(reduce_output=False)
+    return Colwise() if isinstance(site.style, Rowwise) else SKIP
+
+
+def whole(site: Site) -> Change:
+    """Replicated, where it should be split."""
+    if isinstance(site.style, Colwise | Rowwise):
+        return ReplicatedInRegion()
+    if isinstance(site.style, VocabEmbedding | VocabHead):
+        return ReplicatedOnStream()
+    return SKIP
+
+
+def split(site: Site) -> Change:
+    """Split, where it should be replicated."""
+    return (
+        Colwise()
+        if isinstance(site.style, ReplicatedInRegion | ReplicatedOnStream | ReplicatedOffStream)
+        else SKIP
+    )
+
+
+def on_other_stream(site: Site) -> Change:
+    """Made for a whole sequence where the others are sharded, and the reverse."""
+    style = site.style
+    lays_out = isinstance(style, Region | VocabHead)
+    lays_out |= isinstance(style, Rowwise) and style.reduce_output
+    lays_out |= isinstance(style, VocabEmbedding) and style.begins_stream
+    return faults.on_stream(style, site.other_stream) if lays_out else SKIP
+
+
+def gradient_of_other_stream(site: Site) -> Change:
+    """The same for a style that lays out nothing but its gradient."""
+    alike = isinstance(site.style, ReplicatedOnStream)
+    return faults.on_stream(site.style, site.other_stream) if alike else SKIP
+
+
+def begin_elsewhere(site: Site) -> Change:
+    """The sharded stream begins at the embedding instead of the first block, and the reverse."""
+    if isinstance(site.style, VocabEmbedding) and site.plan.options.sequence_parallel:
+        return faults.with_option(site.style, begins_stream=not site.style.begins_stream)
+    return SKIP
+
+
+def reduce_elsewhere(site: Site) -> Change:
+    """reduce_output the other way round."""
+    if isinstance(site.style, Region | Rowwise):
+        return faults.with_option(site.style, reduce_output=not site.style.reduce_output)
+    return SKIP
+
+
+def other_input_name(site: Site) -> Change:
+    """Another keyword than the module is called with."""
+    return faults.with_option(site.style, input_name="inputs") if isinstance(site.style, Region) else SKIP
+
+
+def unreduced(site: Site) -> Change:
+    return faults.unreduced(site.style) if Partial() in site.gradients else SKIP
+
+
+def summed_again(site: Site) -> Change:
+    return faults.summed_again(site.style) if Replicate() in site.gradients else SKIP
+
+
+def entry_unsummed(site: Site) -> Change:
+    return faults.entry_unsummed(site.style) if isinstance(site.style, Region | VocabHead) else SKIP
+
+
+def entry_summed_again(site: Site) -> Change:
+    return faults.entry_summed_again(site.style) if isinstance(site.style, Region | VocabHead) else SKIP
+
+
+def bias_on_every_rank(site: Site) -> Change:
+    biased = isinstance(site.style, Rowwise) and site.style.reduce_output and site.has_bias
+    return faults.bias_on_every_rank(site.style) if biased else SKIP
+
+
+def bias_forgotten(site: Site) -> Change:
+    biased = isinstance(site.style, Rowwise) and site.style.reduce_output and site.has_bias
+    return faults.bias_forgotten(site.style) if biased else SKIP
+
+
+def untied(site: Site) -> Change:
+    return faults.untied(site.style) if site.tied else SKIP
+
+
+def shift_one(site: Site) -> Change:
+    """The shards begin one head further on; one channel or token outside of mixers."""
+    # Of tied weights the embedding shares out what both hold.
+    sharded = site.sharded and not (isinstance(site.style, VocabHead) and site.tied)
+    return faults.shifted(site.style, site.head_rows or 1) if sharded else SKIP
+
+
+def shift_half(site: Site) -> Change:
+    """The shards begin half a head further on."""
+    return faults.shifted(site.style, site.head_rows // 2) if site.sharded and site.head_rows else SKIP
+
+
+def other_head(site: Site) -> Change:
+    return faults.other_head(site.style) if site.shares_heads else SKIP
+
+
+def not_shared(site: Site) -> Change:
+    """Key/value heads split among more ranks than there are."""
+    return Colwise() if site.shares_heads else SKIP
+
+
+def as_on_stream(site: Site) -> Change:
+    """replicated_on_stream() for what stands in a region, or before the stream."""
+    other = isinstance(site.style, ReplicatedInRegion | ReplicatedOffStream)
+    return ReplicatedOnStream() if other else SKIP
+
+
+def as_in_region(site: Site) -> Change:
+    """replicated_in_region() for what stands on the stream, or before it."""
+    return ReplicatedInRegion() if isinstance(site.style, ReplicatedOnStream | ReplicatedOffStream) else SKIP
+
+
+def as_before_stream(site: Site) -> Change:
+    """replicated_off_stream() for what stands on the stream, or in a region."""
+    return ReplicatedOffStream() if isinstance(site.style, ReplicatedOnStream | ReplicatedInRegion) else SKIP
+
+
+def other_loss(site: Site) -> Change:
+    """Logits whole where the loss would take shards."""
+    if isinstance(site.style, VocabHead):
+        return faults.with_option(site.style, loss_parallel=not site.style.loss_parallel)
+    return SKIP
+
+
+def offset_by_local_rows(site: Site) -> Change:
+    return faults.offset_by_local_rows(site.style) if isinstance(site.style, VocabEmbedding) else SKIP
+
+
+def offset_by_one(site: Site) -> Change:
+    return faults.offset_by_one(site.style) if isinstance(site.style, VocabEmbedding) else SKIP
+
+
+FORWARD: tuple[Callable[[Site], Change], ...] = (
+    drop,
+    swap,
+    whole,
+    split,
+    on_other_stream,
+    begin_elsewhere,
+    reduce_elsewhere,
+    other_input_name,
+    bias_on_every_rank,
+    bias_forgotten,
+    untied,
+    shift_one,
+    shift_half,
+    other_head,
+    not_shared,
+    other_loss,
+    offset_by_local_rows,
+    offset_by_one,
+)
+"""Applied in the first block: a fault in the forward spreads to all later modules, and must be placed."""
+
+BACKWARD: tuple[Callable[[Site], Change], ...] = (
+    gradient_of_other_stream,
+    unreduced,
+    summed_again,
+    entry_unsummed,
+    entry_summed_again,
+    as_on_stream,
+    as_in_region,
+    as_before_stream,
+)
+"""Applied in the last block, for the same reason."""
+
+AT_SHARED_HEADS: tuple[Callable[[Site], Change], ...] = (whole, other_head, not_shared, unreduced)
+"""Applied again where ranks share key/value heads."""
+
+BLIND: tuple[Callable[[Site], Change], ...] = (
+    swap,
+    whole,
+    split,
+    shift_one,
+    shift_half,
+    other_head,
+    not_shared,
+    unreduced,
+)
+"""Inside a region these have nothing to do with the stream."""

@@ -1,0 +1,29 @@
+"""The operators that run, noted by name: how often weights are gathered, products computed, tensors made."""
+
+from collections import Counter
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class OperatorCounts(TorchDispatchMode):
+    """Counts operators inside, on a CPU of a backward too, by the name of their schema, as "c10d::allreduce_"."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.name().partition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+    def of(self, *names: str) -> int:
+        """Return how many operators had one of `names`, which are without a namespace."""
+        return sum(count for name, count in self.counts.items() if name.partition("::")[2] in names)
+
+    def take(self) -> Counter[str]:
+        """Return the counts since the last time."""
+        counts, self.counts = self.counts, Counter()
+        return counts

@@ -1,0 +1,413 @@
+"""Every combination of the options that affect each other: what is refused, what runs, and the page that says so.
+
+    PYTHONPATH=. python tests/support/pages/combinations.py            # runs what is not refused; half an hour on 2 cores
+    PYTHONPATH=. python tests/support/pages/combinations.py --page     # writes docs/generated/combinations.md
+
+A combination runs one step of a tiny model over real process groups, and is compared with one process:
+loss, gradient norm, and every gradient.
+"""
+
+import argparse
+import copy
+import faulthandler
+import functools
+import itertools
+import sys
+import time
+from typing import NamedTuple
+
+import torch
+
+from tests import zoo
+from tests.support import process_groups, step_comparison
+from tests.support.paths import GENERATED
+from titanplans.errors import UserError
+from titanplans.proof.ranks.fake import fake_ranks
+
+PAGE = GENERATED / "combinations.md"
+LENGTH = 16
+
+KINDS = {
+    "qwen3": "a block is one graph (Qwen3)",
+    "gla": "a block is several graphs (GLA: its kernels take themselves out of every graph)",
+    "qwen3_moe": "experts are over 2 ranks (Qwen3-MoE)",
+}
+SIZES = dict(hidden_size=32, intermediate_size=64, vocab_size=64)
+OWN = {
+    "qwen3": dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8),
+    "gla": dict(num_heads=4, num_kv_heads=4, use_short_conv=False),
+    "qwen3_moe": dict(num_attention_heads=4, num_key_value_heads=2),
+}
+"""Fields of the config that differ from the zoo's."""
+WHOLE_AND_GATHERED = {"enable_sequence_parallel": False, "disable_loss_parallel": True}
+TENSOR = {
+    "none": None,
+    "tp 2": {},
+    "tp 2, whole sequence": {"enable_sequence_parallel": False},
+    "tp 2, gathered logits": {"disable_loss_parallel": True},
+    "tp 2, whole sequence, gathered logits": WHOLE_AND_GATHERED,
+    "cp 2": {},
+    "tp 2 x cp 2": {},
+    "tp 2 x cp 2, whole sequence, gathered logits": WHOLE_AND_GATHERED,
+    "ep 2": {},
+    "tp 2, ep 2": {},
+    "cp 2, ep 2": {},
+}
+RECOMPUTE = {
+    "nothing": {"mode": "none"},
+    "every block": {"mode": "full"},
+    "every 2nd block": {"mode": "selective"},
+    "by operator": {"mode": "selective", "selective_ac_option": "op"},
+    "by operator, attention too": {
+        "mode": "selective", "selective_ac_option": "op", "per_op_sac_keep_attention": False
+    },
+    "the MLP": {"mode": "mlp"},
+    "all but the mixer": {"mode": "keep_mixer"},
+    "by memory budget": {"mode": "memory_budget"},
+}  # fmt: skip
+DATA = ("fsdp", "hsdp", "ddp")
+WHOLE = ""
+SCHEDULES = ("1F1B", "ZBVZeroBubble")
+"""Of pipelines of 2 processes: the latter has 2 stages in each, and splits backwards."""
+IN_STAGES = (
+    "none",
+    "tp 2",
+    "cp 2",
+    "tp 2 x cp 2, whole sequence, gathered logits",
+    *(t for t in TENSOR if "ep" in t),
+)
+
+
+class Combination(NamedTuple):
+    """One of each option."""
+
+    kind: str
+    tensor: str
+    recompute: str
+    compiled: bool
+    data: str
+    offload: bool
+    schedule: str
+
+    @property
+    def pp(self) -> int:
+        return 1 if self.schedule == WHOLE else 2
+
+    @property
+    def tp(self) -> int:
+        return 2 if "tp 2" in self.tensor else 1
+
+    @property
+    def cp(self) -> int:
+        return 2 if "cp 2" in self.tensor else 1
+
+    @property
+    def ep(self) -> int:
+        return 2 if "ep 2" in self.tensor else 1
+
+    @property
+    def ranks(self) -> int:
+        """As few as there can be: FSDP and HSDP shard over the ranks of context parallelism, too."""
+        if self.cp == 1:
+            return 2 * self.pp * self.tp * (2 if self.data == "hsdp" else 1)
+        return 2 * self.pp * self.tp * (1 if self.tp == 2 and self.data == "fsdp" else 2)
+
+    @property
+    def degrees(self):
+        from titanplans.parallel import Degrees
+
+        rest = self.ranks // (self.pp * self.tp * self.cp)
+        copies = {"fsdp": 1, "hsdp": 2, "ddp": rest}[self.data]
+        return Degrees(
+            pp=self.pp, tp=self.tp, cp=self.cp, ep=self.ep, dp_replicate=copies, dp_shard=rest // copies
+        )
+
+    def __str__(self) -> str:
+        parts = [self.kind, self.tensor, *[self.schedule] * (self.pp - 1), self.data]
+        parts.append(f"recompute {self.recompute}")
+        return ", ".join(parts + ["compiled"] * self.compiled + ["offloaded"] * self.offload)
+
+
+ALL = [
+    Combination(*values)
+    for values in itertools.product(
+        KINDS, TENSOR, RECOMPUTE, (False, True), DATA, (False, True), (WHOLE, *SCHEDULES)
+    )
+    if (values[0] == "qwen3_moe") == ("ep" in values[1]) and (values[-1] == WHOLE or values[1] in IN_STAGES)
+]
+
+
+def strategy(combination, backend="aot_eager"):
+    """Return the strategy of a whole model; raises where the strategy itself refuses."""
+    from titanplans.parallel import read_strategy
+
+    values = {
+        "strategy": "ddp" if combination.data == "ddp" else "fsdp2",
+        "activation_checkpoint": RECOMPUTE[combination.recompute],
+        **(TENSOR[combination.tensor] or {} if combination.data != "ddp" else {}),
+        **({"enable_cpu_offload": True} if combination.offload else {}),
+    }
+    if combination.compiled:
+        values["compile"] = {"enable": True, "backend": backend, "components": ["model"]}
+    return read_strategy(values)
+
+
+def job(combination):
+    """Return a job whose stages are those of the combination; raises where a job is refused."""
+    from titanplans.config.schema import build_job
+
+    degrees = combination.degrees
+    rows = case_of(combination).rows // (degrees.dp_replicate * degrees.dp_shard)
+    sections = {
+        "training": {
+            "local_batch_size": rows, "seq_len": LENGTH, "enable_cpu_offload": combination.offload,
+            "mixed_precision_param": "float32",
+        },
+        "activation_checkpoint": RECOMPUTE[combination.recompute],
+        "compile": {"enable": combination.compiled, "backend": "aot_eager", "components": ["model"]},
+        "parallelism": {
+            "pipeline_parallel_degree": degrees.pp, "tensor_parallel_degree": degrees.tp,
+            "context_parallel_degree": degrees.cp, "expert_parallel_degree": degrees.ep,
+            "pipeline_parallel_schedule": combination.schedule,
+            "pipeline_parallel_microbatch_size": max(1, rows // 4),
+            "data_parallel_strategy": "ddp" if combination.data == "ddp" else "fsdp2",
+            **(TENSOR[combination.tensor] or {}),
+        },
+    }  # fmt: skip
+    return build_job(
+        {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    )
+
+
+def case_of(combination):
+    """Return the batch; each rank of a pipeline has two micro batches or more of it."""
+    return step_comparison.Case(
+        functools.partial(build, combination.kind, combination.pp),
+        functools.partial(parallelise, combination),
+        LENGTH,
+        SIZES["vocab_size"],
+        rows=step_comparison.ROWS * combination.pp,
+    )
+
+
+@functools.cache
+def config_of(kind, pp):
+    """Return the config of a kind, two blocks a process of a pipeline; a pipeline has no balance of routers in its loss."""
+    own = OWN[kind] | ({"output_router_logits": False} if kind == "qwen3_moe" and pp > 1 else {})
+    return zoo.config(kind, **SIZES, **own, num_hidden_layers=2 * pp)
+
+
+@functools.cache
+def on_meta(kind, pp):
+    """Return the tiny model of a kind, on meta; nobody changes it."""
+    from titanplans import kernels, modeling
+
+    kernels.install("cpu")
+    return modeling.build(config_of(kind, pp))
+
+
+def build(kind, pp):
+    """Return the tiny model of a kind with values, the same each time."""
+    from titanplans import modeling
+
+    model = copy.deepcopy(on_meta(kind, pp))
+    model.to_empty(device="cpu")
+    modeling.initialize(model, seed=0)
+    return model
+
+
+def refusal(combination):
+    """Return why the combination is refused; None if it is not."""
+    from titanplans.config.schema import strategy_of
+    from titanplans.parallel import Mesh
+    from titanplans.parallel.parallelize import check_compatible
+
+    with fake_ranks(combination.ranks):
+        try:
+            in_stages = combination.pp > 1
+            config = strategy_of(job(combination)) if in_stages else strategy(combination)
+            mesh, model = Mesh(combination.degrees, "cpu"), on_meta(combination.kind, combination.pp)
+            check_compatible(model, mesh, config, stage=in_stages)
+        except UserError as error:
+            return str(error)
+    return None
+
+
+def run_one(combination):
+    """Run the combination on this rank of its world; return the worst error of a gradient, and how often it ran compiled.
+
+    Raises:
+        AssertionError: loss, norm or a gradient is not that of one process.
+    """
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    case = case_of(combination)
+    expected = single(combination.kind, case.rows, combination.pp)
+    if combination.pp == 1:
+        worst = step_comparison.check(case, expected)
+    else:
+        from tests.support import pipeline_step
+
+        config, mesh = config_of(combination.kind, combination.pp), mesh_once(combination.degrees)
+        found = pipeline_step.train(config, job(combination), mesh, case)
+        worst = step_comparison.compare(found, expected, case.tolerance)
+    return worst, counters["stats"]["unique_graphs"]
+
+
+def parallelise(combination, model):
+    """Return the model as the combination splits it on this rank."""
+    from titanplans.parallel import cross_entropy, parallelize, total_norm
+    from titanplans.split.gradients import align_gradients
+
+    mesh = mesh_once(combination.degrees)
+    parallelize(model, parallel_dims=mesh, config=strategy(combination))
+
+    def norm(parameters):
+        parameters = list(parameters)
+        value = total_norm(parameters)
+        align_gradients(parameters)
+        return value
+
+    def loss(logits, labels):
+        return step_comparison.of_sequences(cross_entropy(logits, labels, 1), mesh)
+
+    return step_comparison.Parallel(model, mesh.get_mesh("dp").get_group(), loss, norm=norm)
+
+
+@functools.cache
+def single(kind, rows, pp):
+    """Return the step of one process."""
+    from titanplans.parallel import total_norm
+
+    case = step_comparison.Case(None, None, LENGTH, SIZES["vocab_size"], rows=rows)
+    return step_comparison.train(step_comparison.Parallel(build(kind, pp), norm=total_norm), case)
+
+
+@functools.cache
+def mesh_once(degrees):
+    """Return the mesh of these degrees: each has groups of its own, whose threads go on for as long as the process."""
+    from titanplans.parallel import Mesh
+
+    return Mesh(degrees, "cpu")
+
+
+def run_all(rank, combinations, ranks, progress):
+    """Run those of `combinations` that are for a world of `ranks`; what `run_one` returns, or an error of any rank."""
+    results, begin = {}, time.time()
+    for number, combination in enumerate(c for c in combinations if c.ranks == ranks):
+        faulthandler.dump_traceback_later(process_groups.LIMIT, exit=True)  # begins again
+        try:
+            results[combination] = run_one(combination)
+        except AssertionError as error:
+            results[combination] = str(error)
+        if progress and rank == 0:
+            line = f"{time.time() - begin:7.1f} s  {number}: {combination}: {results[combination]}"
+            print(line, flush=True)
+    wrong = {
+        c: why
+        for found in process_groups.gather_objects(results)
+        for c, why in found.items()
+        if isinstance(why, str)
+    }
+    return results | wrong
+
+
+def run_in_worlds(combinations, progress=False):
+    """Return what `run_one` does for each combination, or the text of its failure."""
+    results = {}
+    for ranks in sorted({c.ranks for c in combinations}):
+        results |= process_groups.run(
+            functools.partial(run_all, combinations=combinations, ranks=ranks, progress=progress), ranks
+        )
+    return results
+
+
+def page(verdicts):
+    """Return docs/generated/combinations.md for the verdicts of `ALL`: None, or why it is refused."""
+    reasons = list(dict.fromkeys(filter(None, verdicts.values())))
+    blocks = [HEAD.format(
+        all=len(ALL), ran=sum(v is None for v in verdicts.values()), refused=sum(v is not None for v in verdicts.values())
+    )]  # fmt: skip
+    for (kind, title), staged in itertools.product(KINDS.items(), (False, True)):
+        shown = [c for c in ALL if c.kind == kind and (c.pp > 1) == staged]
+        columns = [*dict.fromkeys((c.tp, c.cp, c.data) for c in shown)]
+        head = ["recomputed", "compiled"]
+        head += [f"{'tp x ' * (tp - 1)}{'cp x ' * (cp - 1)}{data}" for tp, cp, data in columns]
+        rows = [head, ["---"] * len(head)]
+        for recompute, compiled in itertools.product(RECOMPUTE, (False, True)):
+            row = [c for c in shown if (c.recompute, c.compiled) == (recompute, compiled)]
+            cells = [
+                cell(verdicts, reasons, [c for c in row if (c.tp, c.cp, c.data) == of]) for of in columns
+            ]
+            rows.append([recompute, "yes" if compiled else "", *cells])
+        title += ", in the stages of a pipeline" * staged
+        blocks.append(f"## Where {title}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows))
+    notes = "".join(f"{number}. {text}\n" for number, text in enumerate(reasons, start=1))
+    return "\n".join([*blocks, f"## Why not\n\n{notes}"])
+
+
+def cell(verdicts, reasons, combinations):
+    ran = sum(verdicts[c] is None for c in combinations)
+    why = sorted({reasons.index(verdicts[c]) + 1 for c in combinations if verdicts[c] is not None})
+    return " ".join([f"✓ {ran}"] * (ran > 0) + [f"({', '.join(map(str, why))})"] * bool(why))
+
+
+HEAD = """\
+# Combinations
+
+Tensor, sequence, loss, context, expert and pipeline parallelism, activation checkpointing, compile, FSDP, HSDP, DDP and CPU
+offload: every combination gives the loss, the gradient norm and each gradient of one process, or is refused by name before
+any weight moves. This page is written by `tests/support/pages/combinations.py`.
+
+Of {all} combinations {refused} are refused, and {ran} are not. A cell counts the latter: with and without offload; under
+tensor parallelism with the sequence sharded or whole, and the logits sharded or gathered; in stages by 1F1B and by
+ZBVZeroBubble. Numbers in brackets are reasons of refusals, below.
+
+What is not refused was run, one step of a model of two blocks, of four in stages, over 2 to 16 gloo ranks (of what is
+compiled over 8 or 16, one of each policy and kind of model), float32, compiled by aot_eager. Loss within 1e-6 of one
+process, norm within 1e-5, each gradient within 1e-4 of its largest number; a sum too many or too few is off by 1.
+`make test-all` runs a part that holds every pair of options that 8 ranks can have, and checks that this page is what the
+code refuses.
+"""
+
+
+def cover(candidates, wanted):
+    """Return few of `candidates` that together hold everything that `wanted` names of any of them; small worlds first."""
+    left = set().union(*map(wanted, candidates))
+    chosen = []
+    while left:
+        best = max(candidates, key=lambda c: (len(wanted(c) & left), -c.ranks))
+        chosen.append(best)
+        left -= wanted(best)
+    return chosen
+
+
+def recomputed_by_kind(combination):
+    """What is compiled takes seconds each: every policy of each kind of model, and every other option once."""
+    return {(combination.kind, combination.recompute, combination.pp), *enumerate(combination)}
+
+
+def main():
+    """Run what is not refused; with --page, write the page instead."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--page", action="store_true", help="write the page, and run nothing")
+    verdicts = {c: refusal(c) for c in ALL}
+    if parser.parse_args().page:
+        PAGE.write_text(page(verdicts))
+        return 0
+    accepted = [c for c, why in verdicts.items() if why is None]
+    slow = [c for c in accepted if c.compiled and c.ranks >= 8]
+    chosen = [*(c for c in accepted if c not in slow), *cover(slow, recomputed_by_kind)]
+    results = run_in_worlds(chosen, progress=True)
+    wrong = {c: result for c, result in results.items() if isinstance(result, str)}
+    for combination, error in wrong.items():
+        print(f"WRONG {combination}: {error}")
+    worst = max(result[0] for result in results.values() if not isinstance(result, str))
+    print(f"{len(results)} ran, {len(wrong)} are wrong, the worst gradient is {worst:.1e} off")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

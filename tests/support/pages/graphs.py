@@ -1,0 +1,210 @@
+"""Every registered architecture compiled under tensor parallelism: losses, graphs, graph breaks, and the table of them.
+
+    python docs/generate.py graphs.md     # writes the table into docs/generated/graphs.md; a few minutes
+
+Two gloo ranks, sequence and loss parallel, AdamW, the models of zoo.py.
+"""
+
+import re
+import sys
+from collections import Counter
+from typing import NamedTuple
+
+import torch
+
+from tests import zoo
+from tests.support import process_groups
+from tests.support.paths import GENERATED
+from titanplans.text import class_name
+
+PAGE = GENERATED / "graphs.md"
+BEGIN, END = "<!-- table: tests/support/pages/graphs.py -->\n", "<!-- end of table -->\n"
+BATCH, LENGTH, STEPS = 2, 16, 3
+OTHER_LENGTHS = (24, 30)
+"""After `LENGTH`. GLA lays both out in chunks of 32."""
+DIFFERENT = ("transformer", "gla", "gemma3")
+"""The blocks of all others are one of these with a norm, a bias or a mask less; test_combinations.py compiles Qwen3's."""
+KERNELS = ("gla",)
+"""Whose blocks inductor makes kernels of, unless it is asked for all: aot_eager makes the same graphs of the others, and
+inductor takes a C++ compiler seconds for each kernel."""
+
+BOTH_KINDS = dict(layer_types=["sliding_attention", "full_attention"])
+MORE = {"gemma3_text": BOTH_KINDS, "gemma3": BOTH_KINDS}
+"""Fields of the config that differ from the zoo's."""
+
+
+class Block(NamedTuple):
+    """What one kind of block became, the first time it ran."""
+
+    name: str
+    kind: str
+    graphs: int
+    breaks: dict[str, int]
+
+
+class Result(NamedTuple):
+    """Of one architecture, on rank 0."""
+
+    eager: list[tuple[float, float]]
+    """Loss and gradient norm of each step."""
+    compiled: list[tuple[float, float]]
+    blocks: list[Block]
+    """One of each kind, in the order in which they ran."""
+    calls: dict[str, int]
+    """How often each block's compiled call ran."""
+    graphs: list[int]
+    """Of the whole process, after each step."""
+
+
+def parallel(name, compiled, **sizes):
+    """Return the split model, its loss, the optimizer and the manager; `compiled` is a backend, or None."""
+    from titanplans.parallel import Compile, Degrees, FSDP2Config, ParallelManager
+
+    options = {"compile": Compile(enable=True, backend=compiled)} if compiled else {}
+    manager = ParallelManager(FSDP2Config(**options), Degrees(tp=2), device_type="cpu")
+    model = zoo.build(name, dtype=torch.float32, options=False, **MORE.get(name, {}) | sizes)
+    model = manager.parallelize(model)
+    loss = manager.prepare_loss(manager.cross_entropy)
+    return model, loss, torch.optim.AdamW(model.parameters(), lr=1e-3), manager
+
+
+def step(model, loss, optimizer, manager, seed, length=LENGTH):
+    """Return loss and gradient norm of a training step on tokens (and images) of `seed`."""
+    from titanplans import modeling
+
+    inputs = modeling.sample_inputs(model.config, batch_size=BATCH, seq_len=length, seed=seed)
+    value = loss(model(**inputs, use_cache=False).logits, inputs["input_ids"].roll(-1, 1))
+    value.backward()
+    norm = manager.clip_gradients(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return value.item(), norm.item()
+
+
+def watch(model):
+    """Record of each compiled block what its calls make; returns the dicts, filled as it runs."""
+    from torch._dynamo.utils import counters
+
+    from titanplans.split.decoder import find_decoder
+
+    first: dict[str, Block] = {}
+    calls: Counter[str] = Counter()
+
+    def watched(name, block, compiled):
+        def call(*args, **kwargs):
+            graphs, breaks = counters["stats"]["unique_graphs"], Counter(counters["graph_break"])
+            output = compiled(*args, **kwargs)
+            calls[name] += 1
+            if calls[name] == 1:
+                new = Counter(counters["graph_break"]) - breaks
+                kind = class_name(block).removeprefix("FSDP") + variant(block)
+                first[name] = Block(
+                    name,
+                    kind,
+                    counters["stats"]["unique_graphs"] - graphs,
+                    {reason(r): n for r, n in new.items()},
+                )
+            return output
+
+        return call
+
+    for name in (name for names in find_decoder(model).block_lists for name in names):
+        block = model.get_submodule(name)
+        block._compiled_call_impl = watched(name, block, block._compiled_call_impl)
+    return first, calls
+
+
+def variant(block):
+    """Return what tells layers of one class apart, in Gemma 3: which attention."""
+    sliding = getattr(getattr(block, "self_attn", None), "is_sliding", None)
+    return "" if sliding is None else ", sliding" if sliding else ", full"
+
+
+def reason(text):
+    """Return the class of FLA's whose call ended a graph, or else torch's own words."""
+    ours = re.search(r"reason: (\w+) calls a kernel of flash-linear-attention", text)
+    return ours[1] if ours else text.partition("\n")[0]
+
+
+def run(rank, names=tuple(zoo.ARCHITECTURES), inductor=KERNELS):
+    """Run the architectures of `names` on this rank, those of `inductor` compiled by it, the others by aot_eager."""
+    from torch._dynamo.utils import counters
+
+    results = {}
+    for name in names:
+        torch._dynamo.reset()
+        counters.clear()
+        eager = parallel(name, None)
+        expected = [step(*eager, seed) for seed in range(STEPS)]
+        compiled = parallel(name, "inductor" if name in inductor else "aot_eager")
+        first, calls = watch(compiled[0])
+        losses, graphs = [], []
+        for seed in range(STEPS):
+            losses.append(step(*compiled, seed))
+            graphs.append(counters["stats"]["unique_graphs"])
+        results[name] = Result(expected, losses, kinds(first), dict(calls), graphs)
+    return results
+
+
+def lengths(name):
+    """Return the graphs there are after a step of each length, compiled by aot_eager on one of two ranks that are not there.
+
+    What the other would send is left out, so losses mean nothing.
+    """
+    from torch._dynamo.utils import counters
+
+    from titanplans.proof.ranks.fake import fake_ranks
+
+    torch._dynamo.reset()
+    counters.clear()
+    graphs = []
+    with fake_ranks(2):
+        model = parallel(name, "aot_eager", **({} if name in MORE else {"num_hidden_layers": 1}))
+        for length in (LENGTH, *OTHER_LENGTHS):
+            step(*model, 0, length)
+            graphs.append(counters["stats"]["unique_graphs"])
+    return graphs
+
+
+def kinds(first):
+    """Return the first block of each kind."""
+    found = {}
+    for block in first.values():
+        found.setdefault(block.kind, block)
+    return list(found.values())
+
+
+def table(results):
+    """Return the table of docs/generated/graphs.md."""
+    rows = [
+        "| architecture | block | graphs | graph breaks: what ends a graph |",
+        "|---|---|---:|---|",
+    ]
+    for name, result in results.items():
+        for block in result.blocks:
+            breaks = ", ".join(f"{n} x {why}" for why, n in block.breaks.items()) or "none"
+            rows.append(f"| {name} | {block.kind} | {block.graphs or 'that above'} | {breaks} |")
+    return "\n".join(rows) + "\n"
+
+
+def written(page):
+    """Return the table that stands in the page."""
+    return page.partition(BEGIN)[2].partition(END)[0]
+
+
+def main():
+    """Write the table into the page, and print how far compiled losses are from eager ones."""
+    if sys.argv[1:] != ["--page"]:
+        print(__doc__)
+        return 2
+    results = process_groups.run(run, 2)
+    for name, result in results.items():
+        pairs = zip(result.compiled, result.eager, strict=True)
+        print(name, max(abs(found / loss - 1) for (found, _), (loss, _) in pairs))
+    head, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{head}{BEGIN}{table(results)}{END}{rest.partition(END)[2]}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""The tables of docs/generated/kernels.md: which of FLA's kernels were compared with their stand-ins, and how far apart.
+
+python docs/generate.py kernels.md     # runs tests/kernels/interpreted/test_calls.py; half an hour
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.support.paths import GENERATED, ROOT
+from titanplans.kernels.table import NOT_TRITON, REFERENCES
+
+PAGE = GENERATED / "kernels.md"
+HEAD = """# Kernels compared
+
+FLA's Triton kernels, run by Triton's interpreter, against what computes in their place on a CPU. What it shows, and what
+not: [kernels.md](../kernels.md). `python docs/generate.py kernels.md` writes the tables, from the calls that the layers of
+the tiny models make.
+
+"""
+COLUMNS = """| kernel | of models | calls | with documents | with states | backward | worst | where it is more than 1e-5 |
+|---|---:|---:|---|---|---|---:|---|
+"""
+
+
+def page(lines: Iterable[str]) -> str:
+    """Return the page of the lines that `test_calls` wrote."""
+    calls: dict[str, list[dict]] = {}
+    for line in lines:
+        calls.setdefault((one := json.loads(line))["place"], []).append(one)
+    rows = [_row(place, calls[place]) for place in REFERENCES if place in calls]
+    rest = [place for place in REFERENCES if place not in calls and place not in NOT_TRITON]
+    worst = "Worst: the largest relative difference of an output or gradient, by norms, in float32."
+    text = HEAD + worst + "\n\n" + COLUMNS + "\n".join(rows)
+    text += "\n\n## Compared by themselves\n\nNo layer here calls them; `tests/kernels/interpreted/test_direct.py` does.\n\n"
+    text += _listed(rest)
+    text += "\n\n## Not run\n\nPackages' kernels, torch's, or code around kernels that refuses a CPU.\n\n"
+    return text + _listed(sorted(NOT_TRITON)) + "\n"
+
+
+def _row(place: str, calls: list[dict]) -> str:
+    def some(condition: str) -> str:
+        return "yes" if any(one["condition"] == condition for one in calls) else ""
+
+    models = len({one["model"] for one in calls})
+    backward = "yes" if any(one["backward"] for one in calls) else ""
+    worst = max(one["worst"] for one in calls)
+    reasons = sorted({one["why"] for one in calls} - {""})
+    if not reasons and worst > 1e-5:
+        reasons = ["as far from float64 as float32 is"]
+    cells = [
+        f"`{place.removeprefix('fla.')}`",
+        models,
+        len(calls),
+        some("documents"),
+        some("states"),
+        backward,
+    ]
+    return "| " + " | ".join(map(str, [*cells, f"{worst:.0e}", "; ".join(reasons)])) + " |"
+
+
+def _listed(places: Iterable[str]) -> str:
+    return "\n".join(f"- `{place.removeprefix('fla.')}`" for place in places)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "calls.jsonl"
+        command = ["make", "test-kernels", "ARGS=-k test_calls"]
+        done = subprocess.run(
+            command, cwd=ROOT, env=os.environ | {"KERNELS_COMPARED": str(file)}, check=False
+        )
+        if done.returncode:
+            sys.exit(done.returncode)
+        PAGE.write_text(page(file.read_text().splitlines()))
+
+
+if __name__ == "__main__":
+    main()

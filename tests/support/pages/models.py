@@ -1,0 +1,81 @@
+"""The page of all named sizes, read off `models/*.toml` and the models that these build.
+
+python docs/generate.py models.md     # writes it
+"""
+
+import re
+from collections.abc import Iterator
+
+from transformers import PretrainedConfig
+
+from tests import zoo
+from tests.support.paths import GENERATED, ROOT
+from titanplans import kernels, modeling
+
+PAGE = GENERATED / "models.md"
+HEAD = """# Named sizes
+
+`[model] name` and `flavor` of a job; the source is the comment at the table in `models/NAME.toml`. Left out: most `debug`
+flavors, which [architectures.md](architectures.md) lists. With experts, MLP is their number times the width of one, plus
+that of the shared experts.
+
+| model | flavor | hidden | layers | heads | key/value heads | head | MLP | vocabulary | tied | parameters | source |
+|---|---|---|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def page() -> str:
+    """Return the page."""
+    kernels.install("cpu")
+    return HEAD + "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows())
+
+
+def rows() -> Iterator[tuple[object, ...]]:
+    """Yield a row for each size."""
+    for name, flavors in modeling.available().items():
+        source = sources(name)
+        for flavor in flavors:
+            if flavor == "debug" and name in zoo.FAMILIES:
+                continue
+            config = modeling.load_config(name, flavor)
+            model = modeling.build(config)
+            count = sum(p.numel() for p in model.parameters())
+            text = config.get_text_config()
+            heads = first(text, "num_attention_heads", "num_heads")
+            yield (
+                *(name, flavor, text.hidden_size, text.num_hidden_layers, heads),
+                first(text, "num_key_value_heads", "num_kv_heads") or heads,
+                first(text, "v_head_dim", "head_dim") or "",
+                width(text)
+                or next(m.in_features for n, m in model.named_modules() if n.endswith("down_proj")),
+                *(f"{text.vocab_size:,}", "yes" if text.tie_word_embeddings else "no"),
+                *(f"{count:,}", source.get(flavor, "")),
+            )
+
+
+def first(config: PretrainedConfig, *names: str) -> object:
+    """Return the first of these fields that is set; None if none is."""
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
+def width(config: PretrainedConfig) -> str:
+    """Return the width of the MLP, or of each expert; nothing if the config gives a ratio."""
+    experts = first(config, "num_local_experts", "num_experts", "n_routed_experts")
+    if experts is None:
+        return str(getattr(config, "intermediate_size", None) or "")
+    each = first(config, "moe_intermediate_size") or config.intermediate_size
+    shared = first(config, "shared_expert_intermediate_size")
+    shared = shared or (getattr(config, "n_shared_experts", None) or 0) * each
+    if config.model_type == "llama4_text":
+        shared = each
+    return f"{experts} x {each}" + (f" + {shared}" if shared else "")
+
+
+def sources(name: str) -> dict[str, str]:
+    """Return what stands beside the table of each flavor, or above it."""
+    text = (ROOT / "models" / f"{name}.toml").read_text()
+    found = re.findall(r"^(?:# (.*)\n\n?)?\[\"?([\w.-]+?)\"?(?:\.text_config)?\](?: # (.*))?$", text, re.M)
+    return {
+        flavor: "ours" if flavor == "debug" else (beside or above).partition(":")[0]
+        for above, flavor, beside in found
+    }

@@ -1,0 +1,25 @@
+"""What surrounds a test: installed packages of others, and a disk that is full."""
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def install_entry_point(folder: Path, group: str, name: str, value: str) -> None:
+    """Write what pip does for a package in `folder`, whose entry point of `group` is `name = value`."""
+    info = folder / f"{value.partition('.')[0]}-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {info.stem[:-2]}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {value}\n")
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Let no file grow beyond so many bytes, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -1,0 +1,353 @@
+"""Checkpoints of real jobs on several ranks: going back, numbers that are not finite, full disks, other degrees."""
+
+import gc
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.support import process_groups
+from tests.support.refusals import refusal
+from tests.support.step_comparison import whole
+from tests.support.system import largest_file
+from tests.training.trainer.test_trainer import train, write_inputs
+from titanplans.errors import ConfigError, Diverged, NotSaved
+from titanplans.training.checkpoint.card import damage
+
+pytestmark = pytest.mark.thorough
+
+SAVES = ("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.no-last_save_model_only")
+TP = "--parallelism.tensor_parallel_degree=2"
+
+
+@contextmanager
+def said() -> Iterator[list[str]]:
+    """Give the messages that a rank logs."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger().addHandler(handler)
+    logging.getLogger().setLevel(logging.INFO)
+    yield lines
+    logging.getLogger().removeHandler(handler)
+
+
+def dense(dump: str, *options: str) -> tuple:
+    """Return the arguments of a job that saves every second step, on two ranks."""
+    return Path(os.environ["TEST_FOLDER"]), "dense", dump, TP, *SAVES, *options
+
+
+def names(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.glob("*"))
+
+
+def goes_back(rank: int, folder: Path) -> dict:
+    """From step 4 of a job of 8 steps, in a new folder; and on from there, as a launcher starts it again."""
+    found = {"whole": train(*dense("straight", "--checkpoint.keep_latest_k=0"))[0].losses()}
+    start = f"--checkpoint.initial_load_path={folder}/straight/checkpoint/step-4"
+    again = dense("again", "--checkpoint.keep_latest_k=2", start, "--checkpoint.no-initial_load_model_only")
+    found["again"] = train(*again)[0].losses()
+    found["names"] = names(folder / "straight" / "checkpoint"), names(folder / "again" / "checkpoint")
+    found["on"] = train(*again, "--training.steps=10", "--checkpoint.load_step=8")[0].losses()
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    found["restarted"] = train(*again, "--training.steps=12", "--checkpoint.load_step=8")[0].losses()
+    del os.environ["TORCHELASTIC_RESTART_COUNT"]
+    return found
+
+
+def a_strangers(rank: int, folder: Path) -> dict:
+    poisoned = folder / "poisoned"
+
+    class Runs:
+        def __reduce__(self):
+            return Path.touch, (folder / "ran",)
+
+    def poison(trainer) -> None:
+        states = {**trainer.model_parts[0].lm.state_dict(), **trainer.checkpointer.states}
+        dcp.save(states | {"train_state": trainer.state_dict() | {"step": Runs()}}, checkpoint_id=poisoned)
+
+    train(*dense("poison", "--training.steps=1"), prepare=poison)
+    options = (f"--checkpoint.initial_load_path={poisoned}", "--checkpoint.no-initial_load_model_only")
+    return {"poisoned": refusal(train, *dense("new", *options), kind=ConfigError)}
+
+
+def changed_options(rank: int, folder: Path) -> dict:
+    job = dense("options", "--lr_scheduler.decay_ratio=0.0")
+    train(*job, "--training.steps=4")
+    changed = ("weight_decay=0.3", "beta1=0.5", "lr=1e-4", "name=Adam")
+    with said() as lines:
+        _, trainer = train(*job, *(f"--optimizer.{option}" for option in changed), "--training.steps=6")
+    (optimizer,) = trainer.optimizers
+    keys = ("weight_decay", "betas", "lr")
+    return {
+        "groups": [{key: group[key] for key in keys} for group in optimizer.param_groups],
+        "lines": [line for line in lines if "is of a job with other values" in line],
+        "name": type(optimizer).__name__,
+        "step": next(iter(optimizer.state.values()))["step"],
+    }
+
+
+def poisoned_at(*steps: int):
+    """Make the gradient of the second rank not finite at these steps."""
+
+    def prepare(trainer) -> None:
+        real = trainer.forward_backward_step
+
+        def forward_backward_step(*batch):
+            loss = real(*batch)
+            if trainer.step in steps and os.environ["RANK"] == "1":
+                next(p for p in trainer.model_parts[0].lm.parameters() if p.grad is not None).grad.fill_(
+                    math.nan
+                )
+            return loss
+
+        trainer.forward_backward_step = forward_backward_step
+
+    return prepare
+
+
+def not_finite(rank: int, folder: Path) -> dict:
+    found = {}
+    for mode in ("disabled", "async"):
+        job = dense(f"nan-{mode}", f"--checkpoint.async_mode={mode}")
+        found[mode] = refusal(train, *job, "--metrics.log_freq=10", prepare=poisoned_at(5), kind=Diverged)
+        found[mode, "names"] = names(folder / f"nan-{mode}" / "checkpoint")
+        found[mode, "logged"] = refusal(train, *job, prepare=poisoned_at(5), kind=Diverged)
+    # The loss and the gradient of the first step are finite; the weights after it are not.
+    options = ("--lr_scheduler.warmup_steps=0", "--checkpoint.interval=1", "--optimizer.lr=1e39")
+    found["overflow"] = refusal(train, *dense("overflow", *options), kind=Diverged)
+    found["overflow", "names"] = names(folder / "overflow" / "checkpoint")
+    options = ("--training.skip_nan_inf", "--training.skip_nan_inf_limit=2")
+    found["skipped"] = refusal(
+        train, *dense("skipped", *options), prepare=poisoned_at(4, 6, 7), kind=Diverged
+    )
+    return found
+
+
+def full(rank: int, folder: Path) -> dict:
+    found = {}
+    for mode in ("disabled", "async"):
+        job = dense(f"full-{mode}", f"--checkpoint.async_mode={mode}")
+        train(*job, "--training.steps=2")
+        with largest_file(300_000):
+            found[f"full {mode}"] = refusal(train, *job, "--training.steps=8", kind=NotSaved)
+        found[f"full {mode}", "names"] = names(folder / f"full-{mode}" / "checkpoint")
+    return found
+
+
+def held() -> dict[str, int]:
+    """What this process holds."""
+    present = gc.get_objects()
+    tensors = [each for each in present if type(each) is torch.Tensor]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return {
+        "meshes": sum(type(each) is DeviceMesh for each in present),
+        "tensors": len(tensors),
+        "bytes of tensors": sum(storages.values()),
+        "open files": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "objects": len(present),
+    }
+
+
+def many_saves(rank: int, folder: Path) -> dict:
+    found = {}
+    for mode in ("disabled", "async"):
+        after = found[mode] = {}
+
+        def prepare(trainer, after=after) -> None:
+            save = trainer.checkpointer.save
+
+            def saves(step, is_last=False):
+                trainer.checkpointer.wait_for_saving()
+                if step in (6, 30):
+                    time.sleep(0.5)  # the thread that has saved lets go of the state after it has said so
+                    after[step] = held()
+                return save(step, is_last=is_last)
+
+            trainer.checkpointer.save = saves
+
+        options = ("--checkpoint.interval=1", "--checkpoint.keep_latest_k=2", "--comm.trace_buf_size=0")
+        options += (f"--checkpoint.async_mode={mode}", "--training.steps=31")
+        train(*dense(f"many-{mode}", *options), prepare=prepare)
+    return {"held": found}
+
+
+def on_two_ranks(rank: int) -> dict:
+    folder = Path(os.environ["TEST_FOLDER"])
+    found = {}
+    for cases in (goes_back, a_strangers, changed_options, not_finite, full, many_saves):
+        found |= cases(rank, folder)
+    return found
+
+
+BATCH = ("--training.local_batch_size=1", "--training.global_batch_size=4")
+FOUR = {
+    "tp 2 x fsdp 2": (TP, "--parallelism.data_parallel_shard_degree=2"),
+    "tp 4": ("--parallelism.tensor_parallel_degree=4",),
+    "fsdp 4": ("--parallelism.data_parallel_shard_degree=4",),
+    "tp 2 x 2 replicas": (TP, "--parallelism.data_parallel_replicate_degree=2"),
+    "hsdp": ("--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"),
+    "ddp": ("--parallelism.data_parallel_strategy=ddp", "--parallelism.data_parallel_replicate_degree=4"),
+}
+
+
+def state_of(trainer) -> dict:
+    """Return all of training's state, whole: weights, moments, schedule, step, random generators."""
+    states, rng = trainer.checkpointer.states, trainer._loaded_rng or trainer.state_dict()["rng"]
+    weights = {name: value for model in trainer.model_parts for name, value in model.lm.state_dict().items()}
+    tensors = {**weights, **states["optimizer"].state_dict(), "rng": rng["cpu"]}
+    tensors["step"] = torch.tensor(trainer.step)
+    tensors["epoch"] = torch.tensor(trainer.lr_schedulers.schedulers[0].last_epoch)
+    return {name: whole(value) for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+
+
+def resharded(folder: Path, *degrees: str) -> tuple[list[str], dict[int, float]]:
+    """Go on from step 4 at other degrees; return what of the state is not what was saved, bit for bit, and the losses."""
+    loaded = {}
+
+    def prepare(trainer) -> None:
+        load = trainer.checkpointer.load
+
+        def loads():
+            load()
+            loaded.update(state_of(trainer))
+
+        trainer.checkpointer.load = loads
+
+    options = (*SAVES, *BATCH, *degrees, "--checkpoint.load_step=4", "--checkpoint.load_only")
+    losses = train(folder, "dense", "reshard", *options, prepare=prepare)[0].losses()
+    saved = torch.load(folder / "state.pt")
+    assert saved.keys() == loaded.keys()
+    return [name for name in saved if not torch.equal(saved[name], loaded[name])], losses
+
+
+def on_four_ranks(rank: int) -> dict:
+    folder = Path(os.environ["TEST_FOLDER"])
+
+    def prepare(trainer) -> None:
+        save = trainer.checkpointer.save
+
+        def saves(step, is_last=False):
+            if step == 4:
+                state = state_of(trainer)
+                if rank == 0:
+                    torch.save(state, folder / "state.pt")
+            return save(step, is_last=is_last)
+
+        trainer.checkpointer.save = saves
+
+    first = (*SAVES, *BATCH, *FOUR["tp 2 x fsdp 2"])
+    found = {"whole": train(folder, "dense", "reshard", *first, prepare=prepare)[0].losses()}
+    return found | {name: resharded(folder, *degrees) for name, degrees in FOUR.items()}
+
+
+def on_one_rank(rank: int) -> dict:
+    return {"one process": resharded(Path(os.environ["TEST_FOLDER"]))}
+
+
+@pytest.fixture(scope="module")
+def resumed_at(folder):
+    return process_groups.run(on_four_ranks, 4) | process_groups.run(on_one_rank, 1)
+
+
+@pytest.mark.parametrize("degrees", [*FOUR, "one process"])
+def test_a_checkpoint_goes_on_at_any_degree(resumed_at, degrees):
+    differing, losses = resumed_at[degrees]
+    assert not differing
+    whole = {step: loss for step, loss in resumed_at["whole"].items() if step > 4}
+    # float32: sums over other numbers of ranks are rounded in another order.
+    assert losses == pytest.approx(whole, rel=1e-5)
+    if degrees == "tp 2 x fsdp 2":
+        assert losses == whole
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_inputs(tmp_path_factory.mktemp("jobs"))
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    return process_groups.run(on_two_ranks, 2)
+
+
+def test_going_back_is_a_new_folder_and_the_old_one_stays(two):
+    whole = two["whole"]
+    assert two["again"] == {step: whole[step] for step in (5, 6, 7, 8)}
+    assert two["names"] == (["step-2", "step-4", "step-6", "step-8"], ["step-6", "step-8"])
+
+
+def test_a_launcher_that_starts_again_goes_on_from_the_newest(two):
+    assert list(two["on"]) == [9, 10]
+    assert list(two["restarted"]) == [11, 12]
+
+
+def test_a_checkpoint_of_a_stranger_runs_nothing(two, folder):
+    assert "train_state.step in it is damaged" in two["poisoned"]
+    assert not (folder / "ran").exists()
+
+
+def test_options_that_changed_take_effect_and_are_named_in_one_line(two):
+    changed = {"betas": (0.5, 0.95), "lr": pytest.approx(1e-4)}
+    assert two["groups"] == [changed | {"weight_decay": 0.3}, changed | {"weight_decay": 0.0}]
+    assert (two["name"], two["step"]) == ("Adam", 6)
+    (line,) = two["lines"]
+    for change in (
+        'optimizer.name = "AdamW", now "Adam"',
+        "optimizer.weight_decay = 0.1, now 0.3",
+        "optimizer.beta1 = 0.9, now 0.5",
+        "optimizer.lr = 0.003, now 0.0001",
+        "training.steps = 4, now 6",
+    ):
+        assert change in line
+    assert "exclude_from_loading" not in line
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_weights_that_are_not_finite_are_never_saved(two, mode):
+    assert two[mode].startswith("step 6 is not saved")
+    advice = "checkpoint is step-4. Start the job again with a lower optimizer.lr"
+    assert advice in two[mode]
+    assert "skip_nan_inf" not in two[mode]  # nothing is left that could be kept
+    assert two[mode, "names"] == ["step-2", "step-4"]
+    assert two[mode, "logged"].startswith("step 5: the gradient's norm is")
+    assert advice in two[mode, "logged"]
+    assert "skip_nan_inf" not in two[mode, "logged"]
+
+
+def test_an_update_that_no_weight_bears_is_never_saved(two):
+    assert two["overflow"].startswith("step 1 is not saved")
+    assert two["overflow", "names"] == []
+
+
+def test_steps_that_are_left_out_in_a_row_end_the_job(two):
+    assert two["skipped"].startswith("step 7: the gradient was not finite in 2")
+    assert "checkpoint is step-6" in two["skipped"]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_disk_that_refuses_is_one_line_and_nothing_half(two, mode, folder):
+    path = folder / f"full-{mode}" / "checkpoint"
+    assert f"can't be saved in {path} (File too large); " in two[f"full {mode}"]
+    assert "checkpoint is step-2" in two[f"full {mode}"]
+    assert two[f"full {mode}", "names"] == ["step-2"]
+    assert damage(path / "step-2") is None
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_saves_leave_nothing_behind_in_memory(two, mode):
+    early, late = two["held"][mode][6], two["held"][mode][30]
+    grown = {name: late[name] - early[name] for name in late}
+    # In 24 saves. What the test has recorded of each step is there, too.
+    assert grown.pop("objects") < 24 * 50
+    assert grown.pop("bytes of tensors") < 24 * 8
+    assert all(number < 24 for number in grown.values()), grown

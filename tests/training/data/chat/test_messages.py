@@ -1,0 +1,134 @@
+"""Conversations by the names of their columns and keys: ShareGPT's, Alpaca's, and any others."""
+
+import typing
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from tests.support.data_sources import open_source
+from tests.support.refusals import refusal
+from tests.training.data.chat.test_chat import PLAIN, chat, decoded, form, numbered, rows, said, tokens_of  # noqa: F401  fixtures
+from titanplans.config import load_job
+from titanplans.config.sections.data import Chat
+from titanplans.errors import DataError
+from titanplans.training.data.chat.messages import FORMATS, conversation_of
+
+
+def shared(*turns):
+    return {"id": "x_0", "conversations": [{"from": who, "value": what} for who, what in turns]}
+
+
+TALK = shared(("system", "Be brief."), ("human", "A prime?"), ("gpt", "2"), ("tool", ""), ("gpt", "3"))
+ASK = {"instruction": "Add them.", "input": "2 and 3", "output": "5"}
+SHAREGPT, ALPACA = {"format": "sharegpt"}, {"format": "alpaca"}
+OF_ORCA = {"prompt_column": "question", "completion_column": "response", "system_column": "system_prompt"}
+RIGHT = [
+    (TALK, SHAREGPT, "system: Be brief.|user: A prime?|assistant: 2|tool: |assistant: 3"),
+    (shared(("human", "a"), ("gpt", "b")) | {"system": "s"}, SHAREGPT, "system: s|user: a|assistant: b"),
+    (shared(("user", "a"), ("observation", "t"), ("gpt", "b")), SHAREGPT, "user: a|tool: t|assistant: b"),
+    (shared(("human", "a"), ("bard", "b")), SHAREGPT | {"roles": {"bard": "assistant"}}, "user: a|assistant: b"),
+    (ASK, ALPACA, "user: Add them.\n\n2 and 3|assistant: 5"),
+    (ASK | {"input": ""}, ALPACA, "user: Add them.|assistant: 5"),
+    ({"instruction": "a", "output": "b", "system": None}, ALPACA, "user: a|assistant: b"),
+    (ASK | {"system": "s"}, ALPACA, "system: s|user: Add them.\n\n2 and 3|assistant: 5"),
+    ({"question": "a", "response": "b", "system_prompt": "s"}, OF_ORCA, "system: s|user: a|assistant: b"),
+    (
+        {"turns": [{"by": "q", "text": "a"}, {"by": "a", "text": "b"}]},
+        {"messages_column": "turns", "role_key": "by", "content_key": "text", "roles": {"q": "user", "a": "assistant"}},
+        "user: a|assistant: b",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "options", "expected"), RIGHT)
+def test_rows_become_messages(row, options, expected):
+    conversation = conversation_of(row, Chat(enable=True, **options), "here")
+    assert "|".join(f"{m['role']}: {m['content']}" for m in conversation.messages) == expected
+    assert all(message.keys() == {"role", "content"} for message in conversation.messages)
+
+
+def test_calls_of_tools_reach_the_template_in_either_format():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    call = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+    for row, options in (
+        ({"messages": [said("user", "a"), {"role": "assistant", **call}, said("tool", "1")]}, {}),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", **call}, {"from": "tool", "value": "1"}]},
+            SHAREGPT,
+        ),
+    ):  # fmt: skip
+        found = conversation_of(row | {"tools": tools}, Chat(enable=True, **options), "here")
+        assert found.tools == tools
+        assert found.messages == [said("user", "a"), {"role": "assistant", **call}, said("tool", "1")]
+
+
+def test_what_the_assistant_says_counts(chat):  # noqa: F811
+    for row, options, counts in ((TALK, SHAREGPT, "2<|eos|>\n3<|eos|>\n"), (ASK, ALPACA, "5<|eos|>\n")):
+        tokens = tokens_of(row, chat(PLAIN, **options))
+        assert decoded(tokens.ids[tokens.counted]) == counts
+
+
+@pytest.mark.parametrize(
+    ("table", "options"),
+    [
+        ([{"messages": talk, "id": n} for n, talk in enumerate(numbered(2))], {}),
+        ([TALK | {"system": None}, TALK | {"system": "s"}], SHAREGPT),
+        ([ASK, ASK | {"input": None}], ALPACA),
+    ],
+)
+def test_parquet_gives_what_jsonl_does(chat, rows, tmp_path, table, options):  # noqa: F811
+    """The columns that are read are asked for by name, and no others."""
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), tmp_path / "a.parquet")
+    reader, paths = form(chat(PLAIN, **options)), (str(tmp_path / "a.parquet"), rows(*table))
+    both = [open_source("local", path, split="all", chat=reader)._corpus for path in paths]
+    one, other = ([corpus.document(i).to_bytes() for i in range(2)] for corpus in both)
+    assert one == other
+    assert one[0] != one[1]
+
+
+REFUSED = [
+    (shared(("human", "a"), ("bard", "b")), SHAREGPT,
+     "FILE, line 1, message 2 of 'conversations' has from = 'bard', and"),
+    (shared(("human", "a"), ("gpt", " \n")), SHAREGPT, "FILE, line 1, message 2 of 'conversations' is empty"),
+    ({"conversations": [{"from": "human"}]}, SHAREGPT, "FILE, line 1, message 1 of 'conversations' has 'from', and needs"),
+    ({"conversations": [said("user", "a")]}, SHAREGPT, "has 'role', 'content', and needs a from"),
+    (shared(("human", "a")) | {"system": 3}, SHAREGPT, "FILE, line 1: 'system' holds a value of type int"),
+    ({"text": "a"}, SHAREGPT, "messages_column = 'conversations': FILE, line 1 has the columns 'text'"),
+    (TALK, {}, "messages_column = 'messages': FILE, line 1 has the columns 'conversations', 'id'"),
+    (TALK, {}, 'or set format = "sharegpt"'),
+    ({"messages": TALK["conversations"]}, {}, "has 'from', 'value', and needs a role"),
+    ({"messages": TALK["conversations"]}, {}, 'set chat.format = "sharegpt"'),
+    (ASK, {}, 'or set format = "alpaca"'),
+    (ASK, {"prompt_column": "instruction", "completion_column": "output"}, "prompt_column = 'instruction': FILE, line 1 "
+     "also has 'input'"),
+    (ASK | {"output": ""}, ALPACA, "FILE, line 1: 'output' is empty"),
+    (ASK | {"input": ["a"]}, ALPACA, "FILE, line 1: 'input' holds a value of type list"),
+    (ASK | {"instruction": [said("user", "a"), said("user", "b")]}, ALPACA,
+     "FILE, line 1: 'input' belongs to a prompt"),
+    ({"instruction": "a"}, ALPACA, "completion_column = 'output': FILE, line 1 has the columns 'instruction'"),
+    (ASK, {"prompt_column": "question"}, "prompt_column = 'question': FILE, line 1 has the columns"),
+    ({"prompt": "a", "completion": "b"}, {"input_column": "more"},
+     "input_column = 'more': FILE, line 1 has the columns 'completion', 'prompt'"),
+    (TALK, SHAREGPT | {"input_column": "id"}, "input_column = 'id': FILE, line 1 holds messages"),
+    (TALK, SHAREGPT | {"prompt_column": "id"}, "prompt_column = 'id': FILE, line 1 holds messages"),
+    ({"messages": [said("user", "a"), said("assistant", "")]}, {}, "FILE, line 1, message 2 of 'messages' is empty"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "options", "reason"), REFUSED)
+def test_a_row_that_does_not_fit_is_one_sentence(chat, rows, row, options, reason):  # noqa: F811
+    path = rows(row)
+    error = refusal(
+        open_source, "local", path, split="all", chat=form(chat(PLAIN, **options)), kind=DataError
+    )
+    assert reason.replace("FILE", path) in error
+    assert f"{path}, line 1" in error
+
+
+def test_the_formats_are_those_of_the_option(tmp_path, monkeypatch):
+    assert list(FORMATS) == list(typing.get_args(typing.get_type_hints(Chat)["format"]))
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text('[training.chat]\nenable = true\nroles = {bard = "assistant"}\n')
+    assert load_job(["job.toml"]).training.chat.roles == {"bard": "assistant"}

@@ -1,0 +1,230 @@
+"""No key of a job gets lost on the way to the parts that it names."""
+
+import ast
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+
+from tests.support.paths import ROOT
+from titanplans.config import ConfigError, JobConfig, strategy_of
+from titanplans.config.compatibility.groups import OF_MUON
+from titanplans.config.compatibility.job import schedule_steps
+from titanplans.config.schema import build_job, keys
+from titanplans.config.values import describe
+from titanplans.training.job import parts, resolve
+from titanplans.training.trainer import documents
+
+ENGINE = ROOT / "titanplans" / "training"
+READERS = (
+    *("trainer/trainer.py", "trainer/loss.py", "trainer/model.py", "launch/processes.py"),
+    *("launch/rank.py", "checkpoint/manager.py", "checkpoint/resume.py", "checkpoint/folder.py"),
+)
+"""Files that read options one by one, of which `acting` holds nothing."""
+GIVEN_WHOLE = ("metrics", "profiling", "lr_scheduler", "debug")
+"""Sections whose every option is an argument of a part, which refuses what it does not know."""
+
+
+def configured(**options: object) -> JobConfig:
+    return build_job({key.replace("__", "."): value for key, value in options.items()})
+
+
+def acting(job: JobConfig, world_size: int = 1) -> dict[str, Any]:
+    """Return what is made of the options of a job, but for what goes into a checkpoint's card, which holds every key."""
+    config = resolve.hf_config(job)
+    keyword = documents.keyword(job, config)
+    apart = documents.are_apart(job, keyword)
+    return {
+        "strategy": strategy_of(job),
+        "shard_degree": job.parallelism.shard_degree,
+        "model": (config.to_dict(), keyword, resolve.model_name(job), resolve.tokenizer_path(job)),
+        "data": parts.training_loader(job, world_size, apart=apart),
+        "validation": parts.validation_loader(job, resolve.validation_data(job), world_size, apart=apart),
+        "sizes": (resolve.validation_data(job), resolve.training_data(job)),
+        "batch": resolve.global_batch_size(job, resolve.data_parallel_degree(job, world_size)),
+        "optimizers": (job.optimizer, *(job.compile.enable, job.compile.components)),
+        "schedule": schedule_steps(job),
+        "traces": resolve.trace_buf_size(job),
+        "whole": [vars(getattr(job, section)) for section in GIVEN_WHOLE],
+    }
+
+
+def read_one_by_one() -> set[str]:
+    """Return the attributes that the loop and the start of processes read."""
+    trees = [ast.parse((ENGINE / file).read_text()) for file in READERS]
+    return {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+
+
+# A value other than the default for keys whose type does not suggest one that may be given alone.
+ANOTHER = {
+    "model.config_overrides": {"max_position_embeddings": 64},
+    "data.documents": "joined",
+    "data.sources": ({"name": "a"}, {"name": "b"}),
+    "model.name": "transformer",
+    "model.flavor": "340M",
+    "training.global_batch_size": 16,
+    "training.chat.roles": {"bard": "assistant"},
+    "training.chat.chat_template_kwargs": {"mood": "glad"},
+    "parallelism.data_parallel_shard_degree": 4,
+    "optimizer.groups": [{"pattern": "norm", "lr": 0.25}],
+    "lr_scheduler.total_steps": 20000,
+    "lr_scheduler.decay_ratio": 0.5,
+    "activation_checkpoint.selective_ac_option": "3",
+    "compile.components": ["loss", "optimizer"],
+    "compile.options": {"max_autotune": True},
+    "checkpoint.exclude_from_loading": ["dataloader"],
+}
+
+# What a key needs beside it to mean anything.
+OP = {"activation_checkpoint.selective_ac_option": "op"}
+COMPILED = {"compile.enable": True}
+BUDGET = {"activation_checkpoint.mode": "memory_budget"} | COMPILED
+DDP = {"parallelism.data_parallel_strategy": "ddp"}
+TP = {"parallelism.tensor_parallel_degree": 2}
+ASYNC = COMPILED | TP | {"parallelism.enable_async_tensor_parallel": True}
+MUON = {"optimizer.name": "Muon"}
+LORA = {"lora.rank": 4}
+SAVES = {"checkpoint.enable": True}
+STARTS = SAVES | {"checkpoint.initial_load_path": "/somewhere"}
+FLOAT8 = {"quantize.linear.float8.recipe_name": "tensorwise"}
+GATHER = FLOAT8 | {"quantize.linear.float8.enable_fsdp_float8_all_gather": True}
+CHAT = {"training.chat.enable": True}
+OF_SECTIONS = {
+    "quantize.linear.float8": FLOAT8,
+    "compile": COMPILED,
+    "training.chat": CHAT,
+    "ddp": DDP,
+    "lora": LORA,
+}
+BESIDE = {
+    **{key: OF_SECTIONS[keys()[key].section] for key in keys() if keys()[key].section in OF_SECTIONS},
+    **{key: {} for key in (*COMPILED, *CHAT, *LORA, *FLOAT8)},
+    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": GATHER,
+    **{key: OP for key in keys() if ".per_op_sac_" in key},
+    "activation_checkpoint.memory_budget": BUDGET,
+    "activation_checkpoint.visualize_memory_budget_pareto": BUDGET,
+    "parallelism.enable_async_tensor_parallel": COMPILED | TP,
+    "parallelism.async_tensor_parallel_unfused": ASYNC,
+    "parallelism.expert_capacity_factor": {"parallelism.expert_parallel_degree": 2},
+    "parallelism.data_parallel_strategy": {"parallelism.data_parallel_replicate_degree": 4},
+    "model.plan": TP,
+    "compile.components": COMPILED | {"optimizer.implementation": "foreach"},
+    **{f"optimizer.{key}": MUON for key in OF_MUON},
+    "debug.deterministic_warn_only": {"debug.deterministic": True},
+    "training.skip_nan_inf_limit": {"training.skip_nan_inf": True},
+    "training.pin_cpu_memory": {"training.enable_cpu_offload": True},
+    "ddp.static_graph": DDP | {"ddp.defer_grad_sync": False},
+    "ddp.split_compiled_blocks": DDP | COMPILED,
+    "data.long_documents": {"data.packing": "best_fit"},
+    **{
+        f"checkpoint.{key}": SAVES
+        for key in ("initial_load_path", "load_step", "create_seed_checkpoint", "load_only", "save_on_signal")
+    },
+    "checkpoint.last_save_in_hf": SAVES,
+    "checkpoint.initial_load_model_only": STARTS,
+    "checkpoint.initial_load_in_hf": STARTS | {"model.name": "gla"},
+    "checkpoint.initial_adapter_path": SAVES | LORA,
+    "checkpoint.save_adapters_only": STARTS | LORA,
+    **{
+        f"{section}.dataloader.{key}": {f"{section}.dataloader.num_workers": 2}
+        for section in ("training", "validation")
+        for key in ("persistent_workers", "prefetch_factor")
+    },
+}
+
+# Keys that act elsewhere, and where that is tested.
+ELSEWHERE = {
+    "job.description": "test_config_load",
+    "model.config": "below",
+    "model.class": "tests/test_out_of_tree.py",
+    "model.arguments": "tests/test_out_of_tree.py",
+    "parallelism.pipeline_parallel_schedule": "tests/training/test_pipeline_jobs.py",
+    "parallelism.pipeline_parallel_layers_per_stage": "tests/training/test_pipeline_jobs.py",
+    "parallelism.pipeline_parallel_split_points": "tests/parallel/pipeline/test_balance.py",
+    "parallelism.context_parallel_degree": "test_context_jobs",
+    "experimental.custom_import": "test_checks",
+}
+
+
+def words_of(hint: Any) -> list[Any]:
+    """Return the words that a type, or a part of it, names."""
+    inside = [word for part in get_args(hint) for word in words_of(part)]
+    return list(get_args(hint)) if get_origin(hint) is Literal else inside
+
+
+@pytest.mark.parametrize("name", [name for name in keys() if name not in ELSEWHERE])
+def test_every_key_acts_or_is_read(name):
+    key = keys()[name]
+    match key.default:
+        case _ if name in ANOTHER:
+            value = ANOTHER[name]
+        case _ if words := [word for word in words_of(key.hint) if word not in (None, key.default)]:
+            value = words[0]
+        case _ if describe(key.hint).startswith("true or false"):
+            value = not key.default
+        case int():
+            value = abs(key.default) + 1
+        case float():
+            value = key.default + 1 if key.default >= 1 else 0.25
+        case str():
+            value = "other"
+        case tuple():
+            value = ("other",)
+        case _:
+            value = "other" if "a string" in describe(key.hint) or name == "model.plan" else 3
+    world_size = 4 if name.startswith(("parallelism.", "model.plan")) else 1
+    beside = {other.replace(".", "__"): given for other, given in BESIDE.get(name, {}).items()}
+    before, after = configured(**beside), configured(**beside | {name.replace(".", "__"): value})
+    if acting(after, world_size) == acting(before, world_size):
+        assert name.rpartition(".")[2] in read_one_by_one()
+
+
+def test_a_model_from_a_file():
+    path = str(ROOT / "configs" / "gla_debug.json")
+    job = configured(model__config=path)
+    assert (resolve.model_name(job)[0], resolve.hf_config(job).model_type) == (path, "gla")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "expected"),
+    [
+        (1, {}, 8),
+        (4, {"parallelism__tensor_parallel_degree": 2}, 16),
+        (4, {"parallelism__tensor_parallel_degree": 2, "training__gradient_accumulation_steps": 3}, 48),
+        (4, {"parallelism__tensor_parallel_degree": 4, "training__global_batch_size": 64}, 64),
+    ],
+)
+def test_the_global_batch(world_size, options, expected):
+    job = configured(**options)
+    assert resolve.global_batch_size(job, resolve.data_parallel_degree(job, world_size)) == expected
+
+
+def test_degrees_have_to_divide_the_number_of_processes():
+    job = build_job({"parallelism.tensor_parallel_degree": 3, "training.seq_len": 48})
+    with pytest.raises(ConfigError, match="does not divide the number of processes, 4"):
+        resolve.data_parallel_degree(job, 4)
+
+
+def test_validation_is_as_training_where_nothing_else_is_said():
+    job = configured(training__seq_len=64, training__dataset="local", training__dataset_path="here")
+    validation = resolve.validation_data(job)
+    assert (validation.seq_len, validation.local_batch_size) == (64, 8)
+    (source,) = validation.sources
+    assert (source.dataset_path, source.dataset_split) == ("here", "validation")
+    mixed = configured(
+        data__sources=({"dataset_path": "a", "weight": 2.0}, {"dataset_path": "b", "text_column": "x"})
+    )
+    of = parts.validation_loader(mixed, resolve.validation_data(mixed), 1, apart=False).data.sources
+    assert [(s.dataset_path, s.dataset_split, s.text_column) for s in of] == [
+        ("a", "validation", "text"),
+        ("b", "validation", "x"),
+    ]
+
+
+def test_a_validation_set_of_its_own_does_not_take_the_training_path():
+    job = configured(training__dataset_path="here", validation__dataset="stdlib")
+    assert resolve.validation_data(job).sources[0].dataset_path is None
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(5, 200), (500, 500)])
+def test_a_run_shorter_than_its_warm_up_stays_in_it(steps, expected):
+    assert schedule_steps(configured(training__steps=steps)) == expected

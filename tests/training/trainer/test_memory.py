@@ -1,0 +1,171 @@
+"""A job that can't fit into memory by arithmetic alone is refused before a process starts; a large one is logged."""
+
+import logging
+
+import pytest
+import torch
+
+from tests.support import refusals
+from titanplans import modeling
+from titanplans.config import ConfigError, load_job
+from titanplans.parallel import memory as device_memory
+from titanplans.training.job.checks import check_job
+from titanplans.training.trainer import memory
+from titanplans.training.trainer.memory import check_memory
+
+GB = 10**9
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Return a function that makes a job of the smallest llama from options."""
+    (tmp_path / "job.toml").write_text("model.name = 'llama'\ntraining.seq_len = 64\n")
+
+    def job(*words: str):
+        return load_job([str(tmp_path / "job.toml"), *words])
+
+    return job
+
+
+@pytest.fixture(scope="module")
+def model():
+    return modeling.build(modeling.load_config("llama", "debug"))
+
+
+def refusal(job, model, ranks: int = 1, device_type: str = "cpu") -> str:
+    return refusals.refusal(check_memory, job, model, ranks, device_type, kind=ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("words", "begins", "of_it"),
+    [
+        (
+            ["--training.local_batch_size", "2147483648", "--loss.no-fused"],
+            "training.local_batch_size = 2147483648, seq_len = 64: the job needs at least 1,129,198.",
+            "1,125,899.9 GB of it for the logits",
+        ),
+        (
+            ["--training.gradient_accumulation_steps", "2147483648"],
+            "training.gradient_accumulation_steps = 2147483648, local_batch_size = 8, seq_len = 64: ",
+            "26,388.3 GB of it for the tokens of a step",
+        ),
+        (
+            ["--training.global_batch_size", str(8 * 2**31)],
+            "training.global_batch_size = 17179869184, local_batch_size = 8, seq_len = 64: ",
+            "26,388.3 GB of it for the tokens of a step",
+        ),
+        (
+            ["--comm.trace_buf_size", str(2**31 - 1)],
+            "comm.trace_buf_size = 2147483647: the job needs at least 1,099.6 GB",
+            "1,099.5 GB of it for the events",
+        ),
+        (
+            [
+                "--validation.enable",
+                "--validation.local_batch_size",
+                "2147483648",
+                "--training.disable_loss_parallel",
+                "--loss.no-fused",
+            ],
+            "validation.local_batch_size = 2147483648, seq_len = 64: ",
+            "of it for the logits of a batch",
+        ),
+    ],
+)
+def test_what_no_memory_holds_is_refused_with_the_value_and_both_sizes(job, model, words, begins, of_it):
+    said = refusal(job(*words), model)
+    assert said.startswith(begins)
+    assert of_it in said
+
+
+def test_processes_that_no_memory_holds(job, model):
+    said = refusal(job("--training.dataloader.num_workers", "2147483648"), model)
+    assert said.startswith("training.dataloader.num_workers = 2147483648: the job needs at least 72,057,594.")
+    many = ("--parallelism.tensor_parallel_degree", "1000000", "--parallelism.no-enable_sequence_parallel")
+    said = refusal(job(*many), model, 1_000_000)
+    assert said.startswith("parallelism.tensor_parallel_degree = 1000000: ")
+    assert said.endswith(": lower a degree")
+
+
+def test_a_buffer_that_torch_cannot_count_is_refused(job):
+    """It reads the size as an integer of 32 bits, and ends the process otherwise."""
+    with pytest.raises(ConfigError, match=r"comm\.trace_buf_size 2147483648: expected"):
+        job("--comm.trace_buf_size", "2147483648")
+
+
+def test_parameters_gradients_and_moments_are_split_among_the_processes_that_share_them(job):
+    """Of 8,030,261,248 parameters 16 bytes each in float32, 8 in bfloat16."""
+    large = modeling.build(modeling.load_config("llama", "3.1-8B"))
+    named = ["--model.name", "llama", "--model.flavor", "3.1-8B", "--training.dataset", "stdlib"]
+    assert "128.5 GB of it for 8,030,261,248 parameters" in refusal(job(*named), large)
+    split = job(
+        *named,
+        "--parallelism.tensor_parallel_degree",
+        "2",
+        "--parallelism.data_parallel_replicate_degree",
+        "2",
+    )
+    # Each of two copies is split among two: together two whole ones.
+    said = refusal(split, large, 4)
+    assert "257.0 GB of it for 8,030,261,248 parameters" in said
+    assert "split among 2" in said
+    whole = job(
+        *named,
+        *("--parallelism.data_parallel_strategy", "ddp", "--parallelism.data_parallel_replicate_degree", "4"),
+        *("--training.dtype", "bfloat16", "--training.mixed_precision_param", "bfloat16"),
+    )
+    assert "257.0 GB of it for 8,030,261,248" in refusal(whole, large, 4)
+
+
+def test_what_is_merely_large_is_told(job, model, monkeypatch, caplog):
+    wanted = job(
+        "--training.local_batch_size", "1024", "--loss.no-fused"
+    )  # logits of 1024 x 64 x 4096 in bfloat16: 0.54 GB
+    with caplog.at_level(logging.INFO):
+        monkeypatch.setattr(memory, "memory", lambda device: 2 * GB)
+        check_memory(wanted, model, 1, "cpu")
+        assert caplog.messages == []
+        monkeypatch.setattr(memory, "memory", lambda device: GB)
+        check_memory(wanted, model, 1, "cpu")
+    (said,) = caplog.messages
+    assert said.startswith("training.local_batch_size = 1024, seq_len = 64: the job needs at least 0.6 GB")
+    assert said.endswith("and this machine has 1.0 GB")
+    assert "0.6 GB of memory in 4 processes" not in refusal(wanted, model, 4)  # but 4 times that
+
+
+def test_a_gpu_is_asked_for_what_lies_on_it_and_the_host_for_the_rest(job, model, monkeypatch):
+    """The GPU holds weights and logits, the host the batches of a step, of every process of this machine."""
+    sizes = {"cuda": 0.5 * GB, "cpu": 100 * GB}
+    monkeypatch.setattr(memory, "memory", lambda device: int(sizes[device.type]))
+    said = refusal(job("--training.local_batch_size", "1024", "--loss.no-fused"), model, 8, "cuda")
+    assert "in one process, 0.5 GB of it for the logits" in said
+    assert "and each GPU has 0.5 GB" in said
+    check_memory(job("--training.local_batch_size", "512", "--loss.no-fused"), model, 8, "cuda")
+    sizes["cpu"] = GB
+    accumulated = job(
+        "--training.gradient_accumulation_steps", "20000"
+    )  # 20000 x 8 x 64 x 24 bytes: 0.25 GB a process
+    check_memory(accumulated, model, 2, "cuda")
+    said = refusal(accumulated, model, 8, "cuda")
+    assert "of it for the tokens of a step" in said
+    assert "this machine has 1.0 GB" in said
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # of 8 processes on four machines
+    check_memory(accumulated, model, 8, "cuda")
+
+
+def test_a_job_is_asked(job, monkeypatch):
+    monkeypatch.setattr(memory, "memory", lambda device: GB)
+    with pytest.raises(ConfigError, match=r"^training.gradient_accumulation_steps = 200000, .* 1.0 GB"):
+        check_job(job("--training.gradient_accumulation_steps", "200000"), 1)
+    check_job(job(), 1)
+
+
+def test_a_containers_limit_counts(tmp_path, monkeypatch):
+    files = [tmp_path / "memory.max", tmp_path / "limit_in_bytes"]
+    monkeypatch.setattr(device_memory, "_LIMITS", tuple(map(str, files)))
+    whole = device_memory.memory(torch.device("cpu"))
+    files[0].write_text("max\n")
+    files[1].write_text(f"{2**63 - 4096}\n")
+    assert device_memory.memory(torch.device("cpu")) == whole
+    files[0].write_text(f"{2**28}\n")
+    assert device_memory.memory(torch.device("cpu")) == 2**28

@@ -1,0 +1,190 @@
+"""The parts around the trainer that can be looked at alone: device, log line, what is said at the end."""
+
+import json
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.support import process_groups
+from tests.support.programs import run_python
+from titanplans.config.sections.run import Metrics
+from titanplans.errors import UserError
+from titanplans.parallel.mesh.process_group import available_cores, default_device_type
+from titanplans.training.launch.exit_status import fail, refuse
+from titanplans.training.launch.logs import _NO_NEWS, _worth_showing
+from titanplans.training.trainer.device import DeviceMemory, Peak, peak_resident_bytes, prepare_device
+from titanplans.training.trainer.metrics import (
+    MetricsProcessor,
+    _significant,
+    format_seconds,
+    known_peak_flops,
+)
+from titanplans.training.trainer.step import FiniteSoFar
+
+CPU = torch.device("cpu")
+
+on_a_cpu = pytest.mark.skipif(
+    default_device_type() != "cpu", reason="what a machine without accelerator gets"
+)
+
+
+def test_a_rank_whose_shard_of_a_weight_is_empty_knows_whether_all_are_finite():
+    model = torch.nn.ParameterList([torch.ones(2), torch.empty(0)])
+    with process_groups.fake_group(2):
+        assert FiniteSoFar([model], torch.device("cpu")).everywhere()
+        with torch.no_grad():
+            model[0][1] = torch.nan
+        assert not FiniteSoFar([model], torch.device("cpu")).everywhere()
+
+
+@on_a_cpu
+def test_ranks_of_a_machine_share_its_cores(monkeypatch):
+    before = torch.get_num_threads()
+    try:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        prepare_device()
+        assert torch.get_num_threads() == max(1, available_cores() // 2)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_host_memory_is_the_resident_set():
+    before = peak_resident_bytes()
+    block = bytearray(64 * 2**20)
+    assert peak_resident_bytes() >= before
+    memory = DeviceMemory(CPU)
+    assert 64 * 2**20 < memory.peak().reserved < memory.total
+    assert memory.name
+    del block
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0s"), (7.2, "8s"), (125, "2m05s"), (6000, "1h40m"), (3 * 86400 + 4 * 3600, "3d04h")],
+)
+def test_format_seconds(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.004562, "0.00456"), (12.34, "12.3"), (456.7, "457"), (0, "0")]
+)
+def test_three_significant_digits(value, text):
+    assert _significant(value) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("Sparkler 9000", None)],
+)
+def test_peak_is_known_only_for_devices_of_the_table(name, peak):
+    memory = Memory()
+    memory.name = name
+    assert known_peak_flops(memory) == peak
+    assert known_peak_flops(DeviceMemory(CPU)) is None
+
+
+class Memory(DeviceMemory):
+    """An accelerator's, which a test uses."""
+
+    used = highest = 0
+    is_host, total = False, 100
+
+    def __init__(self):
+        pass
+
+    def use(self, size):
+        self.used, self.highest = size, max(self.highest, size)
+
+    def reset(self):
+        self.highest = self.used
+
+    def peak(self):
+        return Peak(self.highest)
+
+
+def test_the_memory_of_validation_is_its_own(tmp_path):
+    rows, memory = {}, Memory()
+    with process_groups.fake_group(1):
+        processor = MetricsProcessor(Metrics(), None, CPU, dump_folder=str(tmp_path), values={})  # type: ignore[arg-type]
+    processor.logger = SimpleNamespace(log=lambda metrics, step: rows.update(metrics))
+    processor.memory, processor.total_steps = memory, 1
+    memory.use(10)
+    memory.use(2)
+    with processor.paused():
+        memory.use(5)
+        memory.use(2)
+        processor.log_validation(1.0, 1)
+    assert rows["validation_metrics/memory/max_reserved(%)"] == 5
+    assert memory.peak().reserved == 2, "of the next steps nothing but theirs is measured"
+    assert processor._peak_so_far().reserved == 10, "of the steps since the last line"
+
+
+def test_log_keeps_what_is_news():
+    def shown(name, level, module="trainer", function="train"):
+        record = logging.LogRecord(name, level, f"{module}.py", 0, "words", (), None, function)
+        return _worth_showing(record)
+
+    assert shown("root", logging.INFO), "torchtitan's progress"
+    assert shown("titanplans.training.trainer.step", logging.INFO)
+    assert shown("datasets", logging.WARNING)
+    assert not shown("datasets", logging.INFO)
+    assert not shown("root", logging.INFO, "utils", "collect")
+    assert not shown("torchao", logging.WARNING)
+    for name in ("root", "datasets", "torchao", "titanplans.training.trainer.step"):
+        assert shown(name, logging.ERROR, "utils", "collect")
+
+
+def test_a_job_whose_log_nobody_reads_goes_on():
+    done = run_python(
+        "-c",
+        "import logging, os, sys; from titanplans.training.launch.logs import init_logging; init_logging(0);"
+        "ours, theirs = os.pipe(); os.close(ours); os.dup2(theirs, 1);"
+        "[logging.getLogger('titanplans').info('words') for _ in range(3)]",
+    )
+    assert (done.returncode, done.stderr) == (0, "stdout was closed: the job goes on without its log\n")
+
+
+def test_what_is_no_news_is_what_torchtitan_logs():
+    """The functions that are named are torchtitan's, and each logs."""
+    import inspect
+
+    import torchtitan.distributed.utils
+    import torchtitan.tools.utils
+
+    modules = (torchtitan.distributed.utils, torchtitan.tools.utils)
+    sources = {(module.__name__.rpartition(".")[2], module): inspect.getsource(module) for module in modules}
+    for name, function in _NO_NEWS:
+        texts = [text for (file, _), text in sources.items() if file == name]
+        assert any(f"def {function}(" in text for text in texts), (name, function)
+
+
+def test_refusal_is_one_line(capsys):
+    assert refuse(UserError("[training] steps = 0: at least 1"), rank=0) == 2
+    assert capsys.readouterr().err == "error: [training] steps = 0: at least 1\n"
+
+
+def failing(rank: int) -> int:
+    try:
+        return 1 // 0
+    except ZeroDivisionError as error:
+        return fail(error, rank)
+
+
+def test_failure_of_a_process_of_its_own_has_its_traceback_and_ends_in_one_line(capsys, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    assert failing(rank=3) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("rank 3: Traceback (most recent call last):")
+    assert told.endswith("\nerror: rank 3 failed: ZeroDivisionError: integer division or modulo by zero\n")
+
+
+def test_failure_is_left_to_who_started_the_rank(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert failing(rank=3) == 1
+    assert capsys.readouterr().err == ""
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert message["message"] == "ZeroDivisionError: integer division or modulo by zero"
+    assert "return 1 // 0" in message["extraInfo"]["py_callstack"]

@@ -1,0 +1,214 @@
+"""Whole tensors to split models and back, on four ranks: bit for bit what one process has, at any split."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from tests import zoo
+from tests.support import process_groups
+from tests.support.refusals import refusal_or_none
+from tests.support.resident_memory import peak
+from titanplans import DDPConfig, Degrees, FSDP2Config, ParallelManager
+from titanplans.errors import ModelError
+from titanplans.weights.full import (
+    gather_full_optimizer_state_dict,
+    gather_full_state_dict,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+)
+
+pytestmark = pytest.mark.thorough
+
+SPLITS = {
+    "tp 4": (FSDP2Config(), Degrees(tp=4)),
+    "fsdp 2 x tp 2": (FSDP2Config(), Degrees(tp=2)),
+    "fsdp 4": (FSDP2Config(), Degrees()),
+    "hsdp 2 x 2": (FSDP2Config(), Degrees(dp_replicate=2)),
+    "tp 2, two copies": (FSDP2Config(), Degrees(dp_replicate=2, dp_shard=1, tp=2)),
+    "ddp 4": (DDPConfig(), Degrees(dp_replicate=4, dp_shard=1)),
+}
+# Ranks share heads at tp 4; no degree divides the vocabulary nor the width. Tied, packed, and neither.
+MODELS = {
+    "qwen3": dict(num_key_value_heads=2, **zoo.ODD),
+    "phi3": dict(intermediate_size=44, vocab_size=97),
+}
+
+
+def build(name):
+    model = zoo.build(name, dtype=torch.float32, **MODELS[name])
+    model.register_buffer("seen", torch.arange(3.0))  # a persistent one
+    return model
+
+
+def stepped(model):
+    """Return an optimizer of `model` after a step that changed every weight."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    optimizer.step()
+    return optimizer
+
+
+def differing(found, expected):
+    assert list(found) == list(expected)
+    return [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+
+
+def moments(state):
+    return {
+        f"{name} {key}": value for name, values in state["state"].items() for key, value in values.items()
+    }
+
+
+def refused(model, state, **options):
+    return refusal_or_none(load_full_state_dict, model, state, kind=ModelError, **options)
+
+
+def refusals(rank):
+    """Errors on each rank for a state that does not fit the model, by fault."""
+    model = ParallelManager(FSDP2Config(), Degrees(tp=2), device_type="cpu").parallelize(build("qwen3"))
+    whole = build("qwen3").state_dict()
+    norm, head = "model.norm.weight", "lm_head.weight"
+    states = {
+        "lacking": {name: tensor for name, tensor in whole.items() if "q_proj" not in name},
+        "unknown": whole | {"model.nrm.weight": whole[norm]},
+        "shape": whole | {norm: torch.zeros(65)},
+        "tied": whole | {head: whole[head] + 1},
+    }
+    said = {case: refused(model, state if rank == 0 else None) for case, state in states.items()}
+    said["none"] = refused(model, None)
+    said["one rank's own"] = refused(model, whole | ({norm: torch.zeros(65)} if rank == 3 else {}))
+    said["not strict"] = refused(model, states["lacking"] if rank == 0 else None, strict=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = gather_full_optimizer_state_dict(model, optimizer)
+    halves = list(model.parameters())
+    other = torch.optim.AdamW([{"params": halves[:3]}, {"params": halves[3:]}])
+    said["groups"] = refusal_or_none(load_full_optimizer_state_dict, model, other, state or None)
+    with torch.device("meta"):
+        said["meta"] = refused(nn.Linear(2, 2), {"weight": torch.ones(2, 2), "bias": torch.ones(2)})
+    only = gather_full_state_dict(model, only=lambda name: "norm" in name)
+    assert len(only) == (0 if rank else 9)
+    assert all(others == said for others in process_groups.gather_objects(said))
+    return said
+
+
+def memory(rank):
+    """Growth of each rank in MB, for a model of 96 MB in tensors of 4 MB."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    gathered, state = peak(lambda: gather_full_state_dict(model))
+    loaded, _ = peak(lambda: load_full_state_dict(model, state or None))
+    return process_groups.gather_objects((gathered, loaded))
+
+
+def there_and_back(rank):
+    found = {}
+    for name in MODELS:
+        whole = build(name)
+        optimizer = stepped(whole)
+        expected, expected_moments = whole.state_dict(), moments(get_optimizer_state_dict(whole, optimizer))
+        for split, (config, degrees) in SPLITS.items():
+            if name != "qwen3" and split not in ("tp 4", "fsdp 2 x tp 2"):
+                continue
+            model = ParallelManager(config, degrees, device_type="cpu").parallelize(build(name))
+            optimizer = stepped(model)
+            state, optimizer_state = (
+                gather_full_state_dict(model),
+                gather_full_optimizer_state_dict(model, optimizer),
+            )
+            wrong = found[name, split] = {}
+            if rank == 0:
+                wrong["gathered"] = differing(state, expected)
+                wrong["gathered, optimizer"] = differing(moments(optimizer_state), expected_moments)
+                assert all(tensor.is_contiguous() for tensor in state.values())
+            else:
+                assert state == optimizer_state == {}
+            for case in ("from rank 0", "on every rank") if split == "fsdp 2 x tp 2" else ("from rank 0",):
+                model = ParallelManager(config, degrees, device_type="cpu").parallelize(build(name))
+                optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+                given = [state or None, optimizer_state or None]
+                if case == "on every rank":
+                    dist.broadcast_object_list(given)
+                load_full_state_dict(model, given[0])
+                load_full_optimizer_state_dict(model, optimizer, given[1])
+                again, moments_again = (
+                    gather_full_state_dict(model),
+                    gather_full_optimizer_state_dict(model, optimizer),
+                )
+                if rank == 0:
+                    wrong[case] = differing(again, expected) + differing(
+                        moments(moments_again), expected_moments
+                    )
+                assert optimizer.param_groups[0]["lr"] == 0.1
+    return found
+
+
+def without_gradients(rank):
+    """Parameters with a state before and after, where embeddings never had a gradient."""
+    config, degrees = SPLITS["fsdp 2 x tp 2"]
+    states = []
+    for _ in range(2):
+        model = ParallelManager(config, degrees, device_type="cpu").parallelize(build("phi3"))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        if states:
+            load_full_optimizer_state_dict(model, optimizer, states[0] or None)
+        for name, parameter in model.named_parameters():
+            parameter.grad = None if "embed" in name else parameter.detach().clone()
+        if not states:
+            optimizer.step()
+        optimizer.zero_grad()
+        states.append(gather_full_optimizer_state_dict(model, optimizer))
+    return None if rank else [[*state["state"]] for state in states]
+
+
+def everything(rank):
+    return there_and_back(rank), refusals(rank), memory(rank), without_gradients(rank)
+
+
+found = process_groups.module_fixture(everything, 4)
+
+
+def test_what_is_gathered_and_loaded_is_that_of_one_process(found):
+    assert len(found[0]) == 8
+    for case, wrong in found[0].items():
+        assert not any(wrong.values()), case
+
+
+def test_a_state_that_does_not_fit_is_refused_by_every_rank(found):
+    said = found[1]
+    q, norm = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"
+    begin = "the model can't be loaded: "
+    assert said.pop("not strict") is None
+    words = {
+        "lacking": f"{begin}2 tensors of the model not in it ({q}, model.layers.1.self_attn.q_proj.weight)",
+        "unknown": f"{begin}1 tensor of it not in the model (model.nrm.weight)",
+        "shape": f"{begin}1 tensor of another shape ({norm} (65,), expected (64,))",
+        "tied": f"{begin}1 tensor tied here, and of different values (lm_head.weight and model.embed_tokens.weight)",
+        "none": f"{begin}there is no state on rank 0",
+        "one rank's own": f"{begin}1 tensor of another shape ({norm} (65,), expected (64,))",
+        "groups": "the optimizer can't be loaded: it has other groups",
+        "meta": f"{begin}2 tensors without memory yet",
+    }
+    assert {case: text[: len(words[case])] for case, text in said.items()} == words
+    assert said["meta"].endswith(" (weight, bias)")
+
+
+def test_a_parameter_without_gradients_has_no_state_before_and_after(found):
+    before, after = found[3]
+    assert before == after
+    assert not any("embed" in name for name in before)
+    assert len(before) > 5
+
+
+def test_rank_0_has_the_state_once_and_others_one_tensor(found):
+    state, tensor = 96, 4
+    (first, first_loads), *others = found[2]
+    assert first < state + 6 * tensor
+    assert first_loads < 6 * tensor
+    for gathers, loads in others:
+        assert max(gathers, loads) < 6 * tensor

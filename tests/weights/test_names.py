@@ -1,0 +1,120 @@
+"""Names that are not the module tree's: those of the hub, and of older releases of flash-linear-attention."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests import zoo
+from tests.support.refusals import refusal
+from titanplans import load_weights, modeling
+from titanplans.errors import ModelError
+
+
+def packed(state):
+    for name in [name for name in state if name.endswith("mlp.up_proj.weight")]:
+        gate = name.replace("up_proj", "gate_proj")
+        state[gate] = torch.cat([state[gate], state.pop(name)])
+
+
+def mixes(state):
+    for layer in range(2):
+        old = [state.pop(f"model.layers.{layer}.attn.x_{each}").squeeze(0) for each in "rwkvag"]
+        state[f"model.layers.{layer}.attn.x_x"] = torch.cat(old)
+
+
+def experts(state):
+    for name in [name for name in state if ".experts." in name]:
+        block = name.partition(".mlp.")[0] + ".block_sparse_moe.experts"
+        for number, expert in enumerate(state.pop(name)):
+            if name.endswith("down_proj"):
+                state[f"{block}.{number}.w2.weight"] = expert.clone()
+            else:
+                gate, up = expert.chunk(2)
+                state |= {
+                    f"{block}.{number}.w1.weight": gate.clone(),
+                    f"{block}.{number}.w3.weight": up.clone(),
+                }
+    renamed((".mlp.gate.", ".block_sparse_moe.gate."))(state)
+
+
+def renamed(*pairs):
+    def rename(state):
+        for new, old in pairs:
+            for name in [name for name in state if new in name]:
+                state[name.replace(new, old)] = state.pop(name)
+
+    return rename
+
+
+CASES = {
+    "mixtral": experts,
+    "gpt_neox": renamed(("lm_head.", "embed_out.")),
+    "gemma3": renamed(
+        ("model.language_model.", "language_model.model."),
+        ("model.vision_tower.", "vision_tower.vision_model."),
+        ("model.multi_modal_projector.", "multi_modal_projector."),
+    ),
+    "gla": packed,
+    "transformer": packed,
+    "forgetting_transformer": renamed((".f_proj.", ".g_proj.")),
+    "rwkv7": mixes,
+    "mamba2": renamed(("backbone.embeddings.", "backbone.embedding.")),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_folder_with_other_names(name, tmp_path):
+    options = {"use_output_gate": False} if name == "forgetting_transformer" else {}
+    model = zoo.build(name, dtype=torch.float32, **options)
+    expected = model.state_dict()
+    tied = model.all_tied_weights_keys
+    state = {key: value.clone() for key, value in expected.items() if key not in tied}
+    CASES[name](state)
+    assert state.keys() != expected.keys()
+    save_file(state, tmp_path / "model.safetensors")
+    built = modeling.build(model.config).to_empty(device="cpu")
+    loaded = load_weights(built, tmp_path)
+    assert {
+        key for key, value in built.state_dict().items() if not torch.equal(value, expected[key])
+    } == set()
+    assert loaded.bytes_read == sum(4 * value.numel() for value in state.values())
+
+
+def test_a_part_that_is_missing_is_told(tmp_path):
+    """Of a folder of today's, which is not taken for an old one."""
+    model = zoo.build("gla", dtype=torch.float32)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    del state["model.layers.1.mlp.up_proj.weight"]
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"1 tensor .*not in it \(\S*1\.mlp\.up_proj\.weight\)"):
+        load_weights(modeling.build(model.config).to_empty(device="cpu"), tmp_path)
+
+
+def mixtral(folder, change):
+    """Write a mixture in the hub's form after `change`; return why it is refused."""
+    model = zoo.build("mixtral", dtype=torch.float32)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    experts(state)
+    change(state)
+    save_file(state, folder / "model.safetensors")
+    said = refusal(load_weights, modeling.build(model.config).to_empty(device="cpu"), folder, kind=ModelError)
+    return said
+
+
+def test_experts_that_are_missing_or_do_not_fit(tmp_path):
+    block = "model.layers.0.block_sparse_moe.experts"
+    said = mixtral(tmp_path, lambda state: state.pop(f"{block}.2.w3.weight"))
+    assert f"{block}.0.w3.weight ... {block}.3.w3.weight has the shape (3, 48, 64)" in said
+    assert f"{block}.0.w1.weight ... {block}.3.w1.weight (4, 48, 64)" in said
+    said = mixtral(tmp_path, lambda state: state.pop(f"{block}.3.w2.weight"))
+    assert "model.layers.0.mlp.experts.down_proj is (3, 64, 48) of float32" in said
+    assert "expected (4, 64, 48) of float32" in said
+    said = mixtral(tmp_path, lambda state: state.update({f"{block}.1.w2.weight": torch.zeros(3, 3)}))
+    assert f"{block}.1.w2.weight has the shape (3, 3) and {block}.0.w2.weight (64, 48)" in said
+
+
+def test_two_names_for_one_tensor(tmp_path):
+    said = mixtral(
+        tmp_path, lambda state: state.update({"model.layers.0.mlp.gate.weight": torch.zeros(4, 64)})
+    )
+    assert "are both model.layers.0.mlp.gate.weight" in said

@@ -1,0 +1,188 @@
+"""A split model as a Hugging Face folder: transformers loads it in one process, and its logits are those of the model."""
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from tests import zoo
+from tests.support import process_groups
+from tests.support.system import largest_file
+from titanplans import Degrees, FSDP2Config, ParallelManager, UserError
+from titanplans.errors import NotSaved
+from titanplans.weights.files import refuse_full
+from titanplans.weights.save import save_weights
+
+pytestmark = pytest.mark.thorough
+
+SPLITS = {"tp 2": Degrees(dp_replicate=2, dp_shard=1, tp=2), "fsdp 2 x tp 2": Degrees(tp=2)}
+# Shared heads, an uneven vocabulary and width; tied heads, experts that are published one by one, towers.
+MODELS = {
+    "llama": dict(num_key_value_heads=1, **zoo.ODD),
+    "qwen2": dict(num_key_value_heads=2, tie_word_embeddings=True),
+    "qwen3": zoo.ODD,
+    "gemma3_text": {},
+    "gemma3": {},
+    "gla": {},
+    "transformer": {},
+    "mixtral": {},
+    "qwen3_moe": {},
+}
+
+
+def build(name, dtype=torch.float32):
+    return zoo.build(name, dtype=dtype, **MODELS[name])
+
+
+def split(name, degrees):
+    return ParallelManager(FSDP2Config(), degrees, device_type="cpu").parallelize(build(name))
+
+
+def refused(action):
+    try:
+        action()
+    except (UserError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def save_all(rank):
+    folder = Path(os.environ["TEST_FOLDER"])
+    for case, degrees in SPLITS.items():
+        for name in MODELS:
+            small = dict(max_shard_size=40_000) if case == "tp 2" else {}
+            save_weights(split(name, degrees), folder / case / name, **small)
+    model = split("qwen2", SPLITS["tp 2"])
+    save = partial(save_weights, model, folder / "bf16")
+    save(dtype=torch.bfloat16, tokenizer=folder / "tokenizer")
+    (folder / ".killed.writing").mkdir(exist_ok=True)
+    said = {
+        "there": refused(save),
+        "killed": refused(partial(save_weights, model, folder / "killed")),
+        "size": refused(partial(save_weights, model, folder / "new", max_shard_size="5 bananas")),
+        "tokenizer": refused(partial(save_weights, model, folder / "new", tokenizer=folder / "tp 2")),
+        "place": refused(partial(save_weights, model, folder / "tokenizer" / "tokenizer.json" / "new")),
+    }
+    (folder / "linked").mkdir(exist_ok=True)
+    (folder / "link").symlink_to(folder / "linked") if rank == 0 else None
+    save_weights(model, folder / "link")
+    model.config.temperature = 0.5  # which transformers takes for generation's, and refuses to write
+    said["of a library"] = refused(partial(save_weights, model, folder / "new"))
+    del model.config.temperature
+    said["no config"] = refused(partial(save_weights, torch.nn.Linear(2, 2), folder / "new"))
+    model.register_buffer("unheard", torch.ones(3))
+    said["of its config"] = refused(partial(save_weights, model, folder / "new"))
+    model = split("qwen2", SPLITS["tp 2"])
+    with largest_file(20_000):
+        said["full"] = refused(partial(save_weights, model, folder / "new"))
+    assert all(others == said for others in process_groups.gather_objects(said))
+    return said
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    (folder / "tokenizer").mkdir()
+    for name in ("tokenizer.json", "merges.txt", "notes.txt"):
+        (folder / "tokenizer" / name).write_text("{}")
+    os.environ["TEST_FOLDER"] = str(folder)
+    return folder, process_groups.run(save_all, 4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("case", SPLITS)
+def test_transformers_loads_it_and_gives_the_same_logits(saved, case, name):
+    model, inputs = build(name).eval(), zoo.inputs(name)
+    loaded, report = AutoModelForCausalLM.from_pretrained(saved[0] / case / name, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert type(loaded) is type(model)
+    assert loaded.config.architectures == [type(model).__name__]
+    assert loaded.config.get_text_config().use_cache
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(**inputs).logits, model(**inputs).logits)
+
+
+def tensors_in(folder):
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  it is no dict
+    return found
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3", "mixtral", "qwen3_moe"])
+def test_the_folder_holds_what_save_pretrained_writes(saved, tmp_path, name):
+    build(name).save_pretrained(tmp_path)
+    expected, found = tensors_in(tmp_path), tensors_in(saved[0] / "fsdp 2 x tp 2" / name)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[each], tensor) for each, tensor in expected.items())
+
+
+def test_files_have_the_chosen_size_and_an_index(saved):
+    folder = saved[0] / "tp 2" / "mixtral"
+    files = sorted(folder.glob("*.safetensors"))
+    assert [file.name for file in files] == [
+        f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)
+    ]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors_in(folder).keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors_in(folder).values())
+    assert index["metadata"]["total_parameters"] == build("mixtral").num_parameters()
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            sizes = [opened.get_tensor(name).nbytes for name in opened.keys()]  # noqa: SIM118
+        assert sum(sizes) <= 40_000 or len(sizes) == 1
+
+
+def test_the_dtype_is_the_chosen_one_and_the_tokenizer_is_beside_it(saved):
+    folder = saved[0] / "bf16"
+    assert {tensor.dtype for tensor in tensors_in(folder).values()} == {torch.bfloat16}
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json",
+        "merges.txt",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    expected = build("qwen2").to(torch.bfloat16).state_dict()
+    loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+
+
+def test_what_can_not_be_written_is_refused_by_every_rank_and_leaves_nothing(saved):
+    folder, said = saved
+    begin = {
+        "there": "ModelError: /bf16 already exists",
+        "killed": "ModelError: /.killed.writing is there: another process writes /killed",
+        "size": "ModelError: max_shard_size = '5 bananas' is no size",
+        "tokenizer": "ModelError: tokenizer = '/tp 2': there is no tokenizer.json",
+        "place": "NotSaved: /tokenizer/tokenizer.json/.new.writing can't be written (Not a directory)",
+        "of a library": "NotSaved: /.new.writing can't be written: ValueError: ",
+        "of its config": "ModelError: these are not the weights of a Qwen2ForCausalLM of its config: 1 tensor of it not in "
+        "the model (unheard)",
+        "no config": "ModelError: Linear has no config of transformers",
+        "full": "NotSaved: /.new.writing can't be written (File too large)",
+    }
+    lines = {case: line.replace(str(folder), "") for case, line in said.items()}
+    assert {case: line[: len(begin[case])] for case, line in lines.items()} == begin
+    assert not [
+        path for path in folder.iterdir() if path.name.startswith(".") and path.name != ".killed.writing"
+    ]
+    assert not (folder / "new").exists()
+    assert (folder / "link").is_symlink()
+    assert (folder / "linked" / "model.safetensors").exists()
+
+
+def test_how_much_is_to_be_freed_is_said(tmp_path, monkeypatch):
+    """Not "0.01 GB free, but 0.01 GB are to be written"."""
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10_000_000))
+    with pytest.raises(NotSaved, match=r"has 10\.0 MB free, but 10\.0 MB are to be written; free 20\.0 kB$"):
+        refuse_full(tmp_path, 10_020_000)
