@@ -1,10 +1,4 @@
-"""Imports run one way.
-
-cli -> training -> {parallel, modeling, weights} -> {loss, precision, adapters} -> plan -> styles -> split
-
-`proof` and `observe` stand on `split` and are used by `cli`, so that no job imports the proof; `kernels` imports the model
-libraries alone, and `plans/` and `models/` import `titanplans` alone.
-"""
+"""Which package may import which (docs/house.svg draws it), and where names of other libraries may stand."""
 
 import ast
 import subprocess
@@ -15,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.imports import ENGINE, imported
 from tests.support.paths import ROOT
 from tests.support.programs import run_python
 
-ENGINE = ROOT / "titanplans"
 LIBRARIES = {"torchtitan", "transformers", "fla", "torchao"}
 STRATEGIES = {"config", "plan", "styles", "split", "precision", "adapters"}
 ALLOWED = {
@@ -48,21 +42,6 @@ ROOMS = {
     "explain": {"batches", "ranks", "compare", "explain"},
 }
 """The rooms of the proof, and those that each may import."""
-
-
-def imported(file: Path) -> set[str]:
-    """Return what `file` imports: top-level packages, and of titanplans its packages."""
-    names = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.level == 0:
-            found = [node.module or ""]
-            if node.module == "titanplans":
-                found = [f"titanplans.{alias.name}" for alias in node.names]
-        for name in found:
-            parts = name.split(".")
-            names.add(parts[1] if parts[0] == "titanplans" and len(parts) > 1 else parts[0])
-    return names
 
 
 @pytest.mark.parametrize("package", ALLOWED)

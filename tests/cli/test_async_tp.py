@@ -137,7 +137,10 @@ def normed():
 
 def test_what_stands_between_is_said_in_words():
     decision = decide(
-        Subject("own", make=normed, plan=NormedPlan), parse(["async-tp", "tiny:normed"]), 2, quietly
+        Subject("own", make=normed, plan=NormedPlan),
+        parse(["async-tp", "tests.support.tiny_model:normed"]),
+        2,
+        quietly,
     )
     assert not decision.complete
     verdicts = [v for blocks in decision.blocks for v in blocks.collectives]

@@ -53,8 +53,8 @@ def test_none_and_defaults_of_nested_tables(tmp_path):
             ["Gemma3TextConfig has no field 'layers'"],
         ),
         (
-            'class = "tiny:Tiny"\n[debug]\ntide = true\n',
-            ["flavor 'debug'", "'tide'; did you mean tied?", "tiny.py"],
+            'class = "tests.support.tiny_model:Tiny"\n[debug]\ntide = true\n',
+            ["flavor 'debug'", "'tide'; did you mean tied?", "tiny_model.py"],
         ),
     ],
 )

@@ -27,7 +27,7 @@ def pairs(combination):
 @pytest.fixture(scope="module")
 def results(verdicts):
     run = [c for c, why in verdicts.items() if why is None and c.ranks <= 8]
-    # Seconds each: every option once, and of GLA, whose graphs test_compile_architectures.py runs, none.
+    # Seconds each: every option once, and of GLA, whose graphs test_architectures.py runs, none.
     compiled = [c for c in run if c.compiled and c.ranks < 8 and c.kind != "gla"]
     return run_in_worlds(
         [*cover([c for c in run if not c.compiled], pairs), *cover(compiled, lambda c: set(options(c)))]

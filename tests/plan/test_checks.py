@@ -184,7 +184,7 @@ def test_a_head_is_what_the_plan_says():
 
 
 def test_a_plan_that_is_named_speaks_for_mixers_registered_elsewhere():
-    @register_plan("test_strict", mixer="tiny.Attention")
+    @register_plan("test_strict", mixer="tests.support.tiny_model.Attention")
     class Other(TinyPlan):
         def attn_plan(self, attn):
             raise AssertionError("not asked")

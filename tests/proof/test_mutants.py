@@ -2,7 +2,7 @@
 
 What is made is said in tests/mutants: the models in architectures.py, the mistakes in operators.py, what counts
 as the right module in place.py, what may survive in equivalent.py. That the plans
-themselves are right, over the same ranks, is test_worlds.py's.
+themselves are right, over the same ranks, is test_threads.py's.
 """
 
 import pytest

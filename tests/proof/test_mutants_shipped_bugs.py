@@ -5,8 +5,8 @@
     more ranks than key/value heads (torchtitan #932, #2574; DeepSpeed #7259) plan/test_strict.py
     clip_grad_norm_ on Tensor and DTensor (transformers #36296; torchtune     plan/test_strict.py, a foreign style
         #2420): a parameter that is left plain
-    rows ordered (n h d), a decay by local head (FLA under naive colwise)     test_language_mutants.py
-    loss scaled by 1/tp, replicas that differ after init (NeMo Automodel      test_proof_wrong.py
+    rows ordered (n h d), a decay by local head (FLA under naive colwise)     test_mutants_plan_examples.py
+    loss scaled by 1/tp, replicas that differ after init (NeMo Automodel      test_wrong_plans.py
         #1291)
     parameters left as garbage after meta (flame #9; FLA #156)                modeling/test_initialize.py
 

@@ -158,7 +158,7 @@ def test_a_model_that_does_not_run():
         def forward(self, input_ids):
             raise RuntimeError("0 active drivers\nmore")
 
-    place = r"\(test_proof:\d+, in its first forward\)"
+    place = r"\(tests\.proof.test_verify:\d+, in its first forward\)"
     refused(
         f"unsplit, does not run on cpu: RuntimeError: 0 active drivers {place}; .*--device cuda",
         Needs,

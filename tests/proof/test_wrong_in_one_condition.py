@@ -369,7 +369,8 @@ class PatchesFunction(TinyPlan):
 
 
 @pytest.mark.parametrize(
-    ("plan", "named"), [(PatchesMethod, "tiny.MLP.forward"), (PatchesFunction, "torch.nn.functional.silu")]
+    ("plan", "named"),
+    [(PatchesMethod, "tests.support.tiny_model.MLP.forward"), (PatchesFunction, "torch.nn.functional.silu")],
 )
 def test_a_plan_may_not_change_the_code_of_the_whole_model(monkeypatch, plan, named):
     monkeypatch.setattr(tiny_model.MLP, "forward", tiny_model.MLP.forward)

@@ -1,4 +1,4 @@
-"""A training step of a pipeline over real process groups, by the code of jobs; for `equal.compare`."""
+"""A training step of a pipeline over real process groups, by the code of jobs; for `step_comparison.compare`."""
 
 from typing import Any
 

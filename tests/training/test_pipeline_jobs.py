@@ -57,7 +57,7 @@ JOBS = {
 }  # fmt: skip
 TUNED = {
     # Its head reads the embedding and every block.
-    "own": ("pipelined_models:SumOfAllStates", ("--optimizer.lr=3e-2",), (*HALF, *PP)),
+    "own": ("tests.support.pipeline_models:SumOfAllStates", ("--optimizer.lr=3e-2",), (*HALF, *PP)),
     "lora": ("gla", ("--lora.rank=3", "--optimizer.lr=3e-2"), (*HALF, *PP)),
     "qlora": ("wide", ("--lora.rank=3", "--lora.quantize_base=nf4", "--optimizer.lr=3e-2"), (*STEPS, *PP, TP)),
     "float8": (

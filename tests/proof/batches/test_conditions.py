@@ -252,17 +252,19 @@ def test_what_a_model_asserts_is_left_out_and_said():
     report = verify_sharded(Modest, TinyPlan, conditions="each")
     assert report.passed, report.table()
     assert {
-        "documents in a sequence: its forward refuses cu_seqlens: NotImplementedError: no documents (test_proof_conditions)",
+        "documents in a sequence: its forward refuses cu_seqlens: NotImplementedError: no documents "
+        "(tests.proof.batches.test_conditions)",
         "padding with a cache: its forward refuses use_cache: AssertionError: no mask beside a cache "
-        "(test_proof_conditions)",
+        "(tests.proof.batches.test_conditions)",
     } <= lines_aside(report.unreached)
 
     report = verify_sharded(Careful, TinyPlan, conditions="each")
     assert report.passed, report.table()
     assert {
         "padding: its forward refuses an attention_mask in training: AssertionError: no mask in training "
-        "(test_proof_conditions)",
-        "a forward with a cache: its forward refuses use_cache: AssertionError: no cache (test_proof_conditions)",
+        "(tests.proof.batches.test_conditions)",
+        "a forward with a cache: its forward refuses use_cache: AssertionError: no cache "
+        "(tests.proof.batches.test_conditions)",
     } <= lines_aside(report.unreached)
 
 
@@ -308,9 +310,9 @@ def test_a_cache_that_needs_a_mask_is_filled_with_one():
     sampler = Sampler(model, None, 1, seed=0)
     assert lines_aside(leave_out_what_is_refused(model, sampler)) == {
         "padding: its forward refuses an attention_mask in training: AssertionError: no mask in training "
-        "(test_proof_conditions)",
+        "(tests.proof.batches.test_conditions)",
         "a cache without padding: its forward refuses use_cache: AssertionError: a cache goes with a mask "
-        "(test_proof_conditions)",
+        "(tests.proof.batches.test_conditions)",
     }
     script = write_script(TRAINED[0], sampler, torch.device("cpu"), None)
     assert not any("attention_mask" in sample.inputs for step in script.steps for sample in step)

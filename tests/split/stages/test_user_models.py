@@ -21,7 +21,7 @@ def parallelism(starts):
 
 def job_stages(name, starts):
     """The stages that a job has of the model `name`, after its checks; and the model, as the job wraps it."""
-    config = own_config(f"pipelined_models:{name}", {})
+    config = own_config(f"tests.support.pipeline_models:{name}", {})
     on_meta = construct_own(config, torch.device("meta"), torch.float32)
     stages = stages_of(on_meta, parallelism(starts), len(starts) + 1, 8)
     check_stages_on_meta(on_meta, stages, 8)

@@ -70,7 +70,7 @@ def test_too_few_tokens_for_one_sequence(tmp_path):
 
 def test_a_name_that_the_hub_cannot_give_says_why():
     # In a process of its own: the libraries read HF_HUB_OFFLINE when they are imported.
-    code = "from data_options import check_dataset; check_dataset('nobody/nothing')"
+    code = "from tests.support.data_sources import check_dataset; check_dataset('nobody/nothing')"
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False

@@ -34,7 +34,7 @@ CASES = {
 }
 
 UNMEASURED = ("accumulated", "ddp", "float8", "pp")
-"""Trained again without a measured step. That each strategy takes the same steps is test_parallelism_report.py's."""
+"""Trained again without a measured step. That each strategy takes the same steps is test_summary.py's."""
 
 
 class Lines(logging.Handler):
