@@ -114,7 +114,7 @@ MISUSED = {
     ),
     "a sum inside for numbers": (
         StateSpace, changed(StateSpacePlan, lambda plan: {"D": plan.rowwise_in_region()}),
-        "it is no weight [outputs, inputs]",
+        "it is not a weight [outputs, inputs]",
     ),
     "a packed projection split as one": (
         QKV, changed(QKVPlan, lambda plan: {"qkv_proj": plan.colwise()}),

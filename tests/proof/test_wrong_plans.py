@@ -268,7 +268,7 @@ def test_a_plan_that_does_not_run():
     assert report.cases[0].checks[0].what == "runs"
     assert report.cases[0].checks[0].where == "in layers.0.attn.q_proj"
     assert "does not run, in layers.0.attn.q_proj: RuntimeError: mat1 and mat2" in report.table()
-    assert "; colwise() is for a projection that gets all of its inputs" in report.table()
+    assert "; colwise() is for a projection that gets the full input" in report.table()
     report.to_dict()
 
 

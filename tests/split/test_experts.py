@@ -386,11 +386,11 @@ def test_what_experts_lack_is_named():
     remedy = ": leave expert_parallel_degree at 1, which splits each expert's width"
     assert ByExpert().refusal(_Experts(num_experts=4), EP) is None
     assert ByExpert().refusal(_Experts(), EP) == (
-        "it has no num_experts, the number of its experts, which its class has to set" + remedy
+        "it has no attribute num_experts, which its class has to set" + remedy
     )
     flat = ByExpert().refusal(_Experts(num_experts=4, shape=(4, 8)), EP)
     assert flat == "it has no parameter [num_experts, ...] of three dimensions" + remedy
-    assert "its forward takes x, a, b, c, and not hidden states, " in ByExpert().refusal(
+    assert "its forward takes x, a, b, c, instead of hidden states, " in ByExpert().refusal(
         _Rows(num_experts=4), EP
     )
 

@@ -106,6 +106,6 @@ def test_an_embedding_of_all_tokens_that_begins_the_stream_is_refused():
             return super().vocab_embedding(begins_stream=True, all_tokens=all_tokens)
 
     with pytest.raises(
-        PlanError, match=r"wte.*begins_stream = True .* and all_tokens = True all: leave one out"
+        PlanError, match=r"wte.*begins_stream = True .*, all_tokens = True keeps all: choose one"
     ):
         check_plan(zoo.build("gpt2"), Degrees(cp=CONTEXT), plan=Both)

@@ -1,12 +1,13 @@
-"""The styles that plans are made of: one class, in one file, says all that is true of a style. Start at `rowwise.py`.
+"""The styles that plans are made of, one class per file. Start at `rowwise.py`.
 
-A plan maps the names of modules to styles; a key may also name one parameter, whose style is then that parameter's alone.
-It may hold any other torch `ParallelStyle`, too.
+A plan maps module names to styles; a key may also name a single parameter. Any other torch `ParallelStyle` is accepted, too.
 
-Which gradient a parameter gets follows from where its module stands. Inside a region everything is local, so a sharded
-parameter has a sharded gradient, and a replicated one a partial gradient, because each rank has followed only its own paths
-to the loss. On the residual stream a replicated parameter's gradient is partial if the sequence is sharded, and replicated
-if not. Off the stream every rank does the same work, and has the full gradient.
+The gradient of a parameter follows from where its module is:
 
-In the examples B is the batch, L the sequence, D the hidden size, f this rank's shard of an inner width F.
+    inside a region        sharded parameter: sharded. Replicated parameter: partial, since each rank's backward covers only
+                           its heads or its slice of the width.
+    on the stream          replicated parameter: partial if the sequence is sharded, else replicated
+    off the stream         replicated: every rank does the same work and has the full gradient
+
+In the examples B is the batch size, L the sequence length, D the hidden size, and f this rank's shard of an inner width F.
 """

@@ -8,7 +8,7 @@ from titanplans.styles.base import ParameterStyle, SplitOver
 
 
 class AddedToSum(ParameterStyle):
-    """Replicate a parameter that every rank adds to its partial sum: each reads it divided by the degree.
+    """Replicate a parameter that every rank adds to its partial sum; each rank adds it divided by the degree.
 
     forward   y_BLD = partial + b_D / degree; the region's exit reduces y
     backward  db_D is partial

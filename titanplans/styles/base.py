@@ -1,6 +1,6 @@
-"""The base of styles: what a style is asked while a plan is resolved, and what it installs once the ranks are known.
+"""The base class of styles: what a style declares while a plan is resolved, and what it installs once the ranks are known.
 
-A style is a value. It carries no degree, group or mesh; its methods get them.
+A style is a value: it holds no degree, group or mesh. Its methods take them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +25,9 @@ class SplitOver(NamedTuple):
     """What a module is split over."""
 
     degree: int
-    """How many ranks."""
+    """Number of ranks."""
     stream: StreamLayout
-    """How the residual stream around it is laid out."""
+    """Layout of the residual stream around the module."""
 
 
 class Site(NamedTuple):
@@ -38,59 +38,58 @@ class Site(NamedTuple):
     ranks: HeadRanks
     """The ranks that the module is split over: tp x cp inside a region that mixes tokens, else tp."""
     exchanges_tokens: bool = False
-    """Under context parallelism, inside a mixer: tokens are exchanged for heads here. False under tensor parallelism
+    """True in a mixer under context parallelism, where tokens are exchanged for heads. False under tensor parallelism
     alone."""
 
 
 class Operands(NamedTuple):
-    """Which operand of a Linear's product is sharded; float8 reduces the scale of a sharded operand over the ranks."""
+    """Which operands of a Linear's product are sharded; float8 reduces the scale of a sharded operand over the ranks."""
 
     outputs: bool = False
     inputs: bool = False
     sharing: int = 1
-    """So many neighbouring ranks have the same outputs, each with a partial gradient of them."""
+    """Number of neighbouring ranks that compute the same outputs, each with a partial gradient of them."""
 
 
 class Style(ParallelStyle):
-    """How a module, or one parameter, is split."""
+    """How a module, or a single parameter, is split."""
 
     opens = closes = False
-    """It is the entry, or the exit, of a region."""
+    """The module is the entry, or the exit, of a region."""
     inside = False
-    """It is right only inside a region."""
+    """The style is correct only inside a region."""
     splits = False
-    """It gives each rank a shard of the weights; a mixer that holds such a style is split by heads."""
+    """Each rank gets a shard of the weights. A mixer that holds such a style is split by heads."""
     enters_full = False
-    """After its entry every rank has the full sequence."""
+    """After the module's entry every rank has the full sequence."""
     may_gather = False
-    """Under context parallelism code may gather all tokens of the hidden states that it gets here."""
+    """Under context parallelism the module's code may gather all tokens of its hidden states."""
     mixes_tokens = False
-    """A region whose code mixes tokens: context parallelism gives it the full sequence."""
+    """The module is a region whose code mixes tokens: context parallelism gives it the full sequence."""
     shared = False
-    """A region whose output other regions read: nothing leaves it."""
+    """The module is a region whose output only other regions use, so its output is not reduced to the stream."""
     float8_input = True
-    """In a model that is converted to float8 its input may come in float8: only projections read it."""
+    """In a model that is converted to float8 the input may arrive in float8, because only projections use it."""
     arguments: Mapping[str, Any] = {}
-    """Given to the module whatever its caller gives."""
+    """Keyword arguments of each call of the module; they override the caller's."""
     makes_partial_sum = False
-    """Its output is a partial sum over the ranks, which it or its region reduces."""
+    """The output is a partial sum over the ranks; this module or its region reduces it."""
     multiplies_own_tokens = False
-    """In a mixer under context parallelism its product is of this rank's tokens and all weights of the TP rank."""
+    """In a mixer under context parallelism each rank multiplies its local tokens by all weights of its TP rank."""
     shares_heads = False
-    """It lets ranks share key/value heads where there are fewer of them than ranks."""
+    """Ranks may share key/value heads if there are fewer heads than ranks."""
     over_experts = False
-    """It is split over the ranks of expert parallelism."""
+    """The module is split over the expert-parallel ranks."""
     sections: Sequence[Section] = ()
     """The sections of a packed projection."""
     may_cut_sections = False
-    """It shards one dimension wherever the edges fall; a packed projection, of several sections, needs `packed()`
-    instead."""
+    """The style shards one dimension evenly, across section boundaries; a packed projection needs `packed()` instead."""
     needs_equal_shards = False
-    """It computes with the degree times its shard's width, so every rank needs as much of the width."""
+    """The code multiplies its shard's width by the degree, so all shards must have the same width."""
     slices_buffers = False
-    """A key of this style may name a buffer, of which a rank reads its slice."""
+    """A key of this style may name a buffer; each rank's code then sees its slice of it."""
     is_on_stream = False
-    """It replicates a module on the residual stream."""
+    """The style replicates a module on the residual stream."""
     begins_stream = ends_stream = False
     """The stream begins at the module's output, or ends at its input."""
     runs_unsplit = False
@@ -100,55 +99,55 @@ class Style(ParallelStyle):
     makes_logits = False
     """The module is the model's head."""
     listed_as = ""
-    """How `titanplans list` introduces the modules of a mixer that have this style."""
+    """The label under which `titanplans list` shows the modules of a mixer that have this style."""
     remedy = ""
-    """What to write where a module with this style does not run."""
+    """The advice in an error raised when a module with this style fails to run."""
 
-    # Asked while a plan is resolved, with shapes alone: on meta, without a process group.
+    # Called while a plan is resolved: parameters may be on meta, and there may be no process group.
 
     def layout(self, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:
-        """Return the layout of the parameter `name` of a module; None if this style has none for it."""
+        """Return the layout of the parameter `name` of a module; None if this style does not lay it out."""
         return None
 
     def layouts(self, module: nn.Module, over: SplitOver) -> Mapping[str, Layout]:
-        """Return the layout of each parameter that `module` itself holds, and of its adapter's."""
+        """Return the layout of each parameter registered on `module` itself, and of its adapter."""
         by_name = {name: self.layout(name, param, over) for name, param in held(module).items()}
         return with_factors(module, {name: layout for name, layout in by_name.items() if layout is not None})
 
     def sizes(self) -> Mapping[str, tuple[int, bool]]:
-        """Return sizes that the degree has to suit, other than those of shards, by name; and whether ranks may share."""
+        """Return by name each size, other than that of shards, that the degree must divide; True: ranks may share one."""
         return {}
 
     def operands(self, degree: int) -> Operands | None:
-        """Return which operand of a Linear's product is sharded over `degree` ranks; None: every rank has it all."""
+        """Return which operands of a Linear's product are sharded over `degree` ranks; None: no operand is."""
         return None
 
     def refusal(self, module: nn.Module, over: SplitOver) -> str | None:
-        """Return why this style would be wrong on `module`, and what would work; None if it is right."""
+        """Return why this style would be wrong on `module`, and what would work; None if it is correct."""
         return None
 
     def parameter_refusal(self, name: str, param: nn.Parameter) -> str | None:
-        """Return why this style would be wrong for the parameter `name` alone; None if it is right."""
+        """Return why this style would be wrong for the single parameter `name`; None if it is correct."""
         return "it works on a module's input and output: give it to the module that holds the parameter"
 
-    # Called once the ranks are known. The parameters have been laid out already.
+    # Called once the ranks are known and the parameters are distributed.
 
     def by_weights(self, module: nn.Module, site: Site) -> None:
-        """Install tensor parallelism: each rank has a shard of the weights, and all tokens inside a region."""
+        """Install tensor parallelism: each rank has a shard of the weights and, inside a region, all tokens."""
 
     def by_tokens(self, module: nn.Module, site: Site) -> None:
-        """Install context parallelism on top: each rank has its tokens, also between regions."""
+        """Install context parallelism on top: each rank has its local tokens, also between regions."""
         self.by_weights(module, site)
 
     def by_experts(self, module: nn.Module, ranks: ExpertRanks) -> None:
-        """Install expert parallelism. Called only if `over_experts`."""
+        """Install expert parallelism. Called only if `over_experts` is True."""
         raise NotImplementedError
 
     def sends(self, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
-        """Return the collectives of a call under tensor parallelism; `titanplans.observe` compares them with those issued.
+        """Return the collectives of one call under tensor parallelism; `titanplans.observe` compares them with those issued.
 
-        A region returns those of its entry and exit, wherever its sum is reduced. A module that is never called, since other
-        code reads its parameters, is asked nothing.
+        A region returns the collectives of its entry and its exit, even if a module inside reduces its sum. Not called for a
+        module that is never called itself, because other code uses its parameters.
         """
         return ()
 
@@ -164,20 +163,20 @@ class Style(ParallelStyle):
 
 
 class ParameterStyle(Style):
-    """A style that lays parameters out and needs nothing of a call, so that a key may name one parameter."""
+    """A style that only lays out parameters and installs nothing on the call, so a key may name a single parameter."""
 
     def parameter_refusal(self, name: str, param: nn.Parameter) -> str | None:
         return None
 
 
 def held(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that `module` itself holds, by name, without an adapter's, which follow from the weight."""
+    """Return the parameters registered on `module` itself, by name, without the adapter's, which follow from the weight."""
     own = {name: param for name, param in module._parameters.items() if param is not None}
     return {n: p for n, p in own.items() if n not in FACTORS} if is_adapted(module) else own
 
 
 def own_styles(plan: Mapping[str, ParallelStyle]) -> dict[str, Style]:
-    """Return the styles of `plan` that are this project's; a foreign one declares nothing."""
+    """Return the entries of `plan` that are a `Style`; any other `ParallelStyle` declares nothing."""
     return {key: style for key, style in plan.items() if isinstance(style, Style)}
 
 
@@ -189,10 +188,10 @@ def on_input(
     args: Any,
     kwargs: Any,
 ) -> tuple[Any, Any]:
-    """Return the arguments of a call of `module` with its input changed: the first positional one, or keyword `name`.
+    """Apply `change` to the input of a call of `module`: the first positional argument, or the keyword `name`.
 
     Raises:
-        PlanError: it was called without either.
+        PlanError: the call has neither.
     """
     if args:
         return (change(args[0]), *args[1:]), kwargs
@@ -208,5 +207,5 @@ def on_input(
 
 
 def on_output(change: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
-    """Return the output of a module with its tensor changed, or the first of a tuple."""
+    """Apply `change` to the output of a module: the tensor, or the first item of a tuple."""
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)

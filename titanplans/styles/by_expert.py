@@ -1,4 +1,4 @@
-"""`by_expert()`: each rank of expert parallelism has some of the experts, complete."""
+"""`by_expert()`: each expert-parallel rank has some of the experts, each of them complete."""
 
 import inspect
 
@@ -12,14 +12,14 @@ from titanplans.styles.base import SplitOver, Style, held
 
 
 class ByExpert(Style):
-    """Give each rank of expert parallelism some of the experts, complete; tokens are sent to their experts' ranks and back.
+    """Give each expert-parallel rank some of the experts; tokens are sent to the ranks of their experts and back.
 
         forward   all-to-all of tokens to the ranks of their experts, the experts, all-to-all back
-        backward  the same two all-to-alls, in reverse; each expert's gradient is on its rank
+        backward  the same two all-to-alls in reverse order; each expert's gradient is computed on its rank
 
-    For a module that holds experts in parameters [experts, ...], and whose forward takes hidden states [N, H], the experts
-    of each [N, k] and their weights [N, k]; or tokens in the order of their experts, and how many each has; or every token
-    for every expert, and has no biases. It reads the number of experts as `num_experts`, which becomes this rank's.
+    For a module with expert parameters [experts, ...] and the attribute `num_experts`, which becomes the local count. Its
+    forward has one of three signatures: hidden states [N, H], expert ids [N, k] and weights [N, k]; tokens sorted by expert,
+    and the count of each expert; or every token for every expert, without biases (`split.experts.interfaces`).
     """
 
     inside = splits = over_experts = True
@@ -31,16 +31,16 @@ class ByExpert(Style):
         interface = interface_of(module)
         if interface is None:
             taken = list(inspect.signature(module.forward).parameters)
-            why = f"its forward takes {', '.join(taken) or 'nothing'}, and not hidden states, experts' ids and weights"
+            why = f"its forward takes {', '.join(taken) or 'nothing'}, instead of hidden states, expert ids and weights"
             if all(param.ndim != 3 for param in module.parameters(recurse=False)):
                 why = "it has no parameter [num_experts, ...] of three dimensions"
             if not hasattr(module, "num_experts"):
-                why = "it has no num_experts, the number of its experts, which its class has to set"
+                why = "it has no attribute num_experts, which its class has to set"
             return f"{why}: leave expert_parallel_degree at 1, which splits each expert's width"
         if interface == EVERY and (flat := [name for name, param in held(module).items() if param.ndim < 3]):
             return (
-                f"it takes every row for every expert, and has {', '.join(flat)}: an expert with a bias makes something of "
-                "rows that were not sent to it; leave expert_parallel_degree at 1, which splits each expert's width"
+                f"it takes every token for every expert and has {', '.join(flat)}: an expert with a bias also changes "
+                "tokens that are not routed to it; leave expert_parallel_degree at 1, which splits each expert's width"
             )
         counts = {param.shape[0] for param in held(module).values()}
         if counts != {getattr(module, "num_experts", None)}:

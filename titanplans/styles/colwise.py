@@ -15,20 +15,20 @@ from titanplans.styles.base import Operands, ParameterStyle, Site, SplitOver, he
 
 
 class Colwise(ParameterStyle):
-    """Shard outputs: of a Linear's weight [outputs, inputs], a depthwise convolution's channels, a parameter by heads.
+    """Shard outputs: those of a Linear's weight [outputs, inputs], a depthwise convolution's channels, a parameter by heads.
 
         forward   y_BLf = x_BLD @ W_fD.T, x replicated: nothing is sent
         backward  dx_BLD is partial, and the region's entry reduces it; dW_fD is sharded as W
 
     Args:
-        dim: the parameters' dimension that is sharded: 0, the outputs of a Linear. Of a parameter with fewer dimensions,
-            such as the bias of a transposed weight, the last.
-        interleaved: a packed projection in which each head's queries, keys and values follow each other, so that even
-            shards are right.
+        dim: the dimension of the parameters that is sharded. 0: the outputs of a Linear. A parameter with fewer dimensions,
+            such as the bias of a transposed weight, is sharded in its last.
+        interleaved: the weight is a packed projection in which each head's queries, keys and values are adjacent, so that
+            even shards are correct.
     """
 
     inside = splits = multiplies_own_tokens = slices_buffers = True
-    remedy = "rowwise() is for a projection that gets a part of its inputs"
+    remedy = "rowwise() is for a projection whose input is sharded"
 
     def __init__(self, *, dim: int = 0, interleaved: bool = False):
         self.dim, self.interleaved = dim, interleaved
@@ -50,7 +50,7 @@ class Colwise(ParameterStyle):
         check_groups(module, self)
 
     def by_tokens(self, module: nn.Module, site: Site) -> None:
-        """In a mixer the product is of this rank's tokens; then tokens are exchanged for heads (all-to-all)."""
+        """Install the all-to-all that exchanges tokens for heads after a mixer's product, which is of local tokens."""
         if not site.exchanges_tokens:
             self.by_weights(module, site)
             return
@@ -61,9 +61,9 @@ class Colwise(ParameterStyle):
 
 @cache
 def _with_bias_apart(cls: type[nn.Module]) -> type[nn.Module]:
-    """Subclass a Linear so that a compiled graph has a product and an addition of the bias.
+    """Subclass a Linear so that a compiled graph has a product and a separate addition of the bias.
 
-    Inductor's pass for async tensor parallelism fuses an all-gather with a product (`mm`) only, not with `addmm`.
+    Inductor's pass for async tensor parallelism fuses an all-gather only with `mm`, not with `addmm`.
     """
 
     def forward(module: Any, input: torch.Tensor) -> torch.Tensor:

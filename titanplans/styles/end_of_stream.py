@@ -1,4 +1,4 @@
-"""`end_of_stream()`: the final norm, if the model's code after it needs the full sequence."""
+"""`end_of_stream()`: the final norm of a model whose code after it needs the full sequence."""
 
 from functools import partial
 from typing import Any
@@ -15,16 +15,16 @@ from titanplans.styles.replicated_off_stream import ReplicatedOffStream
 
 
 class EndOfStream(ReplicatedOffStream):
-    """Replicate the module at whose entry the stream ends; it and all after it see the full sequence.
+    """Replicate the module whose input ends the stream; this module and all later code see the full sequence.
 
         forward   all-gather over L (nothing without sequence parallelism), y_BLD = norm(x_BLD)
         backward  this rank's shard of dx_BLD; dw is the same on every rank
 
-    For a final norm whose output the model's code views by the shape of the token ids.
+    For a final norm whose output the model's code reshapes to the shape of the token ids.
 
     Args:
-        gathers: under context parallelism code after it that needs all tokens may gather them. Nothing is gathered until
-            code asks.
+        gathers: under context parallelism later code that needs all tokens may gather them. Nothing is gathered until code
+            needs it.
     """
 
     ends_stream = True
@@ -39,7 +39,7 @@ class EndOfStream(ReplicatedOffStream):
         module.register_forward_pre_hook(partial(_end, site.border))
 
     def by_tokens(self, module: nn.Module, site: Site) -> None:
-        """Each rank keeps its tokens, of a sequence that looks complete to the code after it."""
+        """Install hooks that keep the local tokens; later code sees a `ShardedSequence` of the full shape."""
         module.register_forward_pre_hook(partial(_end_with_own_tokens, site.border))
         permission = GatherPermission(self.may_gather, "end_of_stream(gathers=True)", key_of(module))
         module.register_forward_hook(partial(_look_complete, site.border, permission))

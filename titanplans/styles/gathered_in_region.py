@@ -14,13 +14,13 @@ from titanplans.styles.base import Site, SplitOver, Style
 
 
 class GatheredInRegion(Style):
-    """Run a module on the full width, on every rank, and go on with this rank's shard of its output.
+    """Run a module on the full width, on every rank, and continue with this rank's shard of its output.
 
         forward   all-gather of x_BLf over the width, y_BLF = norm(x_BLF), this rank's shard of y
         backward  dx_BLF is partial: reduce-scatter over the width; dw is partial
 
-    Costs a gather of activations, where `split_norm()` sums one number a token, and is right for any norm. All positional
-    arguments are sharded alike.
+    Correct for any norm, but gathers activations, where `split_norm()` sums one number per token. All positional tensor
+    arguments must be sharded alike.
 
     Args:
         dim: the dimension of the arguments and of the output that is sharded: the last, or that of heads.
@@ -45,7 +45,7 @@ class GatheredInRegion(Style):
 
 
 class _GatherHooks:
-    """The hooks of one module; `width` is the size of this rank's shard in the call that runs."""
+    """The hooks of one module; `width` is the size of this rank's shard in the current call."""
 
     def __init__(self, dim: int, ranks: HeadRanks):
         self.dim, self.ranks, self.width = dim, ranks, 0
@@ -57,6 +57,7 @@ class _GatherHooks:
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         degree, order = self.ranks.degree, self.ranks.order
         full = gather(x, self.dim % x.ndim, x.shape[self.dim] * degree, self.ranks.group)
+        # The gathered shards are in the order of the group's ranks; `order` sorts them by heads.
         if order == tuple(range(degree)):
             return full
         shards = full.chunk(degree, self.dim)

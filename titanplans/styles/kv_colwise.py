@@ -1,4 +1,4 @@
-"""`kv_colwise()`: a projection to keys or values, whose heads ranks share where there are fewer of them than ranks."""
+"""`kv_colwise()`: a projection to keys or values; ranks share heads if there are fewer heads than ranks."""
 
 from collections.abc import Mapping
 
@@ -11,13 +11,13 @@ from titanplans.styles.colwise import Colwise
 
 
 class KVColwise(Colwise):
-    """Shard by key/value heads; where there are fewer heads than ranks, neighbouring ranks share one.
+    """Shard by key/value heads; if there are fewer heads than ranks, neighbouring ranks share a head.
 
-        forward   as colwise(); a shared head: W is replicated, and a rank multiplies by its head's rows
-        backward  as colwise(); a shared head: each rank has seen only its queries, so dW is partial
+        forward   as colwise(); shared heads: W is replicated, and each rank multiplies by the rows of its head
+        backward  as colwise(); shared heads: dW is partial, since each rank's backward covers only its queries
 
     Args:
-        heads: how many heads the first dimension of each parameter counts.
+        heads: number of heads in the first dimension of each parameter.
     """
 
     shares_heads = True

@@ -14,17 +14,17 @@ from titanplans.styles.colwise import Colwise
 class Packed(Colwise):
     """Shard each section of a packed projection's outputs.
 
-        forward   W is stored in shards of its columns; an all-to-all gives each rank its rows; then as colwise()
-        backward  dW: the same all-to-all, back
+        forward   W is stored sharded by columns; an all-to-all gives each rank its rows; then as colwise()
+        backward  dW: the same all-to-all in reverse
 
-    So a weight keeps its true rows in their true order: each rank stores an even shard of its columns (of its largest other
-    dimension), and gives and gets as much as it stores. A parameter without another dimension that the degree divides, such
-    as a bias, is replicated, and so is a depthwise convolution's kernel [channels, 1, size], which is small, and which fused
-    kernels read without calling its module.
+    So a checkpoint holds the weight's true rows in their true order. Each rank stores an even shard of the columns (of the
+    largest other dimension), and sends and receives as much as it stores. A parameter without another dimension that the
+    degree divides, such as a bias, is replicated. So is a depthwise convolution's kernel [channels, 1, size]: it is small,
+    and fused kernels use it without calling its module.
 
     Args:
-        sections: rows of each section, in order; a number is split evenly, but that the last rank may have fewer, a `Shared`
-            by heads that ranks may share.
+        sections: the rows of each section, in order. An int is split evenly over the ranks, though the last rank may have
+            fewer rows; a `Shared` is split by heads that ranks may share.
         dim: as for `colwise()`.
     """
 
@@ -46,7 +46,7 @@ class Packed(Colwise):
         depthwise = dim == 0 and param.ndim > 2 and param.shape[1] == 1
         if not others or depthwise:
             return Layout(Replicate(), Partial(), rows=rows)
-        # Of equally large dimensions the last: the first is that of experts, by which FSDP2 shards.
+        # Of equally large dimensions the last: the first is the expert dimension, by which FSDP2 shards.
         stored = max(reversed(others), key=lambda d: param.shape[d])
         return Layout(Shard(stored), Shard(stored), rows=rows)
 
@@ -63,8 +63,8 @@ class Packed(Colwise):
         if is_float8(module):
             fewer = any(not isinstance(s, int) and s.heads < over.degree for s in self.sections)
             if fewer or module.config.enable_fsdp_float8_all_gather:  # type: ignore[union-attr]
-                what = "ranks share heads of it" if fewer else "it is gathered in float8"
-                return f"in float8 a packed projection is not split where {what}: leave it out of float8 (filter it)"
+                what = "ranks share its heads" if fewer else "it is gathered in float8"
+                return f"in float8 a packed projection can't be split if {what}: exclude it from float8 (filter it)"
         return next(filter(None, map(self.parameter_refusal, held(module), held(module).values())), None)
 
     def parameter_refusal(self, name: str, param: nn.Parameter) -> str | None:

@@ -16,29 +16,29 @@ from titanplans.styles.base import Site, Style, on_input, on_output
 
 
 class Region(Style):
-    """A region: the sequence is gathered once at its entry, before all projections, and its output reduced once.
+    """Gather the sequence once at the region's entry, before all projections, and reduce the output once at its exit.
 
         forward   entry: all-gather over L (nothing without sequence parallelism); exit: reduce-scatter over L (all-reduce)
-        backward  exit: all-gather over L (nothing without); entry: reduce-scatter over L (all-reduce)
+        backward  exit: all-gather over L (nothing without sequence parallelism); entry: reduce-scatter over L (all-reduce)
 
     Args:
-        reduce_output: reduce at the module's exit: its output [..., sequence, hidden], or the first of a tuple. Otherwise a
-            `rowwise()` inside has to.
-        input_name: keyword under which the input [..., sequence, hidden] comes if it is not the first positional argument.
-        float8_input: only the projections inside read the input, so that in a model converted to float8 it may come in
-            float8. Where a mask says which tokens count it does not: the module may leave the others out first.
-        mixes_tokens: a mixer, or an MLP that shifts tokens: context parallelism gives its code the full sequence. False: an
-            MLP or a mixture of experts, which works token by token on this rank's tokens.
-        shared: other regions read the output, such as keys and values for several blocks; nothing leaves.
-        arguments: given to the module whatever its caller gives, for a path of its code that can be split.
-        gathers: under context parallelism a mixer's code that needs hidden states of all tokens may gather them: a token
-            shift, a convolution on them, padding that is taken out under a mask. Nothing is gathered until code asks.
+        reduce_output: reduce the module's output [..., sequence, hidden], or the first item of a tuple, at its exit. If
+            False, a `rowwise()` inside has to reduce.
+        input_name: the keyword of the input [..., sequence, hidden] if it is not the first positional argument.
+        float8_input: only the projections inside use the input, so in a model converted to float8 it may arrive in float8.
+            A call with a token mask gets it in high precision, since the module may drop padding first.
+        mixes_tokens: True for a mixer, or an MLP that shifts tokens: context parallelism gives its code the full sequence.
+            False for an MLP or a mixture of experts, which works token by token on the local tokens.
+        shared: only other regions use the output, such as keys and values for several blocks; it is not reduced.
+        arguments: keyword arguments of each call that override the caller's, to select a code path that can be split.
+        gathers: under context parallelism a mixer's code may gather the hidden states of all tokens: for a token shift, a
+            convolution over them, removing padding by a mask. Nothing is gathered until code needs it.
     """
 
     opens = enters_full = True
     remedy = (
-        "its own code works on this rank's heads or width: local_attributes and mlp_attributes set its counts, colwise() "
-        "splits its own parameters; where it goes on after a rowwise(), leave the sum to its exit: "
+        "its code works on this rank's heads or width: set its counts by local_attributes and mlp_attributes, and split its "
+        "direct parameters by colwise(); if it continues after a rowwise(), reduce at the region's exit: "
         "rowwise(reduce_output=False) in attn_region() or mlp_region()"
     )
 
@@ -67,7 +67,7 @@ class Region(Style):
             module.register_forward_hook(partial(self._leave, site.border), with_kwargs=True)
 
     def by_tokens(self, module: nn.Module, site: Site) -> None:
-        """A region that mixes tokens: its code gets a sequence that looks complete, of which this rank has its tokens."""
+        """Install a region whose code sees a `ShardedSequence`: the full sequence's shape, with only the local tokens."""
         if not site.exchanges_tokens:
             self.by_weights(module, site)
             return
@@ -87,15 +87,15 @@ class Region(Style):
 
     def _leave(self, border: Border, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         shape = (args[0] if args else kwargs[self.input_name]).shape[:-1]
-        # What the module does after its last product is not known of a graph that is being traced.
+        # While a graph is traced, it is unknown what the module does after its last product.
         leave = border.leave_plainly if torch.compiler.is_compiling() else border.leave
-        # A mixture of experts may return its tokens [B * L, D], in which a sequence can't be found.
+        # A mixture of experts may return its tokens flattened [B * L, D]: a sequence dimension is needed to reduce over.
         return on_output(
             lambda x: leave(x.unflatten(0, shape) if len(shape) > 1 and x.ndim == 2 else x), output
         )
 
     def _method(self) -> str:
-        """Return the method of a plan that makes such a region."""
+        """Return the name of the plan method that makes such a region, for errors."""
         return "shared_region" if self.shared else "attn_region" if self.reduce_output else "attn_input"
 
     def _enter_with_own_tokens(
@@ -115,8 +115,8 @@ class Region(Style):
 def _has_token_mask(args: Any, kwargs: Any) -> bool:
     """Whether a mask [batch, sequence] is among a module's arguments.
 
-    The module may take the tokens that count out of the sequence, and give its projections these alone, whose float8 scale
-    is another one than that of all tokens.
+    The module may then drop masked tokens and give its projections only the others, whose float8 scale differs from that of
+    all tokens.
     """
     named = (value for name, value in kwargs.items() if "mask" in name)
     return any(isinstance(value, torch.Tensor) and value.ndim == 2 for value in (*args[1:], *named))

@@ -1,4 +1,4 @@
-"""`replicated_in_region()`: what every rank has in full inside a region, such as a norm over each head."""
+"""`replicated_in_region()`: a module with full parameters on every rank inside a region, such as a norm over each head."""
 
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate
@@ -14,10 +14,10 @@ class ReplicatedInRegion(ParameterStyle):
     """Replicate a module's parameters inside a region.
 
         forward   y = norm(x of this rank's heads): nothing is sent
-        backward  dw is partial: this rank's heads alone have contributed
+        backward  dw is partial: each rank's gradient covers only its heads
 
-    For modules between the region's entry and its `rowwise()`. A module that works on the sum, after the `rowwise()`, is on
-    the stream again: `replicated_on_stream()`.
+    For modules between the region's entry and its `rowwise()`. A module after the `rowwise()` is on the stream again:
+    `replicated_on_stream()`.
     """
 
     inside = True
@@ -30,6 +30,6 @@ class ReplicatedInRegion(ParameterStyle):
         return Operands(sharing=degree)
 
     def by_tokens(self, module: nn.Module, site: Site) -> None:
-        """In a mixer a token-wise module works on this rank's tokens of a sequence that looks complete."""
+        """Install, in a mixer, a call of a token-wise module that takes a `ShardedSequence` and uses its local tokens."""
         if site.exchanges_tokens and (is_product(module) or any(hasattr(module, name) for name in EPSILONS)):
             specialise(module, of_each_token(type(module)))

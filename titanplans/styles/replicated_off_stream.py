@@ -1,4 +1,4 @@
-"""`replicated_off_stream()`: what does the same work on every rank, such as a vision tower before the stream."""
+"""`replicated_off_stream()`: a module that does the same work on every rank, such as a vision tower before the stream."""
 
 from torch import nn
 from torch.distributed.tensor import Replicate
@@ -13,7 +13,7 @@ class ReplicatedOffStream(ParameterStyle):
         forward   y = module(x), x replicated: nothing is sent
         backward  dw is the same on every rank, and is not summed
 
-    For a module that prepares the embeddings, such as a vision tower, and for one inside a module with `whole()`.
+    For a module that prepares the embeddings, such as a vision tower, and for modules inside one with `whole()`.
     """
 
     def layout(self, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:

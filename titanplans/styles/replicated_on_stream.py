@@ -14,9 +14,9 @@ from titanplans.styles.base import ParameterStyle, Site, SplitOver
 
 
 class ReplicatedOnStream(ParameterStyle):
-    """Replicate a module's parameters on the residual stream [..., sequence, hidden], where it works token by token.
+    """Replicate a token-wise module's parameters on the residual stream [..., sequence, hidden].
 
-    forward   y = norm(x of this rank's tokens): nothing is sent
+    forward   y = norm(local tokens of x): nothing is sent
     backward  dw is partial if the sequence is sharded, replicated if not
     """
 
@@ -28,8 +28,8 @@ class ReplicatedOnStream(ParameterStyle):
     def refusal(self, module: nn.Module, over: SplitOver) -> str | None:
         if is_float8(module) and over.stream.dim is not None:
             return (
-                "in float8 a rank would scale its shard of the sequence as if it were all of it: leave the module out of "
-                "float8 (filter it), or set sequence_parallel = False"
+                "in float8 each rank would scale its shard of the sequence by the shard's own maximum: exclude the module "
+                "from float8 (filter it), or set sequence_parallel = False"
             )
         return None
 
@@ -39,6 +39,6 @@ class ReplicatedOnStream(ParameterStyle):
 
 
 def _check(border: Border, module: nn.Module, args: Any) -> None:
-    # On a full sequence each rank's gradient is the full one, and would be summed over the ranks.
+    # On a full sequence every rank's gradient is already the full one, and would be summed over the ranks.
     if torch.is_grad_enabled():
         border.stream.check_runs()

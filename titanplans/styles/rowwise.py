@@ -16,27 +16,27 @@ from titanplans.styles.base import Operands, Site, SplitOver, Style
 
 
 class Rowwise(Style):
-    """Shard a Linear's inputs; its output [..., sequence, outputs] is partial, and is reduced as it leaves the region.
+    """Shard a Linear's inputs; its partial output [..., sequence, outputs] is reduced as it leaves the region.
 
         forward   y_BLD = x_BLf @ W_Df.T is partial: reduce-scatter over L (all-reduce without sequence parallelism)
-        backward  dy_BLD: all-gather over L (nothing without); dx_BLf = dy_BLD @ W_Df and dW_Df = dy.T @ x_BLf are this
-                  rank's, and nothing more is sent
+        backward  dy_BLD: all-gather over L (nothing without sequence parallelism); dx_BLf = dy_BLD @ W_Df and
+                  dW_Df = dy.T @ x_BLf are local, and nothing more is sent
 
-    `layout` says how the parameters lie; `by_weights` installs the reduction, and nothing for the weight, which the module
-    reads as this rank's local tensor (`split.module_weight`). Where a region reduces (`reduce_output=False`), it does so at
-    its exit.
+    `layout` declares the placements of the parameters. `by_weights` installs the reduction. The weight needs no hook:
+    `module.weight` already returns the local tensor (`split.module_weight`). With `reduce_output=False` a parent region
+    reduces at its exit.
 
-    A bias is replicated and added after the sum, as the unsplit Linear adds it. Where the sum is elsewhere, or the weight is
-    transposed (GPT-2's Conv1D, whose forward takes no None for a bias), each rank adds bias / degree instead.
+    A bias is replicated and added after the sum, as the unsplit Linear adds it. If a parent reduces, or the weight is
+    transposed (GPT-2's Conv1D, whose forward accepts no None as its bias), each rank adds bias / degree instead.
 
     Args:
-        reduce_output: leave the region here. False where a parent does, because it calls a fused kernel on this weight, or
-            works on the output before it returns.
-        dim: the weight's dimension that is sharded: 1, the inputs of a Linear's weight [outputs, inputs].
+        reduce_output: leave the region here. False if a parent reduces, because it calls a fused kernel on this weight, or
+            uses the output before it returns.
+        dim: the dimension of the weight that is sharded. 1: the inputs of a Linear's weight [outputs, inputs].
     """
 
     inside = splits = makes_partial_sum = multiplies_own_tokens = True
-    remedy = "colwise() is for a projection that gets all of its inputs"
+    remedy = "colwise() is for a projection that gets the full input"
 
     def __init__(self, *, reduce_output: bool = True, dim: int = 1):
         self.reduce_output, self.dim = reduce_output, dim
@@ -63,7 +63,7 @@ class Rowwise(Style):
             module.register_forward_hook(partial(_leave, site.border, site.exchanges_tokens))
 
     def by_tokens(self, module: nn.Module, site: Site) -> None:
-        """In a mixer heads are exchanged for tokens (all-to-all) before the product, which is of this rank's tokens."""
+        """Install the all-to-all that exchanges heads for tokens before a mixer's product, which is of local tokens."""
         self.by_weights(module, site)
         if site.exchanges_tokens and is_product(module):
             specialise(module, to_tokens_before(type(module)))
@@ -72,6 +72,6 @@ class Rowwise(Style):
 def _leave(
     border: Border, exchanges_tokens: bool, module: nn.Module, args: Any, output: torch.Tensor
 ) -> torch.Tensor:
-    if exchanges_tokens and border.stream.runs_in_full:  # each CP rank has multiplied its heads alone
+    if exchanges_tokens and border.stream.runs_in_full:  # each CP rank has multiplied only its heads
         output = border.tokens.total(output)
     return add_deferred_bias(module, border.leave(output))

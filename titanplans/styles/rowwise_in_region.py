@@ -1,4 +1,4 @@
-"""`rowwise_in_region()`: a sum in the middle of a region, which every rank needs in full."""
+"""`rowwise_in_region()`: a sum in the middle of a region that every rank needs in full."""
 
 from functools import partial
 from typing import Any
@@ -15,13 +15,13 @@ from titanplans.styles.base import Operands, Site, SplitOver, Style, held
 
 
 class RowwiseInRegion(Style):
-    """Shard a Linear's inputs inside a region, and give every rank its full output; the region goes on.
+    """Shard a Linear's inputs inside a region, and return the full output on every rank; the region continues.
 
         forward   y_BLR = x_BLf @ W_Rf.T is partial: all-reduce
         backward  dy_BLR is partial: all-reduce; dW_Rf is sharded as W
 
-    For a small projection that every rank needs in full: Mamba's `x_proj`. A key may name the weight alone where a mixer's
-    own code multiplies by it, and `TPPlan.local_functions` gives that code the sum: `self.summed`.
+    For a small projection that every rank needs in full, such as Mamba's `x_proj`. A key may name the weight alone if a
+    mixer's own code multiplies by it; `TPPlan.local_functions` then has to sum the product: `self.summed`.
     """
 
     inside = splits = True
@@ -34,7 +34,7 @@ class RowwiseInRegion(Style):
         return Operands(inputs=True)
 
     def parameter_refusal(self, name: str, param: nn.Parameter) -> str | None:
-        return "it is no weight [outputs, inputs]: replicated_in_region()" if param.ndim != 2 else None
+        return "it is not a weight [outputs, inputs]: use replicated_in_region()" if param.ndim != 2 else None
 
     def by_weights(self, module: nn.Module, site: Site) -> None:
         module.register_forward_hook(partial(_sum, site.ranks.group))

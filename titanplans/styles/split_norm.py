@@ -16,25 +16,25 @@ from titanplans.split.root_mean_square import EPSILONS, root_ratio
 from titanplans.styles.base import Site, SplitOver, Style
 
 Statistic = Callable[..., torch.Tensor]
-"""What a norm takes the mean square of, given the arguments of its forward."""
+"""Returns the tensor whose mean square the norm takes, given the arguments of the norm's forward."""
 
 
 class SplitNorm(Style):
-    """Split the width of a root-mean-square norm; one number a token, its mean square, is averaged over the ranks.
+    """Split the width of a root-mean-square norm; one number per token, its mean square, is averaged over the ranks.
 
         forward   y_BLf = norm(x_BLf) * rms(x_BLf) / rms(x_BLF): all-reduce of the mean square [B, L, 1]
         backward  all-reduce of its gradient [B, L, 1]; dw_f is sharded as w
 
-    The module normalises its shard by the shard's own root mean square, and its output is scaled by the ratio of the roots.
-    So its code and its kernels stand, with a weight or 1 + weight, with a gate after the norm. A bias is added afterwards.
-    Under context parallelism it stands in a mixer, whose heads are split over all tp x cp ranks, and is installed alike.
+    The module normalises its slice by the slice's RMS, and its output is then scaled by slice RMS / full RMS. So its code
+    and kernels are unchanged; it may scale by weight or by 1 + weight, and gate after the norm. A bias is added after the
+    scaling. Under context parallelism the heads of a mixer are split over all tp x cp ranks, with the same hook.
 
     Args:
-        heads: how many heads the width counts, where ranks may share them; None: equal shards.
-        rows: with `heads`, the width of all of them together, the length of the weight.
-        statistic: what the mean square is taken of, where that is not the first argument: a gate before the norm.
-        groups: into which the width is divided, each with a mean square of its own; neighbouring ranks share one where there
-            are fewer groups than ranks.
+        heads: number of heads in the width, if ranks may share heads; None: equal shards.
+        rows: with `heads`, the full width, i.e. the length of the weight.
+        statistic: returns the tensor whose mean square is taken, if it is not the first argument: a gate before the norm.
+        groups: number of groups of the width, each with its own mean square; neighbouring ranks share a group if there are
+            fewer groups than ranks.
     """
 
     inside = needs_equal_shards = True
@@ -54,7 +54,7 @@ class SplitNorm(Style):
         return Layout(Shard(0), Shard(0), deferred=name == "bias")
 
     def _shared_rows(self, degree: int) -> Rows | None:
-        """Return the rows of the weight that each rank reads if ranks share heads; None if the shards are even."""
+        """Return the rows of the weight that each rank uses if ranks share heads; None if the shards are even."""
         if self.heads is None or self.heads >= degree:
             return None
         return rows_of(0, [Shared(self.rows, self.heads)], degree)
@@ -62,11 +62,11 @@ class SplitNorm(Style):
     def refusal(self, module: nn.Module, over: SplitOver) -> str | None:
         if not any(hasattr(module, name) for name in EPSILONS):
             return (
-                f"it has no {' or '.join(EPSILONS)}, so its epsilon is not known: give it this "
-                "attribute, or take gathered_in_region()"
+                f"it has none of the attributes {', '.join(EPSILONS)}, so its epsilon is unknown: give it one of them, or "
+                "use gathered_in_region()"
             )
         if isinstance(module, nn.LayerNorm | nn.GroupNorm):
-            return "it subtracts a mean, too: take gathered_in_region()"
+            return "it subtracts a mean, too: use gathered_in_region()"
         return None
 
     def by_weights(self, module: nn.Module, site: Site) -> None:
@@ -95,7 +95,7 @@ class SplitNorm(Style):
         if len(members) > 1:
             x = args[0] if self.statistic is None else self.statistic(*args, **kwargs)
             epsilon = next(getattr(module, name) for name in EPSILONS if hasattr(module, name))
-            if epsilon is None:  # torch's RMSNorm takes that of the input's dtype
+            if epsilon is None:  # torch's RMSNorm then uses the epsilon of the input's dtype
                 epsilon = torch.finfo(x.dtype).eps
             output = (output * root_ratio(x, epsilon, group, members)).to(output.dtype)
         return add_deferred_bias(module, output)

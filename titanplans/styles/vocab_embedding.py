@@ -1,8 +1,4 @@
-"""`vocab_embedding()`: each rank embeds the token ids in its shard of the vocabulary.
-
-It works on local tensors, so that subclasses which do more than look up (a scaled embedding) work as they are, and
-`padding_idx` keeps its meaning.
-"""
+"""`vocab_embedding()`: each rank embeds the token ids in its shard of the vocabulary."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -30,11 +26,11 @@ class VocabEmbedding(Style):
         backward  nothing; if it begins the stream, all-gather over L; dW is sharded as W
 
     Args:
-        begins_stream: the sum is laid out as the stream, which with sequence parallelism saves half of its bytes. For models
-            that draw no conclusion (positions, masks, where images stand) from the embeddings; otherwise every rank has all
-            embeddings, and the stream begins at the first block.
-        all_tokens: under context parallelism every rank embeds all tokens, for models whose code works on the embeddings
-            before the first block: it adds positions, or puts images among them. Otherwise a rank embeds its own tokens.
+        begins_stream: lay the sum out as the stream, which with sequence parallelism halves the bytes sent. For models whose
+            code derives nothing (positions, masks, the positions of images) from the embeddings. If False, every rank has
+            all embeddings, and the stream begins at the first block.
+        all_tokens: under context parallelism every rank embeds all tokens, for models whose code uses the embeddings before
+            the first block: it adds positions, or inserts images. If False, each rank embeds its local tokens.
     """
 
     takes_token_ids = True
@@ -47,13 +43,13 @@ class VocabEmbedding(Style):
 
     def refusal(self, module: nn.Module, over: SplitOver) -> str | None:
         if self.begins_stream and self.all_tokens:
-            return "begins_stream = True leaves a rank its shard of the embeddings, and all_tokens = True all: leave one out"
+            return "begins_stream = True keeps a shard of the embeddings, all_tokens = True keeps all: choose one"
         if getattr(module, "max_norm", None) is not None:
             return f"max_norm = {module.max_norm} renormalises rows in place, which a shard can't: set it to None"
         if getattr(module, "scale_grad_by_freq", False):
-            return "scale_grad_by_freq = True counts ids, of which a rank sees its shard's alone: set it to False"
+            return "scale_grad_by_freq = True counts ids, and a rank sees only those in its shard: set it to False"
         if getattr(module, "sparse", False):
-            return "sparse = True makes sparse gradients, which a shard's are not: set it to False"
+            return "sparse = True makes sparse gradients, which a sharded weight can't have: set it to False"
         return None
 
     def by_weights(self, module: nn.Module, site: Site) -> None:
@@ -63,7 +59,7 @@ class VocabEmbedding(Style):
         )
 
     def by_tokens(self, module: nn.Module, site: Site) -> None:
-        """Each rank embeds its tokens alone, unless code needs the embeddings of all."""
+        """Install a forward that embeds only the local tokens, unless the model's code needs all embeddings."""
         self.by_weights(module, site)
         if not self.all_tokens:
             specialise(module, _of_own_tokens(type(module), self.begins_stream))
@@ -78,7 +74,11 @@ class VocabEmbedding(Style):
 
 @cache
 def _of_own_rows(cls: type[nn.Module], begins_stream: bool) -> type[nn.Module]:
-    """Subclass an embedding class with a forward that works on this rank's rows of the vocabulary."""
+    """Subclass an embedding class with a forward that embeds the ids in this rank's shard of the vocabulary, and sums.
+
+    It calls the class's own forward on local tensors, so subclasses that do more than look up (a scaled embedding) work
+    unchanged, and `padding_idx` keeps its meaning.
+    """
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         border = self._split.border
@@ -86,12 +86,12 @@ def _of_own_rows(cls: type[nn.Module], begins_stream: bool) -> type[nn.Module]:
             return cls.forward(self, input)
         rows = self._parameters["weight"].shape[0]
         size = shard_size(rows, border.group[1])
-        # One clamp and one comparison are a kernel less than two bounds.
+        # One clamp and one comparison are one kernel fewer than two comparisons.
         assert_async(input.clamp(0, rows - 1).eq(input).all(), "a token id outside of the vocabulary")
         local_ids = input - border.rank * size
         elsewhere = local_ids.clamp(0, size - 1).ne(local_ids)
         padding = self.padding_idx
-        # padding_idx is a row of the full table; its gradient is stopped below.
+        # padding_idx is a row of the full table, so `cls.forward` must not see it; its gradient is stopped below.
         self.padding_idx = None
         try:
             out = cls.forward(self, local_ids.masked_fill(elsewhere, 0))
@@ -101,11 +101,11 @@ def _of_own_rows(cls: type[nn.Module], begins_stream: bool) -> type[nn.Module]:
         if padding is not None:
             out = torch.where(torch.eq(input, padding).unsqueeze(-1), out.detach(), out)
         stream = border.stream
-        if not (
-            begins_stream and stream.is_sharded_at("embedding")
-        ):  # or called outside of the model's forward
+        # Outside of the model's forward there is no sharded stream, so every rank gets the full sum.
+        if not (begins_stream and stream.is_sharded_at("embedding")):
             return sum_ranks(out, border.group)
-        if border.tokens.ranks == 1:  # else these are a rank's tokens, of a sequence that is followed already
+        # With context parallelism `_of_own_tokens` has already noted the full sequence; `input` is its local tokens.
+        if border.tokens.ranks == 1:
             stream.note_embedding(input.shape[border.tokens.dim], begins=True)
         return border.leave(out)
 
@@ -114,13 +114,13 @@ def _of_own_rows(cls: type[nn.Module], begins_stream: bool) -> type[nn.Module]:
 
 @cache
 def _of_own_tokens(cls: type[nn.Module], begins_stream: bool) -> type[nn.Module]:
-    """Subclass an embedding class with a forward that looks up this rank's tokens in a forward of the model."""
+    """Subclass an embedding class with a forward that, inside a forward of the model, embeds only the local tokens."""
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         border = self._split.border
         tokens = border.tokens
         stream = border.stream
-        is_sequence = tokens.dim < input.ndim <= 2  # and no chunks [batch, chunks, chunk]
+        is_sequence = tokens.dim < input.ndim <= 2  # not chunks [batch, chunks, chunk]
         if not is_sequence or not stream.is_sharded_at("embedding"):
             return cls.forward(self, input)
         stream.note_embedding(input.shape[tokens.dim], begins=begins_stream)

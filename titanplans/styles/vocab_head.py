@@ -1,4 +1,4 @@
-"""`vocab_head()`: each rank has a shard of the vocabulary, and of the logits."""
+"""`vocab_head()`: each rank has a shard of the vocabulary and of the logits."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,10 +21,10 @@ class VocabHead(Style):
     """Shard the head's vocabulary, the rows of its weight [vocabulary, hidden].
 
         forward   all-gather over L (nothing without sequence parallelism), z_BLv = x_BLD @ W_vD.T
-        backward  dx_BLD is partial: reduce-scatter over L (all-reduce without); dW_vD is sharded as W
+        backward  dx_BLD is partial: reduce-scatter over L (all-reduce without sequence parallelism); dW_vD is sharded as W
 
-    The logits [..., vocabulary] are a DTensor, `Shard(-1)`, for a loss that works on shards of the vocabulary
-    (`loss_parallel`), or else gathered to a plain tensor that every rank has in full.
+    With `loss_parallel` the logits [..., vocabulary] are a DTensor, `Shard(-1)`, for a loss on vocabulary shards. Otherwise
+    they are gathered to a plain tensor that is full on every rank.
     """
 
     makes_logits = True
@@ -50,12 +50,12 @@ class VocabHead(Style):
 
 
 class _HeadHooks:
-    """The hooks of a head, which takes the stream's shard, or all hidden states if the stream has ended before."""
+    """The hooks of a head. Its input is the stream's shard, or the full hidden states if the stream has already ended."""
 
     def __init__(self, style: VocabHead, border: Border, vocabulary: int):
         self.style, self.border, self.vocabulary = style, border, vocabulary
         self.length = 0
-        """Tokens of the full sequence in the call that runs."""
+        """Tokens of the full sequence in the current call."""
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return on_input(self._enter, self.style, "input", module, args, kwargs)
@@ -68,12 +68,13 @@ class _HeadHooks:
             self.length = length * border.stream.shards if is_sharded else length
         if is_sharded:
             return border.enter(hidden_states)
-        if not border.stream.gathers_logits:  # else each rank makes the logits of all tokens
+        # Without gathered logits, each CP rank computes the logits of its local tokens.
+        if not border.stream.gathers_logits:
             hidden_states = tokens.own(hidden_states)
         return border.enter_full(hidden_states)
 
     def leave(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        if getattr(type(output), "deferred", False):  # a loss computed inside the head
+        if getattr(type(output), "deferred", False):  # the loss is computed inside the head
             return output
         border, dim, tokens = self.border, output.ndim - 1, self.border.tokens
         gathers_all, meshes, sizes = border.stream.gathers_logits, border.meshes, {}
@@ -91,7 +92,7 @@ class _HeadHooks:
 
 
 def _as_dtensor(shard: torch.Tensor, mesh: DeviceMesh, sizes: Mapping[int, int]) -> DTensor:
-    """Return local shards as a DTensor: the axes of `mesh` shard the dimensions in `sizes`, whose full lengths these are."""
+    """Return local shards as a DTensor; `sizes` maps each dimension that an axis of `mesh` shards to its full length."""
     shape = [sizes.get(dim, size) for dim, size in enumerate(shard.shape)]
     stride = torch.empty(shape, device="meta").stride()
     placements = [Shard(dim) for dim in sizes]
@@ -101,7 +102,7 @@ def _as_dtensor(shard: torch.Tensor, mesh: DeviceMesh, sizes: Mapping[int, int])
 
 
 def _gather_shards(x: torch.Tensor, border: Border, dim: int, size: int) -> torch.Tensor:
-    """All-gather the shards `x` of a tensor of length `size` in `dim`, its last; later code is the same on every rank."""
+    """All-gather the shards `x` of a tensor of length `size` in its last dimension `dim`; later code is replicated."""
     missing = shard_size(size, border.group[1]) - x.shape[dim]
     padded = nn.functional.pad(x, (0, missing)) if missing else x
     return collect(padded, dim, size, border.rank, border.group)

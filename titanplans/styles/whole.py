@@ -1,4 +1,4 @@
-"""`whole()`: a mixer that can't be split by heads runs on every rank, on the full sequence."""
+"""`whole()`: a mixer that can't be split by heads runs unsplit on every rank, on the full sequence."""
 
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from titanplans.styles.replicated_off_stream import ReplicatedOffStream
 
 
 class Whole(ReplicatedOffStream):
-    """Run a module on every rank, off the stream: on the full sequence, its output laid out as the stream again.
+    """Run a module unsplit on every rank: gather the full sequence, and keep this rank's shard of the output.
 
         forward   all-gather over L, y = module(x_BLD), this rank's shard of y
         backward  all-gather of dy over L, the module's backward, this rank's shard of dx; dw is not summed
@@ -20,7 +20,7 @@ class Whole(ReplicatedOffStream):
     Without sequence parallelism nothing is sent.
 
     Args:
-        input_name: keyword under which the input comes if it is not the first positional argument.
+        input_name: the keyword of the input if it is not the first positional argument.
     """
 
     enters_full = runs_unsplit = True
