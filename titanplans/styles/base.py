@@ -180,7 +180,7 @@ def own_styles(plan: Mapping[str, ParallelStyle]) -> dict[str, Style]:
     return {key: style for key, style in plan.items() if isinstance(style, Style)}
 
 
-def on_input(
+def map_input(
     change: Callable[[torch.Tensor], torch.Tensor],
     style: Style,
     name: str,
@@ -206,6 +206,6 @@ def on_input(
     )
 
 
-def on_output(change: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
+def map_output(change: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
     """Apply `change` to the output of a module: the tensor, or the first item of a tuple."""
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)

@@ -10,7 +10,7 @@ from titanplans.split.costs import Call, ExpectedCollective
 from titanplans.split.own_tokens import GatherPermission
 from titanplans.split.state import key_of
 from titanplans.split.tokens.sharded_sequence import sharded_sequence
-from titanplans.styles.base import Site, Style, on_output
+from titanplans.styles.base import Site, Style, map_output
 from titanplans.styles.replicated_off_stream import ReplicatedOffStream
 
 
@@ -70,4 +70,4 @@ def _look_complete(
     border.stream.end()
     if runs_in_full:
         return output
-    return on_output(lambda x: sharded_sequence(x, border.tokens, permission), output)
+    return map_output(lambda x: sharded_sequence(x, border.tokens, permission), output)

@@ -12,7 +12,7 @@ from titanplans.split.costs import Call, ExpectedCollective, entered, left
 from titanplans.split.own_tokens import GatherPermission
 from titanplans.split.state import key_of, make_state
 from titanplans.split.tokens.sharded_sequence import ShardedSequence, sharded_sequence
-from titanplans.styles.base import Site, Style, on_input, on_output
+from titanplans.styles.base import Site, Style, map_input, map_output
 
 
 class Region(Style):
@@ -83,14 +83,14 @@ class Region(Style):
 
     def _enter(self, border: Border, module: nn.Module, args: Any, kwargs: Any) -> Any:
         enter = border.enter_plainly if _has_token_mask(args, kwargs) else border.enter
-        return on_input(enter, self, self.input_name, module, args, {**kwargs, **self.arguments})
+        return map_input(enter, self, self.input_name, module, args, {**kwargs, **self.arguments})
 
     def _leave(self, border: Border, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         shape = (args[0] if args else kwargs[self.input_name]).shape[:-1]
         # While a graph is traced, it is unknown what the module does after its last product.
         leave = border.leave_plainly if torch.compiler.is_compiling() else border.leave
         # A mixture of experts may return its tokens flattened [B * L, D]: a sequence dimension is needed to reduce over.
-        return on_output(
+        return map_output(
             lambda x: leave(x.unflatten(0, shape) if len(shape) > 1 and x.ndim == 2 else x), output
         )
 
@@ -109,7 +109,7 @@ class Region(Style):
             border.tokens.region_shape, border.tokens.permission = sequence.shape, permission
             return sequence
 
-        return on_input(enter, self, self.input_name, module, args, {**kwargs, **self.arguments})
+        return map_input(enter, self, self.input_name, module, args, {**kwargs, **self.arguments})
 
 
 def _has_token_mask(args: Any, kwargs: Any) -> bool:
@@ -131,4 +131,4 @@ def _leave_with_own_tokens(border: Border, module: nn.Module, args: Any, output:
         lead = border.tokens.region_shape[:-1]
         return border.leave(border.tokens.sum(x.unflatten(0, lead) if len(lead) > 1 and x.ndim == 2 else x))
 
-    return on_output(leave, output)
+    return map_output(leave, output)

@@ -14,7 +14,7 @@ from titanplans.split.costs import Call, ExpectedCollective, entered
 from titanplans.split.layout import Layout, shard_size
 from titanplans.split.module_weight import with_locals_in_forward
 from titanplans.split.state import specialise
-from titanplans.styles.base import Operands, Site, SplitOver, Style, held, on_input
+from titanplans.styles.base import Operands, Site, SplitOver, Style, held, map_input
 
 
 class VocabHead(Style):
@@ -58,7 +58,7 @@ class _HeadHooks:
         """Tokens of the full sequence in the current call."""
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return on_input(self._enter, self.style, "input", module, args, kwargs)
+        return map_input(self._enter, self.style, "input", module, args, kwargs)
 
     def _enter(self, hidden_states: torch.Tensor) -> torch.Tensor:
         border = self.border

@@ -7,7 +7,7 @@ from torch import nn
 
 from titanplans.split.border import Border
 from titanplans.split.costs import Call, ExpectedCollective
-from titanplans.styles.base import Site, Style, on_input, on_output
+from titanplans.styles.base import Site, Style, map_input, map_output
 from titanplans.styles.replicated_off_stream import ReplicatedOffStream
 
 
@@ -42,8 +42,8 @@ class Whole(ReplicatedOffStream):
         return forward, ExpectedCollective((), ("all_gather",), call.elements)
 
     def _gather(self, border: Border, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return on_input(border.stream.full, self, self.input_name, module, args, kwargs)
+        return map_input(border.stream.full, self, self.input_name, module, args, kwargs)
 
 
 def _shard(border: Border, module: nn.Module, args: Any, output: Any) -> Any:
-    return on_output(border.stream.shard, output)
+    return map_output(border.stream.shard, output)
