@@ -16,7 +16,7 @@ from titanplans.plan.options import TPOptions
 from titanplans.plan.plan import TPPlan
 from titanplans.plan.registry import faulty_plans, registered_mixers, registered_plans
 from titanplans.split.decoder import find_decoder
-from titanplans.styles.base import own_styles
+from titanplans.styles.base import native_styles
 from titanplans.text import columns, fitted
 
 _DEGREES = (2, 4, 8, 16, 32, 64)
@@ -116,7 +116,7 @@ def split_by(model: nn.Module, plan: type[TPPlan], styles: Mapping[str, Parallel
         kind = type(mixer).__name__
         if kind in found:
             continue
-        every = own_styles(styles)
+        every = native_styles(styles)
         own = {k.removeprefix(f"{key}."): style for k, style in every.items() if k.startswith(f"{key}.")}
         if not any(style.splits for style in own.values()):
             unsplit = key in every and every[key].runs_unsplit

@@ -55,7 +55,7 @@ from titanplans.plan.options import TPOptions
 from titanplans.split.costs import Call, ExpectedCollective
 from titanplans.split.decoder import Decoder, within
 from titanplans.split.layout import next_multiple
-from titanplans.styles.base import Style, own_styles
+from titanplans.styles.base import Style, native_styles
 
 
 class Allowance(NamedTuple):
@@ -199,9 +199,9 @@ def _judged(applied: AppliedPlan) -> dict[str, Style]:
         expected[decoder.embedding] = plan.vocab_embedding()
     if decoder.head is not None:
         expected[decoder.head] = plan.vocab_head()
-    own = own_styles(applied.styles)
+    own = native_styles(applied.styles)
     crossing = {key: style for key, style in own.items() if style.enters_full}
-    return crossing | {key: style for key, style in own_styles(expected).items() if key not in own} | own
+    return crossing | {key: style for key, style in native_styles(expected).items() if key not in own} | own
 
 
 def _path(key: str, applied: AppliedPlan) -> str:

@@ -13,7 +13,7 @@ from titanplans.plan.plan import Plan, TPPlan
 from titanplans.split.adapted import with_factors
 from titanplans.split.decoder import Decoder, find_decoder, is_held, join, name_head, within
 from titanplans.split.layout import Layout
-from titanplans.styles.base import SplitOver, Style, own_styles
+from titanplans.styles.base import SplitOver, Style, native_styles
 from titanplans.user_code import as_user_error
 
 
@@ -135,7 +135,7 @@ def resolve(source: TPPlan, model: nn.Module) -> ResolvedPlan:
     refuse_foreign_adapters(model)
     check_keys(styles, model, source)
     modules = dict(model.named_modules(remove_duplicate=False))
-    own = own_styles(styles)
+    own = native_styles(styles)
     entries = tuple(_entry(key, style, styles, modules, source.options) for key, style in own.items())
     covered = {join(entry.path, name) for entry in entries for name in entry.layouts}
     covered |= {
@@ -156,7 +156,7 @@ def resolve(source: TPPlan, model: nn.Module) -> ResolvedPlan:
 def head_of(styles: Plan, modules: Container[str]) -> str | None:
     """Return what a plan gives `vocab_head()`, of the names of `modules`; None if it is nothing."""
     return next(
-        (key for key, style in own_styles(styles).items() if style.makes_logits and key in modules), None
+        (key for key, style in native_styles(styles).items() if style.makes_logits and key in modules), None
     )
 
 

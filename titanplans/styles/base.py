@@ -175,7 +175,7 @@ def held(module: nn.Module) -> dict[str, nn.Parameter]:
     return {n: p for n, p in own.items() if n not in FACTORS} if is_adapted(module) else own
 
 
-def own_styles(plan: Mapping[str, ParallelStyle]) -> dict[str, Style]:
+def native_styles(plan: Mapping[str, ParallelStyle]) -> dict[str, Style]:
     """Return the entries of `plan` that are a `Style`; any other `ParallelStyle` declares nothing."""
     return {key: style for key, style in plan.items() if isinstance(style, Style)}
 

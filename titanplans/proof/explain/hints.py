@@ -8,12 +8,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from titanplans.plan.options import TPOptions
 from titanplans.plan.plan import TPPlan
 from titanplans.split.decoder import Decoder, within
-from titanplans.styles.base import Style, own_styles
+from titanplans.styles.base import Style, native_styles
 
 
 def packed_around(name: str, styles: Mapping[str, ParallelStyle]) -> dict[str, Style]:
     """Return the packed projections in the innermost region around the module `name`, by their names in the region."""
-    own = own_styles(styles)
+    own = native_styles(styles)
     around = [key for key in own if own[key].opens and (name == key or within(name, key))]
     region = max(around, key=len, default=None)
     return {
@@ -56,7 +56,7 @@ def summing_style(
     gradient only with sequence parallelism. `order` has the modules as they finished in the whole model's forward. Foreign
     styles don't say where regions are.
     """
-    own, module = own_styles(styles), name.rpartition(".")[0]
+    own, module = native_styles(styles), name.rpartition(".")[0]
     around = [key for key in own if module == key or within(module, key)]
     if len(own) < len(styles) or any(own[key].runs_unsplit for key in around):
         return ""
