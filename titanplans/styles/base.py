@@ -82,7 +82,7 @@ class Style(ParallelStyle):
     """The module is split over the expert-parallel ranks."""
     sections: Sequence[Section] = ()
     """The sections of a packed projection."""
-    may_cut_sections = False
+    ignores_sections = False
     """The style shards one dimension evenly, across section boundaries; a packed projection needs `packed()` instead."""
     needs_equal_shards = False
     """The code multiplies its shard's width by the degree, so all shards must have the same width."""

@@ -34,7 +34,7 @@ class Colwise(ParameterStyle):
         self.dim, self.interleaved = dim, interleaved
 
     @property
-    def may_cut_sections(self) -> bool:  # type: ignore[override]
+    def ignores_sections(self) -> bool:  # type: ignore[override]
         return not self.interleaved
 
     def layout(self, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:

@@ -21,7 +21,7 @@ class KVColwise(Colwise):
     """
 
     shares_heads = True
-    may_cut_sections = False
+    ignores_sections = False
     listed_as = "ranks may share heads of"
 
     def __init__(self, *, heads: int):

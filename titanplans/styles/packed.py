@@ -28,7 +28,7 @@ class Packed(Colwise):
         dim: as for `colwise()`.
     """
 
-    may_cut_sections = False
+    ignores_sections = False
     listed_as = "packed"
 
     def __init__(self, *sections: Section, dim: int = 0):

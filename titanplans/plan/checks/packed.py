@@ -30,7 +30,7 @@ def packed_faults(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
     }
     for entry in plan.entries:
         key, module = entry.key, entry.module
-        if not entry.style.may_cut_sections or not isinstance(module, nn.Linear):
+        if not entry.style.ignores_sections or not isinstance(module, nn.Linear):
             continue
         rows, mixer = module.out_features, decoder.mixer_around(key)
         width = widths.get(around.get(key, ""))
@@ -48,7 +48,7 @@ def _experts(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
     widths = {e.path: _rows(e) for e in stacked if e.style.makes_partial_sum}
     for entry in stacked:
         width = widths.get(entry.path)
-        if entry.style.may_cut_sections and width and _rows(entry) == 2 * width:
+        if entry.style.ignores_sections and width and _rows(entry) == 2 * width:
             yield entry.key, _advice(2 * width, (width, width), "gate and up", entry.style.dim)  # type: ignore[attr-defined]
 
 
@@ -56,7 +56,7 @@ def _convolutions(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
     """Yield each convolution of sections that follow each other in a packed projection of its mixer."""
     for entry in plan.entries:
         mixer = plan.decoder.mixer_around(entry.key)
-        if not entry.style.may_cut_sections or mixer is None:
+        if not entry.style.ignores_sections or mixer is None:
             continue
         for other in plan.entries if isinstance(entry.module, nn.Conv1d) else ():
             rows = _rows(entry)
