@@ -113,7 +113,7 @@ class ByTokens:
         if in_mixer:
             by_name = {name: self._mixer_slice(entry, name) for name in layouts}
             slices = {name: each for name, each in by_name.items() if each is not None}
-            if entry.style.multiplies_own_tokens and entry.parameter is None and is_product(entry.module):
+            if entry.style.multiplies_local_tokens and entry.parameter is None and is_product(entry.module):
                 make_state(entry.module).heads = self._heads(entry)
         group, rank = self.border.group, self.border.rank
         localize(entry.module, self._over, layouts, self._memo, group, rank, slices)

@@ -74,7 +74,7 @@ class Style(ParallelStyle):
     """Keyword arguments of each call of the module; they override the caller's."""
     makes_partial_sum = False
     """The output is a partial sum over the ranks; this module or its region reduces it."""
-    multiplies_own_tokens = False
+    multiplies_local_tokens = False
     """In a mixer under context parallelism each rank multiplies its local tokens by all weights of its TP rank."""
     shares_heads = False
     """Ranks may share key/value heads if there are fewer heads than ranks."""
