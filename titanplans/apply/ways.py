@@ -207,14 +207,14 @@ class ByExperts:
         self._with_layers = len(of_layer) == len(sharing)
 
     def lay_out(self, entry: Entry) -> None:
-        if not entry.style.over_experts or self._with_layers:
+        if not entry.style.splits_by_experts or self._with_layers:
             self._others.lay_out(entry)
             return
         over = ParameterMesh(self._mesh, copies=self._mesh.ndim - 1)
         localize(entry.module, over, entry.layouts, self._memo, self._group, self._rank)
 
     def install(self, entry: Entry, border: Border) -> None:
-        if entry.style.over_experts:
+        if entry.style.splits_by_experts:
             entry.style.by_experts(entry.module, self._expert_ranks)
         else:
             self._others.install(entry, border)

@@ -265,7 +265,7 @@ def _plan(applied: AppliedPlan | None) -> dict[str, Any]:
     if options.degrees.cp > 1:
         fields["context_parallel"] = plan | {"regions": sorted(applied.resolved.token_regions)}
     if options.degrees.ep > 1:
-        experts = [entry.key for entry in applied.resolved.entries if entry.style.over_experts]
+        experts = [entry.key for entry in applied.resolved.entries if entry.style.splits_by_experts]
         fields["expert_parallel"] = plan | {"experts": experts}
     return fields
 

@@ -78,7 +78,7 @@ class Style(ParallelStyle):
     """In a mixer under context parallelism each rank multiplies its local tokens by all weights of its TP rank."""
     shares_heads = False
     """Ranks may share key/value heads if there are fewer heads than ranks."""
-    over_experts = False
+    splits_by_experts = False
     """The module is split over the expert-parallel ranks."""
     sections: Sequence[Section] = ()
     """The sections of a packed projection."""
@@ -140,7 +140,7 @@ class Style(ParallelStyle):
         self.by_weights(module, site)
 
     def by_experts(self, module: nn.Module, ranks: ExpertRanks) -> None:
-        """Install expert parallelism. Called only if `over_experts` is True."""
+        """Install expert parallelism. Called only if `splits_by_experts` is True."""
         raise NotImplementedError
 
     def sends(self, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:

@@ -64,7 +64,7 @@ def _sum_faults(plan: ResolvedPlan) -> Iterator[Fault]:
         closers = [key for key, style in inside.items() if style.closes]
         # Foreign styles may do the splitting and the summing; they don't say.
         all_ours = not any(within(key, region) for key in plan.styles.keys() - ours.keys())
-        sums = any(style.makes_partial_sum or style.over_experts for style in inside.values())
+        sums = any(style.makes_partial_sum or style.splits_by_experts for style in inside.values())
         if all_ours and not opener.shared and not sums:
             yield (
                 region,

@@ -88,7 +88,7 @@ def _shard_sizes(plan: ResolvedPlan) -> Iterator[Size]:
     regions = [entry.key for entry in plan.entries if entry.style.opens]
     equal = [key for key in regions if any(entry.style.needs_equal_shards for entry in plan.within(key))]
     for entry in plan.entries:
-        if not entry.style.over_experts:  # `check_experts`
+        if not entry.style.splits_by_experts:  # `check_experts`
             in_mixer = plan.decoder.mixer_around(entry.key) is not None
             even = in_mixer or any(within(entry.key, region) for region in equal)
             yield from _sizes_of(entry, entry.layouts, plan.degree, even=even)
@@ -193,7 +193,7 @@ def check_experts(plan: ResolvedPlan) -> None:
     if options.degrees.ep == 1:
         return
     words = f"expert_parallel_degree = {options.degrees.ep}"
-    found = [entry for entry in plan.entries if entry.style.over_experts]
+    found = [entry for entry in plan.entries if entry.style.splits_by_experts]
     if not found:
         raise PlanError(
             f"{words}: {type(plan.source).__name__} gives no experts of {type(plan.model).__name__} to ranks; set it to 1"
