@@ -15,7 +15,7 @@ from titanplans import apply_plan
 from titanplans.plan.resolve import ResolvedPlan
 from titanplans.proof.ranks.threads import Pool
 from titanplans.split.layout import Layout
-from titanplans.styles.base import held
+from titanplans.styles.base import direct_parameters
 from titanplans.styles.rowwise import Rowwise
 from titanplans.styles.rowwise_in_region import RowwiseInRegion
 from titanplans.styles.split_norm import SplitNorm
@@ -67,7 +67,7 @@ def norms(split: Split) -> int:
 def biases(split: Split) -> int:
     kinds = (Rowwise, RowwiseInRegion)
     found = (entry for entry in split.plan.entries if isinstance(entry.style, kinds))
-    return sum(entry.parameter is None and "bias" in held(entry.module) for entry in found)
+    return sum(entry.parameter is None and "bias" in direct_parameters(entry.module) for entry in found)
 
 
 def embedded(split: Split) -> int:

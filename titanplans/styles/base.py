@@ -111,7 +111,7 @@ class Style(ParallelStyle):
 
     def layouts(self, module: nn.Module, over: SplitOver) -> Mapping[str, Layout]:
         """Return the layout of each parameter registered on `module` itself, and of its adapter."""
-        by_name = {name: self.layout(name, param, over) for name, param in held(module).items()}
+        by_name = {name: self.layout(name, param, over) for name, param in direct_parameters(module).items()}
         return with_factors(module, {name: layout for name, layout in by_name.items() if layout is not None})
 
     def sizes(self) -> Mapping[str, tuple[int, bool]]:
@@ -169,7 +169,7 @@ class ParameterStyle(Style):
         return None
 
 
-def held(module: nn.Module) -> dict[str, nn.Parameter]:
+def direct_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters registered on `module` itself, by name, without the adapter's, which follow from the weight."""
     own = {name: param for name, param in module._parameters.items() if param is not None}
     return {n: p for n, p in own.items() if n not in FACTORS} if is_adapted(module) else own

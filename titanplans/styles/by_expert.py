@@ -8,7 +8,7 @@ from torch.distributed.tensor import Shard
 from titanplans.split.experts.dispatch import ExpertRanks, install_dispatch
 from titanplans.split.experts.interfaces import EVERY, interface_of
 from titanplans.split.layout import Layout
-from titanplans.styles.base import SplitOver, Style, held
+from titanplans.styles.base import SplitOver, Style, direct_parameters
 
 
 class ByExpert(Style):
@@ -37,12 +37,14 @@ class ByExpert(Style):
             if not hasattr(module, "num_experts"):
                 why = "it has no attribute num_experts, which its class has to set"
             return f"{why}: leave expert_parallel_degree at 1, which splits each expert's width"
-        if interface == EVERY and (flat := [name for name, param in held(module).items() if param.ndim < 3]):
+        if interface == EVERY and (
+            flat := [name for name, param in direct_parameters(module).items() if param.ndim < 3]
+        ):
             return (
                 f"it takes every token for every expert and has {', '.join(flat)}: an expert with a bias also changes "
                 "tokens that are not routed to it; leave expert_parallel_degree at 1, which splits each expert's width"
             )
-        counts = {param.shape[0] for param in held(module).values()}
+        counts = {param.shape[0] for param in direct_parameters(module).values()}
         if counts != {getattr(module, "num_experts", None)}:
             return (
                 f"its parameters count {', '.join(map(str, sorted(counts)))} in their first dimension and num_experts is "

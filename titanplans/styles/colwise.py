@@ -11,7 +11,7 @@ from titanplans.split.convolution import check_groups
 from titanplans.split.layout import Layout
 from titanplans.split.state import specialise, subclass
 from titanplans.split.tokens.products import is_product, to_heads_after
-from titanplans.styles.base import Operands, ParameterStyle, Site, SplitOver, held
+from titanplans.styles.base import Operands, ParameterStyle, Site, SplitOver, direct_parameters
 
 
 class Colwise(ParameterStyle):
@@ -45,7 +45,7 @@ class Colwise(ParameterStyle):
         return Operands(outputs=True)
 
     def by_weights(self, module: nn.Module, site: Site) -> None:
-        if type(module).forward is nn.Linear.forward and "bias" in held(module):
+        if type(module).forward is nn.Linear.forward and "bias" in direct_parameters(module):
             specialise(module, _with_bias_apart(type(module)))
         check_groups(module, self)
 

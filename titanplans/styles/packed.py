@@ -7,7 +7,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from titanplans.split.converted import is_float8
 from titanplans.split.layout import Layout, Section, Shared, rows_of
-from titanplans.styles.base import SplitOver, held
+from titanplans.styles.base import SplitOver, direct_parameters
 from titanplans.styles.colwise import Colwise
 
 
@@ -65,7 +65,13 @@ class Packed(Colwise):
             if fewer or module.config.enable_fsdp_float8_all_gather:  # type: ignore[union-attr]
                 what = "ranks share its heads" if fewer else "it is gathered in float8"
                 return f"in float8 a packed projection can't be split if {what}: exclude it from float8 (filter it)"
-        return next(filter(None, map(self.parameter_refusal, held(module), held(module).values())), None)
+        return next(
+            filter(
+                None,
+                map(self.parameter_refusal, direct_parameters(module), direct_parameters(module).values()),
+            ),
+            None,
+        )
 
     def parameter_refusal(self, name: str, param: nn.Parameter) -> str | None:
         dim = min(self.dim, param.ndim - 1)

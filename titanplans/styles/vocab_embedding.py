@@ -15,7 +15,7 @@ from titanplans.split.module_weight import with_locals_in_forward
 from titanplans.split.own_tokens import GatherPermission
 from titanplans.split.state import make_state, specialise, subclass
 from titanplans.split.tokens.sharded_sequence import sharded_sequence
-from titanplans.styles.base import Site, SplitOver, Style, held
+from titanplans.styles.base import Site, SplitOver, Style, direct_parameters
 from titanplans.torch_private.dispatch import assert_async
 
 
@@ -65,7 +65,7 @@ class VocabEmbedding(Style):
             specialise(module, _of_own_tokens(type(module), self.begins_stream))
 
     def sends(self, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
-        elements = call.given[0].numel() * held(module)["weight"].shape[1]
+        elements = call.given[0].numel() * direct_parameters(module)["weight"].shape[1]
         if call.dim is None:
             return (ExpectedCollective(("all_reduce",), (), elements),)
         backward = ("all_gather",) if self.begins_stream else ()

@@ -14,7 +14,7 @@ from titanplans.split.costs import Call, ExpectedCollective, entered
 from titanplans.split.layout import Layout, shard_size
 from titanplans.split.module_weight import with_locals_in_forward
 from titanplans.split.state import specialise
-from titanplans.styles.base import Operands, Site, SplitOver, Style, held, map_input
+from titanplans.styles.base import Operands, Site, SplitOver, Style, direct_parameters, map_input
 
 
 class VocabHead(Style):
@@ -40,7 +40,7 @@ class VocabHead(Style):
 
     def by_weights(self, module: nn.Module, site: Site) -> None:
         vocabulary = module._parameters["weight"].shape[0]  # type: ignore[union-attr]
-        specialise(module, with_locals_in_forward(type(module), tuple(held(module))))
+        specialise(module, with_locals_in_forward(type(module), tuple(direct_parameters(module))))
         hooks = _HeadHooks(self, site.border, vocabulary)
         module.register_forward_pre_hook(hooks.enter, with_kwargs=True)
         module.register_forward_hook(hooks.leave)

@@ -17,7 +17,7 @@ from titanplans.plan.options import TPOptions
 from titanplans.plan.plan import Plan
 from titanplans.plan.registry import model_type_of, registered_plans
 from titanplans.split.decoder import find_decoder, join
-from titanplans.styles.base import held, native_styles
+from titanplans.styles.base import direct_parameters, native_styles
 from titanplans.text import class_name
 from titanplans.torch_private.modules import CHECKPOINTED
 from titanplans.user_code import as_user_error
@@ -135,6 +135,6 @@ def _sections(model: nn.Module, styles: Plan) -> dict[str, Sections]:
     for key, style in native_styles(styles).items():
         if style.sections:
             sizes = tuple(section if isinstance(section, int) else section.size for section in style.sections)
-            names = [join(key, name) for name in held(modules[key])] if key in modules else [key]
+            names = [join(key, name) for name in direct_parameters(modules[key])] if key in modules else [key]
             found |= {name: Sections(style.dim, sizes) for name in names}  # type: ignore[attr-defined]
     return found

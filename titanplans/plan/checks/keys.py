@@ -13,7 +13,7 @@ from titanplans.plan.plan_styles import Plan
 from titanplans.split.adapted import ADAPTERS, FACTORS, is_adapted, is_factor
 from titanplans.split.converted import is_quantised_by_torchao
 from titanplans.split.decoder import MIXERS, MLPS, Decoder, find_decoder, join, within
-from titanplans.styles.base import Style, held
+from titanplans.styles.base import Style, direct_parameters
 
 if TYPE_CHECKING:
     from titanplans.plan.plan import TPPlan
@@ -57,7 +57,7 @@ def check_keys(plan: Plan, model: nn.Module, source: "TPPlan") -> None:
         parent = key
         while parent not in modules:
             parent = parent.rpartition(".")[0]
-        children = [*dict(modules[parent].named_children()), *held(modules[parent])]
+        children = [*dict(modules[parent].named_children()), *direct_parameters(modules[parent])]
         raise PlanError(
             f"plan key '{key}' ({plan_name}) matches no module and no parameter: "
             f"{parent or 'the model'} ({type(modules[parent]).__name__}) holds {', '.join(children) or 'none'}"
@@ -164,4 +164,8 @@ def _not_asked(plan: Plan, decoder: Decoder, name: str) -> str:
 
 def _follows(covered: Collection[str], name: str, module: nn.Module, param_name: str) -> bool:
     """Whether the parameter is an adapter's of a weight that is covered."""
-    return is_adapted(module) and param_name in FACTORS and join(name, next(iter(held(module)))) in covered
+    return (
+        is_adapted(module)
+        and param_name in FACTORS
+        and join(name, next(iter(direct_parameters(module)))) in covered
+    )

@@ -9,7 +9,7 @@ from torch import nn
 from titanplans.plan.resolve import Entry, ResolvedPlan
 from titanplans.split.decoder import within
 from titanplans.split.layout import Section
-from titanplans.styles.base import held
+from titanplans.styles.base import direct_parameters
 
 if TYPE_CHECKING:
     from titanplans.plan.plan import TPPlan
@@ -43,7 +43,9 @@ def packed_faults(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
 def _experts(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
     """Yield each three-dimensional weight of experts that is twice as wide as the one back to the hidden size."""
     stacked = [
-        e for e in plan.entries if e.parameter in held(e.module) and getattr(e.module, e.parameter).ndim == 3
+        e
+        for e in plan.entries
+        if e.parameter in direct_parameters(e.module) and getattr(e.module, e.parameter).ndim == 3
     ]
     widths = {e.path: _rows(e) for e in stacked if e.style.makes_partial_sum}
     for entry in stacked:
@@ -73,7 +75,7 @@ def _span(sections: Sequence[Section], rows: int) -> Sequence[Section]:
 
 
 def _rows(entry: Entry) -> int:
-    return held(entry.module)[entry.parameter or "weight"].shape[entry.style.dim]  # type: ignore[attr-defined]
+    return direct_parameters(entry.module)[entry.parameter or "weight"].shape[entry.style.dim]  # type: ignore[attr-defined]
 
 
 def _attention(

@@ -13,7 +13,7 @@ from titanplans.plan.plan import TPPlan
 from titanplans.plan.resolve import Entry, ResolvedPlan
 from titanplans.split.decoder import within
 from titanplans.split.layout import Layout, next_multiple, shard_size
-from titanplans.styles.base import held
+from titanplans.styles.base import direct_parameters
 
 _DEGREES = 256
 """The largest degree that an error proposes."""
@@ -204,7 +204,7 @@ def check_experts(plan: ResolvedPlan) -> None:
             f"set it to {options.degrees.tp}, or tensor_parallel_degree to {either(_divisors(options.degrees.ep))}"
         )
     for entry in found:
-        number = len(next(iter(held(entry.module).values())))
+        number = len(next(iter(direct_parameters(entry.module).values())))
         if number % options.degrees.ep:
             works = [d for d in _divisors(number) if d % options.degrees.tp == 0]
             both = f"set both it and tensor_parallel_degree to {either(_divisors(number))}"
