@@ -127,7 +127,7 @@ class ByTokens:
 
     def _is_unsplit(self, style: Style) -> bool:
         """Whether a module outside of the mixers needs no hooks, since no weight is split."""
-        return self.border.mesh is None and (style.inside or (style.opens and not style.arguments))
+        return self.border.mesh is None and (style.is_inside_region or (style.opens and not style.arguments))
 
     def _is_in_mixer(self, entry: Entry) -> bool:
         return self.plan.token_region_of(entry) is not None

@@ -118,7 +118,7 @@ def split_by(model: nn.Module, plan: type[TPPlan], styles: Mapping[str, Parallel
             continue
         every = native_styles(styles)
         own = {k.removeprefix(f"{key}."): style for k, style in every.items() if k.startswith(f"{key}.")}
-        if not any(style.splits for style in own.values()):
+        if not any(style.splits_weights for style in own.values()):
             unsplit = key in every and every[key].runs_unsplit
             found[kind] = "nothing: whole on every rank" if unsplit else "nothing"
             continue
@@ -127,7 +127,9 @@ def split_by(model: nn.Module, plan: type[TPPlan], styles: Mapping[str, Parallel
         for k, style in own.items():
             if style.listed_as:
                 parts.setdefault(style.listed_as, []).append(k)
-        parts["numbers of its own"] = [k for k, s in own.items() if s.splits and k in mixer._parameters]
+        parts["numbers of its own"] = [
+            k for k, s in own.items() if s.splits_weights and k in mixer._parameters
+        ]
         words += [f"{what}: {_quoted(keys)}" for what, keys in parts.items() if keys]
         found[kind] = "; ".join(words)
     return found

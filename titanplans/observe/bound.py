@@ -105,7 +105,7 @@ def noted_calls(model: nn.Module, applied: AppliedPlan) -> Iterator[Calls]:
         if not given:
             given = [x for x in kwargs.values() if isinstance(x, torch.Tensor)][:1]
         is_sharded = stream.is_sharded
-        sharded = stream.dim if is_sharded and not style.inside else None
+        sharded = stream.dim if is_sharded and not style.is_inside_region else None
         shapes = tuple(own_shape(x, border, is_sharded and style.takes_token_ids) for x in given)
         # Regions are entered over the ranks of tensor parallelism, and inside all that share the heads compute.
         degree = applied.mesh.size() if name in inside and not style.enters_full else border.group[1]

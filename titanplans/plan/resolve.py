@@ -90,7 +90,7 @@ class ResolvedPlan:
         for region in self.token_regions:
             if entry.key == region or within(entry.key, region):
                 return region
-        for_blocks = entry.parameter is not None and entry.style.inside
+        for_blocks = entry.parameter is not None and entry.style.is_inside_region
         opened = (other.key for other in self.entries if other.style.opens)
         return "" if for_blocks and not any(within(entry.key, key) for key in opened) else None
 
@@ -100,7 +100,7 @@ class ResolvedPlan:
 
     def split_key(self, module: str) -> str | None:
         """Return the first key that splits something inside the module of this name; None if none does."""
-        return next((entry.key for entry in self.within(module) if entry.style.splits), None)
+        return next((entry.key for entry in self.within(module) if entry.style.splits_weights), None)
 
     def module_at(self, key: str) -> nn.Module:
         """Return the module that a key names, or that holds the parameter which it names."""

@@ -14,7 +14,7 @@ class AddedToSum(ParameterStyle):
     backward  db_D is partial
     """
 
-    inside = True
+    is_inside_region = True
 
     def layout(self, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:
         return Layout(Replicate(), Partial(), divided_by=over.degree)

@@ -56,9 +56,9 @@ class Style(ParallelStyle):
 
     opens = closes = False
     """The module is the entry, or the exit, of a region."""
-    inside = False
+    is_inside_region = False
     """The style is correct only inside a region."""
-    splits = False
+    splits_weights = False
     """Each rank gets a shard of the weights. A mixer that holds such a style is split by heads."""
     enters_full = False
     """After the module's entry every rank has the full sequence."""

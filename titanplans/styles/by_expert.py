@@ -22,7 +22,7 @@ class ByExpert(Style):
     and the count of each expert; or every token for every expert, without biases (`split.experts.interfaces`).
     """
 
-    inside = splits = splits_by_experts = True
+    is_inside_region = splits_weights = splits_by_experts = True
 
     def layout(self, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:
         return Layout(Shard(0), Shard(0))

@@ -27,7 +27,7 @@ class Colwise(ParameterStyle):
             even shards are correct.
     """
 
-    inside = splits = multiplies_local_tokens = slices_buffers = True
+    is_inside_region = splits_weights = multiplies_local_tokens = slices_buffers = True
     remedy = "rowwise() is for a projection whose input is sharded"
 
     def __init__(self, *, dim: int = 0, interleaved: bool = False):

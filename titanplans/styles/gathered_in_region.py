@@ -26,7 +26,7 @@ class GatheredInRegion(Style):
         dim: the dimension of the arguments and of the output that is sharded: the last, or that of heads.
     """
 
-    inside = needs_equal_shards = True
+    is_inside_region = needs_equal_shards = True
     listed_as = "gathered"
 
     def __init__(self, *, dim: int = -1):

@@ -20,7 +20,7 @@ class ReplicatedInRegion(ParameterStyle):
     `replicated_on_stream()`.
     """
 
-    inside = True
+    is_inside_region = True
     remedy = "a norm over a width that is split is split_norm() or gathered_in_region()"
 
     def layout(self, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:

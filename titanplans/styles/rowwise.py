@@ -35,7 +35,7 @@ class Rowwise(Style):
         dim: the dimension of the weight that is sharded. 1: the inputs of a Linear's weight [outputs, inputs].
     """
 
-    inside = splits = makes_partial_sum = multiplies_local_tokens = True
+    is_inside_region = splits_weights = makes_partial_sum = multiplies_local_tokens = True
     remedy = "colwise() is for a projection that gets the full input"
 
     def __init__(self, *, reduce_output: bool = True, dim: int = 1):

@@ -24,7 +24,7 @@ class RowwiseInRegion(Style):
     mixer's own code multiplies by it; `TPPlan.local_functions` then has to sum the product: `self.summed`.
     """
 
-    inside = splits = True
+    is_inside_region = splits_weights = True
     listed_as = "summed inside"
 
     def layout(self, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:

@@ -37,7 +37,7 @@ class SplitNorm(Style):
             fewer groups than ranks.
     """
 
-    inside = needs_equal_shards = True
+    is_inside_region = needs_equal_shards = True
     listed_as = "norm over the width"
 
     def __init__(

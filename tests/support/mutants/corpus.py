@@ -134,7 +134,7 @@ def _of_attributes(architecture: Architecture, model: nn.Module, options: TPOpti
 
 def _blind(operator: Callable[[Site], Change], style: Style) -> bool:
     """Whether it makes no difference to the fault how the sequence is laid out, so that one case is enough."""
-    return (operator in BLIND and style.inside) or (
+    return (operator in BLIND and style.is_inside_region) or (
         operator is summed_again and isinstance(style, ReplicatedOffStream)
     )
 

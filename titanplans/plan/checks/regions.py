@@ -53,7 +53,7 @@ def _sum_faults(plan: ResolvedPlan) -> Iterator[Fault]:
         key, style = entry.key, entry.style
         # A parameter that the model holds for its blocks, such as a bound for each layer's gates, is read inside of them.
         for_blocks = entry.parameter is not None and any(within(region, entry.path) for region in opened)
-        if style.inside and not for_blocks and not any(within(key, region) for region in opened):
+        if style.is_inside_region and not for_blocks and not any(within(key, region) for region in opened):
             yield (
                 key,
                 "it stands in no region, so its input is not gathered to the full sequence and its input's gradient is not "

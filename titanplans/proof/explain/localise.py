@@ -235,7 +235,7 @@ def may_be_partial(name: str, styles: Mapping[str, ParallelStyle]) -> bool:
     A module that closes a region, or works on the stream behind it, has the sum itself.
     """
     style = styles.get(name)
-    if isinstance(style, Style) and (style.closes or not style.inside):
+    if isinstance(style, Style) and (style.closes or not style.is_inside_region):
         return False
     regions = [key for key, style in styles.items() if isinstance(style, Style) and style.opens]
     foreign = not all(isinstance(style, Style) for style in styles.values())  # does not say where regions are
