@@ -47,7 +47,7 @@ class Operands(NamedTuple):
 
     outputs: bool = False
     inputs: bool = False
-    sharing: int = 1
+    replicas: int = 1
     """Number of neighbouring ranks that compute the same outputs, each with a partial gradient of them."""
 
 

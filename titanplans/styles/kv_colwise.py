@@ -38,4 +38,4 @@ class KVColwise(Colwise):
         return {"the number of its heads": (self.heads, True)}
 
     def operands(self, degree: int) -> Operands | None:
-        return Operands(outputs=True, sharing=max(1, degree // self.heads))
+        return Operands(outputs=True, replicas=max(1, degree // self.heads))

@@ -27,7 +27,7 @@ class ReplicatedInRegion(ParameterStyle):
         return Layout(Replicate(), Partial())
 
     def operands(self, degree: int) -> Operands | None:
-        return Operands(sharing=degree)
+        return Operands(replicas=degree)
 
     def by_tokens(self, module: nn.Module, site: Site) -> None:
         """Install, in a mixer, a call of a token-wise module that takes a `ShardedSequence` and uses its local tokens."""

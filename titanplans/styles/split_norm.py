@@ -76,16 +76,16 @@ class SplitNorm(Style):
             rows = self._shared_rows(degree)
             shard = width // degree if rows is None else sum(run.size for run in rows.runs)
             module.normalized_shape = (shard,)
-        sharing = max(1, degree // self.groups)
-        first = rank // sharing * sharing
-        members = tuple(site.ranks.order[first : first + sharing])
+        ranks_per_group = max(1, degree // self.groups)
+        first = rank // ranks_per_group * ranks_per_group
+        members = tuple(site.ranks.order[first : first + ranks_per_group])
         module.register_forward_hook(partial(self._correct, site.ranks.group, members), with_kwargs=True)
 
     def sends(self, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
-        sharing = max(1, call.degree // self.groups)
-        if sharing == 1:
+        ranks_per_group = max(1, call.degree // self.groups)
+        if ranks_per_group == 1:
             return ()
-        if sharing == call.degree:
+        if ranks_per_group == call.degree:
             return (summed_inside(call.tokens),)
         return (gathered_inside(call.tokens * call.degree),)
 

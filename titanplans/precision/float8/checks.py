@@ -106,7 +106,7 @@ def _sizes(style: Style, module: Any) -> Iterator[tuple[str, int, Callable[[int]
     operands = style.operands(1)
     if operands is not None and (operands.outputs or operands.inputs):
         side, size = ("outputs", module.out_features) if operands.outputs else ("inputs", module.in_features)
-        yield side, size, lambda d: not size % (d // style.operands(d).sharing * ALIGNMENT)  # type: ignore[union-attr]
+        yield side, size, lambda d: not size % (d // style.operands(d).replicas * ALIGNMENT)  # type: ignore[union-attr]
 
 
 def _check_torchao_styles(plan: ResolvedPlan, backend: str | None) -> None:

@@ -99,7 +99,7 @@ class _SplitProduct(torch.autograd.Function):
         x, w, x_scale, w_scale = ctx.saved_tensors
         cast, c, split = ctx.cast, ctx.config, ctx.split
         grad = grad.reshape(-1, grad.shape[-1])
-        if split.operands.sharing > 1:
+        if split.operands.replicas > 1:
             grad = _summed(grad, split)
         g_held = 1 if split.operands.outputs else None
         grad_x = grad_w = g_scale = None
@@ -168,13 +168,13 @@ class _Cast:
 def _summed(grad: torch.Tensor, split: Split) -> torch.Tensor:
     """Sum the gradients of the ranks that share outputs, before they are cast: float8 numbers don't add up."""
     ranks = split.group[1]
-    if split.operands.sharing == ranks:
+    if split.operands.replicas == ranks:
         return all_reduce(grad, split.group)
     every = all_gather(grad, 0, len(grad) * ranks, split.group)
-    shared = every.view(ranks // split.operands.sharing, split.operands.sharing, *grad.shape).sum(1)
-    return shared.narrow(0, split.rank // split.operands.sharing, 1).squeeze(0)
+    shared = every.view(ranks // split.operands.replicas, split.operands.replicas, *grad.shape).sum(1)
+    return shared.narrow(0, split.rank // split.operands.replicas, 1).squeeze(0)
 
 
 def _share(result: torch.Tensor, split: Split) -> torch.Tensor:
     """Divide what all ranks that share outputs have computed alike, since it is summed over them later."""
-    return result if split.operands.sharing == 1 else result / split.operands.sharing
+    return result if split.operands.replicas == 1 else result / split.operands.replicas
