@@ -14,7 +14,7 @@ from torch import nn
 from titanplans.apply.apply import AppliedPlan
 from titanplans.observe.operators import Collective
 from titanplans.split.border import Border
-from titanplans.split.costs import Call, exchanged
+from titanplans.split.costs import Call, exchanged_elements
 from titanplans.split.state import state_of
 from titanplans.split.tokens.sharded_sequence import ShardedSequence
 from titanplans.text import counted, in_bytes
@@ -89,7 +89,7 @@ def own_shape(x: torch.Tensor, border: Border, whole_ids: bool) -> torch.Size:
 
 def of_all_tokens(call: Call, applied: AppliedPlan) -> Call:
     """Return the call of a mixer as what works inside of it sees it: with all tokens, among all that share the heads."""
-    whole = torch.Size((call.tokens * applied.border.tokens.ranks, call.given[0][-1]))
+    whole = torch.Size((call.tokens * applied.border.tokens.ranks, call.shapes[0][-1]))
     return Call((whole,), None, applied.mesh.size())
 
 
@@ -104,7 +104,7 @@ def exchanged_rows(module: nn.Module, border: Border) -> int:
 def exchanges(applied: AppliedPlan, calls: Calls) -> Iterator[tuple[str, int]]:
     """Yield each exchange of tokens for heads that is needed, or back: the mixer, and the elements."""
     for path, mixer in within_mixers(applied).items():
-        yield from ((mixer, exchanged(call)) for call in calls.get(path, ()) if call.exchanged)
+        yield from ((mixer, exchanged_elements(call)) for call in calls.get(path, ()) if call.exchanged_rows)
 
 
 def holder(module: str | None, names: Iterable[str | None]) -> str | None:

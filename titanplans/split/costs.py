@@ -22,49 +22,49 @@ class ExpectedCollective(NamedTuple):
 class Call(NamedTuple):
     """A call of a module of a split model."""
 
-    given: tuple[torch.Size, ...]
+    shapes: tuple[torch.Size, ...]
     """Shapes of this rank's tensors, the input first."""
     dim: int | None
     """The dimension in which the input is a shard of the sequence; None if it is full."""
     degree: int
-    exchanged: int = 0
+    exchanged_rows: int = 0
     """Rows, over all ranks, of this product's all-to-all of tokens for heads, in or out; 0 if there is none."""
 
     @property
     def tokens(self) -> int:
         """Return the tokens of the full input [..., width]."""
-        return math.prod(self.given[0][:-1]) * (1 if self.dim is None else self.degree)
+        return math.prod(self.shapes[0][:-1]) * (1 if self.dim is None else self.degree)
 
     @property
     def elements(self) -> int:
         """Return the elements of the full input."""
-        return self.tokens * self.given[0][-1]
+        return self.tokens * self.shapes[0][-1]
 
 
-def entered(call: Call) -> ExpectedCollective:
+def cost_of_enter(call: Call) -> ExpectedCollective:
     """Return what `Border.enter` sends for the input of `call`."""
     if call.dim is None:
         return ExpectedCollective((), ("all_reduce",), call.elements)
     return ExpectedCollective(("all_gather",), ("reduce_scatter",), call.elements)
 
 
-def left(call: Call) -> ExpectedCollective:
+def cost_of_leave(call: Call) -> ExpectedCollective:
     """Return what `Border.leave` sends for an output that is as large as the input of `call`."""
     if call.dim is None:
         return ExpectedCollective(("all_reduce",), (), call.elements)
     return ExpectedCollective(("reduce_scatter",), ("all_gather",), call.elements)
 
 
-def summed_inside(elements: int) -> ExpectedCollective:
+def cost_of_sum(elements: int) -> ExpectedCollective:
     """Return what `sum_in_region` sends."""
     return ExpectedCollective(("all_reduce",), ("all_reduce",), elements)
 
 
-def gathered_inside(elements: int) -> ExpectedCollective:
+def cost_of_gather(elements: int) -> ExpectedCollective:
     """Return what `gather` sends."""
     return ExpectedCollective(("all_gather",), ("reduce_scatter",), elements)
 
 
-def exchanged(call: Call) -> int:
+def exchanged_elements(call: Call) -> int:
     """Return the elements of the all-to-all of tokens for heads at the input or the output of a product."""
-    return call.tokens * call.exchanged
+    return call.tokens * call.exchanged_rows

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate
 
 from titanplans.split.collectives import gather
-from titanplans.split.costs import Call, ExpectedCollective, gathered_inside
+from titanplans.split.costs import Call, ExpectedCollective, cost_of_gather
 from titanplans.split.layout import Layout
 from titanplans.split.local_code import HeadRanks
 from titanplans.styles.base import Site, SplitOver, Style
@@ -41,7 +41,7 @@ class GatheredInRegion(Style):
         module.register_forward_hook(hooks.leave)
 
     def sends(self, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
-        return tuple(gathered_inside(shape.numel() * call.degree) for shape in call.given)
+        return tuple(cost_of_gather(shape.numel() * call.degree) for shape in call.shapes)
 
 
 class _GatherHooks:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from titanplans.split.border import Border
-from titanplans.split.costs import Call, ExpectedCollective, entered, left
+from titanplans.split.costs import Call, ExpectedCollective, cost_of_enter, cost_of_leave
 from titanplans.split.own_tokens import GatherPermission
 from titanplans.split.state import key_of, make_state
 from titanplans.split.tokens.sharded_sequence import ShardedSequence, sharded_sequence
@@ -79,7 +79,7 @@ class Region(Style):
             module.register_forward_hook(partial(_leave_with_own_tokens, site.border))
 
     def sends(self, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
-        return (entered(call),) if self.shared else (entered(call), left(call))
+        return (cost_of_enter(call),) if self.shared else (cost_of_enter(call), cost_of_leave(call))
 
     def _enter(self, border: Border, module: nn.Module, args: Any, kwargs: Any) -> Any:
         enter = border.enter_plainly if _has_token_mask(args, kwargs) else border.enter

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from titanplans.split.collectives import Group, sum_in_region
-from titanplans.split.costs import Call, ExpectedCollective, summed_inside
+from titanplans.split.costs import Call, ExpectedCollective, cost_of_sum
 from titanplans.split.layout import Layout
 from titanplans.split.module_weight import add_deferred_bias
 from titanplans.styles.base import Operands, Site, SplitOver, Style, direct_parameters
@@ -40,7 +40,7 @@ class RowwiseInRegion(Style):
         module.register_forward_hook(partial(_sum, site.ranks.group))
 
     def sends(self, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
-        return (summed_inside(call.tokens * len(direct_parameters(module)["weight"])),)
+        return (cost_of_sum(call.tokens * len(direct_parameters(module)["weight"])),)
 
 
 def _sum(group: Group, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:

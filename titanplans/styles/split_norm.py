@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from titanplans.split.collectives import Group
-from titanplans.split.costs import Call, ExpectedCollective, gathered_inside, summed_inside
+from titanplans.split.costs import Call, ExpectedCollective, cost_of_gather, cost_of_sum
 from titanplans.split.layout import Layout, Rows, Shared, rows_of
 from titanplans.split.module_weight import add_deferred_bias
 from titanplans.split.root_mean_square import EPSILONS, root_ratio
@@ -86,8 +86,8 @@ class SplitNorm(Style):
         if ranks_per_group == 1:
             return ()
         if ranks_per_group == call.degree:
-            return (summed_inside(call.tokens),)
-        return (gathered_inside(call.tokens * call.degree),)
+            return (cost_of_sum(call.tokens),)
+        return (cost_of_gather(call.tokens * call.degree),)
 
     def _correct(
         self, group: Group, members: tuple[int, ...], module: nn.Module, args: Any, kwargs: Any, output: Any

@@ -65,7 +65,7 @@ class VocabEmbedding(Style):
             specialise(module, _of_own_tokens(type(module), self.begins_stream))
 
     def sends(self, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
-        elements = call.given[0].numel() * direct_parameters(module)["weight"].shape[1]
+        elements = call.shapes[0].numel() * direct_parameters(module)["weight"].shape[1]
         if call.dim is None:
             return (ExpectedCollective(("all_reduce",), (), elements),)
         backward = ("all_gather",) if self.begins_stream else ()

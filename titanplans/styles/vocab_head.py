@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titanplans.split.border import Border
 from titanplans.split.collectives import collect
-from titanplans.split.costs import Call, ExpectedCollective, entered
+from titanplans.split.costs import Call, ExpectedCollective, cost_of_enter
 from titanplans.split.layout import Layout, shard_size
 from titanplans.split.module_weight import with_locals_in_forward
 from titanplans.split.state import specialise
@@ -46,7 +46,7 @@ class VocabHead(Style):
         module.register_forward_hook(hooks.leave)
 
     def sends(self, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
-        return (entered(call),)
+        return (cost_of_enter(call),)
 
 
 class _HeadHooks:
