@@ -57,7 +57,7 @@ def test_every_registered_architecture_is_on_the_page():
 
 def test_a_length_that_the_degree_does_not_divide_is_refused(capsys):
     assert main(["async-tp", "qwen3", "--seq-len", "33", "--vocab-size", "64", "--batch-size", "1"]) == 2
-    assert "a sequence of 33 tokens is no multiple of the 2 ranks" in capsys.readouterr().err
+    assert "a sequence of 33 tokens is not a multiple of the 2 ranks" in capsys.readouterr().err
 
 
 def test_json_is_all_of_stdout_and_nothing_of_a_capture_stays(capsys):

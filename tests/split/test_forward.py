@@ -391,7 +391,7 @@ def test_a_checkpoint_within_a_reentrant_one():
 def test_ranks_share_equally_in_training_and_not_at_all_without_a_gradient(name):
     def work(split, whole):
         with pytest.raises(
-            PlanError, match=r"a sequence of 15 tokens is no multiple of the 2 ranks .*pad_to_multiple_of"
+            PlanError, match=r"a sequence of 15 tokens is not a multiple of the 2 ranks .*pad_to_multiple_of"
         ):
             split(ids(15))
         with torch.no_grad():
@@ -412,7 +412,7 @@ def test_an_embedding_that_a_backward_computes_again_was_called_on_shards_or_nev
         split(ids()).logits.sum().backward()
         with set_checkpoint_early_stop(False):  # else it ends before the sum over the ranks
             outside = checkpoint(split.get_input_embeddings(), ids(), use_reentrant=False)
-        with pytest.raises(PlanError, match="computes the embedding again, which was called on shards"):
+        with pytest.raises(PlanError, match="recomputes the embedding, which was called on shards"):
             outside.sum().backward()
 
     on_ranks(work, "gla")

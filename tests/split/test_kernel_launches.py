@@ -78,7 +78,7 @@ def embedded(split: Split) -> int:
 
 JOINING = ("cyclic_flow_attention", "gated_deltanet")
 RATIOS = ("root_mean_square.py _RootRatio.forward",)
-ROWS = "vocab_embedding.py _of_own_rows.<locals>.forward"
+ROWS = "vocab_embedding.py _with_vocabulary_shard.<locals>.forward"
 EXTRAS = (
     Extra("a loss over shards of the vocabulary, in operators of its own instead of four", lambda split: 43),
     Extra("an embedding's ids checked, and shifted to this rank's rows; others' rows set to zero", embedded),

@@ -17,7 +17,7 @@ from titanplans.proof.ranks.fake import fake_ranks
 from titanplans.split import partial_gradients
 from titanplans.split.decoder import find_decoder
 from titanplans.split.gradients import align_gradients
-from titanplans.split.partial_gradients import summed
+from titanplans.split.partial_gradients import sum_partial
 
 MODELS = ("qwen3", "gla", "gated_deltanet", "mixtral", "gemma3_text", "falcon")
 
@@ -52,7 +52,7 @@ def test_sums_are_those_of_each_gradient_by_itself(monkeypatch):
             else g
             for g in grads
         ]
-        found = summed(grads)
+        found = sum_partial(grads)
         for ours, theirs in zip(found, alone, strict=True):
             assert type(ours) is type(theirs)
             if isinstance(ours, DTensor):

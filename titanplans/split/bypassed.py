@@ -1,6 +1,6 @@
-"""Linears whose parent reads their weight, for a fused kernel, instead of calling them.
+"""Linears that are not called because their parent's fused kernel uses their weight.
 
-A change of the Linear itself (its product in float8, an adapter) would be bypassed, and nothing would say so.
+A change of the Linear itself (a float8 product, an adapter) would be bypassed without an error.
 """
 
 import inspect
@@ -16,7 +16,7 @@ from titanplans.split.decoder import Elsewhere
 
 
 class Bypassed(NamedTuple):
-    """A Linear that is not called, and the module around it whose forward reads its weight."""
+    """A Linear that is not called, and the parent module whose forward uses its weight."""
 
     name: str
     parent_name: str
@@ -24,13 +24,14 @@ class Bypassed(NamedTuple):
 
 
 Refusal = Callable[[list[Bypassed]], UserError]
-"""Makes the error that names all of them."""
+"""Makes an error that names all bypassed Linears."""
 
 
 def unfuse(model: nn.Module, names: Collection[str]) -> tuple[str, ...]:
-    """Let MLPs of flash-linear-attention call their `down_proj`, if it is among `names`, instead of a kernel on its weight.
+    """Make MLPs of flash-linear-attention call their `down_proj`, if it is in `names`, instead of a kernel on its weight.
 
-    Returns the names of these MLPs.
+    Returns:
+        The names of these MLPs.
     """
     unfused = []
     for name, module in model.named_modules():
@@ -41,13 +42,14 @@ def unfuse(model: nn.Module, names: Collection[str]) -> tuple[str, ...]:
 
 
 class BypassCheck:
-    """Raises an error after a model's first forward if the parent of a Linear was called in it, and the Linear was not.
+    """Raises an error after a model's first forward if a Linear was not called in it, but its parent was.
 
-    Not for compiled blocks, whose graphs are made with the hooks and made again without them: `find_bypassed` is for these.
+    Not for compiled blocks: their graphs are traced with the hooks, and again once the hooks are removed.
+    `find_bypassed` is for these.
 
     Args:
         model: whose first forward is watched.
-        names: the Linears.
+        names: of the Linears.
         refuse: makes the error.
     """
 
@@ -61,7 +63,7 @@ class BypassCheck:
         self.handles.append(model.register_forward_hook(self.check))
 
     def note(self, name: str, module: nn.Module, args: Any) -> None:
-        """Note that a module is called; a forward pre-hook."""
+        """Record the call of a module; a forward pre-hook."""
         self.called.add(name)
 
     def remove(self) -> None:
@@ -70,7 +72,7 @@ class BypassCheck:
             handle.remove()
 
     def check(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Raise the error, if there is one; a forward hook."""
+        """Raise the error if a Linear was bypassed; a forward hook."""
         self.remove()
         bypassed = [
             Bypassed(name, _parent(name), model.get_submodule(_parent(name)))
@@ -84,15 +86,15 @@ class BypassCheck:
 
 
 def find_bypassed(model: nn.Module, names: Collection[str]) -> list[Bypassed]:
-    """Return those of `names` whose weight the forward of their parent reads, by its source code."""
+    """Return the Linears in `names` whose weight the source code of their parent's forward uses."""
     bypassed = []
     for name in names:
         parent = model.get_submodule(_parent(name))
         if hasattr(parent, "fuse_swiglu"):
-            continue  # `unfuse` has switched it off
+            continue  # `unfuse` has turned it off
         try:
             source = inspect.getsource(type(parent).forward)
-        except OSError:  # typed in, or compiled from a string
+        except OSError:  # typed interactively, or compiled from a string
             continue
         if re.search(rf"\b{re.escape(name.rpartition('.')[2])}\.weight\b", source):
             bypassed.append(Bypassed(name, _parent(name), parent))

@@ -1,18 +1,17 @@
-"""Collectives on plain local tensors, with and without gradients.
+"""Collectives on plain local tensors, with gradients; start at `gather`. Those without are in `raw_collectives`.
 
     function         forward         backward
-    gather           all-gather      reduce-scatter   the ranks' gradients of the full tensor are partial: summed
-    collect          all-gather      own shard        the same gradient of the full tensor on every rank
+    gather           all-gather      reduce-scatter   each rank's gradient of the full tensor is partial
+    collect          all-gather      local shard      the gradient of the full tensor is the same on every rank
     scatter_sum      reduce-scatter  all-gather
-    take_shard       own shard       all-gather
+    take_shard       local shard     all-gather
     sum_ranks        all-reduce      identity
     sum_gradients    identity        all-reduce
     exchange         all-to-all      all-to-all
-    exchange_rows    all-to-all      all-to-all       of other numbers of rows for each rank
+    exchange_rows    all-to-all      all-to-all       with a count of rows for each rank
 
-Pairs: each is the other's backward (an exchange's is an exchange); so a backward may be differentiated
-again. Shards of a dimension that the number of ranks does not divide, such as a vocabulary, are filled up with zeros on
-their way; the stream's are equal.
+Each backward is another function of this table, so it can be differentiated again. Shards of a dimension that the group's
+size does not divide, such as a vocabulary, are padded with zeros in transit; shards of the stream are equal.
 """
 
 from typing import Any
@@ -51,56 +50,56 @@ __all__ = [
 
 
 def gather(x: torch.Tensor, dim: int, length: int, group: Group) -> torch.Tensor:
-    """Concatenate the ranks' shards `x` along `dim`, `length` long; what follows is each rank's share of the work."""
+    """Concatenate the ranks' shards `x` along `dim` to `length`, if later work is split: gradients of it are partial."""
     return _Gather.apply(x, dim, length, group) if _has_gradient(x) else all_gather(x, dim, length, group)
 
 
 def collect(x: torch.Tensor, dim: int, length: int, rank: int, group: Group) -> torch.Tensor:
-    """Concatenate the ranks' shards `x` along `dim`, `length` long; what follows is the same on every rank."""
+    """Concatenate the ranks' shards `x` along `dim` to `length`, if later work is replicated: so are gradients of it."""
     return (
         _Collect.apply(x, dim, length, rank, group) if _has_gradient(x) else all_gather(x, dim, length, group)
     )
 
 
 def scatter_sum(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
-    """Sum the ranks' `x` and give each its shard of `dim`."""
+    """Sum `x` over the ranks and return this rank's shard of the sum along `dim`."""
     return _ScatterSum.apply(x, dim, group) if _has_gradient(x) else reduce_scatter(x, dim, group)
 
 
 def take_shard(x: torch.Tensor, dim: int, rank: int, group: Group) -> torch.Tensor:
-    """Take this rank's shard of `dim` of `x`, which is full on every rank."""
+    """Take this rank's shard along `dim` of `x`, which is replicated."""
     return _TakeShard.apply(x, dim, rank, group) if _has_gradient(x) else own_shard(x, dim, rank, group)
 
 
 def sum_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Sum the ranks' `x`; what follows is the same on every rank."""
+    """Sum `x` over the ranks, if later work is replicated."""
     return _Sum.apply(x, group) if _has_gradient(x) else all_reduce(x, group)
 
 
 def sum_gradients(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return `x`, which is replicated; after it each rank does a shard of the work."""
+    """Return the replicated `x`, if later work is split over the ranks: its gradient is partial, and is summed."""
     return _SumGradients.apply(x, group) if _has_gradient(x) else x
 
 
 def sum_in_region(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Sum the ranks' `x`; each goes on with its share of the work, so the gradients of the sum are shares, too."""
+    """Sum `x` over the ranks, if later work is split over them: the gradient of the sum is partial, and is summed."""
     return sum_gradients(sum_ranks(x, group), group)
 
 
 def exchange(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Send `x[i]` to rank i; return the same shape; its `[i]` has come from rank i."""
+    """Send `x[i]` to rank i; return a tensor of the same shape whose `[i]` comes from rank i."""
     return _Exchange.apply(x, group) if _has_gradient(x) else all_to_all(x, group)
 
 
 def exchange_rows(x: torch.Tensor, received: list[int], sent: list[int], group: Group) -> torch.Tensor:
-    """Send `sent[i]` rows of `x` to rank i; return the rows that came, `received[i]` from rank i, in order."""
+    """Send `sent[i]` rows of `x` to rank i; return the received rows, `received[i]` from rank i, in rank order."""
     if not _has_gradient(x):
         return all_to_all_rows(x, received, sent, group)
     return _ExchangeRows.apply(x, received, sent, group)
 
 
 def _has_gradient(x: torch.Tensor) -> bool:
-    """Whether the collective on `x` is part of the graph: not in a backward, unless that is to be differentiated again."""
+    """Whether autograd records the collective on `x`; not in a backward, unless it is to be differentiated again."""
     return x.requires_grad and torch.is_grad_enabled()
 
 

@@ -1,8 +1,6 @@
 """Which modules of a model torchao has converted to float8, and by which recipe.
 
-`titanplans.precision.float8` converts them before a plan is applied. Its `linear` multiplies in a split module, its
-`border` carries a sequence across a region's border in float8, its `checks` refuses plans and chooses these borders.
-torchao is imported only if a model holds one of its modules.
+`titanplans.precision.float8` converts them before a plan is applied; its `checks` refuses plans and chooses borders.
 """
 
 from collections.abc import Mapping
@@ -18,23 +16,23 @@ Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 RECIPES: tuple[Recipe, ...] = get_args(Recipe)
 
 ALIGNMENT = 16
-"""Both sizes of each matrix in a float8 product are multiples of it: cuBLAS's and CUTLASS's kernels load 16 bytes."""
+"""Both sizes of each matrix in a float8 product must be multiples of it: cuBLAS's and CUTLASS's kernels load 16 bytes."""
 
 _PLAIN = "_plain_border"
 
 
 Crossing = Mapping[Literal["activations", "gradients"], str | None]
-"""What crosses the border of a region or of the head: the activations that enter, the gradients of the output. None: cast
-to float8, once for all projections after the border, and gathered as bytes; else the reason why not."""
+"""Whether the activations that enter a region or the head, and the gradients of its output, cross its border in float8.
+None: they do, cast once for all projections and gathered as bytes. Otherwise the reason why they do not."""
 
 
 def keep_border_plain(module: nn.Module, reason: str) -> None:
-    """Mark `module`: under a plan the sequence enters it in high precision, for this `reason`."""
+    """Mark `module`, for this `reason`: under a plan the sequence enters it in high precision."""
     module.__dict__[_PLAIN] = reason
 
 
 def plain_border(module: nn.Module) -> str | None:
-    """Return the reason that `keep_border_plain` gave for `module`; None: none."""
+    """Return the reason that `keep_border_plain` recorded for `module`; None: it was not called."""
     return module.__dict__.get(_PLAIN)
 
 
@@ -52,7 +50,7 @@ def is_cast(tensor: torch.Tensor) -> bool:
 
 
 def is_quantised_by_torchao(param: torch.Tensor) -> bool:
-    """Whether `param` is a quantised tensor of torchao; the one that casts when FSDP2 gathers it is not."""
+    """Whether `param` is a quantised tensor of torchao, other than the one that is cast when FSDP2 gathers it."""
     names = {cls.__name__ for cls in type(param).__mro__ if cls.__module__.partition(".")[0] == "torchao"}
     return bool(names) and "WeightWithDynamicFloat8CastTensor" not in names
 
@@ -66,32 +64,33 @@ def recipe_of(model: nn.Module) -> Recipe | Literal["none"]:
     """Return the recipe by which the Linear modules of `model` were converted.
 
     Raises:
-        PlanError: there are several recipes, or a config that is none of `RECIPES`.
+        PlanError: there are several recipes, or a config that matches none of `RECIPES`.
     """
-    found: dict[str, str] = {}
+    first_with: dict[str, str] = {}
     for name, module in float8_linears(model).items():
         recipe = _recipe_of_config(module.config)
         if recipe is None:
             raise PlanError(
-                f"{name} (Float8Linear) has a config that is none of {', '.join(RECIPES)}, and no plan splits it: convert "
-                "the model by one of these, or this module not at all"
+                f"{name} (Float8Linear) has a config that matches none of {', '.join(RECIPES)}, so no plan can split it: "
+                "convert the model by one of these recipes, or leave this module out"
             )
-        found.setdefault(recipe, name)
-    if len(found) > 1:
-        (one, first), (other, second) = list(found.items())[:2]
+        first_with.setdefault(recipe, name)
+    if len(first_with) > 1:
+        (one, first), (other, second) = list(first_with.items())[:2]
         raise PlanError(
-            f"{first} is converted to float8 by the recipe {one} and {second} by {other}: one recipe a model"
+            f"{first} is converted to float8 by the recipe {one}, and {second} by {other}: use one recipe for a model"
         )
-    return next(iter(found), "none")  # type: ignore[return-value]
+    return next(iter(first_with), "none")  # type: ignore[return-value]
 
 
 @cache
 def _recipe_of_config(config: Any) -> Recipe | None:
+    # Imported only if a model holds one of torchao's modules.
     from torchao.float8 import Float8LinearConfig
 
     casts = [name for name in vars(config) if name.startswith("cast_config") or name.startswith("round_")]
     for recipe in RECIPES:
-        known = Float8LinearConfig.from_recipe_name(recipe)
-        if all(getattr(config, name) == getattr(known, name) for name in casts):
+        expected = Float8LinearConfig.from_recipe_name(recipe)
+        if all(getattr(config, name) == getattr(expected, name) for name in casts):
             return recipe
     return None

@@ -1,7 +1,4 @@
-"""A depthwise convolution that is split by its channels counts them in `groups`, which a plan has to set for its rank.
-
-Whether its own forward runs can't be known before: a mixer's kernel may read its weight instead, and then nothing counts.
-"""
+"""A check that a plan sets `groups` of a depthwise convolution that is split by channels to this rank's count."""
 
 from functools import partial
 from typing import Any
@@ -16,23 +13,23 @@ _KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def check_groups(module: nn.Module, style: ParallelStyle) -> None:
-    """Let `module` refuse a call in which it counts the channels of all ranks, if it is a convolution in groups.
+    """Let a convolution with groups raise PlanError when it is called with other channels than its `groups` count.
 
-    A later call raises PlanError, with the attribute to name.
+    It is checked at the call, since a mixer's kernel may use the weight without calling the module, and then `groups`
+    does not matter.
     """
-    own_forward = type(module).forward in [kind.forward for kind in _KINDS]
-    if isinstance(module, _KINDS) and module.groups > 1 and own_forward:
+    has_torch_forward = type(module).forward in [kind.forward for kind in _KINDS]
+    if isinstance(module, _KINDS) and module.groups > 1 and has_torch_forward:
         module.register_forward_pre_hook(partial(_check, style, module.in_channels // module.groups))
 
 
-def _check(style: ParallelStyle, inputs: int, module: Any, args: Any) -> None:
-    """Raise if the channels that come are not those of the groups; `inputs` are the channels of each."""
+def _check(style: ParallelStyle, channels_per_group: int, module: Any, args: Any) -> None:
     channels = args[0].shape[-1 - len(module.kernel_size)]
-    if channels != inputs * module.groups:
+    if channels != channels_per_group * module.groups:
         key = key_of(module)
         name = f"{key.rpartition('.')[2]}.groups"
         raise PlanError(
-            f"its groups = {module.groups} are those of all ranks, and this rank gives it {channels} channels: name "
+            f"its groups = {module.groups} count the channels of all ranks, but its input has this rank's {channels}: name "
             f"'{name}' in local_attributes (in mlp_attributes if an MLP holds it), as self.divided(attn, '{name}') does",
             key=key,
             style=style,

@@ -1,9 +1,4 @@
-"""The gradients of a parallel model as one vector: its norm, clipping it, and steps that are not finite.
-
-torch's `get_total_norm` stacks one norm for each tensor, which fails where plain tensors and DTensors are mixed
-and for DTensors of different meshes, and asks for one more collective for each. Here the local norms
-are sorted by the groups that they still have to be summed over, and each group sums once.
-"""
+"""The gradients of a parallel model as one vector: `total_norm`, `clip_gradients`, `skip_nonfinite`."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -14,12 +9,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from titanplans.errors import ParallelError
-from titanplans.split.partial_gradients import summed
+from titanplans.split.partial_gradients import sum_partial
 from titanplans.text import some
 from titanplans.torch_private.dispatch import foreach_mul_, foreach_norm
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
-_ROW = 4096
+_CHUNK = 4096
+"""Elements whose norm is computed at once on a CPU."""
 
 
 @torch.no_grad()
@@ -30,31 +26,34 @@ def total_norm(
     error_if_nonfinite: bool = False,
     pp_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Return the p-norm of all gradients of the full model, a plain float32 scalar (float64 for float64 gradients).
+    """Return the p-norm of all gradients of the full model: a plain float32 scalar, float64 if a gradient is float64.
 
-    A gradient counts by its placement: a plain tensor and a replicated DTensor once, however many ranks hold
-    it; a sharded one by all its shards (some may be empty). A Partial one is reduced first
-    (`align_gradients`), once: `parameter.grad` is the sum from then on.
+    A plain tensor and a replicated DTensor count once, however many ranks hold them. A sharded DTensor counts with all
+    of its shards, some of which may be empty. A Partial DTensor is first reduced by `align_gradients`, and
+    `parameter.grad` is the sum from then on.
 
-    Collective: every rank calls it with the same parameters in the same order. One all-reduce of a few
-    numbers for each process group that shards anything (TP, FSDP, …), and one for `pp_group`.
+    Collective: every rank calls it with the same parameters in the same order. It issues one small all-reduce for each
+    process group that shards anything (TP, FSDP, ...), and one for `pp_group`.
 
     Args:
-        parameters: tensors of any devices, dtypes and meshes. Gradients below float32 are accumulated
-            in float32, norms of tensors in float64.
+        parameters: tensors of any devices, dtypes and meshes. Gradients narrower than float32 are accumulated in float32,
+            and the norms of tensors in float64.
         norm_type: p > 0; `inf` for the largest magnitude.
-        error_if_nonfinite: raise if the norm is.
-        pp_group: ranks that hold the other pipeline stages, whose parameters are others.
+        error_if_nonfinite: raise if the norm is not finite.
+        pp_group: the pipeline ranks, each of which has the parameters of another stage.
 
     Raises:
-        ParallelError: `norm_type` is not positive, or the norm not finite where that is an error.
+        ParallelError: `norm_type` is not positive, or the norm is not finite and `error_if_nonfinite` is set.
     """
     parameters = _listed(parameters)
     if not norm_type > 0:
-        raise ParallelError(f"norm_type = {norm_type}: a norm's p is above 0, 'inf' included")
+        raise ParallelError(f"norm_type = {norm_type}: p has to be positive; 'inf' is allowed")
     align_gradients(parameters)
     device = _device(parameters)
-    # A parameter without a gradient counts too, for its groups: ranks that have one wait for this rank there.
+    # torch's `get_total_norm` stacks one norm per tensor, which fails for a mix of plain tensors and DTensors and for
+    # DTensors on different meshes, and needs one collective per DTensor. Here norms are grouped by the process groups
+    # that still have to sum them. A parameter without a gradient registers its groups, too: the other ranks of a group
+    # wait for this rank.
     members: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     for param in parameters:
         local = members.setdefault(_sharding_groups(param if param.grad is None else param.grad), [])
@@ -62,11 +61,11 @@ def total_norm(
             local.append(local_of(param.grad))
     powers = [_zero(device), *(local_power(local, norm_type, device) for local in members.values())]
     for group in dict.fromkeys(group for groups in members for group in groups):
-        rows = [row for row, groups in enumerate(members, start=1) if group in groups]
-        # Not powers[rows] of one tensor: rows would be copied to the device, which waits for it.
-        reduced = _reduced(torch.stack([powers[row] for row in rows]), norm_type, group)
-        for row, power in zip(rows, reduced.unbind(), strict=True):
-            powers[row] = power
+        indices = [index for index, groups in enumerate(members, start=1) if group in groups]
+        # Indexing one tensor by a list would copy the list to the device, which synchronises.
+        reduced = _reduced(torch.stack([powers[index] for index in indices]), norm_type, group)
+        for index, power in zip(indices, reduced.unbind(), strict=True):
+            powers[index] = power
     all_powers = torch.stack(powers)
     power = all_powers.amax() if math.isinf(norm_type) else all_powers.sum()
     if pp_group is not None:
@@ -92,40 +91,47 @@ def clip_gradients(
     pp_group: dist.ProcessGroup | None = None,
     counted: Parameters | None = None,
 ) -> torch.Tensor:
-    """Scale all gradients in place so that their norm is at most `max_norm`; return the norm before that.
+    """Scale all gradients in place so that their norm is at most `max_norm`; return the norm before clipping.
 
-    The factor is torch's, max_norm / (norm + 1e-6), at most 1; nothing waits for the device. A norm that
-    is not finite leaves no gradient finite: see `skip_nonfinite`. The arguments are those of `total_norm`;
-    `max_norm` may be `inf`, which measures only. Of the norm are the `counted` parameters, all unless given: another
-    stage of a pipeline counts those that it holds, too.
+    The factor is torch's, max_norm / (norm + 1e-6), at most 1, and the host does not wait for the device. If the norm
+    is not finite, no gradient stays finite: see `skip_nonfinite`.
+
+    Args:
+        parameters: whose gradients are scaled.
+        max_norm: positive; `inf` only measures.
+        norm_type, error_if_nonfinite, pp_group: as in `total_norm`.
+        counted: the parameters that the norm covers; None: all. A parameter that several pipeline stages hold must be
+            counted by only one of them.
 
     Raises:
-        ParallelError: as `total_norm`, or `max_norm` is not positive.
+        ParallelError: as in `total_norm`, or `max_norm` is not positive.
     """
     if not max_norm > 0:
-        raise ParallelError(f"max_norm = {max_norm}: a norm to clip to is above 0; 'inf' only measures")
+        raise ParallelError(
+            f"max_norm = {max_norm}: the norm to clip to has to be positive; 'inf' only measures"
+        )
     parameters = _listed(parameters)
-    of_norm = parameters if counted is None else counted
-    norm = total_norm(of_norm, norm_type, error_if_nonfinite=error_if_nonfinite, pp_group=pp_group)
+    counted = parameters if counted is None else counted
+    norm = total_norm(counted, norm_type, error_if_nonfinite=error_if_nonfinite, pp_group=pp_group)
     if math.isinf(max_norm):
         return norm
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     local = [local_of(param.grad) for param in parameters if param.grad is not None]
-    for (device, _), grads in _alike(local).items():
+    for (device, _), grads in _by_device_and_dtype(local).items():
         foreach_mul_(grads, factor.to(device))
     return norm
 
 
 @torch.no_grad()
 def align_gradients(parameters: Parameters) -> None:
-    """Give each gradient its parameter's layout, in `parameter.grad`: a Partial one is summed over its ranks.
+    """Redistribute each gradient to its parameter's placements, in `parameter.grad`; Partial ones are summed over the ranks.
 
-    FSDP has done so for parameters that it manages; without it, a parameter that is replicated inside a
-    tensor-parallel region still has one partial sum a rank after the backward. A gradient on another
-    mesh than its parameter's stays there, and is reduced. Collective.
+    FSDP has already reduced the gradients of the parameters that it manages. Without FSDP a parameter that is replicated
+    inside a tensor-parallel region still has a partial gradient after the backward. A gradient on another mesh than its
+    parameter's stays on that mesh, and is reduced. Collective.
     """
-    held = [(param, param.grad) for param in _listed(parameters) if isinstance(param.grad, DTensor)]
-    for (param, _), grad in zip(held, summed([grad for _, grad in held]), strict=True):
+    pairs = [(param, param.grad) for param in _listed(parameters) if isinstance(param.grad, DTensor)]
+    for (param, _), grad in zip(pairs, sum_partial([grad for _, grad in pairs]), strict=True):
         assert isinstance(grad, DTensor)
         if isinstance(param, DTensor) and param.device_mesh == grad.device_mesh:
             placements = tuple(param.placements)
@@ -138,32 +144,32 @@ def align_gradients(parameters: Parameters) -> None:
 
 
 def skip_nonfinite(norm: torch.Tensor, *, group: dist.ProcessGroup | None = None) -> bool:
-    """Return whether this step is to be skipped, because `norm` is NaN or infinite on any rank.
+    """Return whether to skip this step because `norm` is NaN or infinite on any rank.
 
-    The answer is the same on every rank, so that optimizers stay in step. One all-reduce of a number,
-    and the one wait of the host for the device.
+    The answer is the same on every rank, so that optimizers stay in step. It costs one all-reduce of one number, and
+    the host waits for the device.
 
     Args:
-        norm: what `total_norm` or `clip_gradients` returned.
-        group: ranks that decide together; None for all.
+        norm: the result of `total_norm` or `clip_gradients`.
+        group: the ranks that decide together; None: all ranks.
     """
-    bad = (~torch.isfinite(norm.detach())).to(torch.float32)
+    is_bad = (~torch.isfinite(norm.detach())).to(torch.float32)
     if dist.is_initialized():
-        dist.all_reduce(bad, dist.ReduceOp.MAX, group)
-    return bool(bad.item())
+        dist.all_reduce(is_bad, dist.ReduceOp.MAX, group)
+    return bool(is_bad.item())
 
 
 def check_no_meta(model: nn.Module) -> None:
-    """Check that every parameter and buffer of `model` has left the meta device.
+    """Check that no parameter or buffer of `model` is on the meta device.
 
     Raises:
-        ParallelError: names those that have not.
+        ParallelError: names those that are.
     """
     named = [*model.named_parameters(), *model.named_buffers()]
-    left = [name for name, tensor in named if local_of(tensor).device.type == "meta"]
-    if left:
+    on_meta = [name for name, tensor in named if local_of(tensor).device.type == "meta"]
+    if on_meta:
         raise ParallelError(
-            f"still on meta, without values: {some(left, 5)}: call to_empty() and initialise the model, "
+            f"still on meta, without values: {some(on_meta, 5)}: call to_empty() and initialise the model, "
             "or load a checkpoint into it, before it trains"
         )
 
@@ -173,12 +179,12 @@ def _listed(parameters: Parameters) -> Sequence[torch.Tensor]:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor; another tensor as it is."""
+    """Return the local tensor of a DTensor; return any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _device(parameters: Sequence[torch.Tensor]) -> torch.device:
-    """Return where the norms are put together: where collectives of the meshes run, under CPU offload too."""
+    """Return the device on which norms are reduced: the mesh's, even if parameters are offloaded to the CPU."""
     for param in parameters:
         if isinstance(param, DTensor):
             kind = param.device_mesh.device_type
@@ -204,44 +210,50 @@ def _zero(device: torch.device) -> torch.Tensor:
 
 
 def local_power(local: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """Return the sum of |g|^p over all elements on this rank, or their maximum for p = inf; float64."""
+    """Return the sum of |g|^p over all elements on this rank, or their maximum for p = inf, in float64."""
     norms = [_zero(device).reshape(1)]
-    for (kind, dtype), grads in _alike(local).items():
+    for (kind, dtype), grads in _by_device_and_dtype(local).items():
         wide = torch.promote_types(dtype, torch.float32)
         if kind.type == "cpu":
-            parts = [norm for grad in grads for norm in _norms_of_rows(grad, norm_type, wide)]
+            computed = [norm for grad in grads for norm in _norms_of_chunks(grad, norm_type, wide)]
         else:
-            parts = [torch.stack(foreach_norm(grads, norm_type, dtype=wide))]
-        norms += [part.to(device, torch.float64) for part in parts]
-    each = torch.cat(norms)
-    return each.amax() if math.isinf(norm_type) else each.pow(norm_type).sum()
+            computed = [torch.stack(foreach_norm(grads, norm_type, dtype=wide))]
+        norms += [norm.to(device, torch.float64) for norm in computed]
+    all_norms = torch.cat(norms)
+    return all_norms.amax() if math.isinf(norm_type) else all_norms.pow(norm_type).sum()
 
 
-def _norms_of_rows(grad: torch.Tensor, norm_type: float, wide: torch.dtype) -> list[torch.Tensor]:
-    """Return the norms of `grad` in pieces: on a CPU torch adds a whole tensor's squares up one by one.
+def _norms_of_chunks(grad: torch.Tensor, norm_type: float, wide: torch.dtype) -> list[torch.Tensor]:
+    """Return the norms of chunks of `grad`: on a CPU torch adds up the squares of a tensor one by one.
 
-    In float32 that is 1e-3 off for 16 million normal numbers, 1e-2 for equal ones.
+    In float32 the error of that is 1e-3 for 16 million normally distributed numbers, and 1e-2 for equal ones.
     """
     flat = grad.reshape(-1)
-    rows = flat[: flat.numel() // _ROW * _ROW].view(-1, _ROW)
-    pieces = [piece for piece in (rows, flat[rows.numel() :]) if piece.numel()]
-    return [torch.linalg.vector_norm(piece, norm_type, dim=-1, dtype=wide).reshape(-1) for piece in pieces]
+    chunks = flat[: flat.numel() // _CHUNK * _CHUNK].view(-1, _CHUNK)
+    remainder = flat[chunks.numel() :]
+    return [
+        torch.linalg.vector_norm(x, norm_type, dim=-1, dtype=wide).reshape(-1)
+        for x in (chunks, remainder)
+        if x.numel()
+    ]
 
 
-def _alike(tensors: list[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    """Return the tensors by device and dtype, without the empty ones, which have no maximum."""
-    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+def _by_device_and_dtype(
+    tensors: list[torch.Tensor],
+) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    """Group the tensors by device and dtype, without empty ones, which have no maximum."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
-            alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return alike
+            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return groups
 
 
 def _reduced(powers: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:
     if not math.isinf(norm_type):
         dist.all_reduce(powers, dist.ReduceOp.SUM, group)
         return powers
-    nan = powers.isnan()  # a maximum over ranks may drop a NaN
+    nan = powers.isnan()  # a MAX reduction may drop a NaN, so NaNs are reduced separately
     both = torch.stack([powers.masked_fill(nan, 0.0), nan.to(powers.dtype)])
     dist.all_reduce(both, dist.ReduceOp.MAX, group)
     return both[0].masked_fill(both[1] > 0, math.nan)

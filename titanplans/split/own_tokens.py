@@ -1,7 +1,8 @@
-"""A rank's own tokens, [B, L / c, H] of a sequence [B, L, H] over c ranks of context parallelism.
+"""The local tokens of a rank of context parallelism: [B, L / c, H] of a sequence [B, L, H] over c ranks.
 
-Every gradient over these ranks is partial: each rank has followed its tokens, or its heads, to the loss. So taking a rank's
-tokens out of a replicated tensor needs no collective in the backward, and the backward of a gather sums over the ranks.
+Every gradient is partial over these ranks, since each rank's backward covers only its tokens or its heads. So taking the
+local tokens out of a replicated tensor needs no collective in the backward, and the backward of a gather is a
+reduce-scatter.
 """
 
 from typing import Any, NamedTuple
@@ -16,37 +17,37 @@ from titanplans.text import users_line
 
 
 class GatherPermission(NamedTuple):
-    """Whether a plan lets code that needs all tokens of hidden states gather them, and what else it has to say."""
+    """Whether a plan lets code that needs all tokens of hidden states gather them, and what the error says otherwise."""
 
     granted: bool
     remedy: str
-    """The style that grants it."""
+    """The style that would permit it."""
     key: str = ""
     """The plan key of that style."""
     source: str = ""
-    """The module that works token by token and has made the sequence; else it is the input of the region."""
+    """The token-wise module whose output the sequence is; "" if it is the input of the region."""
 
     def check(self, function: str) -> None:
-        """Refuse a function that needs the tokens of other ranks, unless the plan lets it gather them.
+        """Refuse a function that needs the tokens of other ranks, unless the plan permits to gather them.
 
         Raises:
-            PlanError: names the function, the user's line and what the plan has to say.
+            PlanError: names the function, the user's line and the style to use.
         """
         if not self.granted:
             what = f"output of {self.source}" if self.source else f"hidden states at {self.key}"
             split = f"{self.source} a style that splits it by heads, as colwise(), or " if self.source else ""
             raise PlanError(
-                f"{function}{users_line()} needs all tokens of the {what}, and a rank of context parallelism has its "
-                f"own: give {split}{self.key} the style {self.remedy}, or set context_parallel_degree = 1"
+                f"{function}{users_line()} needs all tokens of the {what}, and a rank of context parallelism has only "
+                f"some: give {split}{self.key} the style {self.remedy}, or set context_parallel_degree = 1"
             )
 
 
 class OwnTokens:
-    """The tokens of this rank among those of a 1-D mesh of context parallelism.
+    """The local tokens of this rank on a 1-D mesh of context parallelism.
 
     Args:
-        mesh: of the ranks that share a sequence; None: this rank has all tokens.
-        dim: the dimension of the hidden states [..., sequence, hidden] that is the sequence.
+        mesh: the context-parallel ranks; None: this rank has all tokens.
+        dim: the sequence dimension of the hidden states [..., sequence, hidden].
     """
 
     def __init__(self, mesh: DeviceMesh | None, dim: int):
@@ -54,25 +55,26 @@ class OwnTokens:
         self.group: Group = ("", 1) if mesh is None else group_of(mesh)
         self.rank = 0 if mesh is None else mesh.get_local_rank()
         self.permission = GatherPermission(False, "")
-        """Of the newest region that mixes tokens."""
+        """Of the latest region that mixes tokens."""
         self.region_shape = torch.Size()
-        """The shape of the full sequence in the newest region that mixes tokens; empty if its forward runs in full."""
+        """The shape of the full sequence in the latest region that mixes tokens; empty if its forward runs in full."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OwnTokens":
-        return self  # of a mesh, which is not copied; a plan's functions hold it, too, and run in the same forward
+        return self  # it holds a mesh, which is not copied; a plan's functions hold it, too, and run in the same forward
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that share a sequence."""
+        """The number of context-parallel ranks."""
         return self.group[1]
 
     def own(self, x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-        """Return this rank's tokens of `x`, which every rank has in full, or which is a `ShardedSequence`.
+        """Return this rank's tokens of `x`, which is replicated or a `ShardedSequence`.
 
-        Of a length that is no multiple of the ranks, as at the head after a forward in full, the last ranks have fewer.
+        If the length is not a multiple of the ranks, as at the head after a forward in full, the last ranks have fewer.
 
         Args:
-            x: with tokens in the dimension `dim`; None: that of hidden states.
+            x: has the tokens in dimension `dim`.
+            dim: None: the sequence dimension of hidden states.
         """
         if self.ranks == 1:
             return x
@@ -85,19 +87,19 @@ class OwnTokens:
         return x.narrow(dim, first, min(size, length - first))
 
     def full_shape(self, shard: torch.Tensor) -> list[int]:
-        """Return the shape of the full sequence of which `shard` are this rank's tokens."""
+        """Return the shape of the full sequence whose local tokens are `shard`."""
         shape = list(shard.shape)
         shape[self.dim] *= self.ranks
         return shape
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the full sequence of the ranks' tokens `x`; the ranks' gradients of it are summed."""
+        """Gather the ranks' tokens `x` to the full sequence; its gradient is partial, and is reduce-scattered."""
         return x if self.ranks == 1 else gather(x, self.dim, x.shape[self.dim] * self.ranks, self.group)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's tokens of the sum of the ranks' `x`, full sequences."""
+        """Sum the ranks' full sequences `x`, and return this rank's tokens of the sum."""
         return x if self.ranks == 1 else scatter_sum(x, self.dim, self.group)
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the ranks' `x`, such as losses of own tokens, or full sequences; without a gradient."""
+        """Sum `x` over the ranks: losses of local tokens, or full sequences; without a gradient."""
         return x if self.ranks == 1 else all_reduce(x, self.group)

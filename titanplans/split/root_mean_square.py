@@ -1,4 +1,4 @@
-"""The root mean square of a sharded width: the ratio of that of this rank's slice to that of the full width."""
+"""The root mean square of a sharded width: `root_ratio`."""
 
 from typing import Any
 
@@ -13,23 +13,28 @@ EPSILONS = ("eps", "variance_epsilon", "epsilon", "norm_eps")
 def root_ratio(
     x: torch.Tensor, epsilon: float, group: Group, members: tuple[int, ...] | None = None
 ) -> torch.Tensor:
-    """Return the root mean square of this rank's `x` [..., width] over that of all `members` together, [..., 1].
+    """Return the RMS of this rank's slice `x` [..., width] divided by the RMS of all `members`' slices, [..., 1].
 
-    `members`: numbers of ranks in `group`; None: all.
+    Args:
+        x: this rank's slice.
+        epsilon: added to each mean square.
+        group: the ranks that communicate.
+        members: indices in `group` of the ranks whose slices are normalised together, this rank among them; None: all.
     """
-    own = _MeanSquare.apply(x, epsilon)
+    local = _MeanSquare.apply(x, epsilon)
     if members is None or len(members) == group[1]:
-        return _RootRatio.apply(own, sum_in_region(own, group), group[1])
-    of_ranks = gather(own, own.ndim - 1, group[1], group)
+        return _RootRatio.apply(local, sum_in_region(local, group), group[1])
+    # All ranks have to call one collective, so a group with several sets of members gathers instead.
+    gathered = gather(local, local.ndim - 1, group[1], group)
     if members[-1] - members[0] == len(members) - 1:
-        total = of_ranks.narrow(-1, members[0], len(members)).sum(-1, keepdim=True)
+        total = gathered.narrow(-1, members[0], len(members)).sum(-1, keepdim=True)
     else:
-        total = sum(of_ranks.narrow(-1, rank, 1) for rank in members)  # type: ignore[assignment]
-    return _RootRatio.apply(own, total, len(members))
+        total = sum(gathered.narrow(-1, rank, 1) for rank in members)  # type: ignore[assignment]
+    return _RootRatio.apply(local, total, len(members))
 
 
 class _MeanSquare(torch.autograd.Function):
-    """The mean square of `x` [..., width] plus `epsilon`, [..., 1], in float32 or wider; fewer kernels than autograd's."""
+    """Mean square of `x` [..., width] plus `epsilon`, [..., 1], in float32 or wider; fewer kernels than autograd's."""
 
     @staticmethod
     def forward(ctx: Any, x, epsilon):
@@ -44,16 +49,16 @@ class _MeanSquare(torch.autograd.Function):
 
 
 class _RootRatio(torch.autograd.Function):
-    """sqrt(own / (total / ranks)); fewer kernels than autograd's."""
+    """sqrt(local / (total / ranks)); fewer kernels than autograd's."""
 
     @staticmethod
-    def forward(ctx: Any, own, total, ranks):
-        ratio = (own / total).mul_(ranks).sqrt_()
-        ctx.save_for_backward(own, total, ratio)
+    def forward(ctx: Any, local, total, ranks):
+        ratio = (local / total).mul_(ranks).sqrt_()
+        ctx.save_for_backward(local, total, ratio)
         return ratio
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
-        own, total, ratio = ctx.saved_tensors
+        local, total, ratio = ctx.saved_tensors
         half = grad * ratio * 0.5
-        return half / own, -(half / total), None
+        return half / local, -(half / total), None

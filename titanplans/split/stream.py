@@ -1,17 +1,16 @@
-"""The residual stream of a split model: where it begins, is sharded, is gathered and ends.
+"""The residual stream of a split model: where it begins, is sharded, is gathered and ends. Start at `Stream`.
 
-Between regions each rank holds its shard of the sequence (sequence parallelism, context parallelism or both), or all of it.
-One forward passes these points. The hooks of the model, of the module that holds its blocks and of its first block are in
-this file; those of the embedding, of `end_of_stream()` and of the head are in their styles, and call this class.
+Between regions each rank holds its shard of the sequence (sequence parallelism, context parallelism or both), or all of
+it. One forward passes these points:
 
     start    the model is called, or the module that holds its blocks
-    begin    every rank takes its shard: at the input of the first block, at the output of an embedding that begins the
+    begin    each rank takes its shard: of the input of the first block, of the output of an embedding that begins the
              stream, or of `inputs_embeds`
-    end      the shards are gathered: at an `end_of_stream()`, at the output of the module that holds the blocks if hidden
-             states or a few logits were asked for, else at the head
+    end      the shards are gathered: at `end_of_stream()`; or at the output of the module that holds the blocks, if the
+             call asks for hidden states or for only some logits; else at the head
 
-Shards are equal. A sequence whose length is no multiple of the ranks is refused if gradients are wanted; without them its
-forward runs in full: every rank holds all tokens between regions, and regions sum as they do without a sharded stream.
+The hooks of the model, of the module that holds its blocks and of its first block are in this file. Those of the
+embedding, of `end_of_stream()` and of the head are in their styles.
 """
 
 from collections.abc import Mapping
@@ -39,55 +38,58 @@ End = Literal["embedding", "head"]
 class Stream:
     """The residual stream of one split model.
 
-    With B sequences of L tokens, hidden size D and N = tp x cp ranks over which tokens are sharded (cp without sequence
-    parallelism), a shard is [B, L / N, D].
+    With B sequences of L tokens, hidden size D and N ranks over which tokens are sharded (tp x cp; cp alone without
+    sequence parallelism), a shard is [B, L / N, D]. Shards are equal. A sequence whose length N does not divide is
+    refused in training; without gradients its forward runs in full: every rank holds all tokens between regions, and
+    regions sum as they do without a sharded stream.
 
     Args:
         layout: whether tensor-parallel ranks shard the sequence, and which dimension of the hidden states it is.
-        group: the tensor-parallel ranks, of which this is `rank`.
-        tokens: the tokens of this rank under context parallelism.
+        group: the tensor-parallel ranks.
+        rank: this rank's index in `group`.
+        tokens: the local tokens of this rank under context parallelism.
     """
 
     def __init__(self, layout: StreamLayout, group: Group, rank: int, tokens: OwnTokens):
         self.group, self.rank, self.tokens = group, rank, tokens
         self.shards_sequence = layout.dim is not None or tokens.ranks > 1
-        """A rank does not hold all tokens."""
+        """Between regions this rank holds only some of the tokens."""
         self.shards = (1 if layout.dim is None else group[1]) * tokens.ranks
-        """Over how many ranks a sequence is sharded."""
+        """Number of ranks that a sequence is sharded over."""
         self.is_running = False
         """A forward has started, and its stream has not ended."""
         self.has_begun = False
-        """The forward that runs has sharded its hidden states."""
+        """The current forward has sharded its hidden states."""
         self.gathers_logits = False
-        """The head gathers its logits, whatever the plan says."""
+        """The head gathers its logits, even if the plan keeps them sharded."""
         self._dim = layout.dim
         self._in_full = self._trains = self._head_follows = False
         self._length = 0
         self._calls: dict[End, set[bool]] = {"embedding": set(), "head": set()}
-        """Whether calls of the embedding and of the head that have a gradient were given shards."""
+        """For each end, whether its calls with a gradient had sharded hidden states: both values if they differed."""
 
     @property
     def dim(self) -> int | None:
-        """The dimension of hidden states that tensor-parallel ranks shard; None: each has all that its CP rank has."""
+        """The dimension of hidden states that tensor-parallel ranks shard; None: each has all tokens of its CP rank."""
         return None if self._in_full else self._dim
 
     @property
     def runs_in_full(self) -> bool:
-        """Whether every rank holds all tokens in the forward that runs, since shards of them would not be equal."""
+        """Whether in the current forward every rank holds all tokens, since the tokens can't be split equally."""
         return self._in_full
 
-    # A forward, in order.
+    # One forward, in order.
 
     def start(self, length: int | None, *, head_follows: bool) -> None:
-        """Start a forward of `length` tokens, if that is known, in which the head is called after the blocks or not."""
+        """Start a forward of `length` tokens, None if unknown; `head_follows`: the head is called after the blocks."""
         self.is_running, self.has_begun, self._head_follows = True, False, head_follows
-        # Asked here: inside of a reentrant checkpoint gradients are off.
+        # Noted here, because gradients are off inside a reentrant checkpoint.
         self._in_full, self._trains = False, torch.is_grad_enabled()
         if length is not None:
-            self._refuse_unequal(length)  # already here: the first block may be a graph, which can't raise it
+            self._refuse_unequal(length)  # as early as this, since a compiled first block can't raise it
 
     def decide_sharding(self, length: int) -> None:
-        """Decide whether the forward that runs, of `length` tokens, is sharded or runs in full.
+        """Decide whether the current forward, of `length` tokens, is sharded or runs in full.
 
         Raises:
             PlanError: it has a gradient, and the tokens can't be split equally.
@@ -102,82 +104,83 @@ class Stream:
         if self._trains and length % self.shards:
             without = "" if self.tokens.ranks > 1 else ", or set sequence_parallel = False"
             raise PlanError(
-                f"a sequence of {length} tokens is no multiple of the {self.shards} ranks that it is sharded over in "
+                f"a sequence of {length} tokens is not a multiple of the {self.shards} ranks that it is sharded over in "
                 f"training: pad sequences to a multiple of {self.shards} (pad_to_multiple_of of a collator, "
                 f"training.seq_len of a job){without}; forwards under torch.no_grad() may have any length"
             )
 
     def note_embedding(self, length: int, *, begins: bool) -> None:
-        """Note that `length` tokens are embedded, if a forward runs; `begins`: the embedding's output is the stream."""
+        """Note that the current forward embeds `length` tokens; `begins`: the embedding's output begins the stream."""
         if self.is_running:
             self.decide_sharding(length)
             self.has_begun |= begins
 
     def begin(self, x: torch.Tensor) -> torch.Tensor:
-        """Begin the stream with `x` [B, L, D], the same on every rank: return this rank's shard.
+        """Begin the stream with `x` [B, L, D], replicated: return this rank's shard.
 
-        The work before is the same on every rank, and so is its gradient, which the backward gathers.
+        Earlier work is the same on every rank, and so has to be its gradient: the backward gathers it.
         """
         if self.shards_sequence:
-            # A sharded sequence is asked for its shard: its shape would come of a function, which breaks a graph.
+            # A ShardedSequence has its shard as an attribute; its shape would come from a function, which breaks a graph.
             dim, shard = self.tokens.dim, getattr(x, "shard", None)
             self.decide_sharding(x.shape[dim] if shard is None else shard.shape[dim] * self.tokens.ranks)
         self.has_begun = True
-        if self._in_full and (numbers := getattr(x, "numbers", None)) is not None:
-            return numbers()  # code has made a sequence that can't be split equally of one that could
+        if self._in_full and (to_full := getattr(x, "to_full", None)) is not None:
+            # The model's code has changed the length of a ShardedSequence to one that can't be split equally.
+            return to_full()
         return self.shard(x)
 
     def end(self) -> None:
-        """End the stream: from here on hidden states are full."""
+        """End the stream: from here on hidden states are full on every rank."""
         self.is_running = self._in_full = False
 
-    # The two directions, between begin and end.
+    # Conversions between shards and the full sequence, between begin and end.
 
     def shard(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of `x` [B, L, D], which is the same on every rank."""
+        """Return this rank's shard of `x` [B, L, D], which is replicated."""
         if self._in_full:
             return x
         x = self.tokens.own(x)
         return x if self._dim is None else take_shard(x, self._dim, self.rank, self.group)
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [B, L, D] of the ranks' shards `x`, for work that is the same on every rank."""
+        """Gather the ranks' shards `x` to [B, L, D], for work that is the same on every rank."""
         return x if self._in_full else self.tokens.gather(self.full_of_cp_rank(x))
 
     def full_of_cp_rank(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the tokens of this rank of context parallelism, of the shards `x` that its tensor-parallel ranks hold."""
+        """Gather the shards `x` of the tensor-parallel ranks to all tokens of this CP rank."""
         if self.dim is None:
             return x
         return collect(x, self.dim, x.shape[self.dim] * self.group[1], self.rank, self.group)
 
     def all_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x`, [batch x tokens, ...] or [batch, tokens, ..., width], with all tokens if it has a CP rank's alone.
+        """Gather `x` over the CP ranks if it has only local tokens; return any other tensor unchanged.
 
-        Anything else comes back as it is.
+        `x` is recognised by its shape: [batch x tokens, ...] or [batch, tokens, ..., width], floating point.
         """
         tokens = self.tokens
         if tokens.ranks == 1 or not x.is_floating_point() or not tokens.region_shape:
             return x
         batch, length = tokens.region_shape[:2]
-        own = length // tokens.ranks
-        if x.ndim > 2 and x.shape[:2] == (batch, own):
+        local = length // tokens.ranks
+        if x.ndim > 2 and x.shape[:2] == (batch, local):
             return tokens.gather(x)
-        if x.ndim > 0 and len(x) == batch * own:
-            return tokens.gather(x.unflatten(0, (batch, own))).flatten(0, 1)
+        if x.ndim > 0 and len(x) == batch * local:
+            return tokens.gather(x.unflatten(0, (batch, local))).flatten(0, 1)
         return x
 
-    # Questions.
+    # State of the current forward.
 
     @property
     def is_sharded(self) -> bool:
-        """Whether hidden states are shards at this point of the forward that runs."""
+        """Whether hidden states are sharded at this point of the current forward."""
         return self.shards_sequence and self.is_running and not self._in_full
 
     def is_sharded_at(self, end: End) -> bool:
-        """Whether the embedding, or the head, that is called now works on shards.
+        """Whether the current call of the embedding, or of the head, works on shards.
 
         Raises:
-            PlanError: a backward computes the call again, and calls of both kinds had a gradient.
+            PlanError: a backward recomputes the call, and calls of both kinds had a gradient.
         """
         if not self.shards_sequence:
             return False
@@ -185,7 +188,7 @@ class Stream:
         if not self.is_running and not torch.compiler.is_compiling() and in_backward():
             if len(calls) > 1:
                 raise PlanError(
-                    f"a backward computes the {end} again, which was called on shards of a sequence in one forward and on "
+                    f"a backward recomputes the {end}, which was called on shards of a sequence in one forward and on "
                     "all of it in another: leave it out of checkpoints"
                 )
             return calls == {True}
@@ -195,7 +198,7 @@ class Stream:
         return is_sharded
 
     def is_shard(self, x: torch.Tensor) -> bool:
-        """Whether `x` has the size of a shard of the newest forward's hidden states [..., sequence, hidden]."""
+        """Whether `x` has the size of a shard of the latest forward's hidden states [..., sequence, hidden]."""
         dim = self.tokens.dim
         if not self.shards_sequence or isinstance(x, DTensor) or x.ndim != dim + 2:
             return False
@@ -203,19 +206,19 @@ class Stream:
 
     @property
     def tokens_of_cp_rank(self) -> int | None:
-        """How many tokens this rank of context parallelism has in the forward that runs; None: no forward runs."""
+        """Number of local tokens of this CP rank in the current forward; None: no forward runs."""
         return self._length // self.tokens.ranks if self.is_running else None
 
     def check_runs(self) -> None:
-        """Refuse work on shards where no forward runs, nor a backward that computes one again.
+        """Refuse work on shards outside of a forward and of a backward that recomputes one.
 
         Raises:
-            PlanError: so it is.
+            PlanError: neither runs.
         """
         if not torch.compiler.is_compiling() and not self.is_running and not in_backward():
             raise PlanError(
                 "with sequence parallelism a module of the model was called by itself, outside of a forward of the model, "
-                "where nothing says how its input lies on the ranks: call the model, or set sequence_parallel = False"
+                "so the sharding of its input is unknown: call the model, or set sequence_parallel = False"
             )
 
 
@@ -227,16 +230,16 @@ def follow_forwards(
     *,
     has_head: bool,
 ) -> None:
-    """Let the forwards of `model` and of `base` start and end the stream, and the first block begin it.
+    """Install hooks: forwards of `model` and of `base` start and end the stream, and the first block begins it.
 
     Args:
         stream: of the model.
         model: split.
         base: the module in it that holds the blocks, or `model` itself.
-        begins_at: the first block, if each rank takes its shard there: everything before sees the full sequence, so what a
-            model derives from its embeddings (positions, masks, where images stand) is right. None: the embedding begins the
-            stream, and `inputs_embeds` are sharded as its output is.
-        has_head: logits are made after the blocks.
+        begins_at: the first block, if each rank takes its shard there. Then all earlier code sees the full sequence, so
+            anything that a model derives from its embeddings (positions, masks, the positions of images) is correct.
+            None: the embedding begins the stream, and `inputs_embeds` are sharded as its output is.
+        has_head: the model computes logits after the blocks.
     """
     if not stream.shards_sequence:
         return
@@ -252,7 +255,7 @@ def follow_forwards(
 
 
 def keeps_some_logits(arguments: Mapping[str, Any]) -> str | None:
-    """Return the argument by which a forward is asked for the logits of some tokens alone; None: of all tokens."""
+    """Return the name of the argument that asks a forward for the logits of only some tokens; None: it asks for all."""
     for name in _KEPT:
         kept = arguments.get(name)
         if kept is not None and not (isinstance(kept, int) and kept == 0):  # 0 asks for all
@@ -263,7 +266,7 @@ def keeps_some_logits(arguments: Mapping[str, Any]) -> str | None:
 def _start(
     stream: Stream, is_model: bool, has_head: bool, names: tuple[str, ...], module: nn.Module, args, kwargs
 ):
-    if is_model or not stream.is_running:  # else the model was called, and calls its base
+    if is_model or not stream.is_running:  # skipped if the model has started the stream and calls its base
         arguments = dict(zip(names, args, strict=False)) | kwargs
         tokens = next((arguments[name] for name in _TOKENS if arguments.get(name) is not None), None)
         dim = stream.tokens.dim
@@ -294,28 +297,28 @@ def _begin_at_inputs_embeds(stream: Stream, names: tuple[str, ...], module: nn.M
         return None
     if stream.has_begun:
         raise PlanError(
-            f"{class_name(module)} was called with inputs_embeds that the model has made in the same forward, from "
-            "this rank's shard of an embedding that begins the stream: let its plan say vocab_embedding() without "
+            f"{class_name(module)} was called with inputs_embeds that the model made in the same forward from "
+            "this rank's shard of an embedding that begins the stream: let its plan use vocab_embedding() without "
             "begins_stream, or make them before the model is called"
         )
     embedded = stream.begin(embedded)
-    at = names.index("inputs_embeds") if "inputs_embeds" in names else len(args)
-    if at < len(args):
-        return (*args[:at], embedded, *args[at + 1 :]), kwargs
+    index = names.index("inputs_embeds") if "inputs_embeds" in names else len(args)
+    if index < len(args):
+        return (*args[:index], embedded, *args[index + 1 :]), kwargs
     return args, {**kwargs, "inputs_embeds": embedded}
 
 
 def _end(stream: Stream, is_model: bool, has_head: bool, module: nn.Module, args, output):
-    if output is None:  # the forward has failed
+    if output is None:  # the hook is called always, and the forward has failed
         stream.end()
         return None
     if isinstance(output, torch.Tensor | tuple):
-        fields: Any = {}  # a compiler has no `__dict__` of a tensor
+        fields: Any = {}  # a compiler can't trace a tensor's `__dict__`
     else:
         fields = output if isinstance(output, dict) else getattr(output, "__dict__", {})
     asks_for_states = fields.get("hidden_states") is not None or isinstance(output, tuple)
     if not is_model and stream._head_follows and not asks_for_states:
-        return None  # the head takes its shard
+        return None  # the head takes its shard, and ends the stream
     gathered: dict[int, torch.Tensor] = {}
     if isinstance(output, torch.Tensor | tuple):
         output = output if is_model and has_head else _gathered(stream, output, gathered)
@@ -329,11 +332,11 @@ def _end(stream: Stream, is_model: bool, has_head: bool, module: nn.Module, args
 
 
 def _gathered(stream: Stream, states: Any, gathered: dict[int, torch.Tensor]) -> Any:
-    """Return `states`, a tensor or a tuple of them, with each shard gathered; equal tensors stay one."""
+    """Gather each shard in `states`, a tensor or a tuple of tensors; a tensor that occurs twice is gathered once."""
     if isinstance(states, tuple | list):
         full = [_gathered(stream, each, gathered) for each in states]
         kind: Any = type(states)
-        return kind(full) if kind in (tuple, list) else kind(*full)  # a named tuple
+        return kind(full) if kind in (tuple, list) else kind(*full)  # a NamedTuple
     if not isinstance(states, torch.Tensor) or not stream.is_shard(states):
         return states
     if id(states) not in gathered:
@@ -342,7 +345,7 @@ def _gathered(stream: Stream, states: Any, gathered: dict[int, torch.Tensor]) ->
 
 
 def begin_at_output(module: Any, stream: Stream) -> None:
-    """Shard the output of `module`, a pipeline stage's stand-in for the embedding; what is received is a shard already."""
+    """Shard the output of `module`, a pipeline stage's stand-in for the embedding, unless it is a received shard."""
 
     def begin(_module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         if not stream.is_sharded:
@@ -354,7 +357,7 @@ def begin_at_output(module: Any, stream: Stream) -> None:
 
 
 def end_at_output(module: nn.Module, stream: Stream) -> None:
-    """Let `module`, a stand-in for the module at which the stream ends, return zeros of the full sequence."""
+    """Let `module`, a stand-in for the module that ends the stream, end it and return zeros of the full sequence."""
 
     def end(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
         if not stream.is_running or not stream.shards_sequence:

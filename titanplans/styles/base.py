@@ -1,4 +1,4 @@
-"""The base class of styles: what a style declares while a plan is resolved, and what it installs once the ranks are known.
+"""The base class of styles: its declarations, which resolve a plan, and its methods, which install the split.
 
 A style is a value: it holds no degree, group or mesh. Its methods take them.
 """
@@ -115,7 +115,7 @@ class Style(ParallelStyle):
         return with_factors(module, {name: layout for name, layout in by_name.items() if layout is not None})
 
     def sizes(self) -> Mapping[str, tuple[int, bool]]:
-        """Return by name each size, other than that of shards, that the degree must divide; True: ranks may share one."""
+        """Return by name other sizes than shards' that the degree has to suit, and whether ranks may share them."""
         return {}
 
     def operands(self, degree: int) -> Operands | None:
@@ -144,10 +144,10 @@ class Style(ParallelStyle):
         raise NotImplementedError
 
     def sends(self, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
-        """Return the collectives of one call under tensor parallelism; `titanplans.observe` compares them with those issued.
+        """Return the collectives of one call under tensor parallelism; `titanplans.observe` compares them to those issued.
 
-        A region returns the collectives of its entry and its exit, even if a module inside reduces its sum. Not called for a
-        module that is never called itself, because other code uses its parameters.
+        A region returns the collectives of its entry and its exit, even if a module inside reduces its sum. Not called
+        for a module that is never called itself, because other code uses its parameters.
         """
         return ()
 
@@ -170,9 +170,9 @@ class ParameterStyle(Style):
 
 
 def direct_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters registered on `module` itself, by name, without the adapter's, which follow from the weight."""
-    own = {name: param for name, param in module._parameters.items() if param is not None}
-    return {n: p for n, p in own.items() if n not in FACTORS} if is_adapted(module) else own
+    """Return the parameters registered on `module` itself, by name, without an adapter's, which follow the weight's."""
+    parameters = {name: param for name, param in module._parameters.items() if param is not None}
+    return {n: p for n, p in parameters.items() if n not in FACTORS} if is_adapted(module) else parameters
 
 
 def native_styles(plan: Mapping[str, ParallelStyle]) -> dict[str, Style]:

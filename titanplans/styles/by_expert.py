@@ -18,7 +18,8 @@ class ByExpert(Style):
         backward  the same two all-to-alls in reverse order; each expert's gradient is computed on its rank
 
     For a module with expert parameters [experts, ...] and the attribute `num_experts`, which becomes the local count. Its
-    forward has one of three signatures: hidden states [N, H], expert ids [N, k] and weights [N, k]; tokens sorted by expert,
+    forward has one of three signatures: hidden states [N, H], expert ids [N, k] and weights [N, k]; tokens sorted by
+        expert,
     and the count of each expert; or every token for every expert, without biases (`split.experts.interfaces`).
     """
 
@@ -30,18 +31,18 @@ class ByExpert(Style):
     def refusal(self, module: nn.Module, over: SplitOver) -> str | None:
         interface = interface_of(module)
         if interface is None:
-            taken = list(inspect.signature(module.forward).parameters)
-            why = f"its forward takes {', '.join(taken) or 'nothing'}, instead of hidden states, expert ids and weights"
+            names = list(inspect.signature(module.forward).parameters)
+            reason = f"its forward takes {', '.join(names) or 'nothing'}, instead of hidden states, expert ids and weights"
             if all(param.ndim != 3 for param in module.parameters(recurse=False)):
-                why = "it has no parameter [num_experts, ...] of three dimensions"
+                reason = "it has no parameter [num_experts, ...] of three dimensions"
             if not hasattr(module, "num_experts"):
-                why = "it has no attribute num_experts, which its class has to set"
-            return f"{why}: leave expert_parallel_degree at 1, which splits each expert's width"
+                reason = "it has no attribute num_experts, which its class has to set"
+            return f"{reason}: leave expert_parallel_degree at 1, which splits each expert's width"
         if interface == EVERY and (
-            flat := [name for name, param in direct_parameters(module).items() if param.ndim < 3]
+            biases := [name for name, param in direct_parameters(module).items() if param.ndim < 3]
         ):
             return (
-                f"it takes every token for every expert and has {', '.join(flat)}: an expert with a bias also changes "
+                f"it takes every token for every expert and has {', '.join(biases)}: an expert with a bias also changes "
                 "tokens that are not routed to it; leave expert_parallel_degree at 1, which splits each expert's width"
             )
         counts = {param.shape[0] for param in direct_parameters(module).values()}

@@ -23,8 +23,8 @@ class EndOfStream(ReplicatedOffStream):
     For a final norm whose output the model's code reshapes to the shape of the token ids.
 
     Args:
-        gathers: under context parallelism later code that needs all tokens may gather them. Nothing is gathered until code
-            needs it.
+        gathers: under context parallelism later code that needs all tokens may gather them. Nothing is gathered until
+            code needs it.
     """
 
     ends_stream = True
@@ -40,9 +40,9 @@ class EndOfStream(ReplicatedOffStream):
 
     def by_tokens(self, module: nn.Module, site: Site) -> None:
         """Install hooks that keep the local tokens; later code sees a `ShardedSequence` of the full shape."""
-        module.register_forward_pre_hook(partial(_end_with_own_tokens, site.border))
+        module.register_forward_pre_hook(partial(_end_with_local_tokens, site.border))
         permission = GatherPermission(self.may_gather, "end_of_stream(gathers=True)", key_of(module))
-        module.register_forward_hook(partial(_look_complete, site.border, permission))
+        module.register_forward_hook(partial(_wrap_output, site.border, permission))
 
     def sends(self, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
         return () if call.dim is None else (ExpectedCollective(("all_gather",), (), call.elements),)
@@ -58,12 +58,12 @@ def _end(border: Border, module: nn.Module, args: Any) -> Any:
     return (full, *args[1:])
 
 
-def _end_with_own_tokens(border: Border, module: nn.Module, args: Any) -> Any:
+def _end_with_local_tokens(border: Border, module: nn.Module, args: Any) -> Any:
     border.stream.check_runs()
     return (border.stream.full_of_cp_rank(args[0]), *args[1:])
 
 
-def _look_complete(
+def _wrap_output(
     border: Border, permission: GatherPermission, module: nn.Module, args: Any, output: Any
 ) -> Any:
     runs_in_full = border.stream.runs_in_full

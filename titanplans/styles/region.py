@@ -25,10 +25,11 @@ class Region(Style):
         reduce_output: reduce the module's output [..., sequence, hidden], or the first item of a tuple, at its exit. If
             False, a `rowwise()` inside has to reduce.
         input_name: the keyword of the input [..., sequence, hidden] if it is not the first positional argument.
-        float8_input: only the projections inside use the input, so in a model converted to float8 it may arrive in float8.
+        float8_input: only the projections inside use the input, so in a model converted to float8 it may arrive in
+        float8.
             A call with a token mask gets it in high precision, since the module may drop padding first.
-        mixes_tokens: True for a mixer, or an MLP that shifts tokens: context parallelism gives its code the full sequence.
-            False for an MLP or a mixture of experts, which works token by token on the local tokens.
+        mixes_tokens: True for a mixer, or an MLP that shifts tokens: context parallelism gives its code the full
+            sequence. False for an MLP or a mixture of experts, which works token by token on the local tokens.
         shared: only other regions use the output, such as keys and values for several blocks; it is not reduced.
         arguments: keyword arguments of each call that override the caller's, to select a code path that can be split.
         gathers: under context parallelism a mixer's code may gather the hidden states of all tokens: for a token shift, a
@@ -37,8 +38,8 @@ class Region(Style):
 
     opens = enters_full = True
     remedy = (
-        "its code works on this rank's heads or width: set its counts by local_attributes and mlp_attributes, and split its "
-        "direct parameters by colwise(); if it continues after a rowwise(), reduce at the region's exit: "
+        "its code works on this rank's heads or width: set its counts by local_attributes and mlp_attributes, and split "
+        "its direct parameters by colwise(); if it continues after a rowwise(), reduce at the region's exit: "
         "rowwise(reduce_output=False) in attn_region() or mlp_region()"
     )
 
@@ -72,33 +73,33 @@ class Region(Style):
             self.by_weights(module, site)
             return
         make_state(module).exchanges = True
-        permission = GatherPermission(self.may_gather, f"{self._method()}(gathers=True)", key_of(module))
-        enter = partial(self._enter_with_own_tokens, site.border, permission)
+        permission = GatherPermission(self.may_gather, f"{self._plan_method()}(gathers=True)", key_of(module))
+        enter = partial(self._enter_with_local_tokens, site.border, permission)
         module.register_forward_pre_hook(enter, with_kwargs=True)
         if self.reduce_output:
-            module.register_forward_hook(partial(_leave_with_own_tokens, site.border))
+            module.register_forward_hook(partial(_leave_with_local_tokens, site.border))
 
     def sends(self, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
         return (cost_of_enter(call),) if self.shared else (cost_of_enter(call), cost_of_leave(call))
 
     def _enter(self, border: Border, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        enter = border.enter_plainly if _has_token_mask(args, kwargs) else border.enter
+        enter = border.enter_in_high_precision if _has_token_mask(args, kwargs) else border.enter
         return map_input(enter, self, self.input_name, module, args, {**kwargs, **self.arguments})
 
     def _leave(self, border: Border, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         shape = (args[0] if args else kwargs[self.input_name]).shape[:-1]
         # While a graph is traced, it is unknown what the module does after its last product.
-        leave = border.leave_plainly if torch.compiler.is_compiling() else border.leave
+        leave = border.leave_in_high_precision if torch.compiler.is_compiling() else border.leave
         # A mixture of experts may return its tokens flattened [B * L, D]: a sequence dimension is needed to reduce over.
         return map_output(
             lambda x: leave(x.unflatten(0, shape) if len(shape) > 1 and x.ndim == 2 else x), output
         )
 
-    def _method(self) -> str:
+    def _plan_method(self) -> str:
         """Return the name of the plan method that makes such a region, for errors."""
         return "shared_region" if self.shared else "attn_region" if self.reduce_output else "attn_input"
 
-    def _enter_with_own_tokens(
+    def _enter_with_local_tokens(
         self, border: Border, permission: GatherPermission, module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         def enter(x: torch.Tensor) -> torch.Tensor:
@@ -115,14 +116,14 @@ class Region(Style):
 def _has_token_mask(args: Any, kwargs: Any) -> bool:
     """Whether a mask [batch, sequence] is among a module's arguments.
 
-    The module may then drop masked tokens and give its projections only the others, whose float8 scale differs from that of
-    all tokens.
+    The module may then drop masked tokens and give its projections only the others, whose float8 scale differs from
+    that of all tokens.
     """
     named = (value for name, value in kwargs.items() if "mask" in name)
     return any(isinstance(value, torch.Tensor) and value.ndim == 2 for value in (*args[1:], *named))
 
 
-def _leave_with_own_tokens(border: Border, module: nn.Module, args: Any, output: Any) -> Any:
+def _leave_with_local_tokens(border: Border, module: nn.Module, args: Any, output: Any) -> Any:
     def leave(x: torch.Tensor) -> torch.Tensor:
         if isinstance(x, ShardedSequence):
             return border.leave(x.shard)

@@ -26,11 +26,11 @@ class VocabEmbedding(Style):
         backward  nothing; if it begins the stream, all-gather over L; dW is sharded as W
 
     Args:
-        begins_stream: lay the sum out as the stream, which with sequence parallelism halves the bytes sent. For models whose
-            code derives nothing (positions, masks, the positions of images) from the embeddings. If False, every rank has
-            all embeddings, and the stream begins at the first block.
-        all_tokens: under context parallelism every rank embeds all tokens, for models whose code uses the embeddings before
-            the first block: it adds positions, or inserts images. If False, each rank embeds its local tokens.
+        begins_stream: lay the sum out as the stream, which with sequence parallelism halves the bytes sent. For models
+            whose code derives nothing (positions, masks, the positions of images) from the embeddings. If False, every
+            rank has all embeddings, and the stream begins at the first block.
+        all_tokens: under context parallelism every rank embeds all tokens, for models whose code uses the embeddings
+            before the first block: it adds positions, or inserts images. If False, each rank embeds its local tokens.
     """
 
     takes_token_ids = True
@@ -55,14 +55,15 @@ class VocabEmbedding(Style):
     def by_weights(self, module: nn.Module, site: Site) -> None:
         make_state(module).border = site.border
         specialise(
-            module, with_locals_in_forward(_of_own_rows(type(module), self.begins_stream), ("weight",))
+            module,
+            with_locals_in_forward(_with_vocabulary_shard(type(module), self.begins_stream), ("weight",)),
         )
 
     def by_tokens(self, module: nn.Module, site: Site) -> None:
         """Install a forward that embeds only the local tokens, unless the model's code needs all embeddings."""
         self.by_weights(module, site)
         if not self.all_tokens:
-            specialise(module, _of_own_tokens(type(module), self.begins_stream))
+            specialise(module, _with_local_tokens(type(module), self.begins_stream))
 
     def sends(self, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
         elements = call.shapes[0].numel() * direct_parameters(module)["weight"].shape[1]
@@ -73,7 +74,7 @@ class VocabEmbedding(Style):
 
 
 @cache
-def _of_own_rows(cls: type[nn.Module], begins_stream: bool) -> type[nn.Module]:
+def _with_vocabulary_shard(cls: type[nn.Module], begins_stream: bool) -> type[nn.Module]:
     """Subclass an embedding class with a forward that embeds the ids in this rank's shard of the vocabulary, and sums.
 
     It calls the class's own forward on local tensors, so subclasses that do more than look up (a scaled embedding) work
@@ -89,22 +90,22 @@ def _of_own_rows(cls: type[nn.Module], begins_stream: bool) -> type[nn.Module]:
         # One clamp and one comparison are one kernel fewer than two comparisons.
         assert_async(input.clamp(0, rows - 1).eq(input).all(), "a token id outside of the vocabulary")
         local_ids = input - border.rank * size
-        elsewhere = local_ids.clamp(0, size - 1).ne(local_ids)
+        is_elsewhere = local_ids.clamp(0, size - 1).ne(local_ids)
         padding = self.padding_idx
         # padding_idx is a row of the full table, so `cls.forward` must not see it; its gradient is stopped below.
         self.padding_idx = None
         try:
-            out = cls.forward(self, local_ids.masked_fill(elsewhere, 0))
+            out = cls.forward(self, local_ids.masked_fill(is_elsewhere, 0))
         finally:
             self.padding_idx = padding
-        out = out.masked_fill(elsewhere.unsqueeze(-1), 0)
+        out = out.masked_fill(is_elsewhere.unsqueeze(-1), 0)
         if padding is not None:
             out = torch.where(torch.eq(input, padding).unsqueeze(-1), out.detach(), out)
         stream = border.stream
         # Outside of the model's forward there is no sharded stream, so every rank gets the full sum.
         if not (begins_stream and stream.is_sharded_at("embedding")):
             return sum_ranks(out, border.group)
-        # With context parallelism `_of_own_tokens` has already noted the full sequence; `input` is its local tokens.
+        # With context parallelism `_with_local_tokens` has already noted the full sequence; `input` is its local tokens.
         if border.tokens.ranks == 1:
             stream.note_embedding(input.shape[border.tokens.dim], begins=True)
         return border.leave(out)
@@ -113,7 +114,7 @@ def _of_own_rows(cls: type[nn.Module], begins_stream: bool) -> type[nn.Module]:
 
 
 @cache
-def _of_own_tokens(cls: type[nn.Module], begins_stream: bool) -> type[nn.Module]:
+def _with_local_tokens(cls: type[nn.Module], begins_stream: bool) -> type[nn.Module]:
     """Subclass an embedding class with a forward that, inside a forward of the model, embeds only the local tokens."""
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:

@@ -23,8 +23,8 @@ class VocabHead(Style):
         forward   all-gather over L (nothing without sequence parallelism), z_BLv = x_BLD @ W_vD.T
         backward  dx_BLD is partial: reduce-scatter over L (all-reduce without sequence parallelism); dW_vD is sharded as W
 
-    With `loss_parallel` the logits [..., vocabulary] are a DTensor, `Shard(-1)`, for a loss on vocabulary shards. Otherwise
-    they are gathered to a plain tensor that is full on every rank.
+    With `loss_parallel` the logits [..., vocabulary] are a DTensor, `Shard(-1)`, for a loss on vocabulary shards.
+    Otherwise they are gathered to a plain tensor that is full on every rank.
     """
 
     makes_logits = True
@@ -78,7 +78,7 @@ class _HeadHooks:
             return output
         border, dim, tokens = self.border, output.ndim - 1, self.border.tokens
         gathers_all, meshes, sizes = border.stream.gathers_logits, border.meshes, {}
-        if split := meshes.tp is not None and self.style.loss_parallel and not gathers_all:
+        if keeps_shards := meshes.tp is not None and self.style.loss_parallel and not gathers_all:
             sizes = {dim: self.vocabulary}
         elif meshes.tp is not None:
             output = _gather_shards(output, border, dim, self.vocabulary)
@@ -87,7 +87,7 @@ class _HeadHooks:
             return output if has_all else tokens.gather(output)
         if meshes.cp is not None:
             sizes = {tokens.dim: self.length} | sizes
-        mesh = meshes.both if split else meshes.cp
+        mesh = meshes.both if keeps_shards else meshes.cp
         return output if mesh is None else _as_dtensor(output, mesh, sizes)
 
 

@@ -90,7 +90,7 @@ class _Unsummed(Border):
     def enter_full(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    enter_plainly = enter
+    enter_in_high_precision = enter
 
 
 class _GatherUnsummed(torch.autograd.Function):
@@ -117,7 +117,7 @@ class _Doubled(Border):
     def enter_full(self, x: torch.Tensor) -> torch.Tensor:
         return super().enter_full(scale_gradient(x, self.group[1]))
 
-    enter_plainly = enter
+    enter_in_high_precision = enter
 
 
 def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:

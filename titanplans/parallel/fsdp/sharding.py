@@ -32,7 +32,7 @@ from titanplans.parallel.fsdp.units import FSDPUnit, find_units, fsdp_module, sp
 from titanplans.parallel.record import record_of
 from titanplans.split.parameters.loaded_state import load_as_shards
 from titanplans.split.parameters.replaced import replacing
-from titanplans.split.partial_gradients import summed
+from titanplans.split.partial_gradients import sum_partial
 from titanplans.text import class_name
 from titanplans.torch_private.fsdp import fsdp_group
 
@@ -185,7 +185,7 @@ def apply_units(
                 if group is None:
                     continue
                 if split:
-                    _before_reducing(group, summed)  # FSDP2 sums Partial gradients one by one
+                    _before_reducing(group, sum_partial)  # FSDP2 sums Partial gradients one by one
                 if to_some:
                     # One smaller mesh for all units: FSDP2 would make two process groups for each.
                     shared = shared or group.post_forward_mesh_info
