@@ -1,4 +1,4 @@
-"""The arguments of a module's forward."""
+"""The positional arguments of a module's forward."""
 
 import inspect
 

@@ -1,8 +1,4 @@
-"""A cache of keys and values, or of states: the names by which a forward takes and returns it.
-
-transformers 5.24 says `cache` everywhere. Before, it was `past_key_values`, and `cache_params` in Mamba. FLA 0.6, and code
-of a user's own, have the old names under either release.
-"""
+"""The names by which a forward takes and returns a cache of keys and values, or of states."""
 
 import inspect
 from collections.abc import Mapping
@@ -10,18 +6,20 @@ from typing import Any
 
 from torch import nn
 
+# transformers 5.24 uses `cache` everywhere; earlier releases use `past_key_values`, and `cache_params` in Mamba. FLA
+# 0.6 and users' code may have the old names with either release.
 CACHES = ("cache", "past_key_values", "cache_params")
 
 
 def cache_argument(model: nn.Module) -> str | None:
-    """Return the argument by which the forward of `model` takes a cache; None for none of `CACHES`."""
+    """Return the name of the argument by which the forward of `model` takes a cache; None if it takes none of `CACHES`."""
     parameters = inspect.signature(model.forward).parameters
     return next((name for name in CACHES if name in parameters), None)
 
 
 def cache_of(output: Any) -> Any:
-    """Return the cache in the `output` of a model; None for none of `CACHES`."""
+    """Return the cache in the `output` of a model; None if it has none of `CACHES`."""
     if isinstance(output, Mapping) and not hasattr(output, "logits"):
         return next((output[name] for name in CACHES if name in output), None)
-    # The newest name first: transformers' outputs have all three, and warn of the old ones.
+    # The newest name first: transformers' outputs have all three, and warn about the old ones.
     return next((getattr(output, name) for name in CACHES if hasattr(output, name)), None)

@@ -1,6 +1,6 @@
-"""The collectives that a split model needs for a call of a module with a style, and no more.
+"""The collectives that a call of a module with a style needs at least.
 
-A style returns them (`Style.sends`); `titanplans.observe` compares them with those that a step issues.
+A style returns them (`Style.sends`), and `titanplans.observe` compares them to those that a step issues.
 """
 
 import math
@@ -10,61 +10,61 @@ import torch
 
 
 class ExpectedCollective(NamedTuple):
-    """A collective of the forward, and that of its backward."""
+    """A collective of the forward, and the collective of its backward."""
 
     forward: tuple[str, ...]
-    """The operation, or alternatives to it; () for none."""
+    """The operation, or several of which one is expected; () for none."""
     backward: tuple[str, ...]
     elements: int
-    """Of the full tensor, at most."""
+    """The size of the full tensor, at most."""
 
 
 class Call(NamedTuple):
-    """A call of a module of a split model."""
+    """One call of a module of a split model."""
 
     shapes: tuple[torch.Size, ...]
-    """Shapes of this rank's tensors, the input first."""
+    """Shapes of this rank's tensor arguments, the input first."""
     dim: int | None
-    """The dimension in which the input is a shard of the sequence; None if it is full."""
+    """The dimension in which the input is sharded over the sequence; None if the input is full."""
     degree: int
     exchanged_rows: int = 0
-    """Rows, over all ranks, of this product's all-to-all of tokens for heads, in or out; 0 if there is none."""
+    """Rows, over all ranks, of the all-to-all of tokens for heads at this product's input or output; 0: no all-to-all."""
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of the full input [..., width]."""
+        """Number of tokens of the full input [..., width]."""
         return math.prod(self.shapes[0][:-1]) * (1 if self.dim is None else self.degree)
 
     @property
     def elements(self) -> int:
-        """Return the elements of the full input."""
+        """Number of elements of the full input."""
         return self.tokens * self.shapes[0][-1]
 
 
 def cost_of_enter(call: Call) -> ExpectedCollective:
-    """Return what `Border.enter` sends for the input of `call`."""
+    """Return the collectives of `Border.enter` for the input of `call`."""
     if call.dim is None:
         return ExpectedCollective((), ("all_reduce",), call.elements)
     return ExpectedCollective(("all_gather",), ("reduce_scatter",), call.elements)
 
 
 def cost_of_leave(call: Call) -> ExpectedCollective:
-    """Return what `Border.leave` sends for an output that is as large as the input of `call`."""
+    """Return the collectives of `Border.leave` for an output as large as the input of `call`."""
     if call.dim is None:
         return ExpectedCollective(("all_reduce",), (), call.elements)
     return ExpectedCollective(("reduce_scatter",), ("all_gather",), call.elements)
 
 
 def cost_of_sum(elements: int) -> ExpectedCollective:
-    """Return what `sum_in_region` sends."""
+    """Return the collectives of `sum_in_region`."""
     return ExpectedCollective(("all_reduce",), ("all_reduce",), elements)
 
 
 def cost_of_gather(elements: int) -> ExpectedCollective:
-    """Return what `gather` sends."""
+    """Return the collectives of `gather`."""
     return ExpectedCollective(("all_gather",), ("reduce_scatter",), elements)
 
 
 def exchanged_elements(call: Call) -> int:
-    """Return the elements of the all-to-all of tokens for heads at the input or the output of a product."""
+    """Return the elements of the all-to-all of tokens for heads at the input or output of a product."""
     return call.tokens * call.exchanged_rows

@@ -1,14 +1,4 @@
-"""How one parameter lies on the mesh, which of its rows a rank reads, and how the residual stream lies.
-
-Where each rank uses one even shard, a parameter is stored so: `Shard`. Of a packed parameter (queries, keys and values in
-one weight), or one whose heads ranks share, a rank uses other rows. It is stored in a way that DTensor can express, so
-that `full_tensor`, FSDP2, optimizers and checkpoints see its true values in their true order, and a rank selects its rows
-when it reads it:
-
-    stored                    a rank's rows come     gradient
-    Replicate                 from its own copy      Partial
-    Shard(another dimension)  by an all-to-all       by an all-to-all, back
-"""
+"""The layout of a parameter on the mesh, the rows of it that a rank uses, and the layout of the residual stream."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,11 +8,11 @@ from torch.distributed.tensor.placement_types import Placement
 
 
 class StreamLayout(NamedTuple):
-    """How the residual stream [..., sequence, hidden] lies between regions, on the ranks of tensor parallelism."""
+    """The layout of the residual stream [..., sequence, hidden] between regions, on the tensor-parallel ranks."""
 
     sequence_dim: int = 1
     sharded: bool = True
-    """Over the sequence; else every rank has the full stream."""
+    """The sequence is sharded; False: every rank has the full stream."""
 
     @property
     def dim(self) -> int | None:
@@ -31,12 +21,12 @@ class StreamLayout(NamedTuple):
 
     @property
     def placement(self) -> Placement:
-        """How the hidden states lie on the mesh."""
+        """The placement of the hidden states."""
         return Replicate() if self.dim is None else Shard(self.dim)
 
     @property
     def gradient(self) -> Placement:
-        """How the gradient of a replicated parameter on the stream lies on the mesh."""
+        """The placement of the gradient of a replicated parameter on the stream."""
         return Replicate() if self.dim is None else Partial()
 
     def __repr__(self) -> str:
@@ -44,36 +34,36 @@ class StreamLayout(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """A section of a packed parameter whose heads neighbouring ranks share where there are fewer of them than ranks.
+    """A section of a packed parameter whose heads neighbouring ranks share if there are fewer heads than ranks.
 
-    One head, which all ranks share, is a section of which each rank reads all.
+    With one head, every rank uses the full section.
     """
 
     size: int
     """Rows of the section."""
     heads: int = 1
-    """Heads (groups, experts) that they count."""
+    """Number of heads (groups, experts) in these rows."""
 
 
 Section = int | Shared
-"""Rows of a packed parameter that belong together: a number of rows that the ranks share out, or rows that they share."""
+"""A section of a packed parameter. int: its rows are split over the ranks. `Shared`: ranks may share its heads."""
 
 
 class Run(NamedTuple):
-    """A contiguous range of rows, divided into slices of `size` rows in the order of the ranks; the last may be shorter.
+    """A contiguous range of rows, split over the ranks in order; only the last slice may be shorter.
 
-    Two heads of 4 rows over 4 ranks: Run(first=0, size=4, end=8, sharing=2). Ranks 0 and 1 take rows 0 to 3, 2 and 3 rows 4
-    to 7.
+    Two heads of 4 rows over 4 ranks: Run(first=0, size=4, end=8, ranks_per_slice=2). Ranks 0 and 1 take rows 0 to 3,
+    ranks 2 and 3 rows 4 to 7.
     """
 
     first: int
     """The first row of rank 0."""
     size: int
-    """Rows of a slice; the last one may have fewer, as of `torch.chunk`."""
+    """Rows of a slice; the last slice may have fewer, as in `torch.chunk`."""
     end: int
-    """The row after the last rank's."""
+    """The row after the last rank's slice."""
     sharing: int = 1
-    """So many neighbouring ranks take the same slice."""
+    """Number of neighbouring ranks that take the same slice."""
 
     @property
     def even(self) -> bool:
@@ -85,61 +75,74 @@ class Run(NamedTuple):
         return self.first + rank // self.sharing * self.size
 
     def of(self, rank: int) -> int:
-        """Return how many rows `rank` has: only the last may have fewer, and none has 0."""
+        """Return the number of rows of `rank`: only the last slice may have fewer than `size`, and none is empty."""
         if self.even:
             return self.size
-        last, rest = divmod(self.end - self.first, self.size)
-        return self.size - rank // self.sharing // last * (self.size - rest)
+        last, remainder = divmod(self.end - self.first, self.size)
+        return self.size - rank // self.sharing // last * (self.size - remainder)
 
 
 class Rows(NamedTuple):
-    """What a rank reads of one dimension of a parameter."""
+    """The rows of one dimension of a parameter that a rank uses."""
 
     dim: int
     runs: tuple[Run, ...]
 
 
 class Layout(NamedTuple):
-    """How one parameter lies on the TP mesh, and how its local gradient does."""
+    """The layout of one parameter, and of its gradient, on a 1-D mesh.
+
+    If each rank uses one even shard, the placement is `Shard`. For a packed parameter (queries, keys and values in one
+    weight), or one whose heads ranks share, a rank uses other rows. It is stored with a placement that DTensor can
+    express, so that `full_tensor`, FSDP2, optimizers and checkpoints see its true values in their true order. A rank
+    selects its `rows` when its code asks for the parameter:
+
+        placement                 a rank's rows come     gradient
+        Replicate                 from the local copy    Partial
+        Shard(another dimension)  by an all-to-all       by an all-to-all in reverse
+    """
 
     placement: Placement
     gradient: Placement
+    """The placement of the gradient."""
     deferred: bool = False
-    """The module sees None: its style adds it to the output (`add_deferred_bias`)."""
+    """The module's code sees None instead of the parameter; its style adds it to the output (`add_deferred_bias`)."""
     rows: Rows | None = None
-    """What a rank reads; None: its local tensor."""
+    """The rows that a rank uses; None: its local tensor."""
     divided_by: int = 1
-    """Every rank adds it before the all-reduce, so each adds it divided by the number of ranks."""
+    """Every rank adds the parameter before an all-reduce, so each adds it divided by this number of ranks."""
 
     @property
     def is_collective(self) -> bool:
-        """Whether a rank's local tensor comes from all ranks, which ask for it at the same time."""
+        """Whether a rank's rows come from all ranks, so that all ranks have to ask for them at the same time."""
         return self.rows is not None and isinstance(self.placement, Shard)
 
 
 def rows_of(dim: int, sections: Sequence[Section], degree: int) -> Rows:
-    """Return the rows that each of `degree` ranks reads of a dimension of `sections`, which the degree suits."""
+    """Return the rows that each of `degree` ranks uses of a dimension with these `sections`, which the degree suits."""
     runs, first = [], 0
     for section in sections:
         size, heads = (section, degree) if isinstance(section, int) else section
-        sharing = max(1, degree // heads)
-        runs.append(Run(first, -(size * sharing // -degree), first + size, sharing))
+        ranks_per_slice = max(1, degree // heads)
+        # Rounded up: the last rank may have fewer rows.
+        slice_size = -(size * ranks_per_slice // -degree)
+        runs.append(Run(first, slice_size, first + size, ranks_per_slice))
         first += size
     return Rows(dim, tuple(runs))
 
 
 def rows_read(layout: Layout, shape: Sequence[int], ranks: int) -> Rows | None:
-    """Return the rows that each of `ranks` ranks reads of a full tensor of `shape`; None: all of it."""
+    """Return the rows that each of `ranks` ranks uses of a full tensor of `shape`; None: all of it."""
     if layout.rows is not None or not isinstance(layout.placement, Shard):
         return layout.rows
     return rows_of(layout.placement.dim, [shape[layout.placement.dim]], ranks)
 
 
 def shard_size(length: int, ranks: int) -> int:
-    """Return how much of `length` a rank holds, the last ones perhaps less: as `torch.chunk` and DTensor."""
+    """Return the size of a rank's shard of `length`, as `torch.chunk` and DTensor split it; the last may be smaller."""
     return -(length // -ranks)
 
 
 def next_multiple(value: int, factor: int) -> int:
-    """Return the least multiple of `factor` that is at least `value`."""
+    """Return the smallest multiple of `factor` that is at least `value`."""
     return shard_size(value, factor) * factor

@@ -1,4 +1,4 @@
-"""The meshes over which a model is cut, out of one with dimensions called "cp" and "tp"."""
+"""The meshes that a model is split over, taken from one mesh with the dimensions "cp" and "tp"."""
 
 from typing import NamedTuple
 
@@ -8,22 +8,24 @@ from titanplans.torch_private.dtensor import flatten_mesh
 
 
 class CutMeshes(NamedTuple):
-    """The ranks that share a layer, a sequence, and the heads of a mixer."""
+    """The tensor-parallel and context-parallel meshes of a layer."""
 
     tp: DeviceMesh | None
     """1-D; None: each rank has all weights."""
     cp: DeviceMesh | None
     """1-D; None: each rank has all tokens."""
     both: DeviceMesh
-    """"tp", "cp" or ("cp", "tp")."""
+    """With the dimensions that are above 1: ("tp",), ("cp",) or ("cp", "tp")."""
     sharing: DeviceMesh
-    """1-D: all of them, which work on the same batch."""
+    """1-D: all tp x cp ranks, which work on the same batch."""
 
 
 def meshes_of(mesh: DeviceMesh, sharing: DeviceMesh | None = None) -> CutMeshes:
-    """Return the meshes of `mesh`, with dimensions "cp", "tp" or both; without names, 1-D, it is "tp".
+    """Return the meshes of `mesh`, whose dimensions are "cp", "tp" or both; a 1-D mesh without names is "tp".
 
-    `sharing`: 1-D, of all its ranks; None to make one, which is collective if both dimensions are above 1.
+    Args:
+        mesh: as above.
+        sharing: 1-D, all ranks of `mesh`; None: it is made if both dimensions are above 1, which is collective.
     """
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     if sizes.get("cp", 1) == 1:

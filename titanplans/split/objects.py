@@ -1,4 +1,4 @@
-"""Small Python objects, sent between ranks; without a process group a process is alone, with rank 0."""
+"""Collectives on small Python objects; without a process group there is one process, of rank 0."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ def rank() -> int:
 
 
 def from_first(value: Any) -> Any:
-    """Return rank 0's `value`. Collective."""
+    """Return rank 0's `value` on every rank. Collective."""
     values = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(values, src=0)
@@ -19,7 +19,7 @@ def from_first(value: Any) -> Any:
 
 
 def of_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the `value` of each rank of `group`, in rank order; None: of all. Collective."""
+    """Return the `value` of each rank of `group`, in rank order; None: of all ranks. Collective."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size(group)

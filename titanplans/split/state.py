@@ -1,8 +1,7 @@
 """What a split leaves on a module: one `SplitState`, and subclasses of the module's class, each named for what it adds.
 
-The method resolution order of a split projection is `SplitLinear_tokens_to_heads`, `SplitLinear_local_parameters`,
-`SplitLinear`, `Linear`. `print(model)` shows `SplitLinear`, its style, and the local shapes of its parameters. The classes
-are made at run time, so a split module can't be pickled; its state dict can.
+A split projection's method resolution order is `SplitLinear_tokens_to_heads`, `SplitLinear_local_parameters`,
+`SplitLinear`, `Linear`. The classes are made at run time, so a split module can't be pickled, but its state dict can.
 """
 
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ _NAME = "_split"
 
 @dataclass
 class SplitState:
-    """The split of one module."""
+    """The state of one split module."""
 
     key: str = ""
     """Its plan key."""
@@ -31,25 +30,25 @@ class SplitState:
     local_specs: dict[str, Any] = field(default_factory=dict)
     """How this rank's local tensors follow from its parameters, by name (`titanplans.split.module_weight.LocalSpec`)."""
     block_locals: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Local tensors that were made as the block's forward began, until it ends."""
+    """Local tensors made when the forward of the module's block begins, and dropped when it ends."""
     forward_locals: dict[str, torch.Tensor] | None = None
-    """Local tensors that its own forward has asked for; None while that does not run."""
+    """Local tensors that its own forward has asked for; None outside of its forward."""
     border: Border | None = None
-    """The model's, and the embedding's: the border of the residual stream."""
+    """The border of the residual stream; set on the model and on the embedding."""
     reads_all: bool = False
-    """Its own tokens are multiplied with all that this rank holds of its parameters, not with its shard in a mixer."""
+    """It now multiplies local tokens by all rows that this rank stores, not only by the rows that it uses in a mixer."""
     heads: Any = None
-    """How its output or its input is exchanged between ranks that share a sequence (`titanplans.split.tokens`)."""
+    """How a projection's output or input is exchanged between context-parallel ranks (`titanplans.split.tokens`)."""
     exchanges: bool = False
-    """It is a region in which tokens are exchanged for heads."""
+    """The module is a region in which tokens are exchanged for heads."""
     experts: Any = None
-    """The ranks to which its rows are sent (`titanplans.split.experts`)."""
+    """The ranks to which tokens are sent (`titanplans.split.experts`)."""
     dropped: torch.Tensor | None = None
-    """How many of this rank's pairs of a row and an expert were left out since this was read; None: no forward."""
+    """Number of pairs of a token and an expert that this rank dropped since the last `take_dropped`; None: no forward."""
     product: Any = None
-    """How a float8 product lies on the ranks."""
+    """How the operands of a float8 product are sharded."""
     weight_scale: torch.Tensor | None = None
-    """The scale of the full float8 weight, where it was sought together with others'."""
+    """The scale of the full float8 weight, if it was computed together with those of other weights."""
 
 
 def state_of(module: nn.Module) -> SplitState | None:
@@ -58,7 +57,7 @@ def state_of(module: nn.Module) -> SplitState | None:
 
 
 def make_state(module: nn.Module) -> SplitState:
-    """Return the state of `module`, which from now on is a split one."""
+    """Return the state of `module`; mark it as split if it has none."""
     if (state := state_of(module)) is None:
         state = module.__dict__[_NAME] = SplitState()
         specialise(module, _split_class(type(module)))
@@ -76,24 +75,24 @@ def border_of_model(model: nn.Module) -> Border | None:
 
 
 def specialise(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Give `module` the class `kind`, a `subclass` of its own."""
+    """Give `module` the class `kind`, made by `subclass` from its current class."""
     module.__class__ = kind
 
 
 def subclass(cls: type[nn.Module], members: Mapping[str, object], adds: str) -> type[nn.Module]:
-    """Return a subclass of `cls` with `members`, called `SplitLinear_adds` if a Linear is split, else `Linear_adds`."""
+    """Return a subclass of `cls` with `members`, named `SplitLinear_adds` for a split Linear, else `Linear_adds`."""
     prefix = "Split" if issubclass(cls, _Split) else ""
     return _derived(f"{prefix}{class_name(cls)}_{adds}", (cls,), members)
 
 
 def _derived(name: str, bases: tuple[type, ...], members: Mapping[str, object]) -> type[nn.Module]:
     cls = bases[-1]
-    own = {"__module__": cls.__module__, "unsplit_class": getattr(cls, "unsplit_class", cls)}
-    return type(name, bases, {**own, **members})
+    attributes = {"__module__": cls.__module__, "unsplit_class": getattr(cls, "unsplit_class", cls)}
+    return type(name, bases, {**attributes, **members})
 
 
 class _Split(nn.Module):
-    """Printed with the style of a split module and its local shapes."""
+    """Makes `print(model)` show a split module as `SplitLinear`, with its style and the local shapes of its parameters."""
 
     unsplit_class: type[nn.Module]
 
@@ -110,7 +109,7 @@ def _split_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _described(module: nn.Module) -> str:
-    """Return the style of a split module, and the local shapes of its parameters, in words."""
+    """Return the style of a split module and the local shapes of its parameters, as text."""
     state = state_of(module)
     if state is None or state.style is None:
         return ""
