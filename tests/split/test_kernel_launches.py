@@ -55,7 +55,7 @@ def own_rows(layout: Layout) -> int:
 def exchanged_rows(layout: Layout) -> int:
     if layout.rows is None or not isinstance(layout.placement, Shard):
         return 0
-    return 2 + sum(run.sharing > 1 for run in layout.rows.runs) * DEGREE // 2
+    return 2 + sum(run.ranks_per_slice > 1 for run in layout.rows.runs) * DEGREE // 2
 
 
 def norms(split: Split) -> int:

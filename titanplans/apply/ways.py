@@ -248,4 +248,4 @@ def _rows_of_rank(
     """Return the dimension and the rows of a parameter that `rank` of `degree` uses; None: all of it."""
     if (rows := rows_read(layout, shape, degree)) is None:
         return None
-    return rows.dim, tuple((run.at(rank), run.of(rank)) for run in rows.runs)
+    return rows.dim, tuple((run.first_row(rank), run.row_count(rank)) for run in rows.runs)

@@ -62,24 +62,24 @@ class Run(NamedTuple):
     """Rows of a slice; the last slice may have fewer, as in `torch.chunk`."""
     end: int
     """The row after the last rank's slice."""
-    sharing: int = 1
+    ranks_per_slice: int = 1
     """Number of neighbouring ranks that take the same slice."""
 
     @property
-    def even(self) -> bool:
+    def is_even(self) -> bool:
         """Whether each rank has `size` rows."""
         return self.size == 0 or (self.end - self.first) % self.size == 0
 
-    def at(self, rank: int) -> int:
+    def first_row(self, rank: int) -> int:
         """Return the first row of `rank`."""
-        return self.first + rank // self.sharing * self.size
+        return self.first + rank // self.ranks_per_slice * self.size
 
-    def of(self, rank: int) -> int:
+    def row_count(self, rank: int) -> int:
         """Return the number of rows of `rank`: only the last slice may have fewer than `size`, and none is empty."""
-        if self.even:
+        if self.is_even:
             return self.size
         last, remainder = divmod(self.end - self.first, self.size)
-        return self.size - rank // self.sharing // last * (self.size - remainder)
+        return self.size - rank // self.ranks_per_slice // last * (self.size - remainder)
 
 
 class Rows(NamedTuple):

@@ -195,7 +195,7 @@ def other_head(style: Style) -> Style:
         specs = local_specs(module)
         for name, spec in specs.items():
             if spec.layout.rows is not None:
-                other = (spec.rank + spec.layout.rows.runs[0].sharing) % border.mesh.size()
+                other = (spec.rank + spec.layout.rows.runs[0].ranks_per_slice) % border.mesh.size()
                 specs[name] = spec._replace(rank=other)
 
     return installed(style, install, "OtherHead")

@@ -82,20 +82,20 @@ def _packed(
     """Yield the assemblies by sections, each put in its place; sections that ranks share, as equal or as a sum."""
     for sections, dim in product(packings, range(expected.ndim)):
         rows = rows_of(0, sections, len(held))
-        starts = [(rank, run, run.at(rank)) for rank in range(len(held)) for run in rows.runs]
+        starts = [(rank, run, run.first_row(rank)) for rank in range(len(held)) for run in rows.runs]
         if any(
-            one.ndim != expected.ndim or one.shape[dim] != sum(run.of(rank) for run in rows.runs)
+            one.ndim != expected.ndim or one.shape[dim] != sum(run.row_count(rank) for run in rows.runs)
             for rank, one in enumerate(held)
         ):
             continue
-        if expected.shape[dim] != max(start + run.of(rank) for rank, run, start in starts):
+        if expected.shape[dim] != max(start + run.row_count(rank) for rank, run, start in starts):
             continue
         for how in ("", "summed over the ranks that share heads"):
             whole = torch.zeros_like(expected)
             for rank, one in enumerate(held):
-                parts = one.to(whole.dtype).split([run.of(rank) for run in rows.runs], dim)
+                parts = one.to(whole.dtype).split([run.row_count(rank) for run in rows.runs], dim)
                 for part, run in zip(parts, rows.runs, strict=True):
-                    place = whole.narrow(dim, run.at(rank), run.of(rank))
+                    place = whole.narrow(dim, run.first_row(rank), run.row_count(rank))
                     if how:
                         place += part
                     else:

@@ -20,7 +20,7 @@ def selected(local: torch.Tensor, layout: Layout, rank: int, group: Group) -> to
     dim, runs = layout.rows
     if isinstance(layout.placement, Shard):
         return _OfShards.apply(local, dim, runs, layout.placement.dim, rank, group)
-    return of_ranges(local, dim, [(run.at(rank), run.of(rank)) for run in runs])
+    return of_ranges(local, dim, [(run.first_row(rank), run.row_count(rank)) for run in runs])
 
 
 def of_ranges(local: torch.Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
@@ -56,20 +56,24 @@ class _OfShards(torch.autograd.Function):
         ctx.dim, ctx.runs, ctx.sharded, ctx.rank, ctx.group = dim, runs, sharded, rank, group
         ranks, rows = group[1], shard.movedim(dim, 0)
         sent = torch.cat(
-            [_filled(rows.narrow(0, run.at(r), run.of(r)), run, 0) for r in range(ranks) for run in runs]
+            [
+                _filled(rows.narrow(0, run.first_row(r), run.row_count(r)), run, 0)
+                for r in range(ranks)
+                for run in runs
+            ]
         )
         came = all_to_all(sent.view(ranks, -1, *rows.shape[1:]), group)
         made = torch.cat([one.movedim(0, dim) for one in came.unbind()], sharded)
-        if all(run.even for run in runs):
+        if all(run.is_even for run in runs):
             return made
         slices = zip(made.split([run.size for run in runs], dim), runs, strict=True)
-        return torch.cat([one.narrow(dim, 0, run.of(rank)) for one, run in slices], dim)
+        return torch.cat([one.narrow(dim, 0, run.row_count(rank)) for one, run in slices], dim)
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
         ranks, runs = ctx.group[1], ctx.runs
-        if not all(run.even for run in runs):
-            slices = grad.split([run.of(ctx.rank) for run in runs], ctx.dim)
+        if not all(run.is_even for run in runs):
+            slices = grad.split([run.row_count(ctx.rank) for run in runs], ctx.dim)
             grad = torch.cat([_filled(*one, ctx.dim) for one in zip(slices, runs, strict=True)], ctx.dim)
         sent = torch.stack([one.movedim(ctx.dim, 0) for one in grad.chunk(ranks, ctx.sharded)])
         came = exchange(sent, ctx.group).movedim(1, ctx.dim + 1)
@@ -87,6 +91,6 @@ def _put_back(grads: Sequence[torch.Tensor], dim: int, runs: Sequence[Run]) -> t
     slices: dict[int, torch.Tensor] = {}
     for rank, grad in enumerate(grads):
         for run, one in zip(runs, grad.split([run.size for run in runs], dim), strict=True):
-            first, one = run.at(rank), one.narrow(dim, 0, run.of(rank))
+            first, one = run.first_row(rank), one.narrow(dim, 0, run.row_count(rank))
             slices[first] = slices[first] + one if first in slices else one
     return torch.cat([slices[first] for first in sorted(slices)], dim)
