@@ -20,7 +20,7 @@ from titanplans.plan.resolve import Entry, ResolvedPlan
 from titanplans.split.border import Border
 from titanplans.split.collectives import group_of
 from titanplans.split.experts.dispatch import ExpertRanks
-from titanplans.split.layout import Layout, StreamLayout, rows_read
+from titanplans.split.layout import Layout, StreamLayout, rows_used
 from titanplans.split.local_code import HeadRanks
 from titanplans.split.meshes import CutMeshes
 from titanplans.split.module_weight import MixerSlice, ParameterMemo, ParameterMesh, localize
@@ -246,6 +246,6 @@ def _rows_of_rank(
     layout: Layout, shape: tuple[int, ...], rank: int, degree: int
 ) -> tuple[int, RowRanges] | None:
     """Return the dimension and the rows of a parameter that `rank` of `degree` uses; None: all of it."""
-    if (rows := rows_read(layout, shape, degree)) is None:
+    if (rows := rows_used(layout, shape, degree)) is None:
         return None
     return rows.dim, tuple((run.first_row(rank), run.row_count(rank)) for run in rows.runs)

@@ -131,7 +131,7 @@ def rows_of(dim: int, sections: Sequence[Section], degree: int) -> Rows:
     return Rows(dim, tuple(runs))
 
 
-def rows_read(layout: Layout, shape: Sequence[int], ranks: int) -> Rows | None:
+def rows_used(layout: Layout, shape: Sequence[int], ranks: int) -> Rows | None:
     """Return the rows that each of `ranks` ranks uses of a full tensor of `shape`; None: all of it."""
     if layout.rows is not None or not isinstance(layout.placement, Shard):
         return layout.rows

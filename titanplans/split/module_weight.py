@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from titanplans.errors import ParallelError, PlanError
 from titanplans.split.collectives import Group
-from titanplans.split.layout import Layout, rows_read
+from titanplans.split.layout import Layout, rows_used
 from titanplans.split.parameters.selection import of_ranges, selected
 from titanplans.split.state import SplitState, make_state, specialise, state_of, subclass
 from titanplans.text import class_name
@@ -143,7 +143,7 @@ def localize(
     layouts = dict(layouts)
     for name, layout in layouts.items():
         if name in buffers:
-            rows = rows_read(layout, getattr(module, name).shape, group[1])
+            rows = rows_used(layout, getattr(module, name).shape, group[1])
             layouts[name] = layout._replace(placement=Replicate(), rows=rows)
         elif mesh is not None:
             param = module._parameters[name]
