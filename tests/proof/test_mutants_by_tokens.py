@@ -11,7 +11,7 @@ from tests.support.plain_proofs import verify_sharded
 from titanplans import Degrees, registered_plans
 from titanplans.errors import PlanError
 from titanplans.split.collectives import collect
-from titanplans.split.own_tokens import OwnTokens
+from titanplans.split.own_tokens import LocalTokens
 
 PLANS = registered_plans()
 
@@ -105,9 +105,9 @@ def test_it_is_found_placed_and_told(name, cut):
 @pytest.mark.parametrize("wrong", ["own_gradient", "no_tokens"])
 def test_a_cut_that_loses_gradients_or_tokens(wrong, monkeypatch):
     if wrong == "own_gradient":  # of what every rank has read, as if only its own tokens had been
-        monkeypatch.setattr(OwnTokens, "gather", _collected)
+        monkeypatch.setattr(LocalTokens, "gather", _collected)
     else:  # the first rank's for all
-        monkeypatch.setattr(OwnTokens, "own", _of_first_rank)
+        monkeypatch.setattr(LocalTokens, "take_local", _of_first_rank)
     assert not proved("rwkv6", PLANS["rwkv6"]).passed
 
 
@@ -115,7 +115,7 @@ def _collected(tokens, x):
     return collect(x, tokens.dim, x.shape[tokens.dim] * tokens.ranks, tokens.rank, tokens.group)
 
 
-def _of_first_rank(tokens, x, dim=None, own=OwnTokens.own):
+def _of_first_rank(tokens, x, dim=None, take_local=LocalTokens.take_local):
     first = copy.copy(tokens)
     first.rank = 0
-    return own(first, x, dim)
+    return take_local(first, x, dim)

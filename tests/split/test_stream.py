@@ -13,7 +13,7 @@ from tests import zoo
 from titanplans import apply_plan
 from titanplans.loss import cross_entropy
 from titanplans.proof.ranks.fake import fake_ranks
-from titanplans.split.own_tokens import GatherPermission, OwnTokens
+from titanplans.split.own_tokens import GatherPermission, LocalTokens
 from titanplans.split.tokens.sharded_sequence import ShardedSequence, sharded_sequence
 
 LENGTH, CONTEXT = 24, 2
@@ -70,7 +70,7 @@ def test_no_hidden_states_of_all_tokens_are_made(name, sizes, recomputed):
 
 def test_a_fake_tensor_looks_whole():
     with fake_ranks(CONTEXT, cp=CONTEXT) as mesh, FakeTensorMode():
-        tokens = OwnTokens(mesh["cp"], 1)
+        tokens = LocalTokens(mesh["cp"], 1)
         shard = torch.empty(1, LENGTH // CONTEXT, 8, requires_grad=True)
         whole = sharded_sequence(shard, tokens, GRANTED)
         assert isinstance(whole, ShardedSequence)
@@ -84,7 +84,7 @@ def test_a_fake_tensor_looks_whole():
 
 def test_what_looks_whole_is_made_to_require_a_gradient():
     with fake_ranks(CONTEXT, cp=CONTEXT) as mesh:
-        tokens = OwnTokens(mesh["cp"], 1)
+        tokens = LocalTokens(mesh["cp"], 1)
         whole = sharded_sequence(torch.ones(1, LENGTH // CONTEXT, 8), tokens, GRANTED)
         assert whole.requires_grad_() is whole
         assert not whole.gathered, "it was gathered"
@@ -109,7 +109,7 @@ class Doubled(torch.autograd.Function):
 
 def test_an_autograd_function_saves_numbers():
     with fake_ranks(CONTEXT, cp=CONTEXT) as mesh:
-        tokens = OwnTokens(mesh["cp"], 1)
+        tokens = LocalTokens(mesh["cp"], 1)
         shard = torch.ones(1, LENGTH // CONTEXT, 8, requires_grad=True)
         doubled = Doubled.apply(sharded_sequence(shard, tokens, GRANTED, partial=True))
         assert type(doubled) is torch.Tensor, "made of tokens whose graph the function has not"

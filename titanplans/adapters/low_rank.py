@@ -117,7 +117,7 @@ class LowRankDropout(nn.Module):
             shape[tokens.dim] *= tokens.ranks
         kept = torch.rand(shape, device=x.device) >= self.p
         if tokens is not None:
-            kept = tokens.own(kept)
+            kept = tokens.take_local(kept)
         return x * kept.narrow(-1, first, own) / (1 - self.p)
 
 

@@ -106,7 +106,7 @@ class FusedLoss:
         given = labels
         if self._border is not None and (tokens := self._border.tokens).ranks > 1:
             # Of sequences packed into one row hidden states are [1, B * L, H].
-            labels = tokens.own(labels.reshape(*hidden.shape[: tokens.dim], -1))
+            labels = tokens.take_local(labels.reshape(*hidden.shape[: tokens.dim], -1))
         if labels.numel() != hidden.shape[:-1].numel():
             raise NotFused(
                 f"{labels.numel()} labels for hidden states of shape {tuple(hidden.shape)} at the head",

@@ -27,7 +27,7 @@ import torch
 from titanplans.split.collectives import Group, gather, group_of, scatter_sum, sum_gradients, sum_ranks
 from titanplans.split.layout import StreamLayout
 from titanplans.split.meshes import CutMeshes
-from titanplans.split.own_tokens import OwnTokens
+from titanplans.split.own_tokens import LocalTokens
 from titanplans.split.stream import Stream
 
 
@@ -47,7 +47,7 @@ class Border:
         self.meshes, self.mesh = meshes, meshes.tp
         self.group: Group = ("", 1) if meshes.tp is None else group_of(meshes.tp)
         self.rank = 0 if meshes.tp is None else meshes.tp.get_local_rank()
-        self.tokens = OwnTokens(meshes.cp, layout.sequence_dim)
+        self.tokens = LocalTokens(meshes.cp, layout.sequence_dim)
         self.stream = Stream(layout, self.group, self.rank, self.tokens)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Border":

@@ -42,7 +42,7 @@ class GatherPermission(NamedTuple):
             )
 
 
-class OwnTokens:
+class LocalTokens:
     """The local tokens of this rank on a 1-D mesh of context parallelism.
 
     Args:
@@ -59,7 +59,7 @@ class OwnTokens:
         self.region_shape = torch.Size()
         """The shape of the full sequence in the latest region that mixes tokens; empty if its forward runs in full."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "OwnTokens":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LocalTokens":
         return self  # it holds a mesh, which is not copied; a plan's functions hold it, too, and run in the same forward
 
     @property
@@ -67,7 +67,7 @@ class OwnTokens:
         """The number of context-parallel ranks."""
         return self.group[1]
 
-    def own(self, x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    def take_local(self, x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
         """Return this rank's tokens of `x`, which is replicated or a `ShardedSequence`.
 
         If the length is not a multiple of the ranks, as at the head after a forward in full, the last ranks have fewer.

@@ -25,7 +25,7 @@ from titanplans.errors import PlanError
 from titanplans.split.arguments import positional
 from titanplans.split.collectives import Group, collect, take_shard
 from titanplans.split.layout import StreamLayout
-from titanplans.split.own_tokens import OwnTokens
+from titanplans.split.own_tokens import LocalTokens
 from titanplans.text import class_name
 from titanplans.torch_private.autograd import in_backward
 
@@ -50,7 +50,7 @@ class Stream:
         tokens: the local tokens of this rank under context parallelism.
     """
 
-    def __init__(self, layout: StreamLayout, group: Group, rank: int, tokens: OwnTokens):
+    def __init__(self, layout: StreamLayout, group: Group, rank: int, tokens: LocalTokens):
         self.group, self.rank, self.tokens = group, rank, tokens
         self.shards_sequence = layout.dim is not None or tokens.ranks > 1
         """Between regions this rank holds only some of the tokens."""
@@ -140,7 +140,7 @@ class Stream:
         """Return this rank's shard of `x` [B, L, D], which is replicated."""
         if self._in_full:
             return x
-        x = self.tokens.own(x)
+        x = self.tokens.take_local(x)
         return x if self._dim is None else take_shard(x, self._dim, self.rank, self.group)
 
     def full(self, x: torch.Tensor) -> torch.Tensor:

@@ -127,7 +127,7 @@ def _with_local_tokens(cls: type[nn.Module], begins_stream: bool) -> type[nn.Mod
         stream.note_embedding(input.shape[tokens.dim], begins=begins_stream)
         if stream.runs_in_full:
             return cls.forward(self, input)
-        out = cls.forward(self, tokens.own(input))
+        out = cls.forward(self, tokens.take_local(input))
         if begins_stream:
             return out
         return sharded_sequence(

@@ -70,7 +70,7 @@ class _HeadHooks:
             return border.enter(hidden_states)
         # Without gathered logits, each CP rank computes the logits of its local tokens.
         if not border.stream.gathers_logits:
-            hidden_states = tokens.own(hidden_states)
+            hidden_states = tokens.take_local(hidden_states)
         return border.enter_full(hidden_states)
 
     def leave(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from torch.overrides import get_overridable_functions, get_testing_overrides, re
 from torch.utils._pytree import tree_leaves
 
 from titanplans import PlanError
-from titanplans.split.own_tokens import GatherPermission, OwnTokens
+from titanplans.split.own_tokens import GatherPermission, LocalTokens
 from titanplans.split.tokens import sharded_sequence as rules
 from titanplans.split.tokens.sharded_sequence import ShardedSequence, sharded_sequence
 
@@ -24,7 +24,7 @@ LEFT_OUT = """
 """Functions whose result is memory or an address, or of no tensor's numbers."""
 
 
-class Alone(OwnTokens):
+class Alone(LocalTokens):
     """The last of two ranks; it knows the numbers of the other."""
 
     def __init__(self, whole):
@@ -34,7 +34,7 @@ class Alone(OwnTokens):
         return Gathered.apply(x, self)
 
     def sum(self, x):
-        return self.own(x)
+        return self.take_local(x)
 
 
 class Gathered(torch.autograd.Function):
@@ -45,11 +45,11 @@ class Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.tokens.own(grad), None
+        return ctx.tokens.take_local(grad), None
 
 
 def own(x):
-    return Alone(None).own(x)
+    return Alone(None).take_local(x)
 
 
 def other():

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from titanplans.split.collectives import all_to_all
-from titanplans.split.own_tokens import OwnTokens
+from titanplans.split.own_tokens import LocalTokens
 
 RowRanges = tuple[tuple[int, int], ...]
 """Rows of a dimension: the first and the number of each run."""
@@ -36,7 +36,7 @@ class Share:
 class HeadExchange(NamedTuple):
     """Which rows of a projection go to which rank."""
 
-    tokens: OwnTokens
+    tokens: LocalTokens
     share: Share
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from titanplans.errors import PlanError
-from titanplans.split.own_tokens import GatherPermission, OwnTokens
+from titanplans.split.own_tokens import GatherPermission, LocalTokens
 from titanplans.torch_private.dispatch import (
     schema,
     tree_leaves,
@@ -61,7 +61,7 @@ class ShardedSequence(torch.Tensor):
     """A full sequence, whose tokens on this rank are `shard`; made by `sharded_sequence`."""
 
     shard: torch.Tensor
-    tokens: OwnTokens
+    tokens: LocalTokens
     permission: GatherPermission
     partial: bool
     """To be summed over the ranks."""
@@ -148,7 +148,7 @@ class ShardedSequence(torch.Tensor):
 
 
 def sharded_sequence(
-    shard: torch.Tensor, tokens: OwnTokens, permission: GatherPermission, *, partial: bool = False
+    shard: torch.Tensor, tokens: LocalTokens, permission: GatherPermission, *, partial: bool = False
 ) -> ShardedSequence:
     """Return the sequence of which `shard` are the tokens of this rank.
 
@@ -161,7 +161,7 @@ def sharded_sequence(
 
 
 def _filled(
-    sequence: Any, shard: torch.Tensor, tokens: OwnTokens, permission: GatherPermission, partial: bool
+    sequence: Any, shard: torch.Tensor, tokens: LocalTokens, permission: GatherPermission, partial: bool
 ) -> ShardedSequence:
     sequence.shard, sequence.tokens, sequence.partial = shard, tokens, partial
     sequence.permission, sequence.gathered = permission, {}
@@ -273,7 +273,7 @@ def _of_numbers(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
                     f"{name} changes a partial sum in place, and a rank of context parallelism keeps "
                     "its own tokens of it: write the result to another tensor, x = x + y"
                 )
-            x.shard, x.gathered = x.tokens.own(numbers), {}
+            x.shard, x.gathered = x.tokens.take_local(numbers), {}
             result = x if result is numbers else result
     return result
 
@@ -288,7 +288,7 @@ class _Look(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
-        return (ctx.tokens.own(grad) if ctx.partial else ctx.tokens.sum(grad)), None, None
+        return (ctx.tokens.take_local(grad) if ctx.partial else ctx.tokens.sum(grad)), None, None
 
 
 class _Placed(torch.autograd.Function):
@@ -303,4 +303,4 @@ class _Placed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
-        return ctx.tokens.own(grad), None
+        return ctx.tokens.take_local(grad), None
