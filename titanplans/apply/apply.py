@@ -32,7 +32,7 @@ from titanplans.split.guards.inputs import Forwards, guard_forwards
 from titanplans.split.guards.unsupported_methods import refuse_unsupported_methods
 from titanplans.split.layout import Layout
 from titanplans.split.local_code import set_attributes, set_functions
-from titanplans.split.meshes import CutMeshes, meshes_of
+from titanplans.split.meshes import SplitMeshes, meshes_of
 from titanplans.split.module_weight import localize_blocks_at_once
 from titanplans.split.parameters.loaded_state import load_as_shards
 from titanplans.split.parameters.replaced import parameters_of, retire_replaced
@@ -190,7 +190,7 @@ def apply_plan(
 
 def choose_way(
     checked: Checked,
-    meshes: CutMeshes,
+    meshes: SplitMeshes,
     experts: DeviceMesh | None = None,
     capacity: float | None = None,
     *,

@@ -22,7 +22,7 @@ from titanplans.split.collectives import group_of
 from titanplans.split.experts.dispatch import ExpertRanks
 from titanplans.split.layout import Layout, StreamLayout, rows_used
 from titanplans.split.local_code import HeadRanks
-from titanplans.split.meshes import CutMeshes
+from titanplans.split.meshes import SplitMeshes
 from titanplans.split.module_weight import MixerSlice, ParameterMemo, ParameterMesh, localize
 from titanplans.split.state import make_state
 from titanplans.split.tokens.exchange import RowRanges, Share, number_of, ranges_within
@@ -63,7 +63,7 @@ class ByWeights:
 
     distributes = sum_over_cp = True
 
-    def __init__(self, meshes: CutMeshes, stream: StreamLayout):
+    def __init__(self, meshes: SplitMeshes, stream: StreamLayout):
         self.mesh, self.border = meshes.sharing, Border(meshes, stream)
         self.ranks = _tp_ranks(self.border)
         self._over, self._memo = ParameterMesh(meshes.tp), ParameterMemo()
@@ -85,7 +85,7 @@ class ByTokens:
             mesh of data parallelism includes these ranks, and sums.
     """
 
-    def __init__(self, plan: ResolvedPlan, meshes: CutMeshes, *, sum_over_cp: bool):
+    def __init__(self, plan: ResolvedPlan, meshes: SplitMeshes, *, sum_over_cp: bool):
         self.plan, self.mesh = plan, meshes.sharing
         self.border = border = Border(meshes, plan.source.options.stream)
         self.tp, self.cp = border.group[1], border.tokens.ranks
@@ -227,7 +227,7 @@ class Unsplit:
 
     def __init__(self, alone: DeviceMesh):
         self.mesh = alone
-        self.border = Border(CutMeshes(None, None, alone, alone), StreamLayout(sharded=False))
+        self.border = Border(SplitMeshes(None, None, alone, alone), StreamLayout(sharded=False))
         self.ranks = HeadRanks(0, 1, (alone.get_group().group_name, 1), self.border, (0,))
 
     def lay_out(self, entry: Entry) -> None:

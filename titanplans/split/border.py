@@ -26,7 +26,7 @@ import torch
 
 from titanplans.split.collectives import Group, gather, group_of, scatter_sum, sum_gradients, sum_ranks
 from titanplans.split.layout import StreamLayout
-from titanplans.split.meshes import CutMeshes
+from titanplans.split.meshes import SplitMeshes
 from titanplans.split.own_tokens import LocalTokens
 from titanplans.split.stream import Stream
 
@@ -43,7 +43,7 @@ class Border:
         layout: of the stream.
     """
 
-    def __init__(self, meshes: CutMeshes, layout: StreamLayout):
+    def __init__(self, meshes: SplitMeshes, layout: StreamLayout):
         self.meshes, self.mesh = meshes, meshes.tp
         self.group: Group = ("", 1) if meshes.tp is None else group_of(meshes.tp)
         self.rank = 0 if meshes.tp is None else meshes.tp.get_local_rank()

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanplans.torch_private.dtensor import flatten_mesh
 
 
-class CutMeshes(NamedTuple):
+class SplitMeshes(NamedTuple):
     """The tensor-parallel and context-parallel meshes of a layer."""
 
     tp: DeviceMesh | None
@@ -20,7 +20,7 @@ class CutMeshes(NamedTuple):
     """1-D: all tp x cp ranks, which work on the same batch."""
 
 
-def meshes_of(mesh: DeviceMesh, sharing: DeviceMesh | None = None) -> CutMeshes:
+def meshes_of(mesh: DeviceMesh, sharing: DeviceMesh | None = None) -> SplitMeshes:
     """Return the meshes of `mesh`, whose dimensions are "cp", "tp" or both; a 1-D mesh without names is "tp".
 
     Args:
@@ -30,9 +30,9 @@ def meshes_of(mesh: DeviceMesh, sharing: DeviceMesh | None = None) -> CutMeshes:
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     if sizes.get("cp", 1) == 1:
         tp = mesh["tp"] if mesh.ndim > 1 else mesh
-        return CutMeshes(tp, None, tp, tp)
+        return SplitMeshes(tp, None, tp, tp)
     cp = mesh["cp"]
     if sizes.get("tp", 1) == 1:
-        return CutMeshes(None, cp, cp, cp)
+        return SplitMeshes(None, cp, cp, cp)
     both = mesh["cp", "tp"]
-    return CutMeshes(mesh["tp"], cp, both, flatten_mesh(both, "heads") if sharing is None else sharing)
+    return SplitMeshes(mesh["tp"], cp, both, flatten_mesh(both, "heads") if sharing is None else sharing)

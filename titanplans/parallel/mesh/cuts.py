@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanplans.parallel.mesh.mesh import Mesh
-from titanplans.split.meshes import CutMeshes, meshes_of
+from titanplans.split.meshes import SplitMeshes, meshes_of
 from titanplans.torch_private.dtensor import concatenate_meshes, flatten_mesh
 
 
-def meshes_to_cut(mesh: Any) -> CutMeshes | None:
+def meshes_to_cut(mesh: Any) -> SplitMeshes | None:
     """Return the meshes of tensor and context parallelism of `mesh`; None where both degrees are 1.
 
     Args:
