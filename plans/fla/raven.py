@@ -17,7 +17,7 @@ class RavenPlan(MixerPlan):
     for_all_heads = ("q_norm", "k_norm", "o_norm", "feature_map.layer")
 
     def attn_plan(self, attn: nn.Module) -> Plan:
-        if attn.add_gumbel_noise and self.options.degrees.sharing > 1:
+        if attn.add_gumbel_noise and self.options.degrees.tp_cp > 1:
             raise PlanError(
                 "add_gumbel_noise = True: ranks that split the heads can't draw the noise that the unsplit model draws for "
                 "each head; set add_gumbel_noise = False"

@@ -14,7 +14,7 @@ class StableLmPlan(LlamaPlan):
     def attn_plan(self, attn: Any) -> Plan:
         plan = super().attn_plan(attn)
         if attn.qk_layernorm:
-            degree = self.options.degrees.sharing
+            degree = self.options.degrees.tp_cp
             if degree > attn.num_key_value_heads:
                 raise PlanError(
                     f"qk_layernorm with num_key_value_heads = {attn.num_key_value_heads} below "

@@ -80,7 +80,7 @@ class AppliedPlan:
     @property
     def mesh(self) -> DeviceMesh:
         """The 1-D mesh of the ranks that work on the same batch."""
-        return self.border.meshes.sharing
+        return self.border.meshes.tp_cp
 
 
 def check_plan(
@@ -200,8 +200,8 @@ def choose_way(
     way: Way
     if meshes.cp is not None:
         way = ByTokens(checked.plan, meshes, sum_over_cp=sum_over_cp)
-    elif meshes.sharing.size() == 1 and experts is not None:
-        way = Unsplit(meshes.sharing)
+    elif meshes.tp_cp.size() == 1 and experts is not None:
+        way = Unsplit(meshes.tp_cp)
     else:
         way = ByWeights(meshes, checked.plan.source.options.stream)
     if capacity is not None and not capacity > 0:

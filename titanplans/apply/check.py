@@ -78,7 +78,7 @@ def check(
         raise PlanError(reason, key=key, style=plan.styles[key], module=plan.module_at(key))
     check_tied(plan)
     check_experts(plan)
-    check_dropout(model, source.options.degrees.sharing)
+    check_dropout(model, source.options.degrees.tp_cp)
     check_degree(plan, dtype)
     crossings = check_float8(plan, backend)
     if source.options.degrees.cp > 1:

@@ -64,7 +64,7 @@ class ByWeights:
     distributes = sum_over_cp = True
 
     def __init__(self, meshes: SplitMeshes, stream: StreamLayout):
-        self.mesh, self.border = meshes.sharing, Border(meshes, stream)
+        self.mesh, self.border = meshes.tp_cp, Border(meshes, stream)
         self.ranks = _tp_ranks(self.border)
         self._over, self._memo = ParameterMesh(meshes.tp), ParameterMemo()
 
@@ -86,13 +86,13 @@ class ByTokens:
     """
 
     def __init__(self, plan: ResolvedPlan, meshes: SplitMeshes, *, sum_over_cp: bool):
-        self.plan, self.mesh = plan, meshes.sharing
+        self.plan, self.mesh = plan, meshes.tp_cp
         self.border = border = Border(meshes, plan.source.options.stream)
         self.tp, self.cp = border.group[1], border.tokens.ranks
         self.rank = border.rank * self.cp + border.tokens.rank
         # By number, TP rank first, the rank in the group, in which the CP rank comes first.
         order = tuple(rank % self.cp * self.tp + rank // self.cp for rank in range(self.tp * self.cp))
-        self.ranks = HeadRanks(self.rank, len(order), group_of(meshes.sharing), border, order)
+        self.ranks = HeadRanks(self.rank, len(order), group_of(meshes.tp_cp), border, order)
         if sum_over_cp:
             self._over = ParameterMesh(meshes.both, copies=1, cut=meshes.tp is not None)
         else:

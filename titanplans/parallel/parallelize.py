@@ -136,7 +136,7 @@ def apply_steps(
     """Do what `parallelize` does once nothing is to be refused; the arguments are its, and those of `parallelize_stage`."""
     record, over = record_of(model), fsdp_mesh(mesh)
     meshes, experts = meshes_to_cut(mesh), meshes_of_experts(mesh)
-    backend = None if meshes is None else dist.get_backend(meshes.sharing.get_group())
+    backend = None if meshes is None else dist.get_backend(meshes.tp_cp.get_group())
     checked = _prepare(model, config, Degrees(tp=mesh.tp, cp=mesh.cp, ep=mesh.ep), over.device_type, backend)
     if (converted := record.float8) is not None:
         if config.float8.enable_fsdp_float8_all_gather:

@@ -44,8 +44,8 @@ class Degrees:
             )
 
     @property
-    def sharing(self) -> int:
-        """The number of ranks that work on the same batch, and share the heads of a mixer."""
+    def tp_cp(self) -> int:
+        """Number of tp x cp ranks, which work on the same batch and split the heads of a mixer."""
         return self.tp * self.cp
 
     def as_sizes(self) -> dict[str, int]:

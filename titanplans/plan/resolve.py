@@ -173,7 +173,7 @@ def _entry(key: str, style: Style, plan: Plan, modules: Mapping[str, nn.Module],
         layout = style.layout(parameter, getattr(module, parameter), over)
         return {} if layout is None else with_factors(module, {parameter: layout})
 
-    tp, heads = options.degrees.tp, options.degrees.sharing
+    tp, heads = options.degrees.tp, options.degrees.tp_cp
     of_tp = layouts(tp)
     return Entry(key, style, path, module, parameter, of_tp, of_tp if heads == tp else layouts(heads))
 

@@ -59,7 +59,7 @@ class Proof:
         self, accepted: Sequence[TPOptions], plain: Scenario, conditions: str
     ) -> tuple[list[Case], tuple[Scenario, ...]]:
         """Return the cases that cover the `conditions` of this model, and their trainings."""
-        self.ranks = max(options.degrees.sharing for options in accepted)
+        self.ranks = max(options.degrees.tp_cp for options in accepted)
         if conditions == "plain":
             self.unreached = ["any condition: one plain step was asked for", *self._text_alone([plain])]
             return [(options, _fitting(plain, options)) for options in accepted], (plain,)
@@ -148,15 +148,15 @@ class Proof:
                 self.progress(case_name(options))
             return prove_case(reference, self.plan, options, scenario, world)
 
-        result = self.worlds.run(options.degrees.sharing, prove)
+        result = self.worlds.run(options.degrees.tp_cp, prove)
         for number in (DRAWS,) if reference.tolerance.exact else (DRAWS, MORE_DRAWS):
             if result.beyond_tolerance and reference.draws < number:
                 self.progress("more perturbed runs of the whole model")
                 reference.draw(number)
-                result = self.worlds.run(options.degrees.sharing, prove)
+                result = self.worlds.run(options.degrees.tp_cp, prove)
         # A plan that calls dist.get_rank() may act differently in the other replica.
         if result.passed and result.notes:
-            result = self.worlds.run(options.degrees.sharing, prove, replica=0)
+            result = self.worlds.run(options.degrees.tp_cp, prove, replica=0)
         return result
 
 
@@ -171,4 +171,4 @@ def by_reference(cases: Sequence[Case]) -> list[list[int]]:
     groups: dict[Scenario, list[int]] = {}
     for at, (_, scenario) in enumerate(cases):
         groups.setdefault(scenario.whole, []).append(at)
-    return sorted(groups.values(), key=lambda group: -sum(cases[at][0].degrees.sharing for at in group))
+    return sorted(groups.values(), key=lambda group: -sum(cases[at][0].degrees.tp_cp for at in group))

@@ -250,8 +250,8 @@ def cuts_of(
         return CUTS + EXPERTS * any(interface_of(module) is not None for module in model.modules()) + stages
     cuts = tuple(one if isinstance(one, Degrees) else Degrees(tp=one) for one in degrees)
     for cut in cuts:
-        if cut.sharing % cut.ep:
-            works = [n for n in range(1, cut.sharing + 1) if cut.sharing % n == 0]
+        if cut.tp_cp % cut.ep:
+            works = [n for n in range(1, cut.tp_cp + 1) if cut.tp_cp % n == 0]
             raise PlanError(
                 f"ep = {cut.ep}: it does not divide tp x cp = {cut.tp} x {cut.cp}, the proof's ranks: {either(works)} would "
                 "work"
@@ -260,12 +260,12 @@ def cuts_of(
             raise PlanError(
                 f"degrees = {cut}: stages are proved on ranks that are threads, which hold all of them: leave ranks out"
             )
-        if size is not None and cut.sharing != size:
+        if size is not None and cut.tp_cp != size:
             raise PlanError(
                 f"degrees = {cut}, but the process group has {size} ranks and proves degree {size} only: start as many "
                 "processes as tp x cp, or leave ranks out"
             )
-    if not cuts or (size is None and min(cut.sharing * cut.pp for cut in cuts) == 1):
+    if not cuts or (size is None and min(cut.tp_cp * cut.pp for cut in cuts) == 1):
         raise PlanError(
             f"degrees = [{', '.join(map(str, cuts))}]: nothing is split, so nothing can be proved: name degrees of 2 "
             "or more"

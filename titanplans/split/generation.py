@@ -33,7 +33,7 @@ def _generating(cls: type[nn.Module]) -> type[nn.Module]:
         before, border.stream.gathers_logits = border.stream.gathers_logits, True
         try:
             # It samples with torch's default generator.
-            with _generator_of_first_rank(border.meshes.sharing):
+            with _generator_of_first_rank(border.meshes.tp_cp):
                 return original(self, *args, **kwargs)
         finally:
             border.stream.gathers_logits = before

@@ -16,16 +16,16 @@ class SplitMeshes(NamedTuple):
     """1-D; None: each rank has all tokens."""
     both: DeviceMesh
     """With the dimensions that are above 1: ("tp",), ("cp",) or ("cp", "tp")."""
-    sharing: DeviceMesh
+    tp_cp: DeviceMesh
     """1-D: all tp x cp ranks, which work on the same batch."""
 
 
-def meshes_of(mesh: DeviceMesh, sharing: DeviceMesh | None = None) -> SplitMeshes:
+def meshes_of(mesh: DeviceMesh, tp_cp: DeviceMesh | None = None) -> SplitMeshes:
     """Return the meshes of `mesh`, whose dimensions are "cp", "tp" or both; a 1-D mesh without names is "tp".
 
     Args:
         mesh: as above.
-        sharing: 1-D, all ranks of `mesh`; None: it is made if both dimensions are above 1, which is collective.
+        tp_cp: 1-D, all ranks of `mesh`; None: it is made if both dimensions are above 1, which is collective.
     """
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     if sizes.get("cp", 1) == 1:
@@ -35,4 +35,4 @@ def meshes_of(mesh: DeviceMesh, sharing: DeviceMesh | None = None) -> SplitMeshe
     if sizes.get("tp", 1) == 1:
         return SplitMeshes(None, cp, cp, cp)
     both = mesh["cp", "tp"]
-    return SplitMeshes(mesh["tp"], cp, both, flatten_mesh(both, "heads") if sharing is None else sharing)
+    return SplitMeshes(mesh["tp"], cp, both, flatten_mesh(both, "heads") if tp_cp is None else tp_cp)

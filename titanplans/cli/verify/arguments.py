@@ -109,7 +109,7 @@ def parse(argv: list[str]) -> Namespace:
         return request
     request.degrees = cuts(request.tp, request.cp, request.ep, request.pp)
     one_gpu = request.degrees == (Degrees(tp=1),) and request.ranks == "process_group"
-    if any(cut.sharing * cut.pp == 1 for cut in request.degrees or ()) and request.cp is None and not one_gpu:
+    if any(cut.tp_cp * cut.pp == 1 for cut in request.degrees or ()) and request.cp is None and not one_gpu:
         raise VerifyError(
             "--tp 1 splits nothing, so nothing can be proved: name degrees of 2 or more, or over one GPU --process-group "
             "--tp 1, which runs the split model's whole path"

@@ -111,12 +111,12 @@ def _check_launch(request: Namespace) -> None:
     cuts = request.degrees or ()
     if grouped != ({"RANK", "WORLD_SIZE"} <= os.environ.keys()):
         group = "" if grouped else " --process-group"
-        degree = cuts[0].sharing if cuts else 2
+        degree = cuts[0].tp_cp if cuts else 2
         raise VerifyError(
             "--process-group goes with torchrun, which starts a process for each rank, and torchrun with --process-group: "
             f"torchrun --nproc-per-node {degree} -m titanplans {request.words}{group}"
         )
-    if grouped and (any(cut.sharing != size for cut in cuts) or (size == 1 and not cuts)):
+    if grouped and (any(cut.tp_cp != size for cut in cuts) or (size == 1 and not cuts)):
         said = ", ".join(map(str, cuts)) or "--process-group"
         raise VerifyError(
             f"{said}: torchrun started {size} processes; start as many as tp x cp, two at least, or say --tp 1 for one"

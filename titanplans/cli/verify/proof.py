@@ -104,7 +104,7 @@ def prove(
     copies = (
         0
         if dist.is_initialized()
-        else max(options.degrees.sharing * options.degrees.pp for options in accepted)
+        else max(options.degrees.tp_cp * options.degrees.pp for options in accepted)
     )
     check_memory(model, prepared.batch_size * prepared.seq_len, prepared.dtype, device, copies)
     if fork and is_small(model, prepared.dtype):
@@ -143,7 +143,7 @@ def prove(
         watch=lambda report, of: watch(outcome(report, of)),
     )
     notes, counts = prepared.notes, []
-    splits = any(cut.sharing * cut.pp > 1 for cut in cuts)
+    splits = any(cut.tp_cp * cut.pp > 1 for cut in cuts)
     if not splits:
         notes += ("one rank: its code and kernels are those of a split model, and nothing is split",)
     if lacking is not None:
@@ -187,10 +187,10 @@ def _count(
 ) -> Communication:
     device = next(model.parameters()).device
     if dist.is_initialized():
-        shape = mesh_sizes(options.degrees.sharing, options.degrees.cp)
+        shape = mesh_sizes(options.degrees.tp_cp, options.degrees.cp)
         made = nullcontext(init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape)))
     else:
-        made = fake_ranks(options.degrees.sharing, options.degrees.cp, device.type)
+        made = fake_ranks(options.degrees.tp_cp, options.degrees.cp, device.type)
     with made as mesh:
         split = copy.deepcopy(model)
         applied = apply_plan(split, mesh, plan=plan, **keywords(options))

@@ -22,7 +22,7 @@ def code_of_ranks(plan: ResolvedPlan) -> tuple[dict[str, dict[str, Any]], dict[s
         PlanError: a module has no such attribute, or its code calls no such function.
     """
     model, decoder, degrees = plan.model, plan.decoder, plan.source.options.degrees
-    source = plan.source.counting_for(degrees.sharing)
+    source = plan.source.counting_for(degrees.tp_cp)
     attributes: dict[str, dict[str, Any]] = {}
     functions: dict[str, Functions] = {}
     with as_user_error(f"plan {type(source).__name__}"):
@@ -32,7 +32,7 @@ def code_of_ranks(plan: ResolvedPlan) -> tuple[dict[str, dict[str, Any]], dict[s
         attributes[""] = source.model_attributes(model)
     for name, mixer in decoder.mixers.items():
         if plan.split_key(name) is not None:
-            owner = source.plan_of(mixer).counting_for(degrees.sharing)
+            owner = source.plan_of(mixer).counting_for(degrees.tp_cp)
             with as_user_error(f"plan {type(owner).__name__}"):
                 attributes[name] = {**owner.queries_per_group(mixer), **owner.local_attributes(mixer)}
                 functions[name] = owner.local_functions(mixer)

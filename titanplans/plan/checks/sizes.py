@@ -55,7 +55,7 @@ def check_heads(plan: ResolvedPlan) -> None:
     Raises:
         PlanError: names the size and the products that suit all sizes.
     """
-    degree = plan.source.options.degrees.sharing
+    degree = plan.source.options.degrees.tp_cp
     in_mixers = [entry for entry in plan.entries if plan.token_region_of(entry) is not None]
     sizes = [size for entry in in_mixers for size in _sizes_of(entry, entry.head_layouts, degree, even=True)]
     _check(plan, degree, [*_head_counts(plan, degree), *sizes])

@@ -105,13 +105,13 @@ def cover(
     """
     blocks = (False, True) if recompute else (False,)
     states = list(itertools.product(range(len(trained)), (False, True), blocks, (False, True)))
-    smallest = min(options.degrees.sharing for options in grid)
-    cheap = [options for options in grid if options.degrees.sharing == smallest]
+    smallest = min(options.degrees.tp_cp for options in grid)
+    cheap = [options for options in grid if options.degrees.tp_cp == smallest]
     fewest = min(options.degrees.pp for options in cheap)
     parts = _single if quick else _pairs
     rows = [(o, d) for o in cheap for d in (dtypes if o.degrees.pp == fewest else dtypes[:1])]
     if not quick:
-        rows += [(o, dtypes[0]) for o in grid if o.degrees.sharing != smallest]
+        rows += [(o, dtypes[0]) for o in grid if o.degrees.tp_cp != smallest]
     every = [(*row, *state) for row in rows for state in states]
     covered: set[Any] = set()
 
