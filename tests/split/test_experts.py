@@ -360,7 +360,9 @@ def test_what_takes_every_row_for_every_expert_has_no_biases():
     for layer in model.model.layers:
         if (experts := getattr(layer.feed_forward, "experts", None)) is not None:
             experts.down_proj_bias = torch.nn.Parameter(torch.zeros(experts.num_experts, experts.hidden_size))
-    with pytest.raises(PlanError, match=r"every row for every expert, and has down_proj_bias: .*degree at 1"):
+    with pytest.raises(
+        PlanError, match=r"every token for every expert and has down_proj_bias: .*degree at 1"
+    ):
         check_plan(model, Degrees(ep=2))
 
 

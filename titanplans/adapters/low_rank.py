@@ -90,7 +90,7 @@ class LowRankDropout(nn.Module):
         p: the probability with which a number of the input is set to zero.
     """
 
-    draws_alike = True
+    is_split_invariant = True
 
     def __init__(self, p: float):
         super().__init__()

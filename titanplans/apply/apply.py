@@ -28,7 +28,7 @@ from titanplans.split.converted import Crossing, is_float8
 from titanplans.split.decoder import Decoder, Elsewhere, join
 from titanplans.split.generation import let_generate
 from titanplans.split.guards.first_forward import check_first_forward
-from titanplans.split.guards.inputs import Forwards, guard_forwards
+from titanplans.split.guards.inputs import ForwardFacts, guard_forwards
 from titanplans.split.guards.unsupported_methods import refuse_unsupported_methods
 from titanplans.split.layout import Layout
 from titanplans.split.local_code import set_attributes, set_functions
@@ -300,15 +300,15 @@ def _follow_forwards(plan: ResolvedPlan, border: Border) -> None:
     # Some of flash-linear-attention's models have one field for both, which fuses the head when they train.
     fused_loss = getattr(config, "fuse_linear_cross_entropy", getattr(config, "fuse_cross_entropy", False))
     heads = [entry.key for entry in plan.entries if entry.style.makes_logits]
-    forwards = Forwards(
+    facts = ForwardFacts(
         border,
-        own_loss=not loss_parallel and not fused_loss and border.tokens.ranks == 1,
+        can_compute_loss=not loss_parallel and not fused_loss and border.tokens.ranks == 1,
         has_head=decoder.head is not None,
-        ends_early=decoder.base != "" and decoder.head in heads,
+        can_end_before_head=decoder.base != "" and decoder.head in heads,
     )
-    guard_forwards(model, base, forwards)
+    guard_forwards(model, base, facts)
     begins_at = None if plan.begins_at is None else model.get_submodule(plan.begins_at)
-    follow_forwards(border.stream, model, base, begins_at, has_head=forwards.has_head)
+    follow_forwards(border.stream, model, base, begins_at, has_head=facts.has_head)
 
 
 def _check_distributed(plan: ResolvedPlan) -> None:

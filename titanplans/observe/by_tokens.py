@@ -96,7 +96,7 @@ def of_all_tokens(call: Call, applied: AppliedPlan) -> Call:
 def exchanged_rows(module: nn.Module, border: Border) -> int:
     """Return the rows of all ranks that the running call of `module`, a product, exchanges; 0 if it exchanges none."""
     state = state_of(module)
-    if state is None or state.heads is None or not state.reads_all:
+    if state is None or state.heads is None or not state.uses_all_rows:
         return 0
     return border.tokens.ranks * state.heads.share.rows
 

@@ -1,12 +1,9 @@
-"""Where the parts of a decoder stand, found by structure: no model library is imported.
-
-A causal language model here is an embedding, a `ModuleList` of blocks, a final norm and a head, under the usual names.
-A block holds a token mixer, an MLP and norms. A tower, such as a vision encoder, has blocks of its own.
+"""Find the parts of a decoder by its structure, without importing a model library: `find_decoder`.
 
     decoder = find_decoder(model)
     decoder.blocks[0].mixer        # "model.layers.0.self_attn"
 
-It is found once, before anything wraps a module, and passed along.
+It is called once, before anything wraps a module.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -20,7 +17,7 @@ from titanplans.torch_private.modules import CHECKPOINTED
 
 _LAYER_LISTS = ("layers", "blocks", "h")
 _HALVES = ("self_layers", "cross_layers")
-"""Two lists, one after the other, of a decoder whose second half reads what the first has made once."""
+"""Two consecutive lists of blocks of a decoder; those of the second all use what the first has computed once (YOCO)."""
 _FINAL_NORMS = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "final_norm")
 HEADS = ("lm_head", "output")
 _HEAD = "_head_of_plan"
@@ -29,12 +26,12 @@ MLPS = ("mlp", "ffn", "feed_forward")
 
 
 class Elsewhere(nn.Module):
-    """Stands in the place of a module that another stage of a pipeline holds: the stage has none."""
+    """Replaces a module that is on another pipeline stage."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """One block of a decoder. Names are fully qualified; what the block does not hold is None."""
+    """One block of a decoder: a token mixer, an MLP and norms. Names are fully qualified; None: there is no such module."""
 
     name: str
     module: nn.Module = field(compare=False, repr=False)
@@ -43,25 +40,25 @@ class Block:
     mlp: str | None
     norms: tuple[str, ...]
     kind: str
-    """The classes of the block, its mixer and its MLP, as words: "LlamaDecoderLayer (LlamaAttention, LlamaMLP)"."""
+    """The class names of the block, its mixer and its MLP: "LlamaDecoderLayer (LlamaAttention, LlamaMLP)"."""
 
     def child(self, name: str) -> nn.Module:
-        """Return the module of the block that is called `name`, fully qualified."""
+        """Return the module of the block with the fully qualified name `name`."""
         return self.module.get_submodule("" if name == self.name else name.removeprefix(f"{self.name}."))
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """The parts of a decoder by fully qualified name; what the model does not have is None."""
+    """A causal language model's embedding, `ModuleList` of blocks, final norm and head, by name; None: there is none."""
 
     blocks: tuple[Block, ...]
     embedding: str | None = None
     norm: str | None = None
     head: str | None = None
     base: str = ""
-    """The module that holds embedding, blocks and norm; "" is the model itself."""
+    """The module that holds embedding, blocks and norm; "": the model itself."""
     towers: tuple[tuple[str, ...], ...] = ()
-    """The names of the blocks of each tower: a list of blocks other than the decoder's, such as a vision encoder's."""
+    """The names of the blocks of each tower: a list of blocks that is not the decoder's, such as a vision encoder's."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -70,7 +67,7 @@ class Decoder:
 
     @property
     def block_lists(self) -> tuple[tuple[str, ...], ...]:
-        """The names of the decoder's blocks, then those of each tower."""
+        """The names of the decoder's blocks, followed by those of each tower."""
         return (self.names, *self.towers)
 
     @property
@@ -84,7 +81,7 @@ class Decoder:
         return {block.mlp: block.child(block.mlp) for block in self.blocks if block.mlp is not None}
 
     def mixer_around(self, name: str) -> str | None:
-        """Return the name of the token mixer inside which the module `name` stands, or None."""
+        """Return the name of the token mixer that contains the module `name`, or None."""
         return next((b.mixer for b in self.blocks if b.mixer and name.startswith(f"{b.mixer}.")), None)
 
 
@@ -93,18 +90,19 @@ def find_decoder(model: nn.Module, *, required: bool = True) -> Decoder:
 
     Args:
         model: a causal language model, on any device, split or unsplit.
-        required: refuse a model without blocks. Otherwise its decoder is empty: `blocks` is ().
+        required: refuse a model without blocks. If False, its decoder is empty: `blocks` is ().
 
     Raises:
-        PlanError: `model` has no ModuleList of blocks under one of the usual names, nor one alone.
+        PlanError: `model` has no ModuleList of blocks with one of the usual names, and not exactly one outermost
+        ModuleList.
     """
     blocks = _block_names(model)
     if not blocks:
         if not required:
             return Decoder(())
         raise PlanError(
-            f"{type(model).__name__} has no ModuleList of blocks named {either(_LAYER_LISTS)}, nor one ModuleList alone "
-            "that could be it: give it one of these names"
+            f"{type(model).__name__} has no ModuleList of blocks named {either(_LAYER_LISTS)}, and not exactly one "
+            "ModuleList that could be it: give it one of these names"
         )
     base_name = blocks[0].rpartition(".")[0].rpartition(".")[0]
     base = model.get_submodule(base_name)
@@ -121,31 +119,31 @@ def find_decoder(model: nn.Module, *, required: bool = True) -> Decoder:
 
 
 def find_head(model: nn.Module) -> str | None:
-    """Return the name of the head: what a plan of `model` gives `vocab_head()`; before it has one, by the usual names."""
+    """Return the name of the head: the module that the plan gives `vocab_head()`; without a plan, by the usual names."""
     return model.__dict__.get(_HEAD) or _first(HEADS, model)
 
 
 def name_head(model: nn.Module, head: str | None) -> None:
-    """Let `find_head` return `head`, which a plan of `model` names; None: it names none."""
+    """Let `find_head` return `head`, the head that the plan of `model` names; None: it names none."""
     model.__dict__[_HEAD] = head
 
 
 def find_block(module: nn.Module, name: str = "") -> Block:
     """Return the parts of the block `module`, whose fully qualified name is `name`."""
     mixer, mlp = _first(MIXERS, module), _first(MLPS, module)
-    parts = [type(module._modules[part]).__name__ for part in (mixer, mlp) if part is not None]
+    classes = [type(module._modules[child]).__name__ for child in (mixer, mlp) if child is not None]
     return Block(
         name,
         module,
         mixer=None if mixer is None else join(name, mixer),
         mlp=None if mlp is None else join(name, mlp),
         norms=tuple(join(name, child) for child, m in module.named_children() if "Norm" in type(m).__name__),
-        kind=f"{type(module).__name__} ({', '.join(parts)})",
+        kind=f"{type(module).__name__} ({', '.join(classes)})",
     )
 
 
 def _block_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the blocks in the outermost list of blocks; without a usual name, in the only outermost list."""
+    """Return the names of the blocks in the outermost list with a usual name, or else in the only outermost ModuleList."""
     lists = [
         name
         for name, module in model.named_modules()
@@ -179,50 +177,52 @@ def _towers(model: nn.Module, decoder: tuple[str, ...]) -> Iterator[tuple[str, .
 
 
 def _first(names: tuple[str, ...], module: nn.Module) -> str | None:
-    there = module._modules
-    return next((name for name in names if name in there and not isinstance(there[name], Elsewhere)), None)
+    children = module._modules
+    return next(
+        (name for name in names if name in children and not isinstance(children[name], Elsewhere)), None
+    )
 
 
 def of_fla(cls: type) -> bool:
-    """Whether `cls` is one of flash-linear-attention, or derived from one."""
+    """Whether `cls` is a class of flash-linear-attention, or derived from one."""
     return any(base.__module__.startswith("fla.") for base in cls.__mro__)
 
 
 def holds_fla(module: nn.Module) -> bool:
-    """Whether `module` is, or holds, a module of flash-linear-attention or of a class derived from one."""
+    """Whether `module` or a module inside it is of a class of flash-linear-attention, or derived from one."""
     return any(of_fla(type(inner)) for inner in module.modules())
 
 
 def join(*names: str) -> str:
-    """Join module names with dots, leaving empty ones out."""
+    """Join module names with dots; empty names are left out."""
     return ".".join(name for name in names if name)
 
 
 def within(key: str, module: str) -> bool:
-    """Whether `key` names something inside `module`; "" is the model itself."""
+    """Whether `key` is a name inside `module`; "" is the model itself."""
     return key != module and (key.startswith(f"{module}.") or module == "")
 
 
 def is_held(key: str, passed: Collection[str]) -> bool:
-    """Whether what `key` names is none of the modules called `passed`, nor inside of one."""
+    """Whether the module or parameter `key` is neither in `passed` nor inside a module in it."""
     return not any(key == name or within(key, name) for name in passed)
 
 
 def without_wrappers(path: str) -> str:
-    """Return the name of a module without what checkpointing and compile add to it."""
+    """Return the name of a module without the parts that checkpointing and compilation insert."""
     return ".".join(part for part in path.split(".") if part not in (CHECKPOINTED, "_orig_mod"))
 
 
 def spelled_out(keys: Iterable[str], model: nn.Module) -> dict[str, str]:
-    """Return by each name in `model` for which one of the `keys` of a plan stands, that key.
+    """Map each name in `model` that a key of a plan matches to that key.
 
-    In a key `*` stands for one part of a module's name, or of a parameter's where no module matches. A key that matches
-    nothing stands for itself; strict application refuses it.
+    In a key, `*` stands for one component of a module's name, or of a parameter's if no module matches. A key that
+    matches nothing maps to itself; strict application refuses it.
 
     Raises:
         PlanError: two keys match one name.
     """
-    found: dict[str, str] = {}
+    key_of: dict[str, str] = {}
     modules = [name for name, _ in model.named_modules()]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for key in keys:
@@ -230,12 +230,12 @@ def spelled_out(keys: Iterable[str], model: nn.Module) -> dict[str, str]:
         if any(sign in key for sign in "*?["):
             names = _matching(key, modules) or _matching(key, parameters) or names
         for name in names:
-            if name in found:
+            if name in key_of:
                 raise PlanError(
-                    f"plan keys '{found[name]}' and '{key}' both match {name}: make them disjoint"
+                    f"plan keys '{key_of[name]}' and '{key}' both match {name}: make them disjoint"
                 )
-            found[name] = key
-    return found
+            key_of[name] = key
+    return key_of
 
 
 def _matching(key: str, names: Iterable[str]) -> list[str]:

@@ -1,12 +1,10 @@
-"""`module.weight`: a DTensor to the optimizer, this rank's plain local tensor to the kernel.
+"""`module.weight`: a DTensor for the optimizer, this rank's plain local tensor for the kernel.
 
     module._parameters["weight"]    the DTensor: named_parameters, state dicts, FSDP2, optimizers
-    module.weight                   the local tensor; its gradient goes back to the DTensor
+    module.weight                   the local tensor; its gradient is passed on to the DTensor
 
-A DTensor that enters an `autograd.Function` stays one, and its `data_ptr()` is null: no Triton kernel survives that. So
-`localize` gives a split module a subclass of its own class in which each of these parameters is a property. Whoever asks for
-`module.weight`, the module's forward or a fused kernel of its parent, gets the local tensor: `local_parameter` is where to
-start. Names do not change.
+`localize` gives a split module a subclass of its class in which each of these parameters is a property. So the module's
+own forward and a fused kernel of its parent get the local tensor. Start at `local_parameter`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 from titanplans.errors import ParallelError, PlanError
 from titanplans.split.collectives import Group
 from titanplans.split.layout import Layout, rows_used
-from titanplans.split.parameters.selection import of_ranges, selected
+from titanplans.split.parameters.selection import select_rows, take_ranges
 from titanplans.split.state import SplitState, make_state, specialise, state_of, subclass
 from titanplans.text import class_name
 from titanplans.torch_private.autograd import accumulates, grad_refcount
@@ -34,71 +32,73 @@ from titanplans.torch_private.threads import DTensorSpec
 
 
 class ParameterMesh(NamedTuple):
-    """The mesh of a module's parameters, and which of its dimensions a `Layout` speaks of."""
+    """The mesh of a module's parameters, and the dimension of it that a `Layout` describes."""
 
     mesh: DeviceMesh | None
-    """Of the DTensors; its last dimension is that of the layouts. None: parameters stay plain tensors, whose gradients data
-    parallelism sums."""
+    """The mesh of the DTensors; the layouts describe its last dimension. None: parameters stay plain tensors, and data
+    parallelism sums their gradients."""
     copies: int = 0
-    """So many dimensions before the last hold a copy of the parameters each; their gradients are partial."""
+    """Number of dimensions before the last; parameters are replicated over them, with partial gradients."""
     cut: bool = True
-    """The layouts have a dimension; False: all dimensions hold copies."""
+    """The last dimension is that of the layouts; False: parameters are replicated over all dimensions."""
 
     def placements(self, layout: Layout) -> tuple[Placement, ...]:
         """Return the placements of a parameter with this layout."""
         return (Replicate(),) * self.copies + ((layout.placement,) if self.cut else ())
 
     def gradient(self, layout: Layout) -> tuple[Placement, ...]:
-        """Return the placements of its gradient."""
+        """Return the placements of the gradient of a parameter with this layout."""
         return (Partial(),) * self.copies + ((layout.gradient,) if self.cut else ())
 
 
 class MixerSlice(NamedTuple):
-    """What a rank of context parallelism uses in a mixer of its tensor-parallel rank's local tensor."""
+    """The part of its TP rank's local tensor that a rank of context parallelism uses in a mixer."""
 
     dim: int
     ranges: tuple[tuple[int, int], ...]
-    """First row and length of each run of rows; () for all rows."""
+    """First row and size of each run of rows; () for all rows."""
     divided_by: int = 1
-    """All ranks of context parallelism add the parameter before the all-reduce, so each adds it divided by their number."""
+    """All CP ranks add the parameter before a reduction, so each adds it divided by their number."""
 
 
 class GradientSpec:
-    """Caches the spec of one parameter's gradient until the parameter's own changes, by FSDP2 or a change of dtype.
+    """Caches the DTensorSpec of one parameter's gradient until the parameter's own spec changes, by FSDP2 or a cast.
 
-    The backward of `to_local` makes a spec for each gradient, which is hashed when the gradient is detached to be
-    accumulated: three quarters of a parameter's host time in a step.
+    The backward of `to_local` makes a new spec for each gradient, which is hashed when the gradient is detached to be
+    accumulated. That is three quarters of the host time of a parameter in a step.
     """
 
-    __slots__ = ("_made", "_of", "_placements")
+    __slots__ = ("_param_spec", "_placements", "_spec")
 
     def __init__(self) -> None:
-        self._of: DTensorSpec | None = None
+        self._param_spec: DTensorSpec | None = None
         self._placements: tuple[Placement, ...] | None = None
-        self._made: DTensorSpec | None = None
+        self._spec: DTensorSpec | None = None
 
     def spec(self, param: DTensor, placements: tuple[Placement, ...]) -> DTensorSpec:
         """Return the spec of the gradient of `param` with these `placements`."""
-        of = spec_of(param)
-        if of is not self._of or placements is not self._placements or self._made is None:
-            self._of, self._placements, self._made = of, placements, spec_as(of, *placements)
-        return self._made
+        param_spec = spec_of(param)
+        # Compared by identity: FSDP2 and casts give the parameter another spec object.
+        if param_spec is not self._param_spec or placements is not self._placements or self._spec is None:
+            self._param_spec, self._placements = param_spec, placements
+            self._spec = spec_as(param_spec, *placements)
+        return self._spec
 
     def __deepcopy__(self, memo: Any) -> "GradientSpec":
-        return GradientSpec()  # a mesh has process groups, and is not copied
+        return GradientSpec()  # a spec holds a mesh with process groups, which can't be copied
 
 
 class LocalSpec(NamedTuple):
-    """How a rank's local tensor follows from one parameter, and its gradient's DTensor from the local gradient."""
+    """How this rank's local tensor follows from one parameter, and the gradient's DTensor from the local gradient."""
 
     layout: Layout
     gradient: tuple[Placement, ...]
     """Placements of the gradient on the parameter's mesh; () if the parameter is a plain tensor."""
     is_uneven: bool
-    """Shards differ in size, so `to_local` can't infer the full shape from this rank's."""
+    """Shards differ in size, so `to_local` can't infer the full shape from this rank's shard."""
     rank: int
     group: Group
-    """Of the layout; this rank is `rank` in it."""
+    """The ranks of the layout; `rank` is this rank's index in it."""
     gradient_spec: GradientSpec
     mixer_slice: MixerSlice | None = None
 
@@ -108,10 +108,10 @@ def local_specs(module: nn.Module) -> dict[str, LocalSpec]:
     return {} if (state := state_of(module)) is None else state.local_specs
 
 
-# 2. Parameters become DTensors, and properties.
+# 2. Parameters become DTensors and properties.
 
 ParameterMemo = dict[nn.Parameter, nn.Parameter]
-"""What each parameter of a model has been distributed as: it keeps tied weights tied."""
+"""Maps each parameter of a model to the DTensor that it was distributed as, so that tied weights stay tied."""
 
 
 def localize(
@@ -123,20 +123,22 @@ def localize(
     rank: int,
     mixer_slices: Mapping[str, MixerSlice] | None = None,
 ) -> None:
-    """Distribute the parameters of `module` named in `layouts`; `module.weight` is this rank's local tensor from now on.
+    """Distribute the parameters of `module` named in `layouts`; from then on `module.weight` is this rank's local tensor.
 
-    Real values are taken from the mesh's first rank, so that replicas agree whatever the seeds were; parameters on meta move
-    nothing.
+    The values are those of the mesh's first rank, so that replicas agree even if seeds differ. Parameters on meta are not
+    communicated.
 
     Args:
-        module: its own parameters are laid out, not its children's.
-        over: which mesh.
-        layouts: by name, on `group`, in which this rank is `rank`. A buffer's says which rows the module sees.
+        module: its direct parameters are distributed, not its children's.
+        over: the mesh.
+        layouts: by name; of a buffer, the rows that the module's code sees.
         memo: of the model.
-        mixer_slices: by name, what this rank uses of its local tensor in a mixer.
+        group: the ranks of the layouts.
+        rank: this rank's index in `group`.
+        mixer_slices: by name, the part of the local tensor that this rank uses in a mixer.
     """
     mesh, mixer_slices, buffers = over.mesh, mixer_slices or {}, layouts.keys() & module._buffers.keys()
-    if mesh is None:  # a plain parameter that is used as it is stays an attribute
+    if mesh is None:  # a plain parameter that is used unchanged stays an attribute
         layouts = {
             name: layout for name, layout in layouts.items() if name in mixer_slices or layout.deferred
         }
@@ -151,7 +153,7 @@ def localize(
             if (distributed := memo.get(param)) is None:
                 tensor = distribute_tensor(param.detach(), mesh, over.placements(layout))
                 distributed = nn.Parameter(tensor, requires_grad=param.requires_grad)
-                distributed.__dict__.update(param.__dict__)  # marks such as _no_weight_decay
+                distributed.__dict__.update(param.__dict__)  # flags such as _no_weight_decay
                 memo[param] = distributed
             module._parameters[name] = distributed
     if not layouts:
@@ -166,7 +168,7 @@ def localize(
         )
     collective = {name for name, layout in layouts.items() if layout.is_collective}
     deferred = {name for name, layout in layouts.items() if layout.deferred}
-    # In a fixed order, and sorted: repeated blocks get one class, and share one compiled artefact.
+    # In a fixed order and sorted, so that repeated blocks get one class and share one compiled artefact.
     for names, subclass_of in (
         (layouts.keys() - collective - deferred - buffers, _with_local_parameters),
         (deferred, _with_deferred_parameters),
@@ -177,11 +179,11 @@ def localize(
             specialise(module, subclass_of(type(module), tuple(sorted(names))))
 
 
-def _properties(of: Callable[[Any, str], torch.Tensor | None], names: Iterable[str]) -> dict[str, object]:
-    def getter(name: str) -> property:
-        return property(lambda self: of(self, name))
+def _properties(get: Callable[[Any, str], torch.Tensor | None], names: Iterable[str]) -> dict[str, object]:
+    def make_property(name: str) -> property:
+        return property(lambda self: get(self, name))
 
-    return {name: getter(name) for name in names}
+    return {name: make_property(name) for name in names}
 
 
 @cache
@@ -191,35 +193,36 @@ def _with_local_parameters(cls: type[nn.Module], names: tuple[str, ...]) -> type
 
 @cache
 def _with_deferred_parameters(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """Subclass `cls` so that it does not see these parameters: its style adds them after a sum (`add_deferred_bias`)."""
+    """Subclass `cls` so that its code sees None for these parameters: the style adds them later (`add_deferred_bias`)."""
 
-    def none(module: Any, name: str) -> torch.Tensor | None:
+    def none_if_unsharded(module: Any, name: str) -> torch.Tensor | None:
         param = module._parameters[name]
         return None if is_unsharded(param, module._split.local_specs[name]) else param
 
-    return subclass(cls, _properties(none, names), "deferred_parameters")
+    return subclass(cls, _properties(none_if_unsharded, names), "deferred_parameters")
 
 
 @cache
 def _with_local_buffers(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """Subclass `cls` so that it sees this rank's rows of buffers, which every rank holds in full."""
+    """Subclass `cls` so that its code sees this rank's rows of buffers, which every rank stores in full."""
 
-    def rows(module: Any, name: str) -> torch.Tensor:
+    def local_rows(module: Any, name: str) -> torch.Tensor:
         buffer, spec = module._buffers[name], module._split.local_specs[name]
         if spec.layout.rows is not None:
-            buffer = selected(buffer, spec.layout, spec.rank, spec.group)
+            buffer = select_rows(buffer, spec.layout, spec.rank, spec.group)
         return _slice_for_mixer(buffer, None, spec, module._split)
 
-    return subclass(cls, _properties(rows, names), "local_buffers")
+    return subclass(cls, _properties(local_rows, names), "local_buffers")
 
 
 @cache
 def with_locals_in_forward(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """Subclass `cls`, whose own forward gets local tensors of these parameters; everyone else gets the DTensors.
+    """Subclass `cls` so that only its own forward gets local tensors of these parameters; other code gets the DTensors.
 
-    For a vocabulary's rows: a user's loss on a shard of them would be silently wrong, and torch refuses products of plain
-    tensors with DTensors. And for parameters whose local tensor is a collective: a rank that asks alone would wait for the
-    others. A forward that asks for each expert gets the same tensor each time.
+    Used for the rows of a vocabulary: a user's loss on a local shard would be silently wrong, whereas torch refuses a
+    product of a plain tensor and a DTensor. Also used for parameters whose local tensor needs a collective: a rank that
+    asks for one alone would wait for the others. A forward that asks several times, as for each expert, gets the same
+    tensor.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -246,10 +249,13 @@ def with_locals_in_forward(cls: type[nn.Module], names: tuple[str, ...]) -> type
 
 
 def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
-    """Return the local tensor of the parameter `name`, deferred ones included; the parameter itself if it is not split.
+    """Return the local tensor of the parameter `name`, also if it is deferred; the parameter itself if it is not split.
+
+    A DTensor that enters an `autograd.Function` stays a DTensor, whose `data_ptr()` is null, so a Triton kernel needs
+    this.
 
     Raises:
-        ParallelError: a plain tensor was put in the parameter's place.
+        ParallelError: the parameter was replaced by a plain tensor.
     """
     state = state_of(module)
     param = module._parameters[name]
@@ -261,7 +267,7 @@ def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
         if param is not None and not isinstance(param, DTensor):
             raise ParallelError(
                 f"the {name} of a {class_name(module)} was split, and is now a plain tensor, whose gradient would not be "
-                "summed over the ranks: copy values into the parameter, or set a DTensor on the mesh of tensor parallelism"
+                "summed over the ranks: copy values into the parameter, or set a DTensor on the tensor-parallel mesh"
             )
         return param
     assert param is not None
@@ -272,11 +278,10 @@ def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
 
 
 def is_unsharded(param: torch.Tensor | None, spec: LocalSpec) -> bool:
-    """Whether `param` lies as the split has left it: not as FSDP2's shard, as between forwards, nor as a stranger's
-    tensor."""
+    """Whether `param` has the layout of the split: it is neither sharded by FSDP2, as between forwards, nor replaced."""
     if not spec.gradient:
         return param is not None and not isinstance(param, DTensor)
-    # FSDP2's shard lies on more dimensions than the split's own mesh has.
+    # A parameter that FSDP2 has sharded has more mesh dimensions than the split's own mesh.
     return isinstance(param, DTensor) and param.device_mesh.ndim == len(spec.gradient)
 
 
@@ -293,53 +298,55 @@ def _to_local(param: DTensor, spec: LocalSpec) -> torch.Tensor:
 
 
 def _is_plain(local: torch.Tensor) -> bool:
-    """Whether `local` is an eager tensor and of no subclass: no fake tensor, no float8."""
+    """Whether `local` is an eager tensor of no subclass, such as a fake or float8 tensor."""
     return type(local) is torch.Tensor and not torch.compiler.is_compiling()
 
 
 def _finish(local: torch.Tensor, param: DTensor, spec: LocalSpec) -> torch.Tensor:
-    """Return what this rank uses of `local`, its local tensor of `param`."""
+    """Return the part of `local`, its local tensor of `param`, that this rank uses."""
     layout = spec.layout
     if layout.divided_by > 1:
         local = local / layout.divided_by
     if layout.rows is not None:
-        local = selected(local, layout, spec.rank, spec.group)
+        local = select_rows(local, layout, spec.rank, spec.group)
     return _as_weight(local, param)
 
 
 def _slice_for_mixer(
     local: torch.Tensor, param: torch.Tensor | None, spec: LocalSpec, state: SplitState
 ) -> torch.Tensor:
-    """Return what a rank of context parallelism uses of `local` in a mixer; all of it in products with its own tokens."""
-    if (mixer_slice := spec.mixer_slice) is None or state.reads_all:
+    """Return the part of `local` that a CP rank uses in a mixer; all of it in products with its local tokens."""
+    if (mixer_slice := spec.mixer_slice) is None or state.uses_all_rows:
         return local
     if mixer_slice.divided_by > 1:
         local = local / mixer_slice.divided_by
     if mixer_slice.ranges:
-        local = of_ranges(local, mixer_slice.dim, mixer_slice.ranges)
+        local = take_ranges(local, mixer_slice.dim, mixer_slice.ranges)
     return local if param is None else _as_weight(local, param)
 
 
 def add_deferred_bias(module: nn.Module, output: torch.Tensor) -> torch.Tensor:
-    """Return the output of `module` with the bias that its own forward does not see, if there is one."""
+    """Add to the output of `module` its deferred bias, which its own forward does not see, if there is one."""
     spec = local_specs(module).get("bias")
     bias = local_parameter(module, "bias") if spec is not None and spec.layout.deferred else None
     return output if bias is None else output + bias
 
 
-# 4. The parameters of a block at once.
+# 4. The local tensors of a block, made together.
 
 Holders = list[tuple[nn.Module, tuple[str, ...]]]
-"""Modules inside of a block, and the names of their parameters that become local together."""
+"""Modules inside a block, and the names of their parameters whose local tensors are made together."""
 
 
 def localize_blocks_at_once(blocks: Iterable[nn.Module]) -> None:
-    """Make all local tensors of each of `blocks`, which are split, as its forward begins: by one autograd node.
+    """Make all local tensors of each of the split `blocks` when its forward begins, by one autograd node.
 
-    One node for all halves the host time of their local tensors. Each is made once a forward, whoever asks for it, and the
-    gradients of a block go back together, at the end of its backward. Made one by one, when they are asked for, are those of
-    parameters outside of blocks, in a compiled block, or where no gradient is needed; those that take a collective; and
-    those that an FSDP module inside of the block has not gathered yet.
+    One node for all halves the host time of their local tensors. Each is made once in a forward, however often it is
+    asked for, and the gradients of a block are passed on together, at the end of its backward.
+
+    Local tensors are still made one by one, when asked for, for parameters outside of blocks, in a compiled block,
+    without gradients, if they need a collective, and if an FSDP module inside the block has not gathered the parameter
+    yet.
     """
     for block in blocks:
         holders: Holders = []
@@ -364,7 +371,7 @@ def _make_block_locals(holders: Holders, block: nn.Module, args: Any) -> None:
     for module, names in holders:
         state = make_state(module)
         specs, block_locals = state.local_specs, state.block_locals
-        block_locals.clear()  # an interrupt may have left something
+        block_locals.clear()  # an interrupted forward may have left some
         parameters: Any = module._parameters
         for name in names:
             param, spec = parameters[name], specs[name]
@@ -388,41 +395,41 @@ def _drop_block_locals(holders: Holders, block: nn.Module, args: Any, output: An
             make_state(module).block_locals.clear()
 
 
-# 5. The way there and back: local tensors forward, gradients backward.
+# 5. Autograd: local tensors in the forward, DTensor gradients in the backward.
 
 
 class _ToLocal(torch.autograd.Function):
     """`to_local` of several parameters, given the specs of their gradients.
 
-    DTensor's own backward makes the spec anew, assumes that all shards have this rank's size, and lets two parameters share
-    one gradient where autograd passes one tensor to both (the terms of a sum).
+    DTensor's own backward makes a new spec, assumes that all shards have this rank's size, and lets two parameters
+    share one gradient if autograd passes the same tensor to both (as for the terms of a sum).
     """
 
     @staticmethod
     def forward(ctx: Any, specs, *params):
         ctx.set_materialize_grads(False)
         ctx.specs = specs
-        # The local tensors themselves would keep the history of their gradients.
+        # The stored local tensors themselves would get an autograd history.
         return tuple(local.detach() for local in map(local_tensor, params))
 
     @staticmethod
     def backward(ctx: Any, *grads):  # pyrefly: ignore[bad-override]
         if torch.compiler.is_compiling() or torch.is_grad_enabled():  # traced, or create_graph
             return None, *map(_as_dtensor, grads, ctx.specs)
-        hand_over = handed if accumulates(ctx) else with_spec
-        return None, *[_handed(grad, spec, hand_over) for grad, spec in zip(grads, ctx.specs, strict=True)]
+        convert = handed if accumulates(ctx) else with_spec
+        return None, *[_to_dtensor(grad, spec, convert) for grad, spec in zip(grads, ctx.specs, strict=True)]
 
 
-def _handed(
-    grad: torch.Tensor | None, spec: DTensorSpec, hand_over: Callable[[torch.Tensor, DTensorSpec], DTensor]
+def _to_dtensor(
+    grad: torch.Tensor | None, spec: DTensorSpec, convert: Callable[[torch.Tensor, DTensorSpec], DTensor]
 ) -> DTensor | None:
     if grad is None or type(grad) is not torch.Tensor:
         return _as_dtensor(grad, spec)
     if not grad.is_contiguous():
         grad = grad.contiguous()
-    elif grad_refcount(grad) > 1:  # another parameter gets the same tensor, and each accumulates into its own
+    elif grad_refcount(grad) > 1:  # another parameter gets the same tensor, and each accumulates in place
         grad = grad.clone()
-    return hand_over(grad, spec)
+    return convert(grad, spec)
 
 
 def _as_dtensor(grad: torch.Tensor | None, spec: DTensorSpec) -> DTensor | None:
@@ -438,7 +445,7 @@ def _as_dtensor(grad: torch.Tensor | None, spec: DTensorSpec) -> DTensor | None:
     )
 
 
-# 6. The local tensor as users meet it: flags and hooks are the parameter's.
+# 6. The local tensor as users see it: flags and hooks are the parameter's.
 
 
 def _refuse_draw(name: str) -> Any:
@@ -446,9 +453,9 @@ def _refuse_draw(name: str) -> Any:
         if _is_unsplit(self):
             return getattr(torch.Tensor, name)(self, *args, **kwargs)
         raise PlanError(
-            f"weight.{name}() on a split model would draw this rank's local tensor by itself, equal to or unlike the "
-            "others': call titanplans.modeling.initialize(model, seed=0), or draw before the split, or load full tensors "
-            "by model.load_state_dict"
+            f"weight.{name}() on a split model would fill this rank's local tensor alone, with numbers equal to or unlike "
+            "the other ranks': call titanplans.modeling.initialize(model, seed=0), or fill it before the split, or load "
+            "full tensors by model.load_state_dict"
         )
 
     return draw
@@ -457,7 +464,7 @@ def _refuse_draw(name: str) -> Any:
 class LocalData(torch.Tensor):
     """This rank's local tensor of a parameter. It computes as a plain tensor, without the cost of `__torch_function__`.
 
-    It refuses random fills, such as those of `torch.nn.init`: with one seed all ranks would have equal heads, with
+    It refuses random fills, such as those of `torch.nn.init`: with one seed all ranks would get equal heads, with
     different seeds unequal replicas.
     """
 
@@ -473,7 +480,7 @@ class LocalData(torch.Tensor):
     )
 
     def new_empty(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As torch's, a plain tensor, but for `normal_`: `torch.nn.init.orthogonal_` draws into one, and copies it."""
+        """Return a plain tensor whose `normal_` is refused: `torch.nn.init.orthogonal_` draws into it, and copies it."""
         empty = super().new_empty(*args, **kwargs)
         if not _is_unsplit(self):
             empty.normal_ = self.normal_  # type: ignore[method-assign]
@@ -481,10 +488,10 @@ class LocalData(torch.Tensor):
 
 
 class LocalWeight(LocalData):
-    """What `module.weight` returns.
+    """The tensor that `module.weight` returns. Any result computed from it is a plain tensor.
 
-    What is computed from it is a plain tensor. An attribute that a user sets (`requires_grad`, `grad`, hooks) goes to the
-    DTensor, which optimizers and state dicts hold; on the local tensor, which each access makes anew, it would be lost.
+    An attribute that a user sets (`requires_grad`, `grad`, hooks) is set on the DTensor, which optimizers and state dicts
+    hold. On the local tensor it would be lost, since each access makes a new one.
     """
 
     @property
@@ -517,8 +524,8 @@ class LocalWeight(LocalData):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         raise PlanError(
-            "weight.data = ... on a split module would replace nothing but a view of this rank's local tensor: write into "
-            "it, weight.data.copy_(local), or load full tensors by model.load_state_dict"
+            "weight.data = ... on a split module would replace only a view of this rank's local tensor: write into it, "
+            "weight.data.copy_(local), or load full tensors by model.load_state_dict"
         )
 
     def register_hook(self, hook: Any) -> Any:
@@ -528,24 +535,24 @@ class LocalWeight(LocalData):
         return self.parameter.register_post_accumulate_grad_hook(hook)
 
     def retain_grad(self) -> None:
-        """Do nothing, as on any parameter: it keeps its gradient."""
+        """Do nothing, as on any parameter: a leaf keeps its gradient anyway."""
 
 
 def _is_unsplit(local: Any) -> bool:
-    """Whether only one rank shares the parameter."""
+    """Whether the parameter is on one rank only."""
     # With context parallelism that FSDP2 or DDP sums over, the parameter is a plain tensor.
     mesh = getattr(local.parameter, "device_mesh", None)
     return mesh is not None and mesh.size() == 1
 
 
 def _as_weight(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Turn `local`, which is not the DTensor's own tensor, into a `LocalWeight` of `parameter`, in place.
+    """Turn `local`, which is not the DTensor's own local tensor, into a `LocalWeight` of `parameter`, in place.
 
-    A traced tensor or another subclass of Tensor (fake tensors, float8) is returned as it is.
+    A traced tensor or another subclass of Tensor (fake, float8) is returned unchanged.
     """
     if not _is_plain(local):
         return local
     weight: Any = local
-    weight.__class__ = LocalWeight  # no operation, so autograd records nothing
+    weight.__class__ = LocalWeight  # not an operation, so autograd records nothing
     weight.parameter = parameter
     return weight

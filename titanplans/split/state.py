@@ -35,7 +35,7 @@ class SplitState:
     """Local tensors that its own forward has asked for; None outside of its forward."""
     border: Border | None = None
     """The border of the residual stream; set on the model and on the embedding."""
-    reads_all: bool = False
+    uses_all_rows: bool = False
     """It now multiplies local tokens by all rows that this rank stores, not only by the rows that it uses in a mixer."""
     heads: Any = None
     """How a projection's output or input is exchanged between context-parallel ranks (`titanplans.split.tokens`)."""

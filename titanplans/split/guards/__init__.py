@@ -1,5 +1,5 @@
-"""Guards: a split model refuses what it would compute wrongly without a word.
+"""Guards: checks that refuse what a split model would compute wrongly without an error.
 
-`dropout` refuses before the split; `first_forward` checks once what is known only when the model is called; `inputs` checks
-the arguments of each call; `unsupported_methods` refuses methods that take shards for full tensors.
+`dropout` checks before the split, `first_forward` once when the model is first called, `inputs` the arguments of each
+call, and `unsupported_methods` replaces methods that take shards for full tensors.
 """

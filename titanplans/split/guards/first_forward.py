@@ -1,8 +1,7 @@
-"""Checks that run once, in the first forward of a split model, since their facts can't be known before.
+"""Checks that run in the first forward of a split model, because earlier their facts are unknown.
 
-All ranks got the same batch; no parameter came after the split; and in the first forward in training mode nothing drew
-random numbers. What has replaced parameters since the split, such as torch's `fully_shard`, is known by then. Later
-forwards cost nothing: the hooks take themselves away.
+All ranks must get the same batch, no parameter may have been added since the split, and the first forward in training
+mode may not draw random numbers. The hooks then remove themselves, so later forwards cost nothing.
 """
 
 import copy
@@ -19,7 +18,7 @@ from titanplans.errors import PlanError
 from titanplans.split.adapted import ADAPTERS
 from titanplans.split.arguments import positional
 from titanplans.split.checksum import checksum
-from titanplans.split.guards.dropout import REMEDY, WHOLE, draws_alike, dropouts
+from titanplans.split.guards.dropout import REMEDY, UNSPLIT, is_split_invariant, dropouts
 from titanplans.split.objects import of_all
 from titanplans.split.parameters.replaced import parameters_of, retire_replaced
 from titanplans.text import class_name
@@ -30,103 +29,108 @@ from titanplans.torch_private.fsdp import fsdp_group
 def check_first_forward(
     model: nn.Module, base: nn.Module, mesh: DeviceMesh, distributes: bool, *, sum_over_cp: bool
 ) -> None:
-    """Put the checks before and after the first forward of `model`, or of `base` in it, whichever is called.
+    """Install the checks before and after the first forward of `model`, or of `base` in it, whichever is called.
 
     Args:
         model: the split model.
-        base: the module that holds its blocks, which an adapter's wrapper calls past the model.
-        mesh: 1-D, of all ranks that work on the same batch.
+        base: the module that holds its blocks; the wrapper of an adapter calls it without calling the model.
+        mesh: 1-D, all ranks that work on the same batch.
         distributes: the parameters are DTensors.
-        sum_over_cp: `align_gradients` sums the gradients over the CP ranks, and not FSDP2.
+        sum_over_cp: `align_gradients`, and not FSDP2, sums the gradients over the CP ranks.
     """
-    first = _First(mesh, distributes, sum_over_cp)
+    hooks = _FirstForward(mesh, distributes, sum_over_cp)
     for module in {model: None, base: None}:
-        first.parameters[id(module)] = parameters_of(module)
-        first.handles += [
-            module.register_forward_pre_hook(first.before, prepend=True, with_kwargs=True),
-            module.register_forward_hook(first.after),
+        hooks.parameters[id(module)] = parameters_of(module)
+        hooks.handles += [
+            module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True),
+            module.register_forward_hook(hooks.after),
         ]
 
 
-class _First:
+class _FirstForward:
     """The hooks of the first forwards of one model.
 
-    They also retire parameters that were replaced since the split, as by `fully_shard`: only now are all of them known.
+    They also retire parameters that were replaced after the split, as by `fully_shard`, since all of them are known
+    only now.
     """
 
     def __init__(self, mesh: DeviceMesh, distributes: bool, sum_over_cp: bool):
         self.mesh, self.distributes, self.sum_over_cp = mesh, distributes, sum_over_cp
         self.handles: list[Any] = []
-        self.started = False
+        self.has_started = False
         self.parameters: dict[int, dict[str, nn.Parameter]] = {}
-        """Of each module that is called, by its `id`, as they were split; until the first forward."""
-        self.state: torch.Tensor | None = None
-        """Of the generator, before the first forward in training mode."""
-        self.drew = False
-        """Something did, other than the dropout of an adapter."""
-        self.runs: nn.Module | None = None
+        """The parameters after the split of each module that may be called, by the module's `id`; {} after a forward."""
+        self.generator_state: torch.Tensor | None = None
+        """Before the first forward in training mode, and after each draw of an adapter's dropout."""
+        self.has_drawn = False
+        """Something other than an adapter's dropout has drawn random numbers."""
+        self.running: nn.Module | None = None
         """The module whose first forward in training mode this is."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_First":
-        """A copied model has first forwards of its own, on the same mesh."""
-        twin = memo[id(self)] = _First(self.mesh, self.distributes, self.sum_over_cp)
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_FirstForward":
+        """Give a copied model its own hooks, on the same mesh."""
+        twin = memo[id(self)] = _FirstForward(self.mesh, self.distributes, self.sum_over_cp)
+        twin.has_started, twin.handles = self.has_started, copy.deepcopy(self.handles, memo)
         twin.started, twin.handles = self.started, copy.deepcopy(self.handles, memo)
         return twin
 
     def before(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        # A recorder and fake tensors see the step itself; so does a compiler.
-        if torch.compiler.is_compiling() or dispatch_is_watched() or self.runs not in (None, module):
+        # Under a recorder or fake tensors, which watch the dispatch, checks would be recorded, and a compiler would
+        # trace them.
+        if torch.compiler.is_compiling() or dispatch_is_watched() or self.running not in (None, module):
             return
-        split, self.parameters = self.parameters, {}
-        retire_replaced(module, split.get(id(module), {}))
+        parameters, self.parameters = self.parameters, {}
+        retire_replaced(module, parameters.get(id(module), {}))
         trains = module.training and torch.is_grad_enabled()
-        if not self.started or trains:
+        if not self.has_started or trains:
             if self.distributes:
                 _check_parameters(module, self.mesh)
             if not self.sum_over_cp:
                 _check_sums(module)
             _check_batch(module, args, kwargs, self.mesh)
-        self.started = True
+        self.has_started = True
         if trains:
-            self.state, self.runs = _generator_state(self.mesh), module
-            dropouts_of_adapters = [part for part in module.modules() if draws_alike(part)]
+            self.generator_state, self.running = _generator_state(self.mesh), module
+            dropouts_of_adapters = [child for child in module.modules() if is_split_invariant(child)]
             if dropouts_of_adapters:
-                _check_seed(self.state, self.mesh)
-            for part in dropouts_of_adapters:
+                _check_seed(self.generator_state, self.mesh)
+            for dropout in dropouts_of_adapters:
                 self.handles += [
-                    part.register_forward_pre_hook(self.before_draw),
-                    part.register_forward_hook(self.after_draw),
+                    dropout.register_forward_pre_hook(self.before_draw),
+                    dropout.register_forward_hook(self.after_draw),
                 ]
 
     def before_draw(self, *_: Any) -> None:
-        """Before the dropout of an adapter draws: note whether something else has drawn."""
-        self.drew |= self.state is not None and not _generator_state(self.mesh).equal(self.state)
+        """Before the dropout of an adapter draws, note whether something else has drawn."""
+        state = self.generator_state
+        self.has_drawn |= state is not None and not _generator_state(self.mesh).equal(state)
 
     def after_draw(self, *_: Any) -> None:
-        self.state = _generator_state(self.mesh)
+        self.generator_state = _generator_state(self.mesh)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.runs is not module or self.state is None:
+        if self.running is not module or self.generator_state is None:
             return
         for handle in self.handles:
             handle.remove()
-        if self.drew or not _generator_state(self.mesh).equal(self.state):
-            found = ", ".join(dropouts(module))
+        if self.has_drawn or not _generator_state(self.mesh).equal(self.generator_state):
+            probabilities = ", ".join(dropouts(module))
+            source = probabilities or "its own code: no module has a dropout or a jitter above 0"
             raise PlanError(
-                f"the forward of {class_name(module)} drew random numbers "
-                f"({found or 'its own code: no module has a dropout or a jitter above 0'}), but it is split over "
-                f"{self.mesh.size()} ranks, whose numbers would be the same where they must differ, or differ where they "
-                f"must be equal: {REMEDY if found else WHOLE}"
+                f"the forward of {class_name(module)} drew random numbers ({source}), but it is split over "
+                f"{self.mesh.size()} ranks, whose numbers would be equal where they must differ, or differ where they "
+                f"must be equal: {REMEDY if probabilities else UNSPLIT}"
             )
 
 
 def _check_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Refuse a parameter that came after the split."""
+    """Refuse a parameter that was added after the split."""
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            names = parameter.device_mesh.mesh_dim_names  # after FSDP, those of its mesh before
-            ours = {"cp", "tp", "ep", *(mesh.mesh_dim_names or ())}
-            if names is None or mesh.mesh_dim_names is None or ours & set(names):
+            # After FSDP the mesh has the dimensions of FSDP's mesh, too.
+            names = parameter.device_mesh.mesh_dim_names
+            split_names = {"cp", "tp", "ep", *(mesh.mesh_dim_names or ())}
+            if names is None or mesh.mesh_dim_names is None or split_names & set(names):
                 continue
         raise PlanError(
             f"parameter '{name}' was added after the model was split, so no style covers it, and its gradient would not be "
@@ -135,23 +139,23 @@ def _check_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _check_sums(model: nn.Module) -> None:
-    """Refuse FSDP2 that averages gradients which are partial sums over the context-parallel ranks."""
+    """Refuse an FSDP2 that averages gradients which are partial sums over the context-parallel ranks."""
     for name, module in model.named_modules():
         group = fsdp_group(module) if isinstance(module, FSDPModule) else None
         if group is not None and group.gradient_divide_factor is None:
             raise PlanError(
-                f"fully_shard averages the gradients of '{name}' ({class_name(module)}), and with sum_over_cp = False "
-                "the gradients of the ranks of 'cp' are partial sums: call set_gradient_divide_factor() with the ranks that "
-                "read other data, 1.0 for a loss that is divided by all tokens"
+                f"fully_shard averages the gradients of '{name}' ({class_name(module)}), but with sum_over_cp = False "
+                "the gradients of the ranks of 'cp' are partial sums: call set_gradient_divide_factor() with the number of "
+                "ranks that read different data, 1.0 for a loss that is divided by all tokens"
             )
 
 
 def _check_batch(module: nn.Module, args: tuple, kwargs: Mapping[str, Any], mesh: DeviceMesh) -> None:
     """Refuse arguments of `module` that are not the same on every rank of the mesh. Collective."""
     arguments = dict(zip(positional(module), args, strict=False)) | dict(kwargs)
-    essences = {name: [_essence(leaf) for leaf in tree_leaves(value)] for name, value in arguments.items()}
-    for rank, (theirs, first) in _differing(essences, mesh):
-        name = next(name for name in first | theirs if theirs.get(name) != first.get(name))
+    prints = {name: [_fingerprint(leaf) for leaf in tree_leaves(value)] for name, value in arguments.items()}
+    for rank, (other, first) in _differing_ranks(prints, mesh):
+        name = next(name for name in first | other if other.get(name) != first.get(name))
         raise PlanError(
             f"{class_name(module)} was called with different {name} on model-parallel rank {rank} than on rank 0: "
             "the ranks that split a model work on one batch, so read data by the rank in the data-parallel mesh, "
@@ -160,22 +164,22 @@ def _check_batch(module: nn.Module, args: tuple, kwargs: Mapping[str, Any], mesh
 
 
 def _check_seed(state: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Refuse ranks of the mesh that will draw other numbers: adapters' dropout takes them to be the same. Collective."""
-    for rank, _ in _differing(checksum(state), mesh):
+    """Refuse ranks of the mesh that would draw different numbers: an adapter's dropout needs equal ones. Collective."""
+    for rank, _ in _differing_ranks(checksum(state), mesh):
         raise PlanError(
             f"adapters have a dropout, and model-parallel rank {rank} would draw other numbers for it than rank 0: "
-            "seed the ranks that split a model alike, by torch.manual_seed, or set lora.dropout to 0"
+            "seed all ranks that split a model equally, by torch.manual_seed, or set lora.dropout to 0"
         )
 
 
-def _differing(mine: Any, mesh: DeviceMesh) -> Iterator[tuple[int, tuple[Any, Any]]]:
-    """Yield the ranks of the mesh whose value is not rank 0's, each with both values. Collective."""
-    everyones = of_all(mine, mesh.get_group())
-    return ((rank, (theirs, everyones[0])) for rank, theirs in enumerate(everyones) if theirs != everyones[0])
+def _differing_ranks(value: Any, mesh: DeviceMesh) -> Iterator[tuple[int, tuple[Any, Any]]]:
+    """Yield each rank of the mesh whose value is not rank 0's, with its value and rank 0's. Collective."""
+    values = of_all(value, mesh.get_group())
+    return ((rank, (other, values[0])) for rank, other in enumerate(values) if other != values[0])
 
 
-def _essence(value: Any) -> Any:
-    """Return what has to be equal on all ranks of an argument."""
+def _fingerprint(value: Any) -> Any:
+    """Return the properties of an argument that have to be equal on all ranks."""
     if isinstance(value, torch.Tensor):
         local = value.to_local() if isinstance(value, DTensor) else value
         return tuple(value.shape), str(value.dtype), None if isinstance(value, DTensor) else checksum(local)

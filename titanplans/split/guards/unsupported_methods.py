@@ -1,7 +1,7 @@
-"""Methods of a model that take its parameters for full tensors: on a split model they are refused by name.
+"""Refuse methods of a split model that take its parameters for full tensors: `refuse_unsupported_methods`.
 
 torch's modules and transformers' models have them. Each rank would initialise its shard as if it were the full tensor,
-resize its rows, or write a file of shards, and none of that ends in an error.
+resize its rows, or write a file of shards, without an error.
 """
 
 from functools import partial
@@ -24,29 +24,29 @@ _REFUSED = {
     "initialize_weights": _INITIALISE,
     "_init_weights": _INITIALISE,
     "reset_parameters": _INITIALISE,
-    "tie_weights": "weights that were tied are still; after to_empty() " + _INITIALISE,
+    "tie_weights": "tied weights are still tied; after to_empty() " + _INITIALISE,
     "resize_token_embeddings": _BEFORE,
     "set_input_embeddings": _BEFORE,
     "set_output_embeddings": _BEFORE,
     "add_adapter": ADAPTERS,
     "load_adapter": ADAPTERS,
 }
-"""Methods, and what to do instead."""
+"""Maps each method to its remedy."""
 
 
 def refuse_unsupported_methods(model: nn.Module) -> None:
-    """Let each such method of `model` and of its modules raise a PlanError; `save_pretrained` takes a full state dict."""
+    """Let these methods of `model` and of its modules raise a PlanError; `save_pretrained` needs a full state dict."""
     for module in model.modules():
-        for name, instead in _REFUSED.items():
+        for name, remedy in _REFUSED.items():
             if callable(getattr(module, name, None)):
-                module.__dict__[name] = partial(_refuse, class_name(module), name, instead)
+                module.__dict__[name] = partial(_refuse, class_name(module), name, remedy)
         if callable(getattr(module, "save_pretrained", None)):
             module.__dict__["save_pretrained"] = partial(_save, module)
 
 
-def _refuse(model: str, name: str, instead: str, *args: Any, **kwargs: Any) -> NoReturn:
+def _refuse(model: str, name: str, remedy: str, *args: Any, **kwargs: Any) -> NoReturn:
     raise PlanError(
-        f"{model}.{name} takes the parameters for full tensors, but each rank holds shards: {instead}"
+        f"{model}.{name} takes the parameters for full tensors, but each rank holds shards: {remedy}"
     )
 
 

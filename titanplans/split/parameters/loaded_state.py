@@ -15,18 +15,19 @@ _WEIGHTS = (
     "save full tensors by titanplans.gather_full_state_dict on every rank, which load_state_dict or "
     "titanplans.load_full_state_dict loads"
 )
-"""What to do instead of loading one rank's shards of a model's weights everywhere."""
+"""The remedy if a state has one rank's shards of a model's weights."""
 
 _OPTIMIZER = (
     "save the state that titanplans.gather_full_optimizer_state_dict returns on every rank, and load it by "
     "titanplans.load_full_optimizer_state_dict"
 )
+"""The remedy if a state has one rank's shards of an optimizer's state."""
 _CHECKED = "_state_of_this_rank"
-"""The attribute of an optimizer that is its state as it was checked."""
+"""The attribute of an optimizer that holds the state that was checked last."""
 
 
 def load_as_shards(model: nn.Module) -> None:
-    """Let `load_state_dict` of `model` take full tensors, and refuse another rank's shards, as the optimizer's steps do."""
+    """Let `model.load_state_dict` take full tensors; let it, and optimizer steps, refuse shards of another rank."""
     for module in model.modules():
         if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
             module.register_load_state_dict_pre_hook(_take_shards)
@@ -34,7 +35,7 @@ def load_as_shards(model: nn.Module) -> None:
 
 
 def _take_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
-    """Replace full tensors in `state` by DTensors where `module` has such: a pre-hook of `load_state_dict`.
+    """Replace full tensors in `state` by DTensors where `module` has DTensors: a pre-hook of `load_state_dict`.
 
     `state` has the same values on every rank, so nothing is communicated. A wrong shape is left for `load_state_dict` to
     refuse.
@@ -52,31 +53,31 @@ def _take_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata
             continue
         if full.shape != parameter.shape:
             continue
-        part = local_shard(full.detach(), parameter.device_mesh, parameter.placements, name=prefix + name)
-        # A view would keep the full one in memory.
-        state[prefix + name] = as_shard_of(parameter, part.clone() if assigns else part)
+        shard = local_shard(full.detach(), parameter.device_mesh, parameter.placements, name=prefix + name)
+        # With assign=True the loaded tensor stays, and a view would keep the full tensor in memory.
+        state[prefix + name] = as_shard_of(parameter, shard.clone() if assigns else shard)
 
 
-def _refuse_shard_of_other_rank(loaded: DTensor, own: DTensor, name: str, instead: str) -> None:
-    """Refuse `loaded` if another rank has saved it, and has another shard of it than this rank, whose tensor is `own`.
+def _refuse_shard_of_other_rank(loaded: DTensor, expected: DTensor, name: str, remedy: str) -> None:
+    """Refuse `loaded` if another rank saved it and its shard differs from that of `expected`, this rank's tensor.
 
-    torch.load gives a DTensor the mesh of the rank that saved it, which is equal to this rank's mesh but for the
+    torch.load restores a DTensor with the mesh of the rank that saved it. That mesh equals this rank's except for the
     coordinate, so torch takes the shard for this rank's.
 
     Raises:
-        ModelError: `loaded`, called `name`, is such a shard; `instead` is the remedy.
+        ModelError: `loaded`, called `name`, is such a shard.
     """
-    theirs, ours = loaded.device_mesh, own.device_mesh
-    if theirs is ours or theirs != ours:  # torch refuses a tensor on a mesh of other ranks
+    saved_mesh, mesh = loaded.device_mesh, expected.device_mesh
+    if saved_mesh is mesh or saved_mesh != mesh:  # torch refuses a tensor on a mesh of other ranks
         return
-    there, here = theirs.get_coordinate(), ours.get_coordinate()
-    assert there is not None
-    assert here is not None
-    for placement, before, now in zip(loaded.placements, there, here, strict=True):
+    saved_coordinate, coordinate = saved_mesh.get_coordinate(), mesh.get_coordinate()
+    assert saved_coordinate is not None
+    assert coordinate is not None
+    for placement, before, now in zip(loaded.placements, saved_coordinate, coordinate, strict=True):
         if before != now and not placement.is_replicate():
-            rank = int(theirs.mesh[tuple(there)])
+            rank = int(saved_mesh.mesh[tuple(saved_coordinate)])
             raise ModelError(
-                f"{name} is the shard that rank {rank} saved, and this is another rank: {instead}"
+                f"{name} is the shard that rank {rank} saved, and this is another rank: {remedy}"
             )
 
 
@@ -84,7 +85,7 @@ def _refuse_shard_of_other_rank(loaded: DTensor, own: DTensor, name: str, instea
 def _check_at_steps() -> None:
     """Check the state of every optimizer of this process at its steps.
 
-    A training loop's optimizer is known to nobody here: Hugging Face's Trainer makes and loads its own.
+    A global hook, because the training loop's optimizer is unknown here: Hugging Face's Trainer makes and loads its own.
     """
     register_optimizer_step_pre_hook(check_optimizer_state)
 
@@ -93,11 +94,13 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Refuse a state with shards that another rank saved; a pre-hook of an optimizer's step.
 
     Raises:
-        ModelError: there is one.
+        ModelError: the state has such a shard.
     """
-    if torch.compiler.is_compiling():  # `compile_optimizer` asks before the compiled step
+    if torch.compiler.is_compiling():  # `compile_optimizer` calls this before the compiled step
         return
-    if optimizer.__dict__.get(_CHECKED) is optimizer.state:  # load_state_dict makes a new one
+    if (
+        optimizer.__dict__.get(_CHECKED) is optimizer.state
+    ):  # checked already; load_state_dict makes a new state
         return
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, DTensor):

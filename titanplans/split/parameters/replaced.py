@@ -1,8 +1,4 @@
-"""Parameters that a split has replaced: an optimizer that still holds one would train nothing, and say nothing.
-
-A tensor can't tell who holds it. So a replaced parameter becomes one whose gradient can't be read: each optimizer of torch
-and of others reads it before it does anything, and so does whoever clips. It knows its successor, for `successor_of`.
-"""
+"""Parameters that a split has replaced: their gradients raise an error, so that no optimizer keeps one unnoticed."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +15,7 @@ _NAME, _SUCCESSOR = "_replaced_name", "_replaced_by"
 
 @contextmanager
 def replacing(*modules: nn.Module) -> Iterator[None]:
-    """Retire the parameters of `modules` that have been replaced when the context is left without an error."""
+    """On exit without an error, retire the parameters of `modules` that were replaced inside the context."""
     before = [parameters_of(module) for module in modules]
     yield
     for module, parameters in zip(modules, before, strict=True):
@@ -27,22 +23,26 @@ def replacing(*modules: nn.Module) -> Iterator[None]:
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of `module` by all of their names."""
+    """Return the parameters of `module` by name; a tied parameter occurs under each of its names."""
     return dict(module.named_parameters(remove_duplicate=False))
 
 
 def retire_replaced(module: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
-    """Let no optimizer read gradients of those of `before`, earlier parameters of `module`, that it no longer has."""
+    """Retire those of `before`, earlier parameters of `module`, that it no longer has: using their `grad` raises.
+
+    A tensor can't tell who holds it. But each optimizer of torch and of other libraries gets `grad` before anything
+    else, and so does gradient clipping.
+    """
     now = parameters_of(module)
-    there = {id(parameter) for parameter in now.values()}
+    current_ids = {id(parameter) for parameter in now.values()}
     for name, old in before.items():
-        if id(old) not in there and _NAME not in old.__dict__:
+        if id(old) not in current_ids and _NAME not in old.__dict__:
             old.__dict__ |= {_NAME: name, _SUCCESSOR: now.get(name)}
             old.__class__ = _retired(type(old))  # type: ignore[assignment]
 
 
 def successor_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the parameter that has replaced `parameter`; itself if none has."""
+    """Return the parameter that has replaced `parameter`, or `parameter` itself if none has."""
     while (successor := parameter.__dict__.get(_SUCCESSOR)) is not None:
         parameter = successor
     return parameter
@@ -52,9 +52,9 @@ def successor_of(parameter: torch.Tensor) -> torch.Tensor:
 def _retired(cls: type[torch.Tensor]) -> type[torch.Tensor]:
     def refuse(self: Any, *_: Any) -> None:
         raise ParallelError(
-            f"parameter '{self.__dict__[_NAME]}' was replaced when its model was split or sharded, so this one never gets a "
+            f"parameter '{self.__dict__[_NAME]}' was replaced when its model was split or sharded, so it never gets a "
             "gradient, and its optimizer would train nothing: make the optimizer on the model's parameters afterwards, or "
-            "hand it to ParallelManager.prepare_optimizer before its first step"
+            "pass it to ParallelManager.prepare_optimizer before its first step"
         )
 
     members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}

@@ -1,7 +1,7 @@
-"""The rows that a rank reads of a parameter, out of how it is stored (`layout.Rows`), and their way back as a gradient.
+"""Select the rows of a stored parameter that a rank uses (`layout.Rows`), and pass their gradient back.
 
-Forward and backward are one copy each, or one on either side of the all-to-all. With autograd's `narrow` and `cat` each run
-would allocate zeros of the parameter's size in the backward, and add them.
+With autograd's `narrow` and `cat` the backward would allocate and add zeros of the parameter's size for each run of rows.
+Here the forward and the backward are one copy each, plus an all-to-all if the parameter is sharded.
 """
 
 from collections.abc import Sequence
@@ -14,22 +14,22 @@ from titanplans.split.collectives import Group, all_to_all, exchange
 from titanplans.split.layout import Layout, Run
 
 
-def selected(local: torch.Tensor, layout: Layout, rank: int, group: Group) -> torch.Tensor:
-    """Return the rows of this rank: of its own copy, or of the shards of another dimension that the ranks hold."""
+def select_rows(local: torch.Tensor, layout: Layout, rank: int, group: Group) -> torch.Tensor:
+    """Return this rank's rows: taken from its replica, or from all ranks' shards of another dimension by an all-to-all."""
     assert layout.rows is not None
     dim, runs = layout.rows
     if isinstance(layout.placement, Shard):
-        return _OfShards.apply(local, dim, runs, layout.placement.dim, rank, group)
-    return of_ranges(local, dim, [(run.first_row(rank), run.row_count(rank)) for run in runs])
+        return _FromShards.apply(local, dim, runs, layout.placement.dim, rank, group)
+    return take_ranges(local, dim, [(run.first_row(rank), run.row_count(rank)) for run in runs])
 
 
-def of_ranges(local: torch.Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Return the rows of `dim` at `ranges`, the first and the number of each run."""
-    return local.narrow(dim, *ranges[0]) if len(ranges) == 1 else _OfCopy.apply(local, dim, ranges)
+def take_ranges(local: torch.Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Return the rows of `dim` at `ranges` [(first row, row count), ...]."""
+    return local.narrow(dim, *ranges[0]) if len(ranges) == 1 else _FromReplica.apply(local, dim, ranges)
 
 
-class _OfCopy(torch.autograd.Function):
-    """Rows at `ranges` [(first, size), …] of a full tensor."""
+class _FromReplica(torch.autograd.Function):
+    """Rows at `ranges` [(first row, row count), ...] of a full tensor."""
 
     @staticmethod
     def forward(ctx: Any, full, dim, ranges):
@@ -40,15 +40,15 @@ class _OfCopy(torch.autograd.Function):
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
         full = grad.new_zeros(ctx.shape)
         slices = grad.split([size for _, size in ctx.ranges], ctx.dim)
-        for one, (first, size) in zip(slices, ctx.ranges, strict=True):
-            full.narrow(ctx.dim, first, size).copy_(one)
+        for rows, (first, size) in zip(slices, ctx.ranges, strict=True):
+            full.narrow(ctx.dim, first, size).copy_(rows)
         return full, None, None
 
 
-class _OfShards(torch.autograd.Function):
-    """Rows of `dim`: every rank holds all of them, in its shard of the dimension `sharded`.
+class _FromShards(torch.autograd.Function):
+    """Rows of `dim`, which every rank holds in full for its shard of the dimension `sharded`.
 
-    On the way each rank has as many: who has fewer gets them filled up.
+    An all-to-all needs equal sizes, so rows are padded to the first rank's count in transit.
     """
 
     @staticmethod
@@ -57,40 +57,40 @@ class _OfShards(torch.autograd.Function):
         ranks, rows = group[1], shard.movedim(dim, 0)
         sent = torch.cat(
             [
-                _filled(rows.narrow(0, run.first_row(r), run.row_count(r)), run, 0)
+                _padded(rows.narrow(0, run.first_row(r), run.row_count(r)), run, 0)
                 for r in range(ranks)
                 for run in runs
             ]
         )
-        came = all_to_all(sent.view(ranks, -1, *rows.shape[1:]), group)
-        made = torch.cat([one.movedim(0, dim) for one in came.unbind()], sharded)
+        received = all_to_all(sent.view(ranks, -1, *rows.shape[1:]), group)
+        selected = torch.cat([x.movedim(0, dim) for x in received.unbind()], sharded)
         if all(run.is_even for run in runs):
-            return made
-        slices = zip(made.split([run.size for run in runs], dim), runs, strict=True)
-        return torch.cat([one.narrow(dim, 0, run.row_count(rank)) for one, run in slices], dim)
+            return selected
+        slices = zip(selected.split([run.size for run in runs], dim), runs, strict=True)
+        return torch.cat([x.narrow(dim, 0, run.row_count(rank)) for x, run in slices], dim)
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
         ranks, runs = ctx.group[1], ctx.runs
         if not all(run.is_even for run in runs):
             slices = grad.split([run.row_count(ctx.rank) for run in runs], ctx.dim)
-            grad = torch.cat([_filled(*one, ctx.dim) for one in zip(slices, runs, strict=True)], ctx.dim)
-        sent = torch.stack([one.movedim(ctx.dim, 0) for one in grad.chunk(ranks, ctx.sharded)])
-        came = exchange(sent, ctx.group).movedim(1, ctx.dim + 1)
-        return _put_back(came.unbind(), ctx.dim, ctx.runs), None, None, None, None, None
+            grad = torch.cat([_padded(x, run, ctx.dim) for x, run in zip(slices, runs, strict=True)], ctx.dim)
+        sent = torch.stack([x.movedim(ctx.dim, 0) for x in grad.chunk(ranks, ctx.sharded)])
+        received = exchange(sent, ctx.group).movedim(1, ctx.dim + 1)
+        return _put_back(received.unbind(), ctx.dim, ctx.runs), None, None, None, None, None
 
 
-def _filled(rows: torch.Tensor, run: Run, dim: int) -> torch.Tensor:
-    """Return a rank's `rows` of `run` in dimension `dim`, filled up with zeros to as many as the first rank has."""
+def _padded(rows: torch.Tensor, run: Run, dim: int) -> torch.Tensor:
+    """Return a rank's `rows` of `run` in dimension `dim`, padded with zeros to the first rank's count."""
     missing = run.size - rows.shape[dim]
     return torch.nn.functional.pad(rows, (0, 0) * (rows.ndim - 1 - dim) + (0, missing)) if missing else rows
 
 
 def _put_back(grads: Sequence[torch.Tensor], dim: int, runs: Sequence[Run]) -> torch.Tensor:
-    """Return the gradient of all rows of `dim` from those of each rank's rows; rows that ranks share are summed."""
+    """Return the gradient of all rows of `dim` from `grads`, by rank those of its rows; shared rows are summed."""
     slices: dict[int, torch.Tensor] = {}
     for rank, grad in enumerate(grads):
-        for run, one in zip(runs, grad.split([run.size for run in runs], dim), strict=True):
-            first, one = run.first_row(rank), one.narrow(dim, 0, run.row_count(rank))
-            slices[first] = slices[first] + one if first in slices else one
+        for run, padded in zip(runs, grad.split([run.size for run in runs], dim), strict=True):
+            first, rows = run.first_row(rank), padded.narrow(dim, 0, run.row_count(rank))
+            slices[first] = slices[first] + rows if first in slices else rows
     return torch.cat([slices[first] for first in sorted(slices)], dim)

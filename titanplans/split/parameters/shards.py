@@ -1,8 +1,4 @@
-"""This rank's shard of a full tensor, without communication.
-
-`distribute_tensor` can't make the uneven strided shards of FSDP2 over tensor parallelism. This repeats what the
-two did: TP cut the full tensor, FSDP2 cut TP's shard, both with `torch.chunk`.
-"""
+"""This rank's shard of a full tensor, without communication."""
 
 import math
 
@@ -18,13 +14,13 @@ def copy_shard(destination: torch.Tensor, full: torch.Tensor, *, name: str) -> N
     """Write this rank's shard of `full` into `destination`, in place, converting dtype and device.
 
     Args:
-        destination: a plain tensor of `full`'s shape, or a DTensor of that global shape with any mix
-            of Replicate, Shard and StridedShard placements, uneven and empty shards included.
+        destination: a plain tensor of `full`'s shape, or a DTensor of that global shape with any mix of Replicate,
+            Shard and StridedShard placements, uneven and empty shards included.
         full: the full tensor, equal on every rank.
         name: the parameter's name, for errors.
 
     Raises:
-        ModelError: shapes differ, or a placement that is none of the three.
+        ModelError: the shapes differ, or a placement is none of the three.
     """
     if destination.shape != full.shape:
         raise ModelError(
@@ -35,14 +31,14 @@ def copy_shard(destination: torch.Tensor, full: torch.Tensor, *, name: str) -> N
         if not isinstance(destination, DTensor):
             destination.copy_(full)
             return
-        part = local_shard(full, destination.device_mesh, destination.placements, name=name)
-        destination.to_local().copy_(part)
+        shard = local_shard(full, destination.device_mesh, destination.placements, name=name)
+        destination.to_local().copy_(shard)
 
 
-def as_shard_of(full: DTensor, part: torch.Tensor) -> DTensor:
-    """Return `part`, this rank's shard of a tensor that is laid out as `full`, as a DTensor."""
+def as_shard_of(full: DTensor, shard: torch.Tensor) -> DTensor:
+    """Return `shard`, this rank's shard of a tensor with the layout of `full`, as a DTensor."""
     return DTensor.from_local(
-        part,
+        shard,
         full.device_mesh,
         full.placements,
         run_check=False,
@@ -54,27 +50,31 @@ def as_shard_of(full: DTensor, part: torch.Tensor) -> DTensor:
 def local_shard(
     full: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], *, name: str
 ) -> torch.Tensor:
-    """Return this rank's view of `full` under `placements`: empty where it holds nothing."""
-    part, coordinate = full, mesh.get_coordinate()
+    """Return this rank's shard of `full` under `placements`, as a view; empty if this rank holds nothing.
+
+    `distribute_tensor` can't make the uneven strided shards of FSDP2 on top of tensor parallelism. This repeats the two
+    steps: TP splits the full tensor, and FSDP2 splits TP's shard, both as `torch.chunk` does.
+    """
+    shard, coordinate = full, mesh.get_coordinate()
     assert coordinate is not None
-    for axis, dim in cut_axes(mesh, placements, name=name):
-        chunks, index = part.chunk(mesh.size(axis), dim=dim), coordinate[axis]
-        part = chunks[index] if index < len(chunks) else part.narrow(dim, 0, 0)
-    return part
+    for axis, dim in sharding_axes(mesh, placements, name=name):
+        chunks, index = shard.chunk(mesh.size(axis), dim=dim), coordinate[axis]
+        shard = chunks[index] if index < len(chunks) else shard.narrow(dim, 0, 0)
+    return shard
 
 
-def cut_axes(mesh: DeviceMesh, placements: tuple[Placement, ...], *, name: str) -> list[tuple[int, int]]:
-    """Return the axes of the mesh that shard a tensor, each with the dimension that it shards, in order.
-
-    Each cuts the shard that those before it have left, as `torch.chunk` does.
+def sharding_axes(mesh: DeviceMesh, placements: tuple[Placement, ...], *, name: str) -> list[tuple[int, int]]:
+    """Return the mesh axes that shard a tensor, each with the dimension that it shards, in the order of splitting.
 
     Raises:
-        ModelError: a placement that is neither Replicate, Shard nor StridedShard, or a strided one of another order.
+        ModelError: a placement is neither Replicate, Shard nor StridedShard, or the split factor of a strided one is
+        not the
+            product of the axes that split its dimension before it.
     """
     strided = [axis for axis, placement in enumerate(placements) if isinstance(placement, StridedShard)]
     plain = [axis for axis in range(len(placements)) if axis not in strided]
-    cuts = []
-    # A strided shard says: cut after the mesh axes to its right that share its tensor dimension.
+    axes = []
+    # A strided shard is split after the mesh axes to its right that shard the same tensor dimension.
     for axis in plain + strided:
         placement = placements[axis]
         if isinstance(placement, Replicate):
@@ -92,5 +92,5 @@ def cut_axes(mesh: DeviceMesh, placements: tuple[Placement, ...], *, name: str) 
                     f"{name}: {placement} on mesh axis {axis} of {mesh} expects {placement.split_factor} "
                     f"earlier shards, placements {placements} make {before}"
                 )
-        cuts.append((axis, placement.dim))
-    return cuts
+        axes.append((axis, placement.dim))
+    return axes

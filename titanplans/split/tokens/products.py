@@ -30,14 +30,14 @@ class Heads(NamedTuple):
 def _of_own(module: Any, outputs: int | None, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Multiply own tokens with all that this rank holds of `module`: so many `outputs`, which a Conv1D counts as `nf`."""
     state = module._split
-    before, state.reads_all = state.reads_all, True
+    before, state.uses_all_rows = state.uses_all_rows, True
     counted = module.__dict__.get("nf") if outputs is not None else None
     if counted is not None:
         module.nf = outputs
     try:
         return nn.Module.__call__(module, *args, **kwargs)
     finally:
-        state.reads_all = before
+        state.uses_all_rows = before
         if counted is not None:
             module.nf = counted
 

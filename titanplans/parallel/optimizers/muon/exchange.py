@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
-from titanplans.split.parameters.shards import cut_axes
+from titanplans.split.parameters.shards import sharding_axes
 from titanplans.torch_private.dtensor import flatten_mesh
 
 Box = tuple[tuple[int, int], ...]
@@ -86,7 +86,7 @@ class Exchange:
         key = share.shape, share.placements, self.me if place is None else place
         if key not in self._held:
             box, at = [(0, size) for size in share.shape], self._at(key[2])
-            cuts = [] if self.mesh is None else cut_axes(self.mesh, share.placements, name="a matrix")
+            cuts = [] if self.mesh is None else sharding_axes(self.mesh, share.placements, name="a matrix")
             for axis, dim in cuts:
                 first, size = _chunk(box[dim][1], self._sizes[axis], at[axis])
                 box[dim] = box[dim][0] + first, size
