@@ -104,14 +104,14 @@ def choosing(wanted):
 @pytest.fixture
 def came(monkeypatch):
     """The numbers of rows that ranks compute, by sender and expert: of each layer and rank, in turns."""
-    calls, computed = [], dispatch._computed
+    calls, computed = [], dispatch._run_local_experts
 
     def noting(module, run, rows, came):
         assert len(rows) == came.sum()
         calls.append(came.clone())
         return computed(module, run, rows, came)
 
-    monkeypatch.setattr(dispatch, "_computed", noting)
+    monkeypatch.setattr(dispatch, "_run_local_experts", noting)
     return calls
 
 
@@ -239,9 +239,11 @@ def test_a_mutant_is_found(name, degrees, monkeypatch):
     ids=["gradients of zeros", "the backward's exchanges"],
 )
 def test_a_rank_that_leaves_out_what_no_row_needs_is_found(instead, words, tp, cp, ep, routing, monkeypatch):
-    computed = dispatch._computed
+    computed = dispatch._run_local_experts
     monkeypatch.setattr(
-        dispatch, "_computed", lambda *given: computed(*given) if len(given[2]) else instead(given[2])
+        dispatch,
+        "_run_local_experts",
+        lambda *given: computed(*given) if len(given[2]) else instead(given[2]),
     )
     routed = Routed(routing, 2, 16, tp, cp, ep)
     (case,) = verify_plainly(lambda: routed.model, **cuts_of(tp, cp, ep), **SHARDED).cases

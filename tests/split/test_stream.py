@@ -77,8 +77,8 @@ def test_a_fake_tensor_looks_whole():
         assert whole.shape == (1, LENGTH, 8)
         assert (whole * 2).shard.shape == shard.shape
         assert not whole.gathered
-        assert whole.numbers().shape == whole.shape
-        whole.numbers().sum().backward()
+        assert whole.to_full().shape == whole.shape
+        whole.to_full().sum().backward()
         assert shard.grad.shape == shard.shape
 
 

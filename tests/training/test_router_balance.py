@@ -19,7 +19,7 @@ from titanplans.errors import ModelError, ParallelError
 from titanplans.loss import added_loss
 from titanplans.modeling.samples import build_real
 from titanplans.parallel.compile import apply_compile, one_graph_a_block
-from titanplans.split.experts.loads import Loads, mixtures
+from titanplans.split.experts.loads import Loads, find_mixtures
 from titanplans.training.checkpoint.match import tensors_of
 from titanplans.training.checkpoint.storage import CheckpointReader
 from titanplans.training.trainer.model import LanguageModel
@@ -69,7 +69,7 @@ def test_a_job_says_what_moves_the_biases_and_keeps_them_in_float32(tmp_path):
 )  # fmt: skip
 def test_biases_that_no_gradient_moves(config, bias):
     model = modeling.build(config)
-    found = [mixture.bias for mixture in mixtures(model) if mixture.bias is not None]
+    found = [mixture.bias for mixture in find_mixtures(model) if mixture.bias is not None]
     names = {id(x): name for name, x in (*model.named_buffers(), *model.named_parameters())}
     assert [names[id(x)] for x in found[:1]] == [bias] * (bias is not None)
 

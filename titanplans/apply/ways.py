@@ -25,7 +25,7 @@ from titanplans.split.local_code import HeadRanks
 from titanplans.split.meshes import SplitMeshes
 from titanplans.split.module_weight import MixerSlice, ParameterMemo, ParameterMesh, localize
 from titanplans.split.state import make_state
-from titanplans.split.tokens.exchange import RowRanges, Share, number_of, ranges_within
+from titanplans.split.tokens.exchange import RowRanges, RowAssignment, row_count, ranges_within
 from titanplans.split.tokens.products import Heads, is_product
 from titanplans.styles.base import Site, Style
 
@@ -160,7 +160,9 @@ class ByTokens:
             assert inner is not None
             within = self._within(entry, outer[1], inner[1])
             ranges.append(tuple((wide * first, wide * size) for first, size in within))
-        return Heads(self.border, Share(tuple(ranges), wide * number_of(outer[1])), entry.style.closes)
+        return Heads(
+            self.border, RowAssignment(tuple(ranges), wide * row_count(outer[1])), entry.style.closes
+        )
 
     def _within(self, entry: Entry, outer: RowRanges | None, inner: RowRanges) -> RowRanges:
         try:

@@ -98,7 +98,7 @@ def exchanged_rows(module: nn.Module, border: Border) -> int:
     state = state_of(module)
     if state is None or state.heads is None or not state.uses_all_rows:
         return 0
-    return border.tokens.ranks * state.heads.share.rows
+    return border.tokens.ranks * state.heads.assignment.rows
 
 
 def exchanges(applied: AppliedPlan, calls: Calls) -> Iterator[tuple[str, int]]:

@@ -6,7 +6,7 @@ from torch.distributed.tensor import Partial, Replicate
 from titanplans.split.layout import Layout
 from titanplans.split.root_mean_square import EPSILONS
 from titanplans.split.state import specialise
-from titanplans.split.tokens.products import is_product, of_each_token
+from titanplans.split.tokens.products import is_product, on_local_tokens
 from titanplans.styles.base import Operands, ParameterStyle, Site, SplitOver
 
 
@@ -32,4 +32,4 @@ class ReplicatedInRegion(ParameterStyle):
     def by_tokens(self, module: nn.Module, site: Site) -> None:
         """Install, in a mixer, a call of a token-wise module that takes a `ShardedSequence` and uses its local tokens."""
         if site.exchanges_tokens and (is_product(module) or any(hasattr(module, name) for name in EPSILONS)):
-            specialise(module, of_each_token(type(module)))
+            specialise(module, on_local_tokens(type(module)))

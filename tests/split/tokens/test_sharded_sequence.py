@@ -209,4 +209,4 @@ def test_the_sequence_may_be_given_by_keyword():
         torch.where(condition=WHOLE > 0, input=x, other=torch.zeros(())),
     )
     for found, expected in zip(made, (WHOLE.reshape(2, -1), WHOLE, WHOLE.clamp(min=0)), strict=True):
-        assert torch.equal(found.numbers() if isinstance(found, ShardedSequence) else found, expected)
+        assert torch.equal(found.to_full() if isinstance(found, ShardedSequence) else found, expected)

@@ -1,1 +1,1 @@
-"""Sharding by experts: a rank holds all of some experts, and rows are sent to them."""
+"""Expert parallelism: a rank holds some of the experts, each of them complete, and tokens are sent to them."""

@@ -1,13 +1,10 @@
-"""Rows to the ranks of their experts and back: two all-to-alls a call, and one of counts.
+"""Send tokens to the ranks of their experts and back: `install_dispatch`. A call needs two all-to-alls, and one of counts.
 
-    own rows       a rank of tensor parallelism has all rows of its group in a region, and sends its share of them
-    dispatched     each pair of a row and an expert, in the order of the experts; without a capacity, all of them
-    computed       by the experts' own forward, one expert a row, with weights of one
-    combined       back in the order of the rows, weighted and summed; the other rows of the group are zeros, whose sum
-                   the region's exit makes
-
-How many rows come is read on the host: torch's all-to-all takes numbers. Every rank takes part in each exchange of the
-backward, also one to which no row came.
+1. local     a rank of tensor parallelism has all tokens of its TP group in a region, and sends 1 / tp of them
+2. dispatch  each pair of a token and an expert is sent, sorted by expert; with a capacity, not all pairs
+3. compute   by the experts' own forward, with one expert per token, and weights of one
+4. combine   sent back in token order, weighted and summed; the TP group's other tokens are zeros, so that the region's
+             exit sums the ranks' outputs
 """
 
 import inspect
@@ -24,91 +21,92 @@ from titanplans.split.experts.interfaces import CHOSEN, COUNTED, EVERY, interfac
 from titanplans.split.state import make_state, specialise, subclass
 from titanplans.torch_private.autograd import in_backward
 
-Rows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""What experts make of hidden states [N, H], the numbers of their experts [N, 1] and weights of one."""
+Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""The forward of local experts: of hidden states [N, H], the ids of their experts [N, 1] and weights of one [N, 1]."""
 
 
 class ExpertRanks(NamedTuple):
-    """The ranks that share experts, and those among them that have the same rows."""
+    """The ranks that experts are distributed over, and how many of them have the same tokens."""
 
     group: Group
     tp: int
-    """So many ranks have the same rows: those of tensor parallelism."""
+    """Number of neighbouring ranks that have the same tokens: those of tensor parallelism."""
     tp_rank: int
-    """This rank's number among those."""
+    """This rank's index among them."""
     capacity: float | None = None
-    """An expert takes at most so many times the mean of the pairs that a rank sends; None: all."""
+    """An expert takes at most this multiple of the mean number of pairs that a rank sends to an expert; None: all."""
 
 
 def install_dispatch(module: nn.Module, ranks: ExpertRanks) -> None:
-    """Let `module`, which holds this rank's experts, be called with rows for all experts."""
+    """Let `module`, which holds this rank's experts, be called with tokens for all experts."""
     interface = interface_of(module)
-    assert interface is not None  # the style refuses others
-    kinds = {CHOSEN: _of_chosen_rows, COUNTED: _of_counted_rows, EVERY: _of_every_row}
+    assert interface is not None  # the style refuses other modules
+    kinds = {CHOSEN: _with_chosen_experts, COUNTED: _with_sorted_tokens, EVERY: _with_every_expert}
     make_state(module).experts = ranks
     module.num_experts //= ranks.group[1]  # type: ignore[operator]
     specialise(module, kinds[interface](type(module)))
 
 
 @cache
-def _of_chosen_rows(cls: type[nn.Module]) -> type[nn.Module]:
+def _with_chosen_experts(cls: type[nn.Module]) -> type[nn.Module]:
     names = list(inspect.signature(cls.forward).parameters)[1:]
 
     @wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        given = [*args, *(kwargs[name] for name in names[len(args) :])]
-        return _through_experts(self, partial(cls.forward, self), *given)
+        arguments = [*args, *(kwargs[name] for name in names[len(args) :])]
+        return _through_experts(self, partial(cls.forward, self), *arguments)
 
     return subclass(cls, {"forward": forward}, "dispatch")
 
 
 @cache
-def _of_counted_rows(cls: type[nn.Module]) -> type[nn.Module]:
-    """Subclass `cls`, which takes rows in the order of their experts, and how many each has."""
+def _with_sorted_tokens(cls: type[nn.Module]) -> type[nn.Module]:
+    """Subclass `cls`, whose forward takes tokens sorted by expert, and the count of each expert."""
 
-    def run(self: Any, rows: torch.Tensor, numbers: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        order = numbers[:, 0].argsort(stable=True)
-        counts = nn.functional.one_hot(numbers[:, 0], self.num_experts).sum(0)
-        return cls.forward(self, rows[order], counts)[order.argsort()]
+    def run(self: Any, tokens: torch.Tensor, ids: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        order = ids[:, 0].argsort(stable=True)
+        counts = nn.functional.one_hot(ids[:, 0], self.num_experts).sum(0)
+        return cls.forward(self, tokens[order], counts)[order.argsort()]
 
     @wraps(cls.forward)
     def forward(self: Any, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        numbers = torch.arange(len(counts), device=x.device).repeat_interleave(counts, output_size=len(x))
-        return _through_experts(self, partial(run, self), x, numbers[:, None], torch.ones_like(x[:, :1]))
+        ids = torch.arange(len(counts), device=x.device).repeat_interleave(counts, output_size=len(x))
+        return _through_experts(self, partial(run, self), x, ids[:, None], torch.ones_like(x[:, :1]))
 
     return subclass(cls, {"forward": forward}, "dispatch")
 
 
 @cache
-def _of_every_row(cls: type[nn.Module]) -> type[nn.Module]:
-    """Subclass `cls`, which takes every row for every expert: those that are not zeros are sent."""
+def _with_every_expert(cls: type[nn.Module]) -> type[nn.Module]:
+    """Subclass `cls`, whose forward takes every token for every expert, zeros if not routed to it; the others are sent."""
 
-    def run(self: Any, rows: torch.Tensor, numbers: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        there = nn.functional.one_hot(numbers[:, 0], self.num_experts)
-        most = int(there.sum(0).max())  # waits for the device
-        place = (numbers * most + there.cumsum(0).gather(1, numbers) - 1)[:, 0]
-        padded = rows.new_zeros(self.num_experts * most, rows.shape[1]).index_copy(0, place, rows)
-        return cls.forward(self, padded)[place]
+    def run(self: Any, tokens: torch.Tensor, ids: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        one_hot = nn.functional.one_hot(ids[:, 0], self.num_experts)
+        length = int(one_hot.sum(0).max())  # waits for the device
+        position = (ids * length + one_hot.cumsum(0).gather(1, ids) - 1)[:, 0]
+        padded = tokens.new_zeros(self.num_experts * length, tokens.shape[1]).index_copy(0, position, tokens)
+        return cls.forward(self, padded)[position]
 
     @wraps(cls.forward)
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        each = len(hidden_states) // (self.num_experts * self._split.experts.group[1])
-        sent = hidden_states.any(1).nonzero()  # waits for the device
-        rows = hidden_states[sent[:, 0]]
-        made = _through_experts(self, partial(run, self), rows, sent // each, torch.ones_like(rows[:, :1]))
-        return torch.zeros_like(hidden_states).index_copy(0, sent[:, 0], made)
+        token_count = len(hidden_states) // (self.num_experts * self._split.experts.group[1])
+        indices = hidden_states.any(1).nonzero()  # waits for the device
+        tokens = hidden_states[indices[:, 0]]
+        weights = torch.ones_like(tokens[:, :1])
+        output = _through_experts(self, partial(run, self), tokens, indices // token_count, weights)
+        return torch.zeros_like(hidden_states).index_copy(0, indices[:, 0], output)
 
     return subclass(cls, {"forward": forward}, "dispatch")
 
 
 def _through_experts(
-    module: Any, run: Rows, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+    module: Any, run: Experts, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return this rank's partial sum [N, H] of what the experts [N, k] make of `x` [N, H], weighted by `weights` [N, k]."""
+    """Apply `experts` [N, k] to `x` [N, H], weighted by `weights` [N, k]: return this rank's partial sum [N, H]."""
     ranks: ExpertRanks = module._split.experts
-    group, each = ranks.group, experts.shape[-1]
-    shares = [len(part) for part in experts.tensor_split(ranks.tp)]
-    own, experts, weights = (y.split(shares)[ranks.tp_rank] for y in (x, experts, weights))
+    group, k = ranks.group, experts.shape[-1]
+    sizes = [len(chunk) for chunk in experts.tensor_split(ranks.tp)]
+    local, experts, weights = (y.split(sizes)[ranks.tp_rank] for y in (x, experts, weights))
 
     order = experts.flatten().argsort(stable=True)
     counts = experts.new_zeros(group[1] * module.num_experts, dtype=torch.long)
@@ -116,54 +114,55 @@ def _through_experts(
     if ranks.capacity is not None:
         order, counts = _within_capacity(module, order, counts, ranks.capacity)
     counts = counts.view(group[1], module.num_experts)
-    came = all_to_all(counts, group)
-    sent, received = torch.stack([counts.sum(1), came.sum(1)]).tolist()  # waits for the device
+    received_counts = all_to_all(counts, group)
+    # torch's all-to-all takes sizes as Python ints, so the host waits for the device.
+    sent, received = torch.stack([counts.sum(1), received_counts.sum(1)]).tolist()
 
-    rows = exchange_rows(own[order // each], received, sent, group)
-    made = _computed(module, run, rows, came).to(
-        rows.dtype
-    )  # a rank without rows has what came, autocast or not
-    back = exchange_rows(made, sent, received, group)
+    tokens = exchange_rows(local[order // k], received, sent, group)
+    # Under autocast a rank without tokens returns its input's dtype, so the output is cast to that on every rank.
+    output = _run_local_experts(module, run, tokens, received_counts).to(tokens.dtype)
+    returned = exchange_rows(output, sent, received, group)
     if len(order) == experts.numel():
-        pairs = back[order.argsort()]
+        pairs = returned[order.argsort()]
     else:
-        pairs = back.new_zeros(experts.numel(), back.shape[1]).index_copy(0, order, back)
-    of_rows = pairs.unflatten(0, (-1, each)) if len(own) else pairs[:, None]
-    mixed = (of_rows * weights[..., None]).sum(1).to(x.dtype)
-    before = sum(shares[: ranks.tp_rank])
-    return nn.functional.pad(mixed, (0, 0, before, len(x) - before - len(own)))
+        pairs = returned.new_zeros(experts.numel(), returned.shape[1]).index_copy(0, order, returned)
+    by_token = pairs.unflatten(0, (-1, k)) if len(local) else pairs[:, None]
+    mixed = (by_token * weights[..., None]).sum(1).to(x.dtype)
+    before = sum(sizes[: ranks.tp_rank])
+    return nn.functional.pad(mixed, (0, 0, before, len(x) - before - len(local)))
 
 
 def _within_capacity(
     module: Any, order: torch.Tensor, counts: torch.Tensor, factor: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Leave out pairs beyond an expert's capacity, those of the last rows: Switch Transformer, arXiv:2101.03961, 2.2.
+    """Drop pairs beyond an expert's capacity, those of the last tokens first: Switch Transformer, arXiv:2101.03961, 2.2.
 
     Args:
-        module: counts them in training, each once, recomputed or not.
-        order: pairs in the order of their experts, and of rows.
+        module: counts the pairs dropped in training; a recomputed forward is not counted again.
+        order: pairs sorted by expert, then by token.
         counts: of pairs, by expert.
-        factor: the capacity over the mean number of pairs of an expert.
+        factor: the capacity divided by the mean number of pairs of an expert.
     """
     capacity = math.ceil(factor * len(order) / len(counts))
     starts = counts.cumsum(0) - counts
-    kept = (
+    is_kept = (
         torch.arange(len(order), device=order.device)
         - starts.repeat_interleave(counts, output_size=len(order))
         < capacity
     )
     if module.training and not in_backward():
-        dropped = (~kept).sum()
-        module._split.dropped = dropped if (known := module._split.dropped) is None else known + dropped
-    return order[kept], counts.clamp(max=capacity)  # waits for the device
+        dropped = (~is_kept).sum()
+        total = module._split.dropped
+        module._split.dropped = dropped if total is None else total + dropped
+    return order[is_kept], counts.clamp(max=capacity)  # waits for the device
 
 
-def _computed(module: Any, run: Rows, rows: torch.Tensor, came: torch.Tensor) -> torch.Tensor:
-    """Return what this rank's experts make of `rows`; `came` [ranks, experts] are their numbers by sender and expert."""
-    if not len(rows):
-        # Keeps parameters in the graph (zero gradients), so that this rank joins the backward's exchanges.
+def _run_local_experts(module: Any, run: Experts, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Apply this rank's experts to `tokens`; `counts` [ranks, experts] are their counts by sender and expert."""
+    if not len(tokens):
+        # Every rank has to join the backward's all-to-alls: this keeps the parameters in the graph, with zero gradients.
         params = (getattr(module, name) for name, param in module._parameters.items() if param is not None)
-        return sum((param.flatten()[:0].sum() for param in params), rows)
-    numbers = torch.arange(came.shape[1], device=rows.device).repeat(len(came))
-    numbers = numbers.repeat_interleave(came.flatten(), output_size=len(rows))[:, None]
-    return run(rows, numbers, torch.ones_like(numbers, dtype=rows.dtype))
+        return sum((param.flatten()[:0].sum() for param in params), tokens)
+    ids = torch.arange(counts.shape[1], device=tokens.device).repeat(len(counts))
+    ids = ids.repeat_interleave(counts.flatten(), output_size=len(tokens))[:, None]
+    return run(tokens, ids, torch.ones_like(ids, dtype=tokens.dtype))

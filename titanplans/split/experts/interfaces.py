@@ -1,22 +1,24 @@
-"""How the forward of a module of experts is called: what it takes tells how rows reach their experts."""
+"""The three signatures of the forward of a module of experts, told apart by the number of arguments: `interface_of`."""
 
 import inspect
 
 from torch import nn
 
 CHOSEN = 3
-"""transformers' experts are called with hidden states [N, H], the numbers of their experts [N, k] and weights [N, k]."""
+"""transformers: hidden states [N, H], expert ids [N, k] and weights [N, k]."""
 COUNTED = 2
-"""torchtitan's, with rows [N, H] in the order of their experts, and how many of them each expert has [experts]."""
+"""torchtitan: tokens [N, H] sorted by expert, and the count of each expert [experts]."""
 EVERY = 1
-"""Llama 4's, with every row for every expert [experts * N, H], expert by expert: zeros where it was not chosen."""
+"""Llama 4: every token for every expert [experts * N, H], sorted by expert; zeros if it is not routed to the expert."""
 
 
 def interface_of(module: nn.Module) -> int | None:
-    """Return `CHOSEN`, `COUNTED` or `EVERY`, as `module` is called; None if it holds no experts that are called so."""
-    cls = getattr(type(module), "unsplit_class", type(module))  # of a split module that before the split
-    taken = len(inspect.signature(cls.forward).parameters) - 1
-    holds = hasattr(module, "num_experts") and any(
+    """Return `CHOSEN`, `COUNTED` or `EVERY`, the signature of `module`; None if it holds no experts with one of these."""
+    cls = getattr(
+        type(module), "unsplit_class", type(module)
+    )  # the forward of a split module may have another signature
+    argument_count = len(inspect.signature(cls.forward).parameters) - 1
+    has_experts = hasattr(module, "num_experts") and any(
         param.ndim == 3 for param in module.parameters(recurse=False)
     )
-    return taken if holds and taken in (CHOSEN, COUNTED, EVERY) else None
+    return argument_count if has_experts and argument_count in (CHOSEN, COUNTED, EVERY) else None

@@ -1,7 +1,4 @@
-"""How busy experts are: how many rows each gets in training, and the biases that keep them equally busy.
-
-A router with such a bias (DeepSeek-V3, GLM-4.5) chooses experts by its scores and the bias, which no gradient moves.
-"""
+"""The load of experts: how many tokens each gets in training, and the biases that balance them. Start at `Loads`."""
 
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -17,8 +14,9 @@ from titanplans.split.parameters.shards import local_shard
 from titanplans.split.state import state_of
 from titanplans.torch_private.autograd import in_backward
 
+# A router with such a bias (DeepSeek-V3, GLM-4.5) chooses experts by scores plus bias; no gradient changes the bias.
 BIASES = ("e_score_correction_bias", "expert_bias", "balancing_biases")
-"""What transformers' routers call the bias that keeps their experts equally busy."""
+"""The names of a router's load-balancing bias in transformers and torchtitan."""
 
 
 class ExpertMixture(NamedTuple):
@@ -27,48 +25,50 @@ class ExpertMixture(NamedTuple):
     name: str
     experts: nn.Module
     bias: torch.Tensor | None
-    """Of its router, [experts]; a buffer, or a parameter without a gradient."""
-    number: int
-    """Of experts."""
+    """The router's load-balancing bias, [experts]: a buffer, or a parameter without a gradient."""
+    num_experts: int
 
 
 class Loads:
-    """The rows that each expert of `model` gets in forwards in training, each once, recomputed or not.
+    """Counts the tokens that each expert of `model` gets in forwards in training; recomputed forwards are not counted.
 
-    Each rank counts its own; ranks of tensor parallelism have the same rows. On any device, before the first forward.
+    Each rank counts its own tokens; tensor-parallel ranks have the same tokens. On any device; make it before the first
+    forward.
     """
 
     def __init__(self, model: nn.Module):
-        self.mixtures = [*mixtures(model)]
+        self.mixtures = [*find_mixtures(model)]
         self._counts: list[torch.Tensor | None] = [None] * len(self.mixtures)
-        for at, mixture in enumerate(self.mixtures):
-            mixture.experts.register_forward_pre_hook(partial(self._count, at), with_kwargs=True)
+        for index, mixture in enumerate(self.mixtures):
+            mixture.experts.register_forward_pre_hook(partial(self._count, index), with_kwargs=True)
 
-    def _count(self, at: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _count(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not module.training or (not torch.compiler.is_compiling() and in_backward()):
             return
-        given, number = [x.detach() for x in (*args, *kwargs.values())], self.mixtures[at].number
-        if len(given) == EVERY:  # every row for every expert: those that are not zeros
-            found = given[0].unflatten(0, (number, -1)).any(-1).sum(1).float()
-        elif len(given) == COUNTED:
-            found = given[1].float()
+        arguments = [x.detach() for x in (*args, *kwargs.values())]
+        num_experts = self.mixtures[index].num_experts
+        if len(arguments) == EVERY:  # tokens that are not routed to an expert are zeros
+            counts = arguments[0].unflatten(0, (num_experts, -1)).any(-1).sum(1).float()
+        elif len(arguments) == COUNTED:
+            counts = arguments[1].float()
         else:
-            rows = torch.ones_like(given[1].flatten(), dtype=torch.float32)
-            found = rows.new_zeros(number).scatter_add(0, given[1].flatten().long(), rows)
-        known = self._counts[at]
-        self._counts[at] = found if known is None else known + found
+            ids = arguments[1].flatten().long()
+            ones = torch.ones_like(ids, dtype=torch.float32)
+            counts = ones.new_zeros(num_experts).scatter_add(0, ids, ones)
+        total = self._counts[index]
+        self._counts[index] = counts if total is None else total + counts
 
-    def forget(self) -> None:
-        """Drop what was counted since the last call of `take`, of a forward that does not train."""
+    def discard(self) -> None:
+        """Discard the counts since the last call of `take`, for a forward that does not train."""
         self._counts = [None] * len(self.mixtures)
         for mixture in self.mixtures:
             if (state := state_of(mixture.experts)) is not None:
                 state.dropped = None
 
     def take(self, groups: Iterable[dist.ProcessGroup]) -> torch.Tensor | None:
-        """Return the rows of each expert [mixtures, experts] since the last call, over all ranks; None without a forward.
+        """Return the token counts [mixtures, experts] since the last call, summed over all ranks; None without a forward.
 
-        Collective over `groups`, in whose product each rank has other tokens.
+        Collective over `groups`, whose product contains each rank with different tokens.
         """
         counts = [count for count in self._counts if count is not None]
         self._counts = [None] * len(self.mixtures)
@@ -80,9 +80,9 @@ class Loads:
         return total
 
     def take_dropped(self, groups: Iterable[dist.ProcessGroup]) -> torch.Tensor | None:
-        """Return how many pairs of a row and an expert were left out since the last call; None where none can be.
+        """Return how many pairs of token and expert were dropped since the last call; None if experts have no capacity.
 
-        Collective over `groups`, in whose product each rank sends other rows.
+        Collective over `groups`, whose product contains each rank that sends different tokens.
         """
         states = [state for mixture in self.mixtures if (state := state_of(mixture.experts)) is not None]
         if all(state.experts is None or state.experts.capacity is None for state in states):
@@ -96,28 +96,28 @@ class Loads:
 
     @torch.no_grad()
     def move_biases(self, loads: torch.Tensor, coefficient: float) -> None:
-        """Raise the bias of experts with fewer rows than the mean by `coefficient`, and lower that of those with more.
+        """Raise the bias of experts with fewer tokens than the mean by `coefficient`, and lower that of experts with more.
 
-        DeepSeek-V3 (arXiv:2412.19437), section 2.1.2, where it is gamma = 0.001.
+        DeepSeek-V3 (arXiv:2412.19437), section 2.1.2, with gamma = 0.001.
         """
         for mixture, load in zip(self.mixtures, loads, strict=True):
             if (bias := mixture.bias) is None:
                 continue
             step = coefficient * (load.mean() - load).sign().to(bias.dtype).view(bias.shape)
             if isinstance(bias, DTensor):
-                own = local_shard(step, bias.device_mesh, bias.placements, name=mixture.name)
-                bias.to_local().add_(own)
+                local_step = local_shard(step, bias.device_mesh, bias.placements, name=mixture.name)
+                bias.to_local().add_(local_step)
             else:
                 bias.add_(step)
 
 
-def mixtures(model: nn.Module) -> Iterator[ExpertMixture]:
-    """Yield the mixtures of experts of `model` that are called as transformers' are."""
+def find_mixtures(model: nn.Module) -> Iterator[ExpertMixture]:
+    """Yield the mixtures of experts of `model` whose experts have one of the known signatures (`interface_of`)."""
     for name, module in model.named_modules():
         experts = getattr(module, "experts", None)
         if not isinstance(experts, nn.Module) or interface_of(experts) is None:
             continue
-        held = [*module.named_buffers(), *module.named_parameters()]
-        biases = [x for key, x in held if key.endswith(BIASES) and not x.requires_grad]
-        number = len(next(iter(experts.parameters(recurse=False))))
-        yield ExpertMixture(name, experts, biases[0] if biases else None, number)
+        named = [*module.named_buffers(), *module.named_parameters()]
+        biases = [x for key, x in named if key.endswith(BIASES) and not x.requires_grad]
+        num_experts = len(next(iter(experts.parameters(recurse=False))))
+        yield ExpertMixture(name, experts, biases[0] if biases else None, num_experts)

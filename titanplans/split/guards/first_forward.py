@@ -71,7 +71,6 @@ class _FirstForward:
         """Give a copied model its own hooks, on the same mesh."""
         twin = memo[id(self)] = _FirstForward(self.mesh, self.distributes, self.sum_over_cp)
         twin.has_started, twin.handles = self.has_started, copy.deepcopy(self.handles, memo)
-        twin.started, twin.handles = self.started, copy.deepcopy(self.handles, memo)
         return twin
 
     def before(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:

@@ -1,9 +1,10 @@
-"""The exchange around a kernel: own tokens of all heads for all tokens of own heads, and back, an all-to-all each.
+"""The all-to-alls around a mixer's kernel: `to_heads` exchanges local tokens of all heads for all tokens of local heads.
 
-    to_heads    [B, L / c, all rows] of this rank's tokens  ->  [B, L, own rows]
-    to_tokens   the other way; each is the backward of the other
+    to_heads    [B, L / c, all rows]  ->  [B, L, local rows], with L / c local tokens
+    to_tokens   the reverse; each is the backward of the other
 
-Ranks that share a head get the same rows; their gradients are summed.
+Here rows are those of the projection's weight, so the last dimension of its output. Ranks that share a head get the same
+rows; their gradients are summed.
 """
 
 from typing import Any, NamedTuple
@@ -14,46 +15,46 @@ from titanplans.split.collectives import all_to_all
 from titanplans.split.own_tokens import LocalTokens
 
 RowRanges = tuple[tuple[int, int], ...]
-"""Rows of a dimension: the first and the number of each run."""
+"""Rows of a dimension: (first row, row count) of each run."""
 
 
-class Share:
-    """How the rows of one projection are shared out.
+class RowAssignment:
+    """Which rows of a projection each rank gets.
 
     Args:
-        ranges: by rank, that rank's rows.
-        width: all rows.
+        ranges: by rank, its rows.
+        width: the count of all rows.
     """
 
     def __init__(self, ranges: tuple[RowRanges, ...], width: int):
         self.ranges, self.width = ranges, width
-        self.rows = number_of(ranges[0])
-        """Rows that a rank gets: as many as the others."""
-        self.in_order = ranges == tuple(((rank * self.rows, self.rows),) for rank in range(len(ranges)))
-        """Whether the ranks' rows lie one after the other already."""
+        self.rows = row_count(ranges[0])
+        """The count of rows that a rank gets, the same for all ranks."""
+        self.is_in_order = ranges == tuple(((rank * self.rows, self.rows),) for rank in range(len(ranges)))
+        """The ranks' rows are consecutive, in rank order."""
 
 
 class HeadExchange(NamedTuple):
-    """Which rows of a projection go to which rank."""
+    """An all-to-all of tokens for rows of a projection."""
 
     tokens: LocalTokens
-    share: Share
+    assignment: RowAssignment
 
 
-def number_of(ranges: RowRanges) -> int:
-    """Return how many rows `ranges` are."""
+def row_count(ranges: RowRanges) -> int:
+    """Return the number of rows in `ranges`."""
     return sum(size for _, size in ranges)
 
 
-def to_heads(own: torch.Tensor, exchange: HeadExchange) -> torch.Tensor:
-    """Return all tokens of this rank's rows of a projection; each rank has its tokens of all rows."""
-    if not torch.is_grad_enabled():  # a backward
-        return _heads(own, exchange)
-    return _ToHeads.apply(own, exchange)  # type: ignore[return-value]
+def to_heads(local: torch.Tensor, exchange: HeadExchange) -> torch.Tensor:
+    """Exchange local tokens of all rows for all tokens of this rank's rows."""
+    if not torch.is_grad_enabled():  # in a backward, for one
+        return _heads(local, exchange)
+    return _ToHeads.apply(local, exchange)  # type: ignore[return-value]
 
 
 def to_tokens(full: torch.Tensor, exchange: HeadExchange) -> torch.Tensor:
-    """Return this rank's tokens of all rows; each rank has all tokens of its own rows."""
+    """Exchange all tokens of this rank's rows for local tokens of all rows; rows that ranks share are summed."""
     if not torch.is_grad_enabled():
         return _tokens(full, exchange)
     return _ToTokens.apply(full, exchange)  # type: ignore[return-value]
@@ -61,9 +62,9 @@ def to_tokens(full: torch.Tensor, exchange: HeadExchange) -> torch.Tensor:
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own, exchange):
+    def forward(ctx: Any, local, exchange):
         ctx.exchange = exchange
-        return _heads(own, exchange)
+        return _heads(local, exchange)
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
@@ -81,71 +82,72 @@ class _ToTokens(torch.autograd.Function):
         return to_heads(grad, ctx.exchange), None
 
 
-def _heads(own: torch.Tensor, exchange: HeadExchange) -> torch.Tensor:
-    tokens, share = exchange
-    dim, ranks, lead = tokens.dim, tokens.ranks, own.shape[:-1]
+def _heads(local: torch.Tensor, exchange: HeadExchange) -> torch.Tensor:
+    tokens, assignment = exchange
+    dim, ranks, lead = tokens.dim, tokens.ranks, local.shape[:-1]
     order = (len(lead), *range(len(lead)), -1)
-    by_rank = (own if share.in_order else _by_rank(own, share)).reshape(*lead, ranks, share.rows)
-    came = all_to_all(by_rank.permute(order).contiguous(), tokens.group).movedim(0, dim)
-    full = came.reshape(*lead[:dim], ranks * lead[dim], *lead[dim + 1 :], -1).contiguous()
-    # What comes out of an autograd function must be no view, or code may not change it in place.
+    by_rank = local if assignment.is_in_order else _by_rank(local, assignment)
+    by_rank = by_rank.reshape(*lead, ranks, assignment.rows)
+    received = all_to_all(by_rank.permute(order).contiguous(), tokens.group).movedim(0, dim)
+    full = received.reshape(*lead[:dim], ranks * lead[dim], *lead[dim + 1 :], -1).contiguous()
+    # The output of an autograd function may not be a view, or a mixer's code could not change it in place.
     return full if full._base is None else torch.ops.aten._unsafe_view(full, full.shape)
 
 
 def _tokens(full: torch.Tensor, exchange: HeadExchange) -> torch.Tensor:
-    tokens, share = exchange
+    tokens, assignment = exchange
     dim, ranks, lead = tokens.dim, tokens.ranks, full.shape[:-1]
     size = lead[dim] // ranks
     by_rank = full.reshape(*lead[:dim], ranks, size, *lead[dim + 1 :], -1).movedim(dim, 0)
-    came = all_to_all(by_rank.contiguous(), tokens.group).movedim(0, -2)
-    rows = came.reshape(*lead[:dim], size, *lead[dim + 1 :], -1)
-    return rows.contiguous() if share.in_order else _put_back(rows, share)
+    received = all_to_all(by_rank.contiguous(), tokens.group).movedim(0, -2)
+    rows = received.reshape(*lead[:dim], size, *lead[dim + 1 :], -1)
+    return rows.contiguous() if assignment.is_in_order else _put_back(rows, assignment)
 
 
-def _by_rank(x: torch.Tensor, share: Share) -> torch.Tensor:
-    """Return the rows of each rank, one rank's after the other's."""
-    return torch.cat([x.narrow(-1, first, size) for runs in share.ranges for first, size in runs], -1)
+def _by_rank(x: torch.Tensor, assignment: RowAssignment) -> torch.Tensor:
+    """Reorder the rows of `x` so that each rank's are consecutive, in rank order."""
+    return torch.cat([x.narrow(-1, first, size) for runs in assignment.ranges for first, size in runs], -1)
 
 
-def _put_back(x: torch.Tensor, share: Share) -> torch.Tensor:
-    """Return the rows that the ranks' rows `x` are, where ranks share some their sum."""
-    shared = x.shape[-1] > share.width
-    made = (x.new_zeros if shared else x.new_empty)((*x.shape[:-1], share.width))
-    at = 0
-    for runs in share.ranges:
+def _put_back(x: torch.Tensor, assignment: RowAssignment) -> torch.Tensor:
+    """Put the ranks' rows `x` back into the projection's order; rows that ranks share are summed."""
+    has_shared_rows = x.shape[-1] > assignment.width
+    full = (x.new_zeros if has_shared_rows else x.new_empty)((*x.shape[:-1], assignment.width))
+    offset = 0
+    for runs in assignment.ranges:
         for first, size in runs:
-            part, to = x.narrow(-1, at, size), made.narrow(-1, first, size)
-            if shared:
-                to.add_(part)
+            source, target = x.narrow(-1, offset, size), full.narrow(-1, first, size)
+            if has_shared_rows:
+                target.add_(source)
             else:
-                to.copy_(part)
-            at += size
-    return made
+                target.copy_(source)
+            offset += size
+    return full
 
 
 def ranges_within(outer: RowRanges | None, inner: RowRanges) -> RowRanges:
-    """Return where the rows `inner` of a full tensor lie among the rows `outer` of it; None for all of them.
+    """Return the positions of the rows `inner` of a full tensor among its rows `outer`; `outer` None: all rows.
 
     Raises:
-        ValueError: they are not among them.
+        ValueError: a run of `inner` is not inside a run of `outer`.
     """
     if outer is None:
         return inner
-    found: list[tuple[int, int]] = []
+    positions: list[tuple[int, int]] = []
     for first, size in inner:
-        before = 0
-        for start, number in outer:
-            if start <= first and first + size <= start + number:
-                found.append((before + first - start, size))
+        offset = 0
+        for start, length in outer:
+            if start <= first and first + size <= start + length:
+                positions.append((offset + first - start, size))
                 break
-            before += number
+            offset += length
         else:
-            raise ValueError(f"rows {first} to {first + size} are none of {outer}")
-    joined = found[:1]
-    for first, size in found[1:]:
-        last, number = joined[-1]
-        if last + number == first:
-            joined[-1] = (last, number + size)
+            raise ValueError(f"rows {first} to {first + size} are not inside one of {outer}")
+    joined = positions[:1]
+    for first, size in positions[1:]:
+        last, length = joined[-1]
+        if last + length == first:
+            joined[-1] = (last, length + size)
         else:
             joined.append((first, size))
     return tuple(joined)

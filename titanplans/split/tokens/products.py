@@ -1,7 +1,7 @@
-"""Products of a sharded sequence: this rank's tokens times all weights, then exchanged for all tokens of this rank's heads.
+"""Projections of a sharded sequence multiply local tokens by all weights, and exchange tokens for heads: `to_heads_after`.
 
-Given a real tensor, such as one whose padding the mixer has taken out, a module multiplies it with its shard of the
-weights, as tensor parallelism does; its output is then partial, and the region's exit sums it.
+A real tensor, such as one from which the mixer has removed the padding, is multiplied by this rank's shard of the
+weights, as under tensor parallelism. The output is then partial, and the region's exit sums it.
 """
 
 from functools import cache
@@ -13,52 +13,53 @@ from torch import nn
 from titanplans.errors import PlanError
 from titanplans.split.border import Border
 from titanplans.split.state import key_of, subclass
-from titanplans.split.tokens.exchange import HeadExchange, Share, to_heads, to_tokens
+from titanplans.split.tokens.exchange import HeadExchange, RowAssignment, to_heads, to_tokens
 from titanplans.split.tokens.sharded_sequence import ShardedSequence, sharded_sequence
 
 
 class Heads(NamedTuple):
-    """How a projection's rows are shared out."""
+    """How a projection's rows are split over the context-parallel ranks."""
 
     border: Border
-    share: Share
-    """Of the rows that this rank multiplies with."""
+    assignment: RowAssignment
+    """Of the rows that this TP rank stores."""
     closes: bool = False
-    """Its output goes back to the stream."""
+    """The projection's output leaves the region."""
 
 
-def _of_own(module: Any, outputs: int | None, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Multiply own tokens with all that this rank holds of `module`: so many `outputs`, which a Conv1D counts as `nf`."""
+def _multiply_all_rows(module: Any, outputs: int | None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Multiply local tokens by all rows of `module` that this rank stores; `outputs`: their count, if rows are outputs."""
     state = module._split
     before, state.uses_all_rows = state.uses_all_rows, True
-    counted = module.__dict__.get("nf") if outputs is not None else None
-    if counted is not None:
+    # A Conv1D reshapes its output by `nf`, which the plan has set to the count of this rank's rows in the mixer.
+    nf = module.__dict__.get("nf") if outputs is not None else None
+    if nf is not None:
         module.nf = outputs
     try:
         return nn.Module.__call__(module, *args, **kwargs)
     finally:
         state.uses_all_rows = before
-        if counted is not None:
-            module.nf = counted
+        if nf is not None:
+            module.nf = nf
 
 
 @cache
 def to_heads_after(cls: type[nn.Module]) -> type[nn.Module]:
-    """Subclass a product [..., inputs] -> [..., rows], which returns all tokens of this rank's heads."""
+    """Subclass a projection [..., inputs] -> [..., rows] so that it returns all tokens of this rank's heads."""
 
     def call(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not isinstance(x, ShardedSequence):
             return cls.__call__(self, x, *args, **kwargs)
         heads: Heads = self._split.heads
-        own = _of_own(self, heads.share.width, x.shard, *args, **kwargs)
-        return to_heads(own, HeadExchange(x.tokens, heads.share))
+        local = _multiply_all_rows(self, heads.assignment.width, x.shard, *args, **kwargs)
+        return to_heads(local, HeadExchange(x.tokens, heads.assignment))
 
     return subclass(cls, {"__call__": call}, "tokens_to_heads")
 
 
 @cache
 def to_tokens_before(cls: type[nn.Module]) -> type[nn.Module]:
-    """Subclass a product of this rank's heads' outputs, which works on this rank's tokens of all heads."""
+    """Subclass a projection of this rank's heads so that it multiplies local tokens of all heads."""
 
     def call(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         heads: Heads = self._split.heads
@@ -69,8 +70,8 @@ def to_tokens_before(cls: type[nn.Module]) -> type[nn.Module]:
         if x.shape[:-1] != lead:
             if heads.closes:
                 raise PlanError(
-                    f"it got {tuple(x.shape)}, not all tokens {tuple(lead)} of a sequence, which context parallelism would "
-                    "have to exchange: leave the sum to the region's exit, rowwise(reduce_output=False) in attn_region()",
+                    f"it got {tuple(x.shape)}, not all tokens {tuple(lead)} of a sequence, so context parallelism can't "
+                    "exchange it: reduce at the region's exit, by rowwise(reduce_output=False) in attn_region()",
                     key=self._split.key,
                     style=self._split.style,
                     module=self,
@@ -78,29 +79,29 @@ def to_tokens_before(cls: type[nn.Module]) -> type[nn.Module]:
             return cls.__call__(self, x, *args, **kwargs)
         tokens = border.tokens
         if isinstance(x, ShardedSequence):
-            x = x.numbers()
-        own = to_tokens(x, HeadExchange(tokens, heads.share))
-        output = _of_own(self, None, own, *args, **kwargs)
+            x = x.to_full()
+        local = to_tokens(x, HeadExchange(tokens, heads.assignment))
+        output = _multiply_all_rows(self, None, local, *args, **kwargs)
         return output if heads.closes else sharded_sequence(output, tokens, tokens.permission, partial=True)
 
     return subclass(cls, {"__call__": call}, "heads_to_tokens")
 
 
 @cache
-def of_each_token(cls: type[nn.Module]) -> type[nn.Module]:
-    """Subclass a token-wise module, which takes this rank's tokens of a sharded sequence."""
+def on_local_tokens(cls: type[nn.Module]) -> type[nn.Module]:
+    """Subclass a token-wise module so that it applies to the local tokens of a sharded sequence."""
 
     def call(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x, ShardedSequence):
-            made = x.like(nn.Module.__call__(self, x.shard, *args, **kwargs))
-            made.permission = x.permission._replace(source=key_of(self))
-            return made
+            output = x.like(nn.Module.__call__(self, x.shard, *args, **kwargs))
+            output.permission = x.permission._replace(source=key_of(self))
+            return output
         return cls.__call__(self, x, *args, **kwargs)
 
     return subclass(cls, {"__call__": call}, "own_tokens")
 
 
 def is_product(module: nn.Module) -> bool:
-    """Whether `module` multiplies each token with a weight: a Linear, or GPT-2's Conv1D."""
+    """Whether `module` multiplies each token by a weight: a Linear, or GPT-2's Conv1D."""
     weight = module._parameters.get("weight", module._parameters.get("nf4_codes"))
     return weight is not None and (weight.ndim == 2 or isinstance(module, nn.Linear))

@@ -1,16 +1,14 @@
-"""`ShardedSequence`: a tensor of the shape of a full sequence, which holds this rank's tokens.
+"""`ShardedSequence`: a tensor with the shape of a full sequence that holds only this rank's tokens.
 
-Under context parallelism the code of a mixer gets one. It asks for `hidden_states.shape` and calls the projections of its
-plan, which take this rank's tokens (`products`). The sequence also does what is true of each token by itself and needs no
-other operand: casts, scaling by a number, a view in the shape that it has. Any other function needs the tokens of the other
-ranks. They are gathered, once for all functions that need them, where the plan permits it (`attn_region(gathers=True)`);
-elsewhere it is an error.
+The code of a mixer gets one under context parallelism. It asks for `hidden_states.shape`, and calls the projections of
+its plan, which take the local tokens (`products`). Functions that are true of each token by itself and need no other
+operand also work on the local tokens: casts, scaling by a number, a view in the same shape. Any other function needs
+the tokens of other ranks. They are gathered, once for all functions, if the plan permits it
+(`attn_region(gathers=True)`); otherwise it raises.
 
-    sequence   what is gathered                             its gradient
-    full       the ranks' tokens                            is partial: summed over the ranks
-    partial    nothing: zeros, and this rank's tokens       this rank's tokens of it
-
-A `partial` sequence is to be summed over the ranks: the output of a row-wise projection.
+    sequence                               gathered to                         gradient of the gathered tensor
+    full                                   all ranks' tokens                   partial: summed over the ranks
+    partial: output of a rowwise product   zeros, except for local tokens      its local tokens
 """
 
 import threading
@@ -33,12 +31,12 @@ from titanplans.torch_private.dispatch import (
 
 CASTS = frozenset("to type_as float double half bfloat16".split())  # noqa: SIM905
 SCALES = frozenset("mul __mul__ __rmul__ div true_divide __truediv__".split())  # noqa: SIM905
-"""Functions of the sequence and numbers."""
+"""Functions of the sequence and of numbers."""
 COPIES = frozenset("contiguous clone detach".split())  # noqa: SIM905
 VIEWS = frozenset("view view_as reshape __getitem__".split())  # noqa: SIM905
-"""Functions that may return the sequence as it is."""
+"""Functions that may return the sequence unchanged."""
 OF_TOKENS = CASTS | SCALES | COPIES | VIEWS | {"dropout"}
-"""Functions that may be true of each token by itself."""
+"""Functions that may apply to each token by itself."""
 LIKE_ANOTHER = frozenset("to type_as view_as reshape_as expand_as".split())  # noqa: SIM905
 """Functions that give their first argument the shape, dtype or device of another."""
 EXPORTS = frozenset("tolist numpy __array__".split())  # noqa: SIM905
@@ -46,44 +44,45 @@ EXPORTS = frozenset("tolist numpy __array__".split())  # noqa: SIM905
 
 
 class _NeedsTokens(Exception):
-    """A function has asked for the numbers of a sequence."""
+    """Raised in a probe when a function uses the values of a sequence."""
 
 
-class _Questions(threading.local):
-    asked = False
-    """A function runs of which nobody knows yet whether it needs numbers."""
+class _Probe(threading.local):
+    is_active = False
+    """A function runs to find out whether it uses values, or only shape, dtype or device."""
 
 
-_questions = _Questions()
+_probe = _Probe()
 
 
 class ShardedSequence(torch.Tensor):
-    """A full sequence, whose tokens on this rank are `shard`; made by `sharded_sequence`."""
+    """A full sequence of which this rank holds the tokens `shard`; made by `sharded_sequence`."""
 
     shard: torch.Tensor
     tokens: LocalTokens
     permission: GatherPermission
     partial: bool
-    """To be summed over the ranks."""
+    """A partial sum over the ranks."""
     gathered: dict[bool, torch.Tensor]
-    """The full sequence, once it has been gathered, with a gradient or without."""
+    """The full sequence once it has been gathered; by whether gradients were enabled."""
 
-    def numbers(self) -> torch.Tensor:
-        """Return the full sequence as a plain tensor, gathered once."""
-        recorded = torch.is_grad_enabled()
-        if recorded not in self.gathered:
-            gathered = (
-                _Placed.apply(self.shard, self.tokens) if self.partial else self.tokens.gather(self.shard)
+    def to_full(self) -> torch.Tensor:
+        """Return the full sequence as a plain tensor; it is gathered once."""
+        grad_enabled = torch.is_grad_enabled()
+        if grad_enabled not in self.gathered:
+            self.gathered[grad_enabled] = (
+                _PadWithZeros.apply(self.shard, self.tokens)
+                if self.partial
+                else self.tokens.gather(self.shard)
             )
-            self.gathered[recorded] = gathered
-        return self.gathered[recorded]
+        return self.gathered[grad_enabled]
 
     def like(self, shard: torch.Tensor) -> "ShardedSequence":
-        """Return the sequence whose tokens are `shard`."""
+        """Return a sequence with the local tokens `shard`, and otherwise like this one."""
         return sharded_sequence(shard, self.tokens, self.permission, partial=self.partial)
 
     @classmethod
-    @torch.compiler.disable  # dynamo would ask for the shape of what it is about to compile, and come here again
+    @torch.compiler.disable  # dynamo would ask for the shape of the result, and call this function again
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -91,45 +90,45 @@ class ShardedSequence(torch.Tensor):
         if not args and "input" in kwargs and name in OF_TOKENS:
             args = (kwargs.pop("input"),)
         if name in ("requires_grad_", "register_hook"):
-            # All gradients go through the shard's, so flags and hooks are set on the shard.
-            return _on_tokens(name, *args, **kwargs)
+            # All gradients pass through the shard, so flags and hooks are set on it.
+            return _call_on_shard(name, *args, **kwargs)
         if name in OF_TOKENS and isinstance(args[0], ShardedSequence):
-            if _in_function(args):
+            if _in_autograd_function(args):
                 if name == "view_as" and args[0] is args[1]:
-                    return _as_it_is(args[0])  # by a function that hands it on, as FSDP2's
-                return _of_numbers(func, args, kwargs)
-            if (name in VIEWS and _keeps_shape(name, args)) or _drops_nothing(name, args, kwargs):
+                    return _alias(args[0])  # by a function that returns its input, as FSDP2's
+                return _apply_to_full(func, args, kwargs)
+            if (name in VIEWS and _keeps_shape(name, args)) or _is_inactive_dropout(name, args, kwargs):
                 return args[0] if torch.is_grad_enabled() else args[0].like(args[0].shard)
             if name not in VIEWS and name != "dropout" and _has_no_other_operand(name, args, kwargs):
-                return _of_tokens(func, *args, **kwargs)
-        if _makes(name) or (name in LIKE_ANOTHER and not isinstance(args[0], ShardedSequence)):
-            return func(*tree_map(_shown, args), **tree_map(_shown, kwargs))
-        # A function in Python may draw random numbers before it asks for any of these.
+                return _apply_to_shard(func, *args, **kwargs)
+        if _is_factory(name) or (name in LIKE_ANOTHER and not isinstance(args[0], ShardedSequence)):
+            return func(*tree_map(_placeholder, args), **tree_map(_placeholder, kwargs))
+        # A function in Python may draw random numbers before it uses values, so it can't be probed by running it.
         in_python = isinstance(func, FunctionType) and func.__module__ != "torch._tensor"
         if name in EXPORTS or in_python:
-            return _of_numbers(func, args, kwargs)
+            return _apply_to_full(func, args, kwargs)
         try:
-            # A question about shape, dtype or device never comes to `__torch_dispatch__`. Without a graph, since a
-            # checkpoint would count what a function saves before it comes there.
+            # A function that only asks for shape, dtype or device never reaches `__torch_dispatch__`. Without a graph,
+            # since a checkpoint would count the tensors that a function saves before it gets there.
             with without_torch_function(), torch.no_grad():
-                _questions.asked = True
+                _probe.is_active = True
                 return func(*args, **kwargs)
         except _NeedsTokens:
             pass
         finally:
-            _questions.asked = False
-        return _of_numbers(func, args, kwargs)
+            _probe.is_active = False
+        return _apply_to_full(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # pyrefly: ignore[bad-override]
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Compute `func` of the numbers, for what has not asked `__torch_function__`; autograd has recorded it."""
-        if _questions.asked:
+        """Apply `func` to full sequences, for code that bypasses `__torch_function__`; autograd has already recorded it."""
+        if _probe.is_active:
             raise _NeedsTokens
         kwargs = kwargs or {}
-        if _makes(func.__name__.partition(".")[0]):
-            args, kwargs = tree_map(_shown, (args, kwargs))
+        if _is_factory(func.__name__.partition(".")[0]):
+            args, kwargs = tree_map(_placeholder, (args, kwargs))
             return func(*args, **kwargs)
         _check_permissions(str(func), args, kwargs)
         for argument, value in zip(schema(func).arguments, args, strict=False):
@@ -139,28 +138,28 @@ class ShardedSequence(torch.Tensor):
                 and argument.alias_info.is_write
             ):
                 raise PlanError(
-                    f"{func} changes hidden states in place, and a rank of context parallelism has its tokens alone, "
-                    "and does not say so to torch's functions: give it a clone"
+                    f"{func} changes hidden states in place, and a rank of context parallelism has only its tokens, "
+                    "without torch's functions knowing it: give it a clone"
                 )
         with torch.no_grad():
-            args, kwargs = tree_map(_numbers, (args, kwargs))
+            args, kwargs = tree_map(_full, (args, kwargs))
         return func(*args, **kwargs)
 
 
 def sharded_sequence(
     shard: torch.Tensor, tokens: LocalTokens, permission: GatherPermission, *, partial: bool = False
 ) -> ShardedSequence:
-    """Return the sequence of which `shard` are the tokens of this rank.
+    """Return the full sequence of which `shard` are this rank's tokens.
 
-    It takes no memory. It is part of the graph, for what needs its numbers without asking: the gradient is of the full
-    sequence.
+    It takes no memory. It is a node of the autograd graph, so that code which bypasses `__torch_function__` can pass
+    back a gradient of the full sequence.
     """
     if not torch.is_grad_enabled():
         shard = shard.detach()
-    return _filled(_Look.apply(shard, tokens, partial), shard, tokens, permission, partial)
+    return _set_fields(_FullShape.apply(shard, tokens, partial), shard, tokens, permission, partial)
 
 
-def _filled(
+def _set_fields(
     sequence: Any, shard: torch.Tensor, tokens: LocalTokens, permission: GatherPermission, partial: bool
 ) -> ShardedSequence:
     sequence.shard, sequence.tokens, sequence.partial = shard, tokens, partial
@@ -168,32 +167,32 @@ def _filled(
     return sequence
 
 
-def _as_it_is(x: ShardedSequence) -> ShardedSequence:
-    """Return a sequence of the same tokens, through which their gradient goes past the function that hands it on."""
-    return _filled(wrapper(ShardedSequence, x.shape, x.shard), x.shard, x.tokens, x.permission, x.partial)
+def _alias(x: ShardedSequence) -> ShardedSequence:
+    """Return a sequence of the same local tokens; their gradient bypasses the autograd function that returns it."""
+    return _set_fields(wrapper(ShardedSequence, x.shape, x.shard), x.shard, x.tokens, x.permission, x.partial)
 
 
 def _name(func: Any) -> str:
-    """Return the name of a function, or of the field that it gets."""
+    """Return the name of a function, or of the attribute whose getter it is."""
     name = getattr(func, "__name__", "")
     return getattr(func.__self__, "__name__", "") if name == "__get__" else name
 
 
-def _makes(name: str) -> bool:
-    """Whether a function makes something else of the shape, dtype and device of a tensor."""
+def _is_factory(name: str) -> bool:
+    """Whether a function makes a new tensor with the shape, dtype and device of its argument."""
     return name.startswith("new_") or name.endswith("_like")
 
 
-def _numbers(x: Any) -> Any:
-    return x.numbers() if isinstance(x, ShardedSequence) else x
+def _full(x: Any) -> Any:
+    return x.to_full() if isinstance(x, ShardedSequence) else x
 
 
-def _shown(x: Any) -> Any:
-    """Return a tensor of the shape, dtype and device of `x` that takes no memory."""
+def _placeholder(x: Any) -> Any:
+    """Return a tensor with the shape, dtype and device of `x` that takes no memory."""
     return x.shard.new_empty((1,) * x.ndim).expand(x.shape) if isinstance(x, ShardedSequence) else x
 
 
-def _on_tokens(name: str, x: ShardedSequence, *args: Any, **kwargs: Any) -> Any:
+def _call_on_shard(name: str, x: ShardedSequence, *args: Any, **kwargs: Any) -> Any:
     result = getattr(x.shard, name)(*args, **kwargs)
     if name != "requires_grad_":
         return result
@@ -201,15 +200,15 @@ def _on_tokens(name: str, x: ShardedSequence, *args: Any, **kwargs: Any) -> Any:
         return x.requires_grad_(*args, **kwargs)
 
 
-def _in_function(args: Any) -> bool:
-    """Whether an autograd function computes: it saves numbers, whose gradient it may write in their place."""
+def _in_autograd_function(args: Any) -> bool:
+    """Whether an autograd function is computing: it may save values, and write their gradient in place."""
     return not torch.is_grad_enabled() and any(
         isinstance(x, ShardedSequence) and x.requires_grad for x in args
     )
 
 
-def _drops_nothing(name: str, args: Any, kwargs: Any) -> bool:
-    """Whether this is a dropout that is off."""
+def _is_inactive_dropout(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether this is a dropout that is turned off."""
     if name != "dropout":
         return False
     p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
@@ -217,31 +216,31 @@ def _drops_nothing(name: str, args: Any, kwargs: Any) -> bool:
 
 
 def _keeps_shape(name: str, args: Any) -> bool:
-    """Whether this is a view of the sequence in the shape that it has."""
+    """Whether this is a view of the sequence in the same shape."""
     x, *sizes = args
     if name == "__getitem__":
         indices = args[1] if isinstance(args[1], tuple) else (args[1],)
         full = (slice(None), slice(0, None))
-        return all(one is Ellipsis or (isinstance(one, slice) and one in full) for one in indices)
+        return all(index is Ellipsis or (isinstance(index, slice) and index in full) for index in indices)
     if len(sizes) == 1 and not isinstance(sizes[0], int | torch.dtype):
         sizes = sizes[0].shape if isinstance(sizes[0], torch.Tensor) else sizes[0]
     if len(sizes) != x.ndim or not all(isinstance(size, int) for size in sizes):
         return False
-    return all(size in (-1, own) for size, own in zip(sizes, x.shape, strict=True))
+    return all(size in (-1, length) for size, length in zip(sizes, x.shape, strict=True))
 
 
 def _has_no_other_operand(name: str, args: Any, kwargs: Any) -> bool:
-    """Whether a function works on the sequence and numbers alone; a cast may be to the type of another tensor."""
+    """Whether a function uses only the sequence and numbers; a cast may take its dtype from another tensor."""
     others = [x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, torch.Tensor)]
     return name in CASTS or all(x.ndim == 0 for x in others)
 
 
-def _of_tokens(func: Callable[..., Any], x: ShardedSequence, *args: Any, **kwargs: Any) -> Any:
-    """Return the sequence of `func` of this rank's tokens."""
-    shard = func(x.shard, *tree_map(_shown, args), **tree_map(_shown, kwargs))
+def _apply_to_shard(func: Callable[..., Any], x: ShardedSequence, *args: Any, **kwargs: Any) -> Any:
+    """Apply `func` to the local tokens, and return a sequence of the result."""
+    shard = func(x.shard, *tree_map(_placeholder, args), **tree_map(_placeholder, kwargs))
     if shard is x.shard and torch.is_grad_enabled():
         return x
-    return x.like(shard) if isinstance(shard, torch.Tensor) else shard  # NotImplemented, for one
+    return x.like(shard) if isinstance(shard, torch.Tensor) else shard  # such as NotImplemented
 
 
 def _check_permissions(name: str, args: Any, kwargs: Any) -> None:
@@ -250,36 +249,36 @@ def _check_permissions(name: str, args: Any, kwargs: Any) -> None:
             x.permission.check(name)
 
 
-def _of_numbers(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Return `func` of the full sequences; one that it has changed in place takes this rank's tokens back."""
+def _apply_to_full(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Apply `func` to full sequences; a sequence that it changes in place gets the changed local tokens."""
     name = _name(func)
     _check_permissions(name, args, kwargs)
-    full = {id(x): (x, x.numbers()) for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedSequence)}
-    before = {at: version(numbers) for at, (_, numbers) in full.items()}
-    args, kwargs = tree_map(_numbers, (args, kwargs))
+    full = {id(x): (x, x.to_full()) for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedSequence)}
+    before = {key: version(gathered) for key, (_, gathered) in full.items()}
+    args, kwargs = tree_map(_full, (args, kwargs))
     result = func(*args, **kwargs)
-    for at, (x, numbers) in full.items():
-        if numbers.shape != x.shape:
+    for key, (x, gathered) in full.items():
+        if gathered.shape != x.shape:
             raise PlanError(
-                f"{name} changes the shape of hidden states in place, and a rank of context parallelism has its "
-                "tokens alone: give it a clone"
+                f"{name} changes the shape of hidden states in place, and a rank of context parallelism has only its "
+                "tokens: give it a clone"
             )
-        if version(numbers) != before[at]:
+        if version(gathered) != before[key]:
             others = (
-                y for y in tree_leaves((args, kwargs)) if isinstance(y, torch.Tensor) and y is not numbers
+                y for y in tree_leaves((args, kwargs)) if isinstance(y, torch.Tensor) and y is not gathered
             )
             if x.partial and any(y.is_floating_point() and y.ndim for y in others):
                 raise PlanError(
-                    f"{name} changes a partial sum in place, and a rank of context parallelism keeps "
-                    "its own tokens of it: write the result to another tensor, x = x + y"
+                    f"{name} changes a partial sum in place, and a rank of context parallelism keeps only its tokens of "
+                    "it: write the result to another tensor, x = x + y"
                 )
-            x.shard, x.gathered = x.tokens.take_local(numbers), {}
-            result = x if result is numbers else result
+            x.shard, x.gathered = x.tokens.take_local(gathered), {}
+            result = x if result is gathered else result
     return result
 
 
-class _Look(torch.autograd.Function):
-    """A tensor of the full shape that takes no memory, and hands gradients of the full sequence on to the tokens."""
+class _FullShape(torch.autograd.Function):
+    """Make a tensor of the full shape that takes no memory; its backward passes the gradient on to the local tokens."""
 
     @staticmethod
     def forward(ctx: Any, shard, tokens, partial):
@@ -291,14 +290,14 @@ class _Look(torch.autograd.Function):
         return (ctx.tokens.take_local(grad) if ctx.partial else ctx.tokens.sum(grad)), None, None
 
 
-class _Placed(torch.autograd.Function):
-    """Zeros, with a rank's tokens at their position."""
+class _PadWithZeros(torch.autograd.Function):
+    """Zeros of the full shape, except for the local tokens at their position."""
 
     @staticmethod
     def forward(ctx: Any, shard, tokens):
         ctx.tokens = tokens
-        full, number = shard.new_zeros(tokens.full_shape(shard)), shard.shape[tokens.dim]
-        full.narrow(tokens.dim, tokens.rank * number, number).copy_(shard)
+        full, length = shard.new_zeros(tokens.full_shape(shard)), shard.shape[tokens.dim]
+        full.narrow(tokens.dim, tokens.rank * length, length).copy_(shard)
         return full
 
     @staticmethod

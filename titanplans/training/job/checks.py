@@ -35,7 +35,7 @@ from titanplans.parallel.optimizers.load_balance import PUBLISHED
 from titanplans.parallel.parallelize import dry_run
 from titanplans.plan.degrees import Degrees
 from titanplans.split.decoder import holds_fla, is_held
-from titanplans.split.experts.loads import mixtures
+from titanplans.split.experts.loads import find_mixtures
 from titanplans.split.guards.dropout import dropouts
 from titanplans.split.stages.schedules import check_schedule
 from titanplans.split.stages.stages import Stages
@@ -251,7 +251,7 @@ def check_stages_train(stages: Stages, model: nn.Module) -> None:
 
 def check_experts(job: JobConfig, model: PreTrainedModel) -> None:
     """Say what moves the biases of the model's routers; refuse a coefficient where there are none."""
-    biases = [mixture for mixture in mixtures(model) if mixture.bias is not None]
+    biases = [mixture for mixture in find_mixtures(model) if mixture.bias is not None]
     coefficient = job.optimizer.load_balance_coeff
     if coefficient is not None and not biases:
         raise ConfigError(

@@ -126,7 +126,7 @@ class Trainer:
         lms = torch.nn.ModuleList(self._lms)
         self.balancer = LoadBalancer(lms, mesh, job.optimizer.load_balance_coeff, self._pipeline_group)
         for model in self.model_parts:
-            model.inferred = self.balancer.loads.forget
+            model.inferred = self.balancer.loads.discard
         metrics = self.metrics_processor
         metrics.num_flops_per_token, metrics.balancer = flops, self.balancer
         metrics.total_steps = job.training.steps
