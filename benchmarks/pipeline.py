@@ -191,7 +191,9 @@ def variants(model: Any) -> Iterator[Callable[[], float]]:
         return stream
 
     whole = copy.deepcopy(model).to("meta")
-    stage = Stages(whole, trace_on_meta(whole, 16), range(0, LAYERS, size)).cut(copy.deepcopy(model), 1)
+    stage = Stages(whole, trace_on_meta(whole, 16), range(0, LAYERS, size)).build_stage(
+        copy.deepcopy(model), 1
+    )
 
     def staged() -> torch.Tensor:
         return stage.run((hidden,), lambda: stage.model(input_ids=ids, use_cache=False))[0]

@@ -371,7 +371,7 @@ class SkippedBlock(Model):
         return x
 
 
-@refused("a second forward of it is another one")
+@refused("a second forward of it differs")
 class CountsForwards(Model):
     def add(self):
         self.count = 0
@@ -389,7 +389,7 @@ class CountingBlock(Block):
         return super().forward(x * self.calls, *more)
 
 
-@refused("a second forward of it is another one")
+@refused("a second forward of it differs")
 class BlocksCountForwards(Model):
     Block = CountingBlock
 
@@ -401,7 +401,7 @@ class KeepingBlock(Block):
         return super().forward(x, getattr(self.shared, "first", torch.zeros_like(x)))
 
 
-@refused("layers.2 computes something else")
+@refused("layers.2 computes other results")
 class StateWithADefault(Model):
     Block = KeepingBlock
 
@@ -446,7 +446,7 @@ class GlobalBlock(Block):
         return super().forward(x, self.shared["first"])
 
 
-@refused("layers.2 computes something else")
+@refused("layers.2 computes other results")
 class FirstBlockInAGlobal(Model):
     Block = GlobalBlock
 
@@ -458,7 +458,7 @@ class AppendingBlock(Block):
         return y
 
 
-@refused("the logits are made of what only another stage has")
+@refused("the logits are made of values that only another stage has")
 class ListOfStates(Model):
     Block = AppendingBlock
 
@@ -469,7 +469,7 @@ class ListOfStates(Model):
         return super().body(x, ids) + sum(seen)
 
 
-@refused("layers.2 is given something else|logits are made of")
+@refused("layers.2 gets other arguments|logits are made of")
 class AsksForAClass(Model):
     def body(self, x, ids):
         for layer in self.layers:
@@ -515,7 +515,7 @@ class PeekingBlock(Block):
         return super().forward(x if following is None else following.norm(x))
 
 
-@refused("stage 0 of 2 lacks modules|given something else")
+@refused("stage 0 of 2 lacks modules|gets other arguments")
 class ReadsTheNextBlock(Model):
     Block = PeekingBlock
 
@@ -542,7 +542,7 @@ class BranchesOnEmbeddings(Model):
         return scale * super().body(x, ids)
 
 
-@refused("mean changes otherwise")
+@refused("mean changes differently")
 class MovingBufferOfEmbeddings(Model):
     def add(self):
         self.register_buffer("mean", torch.zeros(WIDTH))
@@ -584,7 +584,7 @@ class SizingBlock(Block):
         return super().forward(x) / (1 + sum(sizes)), len(x)
 
 
-@refused("layers.2 is given something else")
+@refused("layers.2 gets other arguments")
 class ReturnsTheBatchSize(Model):
     Block = SizingBlock
 
@@ -621,7 +621,7 @@ class PaddingTakenOut(Model):
         return super().body(x, ids)
 
 
-@refused("the logits are made of what only another stage has")
+@refused("the logits are made of values that only another stage has")
 class EmbeddingsOfPadding(Model):
     def body(self, x, ids):
         last = super().body(x, ids)
@@ -665,14 +665,14 @@ class FlagOfABlock(Model):
         return x
 
 
-@refused("the logits are made of what only another stage has|layers.2 is given something else")
+@refused("the logits are made of values that only another stage has|layers.2 gets other arguments")
 class EmbeddedBySequence(Model):
     def forward(self, input_ids):
         x = torch.stack([self.embed(row) for row in input_ids])
         return self.lm_head(self.norm(self.body(x, input_ids) + x))
 
 
-@refused("the logits are made of what only another stage has")
+@refused("the logits are made of values that only another stage has")
 class LoopsOverIds(Model):
     def body(self, x, ids):
         y = super().body(x, ids)
@@ -690,7 +690,7 @@ class WaitsForAValue(Model):
         return super().body(x, ids)
 
 
-@refused("layers.1 is called inside of torch.utils.checkpoint")
+@refused("layers.1 is called inside torch.utils.checkpoint")
 class CheckpointedPair(Model):
     def body(self, x, ids):
         first, second, third, fourth = self.layers
@@ -698,7 +698,7 @@ class CheckpointedPair(Model):
         return fourth(x)
 
 
-@refused("layers.0 is called inside of torch.utils.checkpoint")
+@refused("layers.0 is called inside torch.utils.checkpoint")
 class ReentrantCheckpoints(Model):
     def body(self, x, ids):
         for layer in self.layers:
@@ -706,7 +706,7 @@ class ReentrantCheckpoints(Model):
         return x
 
 
-@refused("the gradient of what layers.1 is given has a hook")
+@refused("the gradient of an argument of layers.1 has a hook")
 class HookedGradients(Model):
     def body(self, x, ids):
         for layer in self.layers:
@@ -716,7 +716,7 @@ class HookedGradients(Model):
         return x
 
 
-@refused("the gradient of what layers.0 is given has a hook")
+@refused("the gradient of an argument of layers.0 has a hook")
 class HookedModules(Model):
     def add(self):
         for layer in self.layers:
@@ -727,7 +727,7 @@ def halve(_module, gradients, _outputs):
     return (gradients[0] * 0.5,)
 
 
-@refused("the logits are made of what only another stage has|lacks modules and values")
+@refused("the logits are made of values that only another stage has|lacks modules and values")
 class TiedByAnAttribute(Model):
     def add(self):
         self.tied = [self.embed.weight]
@@ -742,7 +742,7 @@ class CountingTensors(Block):
         return super().forward(x * torch.tensor(1.0 / len(self.seen), device=x.device, dtype=x.dtype))
 
 
-@refused("layers.2 computes something else")
+@refused("layers.2 computes other results")
 class CountsInATensor(Model):
     Block = CountingTensors
 
@@ -762,7 +762,7 @@ class MovingParameter(Block):
         return y.clone()
 
 
-@refused("gain changes otherwise|RuntimeError")
+@refused("gain changes differently|RuntimeError")
 class MovesASharedParameter(Model):
     Block = MovingParameter
 

@@ -157,7 +157,7 @@ def apply_steps(
         stages, number = stage
         every = check_activation_checkpointing(model, config.activation_checkpoint)
         names = [name for name in every if is_held(name, stages.passed[number])]
-        record.stage, record.whole_names = stages.cut(model, number), stages.whole_names(number)
+        record.stage, record.whole_names = stages.build_stage(model, number), stages.unsplit_names(number)
         record.steps.append(f"pipeline parallelism, stage {number} of {len(stages)}")
         checked = None if checked is None else checked.of_stage(stages.passed[number])
     if checked is not None:

@@ -11,10 +11,10 @@ from titanplans.split.stages.schedules import (
     SCHEDULES,
     Action,
     check_schedule,
-    in_one_order,
-    made,
+    merge_orders,
+    completed,
     needs,
-    number_of_stages,
+    stage_count,
     orders,
     stages_of_ranks,
 )
@@ -53,11 +53,11 @@ def test_each_computation_is_there_once_and_after_what_it_needs():
         found = orders(schedule, ranks, stages, microbatches)
         placed = [{action.stage for action in order} for order in found]
         assert placed == list(map(set, stages_of_ranks(schedule, ranks, stages)))
-        one = in_one_order(found)
+        one = merge_orders(found)
         backwards = {"backward", "backward_input"} if SCHEDULES[schedule].splits_backward else {"backward"}
         assert len(one) == len(set(one)) == sum(map(len, found))
         assert {action.kind for action in one} - {"forward", "backward_weight"} <= backwards
-        assert {made(action) for action in one if action.kind != "backward_weight"} == {
+        assert {completed(action) for action in one if action.kind != "backward_weight"} == {
             Action(stage, kind, number)
             for stage in range(stages)
             for kind in ("forward", "backward_input")
@@ -68,7 +68,7 @@ def test_each_computation_is_there_once_and_after_what_it_needs():
         done = set()
         for action in one:
             assert done.issuperset(needs(action, stages))
-            done.add(made(action))
+            done.add(completed(action))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -96,10 +96,10 @@ def test_the_orders_of_small_pipelines():
 
 
 def test_the_number_of_stages():
-    assert number_of_stages("1F1B", 4, 22) == 4
-    assert number_of_stages("Interleaved1F1B", 4, 22) == 8
-    assert number_of_stages("Interleaved1F1B", 4, 22, layers_per_stage=2) == 11
-    assert number_of_stages("Interleaved1F1B", 4, 22, layers_per_stage=3) == 8
+    assert stage_count("1F1B", 4, 22) == 4
+    assert stage_count("Interleaved1F1B", 4, 22) == 8
+    assert stage_count("Interleaved1F1B", 4, 22, layers_per_stage=2) == 11
+    assert stage_count("Interleaved1F1B", 4, 22, layers_per_stage=3) == 8
 
 
 def test_the_stages_of_a_rank():
@@ -110,7 +110,7 @@ def test_the_stages_of_a_rank():
 def test_orders_that_never_end_are_refused():
     backward_first = ((Action(0, "backward", 0), Action(0, "forward", 0)),)
     with pytest.raises(ParallelError, match="the backward of micro batch 0 in stage 0 waits for something"):
-        in_one_order(backward_first)
+        merge_orders(backward_first)
 
 
 @pytest.mark.parametrize(
@@ -118,9 +118,9 @@ def test_orders_that_never_end_are_refused():
     [
         (("1f1b", 2, 2, 4), 'schedule = "1f1b": no such schedule; there are GPipe, 1F1B'),
         (("1F1B", 3, 4, 4), "4 stages over 3 ranks: .*; 3 or 6 stages would work"),
-        (("1F1B", 2, 4, 4), "1F1B with 2 stages a rank: it takes 1; make 2 stages for 2 ranks, or"),
+        (("1F1B", 2, 4, 4), "1F1B with 2 stages per rank: it takes 1; make 2 stages for 2 ranks, or"),
         (("Interleaved1F1B", 2, 2, 4), "it takes 2 or more; make 4 stages .* or choose GPipe or 1F1B"),
-        (("DualPipeV", 2, 6, 8), "DualPipeV with 3 stages a rank: it takes 2; make 4 stages"),
+        (("DualPipeV", 2, 6, 8), "DualPipeV with 3 stages per rank: it takes 2; make 4 stages"),
         (("1F1B", 4, 4, 2), "1F1B with 2 micro batches: it needs one for each rank; 4 or more would work"),
         (
             ("DualPipeV", 2, 4, 3),

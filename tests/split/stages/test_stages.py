@@ -55,7 +55,7 @@ def cut(model, bounds, inputs):
     with for_meta():
         found = trace(traced, decoder, {"input_ids": ids})
     stages = Stages(model, found, bounds[:-1])
-    made = [stages.cut(copy.deepcopy(model), at) for at in range(len(stages))]
+    made = [stages.build_stage(copy.deepcopy(model), at) for at in range(len(stages))]
     for stage in made:
         stage.watch()
     return made

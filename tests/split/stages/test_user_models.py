@@ -34,7 +34,7 @@ def job_stages(name, starts):
 def test_stages_are_the_model(name, starts):
     stages, model = job_stages(name, starts)
     inputs = {"input_ids": torch.randint(pipeline_models.VOCABULARY, (2, 8))}
-    parts = [stages.cut(copy.deepcopy(model), at) for at in range(len(stages))]
+    parts = [stages.build_stage(copy.deepcopy(model), at) for at in range(len(stages))]
     for part in parts:
         part.watch()
     check(model, parts, inputs)

@@ -8,7 +8,7 @@ A timeline is computed from an order, or made of measured times.
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from titanplans.split.stages.schedules import Action, Kind, Order, in_one_order, made, needs
+from titanplans.split.stages.schedules import Action, Kind, Order, completed, merge_orders, needs
 
 UNITS: dict[Kind, float] = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
 """Durations in those of a forward, by the FLOPs of matrix products."""
@@ -56,10 +56,10 @@ def timeline(
     rank_of = {action.stage: rank for rank, order in enumerate(orders) for action in order}
     spans: list[list[Span]] = [[] for _ in orders]
     ends: dict[Action, float] = {}
-    for action in in_one_order(orders):
+    for action in merge_orders(orders):
         own = spans[rank_of[action.stage]]
         start = max([ends[need] for need in needs(action, len(rank_of))], default=0.0)
         start = max(start, own[-1].end if own else 0.0)
         own.append(Span(action, start, start + duration(action.kind, action.stage)))
-        ends[made(action)] = own[-1].end
+        ends[completed(action)] = own[-1].end
     return Timeline(tuple(map(tuple, spans)))

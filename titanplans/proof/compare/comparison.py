@@ -82,7 +82,10 @@ class Comparison:
 
     def _compare_ties(self, training: TrainingRun) -> None:
         if isinstance(training.model, PipelinedModel):
-            held = [[local_of(p) for p in holders.values()] for holders in training.model.shared.held()]
+            held = [
+                [local_of(p) for p in holders.values()]
+                for holders in training.model.shared.local_parameters()
+            ]
             if held:
                 agree = all(one.equal(first) for first, *others in held for one in others)
                 self._note("tied", 0.0 if agree else math.inf, 0.0, "", "")

@@ -24,7 +24,7 @@ from titanplans.proof.compare.forward import FAILURES, does_not_run, widened
 from titanplans.split.decoder import Elsewhere, find_decoder, within
 from titanplans.split.meshes import meshes_of
 from titanplans.split.stages.compare import check_stages
-from titanplans.split.stages.schedules import in_one_order, orders
+from titanplans.split.stages.schedules import merge_orders, orders
 from titanplans.split.stages.shared import SharedParameters
 from titanplans.split.stages.stage import Stage
 from titanplans.split.stages.stages import Stages, balance_fault
@@ -77,7 +77,7 @@ class PipelinedModel(nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield each parameter of the unsplit model once, as its first stage holds it, by its name in that model."""
-        copies = self.shared.copies()
+        copies = self.shared.duplicates()
         whole_names = {
             (at, held): whole for whole, names in self._whole_names.items() for at, held in names.items()
         }
@@ -111,7 +111,7 @@ def split_stages(
         part = copy.deepcopy(model)
         checked = check(resolve_plan(plan, part, options), part, dist.get_backend(mesh.get_group(0)))
         unsplit_plan = checked.plan
-        made.append(stages.cut(part, number))
+        made.append(stages.build_stage(part, number))
         checked = checked.of_stage(stages.passed[number])
         applied.append(split(checked, choose_way(checked, meshes_of(mesh), experts, sum_over_cp=True)))
     return PipelinedModel(made, stages.shared, unsplit_plan), applied
@@ -176,7 +176,7 @@ def run_in_order(
     taken: dict[Place, list[torch.Tensor]] = {}
     given: dict[Place, list[torch.Tensor]] = {}
     left: dict[Place, Any] = {}
-    for at, kind, number in in_one_order(orders(schedule, 1, len(stages), microbatches)):
+    for at, kind, number in merge_orders(orders(schedule, 1, len(stages), microbatches)):
         here, last = (at, number), at == len(stages) - 1
         weights = list(stages[at].model.parameters())
         if kind == "forward":

@@ -1,1 +1,1 @@
-"""Stages: a model cut into runs of consecutive blocks; each keeps the model's own forward."""
+"""Pipeline stages: a model split into runs of consecutive blocks; each stage keeps the model's own forward."""

@@ -1,4 +1,4 @@
-"""Whether the stages of a model compute what the unsplit model computes: `check_stages`."""
+"""Check that the stages of a model compute what the unsplit model computes: `check_stages`."""
 
 import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -11,7 +11,7 @@ from torch import nn
 
 from titanplans.errors import ParallelError
 from titanplans.split.decoder import is_held
-from titanplans.split.stages.expressions import Expressions, RunningFunction, own_tensors
+from titanplans.split.stages.expressions import Expressions, RunningFunction, model_tensors
 from titanplans.split.stages.stages import Stages
 from titanplans.split.stages.trace import read_by_loss, without_cache
 from titanplans.torch_private.autograd import has_backward_hooks, saves_otherwise
@@ -22,37 +22,40 @@ Numbers = tuple[Hashable, ...]
 
 
 class _Forward(NamedTuple):
-    """The expressions of a forward: those of each block's arguments and of what it returns, by the block's name."""
+    """The expressions of a forward: of each block's arguments and results, by the block's name."""
 
     arguments: Mapping[str, Numbers]
     returned: Mapping[str, Numbers]
     output: Numbers
-    """Of the logits; of what a stage gives."""
-    own: Mapping[str, Hashable]
+    """Of the logits, or of the tensors that a stage sends."""
+    tensors: Mapping[str, Hashable]
     """Of each parameter and buffer, after the forward."""
     sent: Sequence[torch.Tensor]
-    """What a stage gives to the next one."""
+    """The tensors that a stage sends to the next one."""
     trained: frozenset[str]
-    """The parameters that the backward of the output gives a gradient."""
+    """The parameters that get a gradient from the backward of the output."""
 
 
 def check_stages(model: nn.Module, stages: Stages, inputs: Mapping[str, Any]) -> None:
-    """Refuse stages whose forwards are not, operator by operator, the forward of `model`, in training or in evaluation.
+    """Refuse stages whose forwards differ in an operator from the forward of `model`, in training or in evaluation.
 
     Args:
-        model: the unsplit model, on any device; on meta inside of `titanplans.kernels.for_meta`. Copies of it run.
+        model: the unsplit model, on any device; on meta inside `titanplans.kernels.for_meta`. Copies of it run.
         stages: of it.
         inputs: keyword arguments of its forward.
 
     Raises:
-        ParallelError: names the first block that computes something else, or what else differs.
+        ParallelError: names the first block that computes something else, or the first other difference.
     """
+    model = copy.deepcopy(model)  # so that the caller's modules keep their modes
     model = copy.deepcopy(model)  # whose modules' own modes stay
     for training in (True, False):
         model.train(training)
         expressions = Expressions(model, inputs)
         _check_mode(model, stages, inputs, expressions)
-        if expressions.has_read:  # its code has gone one way, and now goes the other
+        if (
+            expressions.has_read
+        ):  # the model's code has branched on a value, so the other branch is checked, too
             expressions.answer = True
             _check_mode(model, stages, inputs, expressions)
 
@@ -64,23 +67,23 @@ def _check_mode(
     unsplit = _check_unsplit(expressions, copy.deepcopy(model), names, inputs)
     received: Sequence[torch.Tensor] = ()
     for index in range(len(stages)):
-        part = copy.deepcopy(model)
-        stage = stages.cut(part, index)
+        stage_model = copy.deepcopy(model)
+        stage = stages.build_stage(stage_model, index)
         stage.watch()
-        own = [name for name in names if is_held(name, stages.passed[index])]
-        place = f"stage {index} of {len(stages)}"
-        expressions.begin(part, received)
-        alone = f"{place} lacks modules and values of other stages, but for what blocks return, and ends with"
+        stage_names = [name for name in names if is_held(name, stages.passed[index])]
+        label = f"stage {index} of {len(stages)}"
+        expressions.begin(stage_model, received)
+        alone = f"{label} lacks modules and values of other stages, but for what blocks return, and ends with"
         with as_user_error(alone, ParallelError):
-            forward = partial(stage.run, received, partial(_output, part, inputs))
-            staged = _run(expressions, part, own, forward)
-        what = _difference(staged, unsplit, own) or _difference_after(staged, unsplit)
-        if what is None and not stage.gives and staged.output != unsplit.output:
-            what = "the logits are made of what only another stage has"
-        if what is None and (idle := staged.trained - unsplit.trained):
-            what = f"{min(idle)} gets a gradient of zeros, and none in the unsplit model"
-        if what is not None:
-            raise ParallelError(f"in {place}, {what}: let blocks hand values on as arguments and results")
+            forward = partial(stage.run, received, partial(_output, stage_model, inputs))
+            staged = _run(expressions, stage_model, stage_names, forward)
+        reason = _difference(staged, unsplit, stage_names) or _difference_after(staged, unsplit)
+        if reason is None and not stage.gives and staged.output != unsplit.output:
+            reason = "the logits are made of values that only another stage has"
+        if reason is None and (idle := staged.trained - unsplit.trained):
+            reason = f"{min(idle)} gets a gradient of zeros, and none in the unsplit model"
+        if reason is not None:
+            raise ParallelError(f"in {label}, {reason}: let blocks pass values on as arguments and results")
         received = [x.detach().requires_grad_(x.requires_grad) for x in staged.sent]
         trained |= staged.trained
     if lost := unsplit.trained - trained:
@@ -93,8 +96,9 @@ def _check_unsplit(
     """Return the forward of the unsplit model.
 
     Raises:
-        ParallelError: it draws random numbers, or its second forward is another one: a stage runs forwards that the unsplit
-            model does not.
+        ParallelError: it draws random numbers, or a second forward differs, since a stage runs more forwards than the
+        unsplit
+            model.
     """
     forward = partial(_output, model, inputs)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -102,8 +106,8 @@ def _check_unsplit(
     first = _run(expressions, model, names, forward)
     if expressions.draws is not None:
         raise ParallelError(
-            f"its forward draws random numbers ({expressions.draws}), which stages would draw alike, and others in a "
-            "resumed job: draw none"
+            f"its forward draws random numbers ({expressions.draws}), which stages would draw equally, and differently in "
+            "a resumed job: draw none"
         )
     if model.training:
         after = dict(model.named_buffers())
@@ -111,13 +115,15 @@ def _check_unsplit(
             for name in before.keys() & after.keys():
                 after[name].copy_(before[name])
         again = _run(expressions, model, names, forward)
-        if again.output != first.output:  # it reads what it has moved, and that is no cache
+        if (
+            again.output != first.output
+        ):  # it may use an attribute that the first forward has changed, a cache for one
             expressions.reset(model)
             again = _run(expressions, model, names, forward)
         if again.output != first.output:
-            what = _difference(again, first, names) or "its logits differ"
+            difference = _difference(again, first, names) or "its logits differ"
             raise ParallelError(
-                f"a second forward of it is another one ({what}), and stages run more of them: keep what changes from "
+                f"a second forward of it differs ({difference}), and stages run more of them: keep what changes from "
                 "forward to forward in a buffer"
             )
     return first
@@ -130,12 +136,12 @@ def _output(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
 def _run(
     expressions: Expressions, model: nn.Module, names: Sequence[str], forward: Callable[[], Any]
 ) -> _Forward:
-    """Call `forward`, a forward of `model`, and note the expressions of the blocks called `names`."""
+    """Call `forward`, a forward of `model`, and record the expressions of the blocks called `names`."""
     arguments: dict[str, Numbers] = {}
     returned: dict[str, Numbers] = {}
 
     def enter(name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
-        _refuse_other_backwards(name, (args, kwargs), training=model.training, hooked=hooked)
+        _refuse_other_backwards(name, (args, kwargs), training=model.training, has_hooks=has_hooks)
         arguments[name] = expressions.of_all((args, kwargs))
         expressions.enter(name)
 
@@ -143,7 +149,7 @@ def _run(
         returned[name] = expressions.of_all(output)
         expressions.enter(f"after {name}")
 
-    hooked = any(map(has_backward_hooks, model.modules()))
+    has_hooks = any(map(has_backward_hooks, model.modules()))
     expressions.enter("before the blocks")
     with (
         ExitStack() as stack,
@@ -157,26 +163,26 @@ def _run(
             stack.callback(block.register_forward_pre_hook(partial(enter, name), with_kwargs=True).remove)
             stack.callback(block.register_forward_hook(partial(leave, name)).remove)
         output = forward()
-    after = {name: expressions.of(tensor) for name, tensor in own_tensors(model)}
+    after = {name: expressions.of(tensor) for name, tensor in model_tensors(model)}
     sent = output if isinstance(output, tuple) else ()
     trained = expressions.names(model, _trained(output))
     return _Forward(arguments, returned, expressions.of_all(output), after, sent, trained)
 
 
-def _refuse_other_backwards(name: str, arguments: Any, *, training: bool, hooked: bool) -> None:
-    """Refuse what a border of stages in front of the block `name` would do twice in a backward, or not at all.
+def _refuse_other_backwards(name: str, arguments: Any, *, training: bool, has_hooks: bool) -> None:
+    """Refuse a backward that would run twice, or not at all, if the block `name` were the first of a stage.
 
-    `hooked`: a module of the model has hooks that see gradients.
+    `has_hooks`: a module of the model has hooks that see gradients.
     """
     if training and (not torch.is_grad_enabled() or saves_otherwise()):
         raise ParallelError(
-            f"{name} is called inside of torch.utils.checkpoint or without gradients: leave recomputation to the job's "
+            f"{name} is called inside torch.utils.checkpoint or without gradients: leave recomputation to the job's "
             "[activation_checkpoint]"
         )
     leaves = tree_leaves(arguments)
-    if hooked or any(isinstance(x, torch.Tensor) and has_backward_hooks(x) for x in leaves):
+    if has_hooks or any(isinstance(x, torch.Tensor) and has_backward_hooks(x) for x in leaves):
         raise ParallelError(
-            f"the gradient of what {name} is given has a hook, which two stages would run: change the gradient inside of a "
+            f"the gradient of an argument of {name} has a hook, which two stages would run: change the gradient inside a "
             "block"
         )
 
@@ -193,16 +199,16 @@ def _trained(output: Any) -> set[int]:
 
 
 def _difference(staged: _Forward, unsplit: _Forward, names: Sequence[str]) -> str | None:
-    """Return in words which of the blocks called `names` is the first that returns something else; None: none does."""
+    """Describe the first of the blocks `names` that returns something else than in the unsplit model; None: none does."""
     for name in names:
         if staged.returned.get(name) == unsplit.returned[name]:
-            continue  # an argument that differs was not used
+            continue  # an argument that differs is not used
         if staged.arguments.get(name) != unsplit.arguments[name]:
-            return f"{name} is given something else than in the unsplit model"
-        return f"{name} computes something else of the same arguments, by an attribute, a list or a counter"
+            return f"{name} gets other arguments than in the unsplit model"
+        return f"{name} computes other results from the same arguments, by an attribute, a list or a counter"
     return None
 
 
 def _difference_after(staged: _Forward, unsplit: _Forward) -> str | None:
-    name = next((name for name, number in staged.own.items() if number != unsplit.own.get(name)), None)
-    return None if name is None else f"{name} changes otherwise than in the unsplit model"
+    name = next((n for n, number in staged.tensors.items() if number != unsplit.tensors.get(n)), None)
+    return None if name is None else f"{name} changes differently than in the unsplit model"

@@ -1,7 +1,7 @@
-"""Number the expressions that a forward computes (value numbering, as compilers do it), without looking at a value.
+"""Number the expressions that a forward computes, as compilers do it (value numbering): `Expressions`.
 
-Two tensors of one number are the same operators applied to the same parameters, inputs and constants: they have equal values
-and equal gradients. So two forwards can be compared on meta.
+Two tensors with one number result from the same operators on the same parameters, inputs and constants, so they have
+equal values and equal gradients. No value is used, so forwards can be compared on meta.
 """
 
 from collections.abc import Hashable, Iterable, Mapping
@@ -16,21 +16,21 @@ from titanplans.torch_private.dispatch import TorchDispatchMode, schema, storage
 
 
 class _Content(NamedTuple):
-    """What a storage holds."""
+    """The expression in a storage."""
 
     storage: torch.UntypedStorage
-    """Held, so that no other one gets its address."""
+    """Referenced, so that no other storage gets its address."""
     number: int
 
 
 class Expressions(TorchDispatchMode):
-    """Numbers the expression of each tensor that is made while this is entered.
+    """Numbers the expression of each tensor that is made while this mode is entered.
 
-    Contents are those of storages, so a change in place changes what all views of one are.
+    Expressions are recorded by storage, so an in-place change affects all views.
 
     Args:
         model: the unsplit model.
-        inputs: of its forward, which the forwards of stages get, too.
+        inputs: of its forward, and of the forwards of stages.
     """
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any]):
@@ -40,31 +40,32 @@ class Expressions(TorchDispatchMode):
         self._contents: dict[int, _Content] = {}
         self._past: list[_Content] = []
         self._names: dict[str, str] = {}
-        """Each name of a tensor of the model, and the first of its names."""
+        """Maps each name of a tensor of the model to the first of its names."""
         first: dict[int, str] = {}
-        for name, tensor in own_tensors(model):
+        for name, tensor in model_tensors(model):
             self._names[name] = first.setdefault(id(tensor), name)
         self._scope, self._unknown = "", 0
         self.answer = False
-        """What code reads from a tensor on meta: whether a mask leaves anything out, for one."""
+        """The value that code gets from a tensor on meta, such as whether a mask excludes anything."""
         self.has_read = False
-        """It has read a number from one."""
+        """The model's code has used the value of a tensor on meta."""
         self.made_of: Hashable = None
-        """The function that runs, and its arguments but for tensors."""
+        """The running function and its arguments other than tensors."""
         self.draws: str | None = None
-        """The first operator that drew random numbers; None: there is none."""
+        """The first operator that drew random numbers; None: none did."""
 
     def begin(self, model: nn.Module, received: Iterable[torch.Tensor] = ()) -> None:
-        """Forget all tensors but those `received`; those of `model` are what they are before a forward.
+        """Forget all tensors except `received`; those of `model` get the expressions that they have before a forward.
 
-        `model` is a copy of the unsplit one, or a stage of it.
+        `model` is a copy of the unsplit model, or a stage of it.
         """
-        # A tensor that an earlier forward has left somewhere is no tensor of this one. Held: no other one gets its address.
+        # A tensor that an earlier forward has left in an attribute is unknown in this one. It is kept referenced, so
+        # that no other storage gets its address.
         self._past += self._contents.values()
         self._contents = {(key := storage_id(tensor)): self._contents[key] for tensor in received}
         self.reset(model)
         for name, tensor in _attributes(model):
-            # Otherwise it is a parameter or buffer that an attribute names, too.
+            # A parameter or buffer may also be an attribute.
             if storage_id(tensor) not in self._contents:
                 self._set(tensor, ("attribute", name))
         for name, value in self._inputs.items():
@@ -72,20 +73,20 @@ class Expressions(TorchDispatchMode):
                 self._set(value, ("input", name))
 
     def reset(self, model: nn.Module) -> None:
-        """Let parameters and buffers of `model` be again what they were before its forward."""
-        for name, tensor in own_tensors(model):
+        """Give the parameters and buffers of `model` the expressions that they had before its forward."""
+        for name, tensor in model_tensors(model):
             self._set(tensor, ("tensor", self._names.get(name, name)))
 
     def names(self, model: nn.Module, tensors: set[int]) -> frozenset[str]:
-        """Return the names in the unsplit model of those of `model` whose `id`s are among `tensors`."""
-        return frozenset(self._names[name] for name, x in own_tensors(model) if id(x) in tensors)
+        """Return the names in the unsplit model of those tensors of `model` whose `id`s are in `tensors`."""
+        return frozenset(self._names[name] for name, x in model_tensors(model) if id(x) in tensors)
 
     def enter(self, scope: str) -> None:
-        """Begin a part of the forward: a block, or what the model's own code does after one."""
+        """Begin a section of the forward: a block, or the model's own code after a block."""
         self._scope, self._unknown = scope, 0
 
     def made_by(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call `func`, a function of torch; constants that it makes on meta are known by its arguments."""
+        """Call `func`, a function of torch; constants that it makes on meta are identified by its arguments."""
         before = self.made_of, self._unknown
         leaves = (x for x in tree_leaves((args, kwargs)) if not isinstance(x, torch.Tensor))
         self.made_of, self._unknown = (getattr(func, "__name__", ""), *map(_constant, leaves)), 0
@@ -98,9 +99,11 @@ class Expressions(TorchDispatchMode):
             self.made_of, self._unknown = before
 
     def of(self, tensor: torch.Tensor) -> int:
-        """Return the number of the expression that `tensor` is."""
-        if storage_id(tensor) not in self._contents:  # no operator made it, such as the index in x[:, [0]]
-            # On meta it has no value: it is known by the function that made it, or as the nth in its part.
+        """Return the number of the expression of `tensor`."""
+        if (
+            storage_id(tensor) not in self._contents
+        ):  # not made by an operator, such as the index in x[:, [0]]
+            # On meta it has no value, so it is identified by the function that made it, or by its order in the section.
             if tensor.is_meta:
                 self._unknown += 1
                 self._set(tensor, ("constant", self.made_of or self._scope, self._unknown))
@@ -110,7 +113,7 @@ class Expressions(TorchDispatchMode):
         return self._number((number, *_geometry(tensor), tensor.storage_offset()))
 
     def of_all(self, tree: Any) -> tuple[Hashable, ...]:
-        """Return the numbers of the tensors in `tree`, and what else is in it."""
+        """Return the numbers of the tensors in `tree`, and its other leaves as constants."""
         return tuple(self.of(x) if isinstance(x, torch.Tensor) else _constant(x) for x in tree_leaves(tree))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -127,12 +130,12 @@ class Expressions(TorchDispatchMode):
         expression = (str(func), tuple(operands), tuple(kwargs), self.of_all(kwargs))
         if self.draws is None and _draws(func, args, kwargs):
             self.draws = str(func)
-        written = list(_written(func, args, kwargs))
+        changed = list(_changed_tensors(func, args, kwargs))
         out = func(*args, **kwargs)
-        for index, tensor in enumerate(written):
-            self._set(tensor, (*expression, "written", index))
+        for index, tensor in enumerate(changed):
+            self._set(tensor, (*expression, "changed", index))
         for index, tensor in enumerate(x for x in tree_leaves(out) if isinstance(x, torch.Tensor)):
-            if storage_id(tensor) not in self._contents:  # else a view, or changed in place
+            if storage_id(tensor) not in self._contents:  # else it is a view, or was changed in place
                 self._set(tensor, (*expression, index))
         return out
 
@@ -144,7 +147,7 @@ class Expressions(TorchDispatchMode):
 
 
 class RunningFunction(TorchFunctionMode):
-    """Tells `expressions` which function of torch runs: on meta, torch.tensor(2.0) does not say that it is 2."""
+    """Tells `expressions` which function of torch runs: on meta, the result of torch.tensor(2.0) has no value."""
 
     def __init__(self, expressions: Expressions):
         super().__init__()
@@ -154,8 +157,8 @@ class RunningFunction(TorchFunctionMode):
         return self._expressions.made_by(func, args, kwargs or {})
 
 
-def own_tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    """Yield the parameters and buffers of `model` by each of their names."""
+def model_tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """Yield the parameters and buffers of `model` under each of their names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
@@ -174,28 +177,28 @@ def _geometry(tensor: torch.Tensor) -> tuple[Hashable, ...]:
 
 
 def _constant(x: Any) -> Hashable:
-    """Return what tells constants apart: 1, 1.0 and True are three."""
+    """Return a key that tells constants apart: 1, 1.0 and True are three."""
     return (type(x).__name__, repr(x)) if isinstance(x, bool | int | float | complex) else str(x)
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operator draws random numbers; one of attention draws none if its dropout is 0."""
+    """Whether an operator draws random numbers; attention draws none if its dropout is 0."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
-    given = _by_name(func, args, kwargs)
-    return given.get("dropout_p", given.get("p", 1.0)) != 0.0
+    arguments = _by_name(func, args, kwargs)
+    return arguments.get("dropout_p", arguments.get("p", 1.0)) != 0.0
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
-    """Yield the tensors that an operator changes."""
-    given = _by_name(func, args, kwargs)
+def _changed_tensors(func: Any, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
+    """Yield the tensors that an operator changes in place."""
+    values = _by_name(func, args, kwargs)
     for argument in getattr(schema(func), "arguments", ()):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from (x for x in tree_leaves(given.get(argument.name)) if isinstance(x, torch.Tensor))
+            yield from (x for x in tree_leaves(values.get(argument.name)) if isinstance(x, torch.Tensor))
 
 
 def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """Return the arguments of an operator by name, defaults included."""
     arguments = getattr(schema(func), "arguments", ())
-    given = {x.name: x.default_value for x in arguments if x.has_default_value()}
-    return given | {x.name: value for x, value in zip(arguments, args, strict=False)} | kwargs
+    defaults = {x.name: x.default_value for x in arguments if x.has_default_value()}
+    return defaults | {x.name: value for x, value in zip(arguments, args, strict=False)} | kwargs

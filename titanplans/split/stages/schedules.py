@@ -1,8 +1,8 @@
-"""Schedules of pipeline parallelism: which rank has which stages, and in which order it computes.
+"""Schedules of pipeline parallelism: which stages a rank has, and in which order it computes. Nothing runs here.
 
     orders("1F1B", ranks=2, stages=2, microbatches=4)[1]    # F0 B0 F1 B1 F2 B2 F3 B3 of stage 1
 
-The orders are torch's own (`torch.distributed.pipelining`). Nothing runs here.
+The orders are torch's own (`torch.distributed.pipelining`).
 """
 
 import math
@@ -17,11 +17,11 @@ from titanplans.text import counted, show
 from titanplans.torch_private.pipelining import rank_orders
 
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
-"""A backward is whole, or in two parts: the gradient of the stage's input, and later those of its weights."""
+"""A backward computes both gradients at once, or first that of the stage's input, and later those of its weights."""
 
 
 class Action(NamedTuple):
-    """A computation of a stage for a micro batch."""
+    """One computation of a stage for one micro batch."""
 
     stage: int
     kind: Kind
@@ -29,18 +29,18 @@ class Action(NamedTuple):
 
 
 Order = tuple[Action, ...]
-"""The computations of a rank one after the other."""
+"""The computations of a rank, in order."""
 
 
 class Schedule(NamedTuple):
-    """A rule by which the ranks of a pipeline compute."""
+    """The properties of a schedule of torch."""
 
     stages_per_rank: range
-    """How many stages a rank may have."""
+    """The numbers of stages that a rank may have."""
     placement: Literal["loop", "v"] = "loop"
-    """Rank r of n has stages r, n + r, ... (loop), or r and the one as far from the end (v)."""
+    """Rank r of n has the stages r, n + r, ... (loop), or r and its mirror image from the end (v)."""
     splits_backward: bool = False
-    """Backwards are in two parts, and those of the weights fill idle steps."""
+    """A backward is split in two, and the gradients of weights fill idle steps."""
 
 
 ONE, TWO, TWO_OR_MORE = range(1, 2), range(2, 3), range(2, sys.maxsize)
@@ -53,25 +53,25 @@ SCHEDULES = {
     "ZBVZeroBubble": Schedule(TWO, "v", splits_backward=True),
     "DualPipeV": Schedule(TWO, "v", splits_backward=True),
 }
-"""By torch's names."""
+"""By torch's names of schedules."""
 
 
 def schedule_of(name: str) -> Schedule:
     """Return the schedule called `name`.
 
     Raises:
-        ParallelError: there is none.
+        ParallelError: there is no such schedule.
     """
     if name not in SCHEDULES:
         raise ParallelError(f"schedule = {show(name)}: no such schedule; there are {', '.join(SCHEDULES)}")
     return SCHEDULES[name]
 
 
-def number_of_stages(schedule: str, ranks: int, blocks: int, layers_per_stage: int | None = None) -> int:
-    """Return into how many stages `blocks` are cut; without `layers_per_stage`, as many as the schedule needs.
+def stage_count(schedule: str, ranks: int, blocks: int, layers_per_stage: int | None = None) -> int:
+    """Return the number of stages for `blocks`; without `layers_per_stage`, the fewest that the schedule takes.
 
     Raises:
-        ParallelError: no such schedule.
+        ParallelError: there is no such schedule.
     """
     least = schedule_of(schedule).stages_per_rank[0] * ranks
     return least if layers_per_stage is None else math.ceil(blocks / layers_per_stage)
@@ -81,62 +81,63 @@ def stages_of_ranks(schedule: str, ranks: int, stages: int) -> tuple[tuple[int, 
     """Return the stages of each rank.
 
     Raises:
-        ParallelError: no such schedule, or not for that many stages.
+        ParallelError: there is no such schedule, or it does not take that many stages.
     """
-    found = schedule_of(schedule)
+    properties = schedule_of(schedule)
     if stages % ranks or not stages:
         raise ParallelError(
             f"{counted(stages, 'stage')} over {counted(ranks, 'rank')}: each rank has the same number of stages; "
             f"{near_multiples(stages, ranks)} stages would work"
         )
-    if (each := stages // ranks) not in found.stages_per_rank:
-        least, more = found.stages_per_rank[0], " or more" if found.stages_per_rank == TWO_OR_MORE else ""
+    if (each := stages // ranks) not in properties.stages_per_rank:
+        least = properties.stages_per_rank[0]
+        more = " or more" if properties.stages_per_rank == TWO_OR_MORE else ""
         others = [name for name, other in SCHEDULES.items() if each in other.stages_per_rank]
         raise ParallelError(
-            f"{schedule} with {counted(each, 'stage')} a rank: it takes {least}{more}; make "
+            f"{schedule} with {counted(each, 'stage')} per rank: it takes {least}{more}; make "
             f"{counted(least * ranks, 'stage')} for {counted(ranks, 'rank')}, or choose {either(others)}"
         )
-    if found.placement == "v":
+    if properties.placement == "v":
         return tuple((rank, stages - 1 - rank) for rank in range(ranks))
     return tuple(tuple(range(rank, stages, ranks)) for rank in range(ranks))
 
 
 def check_schedule(schedule: str, ranks: int, stages: int, microbatches: int) -> None:
-    """Refuse what the schedule can't run.
+    """Refuse numbers of stages and micro batches that the schedule can't run.
 
     Raises:
-        ParallelError: no such schedule, or not for that many stages or micro batches.
+        ParallelError: there is no such schedule, or it does not take that many stages or micro batches.
     """
     stages_of_ranks(schedule, ranks, stages)
-    given = f"{schedule} with {microbatches} micro {'batch' if microbatches == 1 else 'batches'}"
-    least, each, instead = {
+    label = f"{schedule} with {microbatches} micro {'batch' if microbatches == 1 else 'batches'}"
+    least, scope, instead = {
         "1F1B": (ranks, "for each rank", ", or choose GPipe"),
         "DualPipeV": (stages, "for each stage", ", or choose ZBVZeroBubble"),
     }.get(schedule, (1, "at least", ""))
     if microbatches < least:
-        raise ParallelError(f"{given}: it needs one {each}; {least} or more would work{instead}")
+        raise ParallelError(f"{label}: it needs one {scope}; {least} or more would work{instead}")
     rounds = max(1, microbatches // ranks)
     if schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and microbatches % rounds:
         raise ParallelError(
-            f"{given} over {counted(ranks, 'rank')}: it runs them in {rounds} equal rounds; "
+            f"{label} over {counted(ranks, 'rank')}: it runs them in {rounds} equal rounds; "
             f"{near_multiples(microbatches, ranks)} would work"
         )
 
 
 @cache
 def orders(schedule: str, ranks: int, stages: int, microbatches: int) -> tuple[Order, ...]:
-    """Return the computations of each rank, in torch's order; a pair that DualPipeV overlaps is one after the other.
+    """Return the computations of each rank, in torch's order; two that DualPipeV overlaps are listed one after the other.
 
     Raises:
-        ParallelError: as `check_schedule`.
+        ParallelError: as in `check_schedule`.
     """
     check_schedule(schedule, ranks, stages, microbatches)
-    found = rank_orders(schedule, ranks, stages, microbatches)
-    return tuple(tuple(Action(*one) for one in order) for order in found)
+    rank_actions = rank_orders(schedule, ranks, stages, microbatches)
+    return tuple(tuple(Action(*action) for action in order) for order in rank_actions)
 
 
 def needs(action: Action, stages: int) -> tuple[Action, ...]:
-    """Return what `action` waits for: forwards, and gradients of inputs as "backward_input" (see `made`)."""
+    """Return the actions that `action` waits for; gradients of inputs are "backward_input" (see `completed`)."""
     stage, kind, microbatch = action
     if kind == "backward_weight":
         return (Action(stage, "backward_input", microbatch),)
@@ -146,13 +147,13 @@ def needs(action: Action, stages: int) -> tuple[Action, ...]:
     return (Action(stage, "forward", microbatch), *after)
 
 
-def made(action: Action) -> Action:
-    """Return what others wait for once `action` is done: a whole backward gives the gradient of the input, too."""
+def completed(action: Action) -> Action:
+    """Return the action that others wait for once `action` is done: a full backward includes the "backward_input"."""
     return action._replace(kind="backward_input") if action.kind == "backward" else action
 
 
-def in_one_order(orders: Sequence[Order]) -> tuple[Action, ...]:
-    """Return the actions of all ranks, each after those that it needs, and each rank's in its order.
+def merge_orders(orders: Sequence[Order]) -> tuple[Action, ...]:
+    """Merge the ranks' orders into one, which keeps each of them, and in which an action comes after those it needs.
 
     Raises:
         ParallelError: ranks wait for each other.
@@ -166,11 +167,11 @@ def in_one_order(orders: Sequence[Order]) -> tuple[Action, ...]:
         for actions in waiting:
             if actions and done.issuperset(needs(actions[0], stages)):
                 merged.append(actions.popleft())
-                done.add(made(merged[-1]))
+                done.add(completed(merged[-1]))
         if len(merged) == before:
             action = next(actions[0] for actions in waiting if actions)
             raise ParallelError(
                 f"these orders never end: the {action.kind} of micro batch {action.microbatch} in stage {action.stage} "
-                "waits for something that comes after it; take those of a schedule"
+                "waits for an action that comes after it; use the orders of a schedule"
             )
     return tuple(merged)

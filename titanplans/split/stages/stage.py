@@ -1,8 +1,8 @@
-"""A stage of a pipeline: the model's own forward over some of its blocks, the others passed through at their place.
+"""A pipeline stage: the model's own forward over some of its blocks, with stand-ins for the modules of other stages.
 
-Each stage runs the model's forward from the first line to the last. A block of another stage returns what it was given, in
-the form of what it would return, or values that came from earlier stages. So positions, masks, scales and the numbers of
-layers are the model's own matter, and no plan or stage repeats them.
+Each stage runs the model's forward from the first line to the last. A stand-in for a block returns its arguments in the
+structure of the block's results, or values that came from earlier stages. So positions, masks, scales and layer indices
+are left to the model, and no plan or stage repeats them.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,13 +21,13 @@ Values = dict[Value, torch.Tensor]
 
 
 class Stage:
-    """A stage of a pipeline: a model some of whose modules others hold, and what crosses its two borders.
+    """A pipeline stage: a model in which stand-ins replace the modules of other stages.
 
     Args:
-        model: in which a `PassedBlock` or a `PassedModule` stands for each of these.
-        takes: what a forward takes from the stage before.
-        gives: what it gives to the next stage; nothing: this is the last stage, which gives the model's output.
-        received: where its stand-ins look for what was taken.
+        model: with a `PassedBlock` or `PassedModule` for each module of another stage.
+        takes: the values that a forward takes from the previous stage.
+        gives: the values that it gives to the next stage; (): this is the last stage, which returns the model's output.
+        received: the values taken, from which the stand-ins return.
     """
 
     def __init__(
@@ -40,30 +40,30 @@ class Stage:
         self.model, self.takes, self.gives = model, tuple(takes), tuple(gives)
         self._received = received
         self._passed = [module for module in model.modules() if isinstance(module, PassedModule)]
-        self._made: Values = {}
+        self._produced: Values = {}
         self._calls: dict[str, int] = {}
-        """How often a module before the blocks has been called in the forward that runs."""
+        """How often each module before the blocks has been called in the current forward."""
 
     def run(self, received: Sequence[torch.Tensor], forward: Callable[[], Any]) -> Any:
-        """Call `forward`, a forward of the model, with what the stage before gave, in the order of `takes`.
+        """Call `forward`, a forward of the model, with the tensors of the previous stage, in the order of `takes`.
 
         Returns:
-            What the next stage takes, in the order of `gives`; of the last stage what `forward` returns.
+            The tensors for the next stage, in the order of `gives`; on the last stage the result of `forward`.
         """
         self._received.update(zip(self.takes, received, strict=True))
         try:
             output = forward()
-            made = self._received | self._made
-            return tuple(made[value] for value in self.gives) if self.gives else output
+            values = self._received | self._produced
+            return tuple(values[value] for value in self.gives) if self.gives else output
         finally:
             self._received.clear()
-            self._made.clear()
+            self._produced.clear()
             self._calls.clear()
             for module in self._passed:
                 module.calls = 0
 
     def watch(self) -> None:
-        """Keep from here on the values that later stages need; call it once nothing will wrap a module any more."""
+        """From now on keep the values that later stages need; call it when no more wrappers will be added to modules."""
         for name in {value.module for value in self.gives}:
             module = self.model.get_submodule(name)
             if isinstance(module, Elsewhere):
@@ -72,7 +72,7 @@ class Stage:
                 module.register_forward_hook(
                     lambda _module, _args, output, name=name: self._keep(name, output)
                 )
-            else:  # a hook would be part of the graph
+            else:  # a hook would become part of the compiled graph
                 set_compiled_call(module, partial(self._call, name, call))
 
     def _call(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -81,16 +81,16 @@ class Stage:
         return output
 
     def _keep(self, name: str, output: Any) -> None:
-        """Keep the values of the module `name` that later stages need."""
+        """Keep those values of the module `name` that later stages need."""
         leaves, calls = tree_leaves(output), self._calls.get(name, 0)
         self._calls[name] = calls + 1
         for value in self.gives:
             if value.module == name and (value.block >= 0 or value.leaf == calls):
-                self._made[value] = leaves[value.leaf if value.block >= 0 else 0]
+                self._produced[value] = leaves[value.leaf if value.block >= 0 else 0]
 
 
 class PassedBlock(Elsewhere):
-    """Stands in the place of a block of another stage, and has its plain attributes, which the model's loop may read."""
+    """Stands in for a block of another stage; it has the block's plain attributes, which the model's loop may use."""
 
     def __init__(self, block: nn.Module, call: BlockCall, received: Values):
         super().__init__()
@@ -100,35 +100,35 @@ class PassedBlock(Elsewhere):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves = [
-            self._received[one.value]
-            if one.value in self._received
-            else (one.constant if one.given is None else _leaf(one.given, args, kwargs))
-            for one in self._call.returned
+            self._received[result.value]
+            if result.value in self._received
+            else (result.constant if result.argument is None else _leaf(result.argument, args, kwargs))
+            for result in self._call.returned
         ]
         return tree_unflatten(leaves, self._call.structure)
 
 
-def _leaf(at: int, args: Any, kwargs: Any) -> Any:
-    """Return a leaf of the arguments of a block; of the first, mostly the hidden states, without a walk through all."""
-    if at == 0 and args and isinstance(args[0], torch.Tensor):
+def _leaf(index: int, args: Any, kwargs: Any) -> Any:
+    """Return a leaf of the arguments of a block; the first, mostly the hidden states, without flattening them all."""
+    if index == 0 and args and isinstance(args[0], torch.Tensor):
         return args[0]
-    return tree_leaves((args, kwargs))[at]
+    return tree_leaves((args, kwargs))[index]
 
 
 class PassedModule(Elsewhere):
-    """Stands in the place of a module of another stage outside of blocks.
+    """Stands in for a module of another stage that is outside of the blocks.
 
-    It returns what the stage before gave, if this stage needs it. Otherwise nothing that this stage computes depends on what
-    it returns: its input, or zeros.
+    It returns the tensor from the previous stage if this stage needs it. Otherwise no result of this stage depends on its
+    output, which is its input, or zeros.
     """
 
     def __init__(self, module: nn.Module, name: str, width: int | None, received: Values):
-        """`width` is that of the zeros; None: the module keeps its input's shape, and this returns the input."""
+        """`width`: the last dimension of the zeros; None: the module keeps its input's shape, so the input is returned."""
         super().__init__()
         self.name, self.width, self.calls, self._received = name, width, 0, received
         self.is_received = False
-        """The newest call returned what the stage before gave."""
-        # Whose device code reads, and whose type masks get; nothing that has a value.
+        """The latest call returned a tensor from the previous stage."""
+        # Code asks the embedding's weight for its device, and masks take its dtype; it holds no values.
         self.weight = next(module.parameters()).detach().new_empty(0)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "PassedModule":
@@ -136,7 +136,7 @@ class PassedModule(Elsewhere):
         return self
 
     def compute_in(self, dtype: torch.dtype | None) -> None:
-        """Give zeros of `dtype`, as the embedding would under mixed precision; None: of the type of its parameters."""
+        """Return zeros of `dtype`, as the embedding would under mixed precision; None: of the dtype of its parameters."""
         self.weight = self.weight if dtype is None else self.weight.to(dtype)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -146,8 +146,8 @@ class PassedModule(Elsewhere):
         return self._received[value] if self.is_received else self.stand_in(x)
 
     def stand_in(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the shape that the module has for `x`, of all tokens."""
+        """Return a tensor of all tokens with the shape that the module's output has for `x`."""
         if self.width is None:
-            return x.detach()  # FSDP2 would warn of a view that has a gradient
+            return x.detach()  # FSDP2 would warn about a view that has a gradient
         leading = x.shape[:-1] if x.is_floating_point() else x.shape
         return self.weight.new_zeros(*leading, self.width, device=x.device)

@@ -1,4 +1,4 @@
-"""Which stage of a pipeline holds what: blocks, what stands before and after them, parameters that several hold."""
+"""The split of a model into pipeline stages: `Stages` says which modules each stage has, and which parameters are shared."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -13,15 +13,15 @@ from titanplans.text import class_name
 
 
 class Stages:
-    """The stages into which a model is cut, each with one block or more.
+    """The stages that a model is split into, each with at least one block.
 
     Args:
-        model: the unsplit model, on any device; it is read here alone.
+        model: the unsplit model, on any device; it is not changed.
         trace: of a forward of it.
-        starts: the number of the first block of each stage, ascending from 0.
+        starts: the index of the first block of each stage, ascending from 0.
 
     Raises:
-        ParallelError: a router's balance, which is no sum over stages, is a part of the loss.
+        ParallelError: the loss contains the load-balancing loss of routers, which is not a sum over stages.
     """
 
     def __init__(self, model: nn.Module, trace: Trace, starts: Sequence[int]):
@@ -31,21 +31,21 @@ class Stages:
         if (reason := balance_fault(model)) is not None:
             raise ParallelError(reason)
         self.passed = tuple(tuple(self._passed(model, *bounds)) for bounds in pairwise(self.bounds))
-        """For each stage the names of the modules that others hold."""
+        """For each stage, the names of the modules that are on other stages only."""
         self.shared = dict(self._shared(model))
-        """The parameters that several stages hold, by the name in `model`: of each the name in each of them."""
+        """For each parameter that several stages hold, by its name in `model`: its name in each of these stages."""
 
     def __len__(self) -> int:
         return len(self.passed)
 
-    def whole_names(self, number: int) -> dict[str, str]:
-        """Return for the parameters that the stage of this `number` shares, by their names in it, those in the model."""
-        return {names[number]: whole for whole, names in self.shared.items() if number in names}
+    def unsplit_names(self, index: int) -> dict[str, str]:
+        """Map the names of the shared parameters in the stage `index` to their names in the unsplit model."""
+        return {names[index]: name for name, names in self.shared.items() if index in names}
 
-    def cut(self, model: nn.Module, number: int) -> Stage:
-        """Make `model`, a copy of the unsplit one, prepared but not split, the stage of this `number`, in place."""
+    def build_stage(self, model: nn.Module, index: int) -> Stage:
+        """Make `model`, a copy of the unsplit model, prepared but not split, the stage `index`, in place."""
         received: dict = {}
-        for name in self.passed[number]:
+        for name in self.passed[index]:
             module = model.get_submodule(name)
             if name in self.decoder.names:
                 call = self.trace.calls[self.decoder.names.index(name)]
@@ -54,15 +54,16 @@ class Stages:
                 outside = self.trace.outside[name]
                 width = None if outside.keeps_shape or name == self.decoder.head else outside.width
                 model.set_submodule(name, PassedModule(module, name, width, received))
-        first, last = self.bounds[number : number + 2]
-        gives = () if number == len(self) - 1 else self.trace.crossing(last)
+        first, last = self.bounds[index : index + 2]
+        gives = () if index == len(self) - 1 else self.trace.crossing(last)
         return Stage(model, self.trace.crossing(first), gives, received)
 
     def _passed(self, model: nn.Module, first: int, last: int) -> Iterator[str]:
         names = self.decoder.names
         yield from (name for at, name in enumerate(names) if not first <= at < last)
         for name, call in self.trace.outside.items():
-            # Nothing is computed after an inner stage's last block. The rest stays, with parameters that stages share.
+            # Code after the last block of an inner stage computes nothing that is used, so its modules have stand-ins.
+            # Modules that are called elsewhere, too, stay; stages share their parameters.
             follows = call.first == len(names) and (call.keeps_shape or name == self.decoder.head)
             if (is_before(call) and first > 0) or (follows and last < len(names)):
                 yield name
@@ -71,18 +72,20 @@ class Stages:
         names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).append(name)
-        for known in names.values():
-            held = ((at, [n for n in known if is_held(n, passed)]) for at, passed in enumerate(self.passed))
-            holders = {at: here[0] for at, here in held if here}
+        for all_names in names.values():
+            by_stage = (
+                (i, [n for n in all_names if is_held(n, passed)]) for i, passed in enumerate(self.passed)
+            )
+            holders = {i: stage_names[0] for i, stage_names in by_stage if stage_names}
             if len(holders) > 1:
-                yield known[0], holders
+                yield all_names[0], holders
 
 
 def balance_fault(model: nn.Module) -> str | None:
-    """Return why the routers of `model` can't be balanced by a term of its loss; None if they are not."""
+    """Return why a load-balancing loss of the routers of `model` can't be computed; None if it has none."""
     if not getattr(getattr(model, "config", None), "output_router_logits", False):
         return None
     return (
-        f"output_router_logits = True: the balance of the routers of {class_name(model)} is computed of all blocks at once, "
-        "which no stage of a pipeline has; set it to False, and balance by load_balance_coeff"
+        f"output_router_logits = True: {class_name(model)} computes its load-balancing loss from the routers of all "
+        "blocks, which no pipeline stage has; set it to False, and balance by load_balance_coeff"
     )

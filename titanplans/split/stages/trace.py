@@ -1,7 +1,7 @@
-"""Trace one forward of a model: which tensors have to cross from stage to stage.
+"""Trace one forward of a model to find the tensors that have to cross from stage to stage: `trace`.
 
-A value is a tensor that a block returns, or a module that stands before the blocks, such as the embedding. An argument of a
-block is made of values, or of what each stage makes itself: masks, positions, rotary tables.
+A value is a tensor that a block returns, or that a module before the blocks returns, such as the embedding. The
+arguments of a block are values, or computed by each stage: masks, positions, rotary tables.
 """
 
 import inspect
@@ -28,48 +28,48 @@ from titanplans.torch_private.dispatch import (
 
 
 class Value(NamedTuple):
-    """A tensor that a block returns, or a module before the blocks."""
+    """A tensor that a block, or a module before the blocks, returns."""
 
     block: int
     """The index of the block; -1: a module before the blocks."""
     module: str
     """The name of the block or of the module."""
     leaf: int
-    """The index among the leaves of what the block returns; of a module before the blocks, the index of its call."""
+    """The index among the leaves of the block's result; for a module before the blocks, the index of its call."""
 
 
 class Returned(NamedTuple):
-    """A leaf of what a block returns."""
+    """A leaf of a block's result."""
 
     constant: Any
-    """What is no tensor, as it was; None for a tensor."""
-    given: int | None
-    """The leaf among the block's arguments that it is, or else one of its shape; None: there is no such."""
+    """A leaf that is not a tensor; None for a tensor."""
+    argument: int | None
+    """The index of the leaf of the block's arguments that it is, or else of one with its shape; None: there is none."""
     value: Value | None
-    """None: it is no tensor, or an argument handed on."""
+    """None: it is not a tensor, or it is an argument that the block returns unchanged."""
 
 
 class BlockCall(NamedTuple):
-    """The call of a block."""
+    """One call of a block."""
 
     needs: frozenset[Value]
-    """The values that its arguments are, or were made of."""
+    """The values that its arguments are, or are computed from."""
     returned: tuple[Returned, ...]
     structure: TreeSpec
-    """Of what it returned."""
+    """Of its result."""
 
 
 class OutsideCall(NamedTuple):
-    """The calls of a module outside of the blocks."""
+    """The calls of one module outside of the blocks."""
 
     first: int
     """How many blocks had been called before its first call."""
     last: int
     """How many blocks had been called before its last call."""
     keeps_shape: bool
-    """Each call returned a tensor of its input's shape."""
+    """Each call returned a tensor with its input's shape."""
     width: int | None
-    """The last dimension of what each call returned; None: that varies, or it was no tensor [*shape of ids, width], nor
+    """The last dimension of each call's result; None: it varies, or the result was not a tensor [*shape of ids, width] or
     [*shape of hidden states without their last dimension, width]."""
 
 
@@ -78,22 +78,22 @@ class Trace(NamedTuple):
 
     calls: tuple[BlockCall, ...]
     end: frozenset[Value]
-    """The values that the logits were made of."""
+    """The values that the logits are computed from."""
     outside: Mapping[str, OutsideCall]
-    """Modules outside of the blocks that hold parameters and no other modules, if they were called."""
+    """By name, the modules outside of the blocks that hold parameters and no other modules, and were called."""
 
-    def crossing(self, at: int) -> tuple[Value, ...]:
-        """Return the values made before the block of index `at` that it or a later one needs, or the logits."""
-        if at == 0:
+    def crossing(self, index: int) -> tuple[Value, ...]:
+        """Return the values made before the block `index` that this block, a later one or the logits need."""
+        if index == 0:
             return ()
-        needed = self.end.union(*(call.needs for call in self.calls[at:]))
-        return tuple(sorted(value for value in needed if value.block < at))
+        needed = self.end.union(*(call.needs for call in self.calls[index:]))
+        return tuple(sorted(value for value in needed if value.block < index))
 
 
 MOST_READS = 100_000
-"""Numbers that a forward may read from tensors: on meta each is 0, so a loop may never end."""
+"""A forward may convert this many tensors to Python numbers; on meta each is 0, so that a loop may never end."""
 LOSS_FIELDS = ("_loss", "router_logits")
-"""So end the names of what a model returns for its loss next to its logits."""
+"""The suffixes of the fields that a model returns for its loss next to its logits."""
 SHAPE_ALONE = frozenset(
     getattr(torch.ops.aten, name)
     for name in (
@@ -101,31 +101,31 @@ SHAPE_ALONE = frozenset(
         "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros",
     )
 )  # fmt: skip
-"""Operators that read the shape, dtype and device of a tensor, and not its values."""
+"""Operators that use the shape, dtype and device of a tensor, but not its values."""
 
 
 class _Origins(TorchDispatchMode):
-    """Notes the values that the content of each storage is made of, by the operators between blocks."""
+    """Records the values that the content of each storage is computed from, by the operators between blocks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.block: int | None = None
-        """The index of the block that runs; None: the model's own code."""
+        """The index of the running block; None: the model's own code runs."""
         self._reads = 0
         self.has_read = False
-        """The block that runs has made a Python number of a tensor."""
-        # A storage that is held keeps its address.
-        self._known: dict[int, tuple[torch.UntypedStorage, frozenset[Value]]] = {}
+        """The running block has converted a tensor to a Python number."""
+        # The storage is referenced, so that no other one gets its address.
+        self._values: dict[int, tuple[torch.UntypedStorage, frozenset[Value]]] = {}
 
     def of(self, tensor: torch.Tensor) -> frozenset[Value]:
-        known = self._known.get(storage_id(tensor))
-        return frozenset() if known is None else known[1]
+        entry = self._values.get(storage_id(tensor))
+        return frozenset() if entry is None else entry[1]
 
     def of_all(self, tree: Any) -> frozenset[Value]:
         return frozenset().union(*map(self.of, _tensors(tree)))
 
     def note(self, tensor: torch.Tensor, values: frozenset[Value]) -> None:
-        self._known[storage_id(tensor)] = tensor.untyped_storage(), values
+        self._values[storage_id(tensor)] = tensor.untyped_storage(), values
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -138,7 +138,7 @@ class _Origins(TorchDispatchMode):
                 raise ParallelError(
                     f"it makes more than {MOST_READS:,} Python numbers of tensors, perhaps in a loop that waits for a value"
                 )
-            if args[0].is_meta:  # such as whether a mask leaves anything out
+            if args[0].is_meta:  # for example whether a mask excludes anything
                 return False if args[0].dtype == torch.bool else 0
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket not in SHAPE_ALONE and (made_of := self.of_all((args, kwargs))):
@@ -148,12 +148,12 @@ class _Origins(TorchDispatchMode):
 
 
 def trace(model: nn.Module, decoder: Decoder, inputs: Mapping[str, Any]) -> Trace:
-    """Run `model` on `inputs`, keyword arguments of its forward, and note what its blocks are given and return.
+    """Run `model` on `inputs`, keyword arguments of its forward, and record the arguments and results of its blocks.
 
-    On any device; on meta inside of `titanplans.kernels.for_meta`, since Triton kernels do not run there.
+    On any device; on meta inside `titanplans.kernels.for_meta`, since Triton kernels do not run there.
 
     Raises:
-        ParallelError: it does not call each block once, in order, or a block returns what can't be handed on.
+        ParallelError: it does not call each block once, in order, or a block returns an object that can't be sent.
     """
     calls: list[BlockCall] = []
     arguments: list[Any] = []
@@ -179,26 +179,28 @@ def trace(model: nn.Module, decoder: Decoder, inputs: Mapping[str, Any]) -> Trac
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor | bool | int | float | str | None):
                 raise ParallelError(
-                    f"{name} returns a {class_name(leaf)}, which no other stage can hand on: return tensors, or a tuple or "
-                    "dict of them"
+                    f"{name} returns a {class_name(leaf)}, which can't be sent to another stage: return tensors, or a tuple "
+                    "or dict of them"
                 )
             if origins.has_read and isinstance(leaf, int | float):
                 raise ParallelError(
                     f"{name} makes a Python number of a tensor and returns {leaf!r}, which other stages can't know: "
                     "return a tensor"
                 )
-        unchanged = [  # a block that reads a value may hand on another tensor then
+        unchanged = [  # a block that has used a value may return another tensor for other values
             not origins.has_read and (not isinstance(x, torch.Tensor) or version(x) == before)
             for x, before in zip(arguments, versions, strict=True)
         ]
         returned = tuple(
             _returned(Value(index, name, at), leaf, arguments, unchanged) for at, leaf in enumerate(leaves)
         )
-        made = [
-            (leaf, one.value) for leaf, one in zip(leaves, returned, strict=True) if one.value is not None
+        new_leaves = [
+            (leaf, result.value)
+            for leaf, result in zip(leaves, returned, strict=True)
+            if result.value is not None
         ]
-        for leaf, _ in made:  # several may have one storage
-            same = (value for other, value in made if storage_id(other) == storage_id(leaf))
+        for leaf, _ in new_leaves:  # several may have one storage
+            same = (value for other, value in new_leaves if storage_id(other) == storage_id(leaf))
             origins.note(leaf, frozenset(same))
         calls.append(BlockCall(needs, returned, structure))
 
@@ -230,22 +232,22 @@ def trace(model: nn.Module, decoder: Decoder, inputs: Mapping[str, Any]) -> Trac
         raise ParallelError(f"it does not call {decoder.names[len(calls)]}: a stage runs each of its blocks")
 
     def expanded(values: frozenset[Value]) -> frozenset[Value]:
-        """Replace a value that no stage can give, of a module that every stage calls, by those that it is made of."""
-        kept = {value for value in values if value.block >= 0 or is_before(outside[value.module])}
-        made = (made_of[value] for value in values - kept)
-        return frozenset(kept).union(*map(expanded, made))
+        """Replace a value that can't be sent, of a module that every stage calls, by the values it is computed from."""
+        sendable = {value for value in values if value.block >= 0 or is_before(outside[value.module])}
+        sources = (made_of[value] for value in values - sendable)
+        return frozenset(sendable).union(*map(expanded, sources))
 
     calls = [call._replace(needs=expanded(call.needs)) for call in calls]
     return Trace(tuple(calls), expanded(end), outside)
 
 
 def is_before(call: OutsideCall) -> bool:
-    """Whether a module is called before the blocks alone, and has a stand-in: other stages get what it gives."""
+    """Whether a module is called only before the blocks, and has a stand-in, which returns the value that it is sent."""
     return call.last == 0 and (call.keeps_shape or call.width is not None)
 
 
 def without_cache(model: nn.Module) -> dict[str, bool]:
-    """Return the argument that keeps the forward of `model` from returning a cache, if it takes one."""
+    """Return the argument that keeps the forward of `model` from returning a cache; {} if it takes none."""
     return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
 
@@ -259,7 +261,7 @@ def logits_of(output: Any) -> Any:
 
 
 def read_by_loss(output: Any) -> list[Any]:
-    """Return what of a model's output the loss reads: its logits, and what the balance of routers is computed of."""
+    """Return the part of a model's output that the loss uses: its logits, and the inputs of a load-balancing loss."""
     names = () if isinstance(output, torch.Tensor) else dir(output)
     balance = [getattr(output, name) for name in names if name.endswith(LOSS_FIELDS)]
     return [logits_of(output), *balance]
@@ -272,14 +274,14 @@ def _outside_of_blocks(model: nn.Module, decoder: Decoder) -> Iterator[tuple[str
             yield name, module
 
 
-def _returned(value: Value, leaf: Any, given: list[Any], unchanged: list[bool]) -> Returned:
+def _returned(value: Value, leaf: Any, arguments: list[Any], unchanged: list[bool]) -> Returned:
     if not isinstance(leaf, torch.Tensor):
         return Returned(leaf, None, None)
-    handed_on = next((at for at, x in enumerate(given) if x is leaf), None)
-    if handed_on is not None and unchanged[handed_on]:
-        return Returned(None, handed_on, None)
-    alike = (at for at, x in enumerate(given) if isinstance(x, torch.Tensor) and x.shape == leaf.shape)
-    return Returned(None, next(alike, None), value)
+    index = next((i for i, x in enumerate(arguments) if x is leaf), None)
+    if index is not None and unchanged[index]:
+        return Returned(None, index, None)
+    same_shape = (i for i, x in enumerate(arguments) if isinstance(x, torch.Tensor) and x.shape == leaf.shape)
+    return Returned(None, next(same_shape, None), value)
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:

@@ -104,7 +104,7 @@ class Pipeline:
 
     def counted(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return those of `parameters` that count into a norm here: what several stages hold counts in the first."""
-        copies = self._shared.copies()
+        copies = self._shared.duplicates()
         return [parameter for parameter in parameters if id(parameter) not in copies]
 
 

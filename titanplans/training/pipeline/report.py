@@ -41,7 +41,7 @@ def describe(model: Any, stages: Stages, schedule: str, ranks: int, seq_len: int
                 "blocks": [names[first], names[last - 1]],
                 "tensors_received": len(stages.trace.crossing(first)),
                 "parameters": _held(model, passed),
-                "shared_parameters": sorted(stages.whole_names(at).values()),
+                "shared_parameters": sorted(stages.unsplit_names(at).values()),
                 "flops_per_token": sum(cost.blocks[first:last]) + ends,
             }
         )

@@ -15,7 +15,7 @@ from titanplans.modeling import flops_of_blocks
 from titanplans.parallel.pipeline.balance import balance, starts_of_names
 from titanplans.split.decoder import find_decoder
 from titanplans.split.stages.compare import check_stages
-from titanplans.split.stages.schedules import Action, Kind, number_of_stages
+from titanplans.split.stages.schedules import Action, Kind, stage_count
 from titanplans.split.stages.stages import Stages
 from titanplans.split.stages.trace import Trace, trace
 from titanplans.text import class_name
@@ -123,7 +123,7 @@ def stages_of(model: Any, options: PipelineParallel, ranks: int, seq_len: int) -
         starts = starts_of_names(decoder.names, options.pipeline_parallel_split_points)
     else:
         schedule, layers = options.pipeline_parallel_schedule, options.pipeline_parallel_layers_per_stage
-        stages = number_of_stages(schedule, ranks, len(decoder.names), layers)
+        stages = stage_count(schedule, ranks, len(decoder.names), layers)
         costs = flops_of_blocks(model, decoder, seq_len)
         starts = balance(costs.blocks, costs.first, costs.last, stages)
     return Stages(model, trace_on_meta(model, seq_len), starts)
