@@ -653,7 +653,7 @@ class FlagBlock(Block):
         return super().forward(x)
 
 
-@refused("'PassedBlock' object has no attribute 'high'")
+@refused("'StandInBlock' object has no attribute 'high'")
 class FlagOfABlock(Model):
     Block = FlagBlock
 

@@ -36,7 +36,7 @@ from titanplans.split.meshes import SplitMeshes, meshes_of
 from titanplans.split.module_weight import localize_blocks_at_once
 from titanplans.split.parameters.loaded_state import load_as_shards
 from titanplans.split.parameters.replaced import parameters_of, retire_replaced
-from titanplans.split.stages.stage import PassedModule
+from titanplans.split.stages.stage import StandInModule
 from titanplans.split.state import make_state
 from titanplans.split.stream import begin_at_output, end_at_output, follow_forwards
 
@@ -243,7 +243,7 @@ def split(checked: Checked, way: Way) -> AppliedPlan:
     localize_blocks_at_once(model.get_submodule(name) for names in decoder.block_lists for name in names)
     make_state(model).border = way.border
     for name in plan.begin_stream:
-        if isinstance(module := model.get_submodule(name), PassedModule):
+        if isinstance(module := model.get_submodule(name), StandInModule):
             begin_at_output(module, way.border.stream)
     for name in plan.end_stream:
         if isinstance(module := model.get_submodule(name), Elsewhere):

@@ -46,7 +46,7 @@ from titanplans.precision.float8.scales import seek_scales_together
 from titanplans.precision.nf4 import quantised
 from titanplans.split.decoder import is_held
 from titanplans.split.meshes import meshes_of
-from titanplans.split.stages.stage import PassedModule
+from titanplans.split.stages.stage import StandInModule
 from titanplans.split.stages.stages import Stages
 from titanplans.text import show
 
@@ -257,7 +257,7 @@ def apply_data_parallelism(model: nn.Module, mesh: Any, config: Config) -> None:
         record_of(model).steps.append("autocast")
     experts = meshes_of_experts(mesh)
     for module in model.modules():
-        if isinstance(module, PassedModule):
+        if isinstance(module, StandInModule):
             module.compute_in(dtype(config.mixed_precision_param))
     shard(model, over, config, over if experts is None else experts.fsdp)
     gathers = config.float8.enable_fsdp_float8_all_gather

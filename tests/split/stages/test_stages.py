@@ -14,7 +14,7 @@ from titanplans.errors import ParallelError
 from titanplans.kernels import for_meta
 from titanplans.loss import cross_entropy
 from titanplans.proof.compare.forward import widened
-from titanplans.split.stages.stage import PassedBlock, PassedModule
+from titanplans.split.stages.stage import StandInBlock, StandInModule
 from titanplans.split.stages.stages import Stages
 from titanplans.split.stages.trace import logits_of, trace, without_cache
 
@@ -99,11 +99,11 @@ def test_unequal_stages_hold_their_own_blocks_alone(name, takes):
     assert [len(stage.takes) for stage in stages] == takes
     for stage, own in zip(stages, (1, 1, 3, 1), strict=True):
         assert len(find_decoder(stage.model).blocks) == own
-        assert sum(isinstance(module, PassedBlock) for module in stage.model.modules()) == 6 - own
+        assert sum(isinstance(module, StandInBlock) for module in stage.model.modules()) == 6 - own
     first, *inner, last = (stage.model for stage in stages)
     decoder = find_decoder(model)
-    assert isinstance(last.get_submodule(decoder.embedding), PassedModule)
-    assert isinstance(first.get_submodule(decoder.head), PassedModule)
+    assert isinstance(last.get_submodule(decoder.embedding), StandInModule)
+    assert isinstance(first.get_submodule(decoder.head), StandInModule)
     for stage in inner:
         held = {name for name, _ in stage.named_parameters()}
         assert all(any(name.startswith(f"{block}.") for block in decoder.names) for name in held), held

@@ -24,7 +24,7 @@ class Stage:
     """A pipeline stage: a model in which stand-ins replace the modules of other stages.
 
     Args:
-        model: with a `PassedBlock` or `PassedModule` for each module of another stage.
+        model: with a `StandInBlock` or `StandInModule` for each module of another stage.
         takes: the values that a forward takes from the previous stage.
         gives: the values that it gives to the next stage; (): this is the last stage, which returns the model's output.
         received: the values taken, from which the stand-ins return.
@@ -39,7 +39,7 @@ class Stage:
     ):
         self.model, self.takes, self.gives = model, tuple(takes), tuple(gives)
         self._received = received
-        self._passed = [module for module in model.modules() if isinstance(module, PassedModule)]
+        self._passed = [module for module in model.modules() if isinstance(module, StandInModule)]
         self._produced: Values = {}
         self._calls: dict[str, int] = {}
         """How often each module before the blocks has been called in the current forward."""
@@ -89,7 +89,7 @@ class Stage:
                 self._produced[value] = leaves[value.leaf if value.block >= 0 else 0]
 
 
-class PassedBlock(Elsewhere):
+class StandInBlock(Elsewhere):
     """Stands in for a block of another stage; it has the block's plain attributes, which the model's loop may use."""
 
     def __init__(self, block: nn.Module, call: BlockCall, received: Values):
@@ -115,7 +115,7 @@ def _leaf(index: int, args: Any, kwargs: Any) -> Any:
     return tree_leaves((args, kwargs))[index]
 
 
-class PassedModule(Elsewhere):
+class StandInModule(Elsewhere):
     """Stands in for a module of another stage that is outside of the blocks.
 
     It returns the tensor from the previous stage if this stage needs it. Otherwise no result of this stage depends on its
@@ -131,7 +131,7 @@ class PassedModule(Elsewhere):
         # Code asks the embedding's weight for its device, and masks take its dtype; it holds no values.
         self.weight = next(module.parameters()).detach().new_empty(0)
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "PassedModule":
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "StandInModule":
         self.weight = fn(self.weight)
         return self
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from titanplans.errors import ParallelError
 from titanplans.split.decoder import Decoder, find_decoder, is_held
-from titanplans.split.stages.stage import PassedBlock, PassedModule, Stage
+from titanplans.split.stages.stage import StandInBlock, StandInModule, Stage
 from titanplans.split.stages.trace import Trace, is_before
 from titanplans.text import class_name
 
@@ -49,11 +49,11 @@ class Stages:
             module = model.get_submodule(name)
             if name in self.decoder.names:
                 call = self.trace.calls[self.decoder.names.index(name)]
-                model.set_submodule(name, PassedBlock(module, call, received))
+                model.set_submodule(name, StandInBlock(module, call, received))
             else:
                 outside = self.trace.outside[name]
                 width = None if outside.keeps_shape or name == self.decoder.head else outside.width
-                model.set_submodule(name, PassedModule(module, name, width, received))
+                model.set_submodule(name, StandInModule(module, name, width, received))
         first, last = self.bounds[index : index + 2]
         gives = () if index == len(self) - 1 else self.trace.crossing(last)
         return Stage(model, self.trace.crossing(first), gives, received)
