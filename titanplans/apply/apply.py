@@ -25,7 +25,7 @@ from titanplans.plan.plan import Plan, TPPlan
 from titanplans.plan.resolve import Entry, ResolvedPlan
 from titanplans.split.border import Border
 from titanplans.split.converted import Crossing, is_float8
-from titanplans.split.decoder import Decoder, Elsewhere, join
+from titanplans.split.decoder import Decoder, AbsentModule, join
 from titanplans.split.generation import let_generate
 from titanplans.split.guards.first_forward import check_first_forward
 from titanplans.split.guards.inputs import ForwardFacts, guard_forwards
@@ -246,7 +246,7 @@ def split(checked: Checked, way: Way) -> AppliedPlan:
         if isinstance(module := model.get_submodule(name), StandInModule):
             begin_at_output(module, way.border.stream)
     for name in plan.end_stream:
-        if isinstance(module := model.get_submodule(name), Elsewhere):
+        if isinstance(module := model.get_submodule(name), AbsentModule):
             end_at_output(module, way.border.stream)
     _follow_forwards(plan, way.border)
     let_generate(model)

@@ -16,7 +16,7 @@ from titanplans.errors import ModelError
 from titanplans.modeling.reference import InitUnit, Reference, tensors
 from titanplans.precision import nf4
 from titanplans.split.adapted import is_factor
-from titanplans.split.decoder import Elsewhere, join, without_wrappers
+from titanplans.split.decoder import AbsentModule, join, without_wrappers
 from titanplans.split.parameters.shards import copy_shard
 
 
@@ -56,7 +56,7 @@ def initialize(model: PreTrainedModel, *, seed: int, only: Collection[str] | Non
     writer = Writer(model, todo, reference.tied)
     for unit in reference.units():
         module = writer.modules.get(unit.path)
-        if isinstance(module, Elsewhere) and not any(_is_of(name, unit) for name in writer.alone):
+        if isinstance(module, AbsentModule) and not any(_is_of(name, unit) for name in writer.alone):
             continue
         if module is not None and (only is None or any(_is_of(name, unit) for name in todo)):
             for name, value in reference.values(unit).items():

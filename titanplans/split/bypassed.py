@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from titanplans.errors import UserError
-from titanplans.split.decoder import Elsewhere
+from titanplans.split.decoder import AbsentModule
 
 
 class Bypassed(NamedTuple):
@@ -79,7 +79,7 @@ class BypassCheck:
             for name in self.names
             if name not in self.called
             and _parent(name) in self.called
-            and not isinstance(model.get_submodule(name), Elsewhere)
+            and not isinstance(model.get_submodule(name), AbsentModule)
         ]
         if bypassed:
             raise self.refuse(bypassed)

@@ -25,7 +25,7 @@ MIXERS = ("attn", "self_attn", "mixer", "linear_attn", "attention", "self_attent
 MLPS = ("mlp", "ffn", "feed_forward")
 
 
-class Elsewhere(nn.Module):
+class AbsentModule(nn.Module):
     """Replaces a module that is on another pipeline stage."""
 
 
@@ -162,7 +162,7 @@ def _block_names(model: nn.Module) -> tuple[str, ...]:
         for half in halves
         if half in lists
         for name, block in model.get_submodule(half).named_children()
-        if not isinstance(block, Elsewhere)
+        if not isinstance(block, AbsentModule)
     )
 
 
@@ -179,7 +179,7 @@ def _towers(model: nn.Module, decoder: tuple[str, ...]) -> Iterator[tuple[str, .
 def _first(names: tuple[str, ...], module: nn.Module) -> str | None:
     children = module._modules
     return next(
-        (name for name in names if name in children and not isinstance(children[name], Elsewhere)), None
+        (name for name in names if name in children and not isinstance(children[name], AbsentModule)), None
     )
 
 

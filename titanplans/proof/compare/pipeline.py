@@ -21,7 +21,7 @@ from titanplans.plan.custom import PlanSource, resolve_plan
 from titanplans.plan.options import TPOptions
 from titanplans.plan.resolve import ResolvedPlan
 from titanplans.proof.compare.forward import FAILURES, does_not_run, widened
-from titanplans.split.decoder import Elsewhere, find_decoder, within
+from titanplans.split.decoder import AbsentModule, find_decoder, within
 from titanplans.split.meshes import meshes_of
 from titanplans.split.stages.compare import check_stages
 from titanplans.split.stages.schedules import merge_orders, orders
@@ -71,7 +71,7 @@ class PipelinedModel(nn.Module):
         for stage in self.stages:
             for name, module in stage.model.named_modules():
                 holds_blocks = any(within(block, name) for block in self.plan.decoder.names)
-                if name not in seen and not holds_blocks and not isinstance(module, Elsewhere):
+                if name not in seen and not holds_blocks and not isinstance(module, AbsentModule):
                     seen.add(name)
                     yield name, module
 

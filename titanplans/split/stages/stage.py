@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanplans.split.decoder import Elsewhere
+from titanplans.split.decoder import AbsentModule
 from titanplans.split.stages.trace import BlockCall, Value
 from titanplans.torch_private.dispatch import tree_leaves, tree_unflatten
 from titanplans.torch_private.modules import compiled_call, set_compiled_call
@@ -66,7 +66,7 @@ class Stage:
         """From now on keep the values that later stages need; call it when no more wrappers will be added to modules."""
         for name in {value.module for value in self.gives}:
             module = self.model.get_submodule(name)
-            if isinstance(module, Elsewhere):
+            if isinstance(module, AbsentModule):
                 continue
             if (call := compiled_call(module)) is None:
                 module.register_forward_hook(
@@ -89,7 +89,7 @@ class Stage:
                 self._produced[value] = leaves[value.leaf if value.block >= 0 else 0]
 
 
-class StandInBlock(Elsewhere):
+class StandInBlock(AbsentModule):
     """Stands in for a block of another stage; it has the block's plain attributes, which the model's loop may use."""
 
     def __init__(self, block: nn.Module, call: BlockCall, received: Values):
@@ -115,7 +115,7 @@ def _leaf(index: int, args: Any, kwargs: Any) -> Any:
     return tree_leaves((args, kwargs))[index]
 
 
-class StandInModule(Elsewhere):
+class StandInModule(AbsentModule):
     """Stands in for a module of another stage that is outside of the blocks.
 
     It returns the tensor from the previous stage if this stage needs it. Otherwise no result of this stage depends on its
