@@ -20,7 +20,7 @@ from titanplans.plan.options import TPOptions
 from titanplans.plan.plan import Plan, TPPlan
 from titanplans.plan.registry import faulty_plans, plan_for_model, registered_plans
 from titanplans.split.converted import recipe_of
-from titanplans.split.decoder import find_decoder, spelled_out
+from titanplans.split.decoder import find_decoder, expand_keys
 from titanplans.user_code import as_user_error, load_attribute
 
 PlanSource = str | type[TPPlan] | Mapping[str, str | ParallelStyle] | None
@@ -72,7 +72,7 @@ class DictPlan(TPPlan):
         plan: Plan = {}
         decoder = find_decoder(model, required=False)
         mixers = decoder.mixers
-        for name, pattern in spelled_out(self.patterns, model).items():
+        for name, pattern in expand_keys(self.patterns, model).items():
             around = decoder.mixer_around(name)
             mixer = None if around is None else mixers[around]
             plan[name] = self._style(pattern, self.patterns[pattern], mixer)

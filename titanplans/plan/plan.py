@@ -15,7 +15,7 @@ from titanplans.errors import PlanError
 from titanplans.plan.options import TPOptions
 from titanplans.plan.plan_styles import Plan, PlanStyles
 from titanplans.plan.registry import mixer_plan_of, plan_for_mixer
-from titanplans.split.decoder import find_block, find_decoder, join, spelled_out
+from titanplans.split.decoder import find_block, find_decoder, join, expand_keys
 from titanplans.split.local_code import Functions, count_once, over_all_ranks, summed
 from titanplans.styles.kv_colwise import KVColwise
 
@@ -209,7 +209,7 @@ class TPPlan(PlanStyles):
                 if key in plan:
                     raise PlanError(f"plan key '{key}' is given by model_plan and by layer_plan: keep one")
                 plan[key] = style
-        return {name: plan[key] for name, key in spelled_out(plan, model).items()}
+        return {name: plan[key] for name, key in expand_keys(plan, model).items()}
 
 
 def _first_count(attn: nn.Module, names: tuple[str, ...]) -> dict[str, int]:

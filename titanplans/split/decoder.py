@@ -213,7 +213,7 @@ def without_wrappers(path: str) -> str:
     return ".".join(part for part in path.split(".") if part not in (CHECKPOINTED, "_orig_mod"))
 
 
-def spelled_out(keys: Iterable[str], model: nn.Module) -> dict[str, str]:
+def expand_keys(keys: Iterable[str], model: nn.Module) -> dict[str, str]:
     """Map each name in `model` that a key of a plan matches to that key.
 
     In a key, `*` stands for one component of a module's name, or of a parameter's if no module matches. A key that
