@@ -183,14 +183,14 @@ def _first(names: tuple[str, ...], module: nn.Module) -> str | None:
     )
 
 
-def of_fla(cls: type) -> bool:
+def is_fla_class(cls: type) -> bool:
     """Whether `cls` is a class of flash-linear-attention, or derived from one."""
     return any(base.__module__.startswith("fla.") for base in cls.__mro__)
 
 
-def holds_fla(module: nn.Module) -> bool:
+def has_fla_module(module: nn.Module) -> bool:
     """Whether `module` or a module inside it is of a class of flash-linear-attention, or derived from one."""
-    return any(of_fla(type(inner)) for inner in module.modules())
+    return any(is_fla_class(type(inner)) for inner in module.modules())
 
 
 def join(*names: str) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanplans.split.decoder import holds_fla, of_fla
+from titanplans.split.decoder import has_fla_module, is_fla_class
 from titanplans.split.state import specialise, state_of, subclass
 from titanplans.text import class_name
 from titanplans.torch_private.compile import break_graphs_in_calls, is_disabled
@@ -27,7 +27,7 @@ from titanplans.torch_private.compile import break_graphs_in_calls, is_disabled
 
 def calls_kernels(block: nn.Module) -> bool:
     """Whether `block` holds modules of flash-linear-attention, or others, as of transformers, that call its kernels."""
-    return holds_fla(block) or any(_calls_disabled(type(module)) for module in block.modules())
+    return has_fla_module(block) or any(_calls_disabled(type(module)) for module in block.modules())
 
 
 @cache
@@ -50,7 +50,7 @@ def end_graphs_at_kernels(block: nn.Module) -> None:
     """
     for module in block.modules():
         cls = type(module)
-        if of_fla(cls) and next(module.children(), None) is None and _leads_out(cls):
+        if is_fla_class(cls) and next(module.children(), None) is None and _leads_out(cls):
             specialise(
                 module,
                 _out_of_graphs(cls, "forward", f"{class_name(cls)} calls a kernel of flash-linear-attention"),

@@ -26,7 +26,7 @@ from titanplans.split.converted import (
     float8_linears,
     keep_border_plain,
 )
-from titanplans.split.decoder import find_decoder, holds_fla
+from titanplans.split.decoder import find_decoder, has_fla_module
 from titanplans.torch_private.modules import hooks_of
 from titanplans.torch_private.torchao import gains_by_float8
 
@@ -232,7 +232,7 @@ def keep_plain_between_graphs(model: nn.Module) -> None:
     expect: GLA's `g_proj` reads the sequence after the graph break at its kernel.
     """
     for block in find_decoder(model, required=False).blocks:
-        if holds_fla(block.module):
+        if has_fla_module(block.module):
             for part in filter(None, (block.mixer, block.mlp)):
                 keep_border_plain(
                     block.child(part), "its compiled graphs can't hand a float8 tensor to each other"

@@ -34,7 +34,7 @@ from titanplans.parallel.optimizers.build import group_parameters
 from titanplans.parallel.optimizers.load_balance import PUBLISHED
 from titanplans.parallel.parallelize import dry_run
 from titanplans.plan.degrees import Degrees
-from titanplans.split.decoder import holds_fla, is_held
+from titanplans.split.decoder import has_fla_module, is_held
 from titanplans.split.experts.loads import find_mixtures
 from titanplans.split.guards.dropout import dropouts
 from titanplans.split.stages.schedules import check_schedule
@@ -202,7 +202,7 @@ def check_parallelism(job: JobConfig, strategy: FSDP2Config | DDPConfig, model: 
             tp=p.tensor_parallel_degree, cp=p.context_parallel_degree, ep=p.expert_parallel_degree
         )
         dry_run(model, strategy, degrees, default_device_type())
-    if default_device_type() == "cpu" and strategy.autocast_dtype is not None and holds_fla(model):
+    if default_device_type() == "cpu" and strategy.autocast_dtype is not None and has_fla_module(model):
         key = "autocast_dtype" if job.training.autocast_dtype else "mixed_precision_param"
         raise ConfigError(
             f'training.{key} = "{strategy.autocast_dtype}" is autocast here, which flash-linear-attention follows on '
