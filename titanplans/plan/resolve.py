@@ -11,7 +11,7 @@ from titanplans.plan.checks.keys import check_coverage, check_keys, refuse_forei
 from titanplans.plan.options import TPOptions
 from titanplans.plan.plan import Plan, TPPlan
 from titanplans.split.adapted import with_factors
-from titanplans.split.decoder import Decoder, find_decoder, is_held, join, name_head, within
+from titanplans.split.decoder import Decoder, find_decoder, is_held, join, set_head, within
 from titanplans.split.layout import Layout
 from titanplans.styles.base import SplitOver, Style, native_styles
 from titanplans.user_code import as_user_error
@@ -129,7 +129,7 @@ def resolve(source: TPPlan, model: nn.Module) -> ResolvedPlan:
         PlanError: a key matches nothing; a value is no style; a parameter is covered by no key, or can't be split.
     """
     name = type(source).__name__
-    name_head(model, None)  # not what another plan named
+    set_head(model, None)  # not what another plan named
     with as_user_error(f"plan {name}"):
         styles = source.full_plan(model)
     refuse_foreign_adapters(model)
@@ -143,7 +143,7 @@ def resolve(source: TPPlan, model: nn.Module) -> ResolvedPlan:
     }  # a wrong style is refused by its own reason
     foreign = [key for key in styles if key not in own]
     check_coverage(styles, covered, foreign, model, name)
-    name_head(model, head_of(styles, modules))
+    set_head(model, head_of(styles, modules))
     decoder = _with_unnamed_mixers(find_decoder(model, required=False), entries, source)
     begin = _begin_stream(styles, entries, decoder.embedding)
     begins_at = None

@@ -30,7 +30,7 @@ from titanplans.proof.ranks.processes import side_by_side
 from titanplans.proof.ranks.world import Worlds, group_size
 from titanplans.proof.report import Report
 from titanplans.proof.result import CaseResult, Refusal, keywords
-from titanplans.split.decoder import find_decoder, name_head
+from titanplans.split.decoder import find_decoder, set_head
 from titanplans.split.experts.interfaces import interface_of
 
 CUTS = (*(Degrees(tp=tp) for tp in (2, 4, 8)), Degrees(cp=2), Degrees(tp=2, cp=2))
@@ -131,7 +131,7 @@ def verify(
             sequence_dim,
             named=degrees is not None or size is not None,
         )
-        name_head(model, head_of(next(iter(accepted.values())), dict(model.named_modules())))
+        set_head(model, head_of(next(iter(accepted.values())), dict(model.named_modules())))
         randomise(model, seed)
         if ranks == "process_group":
             _share(model)

@@ -123,7 +123,7 @@ def find_head(model: nn.Module) -> str | None:
     return model.__dict__.get(_HEAD) or _first(HEADS, model)
 
 
-def name_head(model: nn.Module, head: str | None) -> None:
+def set_head(model: nn.Module, head: str | None) -> None:
     """Let `find_head` return `head`, the head that the plan of `model` names; None: it names none."""
     model.__dict__[_HEAD] = head
 
