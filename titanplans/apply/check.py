@@ -23,7 +23,7 @@ from titanplans.plan.resolve import ResolvedPlan, resolve
 from titanplans.precision.float8.checks import check_float8
 from titanplans.precision.nf4 import nf4_faults
 from titanplans.split.converted import Crossing
-from titanplans.split.decoder import is_held, join
+from titanplans.split.decoder import is_present, join
 from titanplans.split.guards.dropout import check_dropout
 from titanplans.split.local_code import Functions
 
@@ -42,19 +42,19 @@ class Checked:
     functions: dict[str, Functions]
     """Which functions the code of a split mixer, and of the model, calls, by the module's name."""
 
-    def of_stage(self, passed: Collection[str]) -> "Checked":
-        """Return what a stage of a pipeline needs to know, in which the modules called `passed` are held by other stages."""
-        held = [[name for name in names if is_held(name, passed)] for names in self.tied]
+    def of_stage(self, absent: Collection[str]) -> "Checked":
+        """Return what a stage of a pipeline needs to know, in which the modules called `absent` are held by other stages."""
+        held = [[name for name in names if is_present(name, absent)] for names in self.tied]
         return Checked(
-            self.plan.of_stage(passed),
-            {key: crossing for key, crossing in self.crossings.items() if is_held(key, passed)},
+            self.plan.of_stage(absent),
+            {key: crossing for key, crossing in self.crossings.items() if is_present(key, absent)},
             [names for names in held if len(names) > 1],
             {
-                name: {key: value for key, value in values.items() if is_held(join(name, key), passed)}
+                name: {key: value for key, value in values.items() if is_present(join(name, key), absent)}
                 for name, values in self.attributes.items()
-                if is_held(name, passed)
+                if is_present(name, absent)
             },
-            {name: functions for name, functions in self.functions.items() if is_held(name, passed)},
+            {name: functions for name, functions in self.functions.items() if is_present(name, absent)},
         )
 
 

@@ -44,7 +44,7 @@ from titanplans.precision.float8.checks import check_gather
 from titanplans.precision.float8.conversion import Conversion, check_float8_options
 from titanplans.precision.float8.scales import seek_scales_together
 from titanplans.precision.nf4 import quantised
-from titanplans.split.decoder import is_held
+from titanplans.split.decoder import is_present
 from titanplans.split.meshes import meshes_of
 from titanplans.split.stages.stage import StandInModule
 from titanplans.split.stages.stages import Stages
@@ -156,10 +156,10 @@ def apply_steps(
     if stage is not None:
         stages, number = stage
         every = check_activation_checkpointing(model, config.activation_checkpoint)
-        names = [name for name in every if is_held(name, stages.passed[number])]
+        names = [name for name in every if is_present(name, stages.absent[number])]
         record.stage, record.whole_names = stages.build_stage(model, number), stages.unsplit_names(number)
         record.steps.append(f"pipeline parallelism, stage {number} of {len(stages)}")
-        checked = None if checked is None else checked.of_stage(stages.passed[number])
+        checked = None if checked is None else checked.of_stage(stages.absent[number])
     if checked is not None:
         # Data parallelism is over all ranks that see other tokens, and sums their gradients.
         sharing = None if experts is None else experts.sharing

@@ -11,7 +11,7 @@ from titanplans.plan.checks.keys import check_coverage, check_keys, refuse_forei
 from titanplans.plan.options import TPOptions
 from titanplans.plan.plan import Plan, TPPlan
 from titanplans.split.adapted import with_factors
-from titanplans.split.decoder import Decoder, find_decoder, is_held, join, set_head, within
+from titanplans.split.decoder import Decoder, find_decoder, is_present, join, set_head, within
 from titanplans.split.layout import Layout
 from titanplans.styles.base import SplitOver, Style, native_styles
 from titanplans.user_code import as_user_error
@@ -107,17 +107,17 @@ class ResolvedPlan:
         entry = self.by_key.get(key)
         return self.model.get_submodule(key) if entry is None else entry.module
 
-    def of_stage(self, passed: Collection[str]) -> "ResolvedPlan":
-        """Return the plan of a stage of a pipeline, in which the modules called `passed` are held by other stages."""
+    def of_stage(self, absent: Collection[str]) -> "ResolvedPlan":
+        """Return the plan of a stage of a pipeline, in which the modules called `absent` are held by other stages."""
         decoder = self.decoder
-        blocks = tuple(block for block in decoder.blocks if block.name not in passed)
+        blocks = tuple(block for block in decoder.blocks if block.name not in absent)
         embedding, norm, head = (
-            None if name in passed else name for name in (decoder.embedding, decoder.norm, decoder.head)
+            None if name in absent else name for name in (decoder.embedding, decoder.norm, decoder.head)
         )
         return replace(
             self,
-            styles={key: style for key, style in self.styles.items() if is_held(key, passed)},
-            entries=tuple(entry for entry in self.entries if is_held(entry.key, passed)),
+            styles={key: style for key, style in self.styles.items() if is_present(key, absent)},
+            entries=tuple(entry for entry in self.entries if is_present(entry.key, absent)),
             decoder=replace(decoder, blocks=blocks, embedding=embedding, norm=norm, head=head),
         )
 

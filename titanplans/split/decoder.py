@@ -203,9 +203,9 @@ def within(key: str, module: str) -> bool:
     return key != module and (key.startswith(f"{module}.") or module == "")
 
 
-def is_held(key: str, passed: Collection[str]) -> bool:
-    """Whether the module or parameter `key` is neither in `passed` nor inside a module in it."""
-    return not any(key == name or within(key, name) for name in passed)
+def is_present(key: str, absent: Collection[str]) -> bool:
+    """Whether the module or parameter `key` is neither in `absent` nor inside a module in it."""
+    return not any(key == name or within(key, name) for name in absent)
 
 
 def without_wrappers(path: str) -> str:

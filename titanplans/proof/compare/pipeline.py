@@ -112,7 +112,7 @@ def split_stages(
         checked = check(resolve_plan(plan, part, options), part, dist.get_backend(mesh.get_group(0)))
         unsplit_plan = checked.plan
         made.append(stages.build_stage(part, number))
-        checked = checked.of_stage(stages.passed[number])
+        checked = checked.of_stage(stages.absent[number])
         applied.append(split(checked, choose_way(checked, meshes_of(mesh), experts, sum_over_cp=True)))
     return PipelinedModel(made, stages.shared, unsplit_plan), applied
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from titanplans.errors import ParallelError
-from titanplans.split.decoder import is_held
+from titanplans.split.decoder import is_present
 from titanplans.split.stages.expressions import Expressions, RunningFunction, model_tensors
 from titanplans.split.stages.stages import Stages
 from titanplans.split.stages.trace import read_by_loss, without_cache
@@ -70,7 +70,7 @@ def _check_mode(
         stage_model = copy.deepcopy(model)
         stage = stages.build_stage(stage_model, index)
         stage.watch()
-        stage_names = [name for name in names if is_held(name, stages.passed[index])]
+        stage_names = [name for name in names if is_present(name, stages.absent[index])]
         label = f"stage {index} of {len(stages)}"
         expressions.begin(stage_model, received)
         alone = f"{label} lacks modules and values of other stages, but for what blocks return, and ends with"

@@ -39,7 +39,7 @@ class Stage:
     ):
         self.model, self.takes, self.gives = model, tuple(takes), tuple(gives)
         self._received = received
-        self._passed = [module for module in model.modules() if isinstance(module, StandInModule)]
+        self._stand_ins = [module for module in model.modules() if isinstance(module, StandInModule)]
         self._produced: Values = {}
         self._calls: dict[str, int] = {}
         """How often each module before the blocks has been called in the current forward."""
@@ -59,7 +59,7 @@ class Stage:
             self._received.clear()
             self._produced.clear()
             self._calls.clear()
-            for module in self._passed:
+            for module in self._stand_ins:
                 module.calls = 0
 
     def watch(self) -> None:

@@ -6,7 +6,7 @@ from itertools import pairwise
 from torch import nn
 
 from titanplans.errors import ParallelError
-from titanplans.split.decoder import Decoder, find_decoder, is_held
+from titanplans.split.decoder import Decoder, find_decoder, is_present
 from titanplans.split.stages.stage import StandInBlock, StandInModule, Stage
 from titanplans.split.stages.trace import Trace, is_before
 from titanplans.text import class_name
@@ -30,13 +30,13 @@ class Stages:
         self.bounds = (*starts, len(self.decoder.names))
         if (reason := balance_fault(model)) is not None:
             raise ParallelError(reason)
-        self.passed = tuple(tuple(self._passed(model, *bounds)) for bounds in pairwise(self.bounds))
+        self.absent = tuple(tuple(self._absent_modules(model, *bounds)) for bounds in pairwise(self.bounds))
         """For each stage, the names of the modules that are on other stages only."""
         self.shared = dict(self._shared(model))
         """For each parameter that several stages hold, by its name in `model`: its name in each of these stages."""
 
     def __len__(self) -> int:
-        return len(self.passed)
+        return len(self.absent)
 
     def unsplit_names(self, index: int) -> dict[str, str]:
         """Map the names of the shared parameters in the stage `index` to their names in the unsplit model."""
@@ -45,7 +45,7 @@ class Stages:
     def build_stage(self, model: nn.Module, index: int) -> Stage:
         """Make `model`, a copy of the unsplit model, prepared but not split, the stage `index`, in place."""
         received: dict = {}
-        for name in self.passed[index]:
+        for name in self.absent[index]:
             module = model.get_submodule(name)
             if name in self.decoder.names:
                 call = self.trace.calls[self.decoder.names.index(name)]
@@ -58,7 +58,7 @@ class Stages:
         gives = () if index == len(self) - 1 else self.trace.crossing(last)
         return Stage(model, self.trace.crossing(first), gives, received)
 
-    def _passed(self, model: nn.Module, first: int, last: int) -> Iterator[str]:
+    def _absent_modules(self, model: nn.Module, first: int, last: int) -> Iterator[str]:
         names = self.decoder.names
         yield from (name for at, name in enumerate(names) if not first <= at < last)
         for name, call in self.trace.outside.items():
@@ -74,7 +74,7 @@ class Stages:
             names.setdefault(parameter, []).append(name)
         for all_names in names.values():
             by_stage = (
-                (i, [n for n in all_names if is_held(n, passed)]) for i, passed in enumerate(self.passed)
+                (i, [n for n in all_names if is_present(n, absent)]) for i, absent in enumerate(self.absent)
             )
             holders = {i: stage_names[0] for i, stage_names in by_stage if stage_names}
             if len(holders) > 1:

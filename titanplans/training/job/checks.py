@@ -34,7 +34,7 @@ from titanplans.parallel.optimizers.build import group_parameters
 from titanplans.parallel.optimizers.load_balance import PUBLISHED
 from titanplans.parallel.parallelize import dry_run
 from titanplans.plan.degrees import Degrees
-from titanplans.split.decoder import has_fla_module, is_held
+from titanplans.split.decoder import has_fla_module, is_present
 from titanplans.split.experts.loads import find_mixtures
 from titanplans.split.guards.dropout import dropouts
 from titanplans.split.stages.schedules import check_schedule
@@ -241,8 +241,8 @@ def check_pipeline(job: JobConfig, model: PreTrainedModel) -> Stages | None:
 def check_stages_train(stages: Stages, model: nn.Module) -> None:
     """Refuse a stage in which nothing trains, whose process would have no optimizer."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    for at, passed in enumerate(stages.passed):
-        if not any(is_held(name, passed) for name in trained):
+    for at, absent in enumerate(stages.absent):
+        if not any(is_present(name, absent) for name in trained):
             raise ConfigError(
                 f"training.freeze: nothing trains in stage {at} of {len(stages)}; cut them by "
                 "parallelism.pipeline_parallel_split_points so that something does in each"

@@ -17,7 +17,7 @@ from titanplans.disk import naming
 from titanplans.modeling import flops_of_blocks
 from titanplans.parallel.pipeline.picture import FILE, MEASURED_FILE, as_svg, as_text
 from titanplans.parallel.pipeline.timeline import UNITS, Span, Timeline, timeline
-from titanplans.split.decoder import is_held
+from titanplans.split.decoder import is_present
 from titanplans.split.objects import of_all
 from titanplans.split.stages.schedules import Action, orders, stages_of_ranks
 from titanplans.split.stages.stages import Stages
@@ -32,7 +32,7 @@ def describe(model: Any, stages: Stages, schedule: str, ranks: int, seq_len: int
     by_rank, names = stages_of_ranks(schedule, ranks, len(stages)), stages.decoder.names
     cost = flops_of_blocks(model, stages.decoder, seq_len)
     rows = []
-    for at, passed in enumerate(stages.passed):
+    for at, absent in enumerate(stages.absent):
         first, last = stages.bounds[at : at + 2]
         ends = cost.first * (at == 0) + cost.last * (at == len(stages) - 1)
         rows.append(
@@ -40,7 +40,7 @@ def describe(model: Any, stages: Stages, schedule: str, ranks: int, seq_len: int
                 "rank": next(rank for rank, numbers in enumerate(by_rank) if at in numbers),
                 "blocks": [names[first], names[last - 1]],
                 "tensors_received": len(stages.trace.crossing(first)),
-                "parameters": _held(model, passed),
+                "parameters": _held(model, absent),
                 "shared_parameters": sorted(stages.unsplit_names(at).values()),
                 "flops_per_token": sum(cost.blocks[first:last]) + ends,
             }
@@ -48,9 +48,9 @@ def describe(model: Any, stages: Stages, schedule: str, ranks: int, seq_len: int
     return {"schedule": schedule, "ranks": ranks, "stages": rows}
 
 
-def _held(model: nn.Module, passed: Sequence[str]) -> int:
+def _held(model: nn.Module, absent: Sequence[str]) -> int:
     named = model.named_parameters(remove_duplicate=False)
-    return sum({id(p): p.numel() for name, p in named if is_held(name, passed)}.values())
+    return sum({id(p): p.numel() for name, p in named if is_present(name, absent)}.values())
 
 
 class PipelineReport:
