@@ -183,7 +183,7 @@ class OfExperts(Layout):
 def copies_unsummed(patch):
     def gradient(placing, layout):
         found = right(placing, layout)
-        copies = placing.copies if isinstance(layout, OfExperts) else 0
+        copies = placing.replica_dims if isinstance(layout, OfExperts) else 0
         return (Replicate(),) * copies + found[copies:]
 
     right = ParameterMesh.gradient

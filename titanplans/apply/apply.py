@@ -25,7 +25,7 @@ from titanplans.plan.plan import Plan, TPPlan
 from titanplans.plan.resolve import Entry, ResolvedPlan
 from titanplans.split.border import Border
 from titanplans.split.converted import Crossing, is_float8
-from titanplans.split.decoder import Decoder, AbsentModule, join
+from titanplans.split.decoder import AbsentModule, Decoder, join
 from titanplans.split.generation import let_generate
 from titanplans.split.guards.first_forward import check_first_forward
 from titanplans.split.guards.inputs import ForwardFacts, guard_forwards

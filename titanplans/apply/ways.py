@@ -25,7 +25,7 @@ from titanplans.split.local_code import HeadRanks
 from titanplans.split.meshes import SplitMeshes
 from titanplans.split.module_weight import MixerSlice, ParameterMemo, ParameterMesh, localize
 from titanplans.split.state import make_state
-from titanplans.split.tokens.exchange import RowRanges, RowAssignment, row_count, ranges_within
+from titanplans.split.tokens.exchange import RowAssignment, RowRanges, ranges_within, row_count
 from titanplans.split.tokens.products import Heads, is_product
 from titanplans.styles.base import Site, Style
 
@@ -94,7 +94,7 @@ class ByTokens:
         order = tuple(rank % self.cp * self.tp + rank // self.cp for rank in range(self.tp * self.cp))
         self.ranks = HeadRanks(self.rank, len(order), group_of(meshes.tp_cp), border, order)
         if sum_over_cp:
-            self._over = ParameterMesh(meshes.both, copies=1, cut=meshes.tp is not None)
+            self._over = ParameterMesh(meshes.both, replica_dims=1, has_layout_dim=meshes.tp is not None)
         else:
             self._over = ParameterMesh(meshes.tp)
         self.distributes, self.sum_over_cp = self._over.mesh is not None, sum_over_cp
@@ -212,7 +212,7 @@ class ByExperts:
         if not entry.style.splits_by_experts or self._with_layers:
             self._others.lay_out(entry)
             return
-        over = ParameterMesh(self._mesh, copies=self._mesh.ndim - 1)
+        over = ParameterMesh(self._mesh, replica_dims=self._mesh.ndim - 1)
         localize(entry.module, over, entry.layouts, self._memo, self._group, self._rank)
 
     def install(self, entry: Entry, border: Border) -> None:

@@ -20,7 +20,7 @@ from titanplans.plan.options import TPOptions
 from titanplans.plan.plan import Plan, TPPlan
 from titanplans.plan.registry import faulty_plans, plan_for_model, registered_plans
 from titanplans.split.converted import recipe_of
-from titanplans.split.decoder import find_decoder, expand_keys
+from titanplans.split.decoder import expand_keys, find_decoder
 from titanplans.user_code import as_user_error, load_attribute
 
 PlanSource = str | type[TPPlan] | Mapping[str, str | ParallelStyle] | None

@@ -15,7 +15,7 @@ from titanplans.errors import PlanError
 from titanplans.plan.options import TPOptions
 from titanplans.plan.plan_styles import Plan, PlanStyles
 from titanplans.plan.registry import mixer_plan_of, plan_for_mixer
-from titanplans.split.decoder import find_block, find_decoder, join, expand_keys
+from titanplans.split.decoder import expand_keys, find_block, find_decoder, join
 from titanplans.split.local_code import Functions, count_once, over_all_ranks, summed
 from titanplans.styles.kv_colwise import KVColwise
 

@@ -93,8 +93,7 @@ def find_decoder(model: nn.Module, *, required: bool = True) -> Decoder:
         required: refuse a model without blocks. If False, its decoder is empty: `blocks` is ().
 
     Raises:
-        PlanError: `model` has no ModuleList of blocks with one of the usual names, and not exactly one outermost
-        ModuleList.
+        PlanError: `model` has no ModuleList of blocks with a usual name, and not exactly one outermost ModuleList.
     """
     blocks = _block_names(model)
     if not blocks:

@@ -37,18 +37,18 @@ class ParameterMesh(NamedTuple):
     mesh: DeviceMesh | None
     """The mesh of the DTensors; the layouts describe its last dimension. None: parameters stay plain tensors, and data
     parallelism sums their gradients."""
-    copies: int = 0
+    replica_dims: int = 0
     """Number of dimensions before the last; parameters are replicated over them, with partial gradients."""
-    cut: bool = True
+    has_layout_dim: bool = True
     """The last dimension is that of the layouts; False: parameters are replicated over all dimensions."""
 
     def placements(self, layout: Layout) -> tuple[Placement, ...]:
         """Return the placements of a parameter with this layout."""
-        return (Replicate(),) * self.copies + ((layout.placement,) if self.cut else ())
+        return (Replicate(),) * self.replica_dims + ((layout.placement,) if self.has_layout_dim else ())
 
     def gradient(self, layout: Layout) -> tuple[Placement, ...]:
         """Return the placements of the gradient of a parameter with this layout."""
-        return (Partial(),) * self.copies + ((layout.gradient,) if self.cut else ())
+        return (Partial(),) * self.replica_dims + ((layout.gradient,) if self.has_layout_dim else ())
 
 
 class MixerSlice(NamedTuple):
@@ -161,7 +161,9 @@ def localize(
     specs = make_state(module).local_specs
     for name, layout in layouts.items():
         placement, shape = layout.placement, getattr(module, name).shape
-        is_uneven = over.cut and isinstance(placement, Shard) and shape[placement.dim] % group[1] != 0
+        is_uneven = (
+            over.has_layout_dim and isinstance(placement, Shard) and shape[placement.dim] % group[1] != 0
+        )
         gradient = () if mesh is None or name in buffers else over.gradient(layout)
         specs[name] = LocalSpec(
             layout, gradient, is_uneven, rank, group, GradientSpec(), mixer_slices.get(name)

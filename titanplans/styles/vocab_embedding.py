@@ -134,4 +134,4 @@ def _with_local_tokens(cls: type[nn.Module], begins_stream: bool) -> type[nn.Mod
             out, tokens, GatherPermission(False, "vocab_embedding(all_tokens=True)", self._split.key)
         )
 
-    return subclass(cls, {"forward": forward}, "own_tokens")
+    return subclass(cls, {"forward": forward}, "local_tokens")

@@ -11,11 +11,11 @@ from titanplans.split.stages.schedules import (
     SCHEDULES,
     Action,
     check_schedule,
-    merge_orders,
     completed,
+    merge_orders,
     needs,
-    stage_count,
     orders,
+    stage_count,
     stages_of_ranks,
 )
 from titanplans.torch_private.pipelining import rank_orders

@@ -18,7 +18,7 @@ from titanplans.errors import PlanError
 from titanplans.split.adapted import ADAPTERS
 from titanplans.split.arguments import positional
 from titanplans.split.checksum import checksum
-from titanplans.split.guards.dropout import REMEDY, UNSPLIT, is_split_invariant, dropouts
+from titanplans.split.guards.dropout import REMEDY, UNSPLIT, dropouts, is_split_invariant
 from titanplans.split.objects import of_all
 from titanplans.split.parameters.replaced import parameters_of, retire_replaced
 from titanplans.text import class_name

@@ -98,9 +98,8 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """
     if torch.compiler.is_compiling():  # `compile_optimizer` calls this before the compiled step
         return
-    if (
-        optimizer.__dict__.get(_CHECKED) is optimizer.state
-    ):  # checked already; load_state_dict makes a new state
+    # Checked already; load_state_dict would have made a new state.
+    if optimizer.__dict__.get(_CHECKED) is optimizer.state:
         return
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, DTensor):

@@ -48,14 +48,12 @@ def check_stages(model: nn.Module, stages: Stages, inputs: Mapping[str, Any]) ->
         ParallelError: names the first block that computes something else, or the first other difference.
     """
     model = copy.deepcopy(model)  # so that the caller's modules keep their modes
-    model = copy.deepcopy(model)  # whose modules' own modes stay
     for training in (True, False):
         model.train(training)
         expressions = Expressions(model, inputs)
         _check_mode(model, stages, inputs, expressions)
-        if (
-            expressions.has_read
-        ):  # the model's code has branched on a value, so the other branch is checked, too
+        # The model's code has used a value, perhaps to branch on it: the other branch is checked, too.
+        if expressions.has_read:
             expressions.answer = True
             _check_mode(model, stages, inputs, expressions)
 
@@ -96,9 +94,8 @@ def _check_unsplit(
     """Return the forward of the unsplit model.
 
     Raises:
-        ParallelError: it draws random numbers, or a second forward differs, since a stage runs more forwards than the
-        unsplit
-            model.
+        ParallelError: it draws random numbers, or a second forward differs (a stage runs more forwards than the unsplit
+            model).
     """
     forward = partial(_output, model, inputs)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -115,9 +112,8 @@ def _check_unsplit(
             for name in before.keys() & after.keys():
                 after[name].copy_(before[name])
         again = _run(expressions, model, names, forward)
-        if (
-            again.output != first.output
-        ):  # it may use an attribute that the first forward has changed, a cache for one
+        # It uses a buffer that the first forward has changed. The value is restored above, so reset the expression, too.
+        if again.output != first.output:
             expressions.reset(model)
             again = _run(expressions, model, names, forward)
         if again.output != first.output:

@@ -100,9 +100,8 @@ class Expressions(TorchDispatchMode):
 
     def of(self, tensor: torch.Tensor) -> int:
         """Return the number of the expression of `tensor`."""
-        if (
-            storage_id(tensor) not in self._contents
-        ):  # not made by an operator, such as the index in x[:, [0]]
+        # Some tensors are not made by an operator, such as the index in x[:, [0]].
+        if storage_id(tensor) not in self._contents:
             # On meta it has no value, so it is identified by the function that made it, or by its order in the section.
             if tensor.is_meta:
                 self._unknown += 1

@@ -7,7 +7,7 @@ from torch import nn
 
 from titanplans.errors import ParallelError
 from titanplans.split.decoder import Decoder, find_decoder, is_present
-from titanplans.split.stages.stage import StandInBlock, StandInModule, Stage
+from titanplans.split.stages.stage import Stage, StandInBlock, StandInModule
 from titanplans.split.stages.trace import Trace, is_before
 from titanplans.text import class_name
 

@@ -98,7 +98,7 @@ def on_local_tokens(cls: type[nn.Module]) -> type[nn.Module]:
             return output
         return cls.__call__(self, x, *args, **kwargs)
 
-    return subclass(cls, {"__call__": call}, "own_tokens")
+    return subclass(cls, {"__call__": call}, "local_tokens")
 
 
 def is_product(module: nn.Module) -> bool:
