@@ -155,7 +155,7 @@ def test_two_recipes_are_refused():
     other = nn.Sequential(nn.Linear(16, 16))
     convert(other, "rowwise", emulate=True)
     model[1] = other[0]
-    with pytest.raises(PlanError, match=r"0 is .*recipe tensorwise and 1 by rowwise"):
+    with pytest.raises(PlanError, match=r"0 is .*recipe tensorwise, and 1 by rowwise"):
         recipe_of(model)
 
 

@@ -109,7 +109,7 @@ def test_the_stages_of_a_rank():
 
 def test_orders_that_never_end_are_refused():
     backward_first = ((Action(0, "backward", 0), Action(0, "forward", 0)),)
-    with pytest.raises(ParallelError, match="the backward of micro batch 0 in stage 0 waits for something"):
+    with pytest.raises(ParallelError, match="the backward of micro batch 0 in stage 0 waits for an action"):
         merge_orders(backward_first)
 
 
