@@ -346,7 +346,7 @@ def test_experts_that_take_counted_rows_are_right(degrees):
 
 @pytest.mark.parametrize(
     ("factor", "words"),
-    [(1.0, "= 1.0: with expert_parallel_degree = 1 no row is sent"), (0, "= 0: give a number above 0")],
+    [(1.0, "= 1.0: with expert_parallel_degree = 1 no row is sent"), (0, "= 0: it has to be above 0")],
 )
 def test_a_capacity_that_has_no_meaning_is_refused(factor, words):
     def work(rank):
@@ -430,11 +430,11 @@ def test_a_mesh_that_does_not_fit_is_refused_in_a_line():
         apart = DeviceMesh("cpu", ranks.t(), mesh_dim_names=("efsdp", "ep"))
         return refusal(rank.mesh), refusal(swapped), refusal(apart)
 
-    unnamed, swapped, apart = run_on_threads(work, 4)
-    needed = "experts needs a mesh of 'ep', or of copies and 'ep', got"
+    unnamed, swapped, apart = on_threads(work, 4)
+    needed = "experts needs a mesh of 'ep', or of replicas and 'ep', got"
     assert unnamed == f"{needed} 1 dimensions ('tp',): slice it, as mesh['efsdp', 'ep']"
     assert swapped == f"{needed} 2 dimensions ('ep', 'efsdp'): slice it, as mesh['efsdp', 'ep']"
     assert apart.startswith(
-        "experts are distributed over ranks [4, 6], and a layer is split over ranks [4, 5]: the latter have to be among"
+        "experts are distributed over ranks [4, 6], which do not include all ranks that a layer is split over, [4, 5]"
     )
     assert "\n" not in apart

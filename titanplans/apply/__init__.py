@@ -1,1 +1,1 @@
-"""The door: a plan onto a model, strictly. `check_plan` refuses, `apply_plan` refuses or splits."""
+"""Check a plan against a model (`check_plan`), or check it and split the model (`apply_plan`)."""

@@ -1,8 +1,4 @@
-"""`apply_plan`: a plan onto a model, strictly, in place; `check_plan`: the same refusals without a mesh.
-
-What can be refused is refused before a weight moves. Afterwards every parameter is a DTensor on the TP mesh, and tied
-weights are one. A foreign `ParallelStyle` declares nothing, so its faults are errors only once it has been applied.
-"""
+"""`apply_plan` checks a plan and splits a model by it, in place; `check_plan` only checks, without a mesh."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -43,28 +39,28 @@ from titanplans.split.stream import begin_at_output, end_at_output, follow_forwa
 
 @dataclass(frozen=True)
 class AppliedPlan:
-    """What `apply_plan` did to a model: read this instead of the model's modules."""
+    """The result of `apply_plan`: code asks this object instead of the model's modules."""
 
     resolved: ResolvedPlan
-    """The plan as resolved: its styles with their modules and layouts, and the parts of the model before the split."""
+    """The resolved plan: its styles with their modules and layouts, and the parts of the model before the split."""
     crossings: dict[str, Crossing]
-    """How a sequence crosses the border of a region or of the head in float8, by plan key."""
+    """Which tensors cross the border of a region or of the head in float8, by plan key."""
     border: Border
-    """That of the residual stream."""
+    """The border of the residual stream."""
 
     @property
     def plan(self) -> TPPlan:
-        """The plan, with its options."""
+        """The `TPPlan`, with its options."""
         return self.resolved.source
 
     @property
     def styles(self) -> Plan:
-        """The style of each module, by fully qualified name."""
+        """The style of each key of the plan, by fully qualified name."""
         return self.resolved.styles
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        """How each parameter and its gradient lie on the mesh, by fully qualified name; not those of a foreign style."""
+        """The layout of each parameter by fully qualified name, except for parameters with a foreign style."""
         return {
             join(e.path, name): layout
             for e in self.resolved.entries
@@ -74,12 +70,12 @@ class AppliedPlan:
 
     @property
     def decoder(self) -> Decoder:
-        """The parts of the model, as they were found before it was split."""
+        """The parts of the model before it was split."""
         return self.resolved.decoder
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The 1-D mesh of the ranks that work on the same batch."""
+        """The 1-D mesh of all tp x cp ranks, which work on the same batch."""
         return self.border.meshes.tp_cp
 
 
@@ -93,29 +89,27 @@ def check_plan(
     plan: PlanSource = None,
     dtype: torch.dtype | None = None,
 ) -> Plan:
-    """Resolve the plan of `model` and check it, moving nothing and needing no process group.
+    """Resolve the plan of `model` and check it, without a process group; the model is not changed.
 
     Args:
         model: a causal language model, on any device, meta included.
-        degrees: over how many ranks: `tp`, `cp` and `ep` count.
+        degrees: `tp`, `cp` and `ep` are used.
         loss_parallel: keep the logits sharded over the vocabulary.
-        sequence_parallel: shard the sequence between the regions.
-        sequence_dim: the dimension of the hidden states that is the sequence.
-        plan: a plan of the user's own (a TPPlan class, its "module:Class", or a dict of module
-            names and styles); None looks up the one registered for `model.config.model_type`,
-            or for a model without one by its own `model_type`, or its class's name.
-        dtype: to which the weights are cast for products, by FSDP2's mixed precision; None: they stay as they are.
+        sequence_parallel: shard the sequence between regions.
+        sequence_dim: the sequence dimension of the hidden states.
+        plan: a user's plan (a TPPlan class, its "module:Class", or a dict of module names and styles). None: the plan
+            registered for `model.config.model_type`, or without a config for the model's own `model_type` or class name.
+        dtype: of the weights in products, if FSDP2's mixed precision casts them; None: the parameters' dtype.
 
     Returns:
         The styles by fully qualified module name.
 
     Raises:
-        PlanError: there is no such plan; a key matches no module; a parameter is covered by no key;
-            a split module stands outside a region; the heads of a split mixer are not found; the degree
-            does not divide a size.
+        PlanError: there is no such plan; a key matches no module; a parameter is covered by no key; a split module is
+            outside of a region; the head count of a split mixer is unknown; the degree does not divide a size.
     """
     if not isinstance(degrees, Degrees):
-        raise PlanError(f"degrees = {degrees!r}: give titanplans.Degrees(tp=..., cp=..., ep=...)")
+        raise PlanError(f"degrees = {degrees!r}: pass titanplans.Degrees(tp=..., cp=..., ep=...)")
     options = TPOptions(degrees, loss_parallel, sequence_parallel, sequence_dim)
     return check(resolve_plan(plan, model, options), model, dtype=dtype).plan.styles
 
@@ -133,48 +127,49 @@ def apply_plan(
     expert_capacity_factor: float | None = None,
     sum_over_cp: bool = True,
 ) -> AppliedPlan:
-    """Split `model` over `mesh`, in place. Before activation checkpointing, compile, FSDP and the optimizer.
+    """Split `model` over `mesh`, in place. Call it before activation checkpointing, compile, FSDP and the optimizer.
 
-    The model keeps its interface: token ids in, logits out, both whole on every rank (the logits a DTensor, `Shard(-1)`, if
-    `loss_parallel`). With context parallelism the logits are a DTensor over the tokens, and each rank's loss, of its own
-    tokens, and gradients are parts, which are summed. Parameters may lie on meta; real ones are taken from the mesh's first
-    rank.
+    The model keeps its interface: full token ids in, logits out, on every rank (with `loss_parallel` the logits are a
+    DTensor, `Shard(-1)`). With context parallelism the logits are a DTensor sharded over the tokens, and each rank's
+    loss, of its local tokens, and its gradients are partial sums. Parameters may be on meta; real values are taken from
+    the mesh's first rank. All checks are made before a weight moves, except that the faults of a foreign
+    `ParallelStyle` are found after it was applied.
 
     Args:
-        model: see `check_plan`, as for the other arguments and the errors.
-        mesh: with dimensions "tp" (tensor parallelism), "cp" (context parallelism) or both; without names, 1-D, "tp".
-        experts: over whose last dimension whole experts are shared out: neighbouring ranks, those of "tp" among them; one
-            before it, if there is, has copies. None: each expert's width is split over "tp".
-        expert_capacity_factor: an expert takes at most so many times the mean of the pairs of a row and an expert that a
-            rank sends, and drops those of the last rows. None: all.
-        sum_over_cp: parameters become DTensors with a copy on each rank of "cp", whose gradients `align_gradients`, the
-            gradient norm and FSDP2 over other ranks sum. False: FSDP2 or DDP over a mesh that holds the ranks of "cp" sums
-            (not averages) them.
+        model: see `check_plan`, also for the other arguments and the errors.
+        mesh: with the dimensions "tp" (tensor parallelism), "cp" (context parallelism) or both; 1-D without names: "tp".
+        experts: the experts are distributed over its last dimension, "ep": neighbouring ranks that include those of
+            "tp". A dimension before it replicates the experts. None: each expert's width is split over "tp".
+        expert_capacity_factor: an expert takes at most this multiple of the mean number of pairs of a token and an expert
+            that a rank sends to an expert, and drops those of the last tokens. None: no token is dropped.
+        sum_over_cp: True: parameters become DTensors replicated over "cp", and `align_gradients`, the gradient norm and
+            FSDP2 over other ranks sum their gradients. False: FSDP2 or DDP over a mesh that includes the ranks of "cp"
+            sums (not averages) them.
     """
     if not isinstance(mesh, DeviceMesh):
         raise PlanError(
-            f"apply_plan needs a DeviceMesh, got {mesh!r}: give mesh['tp'] of init_device_mesh, or "
+            f"apply_plan needs a DeviceMesh, got {mesh!r}: pass mesh['tp'] of init_device_mesh, or "
             "manager.mesh.get_mesh('tp')"
         )
     names = mesh.mesh_dim_names or ()
     if ("cp" not in names and mesh.ndim != 1) or (set(names) - {"tp", "cp"} and mesh.ndim > 1):
         raise PlanError(
-            f"apply_plan needs a mesh of 'tp', 'cp' or both, got {mesh.ndim} dimensions {mesh.mesh_dim_names}: slice it, as "
-            "mesh['cp', 'tp']"
+            f"apply_plan needs a mesh of 'tp', 'cp' or both, got {mesh.ndim} dimensions {mesh.mesh_dim_names}: "
+            "slice it, as mesh['cp', 'tp']"
         )
     if names == ("tp", "cp"):
         raise PlanError(
-            "apply_plan needs a mesh ('cp', 'tp'), got ('tp', 'cp'): give init_device_mesh mesh_dim_names=('cp', 'tp'), "
-            "so that the ranks of a layer are neighbours"
+            "apply_plan needs a mesh ('cp', 'tp'), got ('tp', 'cp'): call init_device_mesh with "
+            "mesh_dim_names=('cp', 'tp'), so that the ranks of a layer are neighbours"
         )
     if not sum_over_cp and "cp" not in names:
         raise PlanError(
-            f"sum_over_cp = False: a mesh of {', '.join(names) or 'one dimension'} has no 'cp' to sum over; leave it out"
+            f"sum_over_cp = False: a mesh of {', '.join(names) or 'one dimension'} has no 'cp' to sum over; omit it"
         )
     if experts is not None and (experts.ndim > 2 or (experts.mesh_dim_names or ("",))[-1] != "ep"):
         raise PlanError(
-            f"experts needs a mesh of 'ep', or of copies and 'ep', got {experts.ndim} dimensions {experts.mesh_dim_names}: "
-            "slice it, as mesh['efsdp', 'ep']"
+            f"experts needs a mesh of 'ep', or of replicas and 'ep', got {experts.ndim} dimensions "
+            f"{experts.mesh_dim_names}: slice it, as mesh['efsdp', 'ep']"
         )
     meshes = meshes_of(mesh)
     degrees = Degrees(
@@ -196,7 +191,7 @@ def choose_way(
     *,
     sum_over_cp: bool,
 ) -> Way:
-    """Return the way to split a checked plan over `meshes`: by weights, or by tokens too; and by experts over theirs."""
+    """Return the way to split a checked plan: by weights, also by tokens if `meshes.cp`, also by experts if `experts`."""
     way: Way
     if meshes.cp is not None:
         way = ByTokens(checked.plan, meshes, sum_over_cp=sum_over_cp)
@@ -206,7 +201,7 @@ def choose_way(
         way = ByWeights(meshes, checked.plan.source.options.stream)
     if capacity is not None and not capacity > 0:
         raise PlanError(
-            f"expert_capacity_factor = {capacity}: give a number above 0, or None to drop no token"
+            f"expert_capacity_factor = {capacity}: it has to be above 0, or None to drop no token"
         )
     if experts is None or experts.size(experts.ndim - 1) == 1:
         if capacity is not None:
@@ -216,15 +211,15 @@ def choose_way(
 
 
 def split(checked: Checked, way: Way) -> AppliedPlan:
-    """Split the model of a plan that has been checked against it, in place."""
+    """Split a model by a plan that has been checked against it, in place."""
     plan, model = checked.plan, checked.plan.model
     before = parameters_of(model)
-    split_already: set[tuple[int, str | None]] = set()
+    split_ids: set[tuple[int, str | None]] = set()
     for key, style in plan.styles.items():
         if (entry := plan.by_key.get(key)) is not None:
-            # Blocks may share a module, which then has a key for each.
-            if (what := (id(entry.module), entry.parameter)) not in split_already:
-                split_already.add(what)
+            # Blocks may share a module, which then has a key for each block.
+            if (module_id := (id(entry.module), entry.parameter)) not in split_ids:
+                split_ids.add(module_id)
                 _split_entry(entry, way, checked.crossings.get(key))
         elif style._apply(module := model.get_submodule(key), way.mesh) is not module:
             reason = "it replaced the module; a style works in place"
@@ -258,7 +253,7 @@ def split(checked: Checked, way: Way) -> AppliedPlan:
 
 
 def _once(model: nn.Module, names: Iterable[str]) -> Iterator[str]:
-    """Yield the name of each module once: blocks may share one."""
+    """Yield one name for each module: blocks may share a module."""
     seen: set[int] = set()
     for name in names:
         if (module := id(model.get_submodule(name))) not in seen:
@@ -267,19 +262,18 @@ def _once(model: nn.Module, names: Iterable[str]) -> Iterator[str]:
 
 
 def _split_entry(entry: Entry, way: Way, crossing: Crossing | None) -> None:
-    """Split what `entry` names: its parameters, and if that is a module its input and output."""
+    """Split the parameters of `entry` and, if its key names a module, the module's input and output."""
     module, border = entry.module, way.border
     if entry.parameter is None:
         state = make_state(module)
         state.key, state.style = entry.key, entry.style
-        # Else each rank scales its own tokens to float8, as data parallelism has it.
+        # Without tensor parallelism each rank scales its local tokens to float8 by themselves, as under data parallelism.
         by_weights = border.mesh is not None
         if by_weights and is_float8(module):
             from titanplans.precision.float8.linear import split_linear  # imports torchao
 
-            split_linear(
-                module, entry.style, way.ranks
-            )  # before the parameters: a packed weight is read around it
+            # Before the parameters are distributed: the subclass that makes a packed weight local wraps this forward.
+            split_linear(module, entry.style, way.ranks)
         in_float8 = [] if crossing is None else [side for side, why in crossing.items() if why is None]
         if by_weights and in_float8:
             from titanplans.precision.float8.border import Float8Border  # imports torchao
@@ -297,7 +291,7 @@ def _follow_forwards(plan: ResolvedPlan, border: Border) -> None:
     model, decoder = plan.model, plan.decoder
     base = model.get_submodule(decoder.base)
     config, loss_parallel = getattr(model, "config", None), plan.source.options.loss_parallel
-    # Some of flash-linear-attention's models have one field for both, which fuses the head when they train.
+    # Some models of flash-linear-attention have only `fuse_cross_entropy`, which fuses the head, too, in training.
     fused_loss = getattr(config, "fuse_linear_cross_entropy", getattr(config, "fuse_cross_entropy", False))
     heads = [entry.key for entry in plan.entries if entry.style.makes_logits]
     facts = ForwardFacts(

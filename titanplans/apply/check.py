@@ -1,8 +1,4 @@
-"""`check`: what strict application refuses before anything moves, the plan against the model.
-
-A plan is resolved once, and every check reads the same entries: those of the plan alone (`titanplans.plan.checks`), of
-float8, of NF4 and of dropouts. None needs a process group, and each holds on meta.
-"""
+"""`check`: all checks of a plan against a model before anything changes. It needs no process group, and runs on meta."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -30,25 +26,25 @@ from titanplans.split.local_code import Functions
 
 @dataclass(frozen=True)
 class Checked:
-    """A plan that fits its model, and all that its application needs to know of both."""
+    """A resolved plan that fits its model, and the facts about both that its application needs."""
 
     plan: ResolvedPlan
     crossings: dict[str, Crossing]
-    """How a sequence crosses the border of a region or of the head in float8, by plan key."""
+    """Which tensors cross the border of a region or of the head in float8, by plan key."""
     tied: list[list[str]]
-    """The names of parameters that are one tensor, group by group."""
+    """The names of parameters that are the same tensor, one list per tensor."""
     attributes: dict[str, dict[str, Any]]
-    """What the code of a split mixer or MLP counts on each rank, by the module's name."""
+    """The attributes of split mixers and MLPs that count this rank's heads or width, by the module's name."""
     functions: dict[str, Functions]
-    """Which functions the code of a split mixer, and of the model, calls, by the module's name."""
+    """The makers of local functions for the code of split mixers, and of the model, by the module's name."""
 
     def of_stage(self, absent: Collection[str]) -> "Checked":
-        """Return what a stage of a pipeline needs to know, in which the modules called `absent` are held by other stages."""
-        held = [[name for name in names if is_present(name, absent)] for names in self.tied]
+        """Return this for a pipeline stage, without the modules `absent`, which are on other stages."""
+        tied = [[name for name in names if is_present(name, absent)] for names in self.tied]
         return Checked(
             self.plan.of_stage(absent),
             {key: crossing for key, crossing in self.crossings.items() if is_present(key, absent)},
-            [names for names in held if len(names) > 1],
+            [names for names in tied if len(names) > 1],
             {
                 name: {key: value for key, value in values.items() if is_present(join(name, key), absent)}
                 for name, values in self.attributes.items()
@@ -61,13 +57,13 @@ class Checked:
 def check(
     source: TPPlan, model: nn.Module, backend: str | None = None, dtype: torch.dtype | None = None
 ) -> Checked:
-    """Check the plan `source` against `model`, which is left as it is.
+    """Check the plan `source` against `model`, which is not changed.
 
     Args:
         source: the plan, with its options.
-        model: not yet split.
-        backend: that of the TP group; None if there is no group yet.
-        dtype: of the weights in products; None: their own.
+        model: not split yet.
+        backend: of the TP group; None if there is no group yet.
+        dtype: of the weights in products; None: the parameters' dtype.
 
     Raises:
         PlanError: see `apply.check_plan`.

@@ -1,7 +1,4 @@
-"""`prepare`: what changes a model's modules before a plan splits them: float8, adapters, frozen parts, in this order.
-
-No part of `apply_plan`: a training step, the dry run of a job, a proof and the count of FLOPs prepare a model here before.
-"""
+"""`prepare`: the changes of a model before a plan splits it. It is called for training, dry runs, proofs and FLOPs."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -22,12 +19,12 @@ from titanplans.split.parameters.replaced import replacing
 
 
 class Preparation(NamedTuple):
-    """The changes that were made."""
+    """The changes that `prepare` made."""
 
     float8: Conversion | None
     adapters: Adapters | None
     frozen: int | None
-    """How many numbers do not train because of `freezes`; None where it names nothing."""
+    """Number of elements that `freezes` keeps from training; None if it is empty."""
 
 
 def prepare(
@@ -40,23 +37,23 @@ def prepare(
     compiled: bool = False,
     refuse: Callable[[str], UserError] = ParallelError,
 ) -> Preparation:
-    """Convert the Linear modules of `model` to float8, give them adapters and freeze parameters, in place.
+    """Convert the Linear modules of `model` to float8, add adapters and freeze parameters, in place.
 
     Args:
         model: on any device, meta included; not split, sharded or wrapped.
-        float8: the recipe, and which modules stay as they are; without a recipe nothing is converted.
+        float8: the recipe, and which modules are not converted; without a recipe nothing is converted.
         lora: rank and modules of the adapters; without a rank there are none.
-        freezes: names, or patterns of names, of what does not train.
+        freezes: names, or patterns of names, of parameters that do not train.
         device_type: where the model will run.
-        compiled: whether its blocks will be compiled. What a forward reads around a module is then looked for in its
-            source, and else watched in the first forward.
-        refuse: makes the error of `freezes` from the reason.
+        compiled: its blocks will be compiled. Weights that a forward uses without calling their module are then
+            searched in its source code; otherwise the first forward is watched.
+        refuse: makes the error about `freezes` from the reason.
 
     Raises:
         OptionError, ParallelError: an option can't be honoured for this model.
     """
     converted = adapters = frozen = None
-    # Float8 comes first: an adapter belongs to a module as it will multiply.
+    # Float8 comes first, because an adapter subclasses the module as it will multiply.
     if float8.recipe_name is not None:
         with replacing(model):
             converted = convert_to_float8(model, float8, device_type)

@@ -1,13 +1,10 @@
-"""The ways to split a model, on which one plan is installed: by weights, by tokens on top, by experts.
+"""The ways to split a model by a plan: by weights, by tokens on top, by experts.
 
-    by weights    tp ranks: a shard of heads, widths and vocabulary each; all tokens inside a region
-    by tokens     cp ranks: their tokens each; inside a mixer all tokens, of a shard of the heads of their TP rank
-    by experts    ep ranks: some of the experts each; all else is split in another way, or not at all
+    by weights    tp ranks: each has a shard of heads, widths and vocabulary, and all tokens inside a region
+    by tokens     cp ranks: each has its tokens; inside a mixer all tokens, of a shard of the heads of their TP rank
+    by experts    ep ranks: each has some of the experts; everything else is split in another way, or not at all
 
-With context parallelism the heads of a mixer, its rows, split norms and sums are over all tp x cp ranks, numbered by TP rank
-first: the heads of a CP rank are a subset of those of its TP rank.
-
-A pipeline stage is no way of its own: it is a model with fewer blocks, which is split in any of these (`split.stages`).
+A pipeline stage is a model with fewer blocks, which is split in any of these ways (`split.stages`).
 """
 
 from typing import Protocol
@@ -31,10 +28,10 @@ from titanplans.styles.base import Site, Style
 
 
 class Way(Protocol):
-    """A way to split: it lays the parameters of a plan's entries out on a mesh, and installs their styles."""
+    """A way to split: distributes the parameters of a plan's entries over a mesh, and installs their styles."""
 
     mesh: DeviceMesh
-    """1-D: all ranks that work on the same batch."""
+    """1-D: all tp x cp ranks, which work on the same batch."""
     distributes: bool
     """Parameters become DTensors."""
     sum_over_cp: bool
@@ -45,20 +42,20 @@ class Way(Protocol):
     """Between the residual stream and the regions."""
 
     def lay_out(self, entry: Entry) -> None:
-        """Make the parameters of `entry` DTensors on the mesh, whose local tensors its module reads."""
+        """Distribute the parameters of `entry`, so that its module's code gets local tensors."""
         ...
 
     def install(self, entry: Entry, border: Border) -> None:
-        """Install the style of `entry` on its module, at `border`."""
+        """Install the style of `entry` on its module, with `border` between the stream and the module."""
         ...
 
 
 class ByWeights:
-    """Split over the ranks of tensor parallelism.
+    """Split over the tensor-parallel ranks.
 
     Args:
-        meshes: that of tensor parallelism.
-        stream: how the residual stream is laid out.
+        meshes: with the tensor-parallel mesh.
+        stream: the layout of the residual stream.
     """
 
     distributes = sum_over_cp = True
@@ -76,13 +73,16 @@ class ByWeights:
 
 
 class ByTokens:
-    """Split over the ranks of context parallelism, on top of those of tensor parallelism.
+    """Split over the context-parallel ranks, on top of the tensor-parallel ranks.
+
+    A mixer's heads, rows, split norms and sums are split over all tp x cp ranks, numbered by TP rank first, so that the
+    heads of a CP rank are a subset of those of its TP rank.
 
     Args:
         plan: resolved.
-        meshes: of both.
-        sum_over_cp: parameters become DTensors whose gradients are partial over cp, which `align_gradients` sums; False: the
-            mesh of data parallelism includes these ranks, and sums.
+        meshes: tensor-parallel and context-parallel.
+        sum_over_cp: True: parameters become DTensors whose gradients are partial over cp, which `align_gradients` sums.
+            False: the data-parallel mesh includes these ranks, and sums.
     """
 
     def __init__(self, plan: ResolvedPlan, meshes: SplitMeshes, *, sum_over_cp: bool):
@@ -90,7 +90,7 @@ class ByTokens:
         self.border = border = Border(meshes, plan.source.options.stream)
         self.tp, self.cp = border.group[1], border.tokens.ranks
         self.rank = border.rank * self.cp + border.tokens.rank
-        # By number, TP rank first, the rank in the group, in which the CP rank comes first.
+        # Heads are numbered by TP rank first, ranks in the group by CP rank first.
         order = tuple(rank % self.cp * self.tp + rank // self.cp for rank in range(self.tp * self.cp))
         self.ranks = HeadRanks(self.rank, len(order), group_of(meshes.tp_cp), border, order)
         if sum_over_cp:
@@ -101,9 +101,9 @@ class ByTokens:
         self._memo = ParameterMemo()
 
     def lay_out(self, entry: Entry) -> None:
-        """Distribute the parameters of `entry` over TP ranks; inside a mixer its module reads this CP rank's slice."""
+        """Distribute the parameters of `entry` over TP ranks; inside a mixer its code gets this CP rank's slice."""
         layouts, in_mixer = dict(entry.layouts), self._is_in_mixer(entry)
-        if self.border.mesh is None:  # the one TP rank has all rows
+        if self.border.mesh is None:  # one TP rank, so its local tensor has all rows
             defers = in_mixer and not entry.style.makes_partial_sum
             layouts = {
                 name: layout._replace(rows=None, deferred=layout.deferred and defers)
@@ -112,7 +112,7 @@ class ByTokens:
         slices = {}
         if in_mixer:
             by_name = {name: self._mixer_slice(entry, name) for name in layouts}
-            slices = {name: each for name, each in by_name.items() if each is not None}
+            slices = {name: part for name, part in by_name.items() if part is not None}
             if entry.style.multiplies_local_tokens and entry.parameter is None and is_product(entry.module):
                 make_state(entry.module).heads = self._heads(entry)
         group, rank = self.border.group, self.border.rank
@@ -126,42 +126,42 @@ class ByTokens:
         entry.style.by_tokens(entry.module, Site(border, ranks, in_mixer))
 
     def _is_unsplit(self, style: Style) -> bool:
-        """Whether a module outside of the mixers needs no hooks, since no weight is split."""
+        """Whether a module outside of mixers needs no hooks, because no weight is split."""
         return self.border.mesh is None and (style.is_inside_region or (style.opens and not style.arguments))
 
     def _is_in_mixer(self, entry: Entry) -> bool:
         return self.plan.token_region_of(entry) is not None
 
     def _mixer_slice(self, entry: Entry, name: str) -> MixerSlice | None:
-        """Return what this rank uses of its TP rank's local tensor of a parameter; None: all of it."""
+        """Return the slice that this rank uses of its TP rank's local tensor of a parameter; None: all of it."""
         param, of_tp, of_heads = getattr(entry.module, name), entry.layouts[name], entry.head_layouts[name]
         divided_by = of_heads.divided_by // of_tp.divided_by
         if of_tp.deferred and self.border.mesh is None and entry.style.makes_partial_sum:
             divided_by = self.cp  # the module itself adds it, and on every rank if the forward runs in full
-        own = _rows_of_rank(of_heads, param.shape, self.rank, self.tp * self.cp)
-        if own is None:
+        local_rows = _rows_of_rank(of_heads, param.shape, self.rank, self.tp * self.cp)
+        if local_rows is None:
             return MixerSlice(0, (), divided_by) if divided_by > 1 else None
-        dim, rows = own
+        dim, ranges = local_rows
         outer = _rows_of_rank(of_tp, param.shape, self.border.rank, self.tp)
-        return MixerSlice(dim, self._within(entry, None if outer is None else outer[1], rows), divided_by)
+        return MixerSlice(dim, self._within(entry, None if outer is None else outer[1], ranges), divided_by)
 
     def _heads(self, entry: Entry) -> Heads:
-        """Return how the outputs of a projection, or its inputs, are divided over the CP ranks."""
+        """Return how the outputs of a projection, or its inputs, are split over the CP ranks."""
         name = "weight" if "weight" in entry.layouts else "nf4_codes"
         shape = entry.module._parameters[name].shape  # type: ignore[union-attr]
         outer = _rows_of_rank(entry.layouts[name], shape, self.border.rank, self.tp)
         assert outer is not None
-        # NF4 packs two inputs into a code.
-        wide = entry.module.in_features // shape[1] if name != "weight" and outer[0] == 1 else 1  # type: ignore[operator]
+        # NF4 packs two inputs into one code, so a range of codes is twice as many inputs.
+        factor = entry.module.in_features // shape[1] if name != "weight" and outer[0] == 1 else 1  # type: ignore[operator]
         ranges = []
         for cp_rank in range(self.cp):
             rank = self.border.rank * self.cp + cp_rank
             inner = _rows_of_rank(entry.head_layouts[name], shape, rank, self.tp * self.cp)
             assert inner is not None
             within = self._within(entry, outer[1], inner[1])
-            ranges.append(tuple((wide * first, wide * size) for first, size in within))
+            ranges.append(tuple((factor * first, factor * size) for first, size in within))
         return Heads(
-            self.border, RowAssignment(tuple(ranges), wide * row_count(outer[1])), entry.style.closes
+            self.border, RowAssignment(tuple(ranges), factor * row_count(outer[1])), entry.style.closes
         )
 
     def _within(self, entry: Entry, outer: RowRanges | None, inner: RowRanges) -> RowRanges:
@@ -177,16 +177,17 @@ class ByTokens:
 
 
 class ByExperts:
-    """Split experts over the ranks of a mesh, and all else in another way.
+    """Split experts over the ranks of a mesh, and everything else in another way.
 
     Args:
         others: the way to split everything else.
-        mesh: its last dimension is that of expert parallelism, neighbouring ranks, the TP ranks among them; a dimension
-            before it has copies of the experts, whose gradients are partial.
-        capacity: an expert takes at most so many times the mean of the pairs that a rank sends; None: all.
+        mesh: the experts are distributed over its last dimension: neighbouring ranks that include the TP ranks. A
+            dimension before it replicates the experts, whose gradients are then partial.
+        capacity: an expert takes at most this multiple of the mean number of pairs that a rank sends to an expert;
+            None: all.
 
     Raises:
-        PlanError: the TP ranks are not among those of expert parallelism.
+        PlanError: the TP ranks are not all in the last dimension of `mesh`.
     """
 
     def __init__(self, others: Way, mesh: DeviceMesh, capacity: float | None = None):
@@ -198,18 +199,18 @@ class ByExperts:
         self._rank = mesh.get_local_rank(mesh.ndim - 1)
         self._memo = ParameterMemo()
         tp = others.border.mesh
-        of_layer = [dist.get_rank()] if tp is None else tp.mesh.flatten().tolist()
-        sharing = dist.get_process_group_ranks(last)
-        if not set(of_layer) <= set(sharing):
+        layer_ranks = [dist.get_rank()] if tp is None else tp.mesh.flatten().tolist()
+        expert_ranks = dist.get_process_group_ranks(last)
+        if not set(layer_ranks) <= set(expert_ranks):
             raise PlanError(
-                f"experts are distributed over ranks {sharing}, and a layer is split over ranks {of_layer}: the latter have "
-                "to be among the former"
+                f"experts are distributed over ranks {expert_ranks}, which do not include all ranks that a layer is split "
+                f"over, {layer_ranks}: choose a mesh whose 'ep' includes the ranks of 'tp'"
             )
-        self._expert_ranks = ExpertRanks(self._group, len(of_layer), others.border.rank, capacity)
-        self._with_layers = len(of_layer) == len(sharing)
+        self._expert_ranks = ExpertRanks(self._group, len(layer_ranks), others.border.rank, capacity)
+        self._has_only_tp_ranks = len(layer_ranks) == len(expert_ranks)
 
     def lay_out(self, entry: Entry) -> None:
-        if not entry.style.splits_by_experts or self._with_layers:
+        if not entry.style.splits_by_experts or self._has_only_tp_ranks:
             self._others.lay_out(entry)
             return
         over = ParameterMesh(self._mesh, replica_dims=self._mesh.ndim - 1)
@@ -223,7 +224,7 @@ class ByExperts:
 
 
 class Unsplit:
-    """Leave modules and parameters as they are. `alone`: a mesh of this rank, which alone works on its batch."""
+    """Leave modules and parameters unchanged. `alone`: a mesh of this rank only, which works on its own batch."""
 
     distributes, sum_over_cp = False, True
 
@@ -233,10 +234,10 @@ class Unsplit:
         self.ranks = HeadRanks(0, 1, (alone.get_group().group_name, 1), self.border, (0,))
 
     def lay_out(self, entry: Entry) -> None:
-        """Leave the parameters of `entry` plain."""
+        """Do nothing: the parameters of `entry` stay plain tensors."""
 
     def install(self, entry: Entry, border: Border) -> None:
-        """Install nothing."""
+        """Do nothing."""
 
 
 def _tp_ranks(border: Border) -> HeadRanks:
@@ -247,7 +248,7 @@ def _tp_ranks(border: Border) -> HeadRanks:
 def _rows_of_rank(
     layout: Layout, shape: tuple[int, ...], rank: int, degree: int
 ) -> tuple[int, RowRanges] | None:
-    """Return the dimension and the rows of a parameter that `rank` of `degree` uses; None: all of it."""
+    """Return the dimension and the rows of it that `rank` of `degree` uses of a parameter; None: all of it."""
     if (rows := rows_used(layout, shape, degree)) is None:
         return None
     return rows.dim, tuple((run.first_row(rank), run.row_count(rank)) for run in rows.runs)
