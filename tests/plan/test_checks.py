@@ -77,7 +77,7 @@ REFUSED = {
     ),
     "a region that nothing leaves": (
         changed(TinyPlan, lambda plan: {"o_proj": plan.rowwise(reduce_output=False)}),
-        ".*opens a region that nothing leaves",
+        ".*opens a region whose partial output is never summed",
     ),
     "a region that splits nothing": (
         changed(TinyPlan, lambda plan: over("replicated_in_region")(plan) | plan.attn_region()),
@@ -112,7 +112,7 @@ ON_STREAM_ALONE = {
         changed(TinyPlan, model=lambda plan: {"lm_head": plan.replicated_on_stream()}),
         r"plan key 'lm_head' \(ReplicatedOnStream on Linear\): it makes the logits.*give it vocab_head\(\)$",
     ),
-    "a mixer": (WHOLE, r".*the mixer layers.0.attn \(Attention\) stands in no region"),
+    "a mixer": (WHOLE, r".*the mixer layers.0.attn \(Attention\) is in no region"),
     "an embedding of torch's": (
         changed(TinyPlan, model=lambda plan: {"embed": RowwiseParallel(input_layouts=Replicate())}),
         r".*'embed' \(RowwiseParallel on Embedding\): with sequence",
@@ -170,7 +170,7 @@ def test_a_head_is_what_the_plan_says():
         FusedLoss(model)
     message = refused(TinyPlan, model=model)
     assert message.endswith(
-        "add 'head' with a style. What makes the logits, 'head', takes vocab_head() in model_plan"
+        "add 'head' with a style. 'head' makes the logits: give it vocab_head() in model_plan"
     )
     check_plan(model, Degrees(tp=2), plan=NAMES_ITS_HEAD)
     assert find_decoder(model).head == "head"
@@ -303,7 +303,7 @@ def test_a_mixer_of_another_name_is_found_by_its_region():
     )
     for layer in model.layers:
         del layer.token_mixing.num_heads, layer.token_mixing.num_kv_heads
-    assert "whose number of heads is not known" in refused(RenamedPlan, model=model)
+    assert "whose head count is unknown" in refused(RenamedPlan, model=model)
 
 
 def test_what_was_applied_is_handed_back():
@@ -436,7 +436,7 @@ def test_applied_twice():
     with fake_ranks(2) as mesh:
         model = Tiny()
         apply_plan(model, mesh, plan=TinyPlan)
-        with pytest.raises(PlanError, match="DTensor already"):
+        with pytest.raises(PlanError, match="is already a DTensor"):
             apply_plan(model, mesh, plan=TinyPlan)
 
 

@@ -118,7 +118,7 @@ MISUSED = {
     ),
     "a packed projection split as one": (
         QKV, changed(QKVPlan, lambda plan: {"qkv_proj": plan.colwise()}),
-        "16 + 16 + 16, which even shards would cut anywhere: write self.packed(16, 16, 16)",
+        "16 + 16 + 16, which even shards would split across section boundaries: write self.packed(16, 16, 16)",
     ),
     "a packed projection of a mixer without head_dim": (
         Unsized, changed(QKVPlan, lambda plan: {"qkv_proj": plan.colwise()}),
@@ -134,13 +134,13 @@ MISUSED = {
     ),
     "gate and up of experts split as one": (
         Experts, changed(ExpertsPlan, mlp=lambda plan: {"gate_up_proj": plan.colwise(dim=1)}),
-        "its 16 rows look like gate and up packed into one projection, 8 + 8, which even shards would cut anywhere: "
-        "write self.packed(8, 8, dim=1)",
+        "its 16 rows look like gate and up packed into one projection, 8 + 8, which even shards would "
+        "split across section boundaries: write self.packed(8, 8, dim=1)",
     ),
     "a convolution of sections split as one": (
         StateSpace, changed(StateSpacePlan, lambda plan: {"conv1d": plan.colwise()}),
         "its 36 rows look like sections of layers.0.attn.in_proj packed into one projection, 24 + 6 + 6, which even shards "
-        "would cut anywhere: write self.packed(24, self.shared(6, 2), self.shared(6, 2))",
+        "would split across section boundaries: write self.packed(24, self.shared(6, 2), self.shared(6, 2))",
     ),
     "sections that don't add up": (
         GateUp, changed(GateUpPlan, mlp=lambda plan: {"gate_up_proj": plan.packed(24, 12)}),
@@ -163,7 +163,7 @@ MISUSED = {
     ),
     "a count that the degree does not divide": (
         QKV, changed(QKVPlan, local_attributes=lambda self, attn: self.divided(attn, "odd")),
-        "QKV.odd = 3 is no multiple of tensor_parallel_degree = 2",
+        "QKV.odd = 3 is not a multiple of tensor_parallel_degree = 2",
     ),
     "a function that is not called": (
         QKV, of_functions(local_functions={"decay": lambda function, place: function}),

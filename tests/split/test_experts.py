@@ -404,10 +404,10 @@ def test_what_experts_lack_is_named():
     [
         ("mixtral", 4, 1, 3, "= 3 does not divide .*experts = 4 .*: 1, 2 or 4 would work"),
         ("mixtral", 4, 2, 8, "= 8 does not divide .*experts = 4 .*: 2 or 4 would work"),
-        ("mixtral", 4, 4, 2, "= 2 is no multiple of .* = 4, .*: set it to 4, or tensor_.* to 1 or 2"),
+        ("mixtral", 4, 4, 2, "= 2 is not a multiple of .* = 4, .*: set it to 4, or tensor_.* to 1 or 2"),
         ("mixtral", 3, 2, 2, "= 2 .* = 3 .*: set both it and tensor_parallel_degree to 1 or 3"),
-        ("gla", 0, 1, 2, "= 2: GLAPlan gives no experts of GLAForCausalLM to ranks; set it to 1"),
-        ("llama", 0, 2, 2, "= 2: LlamaPlan gives no experts of LlamaForCausalLM to ranks; set it to 1"),
+        ("gla", 0, 1, 2, "= 2: GLAPlan splits no experts of GLAForCausalLM; set it to 1"),
+        ("llama", 0, 2, 2, "= 2: LlamaPlan splits no experts of LlamaForCausalLM; set it to 1"),
     ],
 )
 def test_a_degree_that_does_not_fit_is_refused_in_a_line(name, number, tp, ep, words):

@@ -132,5 +132,5 @@ def test_a_function_or_a_buffer_of_the_plan_in_compiled_code(kind, compiled, axe
 
 def test_a_buffer_s_key_gives_each_rank_its_part_or_is_refused():
     plan = changed(Plan, lambda plan: {"by_head": plan.replicated_in_region()})
-    with pytest.raises(PlanError, match=r"'layers.0.attn.by_head' .* names a buffer, .* leave the key"):
+    with pytest.raises(PlanError, match=r"'layers.0.attn.by_head' .* names a buffer, .* remove the key"):
         check_plan(with_mixer(partial(Mixer, "buffer")), Degrees(tp=2), plan=plan)

@@ -1,9 +1,9 @@
-"""A plan of the user's own, in each form in which a job can name one.
+"""A user's plan in each form in which a job can name it: `resolve_plan`.
 
 [model]
 plan = "gla"                          a registered name
-plan = "my_package.plans:MyPlan"      a TPPlan class, or a dict, in a module
-[model.plan]                          patterns of module names, each with a style's name
+plan = "my_package.plans:MyPlan"      a TPPlan class, or a dict, in a Python module
+[model.plan]                          patterns of module names, each with the name of a style
 "model.embeddings" = "vocab_embedding"
 "model.layers.*.attn" = "attn_input"
 """
@@ -50,7 +50,7 @@ STYLES: Mapping[str, Callable[[TPPlan, nn.Module | None], ParallelStyle]] = {
     "vocab_embedding(all_tokens=True)": lambda plan, mixer: plan.vocab_embedding(all_tokens=True),
     "vocab_head": lambda plan, mixer: plan.vocab_head(),
 }
-"""Names of styles in a plan that is given as a dict, and the TPPlan method behind each, given the mixer around."""
+"""Maps the name of a style in a dict plan to the TPPlan method that makes it, given the mixer that contains the module."""
 
 RENAMED = {
     "replicated": "replicated_in_region",
@@ -58,11 +58,11 @@ RENAMED = {
     "no_parallel": "replicated_off_stream",
     "replicated_before_stream": "replicated_off_stream",
 }
-"""Former names of styles, and today's."""
+"""Maps former names of styles to current ones."""
 
 
 class DictPlan(TPPlan):
-    """A plan given as a dict: `*` stands for one part of a module name, and each pattern must match."""
+    """A plan given as a dict: `*` stands for one component of a module name, and each pattern has to match."""
 
     def __init__(self, options: TPOptions, patterns: Mapping[str, str | ParallelStyle]):
         super().__init__(options)
@@ -91,13 +91,13 @@ class DictPlan(TPPlan):
 
 
 def resolve_plan(source: PlanSource, model: nn.Module, options: TPOptions) -> TPPlan:
-    """Return the plan that `source` names for `model`; None looks the registered one up.
+    """Return the plan that `source` names for `model`; None: the registered one.
 
-    To `options` is added by which recipe `model` was converted to float8.
+    The float8 recipe of `model` is added to `options`.
 
     Raises:
-        PlanError: nothing is registered under that name, the module or its attribute does not
-            exist, or it is neither a TPPlan class nor a dict.
+        PlanError: nothing is registered under that name, the module or its attribute does not exist, or it is neither a
+            TPPlan class nor a dict.
     """
     options = replace(options, float8=recipe_of(model))
     if source is None:

@@ -1,4 +1,4 @@
-"""How many ranks each way of parallelism has, and the arithmetic with the number of processes."""
+"""The degrees of parallelism, and their relation to the number of processes."""
 
 import math
 from dataclasses import dataclass, fields, replace
@@ -9,23 +9,25 @@ from titanplans.errors import ParallelError, either, near_multiples
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
-    """The degrees of parallelism; the product of all but `ep` is the number of processes.
+    """The degrees of parallelism; the product of all except `ep` is the number of processes.
 
-    At most one may be -1: it is inferred from the number of processes. `as_sizes` has the order of the mesh's axes.
+    At most one may be -1: it is inferred from the number of processes. `as_sizes` has them in the order of the mesh's
+    axes.
     """
 
     dp_replicate: int = 1
-    """Copies of the (sharded) model, each with other data."""
+    """Replicas of the (sharded) model, each with different data."""
     dp_shard: int = -1
-    """Ranks over which FSDP shards the parameters, each with other data."""
+    """Ranks over which FSDP shards the parameters, each with different data."""
     cp: int = 1
-    """Ranks that share one sequence (context parallelism)."""
+    """Ranks over which the tokens of a sequence are sharded (context parallelism)."""
     tp: int = 1
-    """Ranks that share one layer (tensor parallelism)."""
+    """Ranks over which the weights of a layer are sharded (tensor parallelism)."""
     pp: int = 1
     """Stages of consecutive layers (pipeline parallelism)."""
     ep: int = 1
-    """Ranks that share the experts, among those of dp_shard, cp and tp: neighbours, those of tp first."""
+    """Ranks that experts are distributed over, taken from tp, cp and dp_shard, in this order. 1: no expert parallelism; TP
+    splits each expert's width instead."""
 
     def __post_init__(self) -> None:
         for name, degree in (*self._items(), ("ep", self.ep)):
@@ -53,32 +55,32 @@ class Degrees:
         return {name: getattr(self, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
 
     def resolve(self, world_size: int) -> "Degrees":
-        """Return the degrees with the -1 inferred, if there is one, and their product checked.
+        """Return the degrees with a -1 replaced by the inferred degree, after checking their product.
 
         Raises:
-            ParallelError: the product is not `world_size`, or no whole number makes it so.
+            ParallelError: the product is not `world_size`, or no degree makes it so.
         """
-        known = math.prod(degree for _, degree in self._items() if degree != -1)
-        product = f"{' x '.join(f'{n} {d}' for n, d in self._items() if d != -1)} = {known}"
+        product = math.prod(degree for _, degree in self._items() if degree != -1)
+        factors = f"{' x '.join(f'{n} {d}' for n, d in self._items() if d != -1)} = {product}"
         free = next((name for name, degree in self._items() if degree == -1), None)
         if free is not None:
-            if world_size % known:
+            if world_size % product:
                 raise ParallelError(
-                    f"{free} = -1 can't be inferred: {_processes(world_size)} can't be divided by {product}; "
-                    f"start {near_multiples(world_size, known)}, or choose degrees whose product divides {world_size}"
+                    f"{free} = -1 can't be inferred: {_processes(world_size)} can't be divided by {factors}; "
+                    f"start {near_multiples(world_size, product)}, or choose degrees whose product divides {world_size}"
                 )
-            return replace(self, **{free: world_size // known})
-        if known != world_size:
+            return replace(self, **{free: world_size // product})
+        if product != world_size:
             raise ParallelError(
-                f"{product}, but there are {_processes(world_size)}: {self._remedy(world_size)}"
+                f"{factors}, but there are {_processes(world_size)}: {self._remedy(world_size)}"
             )
         return self
 
     def refuse_experts(self) -> None:
-        """Refuse a number of ranks that share experts which does not go with the other degrees, all known.
+        """Refuse an `ep` that does not fit the other degrees; none of them may be -1.
 
         Raises:
-            ParallelError: they are not all of tp, or their number does not divide dp_shard x cp x tp.
+            ParallelError: tp does not divide ep, or ep does not divide dp_shard x cp x tp.
         """
         ranks = self.dp_shard * self.cp * self.tp
         if self.ep == 1 or (ranks % self.ep == 0 and self.ep % self.tp == 0):
@@ -86,7 +88,7 @@ class Degrees:
         works = [n for n in range(1, ranks + 1) if ranks % n == 0 and n % self.tp == 0]
         raise ParallelError(
             f"ep = {self.ep}: experts are distributed over neighbouring ranks among dp_shard x cp x tp = {self.dp_shard} x "
-            f"{self.cp} x {self.tp} ranks, all {self.tp} of a layer among them: {either(sorted({1, *works}))} would work"
+            f"{self.cp} x {self.tp} ranks, with all {self.tp} of a layer: {either(sorted({1, *works}))} would work"
         )
 
     def __str__(self) -> str:

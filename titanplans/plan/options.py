@@ -1,4 +1,4 @@
-"""What a plan has to honour or refuse: the degree of each way to cut, and whether the stream and the logits are sharded."""
+"""`TPOptions`: the options of a plan, each of which it honours or refuses."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,7 +10,7 @@ from titanplans.split.layout import StreamLayout
 
 @dataclass(frozen=True)
 class TPOptions:
-    """What a plan has to honour or refuse."""
+    """The options of a plan, each of which it honours or refuses."""
 
     degrees: Degrees
 
@@ -21,33 +21,33 @@ class TPOptions:
     """Between regions, each rank holds its shard of the sequence."""
 
     sequence_dim: int = 1
-    """Dimension of the hidden states that is the sequence: 1 in [batch, sequence, hidden]."""
+    """The sequence dimension of the hidden states: 1 in [batch, sequence, hidden]."""
 
     float8: Recipe | Literal["none"] = "none"
     """The recipe by which the model's Linear modules were converted to float8."""
 
     @property
     def stream(self) -> StreamLayout:
-        """How the residual stream lies between regions."""
+        """The layout of the residual stream between regions."""
         return StreamLayout(self.sequence_dim, self.sequence_parallel and not self.keeps_weights)
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether each rank has all weights, but those of experts: nothing is cut but tokens and experts."""
+        """Whether each rank has all weights except those of experts: only tokens and experts are split."""
         return self.degrees.tp == 1 and max(self.degrees.cp, self.degrees.ep) > 1
 
     @property
     def shards(self) -> int:
-        """How many ranks share a sequence between regions; in training they divide its length."""
+        """Number of ranks that a sequence is sharded over between regions; in training it has to divide the length."""
         return (self.degrees.tp if self.stream.sharded else 1) * self.degrees.cp
 
     @property
     def cuts_stream(self) -> bool:
-        """Whether a rank has a part of the tokens between regions."""
+        """Whether a rank has only some of the tokens between regions."""
         return self.sequence_parallel or self.degrees.cp > 1
 
     def name_degree(self, degree: int) -> str:
-        """Return how an error names `degree`, that of tensor parallelism or of all ranks that heads are split over."""
+        """Return how an error names `degree`, which is tp, or tp x cp."""
         tp, cp = self.degrees.tp, self.degrees.cp
         if degree == tp:
             return f"tensor_parallel_degree = {tp}"

@@ -1,8 +1,8 @@
-"""`TPPlan`: what a model-parallel plan is, and the parts that most architectures share.
+"""`TPPlan`: the class of plans, with the defaults that most architectures share.
 
-A plan maps module names to styles, part by part: the model's ends (`model_plan`), a block
-(`layer_plan`), its token mixer (`attn_plan`), its MLP (`mlp_plan`). A subclass overrides only what
-differs. Which module may be split how is checked in `checks`, not here.
+A plan maps module names to styles: the model's ends (`model_plan`), a block (`layer_plan`), its token mixer
+    (`attn_plan`), its
+MLP (`mlp_plan`). A subclass overrides only what differs. `checks` checks the result.
 """
 
 import copy
@@ -20,43 +20,43 @@ from titanplans.split.local_code import Functions, count_once, over_all_ranks, s
 from titanplans.styles.kv_colwise import KVColwise
 
 _GROUPS = ("num_kv_groups", "num_key_value_groups")
-"""Under these names flash-linear-attention and transformers keep queries per key/value head."""
+"""The names under which flash-linear-attention and transformers store the query heads per key/value head."""
 
 
 class TPPlan(PlanStyles):
-    """The tensor-parallel plan of an architecture. Subclass it, and register the subclass.
+    """The model-parallel plan of an architecture. Subclass it, and register the subclass.
 
-    Each `*_plan` method gets the module that it plans and returns `{name relative to it: style}`,
-    where "" is the module itself.
+    Each `*_plan` method gets the module that it plans, and returns `{name relative to that module: style}`; "" is the
+    module itself.
     """
 
     head_names: tuple[str, ...] = ("num_heads", "num_attention_heads")
-    """Under these names a mixer or its config counts query heads, or what else its parts are split by."""
+    """The names under which a mixer or its config has its count of query heads, or of other units that it is split by."""
     shared_head_names: tuple[str, ...] = ("num_kv_heads", "num_key_value_heads")
-    """Under these names it counts key/value heads, which ranks share where there are fewer of them."""
+    """The names of its count of key/value heads, which ranks may share if there are fewer of them."""
 
     mlp_in: tuple[str, ...] = ("gate_proj", "up_proj")
     """The projections of an MLP from the hidden size to its width."""
     mlp_out: str = "down_proj"
-    """The one back."""
+    """The projection of an MLP back to the hidden size."""
 
     degree: int
-    """How many ranks the heads or the width are split over whose counts a plan is asked for: tp x cp in a mixer, else tp.
-    For `local_attributes` and the like. Styles are the same at every degree; `options.degrees` has all degrees."""
+    """Number of ranks that heads or widths are split over, for `local_attributes` and similar methods: tp x cp in a mixer,
+    else tp. The styles of a plan do not depend on it. `options.degrees` has all degrees."""
 
     def __init__(self, options: TPOptions):
         self.options, self.degree = options, options.degrees.tp
 
     def counting_for(self, degree: int) -> "TPPlan":
-        """Return this plan to ask for what each of `degree` ranks counts."""
+        """Return a copy of this plan whose `degree` is `degree`, so that it returns the counts of one of so many ranks."""
         twin = copy.copy(self)
         twin.degree = degree
         return twin
 
-    # The parts of a model.
+    # Methods that plan parts of a model.
 
     def model_plan(self, model: nn.Module) -> Plan:
-        """Plan what stands outside the blocks: embedding, final norm, head."""
+        """Plan the modules outside of blocks: embedding, final norm, head."""
         decoder = find_decoder(model)
         plan: Plan = {}
         if decoder.embedding is not None:
@@ -68,9 +68,9 @@ class TPPlan(PlanStyles):
         return plan
 
     def layer_plan(self, layer: nn.Module) -> Plan:
-        """Plan a block: its norms, and by `attn_plan` and `mlp_plan` its mixer and its MLP.
+        """Plan a block: its norms, its mixer by `attn_plan` and its MLP by `mlp_plan`.
 
-        A mixer whose class belongs to another registered plan is planned by that one.
+        If the mixer's class belongs to another registered plan, that plan's `attn_plan` is called.
         """
         block = find_block(layer)
         plan: Plan = {name: self.replicated_on_stream() for name in block.norms}
@@ -93,28 +93,29 @@ class TPPlan(PlanStyles):
         return {**self.mlp_input(), **split, self.mlp_out: self.rowwise()}
 
     def heads(self, attn: nn.Module) -> dict[str, int]:
-        """Return the head counts of a mixer by name: of the query heads and, if it says, of the key/value heads.
+        """Return the head counts of a mixer by name: of query heads and, if it has such, of key/value heads.
 
-        They are attributes of the module, or else of its config, under `head_names` and `shared_head_names`. Each has to be
-        a multiple of the degree, but for the latter where ranks share heads.
+        They are attributes of the module or of its config, named in `head_names` and `shared_head_names`. The degree
+        has to divide each, except key/value heads that ranks share.
         """
         return _first_count(attn, self.head_names) | _first_count(attn, self.shared_head_names)
 
     def kv_heads(self, attn: nn.Module) -> int | None:
-        """Return how many key/value heads a mixer has; None if `heads` does not say: then as many as query heads."""
+        """Return the number of key/value heads of a mixer; None: as many as query heads."""
         return next(
             (count for name, count in self.heads(attn).items() if name in self.shared_head_names), None
         )
 
     def local_attributes(self, attn: nn.Module) -> dict[str, int]:
-        """Return the attributes of a mixer that must count this rank's heads or widths, by dotted name, and their values.
+        """Return by dotted name the attributes of a mixer that have to count this rank's heads or widths, with values.
 
-        Only what its code does not read off its tensors. What `queries_per_group` returns is set without being named.
+        Only those that its code does not derive from the shapes of its tensors. `queries_per_group` sets its attributes
+        by itself.
         """
         return {}
 
     def queries_per_group(self, attn: nn.Module) -> dict[str, int]:
-        """Return how many query heads of this rank share a key/value head, by attribute, where ranks share those."""
+        """Return by attribute the number of this rank's query heads per key/value head, if ranks share key/value heads."""
         kv = self.kv_heads(attn)
         queries = [count for name, count in self.heads(attn).items() if name not in self.shared_head_names]
         if kv is None or self.degree <= kv or not queries:
@@ -133,46 +134,45 @@ class TPPlan(PlanStyles):
             for step in name.split("."):
                 value = getattr(value, step, None)  # type: ignore[assignment]
             if value is None:
-                counts = [own for own, number in vars(attn).items() if type(number) is int]
+                counts = [count for count, number in vars(attn).items() if type(number) is int]
                 raise PlanError(
                     f"{type(attn).__name__} has no {name}, which {type(self).__name__} divides by the degree; it has "
                     f"{', '.join(counts) or 'no attributes that count'}"
                 )
             if not isinstance(value, int) or value % self.degree:
                 raise PlanError(
-                    f"{type(attn).__name__}.{name} = {value!r} is no multiple of {self.options.name_degree(self.degree)}, "
-                    f"by which {type(self).__name__} divides it"
+                    f"{type(attn).__name__}.{name} = {value!r} is not a multiple of "
+                    f"{self.options.name_degree(self.degree)}, by which {type(self).__name__} divides it"
                 )
             values[name] = value // self.degree
         return values
 
     def heads_per_rank(self, heads: int) -> int:
-        """Return how many of so many heads a rank has, where ranks share them if there are too few."""
+        """Return the number of heads per rank; 1 if ranks share heads, because there are fewer of them."""
         return max(1, heads // self.degree)
 
     def local_functions(self, attn: nn.Module) -> Functions:
-        """Return makers of this rank's versions of functions that a mixer's code calls, by name.
+        """Return by name the makers of local functions that replace functions which a mixer's code calls.
 
-        For functions with global knowledge, such as a decay that depends on a head's number. Each gets the function and
-        the `HeadRanks` of the heads, and returns the function to call instead. `self.over_all_ranks` makes one for a
-        norm over the whole width that is fused with the product behind it, `self.summed` for a product that the ranks hold
-        as summands.
+        For functions that depend on a head's index among all heads, such as a decay. A maker gets the function and the
+        `HeadRanks`, and returns the function to call instead. `self.over_all_ranks` is a maker for a norm over the full
+        width that is fused with the next product, `self.summed` one for a product whose result is partial.
         """
         return {}
 
     def mlp_attributes(self, mlp: nn.Module) -> dict[str, int]:
-        """Return the attributes of an MLP that must count this rank's width, by dotted name, and their values."""
+        """Return by dotted name the attributes of an MLP that have to count this rank's width, and their values."""
         return {}
 
     def model_attributes(self, model: nn.Module) -> dict[str, int]:
-        """Return the attributes outside of mixers and MLPs that must count this rank's heads, by dotted name."""
+        """Return by dotted name the attributes outside of mixers and MLPs that have to count this rank's heads."""
         return {}
 
     def model_functions(self, model: nn.Module) -> Functions:
-        """Return what makes this rank's functions of those that the model's own code calls, as `local_functions` does.
+        """Return makers of local functions like `local_functions`, for functions that the model's own code calls.
 
-        A dotted name is that of a module in it, outside of the mixers, and of what the module's code calls.
-        For a loss that the model adds of what is replicated, such as the balance of a router: `self.count_once`.
+        A dotted name is the name of a module outside of the mixers, followed by the name of a function that its code
+        calls. For an additional loss of replicated tensors, such as a router's load balancing: `self.count_once`.
         """
         return {}
 
@@ -181,33 +181,33 @@ class TPPlan(PlanStyles):
     summed = staticmethod(summed)
 
     def kv_colwise(self, attn: nn.Module) -> ParallelStyle:
-        """Shard a projection to the keys or values of `attn` by heads, which ranks share where there are too few.
+        """Shard a projection to the keys or values of `attn` by heads; ranks share heads if there are fewer than ranks.
 
         `colwise()` if `attn` counts no key/value heads.
         """
         kv = self.kv_heads(attn)
         return self.colwise() if kv is None else KVColwise(heads=kv)
 
-    # Putting the parts together.
+    # Combining the parts.
 
     def plan_of(self, mixer: nn.Module) -> "TPPlan":
-        """Return the plan that splits `mixer`: this one, unless its class belongs to another.
+        """Return the plan that splits `mixer`: this plan, unless the mixer's class belongs to another.
 
-        A plan that is registered for no mixer, and has an `attn_plan`, speaks for all of its mixers.
+        A plan that is not registered for a mixer class, but has an `attn_plan`, splits all of its mixers.
         """
-        owner, mine = plan_for_mixer(mixer), mixer_plan_of(type(self))
-        speaks_for_all = mine is None and type(self).attn_plan is not TPPlan.attn_plan
-        if owner is None or owner is mine or speaks_for_all:
+        owner, own_mixer_plan = plan_for_mixer(mixer), mixer_plan_of(type(self))
+        splits_all_mixers = own_mixer_plan is None and type(self).attn_plan is not TPPlan.attn_plan
+        if owner is None or owner is own_mixer_plan or splits_all_mixers:
             return self
         return owner(self.options)
 
     def full_plan(self, model: nn.Module) -> Plan:
-        """Return the whole plan, by fully qualified name; what a key with `*` matches, one by one."""
+        """Return the styles of the model by fully qualified name, with the names that each key with `*` matches."""
         plan = prefixed("", self.model_plan(model))
         for block in find_decoder(model).blocks:
             for key, style in prefixed(block.name, self.layer_plan(block.module)).items():
                 if key in plan:
-                    raise PlanError(f"plan key '{key}' is given by model_plan and by layer_plan: keep one")
+                    raise PlanError(f"plan key '{key}' is in model_plan and in layer_plan: keep one")
                 plan[key] = style
         return {name: plan[key] for name, key in expand_keys(plan, model).items()}
 
@@ -224,10 +224,10 @@ def prefixed(name: str, plan: Mapping[str, ParallelStyle]) -> Plan:
     """Return `plan` with its keys relative to the parent of the module `name`.
 
     Raises:
-        PlanError: `plan` is no mapping.
+        PlanError: `plan` is not a mapping.
     """
     if not isinstance(plan, Mapping):
         raise PlanError(
-            f"the plan of {name} is {plan!r}, not a dict of names and styles: does its method return one?"
+            f"the plan of {name} is {plan!r}, not a dict of names and styles: return one from its method"
         )
     return {join(name, key): style for key, style in plan.items()}

@@ -1,6 +1,6 @@
-"""The styles that plans are made of, by the names that a plan calls them: `self.colwise()` and the like.
+"""The styles under the names by which a plan calls them, such as `self.colwise()`.
 
-Each is a class in a file of its own, `titanplans/styles/`; what depends on the options of a plan is a method here.
+Each style is a class in `titanplans/styles/`; a style that depends on the plan's options is a method here.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ Plan = dict[str, ParallelStyle]
 
 
 class PlanStyles:
-    """The styles of one plan."""
+    """The styles of a plan."""
 
     options: TPOptions
 
@@ -56,29 +56,29 @@ class PlanStyles:
         """Gather at a mixer's entry and reduce at its exit; its `rowwise` has `reduce_output=False`.
 
         Args:
-            input_name, float8_input: as of `Region`.
-            arguments: given to the mixer whatever its caller gives, for a path of its code that can be split.
-            gathers: under context parallelism its code may gather hidden states of all tokens when it needs them: a token
-                shift, a convolution on them, padding that is taken out under a mask.
+            input_name, float8_input: as in `Region`.
+            arguments: keyword arguments that override the caller's, to select a code path that can be split.
+            gathers: under context parallelism its code may gather the hidden states of all tokens when it needs them:
+                for a token shift, a convolution over them, removing padding by a mask.
         """
         return self._region(input_name, True, float8_input, arguments, gathers=gathers)
 
     def mlp_input(self, input_name: str = "x", *, float8_input: bool = True) -> Plan:
-        """Gather the sequence once, before gate and up; the module works token by token."""
+        """Gather the sequence once, before gate and up; a `rowwise` inside reduces. The module works token by token."""
         return self._region(input_name, False, float8_input, mixes_tokens=False)
 
     def mlp_region(self, input_name: str = "x", *, float8_input: bool = True) -> Plan:
-        """Gather at the entry of an MLP, or of a mixture of experts under any name, and reduce at its exit.
+        """Gather at the entry of an MLP, or of a mixture of experts of any name, and reduce at its exit.
 
-        For code that goes on behind its products, or reads their weights. The module works token by token; one that mixes
-        tokens, as RWKV's shift does, takes `attn_region`.
+        For code that uses the products' output before it returns, or uses their weights. The module works token by
+        token; one that mixes tokens, as RWKV's shift does, needs `attn_region`.
         """
         return self._region(input_name, True, float8_input, mixes_tokens=False)
 
     def shared_region(
         self, input_name: str = "hidden_states", *, float8_input: bool = True, gathers: bool = False
     ) -> Plan:
-        """Gather at the entry of a module whose output other regions read: keys and values for several blocks.
+        """Gather at the entry of a module whose output only other regions use: keys and values for several blocks.
 
         `gathers`: see `attn_region`.
         """
@@ -105,7 +105,7 @@ class PlanStyles:
         )
         return {"": region}
 
-    # Classes: `self.rowwise(reduce_output=False)` makes a style, and the class says all that is true of it.
+    # Classes: `self.rowwise(reduce_output=False)` makes a style.
     colwise = Colwise
     packed = Packed
     shared = Shared
@@ -126,11 +126,11 @@ class PlanStyles:
         return VocabHead(loss_parallel=self.options.loss_parallel)
 
     def whole(self, module: nn.Module, input_name: str = "hidden_states") -> Plan:
-        """Run `module` on every rank, on the whole sequence: what can't be split."""
+        """Run `module` unsplit on every rank, on the full sequence, because it can't be split."""
         inside = self.each_of(module, "", self.replicated_off_stream())
         return inside | {"": Whole(input_name=input_name)}
 
     def each_of(self, model: nn.Module, name: str, style: ParallelStyle) -> Plan:
-        """Give `style` to each module at or below `model`'s module `name` that holds parameters."""
+        """Give `style` to the module `name` of `model` and to each module inside it, if it has direct parameters."""
         modules = model.get_submodule(name).named_modules(prefix=name)
         return {path: style for path, module in modules if module._parameters}

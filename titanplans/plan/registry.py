@@ -1,8 +1,7 @@
-"""Which plan belongs to which architecture, and to which token mixer.
+"""The registry: which plan belongs to an architecture, and to a token mixer.
 
-An architecture is known by its `config.model_type`, or where it has none by its class; a mixer by its class's qualified
-name, because hybrid models put softmax and linear layers into one stack. No model library is imported to look them up.
-Plans are found at the first look-up: every module below `titanplans.plans`, and the entry points of the group of that name.
+Plans are discovered at the first look-up: in every Python module below `titanplans.plans`, and in the entry points of
+the group of that name. No model library is imported.
 """
 
 from __future__ import annotations
@@ -34,31 +33,31 @@ def register_plan(*model_types: str, mixer: str | None = None) -> Callable[[P], 
 
     Args:
         model_types: the `config.model_type`s whose models this plan splits.
-        mixer: qualified name of the token-mixer class that this plan's `attn_plan` splits, such as
-            "fla.layers.gla.GatedLinearAttention". A block of another architecture that holds such
-            a mixer uses this plan's `attn_plan` for it.
+        mixer: the qualified name of the token-mixer class that this plan's `attn_plan` splits, such as
+            "fla.layers.gla.GatedLinearAttention". A block of another architecture that holds such a mixer uses this
+            plan's `attn_plan` for it. A class name and not a `model_type`, because hybrid models have several mixers in
+            one stack.
 
     Raises:
-        PlanError: a name is taken or is no string; no name is given; the decorated object is no TPPlan class.
+        PlanError: a name is taken or is not a string; no name is given; the decorated object is not a TPPlan class.
     """
     if not (model_types or mixer) or not all(isinstance(name, str) for name in (*model_types, mixer or "")):
-        given = ", ".join(map(repr, model_types))
+        arguments = ", ".join(map(repr, model_types))
         raise PlanError(
-            f"register_plan({given}): give the names that it is for, as in @register_plan('my_arch')"
+            f"register_plan({arguments}): pass the names that it is for, as in @register_plan('my_arch')"
         )
 
     def decorate(plan: P) -> P:
-        if not (
-            isinstance(plan, type) and issubclass(plan, PlanStyles)
-        ):  # the base of TPPlan, which looks mixers up here
+        # PlanStyles is the base of TPPlan, whose module imports this one.
+        if not (isinstance(plan, type) and issubclass(plan, PlanStyles)):
             names = ", ".join(map(repr, model_types or [mixer]))
-            raise PlanError(f"register_plan({names}): {plan!r} is no subclass of titanplans.TPPlan")
+            raise PlanError(f"register_plan({names}): {plan!r} is not a subclass of titanplans.TPPlan")
         for table, names in ((_BY_MODEL_TYPE, model_types), (_BY_MIXER, (mixer,) if mixer else ())):
             for name in names:
-                holder = table.get(name)
-                if holder is not None and _qualified(holder) != _qualified(plan):
+                owner = table.get(name)
+                if owner is not None and _qualified(owner) != _qualified(plan):
                     raise PlanError(
-                        f"register_plan('{name}'): taken by {_qualified(holder)}; subclass it and pass the "
+                        f"register_plan('{name}'): taken by {_qualified(owner)}; subclass it and pass the "
                         f"subclass as `plan`, or register {_qualified(plan)} under another name"
                     )
                 table[name] = plan
@@ -69,10 +68,10 @@ def register_plan(*model_types: str, mixer: str | None = None) -> Callable[[P], 
 
 @cache
 def _discover() -> tuple[str, ...]:
-    """Import every module that registers plans: those below `titanplans.plans`, and other packages' entry points.
+    """Import every Python module that registers plans: those below `titanplans.plans`, and other packages' entry points.
 
     Returns:
-        Why entry points can't be loaded, one sentence each: another package's fault breaks no plan but its own.
+        One sentence for each entry point that can't be loaded: a fault in another package breaks only its own plans.
     """
     package = import_module(PLANS)
     for module in pkgutil.walk_packages(package.__path__, f"{PLANS}."):
@@ -88,7 +87,7 @@ def _discover() -> tuple[str, ...]:
 
 
 def faulty_plans() -> tuple[str, ...]:
-    """Return a sentence for each entry point whose plans can't be loaded; they are not registered."""
+    """Return one sentence for each entry point that can't be loaded; its plans are not registered."""
     return _discover()
 
 
@@ -99,13 +98,13 @@ def registered_plans() -> dict[str, type[TPPlan]]:
 
 
 def registered_mixers() -> dict[str, type[TPPlan]]:
-    """Return the registered plans by qualified name of the token mixer that they split, sorted."""
+    """Return the registered plans by the qualified name of the token mixer that they split, sorted."""
     _discover()
     return dict(sorted(_BY_MIXER.items()))
 
 
 def model_type_of(model: nn.Module) -> str:
-    """Return by which name a plan of `model` is registered: its config's `model_type`, its own, or its class's name."""
+    """Return the name for which a plan of `model` is registered: its config's `model_type`, its own, or its class name."""
     of_config = getattr(getattr(model, "config", None), "model_type", None)
     return of_config or getattr(model, "model_type", None) or type(model).__name__
 
@@ -114,7 +113,7 @@ def plan_for_model(model: nn.Module) -> type[TPPlan]:
     """Return the plan class registered for `model_type_of(model)`.
 
     Raises:
-        PlanError: none is.
+        PlanError: there is none.
     """
     _discover()
     model_type = model_type_of(model)
@@ -139,7 +138,7 @@ def plan_for_mixer(mixer: nn.Module) -> type[TPPlan] | None:
 
 
 def mixer_plan_of(plan: type[TPPlan]) -> type[TPPlan] | None:
-    """Return the nearest ancestor of `plan` (or itself) that a mixer class is registered for."""
+    """Return `plan`, or its nearest ancestor, that is registered for a mixer class; None if none is."""
     return next((cls for cls in plan.__mro__ if cls in _BY_MIXER.values()), None)
 
 

@@ -1,4 +1,4 @@
-"""A plan resolved against a model, once: the list of keys, styles, modules and layouts that checks and application read."""
+"""Resolve a plan against a model: the keys with their styles, modules and layouts, for checks and application."""
 
 from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,39 +18,39 @@ from titanplans.user_code import as_user_error
 
 
 class Entry(NamedTuple):
-    """A key of a plan with a style of this project, and what the key names in the model."""
+    """A key of a plan with a style of titanplans, and the module or parameter that it names."""
 
     key: str
     style: Style
     path: str
-    """The name of the module: the key, or of a parameter's or a buffer's key the part before the last dot."""
+    """The name of the module: the key, or without its last component if the key names a parameter or buffer."""
     module: nn.Module
     parameter: str | None
-    """The parameter, or the buffer, that the key names; None for the module."""
+    """The parameter or buffer that the key names; None if it names the module."""
     layouts: dict[str, Layout]
-    """On the TP ranks, by name of a parameter or buffer. A key of a parameter overrides that of its module."""
+    """Layouts on the TP ranks by name; a parameter's own key overrides its module's."""
     head_layouts: dict[str, Layout]
-    """The same on all ranks that the heads of a mixer are split over, tp x cp."""
+    """Layouts on the tp x cp ranks that the heads of a mixer are split over."""
 
 
 @dataclass(frozen=True)
 class ResolvedPlan:
-    """A plan whose keys all name something in the model, and whose styles cover all of its parameters."""
+    """A plan whose keys all match the model, and whose styles cover all of its parameters."""
 
     source: TPPlan
     model: nn.Module
     styles: Plan
-    """Every style by its key, foreign ones too."""
+    """All styles by key, foreign ones too."""
     entries: tuple[Entry, ...]
-    """The styles of this project."""
+    """The keys with a style of titanplans."""
     decoder: Decoder
-    """The parts of the model; of a mixer without a usual name, the region that stands for it."""
+    """The parts of the model. A mixer without a usual name is identified by its region."""
     begin_stream: tuple[str, ...]
-    """The embeddings whose output is laid out as the stream; a foreign style is taken to do it."""
+    """The embeddings whose output begins the stream; a foreign style is assumed to begin it."""
     end_stream: tuple[str, ...]
-    """The modules whose input is made whole, where the stream ends before the head."""
+    """The modules whose input is gathered, because the stream ends before the head."""
     begins_at: str | None
-    """The block at whose entry the stream is sharded; None: at the embedding, or not at all."""
+    """The block whose input is sharded to begin the stream; None: the embedding begins it, or nothing is sharded."""
 
     @cached_property
     def by_key(self) -> dict[str, Entry]:
@@ -59,20 +59,20 @@ class ResolvedPlan:
 
     @property
     def degree(self) -> int:
-        """How many ranks a layer's weights are split over."""
+        """Number of ranks that a layer's weights are split over."""
         return self.source.options.degrees.tp
 
     @property
     def over(self) -> SplitOver:
-        """What the weights of a layer are split over."""
+        """The ranks and the stream of a layer's weights, as styles get them."""
         return SplitOver(self.degree, self.source.options.stream)
 
     @cached_property
     def token_regions(self) -> frozenset[str]:
-        """The keys of the regions that mix tokens, to which context parallelism gives the whole sequence.
+        """The keys of the regions that mix tokens, which get the full sequence under context parallelism.
 
-        `attn_input`, `attn_region` and `shared_region` do, `mlp_input` and `mlp_region` do not. A tower's blocks, such as a
-        vision encoder's, have tokens of their own, and are whole on every rank.
+        `attn_input`, `attn_region` and `shared_region` mix tokens, `mlp_input` and `mlp_region` do not. The blocks of a
+        tower, such as a vision encoder, have other tokens, and run on all of them on every rank.
         """
         towers = [name for tower in self.decoder.towers for name in tower]
         return frozenset(
@@ -83,9 +83,9 @@ class ResolvedPlan:
         )
 
     def token_region_of(self, entry: Entry) -> str | None:
-        """Return the one of `token_regions` in which `entry` stands, or that it opens.
+        """Return the key in `token_regions` that contains `entry`, or is its own; None if there is none.
 
-        "" for a parameter that blocks read inside of one.
+        "" for a parameter outside of regions that the code of blocks uses.
         """
         for region in self.token_regions:
             if entry.key == region or within(entry.key, region):
@@ -95,20 +95,20 @@ class ResolvedPlan:
         return "" if for_blocks and not any(within(entry.key, key) for key in opened) else None
 
     def within(self, module: str) -> Iterator[Entry]:
-        """Yield the entries inside the module of this name."""
+        """Yield the entries inside the module with this name."""
         return (entry for entry in self.entries if within(entry.key, module))
 
     def split_key(self, module: str) -> str | None:
-        """Return the first key that splits something inside the module of this name; None if none does."""
+        """Return the first key inside the module with this name whose style splits weights; None if there is none."""
         return next((entry.key for entry in self.within(module) if entry.style.splits_weights), None)
 
     def module_at(self, key: str) -> nn.Module:
-        """Return the module that a key names, or that holds the parameter which it names."""
+        """Return the module that a key names, or the module of the parameter that it names."""
         entry = self.by_key.get(key)
         return self.model.get_submodule(key) if entry is None else entry.module
 
     def of_stage(self, absent: Collection[str]) -> "ResolvedPlan":
-        """Return the plan of a stage of a pipeline, in which the modules called `absent` are held by other stages."""
+        """Return the plan of a pipeline stage, without the modules `absent`, which are on other stages."""
         decoder = self.decoder
         blocks = tuple(block for block in decoder.blocks if block.name not in absent)
         embedding, norm, head = (
@@ -123,25 +123,24 @@ class ResolvedPlan:
 
 
 def resolve(source: TPPlan, model: nn.Module) -> ResolvedPlan:
-    """Resolve the plan `source` against `model`, which changes nothing of it but what `find_head` returns.
+    """Resolve the plan `source` against `model`; only the head that `find_head` returns is changed.
 
     Raises:
-        PlanError: a key matches nothing; a value is no style; a parameter is covered by no key, or can't be split.
+        PlanError: a key matches nothing; a value is not a style; a parameter is covered by no key, or can't be split.
     """
     name = type(source).__name__
-    set_head(model, None)  # not what another plan named
+    set_head(model, None)  # another plan may have set it
     with as_user_error(f"plan {name}"):
         styles = source.full_plan(model)
     refuse_foreign_adapters(model)
     check_keys(styles, model, source)
     modules = dict(model.named_modules(remove_duplicate=False))
-    own = native_styles(styles)
-    entries = tuple(_entry(key, style, styles, modules, source.options) for key, style in own.items())
+    ours = native_styles(styles)
+    entries = tuple(_entry(key, style, styles, modules, source.options) for key, style in ours.items())
     covered = {join(entry.path, name) for entry in entries for name in entry.layouts}
-    covered |= {
-        entry.key for entry in entries if entry.parameter is not None
-    }  # a wrong style is refused by its own reason
-    foreign = [key for key in styles if key not in own]
+    # A key of a parameter covers it even if its style has no layout: a later check gives the better reason.
+    covered |= {entry.key for entry in entries if entry.parameter is not None}
+    foreign = [key for key in styles if key not in ours]
     check_coverage(styles, covered, foreign, model, name)
     set_head(model, head_of(styles, modules))
     decoder = _with_unnamed_mixers(find_decoder(model, required=False), entries, source)
@@ -154,7 +153,7 @@ def resolve(source: TPPlan, model: nn.Module) -> ResolvedPlan:
 
 
 def head_of(styles: Plan, modules: Container[str]) -> str | None:
-    """Return what a plan gives `vocab_head()`, of the names of `modules`; None if it is nothing."""
+    """Return the first of `modules` to which a plan gives `vocab_head()`; None if there is none."""
     return next(
         (key for key, style in native_styles(styles).items() if style.makes_logits and key in modules), None
     )
@@ -184,17 +183,17 @@ def _begin_stream(styles: Plan, entries: tuple[Entry, ...], embedding: str | Non
 
 
 def _with_unnamed_mixers(decoder: Decoder, entries: tuple[Entry, ...], source: TPPlan) -> Decoder:
-    """Return `decoder` with the mixers that have none of the usual names.
+    """Return `decoder` with the mixers that do not have a usual name.
 
-    In a block without a module of such a name, the first region other than the MLP is taken for the mixer, one whose
-    number of heads is known before others.
+    In a block without a mixer of a usual name, the first region other than the MLP is taken for the mixer; a region whose
+    head count is known is preferred.
     """
     regions = [entry.key for entry in entries if entry.style.opens]
     blocks = []
     for block in decoder.blocks:
-        found = [r for r in regions if r != block.mlp and (r == block.name or within(r, block.name))]
-        if block.mixer is None and found:
-            found.sort(key=lambda region: not source.heads(block.child(region)))  # stable
-            block = replace(block, mixer=found[0])
+        candidates = [r for r in regions if r != block.mlp and (r == block.name or within(r, block.name))]
+        if block.mixer is None and candidates:
+            candidates.sort(key=lambda region: not source.heads(block.child(region)))  # stable
+            block = replace(block, mixer=candidates[0])
         blocks.append(block)
     return replace(decoder, blocks=tuple(blocks))

@@ -97,7 +97,7 @@ def test_what_is_laid_out_but_not_built_is_refused_by_name(degrees, words):
     [
         (
             dict(dp_shard=4, tp=2, ep=3),
-            "ep = 3: .* = 4 x 1 x 2 ranks, all 2 of a layer among them: 1, 2, 4 or 8 would work",
+            "ep = 3: .* = 4 x 1 x 2 ranks, with all 2 of a layer: 1, 2, 4 or 8 would work",
         ),
         (dict(dp_shard=4, ep=8), "ep = 8: .* 1, 2 or 4 would work"),
         (dict(dp_shard=2, tp=4, ep=2), "ep = 2: .* 1, 4 or 8 would work"),

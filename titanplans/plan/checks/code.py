@@ -1,4 +1,4 @@
-"""The attributes and functions of a rank's own code, as a plan declares them, held against the code of the split modules."""
+"""Check that the local attributes and functions of a plan exist in the code of the split modules."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,9 +14,9 @@ from titanplans.user_code import as_user_error
 
 
 def code_of_ranks(plan: ResolvedPlan) -> tuple[dict[str, dict[str, Any]], dict[str, Functions]]:
-    """Return the attributes and the functions of a rank's own code, by the name of the split module.
+    """Return the local attributes and the makers of local functions, by the name of the split module.
 
-    Mixers, and what else counts heads, are asked for their part of tp x cp ranks; MLPs for that of tp ranks.
+    The plan is asked with degree tp x cp for mixers and the model, and with degree tp for MLPs.
 
     Raises:
         PlanError: a module has no such attribute, or its code calls no such function.
@@ -49,42 +49,42 @@ def code_of_ranks(plan: ResolvedPlan) -> tuple[dict[str, dict[str, Any]], dict[s
             hooks.get(name, "local_attributes"),
         )
     for name in functions:
-        hook, given = ("local_functions", "") if name in decoder.mixers else ("model_functions", name)
+        hook, prefix = ("local_functions", "") if name in decoder.mixers else ("model_functions", name)
         if name not in dict(model.named_modules(remove_duplicate=False)):
             _check(
                 model,
                 "",
-                (join(given, next(iter(functions[name]))), f"the model has no module '{name}'"),
+                (join(prefix, next(iter(functions[name]))), f"the model has no module '{name}'"),
                 hook,
             )
-        _check(model, name, _uncalled(model.get_submodule(name), functions[name], given), hook)
+        _check(model, name, _uncalled(model.get_submodule(name), functions[name], prefix), hook)
     return attributes, functions
 
 
 def _check(model: nn.Module, name: str, fault: tuple[str, str] | None, hook: str) -> None:
-    """Raise a PlanError of `fault`: the name that the `hook` of a plan gives for the module `name`, and the reason."""
+    """Raise a PlanError if there is a `fault`: a name that the plan's method `hook` returns for a module, and the reason."""
     if fault is not None:
-        given, reason = fault
+        attribute, reason = fault
         module = f"{name or 'the model'} ({type(model.get_submodule(name)).__name__})"
-        raise PlanError(f"{module}: its plan's {hook} name '{given}', but {reason}")
+        raise PlanError(f"{module}: its plan's {hook} name '{attribute}', but {reason}")
 
 
 def _misnamed(module: nn.Module, attributes: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the attribute that can't be set on `module`, and why; or None."""
+    """Return the first attribute that `module` does not have, and the reason; or None."""
     for name in attributes:
         holder, path = module, name.split(".")
         for step in path:
             if not hasattr(holder, step):
                 return (
                     name,
-                    f"{type(holder).__name__} has no '{step}': give the names that the module's code reads",
+                    f"{type(holder).__name__} has no '{step}': use the names in the module's code",
                 )
             holder = getattr(holder, step)
     return None
 
 
 def _uncalled(module: nn.Module, functions: Functions, path: str) -> tuple[str, str] | None:
-    """Return the function that can't be replaced in the code of `module`, which keys name by `path`, and why; or None."""
+    """Return the first function, with `path` before its name, that the code of `module` does not call, and the reason."""
     for name in functions:
         if not any(calls(method, name) for method in methods(type(module)).values()):
             kind = class_name(module)

@@ -1,4 +1,4 @@
-"""Every key of a plan names something in the model, and every parameter of the model is covered by a key."""
+"""Check that each key of a plan matches something in the model, and that each parameter is covered by a key."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 
 def refuse_foreign_adapters(model: nn.Module) -> None:
-    """Refuse the adapters of peft, whose parameters have "lora_" in their names: no plan has keys for them."""
+    """Refuse adapters of peft, whose parameters have "lora_" in their names: no plan has keys for them."""
     for name, _ in model.named_parameters():
         if "lora_" in name and not is_factor(name):
             raise PlanError(f"parameter '{name}' is an adapter's, which no plan splits: {ADAPTERS}")
 
 
 def check_keys(plan: Plan, model: nn.Module, source: "TPPlan") -> None:
-    """Refuse a key that names no module, with the names that stand there, and a value that is no style."""
+    """Refuse a key that matches nothing, with the names that exist there, and a value that is not a style."""
     modules = dict(model.named_modules(remove_duplicate=False))
     plan_name = type(source).__name__
     for key, style in plan.items():
         if not isinstance(style, ParallelStyle):
             raise PlanError(
-                f"plan key '{key}' ({plan_name}) has {style!r}, which is no style: a method of a plan returns what "
-                "self.colwise() and the like make, or an object of another torch ParallelStyle"
+                f"plan key '{key}' ({plan_name}) has {style!r}, which is not a style: a method of a plan returns the "
+                "results of self.colwise() and the like, or another torch ParallelStyle"
             )
         if key in modules:
             continue
@@ -44,7 +44,7 @@ def check_keys(plan: Plan, model: nn.Module, source: "TPPlan") -> None:
             continue
         if names_parameter:
             raise PlanError(
-                f"plan key '{key}' ({plan_name}) names a parameter, which only a style of titanplans takes, not "
+                f"plan key '{key}' ({plan_name}) names a parameter, which needs a style of titanplans, not "
                 f"{type(style).__name__}: self.colwise(), self.replicated_in_region() and the like"
             )
         if path in modules and modules[path]._buffers.get(last) is not None:
@@ -52,7 +52,7 @@ def check_keys(plan: Plan, model: nn.Module, source: "TPPlan") -> None:
                 continue
             raise PlanError(
                 f"plan key '{key}' ({plan_name}) names a buffer, which is replicated: only self.colwise(), "
-                "self.kv_colwise() and self.packed() give a rank a slice of it; leave the key out"
+                "self.kv_colwise() and self.packed() give a rank a slice of it; remove the key"
             )
         parent = key
         while parent not in modules:
@@ -60,13 +60,13 @@ def check_keys(plan: Plan, model: nn.Module, source: "TPPlan") -> None:
         children = [*dict(modules[parent].named_children()), *direct_parameters(modules[parent])]
         raise PlanError(
             f"plan key '{key}' ({plan_name}) matches no module and no parameter: "
-            f"{parent or 'the model'} ({type(modules[parent]).__name__}) holds {', '.join(children) or 'none'}"
+            f"{parent or 'the model'} ({type(modules[parent]).__name__}) has {', '.join(children) or 'none'}"
             f"{_other_names(key, parent, model, source)}"
         )
 
 
 def _other_names(key: str, parent: str, model: nn.Module, source: "TPPlan") -> str:
-    """Return how a plan names an MLP's projections, in words, if the fault is that they have other names."""
+    """Return the advice for an error about the projections of an MLP that have other names than the plan's; else ""."""
     if parent in find_decoder(model, required=False).mlps and key.removeprefix(f"{parent}.") in (
         *source.mlp_in,
         source.mlp_out,
@@ -78,61 +78,69 @@ def _other_names(key: str, parent: str, model: nn.Module, source: "TPPlan") -> s
 def check_coverage(
     plan: Plan, covered: Collection[str], foreign: Collection[str], model: nn.Module, plan_name: str
 ) -> None:
-    """Refuse parameters that no key covers (they would stay plain tensors among DTensors), or that can't be split.
+    """Refuse parameters that no key covers, since they would stay plain tensors among DTensors, or that can't be split.
 
-    `covered` names the parameters that have a layout, `foreign` the modules with a foreign style, which declares nothing:
-    parameters that it left out are found afterwards.
+    Args:
+        plan: the styles by key.
+        covered: the names of parameters that have a layout.
+        foreign: the keys with a foreign style, which declares nothing: parameters that it leaves plain are found after it
+            was applied.
+        model: not split yet.
+        plan_name: for errors.
     """
     uncovered: list[tuple[str, nn.Module, str]] = []
-    every: Counter[str] = Counter()
+    count: Counter[str] = Counter()
     for name, module in model.named_modules():
         for param_name, param in module._parameters.items():
             if param is None:
                 continue
-            own = join(name, param_name)
+            full_name = join(name, param_name)
             if isinstance(param, DTensor):
-                raise PlanError(f"parameter '{own}' is a DTensor already: apply a plan once, before FSDP")
+                raise PlanError(
+                    f"parameter '{full_name}' is already a DTensor: apply a plan once, before FSDP"
+                )
             if is_quantised_by_torchao(param):
                 raise PlanError(
-                    f"parameter '{own}' is torchao's {type(param).__name__}, whose quantised values and scales no plan can "
-                    "split: apply the plan to the model as it was before quantize_, or train adapters over frozen weights "
-                    "in NF4 "
+                    f"parameter '{full_name}' is torchao's {type(param).__name__}, whose quantised values and scales no "
+                    "plan can split: apply the plan before quantize_, or train adapters over frozen weights in NF4 "
                     '(lora.quantize_base = "nf4")'
                 )
-            every[_numberless(own)] += 1
-            if not (own in covered or name in foreign or _follows(covered, name, module, param_name)):
+            count[_with_wildcards(full_name)] += 1
+            if not (full_name in covered or name in foreign or _follows(covered, name, module, param_name)):
                 uncovered.append((name, module, param_name))
     if not uncovered:
         return
-    alike = Counter(_numberless(join(name, param_name)) for name, _, param_name in uncovered)
+    uncovered_count = Counter(_with_wildcards(join(name, param_name)) for name, _, param_name in uncovered)
     decoder = find_decoder(model, required=False)
-    said: dict[str, tuple[str, str]] = {}
+    keys_and_reasons: dict[str, tuple[str, str]] = {}
     for name, module, param_name in uncovered:
-        own = join(name, param_name)
-        pattern = _numberless(own)
-        shown = _numberless if every[pattern] == alike[pattern] > 1 else str
-        beside = (
-            f" (the style of '{shown(name)}' is for the module's output and lays out no parameter)"
+        full_name = join(name, param_name)
+        pattern = _with_wildcards(full_name)
+        # One pattern stands for all parameters that it matches, if none of them is covered.
+        shorten = _with_wildcards if count[pattern] == uncovered_count[pattern] > 1 else str
+        note = (
+            f" (the style of '{shorten(name)}' is for the module's output and lays out no parameter)"
             if name in plan
             else ""
         )
         shape = tuple(module._parameters[param_name].shape)  # type: ignore[union-attr]
-        what = f"'{shown(own)}' {shape} of {type(module).__name__}{beside}"
-        if what not in said:
-            key = own if name in plan else name
-            said[what] = f"'{shown(key)}'", _not_asked(plan, decoder, name)
-    keys, reasons = (list(dict.fromkeys(words)) for words in zip(*said.values(), strict=True))
+        description = f"'{shorten(full_name)}' {shape} of {type(module).__name__}{note}"
+        if description not in keys_and_reasons:
+            key = full_name if name in plan else name
+            keys_and_reasons[description] = f"'{shorten(key)}'", _not_asked(plan, decoder, name)
+    keys, reasons = (list(dict.fromkeys(texts)) for texts in zip(*keys_and_reasons.values(), strict=True))
     heads = {f"'{name}'": None for name, module, _ in uncovered if _makes_logits(module, model, decoder)}
     if heads:
-        reasons.append(f". What makes the logits, {', '.join(heads)}, takes vocab_head() in model_plan")
-    others = (
-        ". In a region take colwise() for a weight split by heads or width, split_norm() for a norm over such a width, "
+        reasons.append(f". {', '.join(heads)} makes the logits: give it vocab_head() in model_plan")
+    styles = (
+        ". In a region use colwise() for a weight split by heads or width, split_norm() for a norm over such a width, "
         "replicated_in_region() for a parameter that all heads share; outside a region, replicated_on_stream()"
     )
+    several = len(keys_and_reasons) > 1
     raise PlanError(
-        f"parameter{'s' * (len(said) > 1)} {', '.join(said)} {'are' if len(said) > 1 else 'is'} covered by no key of "
+        f"parameter{'s' * several} {', '.join(keys_and_reasons)} {'are' if several else 'is'} covered by no key of "
         f"{plan_name}: add {', '.join(keys)} with a style{' each' * (len(keys) > 1)}"
-        f"{others * (len(heads) < len(keys))}{''.join(reasons)}"
+        f"{styles * (len(heads) < len(keys))}{''.join(reasons)}"
     )
 
 
@@ -142,28 +150,28 @@ def _makes_logits(module: nn.Module, model: nn.Module, decoder: Decoder) -> bool
     return isinstance(module, nn.Linear) and getattr(embedding, "num_embeddings", None) == module.out_features
 
 
-def _numberless(name: str) -> str:
-    """Return a name with `*` for each number in it: a key for all blocks, or for all experts."""
-    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+def _with_wildcards(name: str) -> str:
+    """Replace each number in a name by `*`: the result is a key for all blocks, or for all experts."""
+    return ".".join("*" if component.isdecimal() else component for component in name.split("."))
 
 
 def _not_asked(plan: Plan, decoder: Decoder, name: str) -> str:
-    """Return why no plan of a mixer or an MLP was asked for the module `name`, in words, if its name is the reason."""
+    """Explain why no plan method was asked for the module `name`, if its name is the reason; else ""."""
     for block in decoder.blocks:
         if name.startswith(f"{block.name}."):
             child = name.removeprefix(f"{block.name}.").partition(".")[0]
-            whole = join(block.name, child)
-            if whole in (block.mixer, block.mlp) or any(key == whole or within(key, whole) for key in plan):
+            path = join(block.name, child)
+            if path in (block.mixer, block.mlp) or any(key == path or within(key, path) for key in plan):
                 return ""
             return (
-                f". attn_plan is asked for what a block calls {either(MIXERS)}, mlp_plan for {either(MLPS)}, and norms are "
-                f"found by 'Norm' in the name of their class: return the keys of {child!r} from layer_plan(layer)"
+                f". attn_plan is called for a block's {either(MIXERS)}, mlp_plan for its {either(MLPS)}, and norms are "
+                f"found by 'Norm' in their class name: return the keys of {child!r} from layer_plan(layer)"
             )
     return ""
 
 
 def _follows(covered: Collection[str], name: str, module: nn.Module, param_name: str) -> bool:
-    """Whether the parameter is an adapter's of a weight that is covered."""
+    """Whether the parameter belongs to the adapter of a weight that is covered."""
     return (
         is_adapted(module)
         and param_name in FACTORS

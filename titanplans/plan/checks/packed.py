@@ -1,4 +1,4 @@
-"""Packed projections that a plan splits as if they were one: where shapes say it, strict application suggests sections."""
+"""Find packed projections that a plan shards across section boundaries, by their shapes, and suggest sections."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 
 
 def packed_faults(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
-    """Yield each `colwise` weight of several sections: queries, keys and values, gate and up, a convolution of those."""
+    """Yield each `colwise` weight of several sections: queries, keys and values; gate and up; a convolution over them."""
     yield from _experts(plan)
     yield from _convolutions(plan)
     decoder = plan.decoder
-    around = {
+    container = {
         e.key: name for name in (*decoder.mixers, *decoder.mlps) for e in plan.entries if within(e.key, name)
     }
     widths = {
-        around[e.key]: e.module.in_features
+        container[e.key]: e.module.in_features
         for e in plan.entries
-        if e.key in around and e.style.makes_partial_sum and isinstance(e.module, nn.Linear)
+        if e.key in container and e.style.makes_partial_sum and isinstance(e.module, nn.Linear)
     }
     for entry in plan.entries:
         key, module = entry.key, entry.module
         if not entry.style.ignores_sections or not isinstance(module, nn.Linear):
             continue
         rows, mixer = module.out_features, decoder.mixer_around(key)
-        width = widths.get(around.get(key, ""))
+        width = widths.get(container.get(key, ""))
         if mixer is not None and (sections := _attention(plan.source, decoder.mixers[mixer], rows, width)):
             yield key, _advice(rows, sections, "queries, keys and values")
         elif mixer is None and width is not None and rows == 2 * width:
@@ -41,7 +41,7 @@ def packed_faults(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
 
 
 def _experts(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
-    """Yield each three-dimensional weight of experts that is twice as wide as the one back to the hidden size."""
+    """Yield each three-dimensional weight of experts that is twice as wide as the weight back to the hidden size."""
     stacked = [
         e
         for e in plan.entries
@@ -55,7 +55,7 @@ def _experts(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
 
 
 def _convolutions(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
-    """Yield each convolution of sections that follow each other in a packed projection of its mixer."""
+    """Yield each convolution over consecutive sections of a packed projection of its mixer."""
     for entry in plan.entries:
         mixer = plan.decoder.mixer_around(entry.key)
         if not entry.style.ignores_sections or mixer is None:
@@ -67,11 +67,11 @@ def _convolutions(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
 
 
 def _span(sections: Sequence[Section], rows: int) -> Sequence[Section]:
-    """Return several sections that follow each other and have so many rows; none if one alone has."""
+    """Return the consecutive sections that have so many `rows` together; () if there are none, or a single section has."""
     sizes = [section if isinstance(section, int) else section.size for section in sections]
     ends = itertools.combinations(range(len(sizes) + 1), 2)
-    found = (sections[first:end] for first, end in ends if sum(sizes[first:end]) == rows)
-    return () if rows in sizes else next(found, ())
+    spans = (sections[first:end] for first, end in ends if sum(sizes[first:end]) == rows)
+    return () if rows in sizes else next(spans, ())
 
 
 def _rows(entry: Entry) -> int:
@@ -81,7 +81,7 @@ def _rows(entry: Entry) -> int:
 def _attention(
     source: "TPPlan", mixer: nn.Module, rows: int, width: int | None
 ) -> tuple[int, int, int] | None:
-    """Return the rows of queries, keys and values if together they are `rows`; `width` is that of the mixer's output."""
+    """Return the rows of queries, keys and values if they add up to `rows`; `width`: all queries together, if known."""
     plan = source.plan_of(mixer)
     counts, kv = plan.heads(mixer), plan.kv_heads(mixer)
     queries = next(iter(counts.values()), None)
@@ -99,6 +99,6 @@ def _advice(rows: int, sections: Sequence[Section], what: str, dim: int = 0) -> 
     return (
         f"its {rows} rows look like {what} packed into one projection, "
         f"{' + '.join(str(s if isinstance(s, int) else s.size) for s in sections)}, which even shards "
-        f"would cut anywhere: write self.packed({', '.join(sizes)}{f', dim={dim}' if dim else ''}), or the rows by which "
-        "its code splits it, or colwise(interleaved=True) where each head's rows of all sections follow each other"
+        f"would split across section boundaries: write self.packed({', '.join(sizes)}{f', dim={dim}' if dim else ''}), or "
+        "the sections by which its code splits it, or colwise(interleaved=True) if all rows of a head are adjacent"
     )

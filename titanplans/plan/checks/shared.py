@@ -1,4 +1,4 @@
-"""A module or a tensor that a model has under several names: its keys have to agree."""
+"""Check that the keys of a module or tensor that has several names agree."""
 
 from collections.abc import Iterator
 
@@ -10,25 +10,26 @@ from titanplans.text import class_name
 
 
 def shared_module_faults(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
-    """Yield each key that gives a module, which blocks share, another style than an earlier key."""
+    """Yield each key that gives a shared module another style than an earlier key."""
     first: dict[tuple[int, str | None], Entry] = {}
     for entry in plan.entries:
         other = first.setdefault((id(entry.module), entry.parameter), entry)
         if repr(other.style) != repr(entry.style):
             yield (
                 entry.key,
-                f"it is also '{other.key}', which has {class_name(other.style)}, and a module has one style: give both keys "
-                "the same",
+                f"it is also '{other.key}', which has {class_name(other.style)}, but a module has one style: give both "
+                "keys the same",
             )
 
 
 def check_tied(plan: ResolvedPlan) -> None:
     """Refuse two placements of one tensor.
 
-    Its gradients and the rows that a rank takes may differ: each module has a view of it, with a layout of its own.
+    The placements of its gradients, and the rows that a rank uses, may differ: each module has its own layout of the
+        tensor.
 
     Raises:
-        PlanError: names the parameters that are one tensor, and what the plan has for each.
+        PlanError: names the parameters that are one tensor, and the placement of each.
     """
     for names in tied_parameters(plan.model):
         layouts = {}
@@ -36,20 +37,20 @@ def check_tied(plan: ResolvedPlan) -> None:
             key = name if name in plan.styles else name.rpartition(".")[0]
             if key not in plan.styles:
                 raise PlanError(
-                    f"{' and '.join(names)} are one tensor, and the plan has no style for {key}: give it one; if both names "
-                    "are of one module, let the model hold it once, and its forward call it again"
+                    f"{' and '.join(names)} are one tensor, but the plan has no style for {key}: give it one; if both "
+                    "names are of one module, register it once in the model, and call it again in the forward"
                 )
             if key in plan.by_key:
                 layouts[name] = plan.by_key[key].layouts[name.rpartition(".")[2]].placement
         if len(set(layouts.values())) > 1:
             raise PlanError(
-                f"{' and '.join(f'{name} ({placement!r})' for name, placement in layouts.items())} are tied, so one "
-                "tensor: give both keys styles of the same placement, or untie them in the model's config"
+                f"{' and '.join(f'{name} ({placement!r})' for name, placement in layouts.items())} are tied, so they are "
+                "one tensor: give both keys styles of the same placement, or untie them in the model's config"
             )
 
 
 def tied_parameters(model: nn.Module) -> list[list[str]]:
-    """Return the names of parameters that are one tensor, group by group."""
+    """Return the names of parameters that are the same tensor, one list per tensor."""
     groups: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(param), []).append(name)

@@ -1,4 +1,4 @@
-"""Whether the degrees suit a plan and its model: heads, every dimension that is sharded, and the number of experts."""
+"""Check that the degrees divide the sizes of a model: head counts, sharded dimensions, the number of experts."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -16,28 +16,28 @@ from titanplans.split.layout import Layout, next_multiple, shard_size
 from titanplans.styles.base import direct_parameters
 
 _DEGREES = 256
-"""The largest degree that an error proposes."""
+"""The largest degree that an error suggests."""
 
 
 class Size(NamedTuple):
-    """Something that the degree has to suit."""
+    """A size that the degree has to suit."""
 
     what: str
     value: int
     where: str
     suits: Callable[[int], bool]
-    """Whether a degree would do."""
+    """Whether a given degree would suit it."""
     fault: str = "does not divide"
     also: str = ""
-    """The remedies other than another degree."""
+    """Remedies other than another degree."""
 
 
 def check_degree(plan: ResolvedPlan, dtype: torch.dtype | None) -> None:
-    """Refuse a degree of tensor parallelism that does not suit every size.
+    """Refuse a tensor-parallel degree that does not suit every size.
 
     Args:
         plan: resolved.
-        dtype: that of weights in products; None: their own.
+        dtype: of the weights in products; None: the parameters' dtype.
 
     Raises:
         PlanError: names the size and the degrees that suit all sizes.
@@ -50,7 +50,7 @@ def check_degree(plan: ResolvedPlan, dtype: torch.dtype | None) -> None:
 
 
 def check_heads(plan: ResolvedPlan) -> None:
-    """Refuse a product of the degrees of tensor and context parallelism that does not suit what mixers split by heads.
+    """Refuse a product of the tensor-parallel and context-parallel degrees that does not suit what mixers split by heads.
 
     Raises:
         PlanError: names the size and the products that suit all sizes.
@@ -74,7 +74,7 @@ def _check(plan: ResolvedPlan, degree: int, sizes: list[Size]) -> None:
 
 
 def _head_counts(plan: ResolvedPlan, degree: int) -> Iterator[Size]:
-    """Yield the head counts of the mixers that are split; they come first, since they say most."""
+    """Yield the head counts of the split mixers; they are checked first, because their error says the most."""
     for name, mixer in plan.decoder.mixers.items():
         if plan.split_key(name) is not None:
             shared = any(entry.style.shares_heads for entry in plan.within(name))
@@ -84,11 +84,11 @@ def _head_counts(plan: ResolvedPlan, degree: int) -> Iterator[Size]:
 
 
 def _shard_sizes(plan: ResolvedPlan) -> Iterator[Size]:
-    """Yield every dimension that is sharded."""
+    """Yield every sharded dimension."""
     regions = [entry.key for entry in plan.entries if entry.style.opens]
     equal = [key for key in regions if any(entry.style.needs_equal_shards for entry in plan.within(key))]
     for entry in plan.entries:
-        if not entry.style.splits_by_experts:  # `check_experts`
+        if not entry.style.splits_by_experts:  # those are in `check_experts`
             in_mixer = plan.decoder.mixer_around(entry.key) is not None
             even = in_mixer or any(within(entry.key, region) for region in equal)
             yield from _sizes_of(entry, entry.layouts, plan.degree, even=even)
@@ -97,8 +97,8 @@ def _shard_sizes(plan: ResolvedPlan) -> Iterator[Size]:
 def _sizes_of(entry: Entry, layouts: Mapping[str, Layout], degree: int, *, even: bool) -> Iterator[Size]:
     """Yield the sizes of one entry.
 
-    In a mixer shards are complete heads, and a norm over a split width takes as much of it on each rank: there shards are
-    `even`, and the degree must divide. Elsewhere they may be uneven, as long as every rank holds something.
+    `even`: the degree must divide them, because in a mixer a shard is a number of complete heads, and a norm over a
+    split width needs equal slices. Otherwise shards may be uneven, as long as no rank's is empty.
     """
     where = f"{entry.key}, {type(entry.module).__name__}"
     for what, (value, shared) in entry.style.sizes().items():
@@ -120,14 +120,14 @@ def _sizes_of(entry: Entry, layouts: Mapping[str, Layout], degree: int, *, even:
 def _widths_of_experts(plan: ResolvedPlan, dtype: torch.dtype | None) -> Iterator[Size]:
     """Yield the width of stacked experts that are multiplied by torch's grouped_mm, as transformers does by default.
 
-    It takes rows of a multiple of 16 bytes. There is none of float64.
+    grouped_mm needs rows of a multiple of 16 bytes, and does not take float64.
     """
-    asked: Any = getattr(plan.model, "get_experts_implementation", dict)()
-    if "grouped_mm" not in asked.values():
+    implementations: Any = getattr(plan.model, "get_experts_implementation", dict)()
+    if "grouped_mm" not in implementations.values():
         return
     for entry in plan.entries:
         style, module, parameter = entry.style, entry.module, entry.parameter
-        # Experts that transformers multiplies in a way of one's choice have this attribute.
+        # Experts with a choice of implementations in transformers have this attribute.
         if parameter is None or not style.makes_partial_sum or not hasattr(module, "is_transposed"):
             continue
         weight = module._parameters[parameter]
@@ -141,8 +141,8 @@ def _widths_of_experts(plan: ResolvedPlan, dtype: torch.dtype | None) -> Iterato
             width,
             f"{entry.key}, {type(module).__name__}",
             partial(_fills_rows, width, 16 // size),
-            f"leaves a rank with rows in {str(dtype or weight.dtype).removeprefix('torch.')} that are no multiple of 16 "
-            "bytes, as grouped_mm needs, of",
+            f"leaves a rank with rows in {str(dtype or weight.dtype).removeprefix('torch.')} that are not a multiple of "
+            "16 bytes, as grouped_mm needs, of",
             f", or a width of {next_multiple(width, plan.degree * 16 // size)}, or "
             'model.set_experts_implementation("batched_mm")',
         )
@@ -156,13 +156,13 @@ def _heads(plan: TPPlan, mixer: nn.Module, where: str, degree: int, *, shared: b
         else:
             also = f", or {name} = {near_multiples(count, degree)}"
             if name in plan.shared_head_names:
-                also += ", or kv_colwise() where colwise() splits keys and values"
+                also += ", or kv_colwise() in place of colwise() for keys and values"
             yield Size(name, count, where, partial(_divides, count), also=also)
 
 
 def _filled(what: str, value: int, where: str, degree: int) -> Size:
     also = f", or a size of {next_multiple(value, degree)}"
-    return Size(what, value, where, partial(_fills, value), "leaves a rank without a share of", also)
+    return Size(what, value, where, partial(_fills, value), "leaves a rank with an empty shard of", also)
 
 
 def _divides(value: int, degree: int) -> bool:
@@ -173,44 +173,44 @@ def _divides_either_way(value: int, degree: int) -> bool:
     return value % degree == 0 or degree % value == 0
 
 
-def _fills_rows(width: int, numbers: int, degree: int) -> bool:
-    """Whether every rank has a multiple of so many `numbers` of `width`, or all of it."""
-    return degree == 1 or shard_size(width, degree) % numbers == width % numbers == 0
+def _fills_rows(width: int, elements: int, degree: int) -> bool:
+    """Whether every rank's slice of `width` is a multiple of so many `elements`, or all of it."""
+    return degree == 1 or shard_size(width, degree) % elements == width % elements == 0
 
 
 def _fills(value: int, degree: int) -> bool:
-    """Whether every rank would hold something of `value`."""
+    """Whether no rank's shard of `value` is empty."""
     return shard_size(value, shard_size(value, degree)) == degree
 
 
 def check_experts(plan: ResolvedPlan) -> None:
-    """Refuse a degree of expert parallelism that does not suit the experts of the model, or the other degrees.
+    """Refuse an expert-parallel degree that does not suit the experts of the model, or the other degrees.
 
     Raises:
-        PlanError: there are no experts, or the degree does not divide their number, or is no multiple of `tp`.
+        PlanError: there are no experts, or the degree does not divide their number, or is not a multiple of `tp`.
     """
     options = plan.source.options
     if options.degrees.ep == 1:
         return
-    words = f"expert_parallel_degree = {options.degrees.ep}"
-    found = [entry for entry in plan.entries if entry.style.splits_by_experts]
-    if not found:
+    label = f"expert_parallel_degree = {options.degrees.ep}"
+    entries = [entry for entry in plan.entries if entry.style.splits_by_experts]
+    if not entries:
         raise PlanError(
-            f"{words}: {type(plan.source).__name__} gives no experts of {type(plan.model).__name__} to ranks; set it to 1"
+            f"{label}: {type(plan.source).__name__} splits no experts of {type(plan.model).__name__}; set it to 1"
         )
     if options.degrees.ep % options.degrees.tp:
         raise PlanError(
-            f"{words} is no multiple of tensor_parallel_degree = {options.degrees.tp}, whose ranks have the same tokens: "
-            f"set it to {options.degrees.tp}, or tensor_parallel_degree to {either(_divisors(options.degrees.ep))}"
+            f"{label} is not a multiple of tensor_parallel_degree = {options.degrees.tp}, whose ranks have the same "
+            f"tokens: set it to {options.degrees.tp}, or tensor_parallel_degree to {either(_divisors(options.degrees.ep))}"
         )
-    for entry in found:
-        number = len(next(iter(direct_parameters(entry.module).values())))
-        if number % options.degrees.ep:
-            works = [d for d in _divisors(number) if d % options.degrees.tp == 0]
-            both = f"set both it and tensor_parallel_degree to {either(_divisors(number))}"
+    for entry in entries:
+        count = len(next(iter(direct_parameters(entry.module).values())))
+        if count % options.degrees.ep:
+            works = [d for d in _divisors(count) if d % options.degrees.tp == 0]
+            both = f"set both it and tensor_parallel_degree to {either(_divisors(count))}"
             remedy = f"{either(works)} would work" if works else both
             raise PlanError(
-                f"{words} does not divide the number of experts = {number} ({entry.key}, {type(entry.module).__name__}): "
+                f"{label} does not divide the number of experts = {count} ({entry.key}, {type(entry.module).__name__}): "
                 f"{remedy}"
             )
 
