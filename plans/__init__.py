@@ -1,9 +1,9 @@
-"""The plans: how each architecture is split, one small file each. Every module in and below this package is found.
+"""The plans: how each architecture is split, one small file each. All modules in and below this package are discovered.
 
     from titanplans import TPPlan, register_plan
 
-A new one is a file in this package, or a module of your own package, named in the job (`[model] plan = "module:Class"`) or
-by an entry point of the group "titanplans.plans".
+A new plan is a file in this package, or a module of your own package that a job names (`[model] plan =
+"module:Class"`), or an entry point of the group "titanplans.plans".
 """
 
 if __name__ != "titanplans.plans":

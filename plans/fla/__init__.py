@@ -1,1 +1,1 @@
-"""Plans of flash-linear-attention's models, and of its mixers wherever a hybrid model holds them."""
+"""Plans of flash-linear-attention's models, and of its mixers in any hybrid model."""

@@ -1,4 +1,4 @@
-"""The plan of attention with bounded-memory control, its heads split (Peng et al. 2021, arXiv:2110.02488)."""
+"""The plan of attention with bounded-memory control, split by heads (Peng et al. 2021, arXiv:2110.02488)."""
 
 from titanplans import register_plan
 
@@ -7,7 +7,7 @@ from .mixer import MixerPlan
 
 @register_plan("abc", mixer="fla.layers.abc.ABCAttention")
 class ABCPlan(MixerPlan):
-    """Each head has slots of its own."""
+    """Each head has its own slots."""
 
     by_head = ("q_proj", "k_proj", "v_proj", "q_conv1d", "k_conv1d", "v_conv1d", "s_proj", "g_proj")
     for_all_heads = ("g_norm",)

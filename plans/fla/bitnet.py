@@ -1,4 +1,4 @@
-"""The plan of BitNet, its attention whole on every rank (Ma et al. 2024, arXiv:2402.17764)."""
+"""The plan of BitNet, whose attention runs unsplit on every rank (Ma et al. 2024, arXiv:2402.17764)."""
 
 from torch import nn
 
@@ -9,7 +9,7 @@ from .transformer import TransformerPlan
 
 @register_plan("bitnet", mixer="fla.layers.bitattn.BitAttention")
 class BitNetPlan(TransformerPlan):
-    """Each of its projections is rounded by the mean of the whole weight, and `o_proj` by the greatest of all heads."""
+    """Attention runs unsplit: rounding uses the mean of a full weight, and for `o_proj` the largest value of all heads."""
 
     head_names = ()
 

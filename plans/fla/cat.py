@@ -9,9 +9,9 @@ from .mixer import MixerPlan
 
 @register_plan("cat", mixer="fla.models.cat.modeling_cat.CATDecoderAttention")
 class CATPlan(MixerPlan):
-    """The decoder is split. The compressor, which works on the tokens of each chunk before, is whole on every rank.
+    """The decoder is split. The compressor, which works on the tokens of each earlier chunk, runs unsplit on every rank.
 
-    The model lays the chunks out before the blocks and takes them apart behind them: there every rank has all of them.
+    The model arranges the chunks before the blocks and separates them afterwards: every rank has all of them there.
     """
 
     by_head = ("q_proj",)
@@ -28,13 +28,13 @@ class CATPlan(MixerPlan):
                 f"ranks at every chunk size: {remedy}"
             )
         plan, base = super().model_plan(model), find_decoder(model).base
-        before = [f"{base}.{name}" for name in ("separator", "adaptive_token")]
-        words = [f"{base}.{name}" for name in ("embeddings", "compressor.wte")]
+        separators = [f"{base}.{name}" for name in ("separator", "adaptive_token")]
+        embeddings = [f"{base}.{name}" for name in ("embeddings", "compressor.wte")]
         return {
             **plan,
             **self.each_of(model, f"{base}.compressor", self.replicated_off_stream()),
-            **{name: self.replicated_off_stream() for name in before},
-            **{name: self.vocab_embedding() for name in words},
+            **{name: self.replicated_off_stream() for name in separators},
+            **{name: self.vocab_embedding() for name in embeddings},
             f"{base}.norm": self.end_of_stream(gathers=True),
         }
 

@@ -1,4 +1,4 @@
-"""The plan of cyclic flow attention, its heads split (arXiv:2609.36259)."""
+"""The plan of cyclic flow attention, split by heads (arXiv:2609.36259)."""
 
 from titanplans import register_plan
 
@@ -7,7 +7,7 @@ from .mixer import MixerPlan
 
 @register_plan("cyclic_flow_attention", mixer="fla.layers.cyfa.CyclicFlowAttention")
 class CyclicFlowAttentionPlan(MixerPlan):
-    """FLA joins the weights of queries, keys and values for one product, and cuts it by `key_dim` and `value_dim`."""
+    """FLA concatenates the weights of queries, keys and values, and splits their product by `key_dim` and `value_dim`."""
 
     gathers = True
     by_head = (

@@ -1,4 +1,4 @@
-"""The plan of DeltaNet, its heads split (Yang et al. 2024, arXiv:2406.06484)."""
+"""The plan of DeltaNet, split by heads (Yang et al. 2024, arXiv:2406.06484)."""
 
 from titanplans import register_plan
 
@@ -7,7 +7,7 @@ from .mixer import MixerPlan
 
 @register_plan("delta_net", mixer="fla.layers.delta_net.DeltaNet")
 class DeltaNetPlan(MixerPlan):
-    """Everything belongs to one head, but the output norm, which is one for all."""
+    """Every parameter belongs to a head, except the output norm's weight, which all heads share."""
 
     gathers = True
     by_head = ("q_proj", "k_proj", "v_proj", "q_conv1d", "k_conv1d", "v_conv1d", "b_proj", "g_proj")

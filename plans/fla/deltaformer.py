@@ -1,4 +1,4 @@
-"""The plan of DeltaFormer, its heads split (arXiv:2505.19488)."""
+"""The plan of DeltaFormer, split by heads (arXiv:2505.19488)."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from .mixer import MixerPlan
 
 @register_plan("deltaformer", mixer="fla.layers.deltaformer.DeltaFormerAttention")
 class DeltaFormerPlan(MixerPlan):
-    """Softmax attention to values from which each token has removed what earlier ones hold; `b_proj` says how much."""
+    """Softmax attention to values from which each token has removed the content of earlier ones; `b_proj` says how much."""
 
     by_head = ("q_proj", "k_proj", "v_proj", "b_proj")
     for_all_heads = ("q_norm", "k_norm")
@@ -18,6 +18,6 @@ class DeltaFormerPlan(MixerPlan):
         if attn.num_kv_heads != attn.num_heads:
             raise PlanError(
                 f"num_kv_heads = {attn.num_kv_heads} with num_heads = {attn.num_heads}: flash-linear-attention's kernel of "
-                "DeltaFormer takes as many heads of keys as of queries, split or not: set num_kv_heads = num_heads"
+                "DeltaFormer needs as many key heads as query heads, split or not: set num_kv_heads = num_heads"
             )
         return super().attn_plan(attn)

@@ -1,4 +1,4 @@
-"""The plan of Gated DeltaNet, its heads split (Yang et al. 2024, arXiv:2412.06464)."""
+"""The plan of Gated DeltaNet, split by heads (Yang et al. 2024, arXiv:2412.06464)."""
 
 from titanplans import register_plan
 
@@ -9,7 +9,7 @@ from .mixer import MixerPlan
 class GatedDeltaNetPlan(MixerPlan):
     """Values are split by `num_v_heads`, queries and keys by `num_heads`, which may be fewer.
 
-    Its fused convolution joins the three and cuts them by `key_dim` and `value_dim`.
+    Its fused convolution concatenates the three, and splits its output by `key_dim` and `value_dim`.
     """
 
     gathers = True

@@ -1,4 +1,4 @@
-"""The plan of Gated DeltaProduct, its heads split (Siems et al. 2025, arXiv:2502.10297)."""
+"""The plan of Gated DeltaProduct, split by heads (Siems et al. 2025, arXiv:2502.10297)."""
 
 from torch import nn
 
@@ -10,9 +10,9 @@ from .mixer import has
 
 @register_plan("gated_deltaproduct", mixer="fla.layers.gated_deltaproduct.GatedDeltaProduct")
 class GatedDeltaProductPlan(GatedDeltaNetPlan):
-    """As Gated DeltaNet, with `num_householder` keys, values and betas a token.
+    """As Gated DeltaNet, with `num_householder` keys, values and betas per token.
 
-    Their rows are (n h d): n sections; each is split.
+    Their rows are (n h d), n sections, each of which is split by heads.
     """
 
     def attn_plan(self, attn: nn.Module) -> Plan:

@@ -1,4 +1,4 @@
-"""The plan of Gated Linear Attention, its heads split (Yang et al. 2023, arXiv:2312.06635)."""
+"""The plan of Gated Linear Attention, split by heads (Yang et al. 2023, arXiv:2312.06635)."""
 
 from titanplans import register_plan
 
@@ -7,11 +7,11 @@ from .mixer import MixerPlan
 
 @register_plan("gla", mixer="fla.layers.gla.GatedLinearAttention")
 class GLAPlan(MixerPlan):
-    """A transformer's plan, but for the mixer.
+    """As the transformer's plan, except for the mixer.
 
-    The forget gate is a low-rank product: `gk_proj.0` to 16 dimensions, the same on every rank, and
-    `gk_proj.1` from there to the heads: as many as keys and values have. The output norm has one weight for all heads. The
-    layer's code takes its numbers of heads from the tensors, so `counts` is empty.
+    The forget gate is a low-rank product: `gk_proj.0` projects to 16 dimensions, the same on every rank, and
+    `gk_proj.1` from there to the key/value heads. The output norm has one weight for all heads. The layer's code takes
+    its head counts from its tensors, so `counts` is empty.
     """
 
     gathers = True

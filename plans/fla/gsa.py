@@ -1,4 +1,4 @@
-"""The plan of gated slot attention, its heads split (Zhang et al. 2024, arXiv:2409.07146)."""
+"""The plan of gated slot attention, split by heads (Zhang et al. 2024, arXiv:2409.07146)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from .mixer import MixerPlan
 
 @register_plan("gsa", mixer="fla.layers.gsa.GatedSlotAttention")
 class GSAPlan(MixerPlan):
-    """RMSNorm over all heads, fused with `o_proj`: ranks sum one number a token."""
+    """RMSNorm over all heads, fused with `o_proj`: ranks sum one number per token."""
 
     gathers = True
     by_head = ("q_proj", "q_conv1d")

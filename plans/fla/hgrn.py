@@ -9,15 +9,15 @@ from .mixer import MixerPlan
 
 @register_plan("hgrn", mixer="fla.layers.hgrn.HGRNAttention")
 class HGRNPlan(MixerPlan):
-    """Each channel has a state of its own, so channels are split. The model holds the lower bounds of their gates."""
+    """Each channel has its own state, so channels are split. The model holds the lower bounds of their gates."""
 
     head_names = ("input_dim",)
     by_head = ("i_proj", "f_proj", "g_proj", "i_conv1d", "f_conv1d")
 
     def model_plan(self, model: nn.Module) -> Plan:
         bounds = f"{model.base_model_prefix}.lower_bounds"
-        held = any(name == bounds for name, _ in model.named_parameters())
-        return super().model_plan(model) | ({bounds: self.colwise(dim=1)} if held else {})
+        has_bounds = any(name == bounds for name, _ in model.named_parameters())
+        return super().model_plan(model) | ({bounds: self.colwise(dim=1)} if has_bounds else {})
 
     def attn_plan(self, attn: nn.Module) -> Plan:
         return super().attn_plan(attn) | {"g_norm": self.split_norm()}
@@ -25,7 +25,7 @@ class HGRNPlan(MixerPlan):
 
 @register_plan("hgrn2", mixer="fla.layers.hgrn2.HGRN2Attention")
 class HGRN2Plan(HGRNPlan):
-    """Heads are split. The norm over the whole width is one kernel with `o_proj`."""
+    """Split by heads. The norm over the full width is fused with `o_proj`."""
 
     gathers = True
     head_names = ("num_heads",)

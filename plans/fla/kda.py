@@ -1,4 +1,4 @@
-"""The plan of Kimi Delta Attention, its heads split (Kimi Team 2025, arXiv:2510.26692)."""
+"""The plan of Kimi Delta Attention, split by heads (Kimi Team 2025, arXiv:2510.26692)."""
 
 from titanplans import register_plan
 
@@ -7,9 +7,9 @@ from .gated_deltanet import GatedDeltaNetPlan
 
 @register_plan("kda", mixer="fla.layers.kda.KimiDeltaAttention")
 class KDAPlan(GatedDeltaNetPlan):
-    """As Gated DeltaNet, but for the gates.
+    """As Gated DeltaNet, except for the two gates.
 
-    Both are low-rank products: to the width of one head, the same on every rank, and from there to the heads.
+    Both are low-rank products: to the width of one head, the same on every rank, and from there to all heads.
     """
 
     by_head = ("v_proj", "v_conv1d", "f_proj.1", "b_proj", "g_proj.1", "A_log", "dt_bias")

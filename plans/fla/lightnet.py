@@ -1,4 +1,4 @@
-"""The plan of LightNet, its heads split (Qin et al. 2024, arXiv:2405.21022)."""
+"""The plan of LightNet, split by heads (Qin et al. 2024, arXiv:2405.21022)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from .mixer import MixerPlan
 
 @register_plan("lightnet", mixer="fla.layers.lightnet.LightNetAttention")
 class LightNetPlan(MixerPlan):
-    """Gated RMSNorm over all heads, fused with `o_proj`: ranks sum one number a token."""
+    """Gated RMSNorm over all heads, fused with `o_proj`: ranks sum one number per token."""
 
     gathers = True
     by_head = ("q_proj", "k_proj", "v_proj", "q_conv1d", "k_conv1d", "v_conv1d", "g_proj.1")

@@ -1,4 +1,4 @@
-"""The plan of linear attention, its heads split (Katharopoulos et al. 2020, arXiv:2006.16236)."""
+"""The plan of linear attention, split by heads (Katharopoulos et al. 2020, arXiv:2006.16236)."""
 
 from titanplans import register_plan
 

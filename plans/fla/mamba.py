@@ -1,4 +1,4 @@
-"""The plans of Mamba and of Samba, the mixer's channels split (Gu and Dao 2023, arXiv:2312.00752)."""
+"""The plans of Mamba and of Samba, split by the mixer's channels (Gu and Dao 2023, arXiv:2312.00752)."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ from titanplans import Plan, register_plan
 from .transformer import TransformerPlan
 
 UNFUSED = {"use_cache": True}
-"""With a cache or without, the mixer then calls its modules, not one kernel of all of them, on which no rank could sum."""
+"""Makes the mixer call its modules, with a cache or without, instead of one fused kernel, in which ranks can't sum."""
 
 
 @register_plan("mamba", mixer="fla.layers.mamba.Mamba")
 class MambaPlan(TransformerPlan):
-    """Each channel has a state of its own, so channels are split; step size, B and C are made of all of them."""
+    """Each channel has its own state, so channels are split; step size, B and C are computed from all channels."""
 
     head_names = ("intermediate_size",)
 
@@ -35,4 +35,4 @@ class MambaPlan(TransformerPlan):
 
 @register_plan("samba")
 class SambaPlan(MambaPlan):
-    """Mamba and softmax attention in turns, with MLPs."""
+    """Alternating Mamba and softmax attention, with MLPs."""

@@ -1,4 +1,4 @@
-"""The plan of Mamba 2, its heads split (Dao and Gu 2024, arXiv:2405.21060)."""
+"""The plan of Mamba 2, split by heads (Dao and Gu 2024, arXiv:2405.21060)."""
 
 from typing import Any
 
@@ -14,14 +14,15 @@ from .transformer import TransformerPlan
 class Mamba2Plan(TransformerPlan):
     """One projection to gate, x, B, C and step size; a convolution over x, B and C; a gated norm.
 
-    Heads share B and C by groups, and so do ranks where there are fewer groups. The norm is over each group's width.
+    Heads share B and C by groups, and so do ranks if there are fewer groups than ranks. The norm is over each group's
+    width.
     """
 
     def attn_plan(self, attn: Any) -> Plan:
         width, groups = attn.intermediate_size, attn.n_groups
         shared = self.shared(groups * attn.ssm_state_size, groups)
-        gated = None if attn.norm_before_gate else gated_before
-        norm = {"norm": self.split_norm(statistic=gated, groups=groups)} if attn.rmsnorm else {}
+        statistic = None if attn.norm_before_gate else gated_input
+        norm = {"norm": self.split_norm(statistic=statistic, groups=groups)} if attn.rmsnorm else {}
         return {
             **self.attn_region(arguments=UNFUSED, gathers=True),
             "in_proj": self.packed(width, width, shared, shared, *self.rows_by_head(attn)),
@@ -34,7 +35,7 @@ class Mamba2Plan(TransformerPlan):
         }
 
     def rows_by_head(self, attn: Any) -> tuple[int, ...]:
-        """Return the last sections of `in_proj`."""
+        """Return the last sections of `in_proj`, whose rows belong to heads."""
         return (attn.num_heads,)
 
     def local_attributes(self, attn: Any) -> dict[str, int]:
@@ -47,7 +48,7 @@ class Mamba2Plan(TransformerPlan):
 
 @register_plan("log_linear_mamba2", mixer="fla.layers.log_linear_mamba2.LogLinearMamba2")
 class LogLinearMamba2Plan(Mamba2Plan):
-    """The projection makes a scale for each level of each head's states, too (Guo et al. 2025, arXiv:2506.04761)."""
+    """The projection also makes a scale for each level of each head's states (Guo et al. 2025, arXiv:2506.04761)."""
 
     def rows_by_head(self, attn: Any) -> tuple[int, ...]:
         return (attn.num_heads, attn.num_heads * attn.num_lambda_dims)
@@ -56,6 +57,6 @@ class LogLinearMamba2Plan(Mamba2Plan):
         return super().attn_plan(attn) | {"L": self.colwise()}
 
 
-def gated_before(x, z):
-    """Return what the norm divides by its root mean square."""
+def gated_input(x, z):
+    """Return the tensor whose root mean square the norm divides by: the gated input."""
     return x * silu(z)

@@ -1,4 +1,4 @@
-"""The plan of Mamba 3, its heads split."""
+"""The plan of Mamba 3, split by heads."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from .transformer import TransformerPlan
 
 @register_plan("mamba3", mixer="fla.layers.mamba3.Mamba3")
 class Mamba3Plan(TransformerPlan):
-    """`in_proj` packs gate, x, B and C (each `mimo_rank` times), three numbers a head, and angles that all heads share."""
+    """`in_proj` packs gate, x, B and C (both `mimo_rank` times), three numbers per head, and angles for all heads."""
 
     def attn_plan(self, attn: Any) -> Plan:
         width, groups, heads = attn.intermediate_size, attn.n_groups, attn.num_heads

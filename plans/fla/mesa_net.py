@@ -1,4 +1,4 @@
-"""The plan of MesaNet, its heads split (von Oswald et al. 2025, arXiv:2506.05233)."""
+"""The plan of MesaNet, split by heads (von Oswald et al. 2025, arXiv:2506.05233)."""
 
 from titanplans import register_plan
 
@@ -7,7 +7,7 @@ from .mixer import MixerPlan
 
 @register_plan("mesa_net", mixer="fla.layers.mesa_net.MesaNet")
 class MesaNetPlan(MixerPlan):
-    """Everything belongs to one head, but the output norm, which is one for all."""
+    """Every parameter belongs to a head, except the output norm's weight, which all heads share."""
 
     gathers = True
     by_head = (

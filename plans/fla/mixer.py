@@ -1,4 +1,4 @@
-"""The base plan of FLA's mixers: a subclass lists their parts by name."""
+"""The base plan of FLA's mixers: a subclass lists their modules and parameters by name."""
 
 from torch import nn
 
@@ -8,7 +8,7 @@ from .transformer import TransformerPlan
 
 
 class MixerPlan(TransformerPlan):
-    """A mixer whose heads are split, by the names of its modules and parameters; parts that it does not have are left out.
+    """A mixer that is split by heads, by the names of its modules and parameters; names that it does not have are ignored.
 
     The rest of the model is FLA's transformer.
     """
@@ -16,15 +16,15 @@ class MixerPlan(TransformerPlan):
     by_head: tuple[str, ...] = ()
     """Split by the heads that `head_names` count."""
     by_shared_head: tuple[str, ...] = ()
-    """Split by the heads that `shared_head_names` count, or by all heads if there are none; wins over `by_head`."""
+    """Split by the heads that `shared_head_names` count, or by all heads if there are none; overrides `by_head`."""
     for_all_heads: tuple[str, ...] = ()
-    """One for all heads: replicated."""
+    """Shared by all heads: replicated."""
     counts: tuple[str, ...] = ()
-    """Attributes that count heads or widths, which the mixer's code reads: divided by the degree."""
+    """Attributes in the mixer's code that count heads or widths: divided by the degree."""
     gathers = False
-    """Its code needs hidden states of all tokens: it shifts them, or takes padding out of them under a mask."""
+    """Its code needs the hidden states of all tokens: it shifts them, or removes padding from them by a mask."""
     shared_counts: tuple[str, ...] = ()
-    """Attributes that count shared heads or their widths: set to this rank's share of them."""
+    """Attributes that count shared heads or their widths: set to this rank's count."""
 
     def attn_plan(self, attn: nn.Module) -> Plan:
         return {
@@ -36,15 +36,15 @@ class MixerPlan(TransformerPlan):
         }
 
     def local_attributes(self, attn: nn.Module) -> dict[str, int]:
-        counted, heads = self.divided(attn, *self.counts), self.kv_heads(attn)
+        attributes, heads = self.divided(attn, *self.counts), self.kv_heads(attn)
         if heads is None:  # as many as query heads
-            return counted | self.divided(attn, *self.shared_counts)
-        shared = self.heads_per_rank(heads)
-        return counted | {name: getattr(attn, name) // heads * shared for name in self.shared_counts}
+            return attributes | self.divided(attn, *self.shared_counts)
+        local_heads = self.heads_per_rank(heads)
+        return attributes | {name: getattr(attn, name) // heads * local_heads for name in self.shared_counts}
 
 
 def has(module: nn.Module, name: str) -> bool:
-    """Whether `module` has a module or a parameter of this dotted name."""
+    """Whether `module` has a module or a parameter with this dotted name."""
     for step in name.split("."):
         module = getattr(module, step, None)  # type: ignore[assignment]
     return module is not None

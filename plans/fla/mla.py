@@ -1,4 +1,4 @@
-"""The plan of multi-head latent attention, its heads split (DeepSeek-AI 2024, arXiv:2405.04434)."""
+"""The plan of multi-head latent attention, split by heads (DeepSeek-AI 2024, arXiv:2405.04434)."""
 
 from torch import nn
 
@@ -9,7 +9,7 @@ from .mixer import MixerPlan
 
 @register_plan("mla", mixer="fla.layers.mla.MultiheadLatentAttention")
 class MLAPlan(MixerPlan):
-    """Queries, and keys and values, are low-rank products; the rotary part of the keys is one for all heads.
+    """Queries, and keys and values, are low-rank products; all heads share the rotary part of the keys.
 
     Without a rank for the queries, `q_proj` is one Linear.
     """

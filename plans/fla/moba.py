@@ -1,4 +1,4 @@
-"""The plan of mixture of block attention, its heads split (Lu et al. 2025, arXiv:2502.13189)."""
+"""The plan of mixture of block attention, split by heads (Lu et al. 2025, arXiv:2502.13189)."""
 
 from titanplans import register_plan
 

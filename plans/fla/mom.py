@@ -1,4 +1,4 @@
-"""The plan of mixture-of-memories, its heads split (Du et al. 2025, arXiv:2502.13685)."""
+"""The plan of mixture-of-memories, split by heads (Du et al. 2025, arXiv:2502.13685)."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from .mixer import MixerPlan, has
 
 @register_plan("mom", mixer="fla.layers.mom.MomAttention")
 class MomPlan(MixerPlan):
-    """Every rank routes all tokens, to its heads of the memories that they are sent to."""
+    """Every rank routes all tokens, and has its heads of each memory."""
 
     by_head = (
         *("q_proj", "q_conv1d", "k_conv1d", "v_conv1d", "g_proj", "A_log", "dt_bias"),
@@ -22,9 +22,9 @@ class MomPlan(MixerPlan):
 
     def attn_plan(self, attn: nn.Module) -> Plan:
         memories = {
-            f"{name}.{number}": self.colwise()
+            f"{name}.{index}": self.colwise()
             for name in ("k_proj", "v_proj", "b_proj", "a_proj")
-            for number in range(attn.num_memories)  # type: ignore[arg-type]
+            for index in range(attn.num_memories)  # type: ignore[arg-type]
             if has(attn, name)
         }
         # Its code gathers the tokens of each memory out of the input.

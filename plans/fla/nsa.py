@@ -1,4 +1,4 @@
-"""The plan of native sparse attention, its heads split (Yuan et al. 2025, arXiv:2502.11089)."""
+"""The plan of native sparse attention, split by heads (Yuan et al. 2025, arXiv:2502.11089)."""
 
 from torch import nn
 
@@ -16,5 +16,5 @@ class NSAPlan(MixerPlan):
     by_head = ("q_proj", "k_proj", "v_proj")
 
     def attn_plan(self, attn: nn.Module) -> Plan:
-        three_gates_a_head = self.colwise(interleaved=True)
-        return super().attn_plan(attn) | {"g_proj": three_gates_a_head}
+        # Three gates per head are adjacent.
+        return super().attn_plan(attn) | {"g_proj": self.colwise(interleaved=True)}

@@ -1,4 +1,4 @@
-"""The plan of Parallax, its heads split (arXiv:2605.29157)."""
+"""The plan of Parallax, split by heads (arXiv:2605.29157)."""
 
 from titanplans import register_plan
 

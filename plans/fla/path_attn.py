@@ -1,4 +1,4 @@
-"""The plan of PaTH attention, its heads split (Yang et al. 2025, arXiv:2505.16381)."""
+"""The plan of PaTH attention, split by heads (Yang et al. 2025, arXiv:2505.16381)."""
 
 from torch import nn
 
@@ -9,7 +9,7 @@ from .mixer import MixerPlan
 
 @register_plan("path_attn", mixer="fla.layers.path_attn.PaTHAttention")
 class PaTHAttentionPlan(MixerPlan):
-    """Householder directions belong to key/value heads; their projection is one, or a low-rank product."""
+    """Householder directions belong to key/value heads; their projection is one Linear, or a low-rank product."""
 
     by_head = ("q_proj", "g_proj")
     by_shared_head = ("k_proj", "v_proj", "bt_proj", "w_conv1d")

@@ -1,4 +1,4 @@
-"""The plan of preconditioned Gated DeltaNet, its heads split (arXiv:2604.21100)."""
+"""The plan of preconditioned Gated DeltaNet, split by heads (arXiv:2604.21100)."""
 
 from titanplans import register_plan
 
@@ -7,7 +7,7 @@ from .gated_deltanet import GatedDeltaNetPlan
 
 @register_plan("precond_gated_deltanet", mixer="fla.layers.precond_gated_deltanet.PrecondGatedDeltaNet")
 class PrecondGatedDeltaNetPlan(GatedDeltaNetPlan):
-    """As Gated DeltaNet; the preconditioner's parameters are split as the keys' are."""
+    """As Gated DeltaNet; the preconditioner's parameters are split like the keys."""
 
     by_shared_head = (
         *GatedDeltaNetPlan.by_shared_head,

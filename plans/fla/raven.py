@@ -1,4 +1,4 @@
-"""The plan of Raven, its heads split."""
+"""The plan of Raven, split by heads."""
 
 from torch import nn
 
@@ -9,7 +9,7 @@ from .mixer import MixerPlan
 
 @register_plan("raven", mixer="fla.layers.raven.Raven")
 class RavenPlan(MixerPlan):
-    """A router gives each token some of each key/value head's slots. `g_norm` is over all heads, `o_norm` of each."""
+    """A router gives each token some slots of each key/value head. `g_norm` is over all heads, `o_norm` over each."""
 
     gathers = True
     by_head = ("q_proj", "o_gate_proj")
@@ -30,5 +30,5 @@ class RavenPlan(MixerPlan):
         return plan | {"r_proj.0": self.replicated_in_region(), "r_proj.2": self.kv_colwise(attn)}
 
     def local_functions(self, attn: nn.Module):
-        fused = attn.fuse_norm and not attn.use_output_gate
-        return {"rms_norm_linear": self.over_all_ranks} if fused else {}
+        is_fused = attn.fuse_norm and not attn.use_output_gate
+        return {"rms_norm_linear": self.over_all_ranks} if is_fused else {}

@@ -1,4 +1,4 @@
-"""The plan of retention, its heads split (Sun et al. 2023, arXiv:2307.08621)."""
+"""The plan of retention, split by heads (Sun et al. 2023, arXiv:2307.08621)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from .mixer import MixerPlan
 
 @register_plan("retnet", mixer="fla.layers.multiscale_retention.MultiScaleRetention")
 class RetNetPlan(MixerPlan):
-    """A head decays by its number: of a rank's heads, by their numbers among all."""
+    """A head's decay depends on its index among all heads, so each rank's kernel gets the decays of its heads."""
 
     gathers = True
     by_head = ("q_proj", "q_conv1d", "g_proj")
@@ -22,16 +22,16 @@ class RetNetPlan(MixerPlan):
 
     def local_functions(self, attn: nn.Module) -> Mapping[str, Callable[..., Any]]:
         kinds = ("chunk", "fused_chunk", "fused_recurrent", "parallel")
-        return {f"{kind}_retention.{kind}_simple_gla": decayed for kind in kinds}
+        return {f"{kind}_retention.{kind}_simple_gla": with_local_decays for kind in kinds}
 
 
-def decayed(simple_gla: Callable[..., Any], ranks: Any) -> Callable[..., Any]:
-    """Return `simple_gla` with the decays of this rank's heads, for those of the first heads that retention gives it."""
+def with_local_decays(simple_gla: Callable[..., Any], ranks: Any) -> Callable[..., Any]:
+    """Wrap `simple_gla` to use the decays of this rank's heads; retention passes those of the first heads."""
 
-    def local(q: torch.Tensor, **given: Any) -> Any:
-        (name,) = given.keys() & {"g", "g_gamma"}
+    def local(q: torch.Tensor, **kwargs: Any) -> Any:
+        (name,) = kwargs.keys() & {"g", "g_gamma"}
         heads = torch.arange(q.shape[2], dtype=torch.float32, device=q.device) + q.shape[2] * ranks.rank
         decays = (1 - 2.0 ** (-5.0 - heads)).log()
-        return simple_gla(q=q, **given | {name: decays.expand(given[name].shape)})
+        return simple_gla(q=q, **kwargs | {name: decays.expand(kwargs[name].shape)})
 
     return local

@@ -1,4 +1,4 @@
-"""The plan of Rodimus, the channels of its one head split (He et al. 2024, arXiv:2410.06577)."""
+"""The plan of Rodimus, which has one head, split by channels (He et al. 2024, arXiv:2410.06577)."""
 
 from typing import Any
 
@@ -6,16 +6,16 @@ from torch import nn
 
 from titanplans import Plan, register_plan
 
-from .mamba2 import gated_before
+from .mamba2 import gated_input
 from .mixer import MixerPlan, has
 from .transformer import TransformerPlan
 
 
 @register_plan("rodimus", mixer="fla.layers.rodimus.RodimusAttention")
 class RodimusPlan(TransformerPlan):
-    """Each channel has a state of its own; queries, keys and gates, 64 wide, are made of all of them and are sums.
+    """Each channel has its own state; queries, keys and gates, 64 wide, are computed from all channels, so they are sums.
 
-    Rodimus+ has attention with one shared key head behind each mixer.
+    Rodimus+ has attention with one shared key head after each mixer.
     """
 
     head_names = ("d_inner",)
@@ -26,14 +26,14 @@ class RodimusPlan(TransformerPlan):
 
     def attn_plan(self, attn: Any) -> Plan:
         by_channel = ("gate_proj", "up_proj", "short_conv", "residual_weight", "i_gate_proj.1")
-        by_hand = ("g_gate_proj", "tau_gate_proj")  # the mixer multiplies by their weights itself
+        uncalled = ("g_gate_proj", "tau_gate_proj")  # the mixer's own code multiplies by their weights
         return {
             **self.attn_region(gathers=True),
             **{name: self.colwise() for name in by_channel if has(attn, name)},
             **{name: self.rowwise_in_region() for name in ("q_proj", "k_proj", "i_gate_proj.0")},
-            **{f"{name}.weight": self.rowwise_in_region() for name in by_hand},
-            **{f"{name}.bias": self.replicated_in_region() for name in by_hand},
-            "activation_norm": self.split_norm(statistic=gated_before),
+            **{f"{name}.weight": self.rowwise_in_region() for name in uncalled},
+            **{f"{name}.bias": self.replicated_in_region() for name in uncalled},
+            "activation_norm": self.split_norm(statistic=gated_input),
             "down_proj": self.rowwise(reduce_output=False),
         }
 
@@ -47,7 +47,7 @@ class RodimusPlan(TransformerPlan):
 
 @register_plan(mixer="fla.layers.rodimus.SlidingWindowSharedKeyAttention")
 class SharedKeyPlan(MixerPlan):
-    """Queries and values have heads."""
+    """Queries and values have heads; all heads share one key head."""
 
     gathers = True
     by_head = ("q_proj", "v_proj")

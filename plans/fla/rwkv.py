@@ -1,4 +1,4 @@
-"""The plans of RWKV-6 and RWKV-7, their heads split (Peng et al. 2024, arXiv:2404.05892; 2025, arXiv:2503.14456)."""
+"""The plans of RWKV-6 and RWKV-7, split by heads (Peng et al. 2024, arXiv:2404.05892; 2025, arXiv:2503.14456)."""
 
 from torch import nn
 
@@ -9,9 +9,9 @@ from .mixer import MixerPlan
 
 @register_plan("rwkv7", mixer="fla.layers.rwkv7.RWKV7Attention")
 class RWKV7Plan(MixerPlan):
-    """Token shift mixes neighbours, so it runs inside the regions of mixer and MLP, where each rank has the whole sequence.
+    """The token shift mixes neighbouring tokens, so it runs inside regions, where each rank has the full sequence.
 
-    The first layer's values, which all others read, stay split by heads.
+    The first layer's values, which all other layers use, stay split by heads.
     """
 
     by_head = (
@@ -42,7 +42,7 @@ class RWKV7Plan(MixerPlan):
 
 @register_plan("rwkv6", mixer="fla.layers.rwkv6.RWKV6Attention")
 class RWKV6Plan(MixerPlan):
-    """The MLP gates its output; each rank has the whole gate, so gated partial sums still add up."""
+    """The MLP gates its output; each rank has the full gate, so gated partial sums still add up."""
 
     by_head = ("r_proj.linear", "w_proj.linear.lora.2", "k_proj.linear", "v_proj.linear", "g_proj.linear")
     by_head += ("bonus", "g_norm")

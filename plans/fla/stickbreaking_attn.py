@@ -1,4 +1,4 @@
-"""The plan of stick-breaking attention, its heads split (Tan et al. 2024, arXiv:2410.17980)."""
+"""The plan of stick-breaking attention, split by heads (Tan et al. 2024, arXiv:2410.17980)."""
 
 from titanplans import register_plan
 
@@ -7,7 +7,7 @@ from .mixer import MixerPlan
 
 @register_plan("stickbreaking_attn", mixer="fla.layers.stickbreaking_attn.StickBreakingAttention")
 class StickBreakingPlan(MixerPlan):
-    """A transformer's, but for what follows the scores."""
+    """As the transformer's attention, except for the computation on the scores."""
 
     gathers = True
     by_head = ("q_proj",)

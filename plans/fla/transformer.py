@@ -1,4 +1,4 @@
-"""The plan of FLA's transformer, and of its softmax attention wherever a hybrid model holds it."""
+"""The plan of FLA's transformer, and of its softmax attention in any hybrid model."""
 
 from torch import nn
 
@@ -7,15 +7,15 @@ from titanplans import Plan, TPPlan, find_decoder, register_plan
 
 @register_plan("transformer", mixer="fla.layers.attn.Attention")
 class TransformerPlan(TPPlan):
-    """Heads and MLP width are split, norms replicated.
+    """Heads and MLP width are split, norms are replicated.
 
-    The reductions stand at the exit of mixer and MLP, not at `o_proj` and `down_proj`: FLA pads
-    the output of the one after its projection, and calls a fused kernel on the weight of the other.
+    The reduction is at the exit of mixer and MLP, not at `o_proj` and `down_proj`: FLA's attention pads the output after
+    `o_proj`, and its MLP calls a fused kernel on the weight of `down_proj`.
     """
 
     def model_plan(self, model: nn.Module) -> Plan:
         plan, decoder = super().model_plan(model), find_decoder(model)
-        # FLA's models read the sequence off the tokens, or inside a mixer: never off their embeddings.
+        # FLA's models take the sequence length from the tokens, or inside a mixer, but not from the embeddings.
         if decoder.embedding is not None:
             plan[decoder.embedding] = self.vocab_embedding(begins_stream=True)
         mixing = self._residual_mixing(model.get_submodule(decoder.base))
@@ -32,7 +32,7 @@ class TransformerPlan(TPPlan):
             "v_proj": self.kv_colwise(attn),
             "o_proj": self.rowwise(reduce_output=False),
         }
-        if attn.qk_norm:  # one weight for all heads
+        if attn.qk_norm:  # all heads share one weight
             plan |= {"q_norm": self.replicated_in_region(), "k_norm": self.replicated_in_region()}
         return plan
 
@@ -40,6 +40,6 @@ class TransformerPlan(TPPlan):
         return super().mlp_plan(mlp) | self.mlp_region() | {"down_proj": self.rowwise(reduce_output=False)}
 
     def _residual_mixing(self, module: nn.Module) -> Plan:
-        """Attention over residuals (config.attnres_block_size): token by token, on the stream."""
+        """Plan attention over residuals (config.attnres_block_size), which works token by token on the stream."""
         names = ("attn_res_proj", "attn_res_norm", "mlp_res_proj", "mlp_res_norm", "res_proj", "res_norm")
         return {name: self.replicated_on_stream() for name in names if name in module._modules}

@@ -1,4 +1,4 @@
-"""The plan of the Wall transformer, its heads split: softmax attention whose channels decay."""
+"""The plan of the Wall transformer, split by heads: softmax attention whose channels decay."""
 
 from titanplans import register_plan
 
@@ -7,6 +7,6 @@ from .forgetting_transformer import ForgettingTransformerPlan
 
 @register_plan("wall_transformer", mixer="fla.layers.wall_attn.WallAttention")
 class WallTransformerPlan(ForgettingTransformerPlan):
-    """Each channel of a query head decays at its own rate, `g_proj`, and with `gs_proj` each head."""
+    """Each channel of a query head decays at its own rate (`g_proj`), and each head at another (`gs_proj`)."""
 
     by_head = ("q_proj", "q_norm", "g_proj", "gs_proj", "o_gate_proj")

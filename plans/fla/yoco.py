@@ -1,4 +1,4 @@
-"""The plan of YOCO, whose second half reads keys and values that are made once (Sun et al. 2024, arXiv:2405.05254)."""
+"""The plan of YOCO, whose second half uses keys and values that are computed once (Sun et al. 2024, arXiv:2405.05254)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from .mixer import MixerPlan, has
 
 @register_plan(mixer="fla.layers.yoco.YOCOGatedRetention")
 class GatedRetentionPlan(MixerPlan):
-    """Of the first half, where it is neither Gated DeltaNet nor attention in a window."""
+    """Blocks of the first half that have neither Gated DeltaNet nor window attention."""
 
     gathers = True
     by_head = ("q_proj", "k_proj", "v_proj", "g_proj", "gk_proj")
@@ -20,28 +20,29 @@ class GatedRetentionPlan(MixerPlan):
 
 @register_plan("yoco", mixer="fla.layers.yoco.YOCOCrossAttention")
 class YOCOPlan(MixerPlan):
-    """Of the second half, and of what makes the keys and values for all of its blocks."""
+    """Blocks of the second half, and the module that computes the keys and values for all of them."""
 
     by_head = ("q_proj",)
     for_all_heads = ("q_norm",)
 
     def heads(self, attn: nn.Module) -> dict[str, int]:
         counts = super().heads(attn)
-        return (
-            counts if has(attn, "k_proj") else {"num_heads": counts["num_heads"]}
-        )  # it reads those of another module
+        # Without `k_proj` it uses the keys of another module, which counts its heads.
+        return counts if has(attn, "k_proj") else {"num_heads": counts["num_heads"]}
 
     def model_plan(self, model: nn.Module) -> Plan:
         plan = super().model_plan(model)
         if has(model, "model.shared_kv_builder"):
             kv = self.kv_colwise(model.get_submodule("model.shared_kv_builder"))
-            parts = {
+            builder_plan = {
                 "kv_norm": self.replicated_in_region(),
                 "k_proj": kv,
                 "v_proj": kv,
-                **self.shared_region(float8_input=False),  # the norm reads it
+                **self.shared_region(float8_input=False),  # the norm uses the input, too
             }
-            plan |= {f"model.shared_kv_builder.{name}".removesuffix("."): s for name, s in parts.items()}
+            plan |= {
+                f"model.shared_kv_builder.{name}".removesuffix("."): s for name, s in builder_plan.items()
+            }
         mixing = [f"model.shared_kv_res_{name}" for name in ("proj", "norm")]
         return plan | {name: self.replicated_on_stream() for name in mixing if has(model, name)}
 
@@ -52,16 +53,17 @@ class YOCOPlan(MixerPlan):
         return {"model.shared_kv_builder.num_kv_heads": self.heads_per_rank(builder.num_kv_heads)}  # type: ignore[arg-type]
 
     def model_functions(self, model: nn.Module) -> Mapping[str, Callable[..., Any]]:
-        return {"model._select_last_query_hidden_states": refused} if self.options.sequence_parallel else {}
+        replaced = {"model._select_last_query_hidden_states": refuse_last_token}
+        return replaced if self.options.sequence_parallel else {}
 
 
-def refused(select: Callable[..., Any], ranks: Any) -> Callable[..., Any]:
-    """Refuse options that take the last token of hidden states, which are sharded over the ranks."""
+def refuse_last_token(select: Callable[..., Any], ranks: Any) -> Callable[..., Any]:
+    """Refuse options that select the last token of hidden states, which are sharded over the ranks."""
 
     def local(*args: Any, **kwargs: Any) -> Any:
         raise PlanError(
-            "skip_cross_decoder = True takes the last token of the hidden states, which are sharded over the ranks: pass "
-            "skip_cross_decoder = False, to generate() too, or set sequence_parallel = False"
+            "skip_cross_decoder = True selects the last token of hidden states, which are sharded over the ranks: pass "
+            "skip_cross_decoder = False, also to generate(), or set sequence_parallel = False"
         )
 
     return local

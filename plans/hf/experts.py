@@ -1,7 +1,8 @@
 """The base plan of mixture-of-experts models: experts under tensor or expert parallelism, and a replicated router.
 
-Every rank sees all tokens and routes them alike. Under tensor parallelism it holds a shard of each expert's width, and only
-the sum of the outputs is sent; under expert parallelism it holds whole experts, and an all-to-all sends them their tokens.
+Every rank sees all tokens of its TP group and routes them equally. Under tensor parallelism it holds a shard of each
+expert's width, and only the sum of the outputs is sent. Under expert parallelism it holds complete experts, and an
+all-to-all sends tokens to them.
 """
 
 from typing import Any
@@ -16,16 +17,16 @@ from .llama import LlamaPlan
 class ExpertsPlan(LlamaPlan):
     """A Llama with mixtures of experts in place of some MLPs.
 
-    A mixture's `experts` are 3-D weights, gate and up packed in one, or a ModuleList of MLPs.
+    A mixture's `experts` are 3-D weights, with gate and up packed in one, or a ModuleList of MLPs.
     """
 
     router: str = "gate"
     shared_mlp: str | None = None
-    """Name of the MLP of shared experts, which every token goes to."""
+    """The name of the MLP of shared experts, to which every token goes."""
     in_region: tuple[str, ...] = ()
-    """Names of the rest of a mixture: replicated."""
+    """The names of other modules of a mixture: replicated."""
     balance: str | None = "load_balancing_loss_func"
-    """Name of the function that computes the load-balancing loss (`output_router_logits`); None: there is none."""
+    """The name of the function that computes the load-balancing loss (`output_router_logits`); None: there is none."""
 
     def mlp_plan(self, mlp: nn.Module) -> Plan:
         experts = getattr(mlp, "experts", None)
@@ -33,16 +34,16 @@ class ExpertsPlan(LlamaPlan):
             return super().mlp_plan(mlp)
         if self.options.degrees.ep > 1:
             return self._by_expert()
-        parts = (
+        names = (
             [f"experts.{n}" for n, _ in experts.named_children()]
             if isinstance(experts, nn.ModuleList)
             else []
         )
         plan = self.mlp_region("hidden_states", float8_input=False) | (
-            {} if parts else self._stacked(experts)
+            {} if names else self._stacked(experts)
         )
-        for part in parts:
-            plan |= self._by_width(part)
+        for name in names:
+            plan |= self._by_width(name)
         return plan | self._for_all_tokens()
 
     def _by_expert(self) -> Plan:
@@ -51,26 +52,26 @@ class ExpertsPlan(LlamaPlan):
         return region | {"experts": self.by_expert()} | self._for_all_tokens()
 
     def _for_all_tokens(self) -> Plan:
-        """Plan the router and the shared experts, which every token goes to."""
+        """Plan the router and the shared experts, to which every token goes."""
         shared = {} if self.shared_mlp is None else self._by_width(self.shared_mlp)
         return shared | {name: self.replicated_in_region() for name in (self.router, *self.in_region)}
 
-    def _by_width(self, part: str) -> Plan:
-        plan: Plan = {f"{part}.{name}": self.colwise() for name in self.mlp_in}
-        return plan | {f"{part}.{self.mlp_out}": self.rowwise(reduce_output=False)}
+    def _by_width(self, mlp_name: str) -> Plan:
+        plan: Plan = {f"{mlp_name}.{name}": self.colwise() for name in self.mlp_in}
+        return plan | {f"{mlp_name}.{self.mlp_out}": self.rowwise(reduce_output=False)}
 
     def _stacked(self, experts: Any) -> Plan:
-        """Plan weights [experts, 2 width, hidden] and [experts, hidden, width], or transposed, with biases or without."""
+        """Plan weights [experts, 2 width, hidden] and [experts, hidden, width], or transposed; biases are optional."""
         down = experts.down_proj.shape
         width_dim = 1 if experts.gate_up_proj.shape[1] == down[2] else 2
-        into = (
+        gate_up = (
             self.packed(down[width_dim], down[width_dim], dim=3 - width_dim)
             if getattr(experts, "is_concatenated", True)
             else self.colwise(dim=3 - width_dim, interleaved=True)
         )
-        plan = {"gate_up_proj": into, "down_proj": self.rowwise(reduce_output=False, dim=width_dim)}
+        plan = {"gate_up_proj": gate_up, "down_proj": self.rowwise(reduce_output=False, dim=width_dim)}
         if getattr(experts, "has_bias", False):
-            plan |= {"gate_up_proj_bias": into, "down_proj_bias": self.added_to_sum()}
+            plan |= {"gate_up_proj_bias": gate_up, "down_proj_bias": self.added_to_sum()}
         return {f"experts.{name}": style for name, style in plan.items()}
 
     def model_functions(self, model: nn.Module):

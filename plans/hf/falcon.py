@@ -1,4 +1,4 @@
-"""The plan of Falcon: one packed projection, in one of three orders."""
+"""The plan of Falcon: one packed projection, in one of three row orders."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from .gpt_neox import GPTNeoXPlan
 
 @register_plan("falcon")
 class FalconPlan(GPTNeoXPlan):
-    """Falcon-7B has one key/value head, which all ranks share; otherwise rows are packed head by head, or group by group."""
+    """Falcon-7B has one key/value head, which all ranks share; other models pack rows head by head, or group by group."""
 
     def attn_plan(self, attn: Any) -> Plan:
         plan = super().attn_plan(attn)
@@ -22,15 +22,15 @@ class FalconPlan(GPTNeoXPlan):
         return self.divided(attn, "num_heads") | {"num_kv_heads": self.heads_per_rank(attn.num_kv_heads)}
 
     def model_functions(self, model: Any):
-        return {"transformer.build_alibi_tensor": alibi_of_rank} if model.config.alibi else {}
+        return {"transformer.build_alibi_tensor": local_alibi} if model.config.alibi else {}
 
 
-def alibi_of_rank(build, ranks):
-    """Return `build`, which makes biases [batch * heads, 1, sequence], of this rank's heads."""
+def local_alibi(build, ranks):
+    """Wrap `build`, which makes biases [batch * heads, 1, sequence], to return those of this rank's heads."""
 
     def local(mask, heads, *args, **kwargs):
         biases = build(mask, heads, *args, **kwargs).unflatten(0, (-1, heads))
-        own = heads // ranks.degree
-        return biases.narrow(1, own * ranks.rank, own).flatten(0, 1)
+        local_heads = heads // ranks.degree
+        return biases.narrow(1, local_heads * ranks.rank, local_heads).flatten(0, 1)
 
     return local

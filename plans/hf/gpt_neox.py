@@ -1,4 +1,4 @@
-"""The plan of GPT-NeoX and Pythia: each head's query, key and value follow each other in one projection."""
+"""The plan of GPT-NeoX and Pythia: each head's query, key and value rows are adjacent in one projection."""
 
 from torch import nn
 
@@ -7,7 +7,7 @@ from titanplans import Plan, TPPlan, register_plan
 
 @register_plan("gpt_neox")
 class GPTNeoXPlan(TPPlan):
-    """Attention and MLP may stand side by side, each a region; all projections have biases."""
+    """Attention and MLP may be parallel, each in its own region; all projections have biases."""
 
     mlp_in = ("dense_h_to_4h",)
     mlp_out = "dense_4h_to_h"

@@ -1,8 +1,4 @@
-"""The plan of the plain dense decoder of transformers: Llama, Mistral, and all that keep its names.
-
-What they add stands on the stream or outside of it: further norms, parallel attention and MLP, multipliers, caps of logits,
-layers without rotary positions, windows.
-"""
+"""The plan of the plain dense decoder of transformers: Llama, Mistral, and all models with the same module names."""
 
 from torch import nn
 
@@ -11,7 +7,12 @@ from titanplans import Plan, TPPlan, register_plan
 
 @register_plan("llama", "mistral", "gemma2", "cohere2", "smollm3", "granite", "helium")
 class LlamaPlan(TPPlan):
-    """Heads and MLP width are split, norms replicated."""
+    """Heads and MLP width are split, norms are replicated.
+
+    Models may add modules on the stream or outside of it: more norms, parallel attention and MLP, multipliers, soft
+        caps of
+    logits, layers without rotary positions, windows.
+    """
 
     def attn_plan(self, attn: nn.Module) -> Plan:
         return {

@@ -1,4 +1,4 @@
-"""The plan of Llama 4's text model: each token's one expert, and a shared one."""
+"""The plan of Llama 4's text model: one expert per token, and a shared one."""
 
 from titanplans import register_plan
 

@@ -16,7 +16,7 @@ class MixtralPlan(ExpertsPlan):
 
 @register_plan("qwen2_moe")
 class Qwen2MoePlan(ExpertsPlan):
-    """A shared expert in addition to the routed ones, behind a gate of its own."""
+    """A shared expert in addition to the routed ones, with its own gate."""
 
     shared_mlp = "shared_expert"
     in_region = ("shared_expert_gate",)
@@ -34,7 +34,7 @@ class OlmoePlan(ExpertsPlan, Olmo2Plan):
 
 @register_plan("glm4_moe")
 class Glm4MoePlan(ExpertsPlan, Qwen3Plan):
-    """Shared experts, and a router as DeepSeek-V3's; queries and keys may be normed head by head."""
+    """Shared experts, and a router like DeepSeek-V3's; queries and keys may be normed head by head."""
 
     shared_mlp = "shared_experts"
     balance = None

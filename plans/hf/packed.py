@@ -1,4 +1,4 @@
-"""The plans of decoders with packed projections: GLM-4 gate and up; Phi-3 also queries, keys and values."""
+"""The plans of decoders with packed projections: gate and up in GLM-4; also queries, keys and values in Phi-3."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ class Glm4Plan(LlamaPlan):
 
 @register_plan("phi3")
 class Phi3Plan(Glm4Plan):
-    """Queries, keys and values are one projection, which the code cuts by head counts."""
+    """Queries, keys and values are one projection, which the code splits by head counts."""
 
     def attn_plan(self, attn: Any) -> Plan:
         kv = attn.num_key_value_heads

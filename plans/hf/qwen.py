@@ -14,7 +14,7 @@ class Qwen2Plan(LlamaPlan):
 
 @register_plan("qwen3")
 class Qwen3Plan(LlamaPlan):
-    """`q_norm` and `k_norm` have one weight for all heads; a rank's gradient is of its own heads."""
+    """`q_norm` and `k_norm` have one weight for all heads; each rank's gradient covers only its heads."""
 
     def attn_plan(self, attn: nn.Module) -> Plan:
         return super().attn_plan(attn) | {

@@ -9,9 +9,9 @@ from .mixtral import Qwen2MoePlan
 
 @register_plan("qwen3_next")
 class Qwen3NextPlan(Qwen2MoePlan):
-    """Gated DeltaNet is split by key heads: its projections hold each one's query, key, values and gates together.
+    """Gated DeltaNet is split by key heads: in its projections each key head's query, key, values and gates are adjacent.
 
-    In attention the rows of each head's query and gate follow each other.
+    In attention the rows of each head's query and gate are adjacent.
     """
 
     head_names = ("num_k_heads", "num_attention_heads")

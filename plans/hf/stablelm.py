@@ -1,4 +1,4 @@
-"""The plan of StableLM: its attention counts heads, and may norm each head by weights of its own."""
+"""The plan of StableLM: its attention has head counts, and may norm each head by the head's own weights."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from .llama import LlamaPlan
 
 @register_plan("stablelm")
 class StableLmPlan(LlamaPlan):
-    """Norms of heads (StableLM 2 12B) run on every rank on all heads, gathered: each head's norm is a module of its own."""
+    """Norms of heads (StableLM 2 12B) run on every rank, on gathered heads, since each head has its own norm module."""
 
     def attn_plan(self, attn: Any) -> Plan:
         plan = super().attn_plan(attn)
@@ -18,7 +18,7 @@ class StableLmPlan(LlamaPlan):
             if degree > attn.num_key_value_heads:
                 raise PlanError(
                     f"qk_layernorm with num_key_value_heads = {attn.num_key_value_heads} below "
-                    f"{self.options.name_degree(degree)}: the norms of heads that several ranks hold are not split: take a "
+                    f"{self.options.name_degree(degree)}: the norms of heads that ranks share can't be split: choose a "
                     f"degree that divides {attn.num_key_value_heads}"
                 )
             for name in ("q_layernorm", "k_layernorm"):

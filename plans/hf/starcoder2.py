@@ -7,7 +7,7 @@ from .llama import LlamaPlan
 
 @register_plan("starcoder2")
 class Starcoder2Plan(LlamaPlan):
-    """The MLP has names of its own; biases stand everywhere."""
+    """The MLP's projections have other names; all projections have biases."""
 
     mlp_in = ("c_fc",)
     mlp_out = "c_proj"

@@ -14,7 +14,7 @@ def test_a_prefill_that_skips_is_refused_where_ranks_hold_shards():
     def work(rank):
         model = zoo.build("yoco")
         apply_plan(model, rank.mesh, loss_parallel=False)
-        with pytest.raises(PlanError, match=r"skip_cross_decoder = True takes the last"):
+        with pytest.raises(PlanError, match=r"skip_cross_decoder = True selects the last"):
             model(TOKENS, skip_cross_decoder=True)
         return model(TOKENS).logits
 
