@@ -98,7 +98,7 @@ MISUSED = {
     ),
     "a key that names nothing": (
         StateSpace, changed(StateSpacePlan, lambda plan: {"A": plan.colwise()}),
-        ": layers.0.attn (StateSpace) holds in_proj, conv1d, norm, out_proj, A_log, D, dt_bias",
+        ": layers.0.attn (StateSpace) has in_proj, conv1d, norm, out_proj, A_log, D, dt_bias",
     ),
     "a function that nobody calls": (
         Retention, changed(RetentionPlan, local_functions=lambda plan, attn: {"causal.decay": None}),
@@ -126,7 +126,7 @@ MISUSED = {
     ),
     "an MLP under other names": (
         GateUp, changed(TinyPlan, mlp=lambda plan: {"up_proj": plan.colwise()}),
-        "(GateUp) holds gate_up_proj, down_proj: set mlp_in and mlp_out in Changed",
+        "(GateUp) has gate_up_proj, down_proj: set mlp_in and mlp_out in Changed",
     ),
     "gate and up split as one": (
         GateUp, changed(GateUpPlan, mlp=lambda plan: {"gate_up_proj": plan.colwise()}),
