@@ -12,9 +12,9 @@ from titanplans.split.collectives import (
     all_reduce,
     all_to_all,
     gather,
-    own_shard,
     reduce_scatter,
     scatter_sum,
+    shard_of_rank,
     sum_gradients,
     sum_ranks,
 )
@@ -44,10 +44,10 @@ def _each(rank):
         turned = mine.transpose(0, -1).contiguous().transpose(0, -1)  # the same, another way round in memory
         for dim, x in itertools.product(range(len(shape)), (mine, turned)):
             length = shape[dim]
-            shard = own_shard(summed, dim, rank, group)
+            shard = shard_of_rank(summed, dim, rank, group)
             scattered = _both(lambda x=x, dim=dim: reduce_scatter(x, dim, group))
-            part = own_shard(x, dim, rank, group).requires_grad_()
-            own = [own_shard(each, dim, r, group) for r, each in enumerate(everyones)]
+            part = shard_of_rank(x, dim, rank, group).requires_grad_()
+            own = [shard_of_rank(each, dim, r, group) for r, each in enumerate(everyones)]
             whole = torch.cat(own, dim).narrow(dim, 0, length)
             gathered = _both(lambda part=part, dim=dim, n=length: all_gather(part.detach(), dim, n, group))
             same += [torch.allclose(each, shard) and each.is_contiguous() for each in scattered]
@@ -73,7 +73,7 @@ def _gradients(rank, group):
 
     expected = twice(sum((whole @ weight) ** 3 for weight in weights))
     plain = twice(sum_ranks((sum_gradients(whole, group) @ weights[rank]) ** 3, group))
-    shard = own_shard(whole, 1, rank, group)
+    shard = shard_of_rank(whole, 1, rank, group)
     mine = twice(scatter_sum((gather(shard, 1, 7, group) @ weights[rank]) ** 3, 1, group))
     frozen = (
         sum_gradients(whole.detach(), group),

@@ -25,8 +25,8 @@ from titanplans.split.raw_collectives import (
     all_to_all,
     all_to_all_rows,
     group_of,
-    own_shard,
     reduce_scatter,
+    shard_of_rank,
 )
 
 __all__ = [
@@ -39,9 +39,9 @@ __all__ = [
     "exchange_rows",
     "gather",
     "group_of",
-    "own_shard",
     "reduce_scatter",
     "scatter_sum",
+    "shard_of_rank",
     "sum_gradients",
     "sum_in_region",
     "sum_ranks",
@@ -68,7 +68,7 @@ def scatter_sum(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
 
 def take_shard(x: torch.Tensor, dim: int, rank: int, group: Group) -> torch.Tensor:
     """Take this rank's shard along `dim` of `x`, which is replicated."""
-    return _TakeShard.apply(x, dim, rank, group) if _has_gradient(x) else own_shard(x, dim, rank, group)
+    return _TakeShard.apply(x, dim, rank, group) if _has_gradient(x) else shard_of_rank(x, dim, rank, group)
 
 
 def sum_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -140,7 +140,7 @@ class _TakeShard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x, dim, rank, group):
         ctx.dim, ctx.length, ctx.rank, ctx.group = dim, x.shape[dim], rank, group
-        return own_shard(x, dim, rank, group)
+        return shard_of_rank(x, dim, rank, group)
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]

@@ -128,7 +128,7 @@ def all_to_all_rows(x: torch.Tensor, received: list[int], sent: list[int], group
     return output
 
 
-def own_shard(x: torch.Tensor, dim: int, rank: int, group: Group) -> torch.Tensor:
+def shard_of_rank(x: torch.Tensor, dim: int, rank: int, group: Group) -> torch.Tensor:
     """Return the shard of `x` along `dim` that belongs to `rank`, padded with zeros; no gradient."""
     size = shard_size(x.shape[dim], group[1])
     return _padded(x, dim, size * group[1]).narrow(dim, rank * size, size).contiguous()
