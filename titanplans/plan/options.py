@@ -29,10 +29,10 @@ class TPOptions:
     @property
     def stream(self) -> StreamLayout:
         """The layout of the residual stream between regions."""
-        return StreamLayout(self.sequence_dim, self.sequence_parallel and not self.keeps_weights)
+        return StreamLayout(self.sequence_dim, self.sequence_parallel and not self.has_all_weights)
 
     @property
-    def keeps_weights(self) -> bool:
+    def has_all_weights(self) -> bool:
         """Whether each rank has all weights except those of experts: only tokens and experts are split."""
         return self.degrees.tp == 1 and max(self.degrees.cp, self.degrees.ep) > 1
 
@@ -42,7 +42,7 @@ class TPOptions:
         return (self.degrees.tp if self.stream.sharded else 1) * self.degrees.cp
 
     @property
-    def cuts_stream(self) -> bool:
+    def shards_tokens(self) -> bool:
         """Whether a rank has only some of the tokens between regions."""
         return self.sequence_parallel or self.degrees.cp > 1
 

@@ -146,7 +146,7 @@ def resolve(source: TPPlan, model: nn.Module) -> ResolvedPlan:
     decoder = _with_unnamed_mixers(find_decoder(model, required=False), entries, source)
     begin = _begin_stream(styles, entries, decoder.embedding)
     begins_at = None
-    if source.options.cuts_stream and not begin:
+    if source.options.shards_tokens and not begin:
         begins_at = (decoder if decoder.blocks else find_decoder(model)).blocks[0].name
     end = tuple(entry.path for entry in entries if entry.style.ends_stream)
     return ResolvedPlan(source, model, styles, entries, decoder, begin, end, begins_at)

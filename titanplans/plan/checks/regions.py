@@ -117,7 +117,7 @@ def _end_faults(plan: ResolvedPlan) -> Iterator[Fault]:
     head = decoder.head
     if (
         head is not None
-        and plan.source.options.cuts_stream
+        and plan.source.options.shards_tokens
         and head in plan.by_key
         and plan.by_key[head].style.is_on_stream
     ):
@@ -169,7 +169,7 @@ def _token_faults(plan: ResolvedPlan) -> Iterator[Fault]:
             )
     for key, style in plan.styles.items():
         in_mixer = any(within(key, region) for region in plan.token_regions)
-        if not isinstance(style, Style) and (options.keeps_weights or in_mixer):
+        if not isinstance(style, Style) and (options.has_all_weights or in_mixer):
             yield (
                 key,
                 "context parallelism splits by what a style declares, but this style installs its own hooks: give the "

@@ -156,7 +156,7 @@ class _Search:
         if self.options.degrees.cp > 1 and self._is_by_expert(point, key, expected):
             return None  # each rank sorts the rows of its own tokens
         partial = may_be_partial(module_name(key), self.plan.styles)
-        if not partial and self.options.cuts_stream and self._is_one_token(expected):
+        if not partial and self.options.shards_tokens and self._is_one_token(expected):
             held = held[:1]  # on the stream the other ranks hold padding of the same shape
         packed, inner = packed_around(module_name(key), self.plan.styles), self.options.degrees.tp
         packings = {style.sections for style in packed.values()}
