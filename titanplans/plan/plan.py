@@ -188,7 +188,7 @@ class TPPlan(PlanStyles):
         kv = self.kv_heads(attn)
         return self.colwise() if kv is None else KVColwise(heads=kv)
 
-    # Combining the parts.
+    # Combining the plans of parts.
 
     def plan_of(self, mixer: nn.Module) -> "TPPlan":
         """Return the plan that splits `mixer`: this plan, unless the mixer's class belongs to another.

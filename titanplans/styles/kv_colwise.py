@@ -35,7 +35,7 @@ class KVColwise(Colwise):
         return Layout(Replicate(), Partial(), rows=rows)
 
     def sizes(self) -> Mapping[str, tuple[int, bool]]:
-        return {"the number of its heads": (self.heads, True)}
+        return {"its head count": (self.heads, True)}
 
     def operands(self, degree: int) -> Operands | None:
         return Operands(outputs=True, replicas=max(1, degree // self.heads))

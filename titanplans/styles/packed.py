@@ -61,10 +61,10 @@ class Packed(Colwise):
 
     def refusal(self, module: nn.Module, over: SplitOver) -> str | None:
         if is_float8(module):
-            fewer = any(not isinstance(s, int) and s.heads < over.degree for s in self.sections)
-            if fewer or module.config.enable_fsdp_float8_all_gather:  # type: ignore[union-attr]
-                what = "ranks share its heads" if fewer else "it is gathered in float8"
-                return f"in float8 a packed projection can't be split if {what}: exclude it from float8 (filter it)"
+            has_shared_heads = any(not isinstance(s, int) and s.heads < over.degree for s in self.sections)
+            if has_shared_heads or module.config.enable_fsdp_float8_all_gather:  # type: ignore[union-attr]
+                reason = "ranks share its heads" if has_shared_heads else "it is gathered in float8"
+                return f"in float8 a packed projection can't be split if {reason}: exclude it from float8 (filter it)"
         return next(
             filter(
                 None,

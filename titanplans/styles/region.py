@@ -1,4 +1,4 @@
-"""`attn_input()`, `attn_region()`, `mlp_input()`, `mlp_region()`, `shared_region()`: the part of a block that is split."""
+"""The region of a split mixer or MLP: `attn_input()`, `attn_region()`, `mlp_input()`, `mlp_region()`, `shared_region()`."""
 
 from collections.abc import Mapping
 from functools import partial

@@ -22,13 +22,13 @@ _DEGREES = 256
 class Size(NamedTuple):
     """A size that the degree has to suit."""
 
-    what: str
+    name: str
     value: int
-    where: str
+    location: str
     suits: Callable[[int], bool]
     """Whether a given degree would suit it."""
     fault: str = "does not divide"
-    also: str = ""
+    remedies: str = ""
     """Remedies other than another degree."""
 
 
@@ -50,7 +50,7 @@ def check_degree(plan: ResolvedPlan, dtype: torch.dtype | None) -> None:
 
 
 def check_heads(plan: ResolvedPlan) -> None:
-    """Refuse a product of the tensor-parallel and context-parallel degrees that does not suit what mixers split by heads.
+    """Refuse a product tp x cp that does not suit the sizes that mixers split by heads.
 
     Raises:
         PlanError: names the size and the products that suit all sizes.
@@ -68,8 +68,8 @@ def _check(plan: ResolvedPlan, degree: int, sizes: list[Size]) -> None:
             works = [d for d in range(1, min(largest, _DEGREES) + 1) if all(s.suits(d) for s in sizes)]
             words = plan.source.options.name_degree(degree)
             raise PlanError(
-                f"{words} {size.fault} {size.what} = {size.value} ({size.where}): "
-                f"{'a product of ' if ' x ' in words else ''}{either(works)} would work{size.also}"
+                f"{words} {size.fault} {size.name} = {size.value} ({size.location}): "
+                f"{'a product of ' if ' x ' in words else ''}{either(works)} would work{size.remedies}"
             )
 
 
@@ -100,21 +100,23 @@ def _sizes_of(entry: Entry, layouts: Mapping[str, Layout], degree: int, *, even:
     `even`: the degree must divide them, because in a mixer a shard is a number of complete heads, and a norm over a
     split width needs equal slices. Otherwise shards may be uneven, as long as no rank's is empty.
     """
-    where = f"{entry.key}, {type(entry.module).__name__}"
-    for what, (value, shared) in entry.style.sizes().items():
+    location = f"{entry.key}, {type(entry.module).__name__}"
+    for size_name, (value, shared) in entry.style.sizes().items():
         if even or shared:
-            yield Size(what, value, where, partial(_divides_either_way if shared else _divides, value))
+            yield Size(
+                size_name, value, location, partial(_divides_either_way if shared else _divides, value)
+            )
         else:
-            yield _filled(what, value, where, degree)
+            yield _uneven(size_name, value, location, degree)
     for name, layout in layouts.items():
         if not isinstance(layout.placement, Shard):
             continue
         value = getattr(entry.module, name).shape[layout.placement.dim]
-        what = f"dimension {layout.placement.dim} of {name}"
+        size_name = f"dimension {layout.placement.dim} of {name}"
         if even or layout.rows is not None:
-            yield Size(what, value, where, partial(_divides, value))
+            yield Size(size_name, value, location, partial(_divides, value))
         else:
-            yield _filled(what, value, where, degree)
+            yield _uneven(size_name, value, location, degree)
 
 
 def _widths_of_experts(plan: ResolvedPlan, dtype: torch.dtype | None) -> Iterator[Size]:
@@ -148,21 +150,28 @@ def _widths_of_experts(plan: ResolvedPlan, dtype: torch.dtype | None) -> Iterato
         )
 
 
-def _heads(plan: TPPlan, mixer: nn.Module, where: str, degree: int, *, shared: bool) -> Iterator[Size]:
+def _heads(plan: TPPlan, mixer: nn.Module, location: str, degree: int, *, shared: bool) -> Iterator[Size]:
     for name, count in plan.heads(mixer).items():
         if name in plan.shared_head_names and shared:
-            also = f", or {name} = {either([n for n in range(1, degree + 1) if degree % n == 0])}"
-            yield Size(name, count, where, partial(_divides_either_way, count), also=also)
+            remedies = f", or {name} = {either([n for n in range(1, degree + 1) if degree % n == 0])}"
+            yield Size(name, count, location, partial(_divides_either_way, count), remedies=remedies)
         else:
-            also = f", or {name} = {near_multiples(count, degree)}"
+            remedies = f", or {name} = {near_multiples(count, degree)}"
             if name in plan.shared_head_names:
-                also += ", or kv_colwise() in place of colwise() for keys and values"
-            yield Size(name, count, where, partial(_divides, count), also=also)
+                remedies += ", or kv_colwise() in place of colwise() for keys and values"
+            yield Size(name, count, location, partial(_divides, count), remedies=remedies)
 
 
-def _filled(what: str, value: int, where: str, degree: int) -> Size:
-    also = f", or a size of {next_multiple(value, degree)}"
-    return Size(what, value, where, partial(_fills, value), "leaves a rank with an empty shard of", also)
+def _uneven(size_name: str, value: int, location: str, degree: int) -> Size:
+    remedies = f", or a size of {next_multiple(value, degree)}"
+    return Size(
+        size_name,
+        value,
+        location,
+        partial(_fills_all_ranks, value),
+        "leaves a rank with an empty shard of",
+        remedies,
+    )
 
 
 def _divides(value: int, degree: int) -> bool:
@@ -178,7 +187,7 @@ def _fills_rows(width: int, elements: int, degree: int) -> bool:
     return degree == 1 or shard_size(width, degree) % elements == width % elements == 0
 
 
-def _fills(value: int, degree: int) -> bool:
+def _fills_all_ranks(value: int, degree: int) -> bool:
     """Whether no rank's shard of `value` is empty."""
     return shard_size(value, shard_size(value, degree)) == degree
 
