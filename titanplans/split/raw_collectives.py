@@ -46,7 +46,7 @@ _ALL_REDUCE = {
 }
 
 
-def _by_operators(x: torch.Tensor) -> bool:
+def _uses_operators(x: torch.Tensor) -> bool:
     """Whether a collective on `x` goes through torch's functional operators instead of the process group's backend.
 
     A direct call of the backend costs the host less than half of an operator. But a compiler, and a mode that watches
@@ -67,7 +67,7 @@ def _finish(work: dist.Work | None) -> None:
 def all_gather(x: torch.Tensor, dim: int, length: int, group: Group) -> torch.Tensor:
     """Concatenate the ranks' `x` along `dim`, truncated to `length`; no gradient."""
     name, ranks = group
-    if _by_operators(x):
+    if _uses_operators(x):
         stacked = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), ranks, name))
         full = stacked if dim == 0 else torch.cat(stacked.chunk(ranks), dim)
         return full if full.shape[dim] == length else full.narrow(dim, 0, length).contiguous()
@@ -91,7 +91,7 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     name, ranks = group
     size = shard_size(x.shape[dim], ranks)
     x = _padded(x, dim, size * ranks)
-    if _by_operators(x):
+    if _uses_operators(x):
         stacked = x.contiguous() if dim == 0 else torch.cat(x.chunk(ranks, dim))
         return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(stacked, "sum", ranks, name))
     before, after = x.shape[:dim], x.shape[dim + 1 :]
@@ -106,7 +106,7 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
 
 def all_reduce(x: torch.Tensor, group: Group, operation: str = "sum") -> torch.Tensor:
     """Reduce `x` over the ranks of `group` by "sum", "max" or "min"; no gradient."""
-    if _by_operators(x):
+    if _uses_operators(x):
         return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), operation, group[0]))
     reduced = x.detach().clone(memory_format=torch.contiguous_format)
     _finish(backend_of(group[0], x.device).allreduce([reduced], _ALL_REDUCE[operation]))
@@ -121,7 +121,7 @@ def all_to_all(x: torch.Tensor, group: Group) -> torch.Tensor:
 def all_to_all_rows(x: torch.Tensor, received: list[int], sent: list[int], group: Group) -> torch.Tensor:
     """Send `sent[i]` rows of `x` to rank i of `group`, receive `received[i]` rows from it, in rank order; no gradient."""
     name, _ = group
-    if _by_operators(x):
+    if _uses_operators(x):
         return _c10d.wait_tensor(_c10d.all_to_all_single(x.contiguous(), received, sent, name))
     output = x.new_empty(sum(received), *x.shape[1:])
     _finish(backend_of(name, x.device).alltoall_base(output, x.contiguous(), received, sent, _ALL_TO_ALL))

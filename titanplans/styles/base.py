@@ -63,7 +63,7 @@ class Style(ParallelStyle):
     enters_full = False
     """After the module's entry every rank has the full sequence."""
     may_gather = False
-    """Under context parallelism the module's code may gather all tokens of its hidden states."""
+    """Under context parallelism code may gather all tokens of the hidden states at this module."""
     mixes_tokens = False
     """The module is a region whose code mixes tokens: context parallelism gives it the full sequence."""
     shared = False

@@ -26,8 +26,7 @@ class Region(Style):
             False, a `rowwise()` inside has to reduce.
         input_name: the keyword of the input [..., sequence, hidden] if it is not the first positional argument.
         float8_input: only the projections inside use the input, so in a model converted to float8 it may arrive in
-        float8.
-            A call with a token mask gets it in high precision, since the module may drop padding first.
+            float8. A call with a token mask gets it in high precision, since the module may drop padding first.
         mixes_tokens: True for a mixer, or an MLP that shifts tokens: context parallelism gives its code the full
             sequence. False for an MLP or a mixture of experts, which works token by token on the local tokens.
         shared: only other regions use the output, such as keys and values for several blocks; it is not reduced.
