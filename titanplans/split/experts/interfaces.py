@@ -14,9 +14,8 @@ EVERY = 1
 
 def interface_of(module: nn.Module) -> int | None:
     """Return `CHOSEN`, `COUNTED` or `EVERY`, the signature of `module`; None if it holds no experts with one of these."""
-    cls = getattr(
-        type(module), "unsplit_class", type(module)
-    )  # the forward of a split module may have another signature
+    # The forward of a split module may have another signature.
+    cls = getattr(type(module), "unsplit_class", type(module))
     argument_count = len(inspect.signature(cls.forward).parameters) - 1
     has_experts = hasattr(module, "num_experts") and any(
         param.ndim == 3 for param in module.parameters(recurse=False)

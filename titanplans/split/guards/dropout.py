@@ -8,7 +8,6 @@ from titanplans.errors import PlanError
 
 UNSPLIT = "don't split layers: tensor_parallel_degree = 1, context_parallel_degree = 1"
 REMEDY = f"set it to 0, or {UNSPLIT}"
-REMEDY = f"set it to 0, or {UNSPLIT}"
 
 
 def dropouts(model: nn.Module) -> Iterator[str]:

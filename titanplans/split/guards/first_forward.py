@@ -74,8 +74,7 @@ class _FirstForward:
         return twin
 
     def before(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        # Under a recorder or fake tensors, which watch the dispatch, checks would be recorded, and a compiler would
-        # trace them.
+        # A compiler would trace the checks, and a recorder or fake tensors, which watch the dispatch, would see them.
         if torch.compiler.is_compiling() or dispatch_is_watched() or self.running not in (None, module):
             return
         parameters, self.parameters = self.parameters, {}
@@ -126,7 +125,7 @@ def _check_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
     """Refuse a parameter that was added after the split."""
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            # After FSDP the mesh has the dimensions of FSDP's mesh, too.
+            # After FSDP these names begin with those of FSDP's mesh.
             names = parameter.device_mesh.mesh_dim_names
             split_names = {"cp", "tp", "ep", *(mesh.mesh_dim_names or ())}
             if names is None or mesh.mesh_dim_names is None or split_names & set(names):

@@ -28,7 +28,7 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def retire_replaced(module: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
-    """Retire those of `before`, earlier parameters of `module`, that it no longer has: using their `grad` raises.
+    """Retire the parameters in `before` that `module` no longer has: from then on using their `grad` raises an error.
 
     A tensor can't tell who holds it. But each optimizer of torch and of other libraries gets `grad` before anything
     else, and so does gradient clipping.

@@ -87,7 +87,7 @@ def _padded(rows: torch.Tensor, run: Run, dim: int) -> torch.Tensor:
 
 
 def _put_back(grads: Sequence[torch.Tensor], dim: int, runs: Sequence[Run]) -> torch.Tensor:
-    """Return the gradient of all rows of `dim` from `grads`, by rank those of its rows; shared rows are summed."""
+    """Combine the ranks' gradients of their rows to the gradient of all rows of `dim`; shared rows are summed."""
     slices: dict[int, torch.Tensor] = {}
     for rank, grad in enumerate(grads):
         for run, padded in zip(runs, grad.split([run.size for run in runs], dim), strict=True):
