@@ -43,7 +43,7 @@ class TPOptions:
 
     @property
     def shards_tokens(self) -> bool:
-        """Whether a rank has only some of the tokens between regions."""
+        """Whether tokens are sharded between regions, by sequence or context parallelism."""
         return self.sequence_parallel or self.degrees.cp > 1
 
     def name_degree(self, degree: int) -> str:
