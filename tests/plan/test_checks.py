@@ -41,7 +41,7 @@ def refused(plan, degree=2, model=None, **options) -> str:
     return said
 
 
-NO_STYLE = r"plan key 'layers.0.attn.q_proj' \(Changed\) has .*no style"
+NO_STYLE = r"plan key 'layers.0.attn.q_proj' \(Changed\) has .*not a style"
 
 
 def over(style, *but):

@@ -29,8 +29,8 @@ def _check(style: ParallelStyle, channels_per_group: int, module: Any, args: Any
         key = key_of(module)
         name = f"{key.rpartition('.')[2]}.groups"
         raise PlanError(
-            f"its groups = {module.groups} count the channels of all ranks, but its input has this rank's {channels}: name "
-            f"'{name}' in local_attributes (in mlp_attributes if an MLP holds it), as self.divided(attn, '{name}') does",
+            f"its groups = {module.groups} count the channels of all ranks, but this rank's input has {channels} channels: "
+            f"name '{name}' in local_attributes (mlp_attributes in an MLP), as self.divided(attn, '{name}') does",
             key=key,
             style=style,
             module=module,
