@@ -82,7 +82,7 @@ class Stages:
 
 
 def balance_fault(model: nn.Module) -> str | None:
-    """Return why a load-balancing loss of the routers of `model` can't be computed; None if it has none."""
+    """Return why stages can't compute the load-balancing loss of the routers of `model`; None if it has none."""
     if not getattr(getattr(model, "config", None), "output_router_logits", False):
         return None
     return (

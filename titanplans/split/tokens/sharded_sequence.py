@@ -1,7 +1,7 @@
 """`ShardedSequence`: a tensor with the shape of a full sequence that holds only this rank's tokens.
 
 The code of a mixer gets one under context parallelism. It asks for `hidden_states.shape`, and calls the projections of
-its plan, which take the local tokens (`products`). Functions that are true of each token by itself and need no other
+its plan, which take the local tokens (`products`). Functions that apply to each token by itself and need no other
 operand also work on the local tokens: casts, scaling by a number, a view in the same shape. Any other function needs
 the tokens of other ranks. They are gathered, once for all functions, if the plan permits it
 (`attn_region(gathers=True)`); otherwise it raises.
@@ -138,8 +138,8 @@ class ShardedSequence(torch.Tensor):
                 and argument.alias_info.is_write
             ):
                 raise PlanError(
-                    f"{func} changes hidden states in place, and a rank of context parallelism has only its tokens, "
-                    "without torch's functions knowing it: give it a clone"
+                    f"{func} changes hidden states in place, but a rank of context parallelism holds only its tokens of "
+                    "them: give it a clone"
                 )
         with torch.no_grad():
             args, kwargs = tree_map(_full, (args, kwargs))
