@@ -430,7 +430,7 @@ def test_a_mesh_that_does_not_fit_is_refused_in_a_line():
         apart = DeviceMesh("cpu", ranks.t(), mesh_dim_names=("efsdp", "ep"))
         return refusal(rank.mesh), refusal(swapped), refusal(apart)
 
-    unnamed, swapped, apart = on_threads(work, 4)
+    unnamed, swapped, apart = run_on_threads(work, 4)
     needed = "experts needs a mesh of 'ep', or of replicas and 'ep', got"
     assert unnamed == f"{needed} 1 dimensions ('tp',): slice it, as mesh['efsdp', 'ep']"
     assert swapped == f"{needed} 2 dimensions ('ep', 'efsdp'): slice it, as mesh['efsdp', 'ep']"
