@@ -109,7 +109,7 @@ def work(rank: int, steps: int, folder: str) -> None:
             if turn >= WARM_UP:
                 taken = times.gather()
                 found[name][1].append((replayed(name, taken), taken.idle_share, taken.duration))
-            for part in made.parts:
+            for part in made.model_parts:
                 part.lm.zero_grad()
     if rank == 0:
         known = {name: (report.values["idle_share"], rows) for name, (report, rows) in found.items()}
@@ -131,10 +131,10 @@ def build(schedule: str, mesh: Mesh) -> Any:
     options = PipelineParallel(pipeline_parallel_schedule=schedule)
     given = {"seq_len": TOKENS, "device": torch.device("cpu"), "loss": loss, "dump_folder": ""}
     made = build_pipeline(model, options, FSDP2Config(), parallel_dims=mesh, **given)
-    for part in made.parts:
+    for part in made.model_parts:
         part.lm.to_empty(device="cpu")
         part.initialize()
-        part.take_loss(loss, None)
+        part.set_loss(loss, None)
     return made
 
 

@@ -95,6 +95,6 @@ def test_what_cannot_be_drawn_is_one_line(run, tmp_path, capsys):
     assert "ends with .png, .svg, .pdf" in refused(capsys, a, "--output", "x.gif")
     assert "there is no folder no" in refused(capsys, a, "--output", "no/x.png")
     (tmp_path / "a" / "metrics.jsonl").write_text("no row\n")
-    assert "a/metrics.jsonl, line 1 is not a row" in refused(capsys, a)
+    assert "a/metrics.jsonl, line 1 holds no metrics" in refused(capsys, a)
     (tmp_path / "a" / "metrics.jsonl").write_text("")
     assert "no figure is logged there yet" in refused(capsys, a)

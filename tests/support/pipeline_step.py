@@ -29,13 +29,13 @@ def train(
     positions, tokens = torch.arange(case.length).expand_as(ids), torch.tensor(case.rows * case.length)
     loss = pipeline.run(ids, labels, positions, microbatches=microbatches, valid_tokens=tokens)
     dist.all_reduce(loss, group=mesh.get_mesh("loss").get_group())
-    parameters = [parameter for part in pipeline.parts for parameter in part.lm.parameters()]
-    pipeline.share_gradients()
+    parameters = [parameter for part in pipeline.model_parts for parameter in part.lm.parameters()]
+    pipeline.sum_shared_gradients()
     norm = clip_gradients(
         parameters, torch.inf, pp_group=pipeline.group, counted=pipeline.counted(parameters)
     )
     align_gradients(parameters)
-    own = [(name, parameter) for part in pipeline.parts for name, parameter in _whole_names(part.lm)]
+    own = [(name, parameter) for part in pipeline.model_parts for name, parameter in _whole_names(part.lm)]
     gradients = _of_all(
         pipeline, [(name, None if p.grad is None else step_comparison.whole(p.grad)) for name, p in own]
     )
@@ -59,10 +59,10 @@ def _build(config: PretrainedConfig, job: JobConfig, mesh: Any, length: int) -> 
         dump_folder="",
     )
     torch.manual_seed(0)
-    for part in pipeline.parts:
+    for part in pipeline.model_parts:
         part.lm.to_empty(device="cpu")
         part.initialize()
-        part.take_loss(loss, None, splits_backward=pipeline.splits_backward)
+        part.set_loss(loss, None, splits_backward=pipeline.splits_backward)
         part.lm.train()
     return pipeline
 

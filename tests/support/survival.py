@@ -215,10 +215,10 @@ class Survival:
         """Collect the losses; check every checkpoint, and note where training has to go on."""
         from titanplans.training.checkpoint import folder
         from titanplans.training.checkpoint.card import damage
-        from titanplans.training.trainer.jsonl import read_rows
+        from titanplans.training.trainer.jsonl import read_metrics
 
         # Of a start that has logged no step, the file is the one before's.
-        for row in read_rows(self.folder / "out" / "metrics.jsonl") if "  loss " in life.said else ():
+        for row in read_metrics(self.folder / "out" / "metrics.jsonl") if "  loss " in life.said else ():
             self.losses.setdefault(row["step"], set()).add(row["loss_metrics/global_avg_loss"])
         present = folder.steps(self.checkpoints)
         for step in present:

@@ -25,7 +25,7 @@ def language_model() -> LanguageModel:
 def losses(fused, model):
     """The loss of a step, and that of a validation."""
     loss = CrossEntropyLoss(Loss(fused=fused, label_smoothing=0.2, z_loss=0.1))
-    model.take_loss(loss, None)
+    model.set_loss(loss, None)
     found = []
     for training, tokens in ((True, torch.tensor(24)), (False, None)):
         model.lm.train(training)

@@ -76,7 +76,7 @@ def _show(job: Any, number: int) -> None:
     config = resolve.hf_config(job)
     _, notes = check_data(job)
     documents.check_documents(job, config)
-    apart = documents.are_apart(job, documents.keyword(job, config))
+    apart = documents.are_apart(job, documents.document_keyword(job, config))
     loader, tokenizer = open_training_data(job, resolve.fewest_processes(job), apart=apart, alone=True)
     sources = resolve.training_data(job).sources
     names = [source.title for source in sources]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from titanplans.disk import naming
 from titanplans.errors import ConfigError
 from titanplans.text import some
-from titanplans.training.trainer.jsonl import FILE_NAME, read_rows
+from titanplans.training.trainer.jsonl import FILE_NAME, read_metrics
 
 LOSS = "loss_metrics/global_avg_loss"
 VALIDATION_LOSS = "validation_metrics/loss"
@@ -83,7 +83,7 @@ def read(folders: Sequence[str]) -> tuple[dict[str, list[Curve]], list[str]]:
     panels: dict[str, list[Curve]] = {title: [] for title in PANELS}
     notes = []
     for run, folder in enumerate(folders):
-        rows = read_rows(_metrics(Path(folder)))
+        rows = read_metrics(_metrics(Path(folder)))
         for title, keys in PANELS.items():
             for key in keys:
                 is_validation = key == VALIDATION_LOSS

@@ -40,7 +40,7 @@ from titanplans.text import columns, show
 from titanplans.training.checkpoint.card import changes
 from titanplans.training.launch.orphans import end_with_parent
 from titanplans.training.launch.signals import stop_on_signals
-from titanplans.training.trainer.jsonl import FILE_NAME, read_rows
+from titanplans.training.trainer.jsonl import FILE_NAME, read_metrics
 
 TRAIN = [sys.executable, "-m", "titanplans", "train"]
 """What a cell's arguments are appended to."""
@@ -251,7 +251,7 @@ def read_figures(folder: Path, skip_steps: int) -> dict[str, float]:
     report = json.loads(file.read_text()) if (file := folder / "parallelism.json").is_file() else {}
     communicated = report.get("step") or {}
     files = [folder / FILE_NAME, *sorted(folder.glob(f"rank_*/{FILE_NAME}"))]
-    by_rank = [read_rows(file) for file in files if file.is_file()] or [[]]
+    by_rank = [read_metrics(file) for file in files if file.is_file()] or [[]]
     losses = [row[LOSS] for row in by_rank[0] if LOSS in row]
     validations = [row[VALIDATION_LOSS] for row in by_rank[0] if VALIDATION_LOSS in row]
     steps = [row for row in by_rank[0] if TOKENS in row]

@@ -1,5 +1,4 @@
-"""The job: a TOML file becomes a `Trainer` (`trainer/trainer.py`) over the models and plans of this project.
+"""Train a job from a TOML file: `launch/` starts it, `job/` checks it, `trainer/trainer.py` has the training loop.
 
-Some of its parts are torchtitan's, which nothing outside of this package needs; only `cli` imports it. Importing the package
-itself imports nothing.
+Importing this package imports nothing. Only `cli` imports from it, as its modules need torchtitan.
 """

@@ -10,7 +10,7 @@ from titanplans.config import ConfigError
 from titanplans.config.schema import build_job, keys
 from titanplans.config.values import FilePath
 from titanplans.training.job.outputs import check_outputs, outputs
-from titanplans.training.trainer.jsonl import JsonlWriter, read_rows
+from titanplans.training.trainer.jsonl import JsonlWriter, read_metrics
 
 SWITCHES = {
     "checkpoint.enable": True,
@@ -92,28 +92,28 @@ def test_a_bad_line_of_metrics_is_named_and_a_torn_last_one_left_out(tmp_path):
     rows = b'{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 2.0}\n'
     for torn in (b"", b'{"step": 3, "lo', b"\0" * 40):
         file.write_bytes(rows + torn)
-        assert [row["step"] for row in read_rows(file)] == [1, 2]
+        assert [row["step"] for row in read_metrics(file)] == [1, 2]
     writer = JsonlWriter(file)
     writer.log({"loss": 1.0}, 3)
     writer.close()
-    assert [row["step"] for row in read_rows(file)] == [1, 2, 3]
+    assert [row["step"] for row in read_metrics(file)] == [1, 2, 3]
     file.write_bytes(rows + b'{"step": 3, "lo\n{"step": 4}\n')
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 3 is not a row"):
-        read_rows(file)
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 3 holds no metrics"):
+        read_metrics(file)
 
 
 @pytest.mark.parametrize("content", [b"no JSON\n", b"[]\n", b"{}\n", b"\xff\n"])
 def test_another_file_in_place_of_the_metrics(content):
     Path("outputs").mkdir()
     Path("outputs/metrics.jsonl").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"outputs/metrics\.jsonl, line 1 is not a row"):
+    with pytest.raises(ConfigError, match=r"outputs/metrics\.jsonl, line 1 holds no metrics"):
         check_outputs(build_job(SWITCHES))
 
 
 def test_the_metrics_of_every_rank_are_looked_at():
     Path("outputs/rank_1").mkdir(parents=True)
     Path("outputs/rank_1/metrics.jsonl").write_text("[]\n")
-    with pytest.raises(ConfigError, match=r"rank_1/metrics\.jsonl, line 1 is not a row"):
+    with pytest.raises(ConfigError, match=r"rank_1/metrics\.jsonl, line 1 holds no metrics"):
         check_outputs(build_job(SWITCHES))
 
 

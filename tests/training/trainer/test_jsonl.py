@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from titanplans.training.trainer.jsonl import JsonlWriter, read_rows
+from titanplans.training.trainer.jsonl import JsonlWriter, read_metrics
 
 
 def test_metrics_of_a_resumed_run_are_one_run(tmp_path):
@@ -20,9 +20,15 @@ def test_metrics_of_a_resumed_run_are_one_run(tmp_path):
     with path.open("a") as file:
         file.write('{"step": 5, "lo')  # killed here
     run([3, 4, 5], 2.0)  # from the checkpoint of step 2
-    assert [(row["step"], row["loss"]) for row in read_rows(path)] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)]
+    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [
+        (1, 1),
+        (2, 1),
+        (3, 2),
+        (4, 2),
+        (5, 2),
+    ]
     run([1, 2], 3.0)  # over again
-    assert [(row["step"], row["loss"]) for row in read_rows(path)] == [(1, 3), (2, 3)]
+    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [(1, 3), (2, 3)]
 
 
 def test_metrics_are_json_where_a_figure_is_not_finite(tmp_path):

@@ -17,11 +17,11 @@ from titanplans.training.launch.logs import _NO_NEWS, _worth_showing
 from titanplans.training.trainer.device import DeviceMemory, Peak, peak_resident_bytes, prepare_device
 from titanplans.training.trainer.metrics import (
     MetricsProcessor,
-    _significant,
+    _three_digits,
     format_seconds,
     known_peak_flops,
 )
-from titanplans.training.trainer.step import FiniteSoFar
+from titanplans.training.trainer.step import FiniteCheck
 
 CPU = torch.device("cpu")
 
@@ -33,10 +33,10 @@ on_a_cpu = pytest.mark.skipif(
 def test_a_rank_whose_shard_of_a_weight_is_empty_knows_whether_all_are_finite():
     model = torch.nn.ParameterList([torch.ones(2), torch.empty(0)])
     with process_groups.fake_group(2):
-        assert FiniteSoFar([model], torch.device("cpu")).everywhere()
+        assert FiniteCheck([model], torch.device("cpu")).on_all_ranks()
         with torch.no_grad():
             model[0][1] = torch.nan
-        assert not FiniteSoFar([model], torch.device("cpu")).everywhere()
+        assert not FiniteCheck([model], torch.device("cpu")).on_all_ranks()
 
 
 @on_a_cpu
@@ -72,7 +72,7 @@ def test_format_seconds(seconds, text):
     ("value", "text"), [(0.004562, "0.00456"), (12.34, "12.3"), (456.7, "457"), (0, "0")]
 )
 def test_three_significant_digits(value, text):
-    assert _significant(value) == text
+    assert _three_digits(value) == text
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_the_memory_of_validation_is_its_own(tmp_path):
         processor.log_validation(1.0, 1)
     assert rows["validation_metrics/memory/max_reserved(%)"] == 5
     assert memory.peak().reserved == 2, "of the next steps nothing but theirs is measured"
-    assert processor._peak_so_far().reserved == 10, "of the steps since the last line"
+    assert processor._interval_peak().reserved == 10, "of the steps since the last line"
 
 
 def test_log_keeps_what_is_news():

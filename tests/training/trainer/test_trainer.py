@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import process_groups
-from titanplans.training.trainer.jsonl import read_rows
+from titanplans.training.trainer.jsonl import read_metrics
 
 SMALL = {
     "hidden_size": 32,
@@ -287,13 +286,13 @@ def test_a_step_is_saved_only_when_its_validation_is_logged(one):
 
 
 def test_metrics_jsonl_holds_what_the_other_writers_are_given(folder, one):
-    assert read_rows(folder / "everything" / "metrics.jsonl") == one["everything"]
+    assert read_metrics(folder / "everything" / "metrics.jsonl") == one["everything"]
 
 
 def test_metrics_jsonl_of_a_resumed_run_has_each_step_once_on_every_rank(folder, two):
     whole, half, _ = two["tp resumed"]
     for rank in range(2):
-        rows = read_rows(folder / "tp-resumed" / f"rank_{rank}" / "metrics.jsonl")
+        rows = read_metrics(folder / "tp-resumed" / f"rank_{rank}" / "metrics.jsonl")
         assert [row["step"] for row in rows] == list(range(1, 9))
         if rank == 0:
             assert {row["step"]: row["loss_metrics/global_avg_loss"] for row in rows} == whole | half

@@ -299,7 +299,7 @@ def _check_resumed(job: JobConfig, model: PreTrainedModel, world_size: int, save
     if "dataloader" not in job.checkpoint.exclude_from_loading:
         from titanplans.training.job.parts import open_training_data  # which imports torchtitan
 
-        apart = documents.are_apart(job, documents.keyword(job, model.config))
+        apart = documents.are_apart(job, documents.document_keyword(job, model.config))
         try:
             if position := read_position(saved):
                 open_training_data(job, world_size, apart=apart, alone=False)[0].check_state(position)

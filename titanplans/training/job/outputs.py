@@ -17,7 +17,7 @@ from titanplans.parallel.pipeline.picture import MEASURED_FILE as MEASURED_PICTU
 from titanplans.text import show
 from titanplans.training.checkpoint.folder import own_folder
 from titanplans.training.job.resolve import trace_buf_size
-from titanplans.training.trainer.jsonl import FILE_NAME, read_rows
+from titanplans.training.trainer.jsonl import FILE_NAME, read_metrics
 from titanplans.training.trainer.parallelism_report import FILE
 
 
@@ -60,7 +60,7 @@ def check_outputs(job: JobConfig) -> None:
     if job.metrics.enable_jsonl:
         for pattern in (FILE_NAME, f"rank_*/{FILE_NAME}"):
             for rows in sorted(Path(job.job.dump_folder).glob(pattern)):
-                read_rows(rows)
+                read_metrics(rows)
 
 
 def _obstacle(path: Path, is_file: bool) -> str | None:

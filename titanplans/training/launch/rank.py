@@ -55,10 +55,10 @@ def run_rank(job: JobConfig, evaluated: Path | None = None) -> int:
 
 def _train(job: JobConfig, rank: int, asked: threading.Event) -> None:
     trainer = _trainer(job, rank)
-    from titanplans.training.trainer.step import Ending
+    from titanplans.training.trainer.step import GracefulStop
 
     if job.checkpoint.save_on_signal:
-        trainer.ending = Ending(asked.is_set)
+        trainer.graceful_stop = GracefulStop(asked.is_set)
     gc.freeze()  # half a million objects of the libraries, which each collection before a save would look through
     with disk.one_line(trainer.resume_point):
         try:

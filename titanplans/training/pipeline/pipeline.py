@@ -38,7 +38,7 @@ class Pipeline:
         self.splits_backward = schedule_of(description["schedule"]).splits_backward
         self._schedules: dict[tuple[bool, int], tuple[Any, Sequence[ScheduledStage]]] = {}
         own = stages()
-        self.parts, self.group = [stage.part for stage in own], own[0].group
+        self.model_parts, self.group = [stage.part for stage in own], own[0].group
         ranks = [stage["rank"] for stage in description["stages"]]
         models = {stage.stage_index: stage.part.lm for stage in own}
         self._shared = SharedParameters(shared, models, ranks, self.group)
@@ -98,7 +98,7 @@ class Pipeline:
         made = self._schedules.items()
         return [stage for (evaluates, _), (_, stages) in made if not evaluates for stage in stages]
 
-    def share_gradients(self) -> None:
+    def sum_shared_gradients(self) -> None:
         """Give what several stages hold the sum of their gradients."""
         self._shared.sum_gradients()
 

@@ -103,7 +103,7 @@ class ScheduledStage(PipelineStage):
 
     def _post_metadata_inference_cleanup(self) -> None:  # private: torch PipelineStage
         super()._post_metadata_inference_cleanup()
-        self.part.inferred()
+        self.part.after_shape_inference()
         # Its forward was none of the training's: buffers that a forward moves are as before.
         buffers = dict(self.submod.named_buffers())
         with torch.no_grad():

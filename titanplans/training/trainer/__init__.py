@@ -1,1 +1,1 @@
-"""The training loop, in `trainer.py`, and its parts."""
+"""The training loop (`trainer.py`) and what it uses: model, loss, optimizers, metrics, reports, memory checks."""

@@ -1,9 +1,4 @@
-"""Several documents in one sequence that do not see each other: which models can keep them apart, and by which keyword.
-
-That a forward takes the keyword doesn't say so: recurrences of transformers and some of flash-linear-attention run on across
-the borders, and GPT-OSS rotates by `position_ids` but doesn't mask by them. So these are the model types of which a test has
-seen that a change in one document changes nothing in the next.
-"""
+"""Which models keep the documents packed into one sequence apart, and by which keyword of their forward."""
 
 import logging
 
@@ -15,13 +10,17 @@ from titanplans.training.job.resolve import training_data
 
 _log = logging.getLogger(__name__)
 
+# A forward that takes the keyword may still ignore it: the recurrences of transformers and some of flash-linear-attention
+# run across the borders, and GPT-OSS rotates by `position_ids` but does not mask by them. A model type is listed only if a
+# test has seen that a change in one document changes nothing in the next.
+
 BY_CU_SEQLENS = frozenset((
     "bitnet", "comba", "cyclic_flow_attention", "delta_net", "deltaformer", "forgetting_transformer",
     "gated_deltanet", "gated_deltaproduct", "gla", "gsa", "hgrn", "hgrn2", "kda", "lightnet", "mesa_net",
     "mla", "moba", "nsa", "parallax", "path_attn", "precond_gated_deltanet", "precond_kda", "raven",
     "retnet", "rodimus", "rwkv6", "rwkv7", "stickbreaking_attn", "transformer", "wall_transformer", "yoco",
 ))  # fmt: skip
-"""Of flash-linear-attention: all sequences of a batch, one after another in one row, and where each begins."""
+"""Model types of flash-linear-attention that take `cu_seqlens`: the batch is one row, with the offset of each document."""
 
 BY_POSITION_IDS = frozenset((
     "cohere2", "deepseek_v2", "deepseek_v3", "gemma2", "gemma3", "gemma3_text", "glm4", "glm4_moe",
@@ -29,65 +28,71 @@ BY_POSITION_IDS = frozenset((
     "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm",
     "starcoder2",
 ))  # fmt: skip
-"""Of transformers: positions that restart, from which it makes the masks of eager attention, SDPA and FlexAttention."""
+"""Model types of transformers that derive the mask (eager, SDPA, FlexAttention) from `position_ids` that restart at 0."""
 
 
-def keyword(job: JobConfig, config: PretrainedConfig) -> str | None:
-    """Return the keyword by which a job's model is told of documents; None where it is to be told nothing, or can't."""
+def document_keyword(job: JobConfig, config: PretrainedConfig) -> str | None:
+    """Return the forward's keyword that tells a job's model of documents; None if it needs none, or supports none."""
     chats = [source.chat for source in training_data(job).sources]
     texts = not all(chat.enable for chat in chats)
     packed = any(chat.enable and chat.packing for chat in chats)
     if not packed and not (texts and job.data.documents != "joined"):
         return None
-    if job.model.class_ is not None:  # whose config may be one of transformers'
+    # A custom class may reuse a config, and so the model_type, of a listed model without its behaviour.
+    if job.model.class_ is not None:
         return None
     if config.model_type in BY_CU_SEQLENS:
         return "cu_seqlens"
-    # Flash attention by itself looks for documents in a batch of one sequence only.
+    # In transformers, flash attention derives documents from position_ids only for a batch of one sequence.
     flash = "flash" in (getattr(config, "_attn_implementation", None) or "")
     return "position_ids" if config.model_type in BY_POSITION_IDS and not flash else None
 
 
-def are_apart(job: JobConfig, by: str | None) -> bool:
-    """Return whether documents of text are kept apart, in a model that is told of them by the keyword `by`."""
-    return job.data.documents != "joined" and by is not None
+def are_apart(job: JobConfig, keyword: str | None) -> bool:
+    """Return whether a job keeps documents of plain text apart, given what `document_keyword` returned for its model."""
+    return job.data.documents != "joined" and keyword is not None
 
 
 def check_documents(job: JobConfig, config: PretrainedConfig) -> None:
-    """Refuse documents apart, or conversations packed, for a model that does not keep them apart; log which it is.
+    """Refuse to separate documents, or to pack conversations, for a model that can't; log what happens to documents.
 
     Raises:
-        ConfigError: its model type is not known to.
+        ConfigError: the model type is not known to keep documents apart.
     """
-    chats, by = [source.chat for source in training_data(job).sources], keyword(job, config)
-    kind = repr(config.model_type) if config.model_type else type(config).__name__
-    whose = f"{kind} is not known to keep documents of a sequence apart, so each would see those before it"
-    if any(chat.enable and chat.packing for chat in chats) and by is None:
-        key = "data.sources: chat.packing" if job.data.sources else "training.chat.packing"
+    chats = [source.chat for source in training_data(job).sources]
+    keyword = document_keyword(job, config)
+    model_type = repr(config.model_type) if config.model_type else type(config).__name__
+    reason = (
+        f"{model_type} is not known to keep documents of a sequence apart, so each would see those before it"
+    )
+    if any(chat.enable and chat.packing for chat in chats) and keyword is None:
+        option = "data.sources: chat.packing" if job.data.sources else "training.chat.packing"
         raise ConfigError(
-            f"{key} = true: {whose}; set it to false for one conversation a sequence, or use another model"
+            f"{option} = true: {reason}; set it to false for one conversation per sequence, or use another model"
         )
     if all(chat.enable for chat in chats):
         return
-    if job.data.documents == "apart" and by is None:
+    if job.data.documents == "apart" and keyword is None:
         raise ConfigError(
-            f'data.documents = "apart": {whose}; set it to "joined", or use another model (docs/data.md names them)'
+            f'data.documents = "apart": {reason}; set it to "joined", or use another model (docs/data.md names them)'
         )
-    if are_apart(job, by):
-        _log.info("documents of a row are kept apart: none sees another")
+    if are_apart(job, keyword):
+        _log.info("documents of a sequence are kept apart: none sees another")
     elif job.data.documents is None:
-        _log.info(f"documents of a row see those before them: {kind} is not known to keep them apart")
+        _log.info(
+            f"documents of a sequence see those before them: {model_type} is not known to keep them apart"
+        )
 
 
-def inputs(tokens: torch.Tensor, positions: torch.Tensor, by: str) -> dict[str, torch.Tensor]:
+def inputs(tokens: torch.Tensor, positions: torch.Tensor, keyword: str) -> dict[str, torch.Tensor]:
     """Return the inputs of a forward that keeps documents apart.
 
     Args:
         tokens: `[B, L]`.
-        positions: `[B, L]`, 0 where a document begins, and at the beginning of each row.
-        by: "cu_seqlens", for which the rows become one, or "position_ids".
+        positions: `[B, L]`, 0 where a document begins, and at the beginning of each sequence.
+        keyword: "position_ids", or "cu_seqlens", for which the sequences are joined into one of length B * L.
     """
-    if by == "position_ids":
+    if keyword == "position_ids":
         return {"input_ids": tokens, "position_ids": positions}
     starts = (positions.reshape(-1) == 0).nonzero().reshape(-1)
     ends = starts.new_tensor([tokens.numel()])

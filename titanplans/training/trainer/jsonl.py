@@ -1,6 +1,6 @@
-"""`[metrics] enable_jsonl`: the figures of each logged step as a line of JSON, and how such a file is read.
+"""Write and read metrics.jsonl (`metrics.enable_jsonl`): the metrics of a logged step or validation as one line of JSON.
 
-`titanplans.training.trainer.metrics` defines the figures; they have the names that TensorBoard and W&B are given.
+`titanplans.training.trainer.metrics` defines the metrics; TensorBoard and W&B get the same names.
 """
 
 import json
@@ -15,10 +15,9 @@ FILE_NAME = "metrics.jsonl"
 
 
 class JsonlWriter:
-    """Appends to a file one object a call of `log`; shaped as torchtitan's writers are.
+    """Appends one JSON object to a file per call of `log`; has the methods of torchtitan's writers.
 
-    A run that resumes at step N, or starts over, first drops the lines of an earlier run from step N on, so that
-    what is read is one run.
+    The first call, of step N, drops the lines of an earlier run from step N on: the file always describes one run.
     """
 
     def __init__(self, path: Path):
@@ -26,54 +25,54 @@ class JsonlWriter:
         self._file: TextIO | None = None
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        """Write `{"step": step, **metrics}`; a figure that is not finite, which JSON has no word for, is null."""
-        row = {"step": step, **{name: _number(value) for name, value in metrics.items()}}
+        """Write `{"step": step, **metrics}`; a value that is not finite, which JSON can't express, becomes null."""
+        record = {"step": step, **{name: _finite_or_none(value) for name, value in metrics.items()}}
         with naming(self.path):
             if self._file is None:
                 self._file = _open_from(self.path, step)
-            self._file.write(json.dumps(row) + "\n")
-            self._file.flush()  # a killed run keeps its rows
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()  # so that a killed run keeps its lines
 
     def close(self) -> None:
-        """Close the file; `log` would open it again."""
+        """Close the file; another call of `log` opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of such a file, in its order; a last line that was cut off by a kill is left out.
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a metrics file in their order; an incomplete last line, left by a kill, is skipped.
 
     Raises:
-        ConfigError: a line is not such an object; names it.
+        ConfigError: a line is not an object with a step; names the line.
     """
-    rows = []
+    records = []
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
+        for line_number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 break
             try:
-                row = json.loads(line)
+                record = json.loads(line)
             except (ValueError, RecursionError):  # not JSON, or not UTF-8
-                row = None
-            if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
+                record = None
+            if not (isinstance(record, dict) and isinstance(record.get("step"), int)):
                 raise ConfigError(
-                    f"{path}, line {number} is not a row of metrics (an object with a step); remove the line, or "
+                    f"{path}, line {line_number} holds no metrics (a JSON object with a step); remove the line, or "
                     "move the file away"
                 )
-            rows.append(row)
-    return rows
+            records.append(record)
+    return records
 
 
 def _open_from(path: Path, step: int) -> TextIO:
     path.parent.mkdir(parents=True, exist_ok=True)
-    earlier = [row for row in read_rows(path) if row["step"] < step] if path.exists() else []
+    earlier = [record for record in read_metrics(path) if record["step"] < step] if path.exists() else []
     rewritten = path.with_suffix(".tmp")
-    rewritten.write_text("".join(json.dumps(row) + "\n" for row in earlier), encoding="utf-8")
+    rewritten.write_text("".join(json.dumps(record) + "\n" for record in earlier), encoding="utf-8")
     rewritten.replace(path)
     return path.open("a", encoding="utf-8")
 
 
-def _number(value: Any) -> float | int | None:
+def _finite_or_none(value: Any) -> float | int | None:
     number = value if isinstance(value, int) else float(value)
     return number if math.isfinite(number) else None

@@ -1,7 +1,4 @@
-"""The loss of a job: ours, compiled with every option of [compile]; fused with the head where that can be.
-
-The model's router balance loss is added.
-"""
+"""The loss of a job: cross entropy, fused with the head if possible, plus the model's router balance loss."""
 
 import logging
 from collections.abc import Callable
@@ -27,52 +24,58 @@ _log = logging.getLogger(__name__)
 
 
 class CrossEntropyLoss:
-    """A sum over tokens divided by those of the whole batch.
+    """Cross entropy summed over a rank's tokens and divided by the number of valid tokens of the global batch.
 
     Args:
         options: [loss].
-        compiled: which components of the job are compiled; None: none.
+        compiled: [compile]; the loss is compiled if its components name "loss". None: it is not.
 
     Attributes:
-        added: returns the term that the newest forward adds to the mean over its tokens, or None. Only in training.
-        objective: terms added to the cross entropy of a token. Only in training.
+        get_balance_loss: returns the router balance loss of the newest forward, or None. Added in training only.
+        objective: label smoothing and z-loss, added to the cross entropy of each token in training only.
     """
 
-    added: Callable[[], torch.Tensor | None] = staticmethod(lambda: None)
+    get_balance_loss: Callable[[], torch.Tensor | None] = staticmethod(lambda: None)
 
     def __init__(self, options: Loss, compiled: Compile | None = None):
         self.options, self.objective = options, Objective(options.label_smoothing, options.z_loss)
         self._compile: Callable[[Any], Any] = lambda function: function
         if compiled is not None and compiled.enable and "loss" in compiled.components:
             self._compile = partial(compile_loss, compile_config=compiled)
-        self._of_logits = self._compile(_of_logits)
+        self._loss_from_logits = self._compile(_loss_from_logits)
 
     def __call__(
         self,
         logits: torch.Tensor,
         labels: torch.Tensor,
-        all_tokens: torch.Tensor | None = None,
+        global_valid_tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the loss of `logits` [B, L, V], a sum over tokens divided by `all_tokens`, those of the whole batch.
+        """Return the loss of `logits` [B, L, V], summed over tokens and divided by `global_valid_tokens`.
 
-        With context parallelism it is this rank's summand: of its own tokens, labels are given for all. Without
-        `all_tokens`, in validation, it is a sum over tokens, of the cross entropy alone.
+        Under context parallelism every rank gets the labels of all tokens, but its loss covers its own tokens only: the
+        losses of the CP ranks add up to the batch's.
+
+        Args:
+            logits: of the model's forward; `DeferredLogits` carry a loss that the head has computed.
+            labels: [B, L]; `IGNORED` where a token does not count.
+            global_valid_tokens: the labels of a step that count, over all ranks. None, in validation: return the plain
+                cross entropy, summed over tokens.
         """
-        training = all_tokens is not None
+        training = global_valid_tokens is not None
         objective = self.objective if training else Objective()
-        function = _of_logits if isinstance(logits, DeferredLogits) else self._of_logits
+        function = _loss_from_logits if isinstance(logits, DeferredLogits) else self._loss_from_logits
         loss = function(logits, labels, *objective)
         if training:
-            loss = loss / all_tokens
-            if (added := self.added()) is not None:
-                loss = loss + added * ((labels != IGNORED).sum() / all_tokens)
+            loss = loss / global_valid_tokens
+            if (balance_loss := self.get_balance_loss()) is not None:
+                loss = loss + balance_loss * ((labels != IGNORED).sum() / global_valid_tokens)
         return loss
 
     def fuse(self, model: torch.nn.Module, *, splits_backward: bool = False) -> FusedLoss | None:
-        """Return what computes the loss in the head of `model`; None where the job leaves it open, and it can't be.
+        """Return the loss fused with the head of `model`; None if the job does not require it and it can't be.
 
         Raises:
-            NotFused: it was asked for, and can't be.
+            NotFused: loss.fused = true, and the loss can't be fused.
         """
         if self.options.fused is False:
             return None
@@ -88,19 +91,16 @@ class CrossEntropyLoss:
             return None
 
     def on_fusion_failed(self, error: NotFused) -> None:
-        """Log that the loss is not fused, and why.
-
-        Raises:
-            NotFused: it was asked for.
-        """
+        """Log why the loss is not fused; with loss.fused = true, raise the error instead."""
         if self.options.fused:
             raise error
         _log.info(f"the loss is computed from logits, not in the head (loss.fused is unset): {error.reason}")
 
 
-def _of_logits(
+def _loss_from_logits(
     logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float, z_loss: float
 ) -> torch.Tensor:
-    # Of sequences packed into one row the logits are [1, B * L, V].
+    # With cu_seqlens the sequences form one row: labels [B, L] take the shape of logits [1, B * L, V]. Deferred logits are
+    # compared with the labels that the head was given, so those stay as they are.
     labels = labels if isinstance(logits, DeferredLogits) else labels.reshape(logits.shape[:-1])
     return cross_entropy(logits, labels, 1, label_smoothing=label_smoothing, z_loss=z_loss)

@@ -1,7 +1,7 @@
-"""`check_memory`: whether a job fits into memory, as far as arithmetic alone can say.
+"""`check_memory`: a lower bound on a job's memory, by arithmetic alone.
 
-What is counted is there at once, whatever the kernels do. Activations, gathered units, copies and the libraries come on top:
-a job that passes may still run out of memory.
+It counts what is certainly allocated at the same time: weights, gradients, moments, logits, batches. Activations, gathered
+parameters, copies and the libraries come on top, so a job that passes may still run out of memory.
 """
 
 import logging
@@ -21,36 +21,43 @@ _TOKEN = 24
 """Bytes of a token in a batch: its id, its label and its position are int64."""
 
 _EVENT = 512
-"""Bytes of an event in the flight recorder, at least: `Entry` in torch's FlightRecorder.hpp, without its stack."""
+"""Least bytes of an event in the flight recorder: `Entry` in torch's FlightRecorder.hpp, without its stack."""
 
 _PROCESS = 2**25
-"""Least bytes of a process's own: the forked pages that it writes to, and its heap."""
+"""Least bytes that a process does not share with its parent: the forked pages that it writes to, and its heap."""
 
-_LARGE = 0.5
-"""The share of the memory from which on the log states the job's need."""
+_LOG_FRACTION = 0.5
+"""If a job needs more than this fraction of the memory, the log says so."""
 
 logger = logging.getLogger(__name__)
 
 
-class Part(NamedTuple):
-    """What takes memory in each process."""
+class MemoryUse(NamedTuple):
+    """An item that takes memory in each process."""
 
     bytes: int
-    keys: str
-    """The keys that determine it, with values."""
-    what: str
+    options: str
+    """The options that determine it, with values."""
+    item: str
     remedy: str
 
 
 def check_memory(job: JobConfig, model: PreTrainedModel, world_size: int, device_type: str) -> None:
-    """Refuse a job that needs more memory than the machine has; log a need that is large. `model` has its adapters.
+    """Refuse a job that needs more memory than the machine or GPU has; log a need that is large.
+
+    Args:
+        job: as checked so far.
+        model: on meta, with its adapters.
+        world_size: number of ranks.
+        device_type: "cuda" for GPU memory; else everything is counted as host memory.
 
     Raises:
-        ConfigError: with its least need, the machine's memory, the largest part and the remedy.
+        ConfigError: names the memory needed and available, the largest item and the remedy.
     """
-    # torchrun says how many are on this machine; without it all are, or who started this one says nothing.
+    # torchrun says how many processes are on this machine. A launcher that sets RANK alone does not say: count this one.
+    # With neither, our launcher will start all of them here.
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1 if "RANK" in os.environ else world_size))
-    host, device = [_batches(job, world_size), *_beside_tensors(job)], [_logits(job, model)]
+    host, device = [_batches(job, world_size), *_host_overhead(job)], [_logits(job, model)]
     (host if job.training.enable_cpu_offload else device).append(_weights(job, model, world_size))
     if device_type == "cuda":
         _check(device, 1, "each GPU has", torch.device("cuda", 0))
@@ -59,112 +66,118 @@ def check_memory(job: JobConfig, model: PreTrainedModel, world_size: int, device
     _check(host, processes, "this machine has", torch.device("cpu"))
 
 
-def _check(parts: list[Part], processes: int, whose: str, device: torch.device) -> None:
-    there, needed = memory(device), processes * sum(part.bytes for part in parts)
-    most = max(parts, key=lambda part: part.bytes)
+def _check(uses: list[MemoryUse], processes: int, owner: str, device: torch.device) -> None:
+    available, needed = memory(device), processes * sum(use.bytes for use in uses)
+    largest = max(uses, key=lambda use: use.bytes)
     where = f"{processes} processes" if processes > 1 else "one process"
-    said = (
-        f"{most.keys}: the job needs at least {_gb(needed)} of memory in {where}, {_gb(processes * most.bytes)} of it for "
-        f"{most.what}, and {whose} {_gb(there)}"
+    message = (
+        f"{largest.options}: the job needs at least {_gb(needed)} of memory in {where}, "
+        f"{_gb(processes * largest.bytes)} of it for {largest.item}, and {owner} {_gb(available)}"
     )
-    if needed > there:
-        raise ConfigError(f"{said}: {most.remedy}")
-    if needed > _LARGE * there:
-        logger.info(said)
+    if needed > available:
+        raise ConfigError(f"{message}: {largest.remedy}")
+    if needed > _LOG_FRACTION * available:
+        logger.info(message)
 
 
-def _weights(job: JobConfig, model: PreTrainedModel, world_size: int) -> Part:
+def _weights(job: JobConfig, model: PreTrainedModel, world_size: int) -> MemoryUse:
     p, o = job.parallelism, job.optimizer
     parameters = list(model.parameters())
     count = sum(parameter.numel() for parameter in parameters)
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    split = 1 if p.data_parallel_strategy == "ddp" else world_size // p.data_parallel_replicate_degree
-    kept = 2 if job.training.dtype == "bfloat16" else 4
-    moment = 2 if o.implementation == "fused_opt_states_bf16" else kept
-    # Of a weight in NF4 the codes are bytes, and the scales bfloat16, whatever the others are kept in.
-    stored = sum(p.numel() * min(kept, p.itemsize) for p in parameters)
+    ranks = 1 if p.data_parallel_strategy == "ddp" else world_size // p.data_parallel_replicate_degree
+    weight_bytes = 2 if job.training.dtype == "bfloat16" else 4
+    moment_bytes = 2 if o.implementation == "fused_opt_states_bf16" else weight_bytes
+    # An NF4 weight has codes of one byte and bfloat16 scales, whatever training.dtype says.
+    stored = sum(p.numel() * min(weight_bytes, p.itemsize) for p in parameters)
     in_muon = sum(
         parameter.numel()
         for group in group_parameters(model, o)
         if group.optimizer == "Muon"
         for parameter in group.parameters.values()
     )
+    # Muon has one moment per parameter, AdamW two.
     moments = f"Muon's momentum of {in_muon:,} of them, AdamW's" if in_muon else f"{o.name}'s"
-    what = f"{count:,} parameters, and of the {trained:,} that train gradients and {moments} two moments"
-    return Part(
-        (stored + trained * (kept + 2 * moment) - in_muon * moment) // split,
+    item = f"{count:,} parameters, and of the {trained:,} that train gradients and {moments} two moments"
+    return MemoryUse(
+        (stored + trained * (weight_bytes + 2 * moment_bytes) - in_muon * moment_bytes) // ranks,
         f'{" ".join(resolve.model_name(job))}, training.dtype = "{job.training.dtype}"',
-        what + (f", split among {split}" if split > 1 else ""),
+        item + (f", split among {ranks}" if ranks > 1 else ""),
         "use a smaller model, or more processes to split it over (data_parallel_shard_degree, tensor_parallel_degree)",
     )
 
 
-def _logits(job: JobConfig, model: PreTrainedModel) -> Part:
-    """The logits of a batch, or of a chunk, in the type that the layers compute in; loss parallel leaves them split."""
+def _logits(job: JobConfig, model: PreTrainedModel) -> MemoryUse:
+    """Return the logits of a batch, or of a chunk if the loss may be fused, in the dtype that the layers compute in."""
     p, t = job.parallelism, job.training
-    most = job.loss.chunk_tokens
-    fused = job.loss.fused is not False
+    chunk_tokens = job.loss.chunk_tokens
+    may_fuse = job.loss.fused is not False
     vocab_size = model.config.get_text_config().vocab_size
-    split = 1 if p.disable_loss_parallel and not fused else p.tensor_parallel_degree
-    own = p.context_parallel_degree  # tokens are cut
-    size = 2 if "bfloat16" in (t.mixed_precision_param, t.dtype) else 4
+    # With loss parallel, or fused, each TP rank has the logits of its shard of the vocabulary.
+    vocab_ranks = 1 if p.disable_loss_parallel and not may_fuse else p.tensor_parallel_degree
+    itemsize = 2 if "bfloat16" in (t.mixed_precision_param, t.dtype) else 4
     section, data = max(_data(job), key=lambda item: item[1].local_batch_size * item[1].seq_len)
-    piped = p.pipeline_parallel_degree > 1  # whose last stage has the logits of one micro batch
-    rows = p.pipeline_parallel_microbatch_size if piped else data.local_batch_size
-    tokens = rows * -(data.seq_len // -own)
-    if fused and tokens > most:
-        keys, what = f"loss.chunk_tokens = {most}", "the logits of a chunk"
-        return Part(most * vocab_size * size // split, keys, f"{what} over {vocab_size:,} tokens", "lower it")
-    return Part(
-        tokens * vocab_size * size // split,
+    # The last stage of a pipeline has the logits of one micro batch, a CP rank the logits of its slice of each sequence.
+    has_pipeline = p.pipeline_parallel_degree > 1
+    sequences = p.pipeline_parallel_microbatch_size if has_pipeline else data.local_batch_size
+    tokens = sequences * -(data.seq_len // -p.context_parallel_degree)
+    if may_fuse and tokens > chunk_tokens:
+        return MemoryUse(
+            chunk_tokens * vocab_size * itemsize // vocab_ranks,
+            f"loss.chunk_tokens = {chunk_tokens}",
+            f"the logits of a chunk over {vocab_size:,} tokens",
+            "lower it",
+        )
+    return MemoryUse(
+        tokens * vocab_size * itemsize // vocab_ranks,
         f"{section}.local_batch_size = {data.local_batch_size}, seq_len = {data.seq_len}",
         f"the logits of a batch over {vocab_size:,} tokens",
         "lower one of the two (gradient_accumulation_steps keeps the sequences of a step)",
     )
 
 
-def _batches(job: JobConfig, world_size: int) -> Part:
-    """The batches of a step: all are read before the first is computed."""
+def _batches(job: JobConfig, world_size: int) -> MemoryUse:
+    """Return the batches of a training step, all of which are read before the first forward, or a validation batch."""
     t, data_parallel = job.training, resolve.data_parallel_degree(job, world_size)
     sequences = resolve.global_batch_size(job, data_parallel) // data_parallel
     key = "gradient_accumulation_steps" if t.global_batch_size == -1 else "global_batch_size"
-    trained = Part(
+    training = MemoryUse(
         sequences * t.seq_len * _TOKEN,
         f"training.{key} = {show(getattr(t, key))}, local_batch_size = {t.local_batch_size}, seq_len = {t.seq_len}",
         "the tokens of a step",
         "lower one of them",
     )
     section, data = _data(job)[-1]
-    validated = Part(
+    evaluation = MemoryUse(
         data.local_batch_size * data.seq_len * _TOKEN,
         f"{section}.local_batch_size = {data.local_batch_size}, seq_len = {data.seq_len}",
         "the tokens of a batch",
         "lower one of the two",
     )
-    return max(trained, validated, key=lambda part: part.bytes)
+    return max(training, evaluation, key=lambda use: use.bytes)
 
 
-def _beside_tensors(job: JobConfig) -> list[Part]:
+def _host_overhead(job: JobConfig) -> list[MemoryUse]:
     events, p = resolve.trace_buf_size(job), job.parallelism
     workers = {"training.dataloader.num_workers": job.training.dataloader.num_workers}
     if job.validation.enable:
         workers["validation.dataloader.num_workers"] = job.validation.dataloader.num_workers
-    most = max(workers, key=lambda key: workers[key])
+    largest = max(workers, key=lambda option: workers[option])
     axes = ("tensor_parallel", "context_parallel", "data_parallel_shard", "data_parallel_replicate")
     degrees = {f"{axis}_degree": getattr(p, f"{axis}_degree") for axis in axes}
-    said = ", ".join(f"{key} = {degree}" for key, degree in degrees.items() if degree > 1)
+    degrees_text = ", ".join(f"{option} = {degree}" for option, degree in degrees.items() if degree > 1)
     recorder = "the events of the flight recorder", "lower it; 0 switches the recorder off"
     return [
-        Part(events * _EVENT, f"comm.trace_buf_size = {events}", *recorder),
-        Part(
+        MemoryUse(events * _EVENT, f"comm.trace_buf_size = {events}", *recorder),
+        MemoryUse(
             sum(workers.values()) * _PROCESS,
-            f"{most} = {workers[most]}",
+            f"{largest} = {workers[largest]}",
             "the processes that read data",
             "lower it",
         ),
-        Part(
+        MemoryUse(
             _PROCESS,
-            f"parallelism.{said}" if said else "this job",
+            f"parallelism.{degrees_text}" if degrees_text else "this job",
             "the processes themselves",
             "lower a degree",
         ),

@@ -1,7 +1,4 @@
-"""A run's log: a line for each logged step, and the same figures for TensorBoard, W&B and metrics.jsonl.
-
-The sinks are torchtitan's. Unknown figures are left out: MFU on a device without a published peak, device memory on a CPU.
-"""
+"""`MetricsProcessor`: a log line per logged step, and the same metrics for TensorBoard, W&B and metrics.jsonl."""
 
 import contextlib
 import math
@@ -27,28 +24,32 @@ from titanplans.training.trainer.device import DeviceMemory, Peak
 from titanplans.training.trainer.jsonl import FILE_NAME, JsonlWriter
 
 _A100_PEAK_FLOPS = 312e12
+"""The value that torchtitan's table returns for a device that it does not know."""
 
 
 class MetricsProcessor:
-    """Log line, TensorBoard, W&B and metrics.jsonl. The trainer sets the attributes.
+    """Logs training and validation: log line, TensorBoard, W&B, metrics.jsonl. The trainer sets the attributes.
+
+    A metric that is unknown is left out: MFU on a device whose peak is unknown, device memory on a CPU.
 
     Args:
         options: [metrics].
-        values: the job's, for W&B.
+        dump_folder: of the job.
+        values: the job's options, for W&B.
 
     Attributes:
-        total_steps: of the run, by which the time left is shown.
-        num_flops_per_token: of a forward and a backward of the whole model.
-        of_data: the data loader's metrics of a logged interval; called on all ranks.
-        balancer: of the routers' loads.
-        validation_loss: the newest.
-        ntokens_since_last_log: of this rank's batches.
-        data_loading_times: seconds, of each batch since the last line.
+        total_steps: steps of the run, from which the remaining time is computed.
+        num_flops_per_token: FLOPs of one forward and backward of the unsplit model.
+        data_metrics: returns the data loader's metrics since it was last called; called on all ranks.
+        balancer: balances the loads of experts, and has their metrics.
+        validation_loss: the newest, in nats per token.
+        ntokens_since_last_log: tokens in this rank's batches.
+        data_loading_times: seconds that each batch took since the last log line.
     """
 
     total_steps: int
     num_flops_per_token: int
-    of_data: Callable[[], dict[str, float]]
+    data_metrics: Callable[[], dict[str, float]]
     balancer: LoadBalancer
     validation_loss: float
 
@@ -63,28 +64,28 @@ class MetricsProcessor:
         self.color = Color() if has_colors else NoColor()
         self.peak_flops = known_peak_flops(self.memory)
         self._tensorboard: TensorBoardLogger | None = None
-        self.logger: Any = self._sinks(values)
+        self.logger: Any = self._make_writers(values)
         self.ntokens_since_last_log = 0
         self.data_loading_times: list[float] = []
         self.time_last_log = time.perf_counter()
         self._first_step = 0
-        self._peak: Peak | None = None
-        """The memory's, of the logged interval before its last validation."""
+        self._peak_before_validation: Peak | None = None
+        """Peak memory from the last log line to the last validation since; None: there was none since."""
         self._time_first_log = 0.0
-        self._last_step = 0  # that was logged
+        self._last_logged_step = 0
         self.memory.reset()
 
     def should_log(self, step: int) -> bool:
-        """The first step of this run, every `log_freq`-th, and the last."""
+        """Return whether `step` is the first of this run, a multiple of `log_freq`, or the last; call it in every step."""
         self._first_step = self._first_step or step
         return step % self.options.log_freq == 0 or step in (1, self._first_step, self.total_steps)
 
     def log_model(self) -> None:
-        """Log the memory that the model takes, and the peak against which MFU is computed."""
-        _, memory = self._memory(self._peak_so_far())
-        peak = "" if self.peak_flops is None else f"; MFU is of {self.peak_flops:.3e} FLOP/s"
+        """Log the memory that building the model took, and the peak FLOP/s that MFU refers to."""
+        _, memory = self._memory(self._interval_peak())
+        peak = "" if self.peak_flops is None else f"; MFU refers to a peak of {self.peak_flops:.3e} FLOP/s"
         name = f"{self.memory.name}, {self.memory.gib(self.memory.total):.2f} GiB"
-        logger.info(f"The model is made: {memory} of {name}{peak}")
+        logger.info(f"The model is built: {memory} of {name}{peak}")
 
     def log(
         self,
@@ -99,22 +100,22 @@ class MetricsProcessor:
         Args:
             step: the optimiser step, from 1.
             global_avg_loss: nats per token, over all ranks.
-            global_max_loss: the largest of the ranks' mean losses.
+            global_max_loss: the largest mean loss of a data-parallel rank, in nats per token.
             grad_norm: 2-norm of all gradients before clipping.
             extra_metrics: more scalars for the writers.
         """
-        if math.isnan(global_max_loss):  # a rank had only padding in the last step of an epoch
+        if math.isnan(global_max_loss):  # 0 / 0: a rank had only padding, in the last step of an epoch
             global_max_loss = global_avg_loss
         now = time.perf_counter()
         seconds = now - self.time_last_log
         if step == self._first_step:
-            self._last_step, self._time_first_log = step - 1, now
+            self._last_logged_step, self._time_first_log = step - 1, now
 
         tokens_per_device = self.ntokens_since_last_log / (seconds * self.mesh.non_data_parallel_size)
         tokens = tokens_per_device * self.mesh.world_size
         tflops = self.num_flops_per_token * tokens_per_device / 1e12
         loading = sum(self.data_loading_times)
-        memory, memory_text = self._memory(self._peak_so_far())
+        memory, memory_text = self._memory(self._interval_peak())
         scalars = {
             "loss_metrics/global_avg_loss": global_avg_loss,
             "loss_metrics/global_max_loss": global_max_loss,
@@ -122,7 +123,7 @@ class MetricsProcessor:
             "throughput(tps)": tokens_per_device,
             "throughput/all_devices(tps)": tokens,
             "tflops": tflops,
-            "time_metrics/end_to_end(s)": seconds / (step - self._last_step),
+            "time_metrics/end_to_end(s)": seconds / (step - self._last_logged_step),
             "time_metrics/data_loading(s)": loading / len(self.data_loading_times),
             "time_metrics/data_loading(%)": 100 * loading / seconds,
             **memory,
@@ -133,25 +134,25 @@ class MetricsProcessor:
             (self.color.orange, f"grad_norm {grad_norm:7.4f}"),
             (self.color.turquoise, memory_text),
             (self.color.blue, f"tokens/s {tokens:,.0f}"),
-            (self.color.cyan, f"TFLOPS {_significant(tflops)}"),
+            (self.color.cyan, f"TFLOPS {_three_digits(tflops)}"),
         ]
         if self.peak_flops is not None:
             scalars["mfu(%)"] = mfu = 100 * tflops * 1e12 / self.peak_flops
             fields.append((self.color.magenta, f"MFU {mfu:.1f}%"))
-        left = self._seconds_left(step, now)
-        if left is not None:
-            scalars["time_metrics/left(s)"] = left
-            fields.append((self.color.white, f"left {format_seconds(left)}"))
+        remaining = self._remaining_seconds(step, now)
+        if remaining is not None:
+            scalars["time_metrics/left(s)"] = remaining
+            fields.append((self.color.white, f"left {format_seconds(remaining)}"))
 
-        extra = {**(extra_metrics or {}), **self.of_data(), **self.balancer.figures()}
-        self._show(self.balancer.picture(), step)
+        extra = {**(extra_metrics or {}), **self.data_metrics(), **self.balancer.figures()}
+        self._write_image(self.balancer.picture(), step)
         self._write(scalars | extra, step)
         self._print(fields)
-        self._last_step = step
+        self._last_logged_step = step
         self.ntokens_since_last_log = 0
         self.data_loading_times.clear()
         self.time_last_log = time.perf_counter()
-        self._peak = None
+        self._peak_before_validation = None
         self.memory.reset()
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
@@ -171,9 +172,9 @@ class MetricsProcessor:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the enclosed time and tokens out of the throughput of training, and measure its memory apart."""
+        """Exclude time and tokens of the body from training throughput, and measure its peak memory separately."""
         tokens, started = self.ntokens_since_last_log, time.perf_counter()
-        self._peak = self._peak_so_far()
+        self._peak_before_validation = self._interval_peak()
         self.memory.reset()
         yield
         self.memory.reset()
@@ -184,39 +185,43 @@ class MetricsProcessor:
         with naming(self._folder):
             self.logger.log(scalars, step)
 
-    def _show(self, picture: torch.Tensor | None, step: int) -> None:
-        """Give TensorBoard the picture of the experts' loads, if it is on."""
-        if picture is not None and self._tensorboard is not None:
-            self._tensorboard.writer.add_image("experts/load", picture, step)
+    def _write_image(self, image: torch.Tensor | None, step: int) -> None:
+        # torchtitan's writers take scalars only, so TensorBoard's is called directly.
+        if image is not None and self._tensorboard is not None:
+            self._tensorboard.writer.add_image("experts/load", image, step)
 
-    def _sinks(self, values: dict[str, Any]) -> LoggerContainer:
-        """Return where the figures go. Every rank knows them: rank 0 writes them, or each its own."""
-        sinks, options, rank = LoggerContainer(), self.options, torch.distributed.get_rank()
+    def _make_writers(self, values: dict[str, Any]) -> LoggerContainer:
+        """Return the writers of this rank: none but on rank 0, or on all ranks with metrics.save_for_all_ranks."""
+        writers, options, rank = LoggerContainer(), self.options, torch.distributed.get_rank()
         if rank != 0 and not options.save_for_all_ranks:
-            return sinks
-        own = f"rank_{rank}" if options.save_for_all_ranks else ""
-        folder = str(Path(self._folder, options.save_tb_folder, datetime.now().strftime("%Y%m%d-%H%M"), own))
+            return writers
+        subfolder = f"rank_{rank}" if options.save_for_all_ranks else ""
+        started = datetime.now().strftime("%Y%m%d-%H%M")
+        folder = str(Path(self._folder, options.save_tb_folder, started, subfolder))
         if options.enable_wandb:
-            sinks.add_logger(_wandb(folder, values))
+            writers.add_logger(_wandb(folder, values))
         if options.enable_tensorboard:
             self._tensorboard = TensorBoardLogger(folder)
-            sinks.add_logger(self._tensorboard)
+            writers.add_logger(self._tensorboard)
         if options.enable_jsonl:
-            path = Path(self._folder, own, FILE_NAME)
-            sinks.add_logger(JsonlWriter(path))  # pyrefly: ignore[bad-argument-type]  it is shaped as one
-        return sinks
+            path = Path(self._folder, subfolder, FILE_NAME)
+            # It has the methods of torchtitan's `BaseLogger`, without being one.
+            writers.add_logger(JsonlWriter(path))  # pyrefly: ignore[bad-argument-type]
+        return writers
 
     def close(self) -> None:
-        """Close the sinks."""
+        """Close the writers."""
         self.logger.close()
 
-    def _peak_so_far(self) -> Peak:
-        """Return the peak of the interval since the last log, without validations."""
-        now = self.memory.peak()
-        return now if self._peak is None else Peak(*map(max, now, self._peak))
+    def _interval_peak(self) -> Peak:
+        """Return the peak memory since the last log line, validations excluded."""
+        peak = self.memory.peak()
+        if self._peak_before_validation is None:
+            return peak
+        return Peak(*map(max, peak, self._peak_before_validation))
 
     def _memory(self, peak: Peak) -> tuple[dict[str, float], str]:
-        """Return peak memory, as scalars and for the line; on a CPU the process's."""
+        """Return peak memory as scalars and as text for the log line; on a CPU, the resident set of the process."""
         memory = self.memory
         reserved, percent = memory.gib(peak.reserved), memory.percent(peak.reserved)
         if memory.is_host:
@@ -231,8 +236,8 @@ class MetricsProcessor:
             "memory/num_ooms": peak.out_of_memory,
         }, f"memory {reserved:.2f} GiB ({percent:.0f}%)"
 
-    def _seconds_left(self, step: int, now: float) -> float | None:
-        """Time to `total_steps` at the pace since the end of the first step, which may have compiled; None in it."""
+    def _remaining_seconds(self, step: int, now: float) -> float | None:
+        """Extrapolate the time to `total_steps` from all steps but the first, which may compile; None in the first."""
         if step == self._first_step:
             return None
         return (now - self._time_first_log) / (step - self._first_step) * (self.total_steps - step)
@@ -257,10 +262,7 @@ def _wandb(folder: str, values: dict[str, Any]) -> WandBLogger:
 
 
 def known_peak_flops(memory: DeviceMemory) -> float | None:
-    """Return the dense bfloat16 peak in FLOP/s that torchtitan's table has of a device; None where it has no entry.
-
-    For a name that it does not know, torchtitan answers with the A100's figure.
-    """
+    """Return the dense bfloat16 peak of a device in FLOP/s from torchtitan's table; None if it has no entry."""
     if memory.is_host:
         return None
     peak = get_peak_flops(memory.name)
@@ -268,9 +270,8 @@ def known_peak_flops(memory: DeviceMemory) -> float | None:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration in its two largest units: "8s", "2m05s", "1h40m", "3d04h"."""
-    whole = math.ceil(seconds)
-    minutes, s = divmod(whole, 60)
+    """Format a duration in its two largest units, rounded up to seconds: "8s", "2m05s", "1h40m", "3d04h"."""
+    minutes, s = divmod(math.ceil(seconds), 60)
     hours, m = divmod(minutes, 60)
     days, h = divmod(hours, 24)
     if days:
@@ -280,7 +281,7 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes}m{s:02}s" if minutes else f"{s}s"
 
 
-def _significant(value: float) -> str:
-    """Three significant digits, never an exponent: 0.00456, 12.3, 456."""
+def _three_digits(value: float) -> str:
+    """Format with three significant digits, never with an exponent: 0.00456, 12.3, 456."""
     digits = max(0, 2 - math.floor(math.log10(value))) if 0 < value < 100 else 0
     return f"{value:,.{digits}f}"

@@ -1,6 +1,6 @@
-"""A causal language model as a job calls it: tokens in, logits or their loss out; and how it is made, `make_models`.
+"""The language model of a job: `make_models` builds and parallelises it, and `LanguageModel` is how the trainer calls it.
 
-The model itself is `LanguageModel.lm`, which is built in `titanplans.modeling` and parallelised in `titanplans.parallel`.
+`titanplans.modeling` builds the Hugging Face model inside, `LanguageModel.lm`, and `titanplans.parallel` parallelises it.
 """
 
 import copy
@@ -32,47 +32,50 @@ from titanplans.training.trainer.loss import CrossEntropyLoss
 
 
 class LanguageModel:
-    """A causal language model, or a stage of one, and how a job calls it.
+    """Maps token ids to logits or to their loss; holds a causal language model or a pipeline stage of one.
 
     Args:
-        config: the architecture. `modeling.load_config` and `modeling.load_config_file` make one.
-        documents: the keyword by which the model keeps the documents of a sequence apart; None: it runs across their
-        borders.
+        config: the architecture, from `modeling.load_config` or `modeling.load_config_file`.
+        document_keyword: "cu_seqlens" or "position_ids", the forward's keyword that keeps the documents of a sequence apart;
+            None: attention and recurrent states run across their borders.
     """
 
     lm: PreTrainedModel
-    """The model."""
-    added: torch.Tensor | None = None
-    """The router balance loss of the newest forward."""
+    """The Hugging Face model."""
+    balance_loss: torch.Tensor | None = None
+    """The weighted router balance loss of the newest forward; None: the model adds none."""
     loss: CrossEntropyLoss
-    """The job's, with the terms that are added in training to the cross entropy of a token."""
+    """The job's loss, set by `set_loss` where the model makes logits."""
     fused: FusedLoss | None = None
-    """What computes the loss in the head, chunk by chunk; None: the forward gives logits."""
-    data: Group | None = None
-    """The ranks of data parallelism; None: there is one."""
-    inferred: Callable[[], None] = staticmethod(lambda: None)
-    """Called after a forward in which a pipeline's stage has learnt the shapes that it receives, and nothing else."""
+    """Computes the loss in the head, chunk by chunk; None: the forward returns logits."""
+    data_group: Group | None = None
+    """The data-parallel ranks; None: there is only one."""
+    after_shape_inference: Callable[[], None] = staticmethod(lambda: None)
+    """Called after the forward by which a pipeline stage infers the shapes that it receives, and which trains nothing."""
 
-    def __init__(self, config: PretrainedConfig, *, documents: str | None = None):
+    def __init__(self, config: PretrainedConfig, *, document_keyword: str | None = None):
         self.lm = modeling.build(config)
-        self.documents, self._without_cache = documents, without_cache(self.lm)
+        self.document_keyword, self._without_cache = document_keyword, without_cache(self.lm)
 
-    def take_loss(
+    def set_loss(
         self, loss: CrossEntropyLoss, batch: DeviceMesh | None, *, splits_backward: bool = False
     ) -> None:
-        """Compute `loss` in the head where that can be, and add the router balance loss of the ranks of `batch`.
+        """Set the loss of the model's logits, fused with its head if possible, and add the router balance loss to it.
 
-        `splits_backward`: a schedule computes gradients of weights after those of inputs, and runs a loss's backward twice.
+        Args:
+            loss: the job's.
+            batch: the mesh of data-parallel ranks, whose batches the balance loss covers; None: this rank alone.
+            splits_backward: the pipeline schedule computes gradients of inputs and of weights in two passes.
 
         Raises:
-            NotFused: the job asks for a loss in the head, and it can't be computed there.
+            NotFused: the job requires a fused loss, and it can't be computed in this head.
         """
         stage = record_of(self.lm).stage
         if stage is not None and stage.gives:
-            return  # it makes no logits
+            return  # not the last stage: it makes no logits
         self.loss, self.fused = loss, loss.fuse(self.lm, splits_backward=splits_backward)
-        self.data = None if batch is None else group_of(batch)
-        loss.added = lambda: self.added
+        self.data_group = None if batch is None else group_of(batch)
+        loss.get_balance_loss = lambda: self.balance_loss
 
     def __call__(
         self,
@@ -82,40 +85,44 @@ class LanguageModel:
         labels: torch.Tensor | None = None,
         received: Sequence[torch.Tensor] = (),
     ) -> Any:
-        """Logits `[B, L, V]` of token ids `[B, L]`; under loss parallel a DTensor, `Shard(2)` on "tp".
+        """Return the logits `[B, L, V]` of token ids `[B, L]`; under loss parallel a DTensor, `Shard(2)` on "tp".
 
-        `positions`, which count from the beginning of each document packed into a sequence, are dropped unless the model is
-        to keep the documents apart: else attention and recurrent states run across their borders, and a token's position
-        is its place in the sequence. By `cu_seqlens` the logits are `[1, B * L, V]`, in the same order.
-
-        Where the loss is fused and the labels are known, what stands in for the logits, which nothing but the loss reads.
-
-        A stage of a pipeline takes what it has `received`, too; before the last one it returns what the next one takes.
+        Args:
+            tokens_BL: token ids.
+            positions: `[B, L]`, counted from the beginning of each document of a sequence. Used only with a
+                `document_keyword`; else a token's position is its index in the sequence. With "cu_seqlens" the logits are
+                `[1, B * L, V]`, in the same order.
+            labels: `[B, L]`. With these and a fused loss, return `DeferredLogits`, which only the loss can read.
+            received: the tensors that a pipeline stage gets from the stage before. All stages but the last return what the
+                next one receives instead of logits.
         """
         inputs: dict[str, Any] = {"input_ids": tokens_BL}
-        if self.documents is not None:
+        if self.document_keyword is not None:
             assert positions is not None
-            inputs = documents.inputs(tokens_BL, positions, self.documents)
+            inputs = documents.inputs(tokens_BL, positions, self.document_keyword)
         inputs |= self._without_cache
         stage = record_of(self.lm).stage
-        forward = partial(self._output, inputs, labels)
+        forward = partial(self._forward, inputs, labels)
         output = forward() if stage is None else stage.run(received, forward)
         if stage is not None and stage.gives:
             return output
-        self.added = added_loss(self.lm, output, self.data if self.lm.training else None)
-        if self.added is None and getattr(self.lm.config, "output_router_logits", False):
+        self.balance_loss = added_loss(self.lm, output, self.data_group if self.lm.training else None)
+        if self.balance_loss is None and getattr(self.lm.config, "output_router_logits", False):
             raise ModelError(
                 f"output_router_logits = True, but {type(self.lm).__name__} computes no router balance loss; "
                 "remove output_router_logits"
             )
         return logits_of(output)
 
-    def _output(self, inputs: dict[str, Any], labels: torch.Tensor | None) -> Any:
-        output = None if self.fused is None or labels is None else self._fused(inputs, labels)
-        return self.lm(**inputs) if output is None else output
+    def _forward(self, inputs: dict[str, Any], labels: torch.Tensor | None) -> Any:
+        if self.fused is not None and labels is not None:
+            output = self._forward_with_fused_loss(inputs, labels)
+            if output is not None:
+                return output
+        return self.lm(**inputs)
 
-    def _fused(self, inputs: dict[str, Any], labels: torch.Tensor) -> Any:
-        """Return the output of a forward whose head computes the loss; None if the model won't have it, now and later."""
+    def _forward_with_fused_loss(self, inputs: dict[str, Any], labels: torch.Tensor) -> Any:
+        """Return the output of a forward whose head computes the loss; if it can't, unset `fused` and return None."""
         assert self.fused is not None
         objective = self.loss.objective if self.lm.training else Objective()
         try:
@@ -134,12 +141,11 @@ class LanguageModel:
     def initialize(self, *, buffer_device: torch.device | None = None) -> None:
         """Initialise every parameter and buffer, after `to_empty`.
 
-        The weights depend on torch's seed alone, which is the same on all ranks: not on the degrees, nor on how often the
-        generator was used since.
-
         Args:
-            buffer_device: the device of the buffers if not that of the parameters (CPU offload).
+            buffer_device: the device of the buffers, if it differs from the parameters' (CPU offload).
         """
+        # By torch's seed, which all ranks share, not by the generator's state: the weights depend neither on the
+        # degrees nor on what was drawn before.
         modeling.initialize(self.lm, seed=torch.initial_seed())
         if buffer_device is not None:
             for module in self.lm.modules():
@@ -148,14 +154,14 @@ class LanguageModel:
 
 
 class Models(NamedTuple):
-    """What this rank trains."""
+    """The models that this rank trains."""
 
-    parts: list[LanguageModel]
-    """The model, or this rank's stages of it, parallelised, with initial weights, in training mode."""
+    model_parts: list[LanguageModel]
+    """The model, or this rank's pipeline stages of it: parallelised, initialised, in training mode."""
     pipeline: Pipeline | None
-    """What runs the stages; None: there are none."""
+    """Runs the stages; None without pipeline parallelism."""
     flops: int
-    """Floating-point operations per token of one forward and backward of the whole model."""
+    """Floating-point operations per token of one forward and backward of the unsplit model."""
 
 
 def make_models(
@@ -166,25 +172,25 @@ def make_models(
     device: torch.device,
     loss: CrossEntropyLoss,
 ) -> Models:
-    """Make the model of a job: build it on meta, parallelise it, initialise it.
+    """Build the model of a job on meta, parallelise it and initialise it.
 
-    With `checkpoint.create_seed_checkpoint` it is initialised on the CPU, as it is.
+    With `checkpoint.create_seed_checkpoint` it stays unsplit and is initialised on the CPU.
     """
     name, flavor = resolve.model_name(job)
-    if (published := resolve.published_folder(job)) is not None:
+    if (weights_folder := resolve.published_folder(job)) is not None:
         logger.info(
             f"model from {name if flavor == 'config' else f'{name} {flavor}'}, tokenizer from "
-            f"{resolve.tokenizer_path(job)}; a run that resumes nothing takes its weights from {published}"
+            f"{resolve.tokenizer_path(job)}; a run that resumes no checkpoint loads its weights from {weights_folder}"
         )
     with torch.device("meta"), set_default_dtype(getattr(torch, job.training.dtype)):
-        model = LanguageModel(config, documents=documents.keyword(job, config))
-    count, flops = _parameters_and_flops(model.lm, strategy, job.training.seq_len)
+        model = LanguageModel(config, document_keyword=documents.document_keyword(job, config))
+    count, flops = _count_parameters_and_flops(model.lm, strategy, job.training.seq_len)
     logger.info(f"Model {name} {flavor} size: {count:,} total parameters")
 
-    pipeline, parts, seed_only = None, [model], job.checkpoint.create_seed_checkpoint
+    pipeline, model_parts, seed_only = None, [model], job.checkpoint.create_seed_checkpoint
     with rename_option_errors():
         if mesh.pp_enabled:
-            assert isinstance(strategy, FSDP2Config)  # DDP has been refused
+            assert isinstance(strategy, FSDP2Config)  # DDP with a pipeline has been refused
             pipeline = build_pipeline(
                 model,
                 job.parallelism,
@@ -195,31 +201,36 @@ def make_models(
                 loss=loss,
                 dump_folder=job.job.dump_folder,
             )
-            parts = pipeline.parts
+            model_parts = pipeline.model_parts
         elif not seed_only:
             parallelize(model.lm, parallel_dims=mesh, config=strategy, dump_folder=job.job.dump_folder)
             if (check := record_of(model.lm).image_check) is not None:
-                check.remove()  # a job's batches are text
+                # The check for images in the input costs a synchronisation, and the batches of a job are text.
+                check.remove()
 
     on_cpu = seed_only or job.training.enable_cpu_offload
-    for part in parts:
-        part.lm.to_empty(device="cpu" if on_cpu else device.type)
-        part.initialize(buffer_device=device if on_cpu and not seed_only else None)
+    for model_part in model_parts:
+        model_part.lm.to_empty(device="cpu" if on_cpu else device.type)
+        model_part.initialize(buffer_device=device if on_cpu and not seed_only else None)
         if isinstance(strategy, DDPConfig) and not seed_only:
-            with rename_option_errors():  # now: DDP sends rank 0's values
-                apply_data_parallelism(part.lm, mesh, strategy)
-        part.lm.train()
+            # Only after initialisation: DDP broadcasts rank 0's values as it is set up.
+            with rename_option_errors():
+                apply_data_parallelism(model_part.lm, mesh, strategy)
+        model_part.lm.train()
         splits_backward = pipeline is not None and pipeline.splits_backward
-        part.take_loss(loss, mesh.get_optional_mesh("batch"), splits_backward=splits_backward)
-    return Models(parts, pipeline, flops)
+        model_part.set_loss(loss, mesh.get_optional_mesh("batch"), splits_backward=splits_backward)
+    return Models(model_parts, pipeline, flops)
 
 
-def _parameters_and_flops(
+def _count_parameters_and_flops(
     lm: PreTrainedModel, strategy: FSDP2Config | DDPConfig, seq_len: int
 ) -> tuple[int, int]:
-    """Return the parameters of `lm`, on meta, and the floating-point operations per token of a forward and a backward."""
+    """Count the parameters of `lm`, on meta, and the floating-point operations per token of one forward and backward.
+
+    Adapters and frozen parameters are accounted for.
+    """
     if strategy.lora.rank is not None or strategy.freeze:
-        lm = copy.deepcopy(lm)
+        lm = copy.deepcopy(lm)  # `prepare` changes it
     with rename_option_errors():
         prepare(lm, lora=strategy.lora.replace(quantize_base=None), freezes=strategy.freeze)
     return modeling.count_flops(lm, seq_len)

@@ -1,4 +1,4 @@
-"""torchtitan's optimizers and learning rates as a job says them, whatever the job that has written the checkpoint said."""
+"""torchtitan's containers of optimizers and schedulers, with the job's settings whatever a checkpoint was saved with."""
 
 from typing import Any
 
@@ -14,10 +14,11 @@ from titanplans.parallel.optimizers.build import build_optimizers
 
 
 class Optimizers(OptimizersContainer):
-    """torchtitan's container, which steps a job's optimizers together and has their state by parameter."""
+    """A job's optimizers, which step together and save their state by parameter name."""
 
     def __init__(self, job: JobConfig, models: list[nn.Module]):
-        # A compiled step takes its learning rate as a tensor, which foreach's does only if it is "capturable".
+        # torchtitan's __init__ is not called: it would build its own optimizers.
+        # A compiled step takes the learning rate as a tensor, which foreach supports only if it is "capturable".
         compiled = job.compile.enable and "optimizer" in job.compile.components
         is_foreach = job.optimizer.implementation == "foreach"
         settings = {"capturable": True} if compiled and is_foreach else {}
@@ -32,36 +33,34 @@ class Optimizers(OptimizersContainer):
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer, compiled: Compile) -> None:
-    """Compile the step of `optimizer` if `compiled` says so, and keep its implementation through checkpoints.
-
-    A checkpoint holds what an optimizer was made with, and torch takes all of it over when it loads one. Here all of it
-    stays as the job says: a weight decay that was changed takes effect. The learning rate, which is a tensor in a
-    compiled step and saved as such, would not even load into an optimizer that has a number, so it is saved as one.
+    """Compile the step of `optimizer` if [compile] names it, and keep the job's settings when a checkpoint is loaded.
 
     Raises:
         ParallelError: the step can't be compiled.
     """
     if compiled.enable and "optimizer" in compiled.components:
         compile_optimizer(optimizer, compiled)
-    optimizer.register_state_dict_post_hook(_save_numbers)
-    optimizer.register_load_state_dict_pre_hook(_keep_settings)
+    # A compiled step has its learning rate as a tensor, which would not load into an optimizer that has a number.
+    optimizer.register_state_dict_post_hook(_save_rates_as_numbers)
+    # torch's load_state_dict takes over all settings of the saved param groups: a changed weight decay would do nothing.
+    optimizer.register_load_state_dict_pre_hook(_keep_job_settings)
 
 
-def _save_numbers(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+def _save_rates_as_numbers(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     for group in state_dict["param_groups"]:
         group["lr"] = float(group["lr"])
 
 
-def _keep_settings(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _keep_job_settings(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     groups = [
-        loaded | {key: value for key, value in own.items() if key != "params"}
-        for own, loaded in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
+        loaded | {key: value for key, value in current.items() if key != "params"}
+        for current, loaded in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
     ]
     return state_dict | {"param_groups": groups}
 
 
 class LRSchedulers(LRSchedulersContainer):
-    """torchtitan's. A checkpoint gives them the step alone: the rates are those of this job's schedule."""
+    """A job's learning-rate schedulers; they load only the step from a checkpoint, and follow the job's schedule."""
 
     def __init__(self, job: JobConfig, optimizers: Optimizers):
         options = LRSchedulersContainer.Config(
@@ -70,7 +69,7 @@ class LRSchedulers(LRSchedulersContainer):
         self.schedulers = options.build(optimizers=optimizers, training_steps=job.training.steps).schedulers
 
     def get_metrics(self) -> dict[str, float]:
-        """Return the learning rates by optimizer, and by group where groups have rates of their own."""
+        """Return the learning rates by optimizer, and by param group if the groups' base rates differ."""
         metrics = {}
         schedulers: list[Any] = self.schedulers
         for scheduler in schedulers:
@@ -78,13 +77,13 @@ class LRSchedulers(LRSchedulersContainer):
             if len(set(scheduler.base_lrs)) == 1:
                 metrics[key] = float(rates[0])
             else:
-                metrics |= {f"{key}/{number}": float(rate) for number, rate in enumerate(rates)}
+                metrics |= {f"{key}/{index}": float(rate) for index, rate in enumerate(rates)}
         return metrics
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the step that was saved, and give each optimizer its rate for it."""
+        """Continue from the saved step, with the rates of this job's schedule at that step."""
         step = state_dict["last_epoch"]
-        schedulers: list[Any] = self.schedulers  # of torch's LambdaLR
+        schedulers: list[Any] = self.schedulers  # each a LambdaLR
         for scheduler in schedulers:
             rates = [
                 rate * factor(step)
@@ -92,7 +91,7 @@ class LRSchedulers(LRSchedulersContainer):
             ]
             scheduler.load_state_dict(scheduler.state_dict() | {"last_epoch": step, "_last_lr": rates})
             for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
-                if isinstance(group["lr"], torch.Tensor):
+                if isinstance(group["lr"], torch.Tensor):  # a compiled step reads this very tensor
                     group["lr"].fill_(rate)
                 else:
                     group["lr"] = rate

@@ -1,7 +1,6 @@
-"""Write and log a job's parallelism report: the applied parallelism at the start, the measured one after a step.
+"""Write a job's parallelism report to `parallelism.json` in its dump folder, and log it.
 
-Rank 0 writes it to `parallelism.json` in the job's dump folder. `titanplans.parallel.report` says what it contains;
-`titanplans.training.pipeline.report` describes the pipeline in it, and draws the pictures that lie next to it.
+`titanplans.parallel.report` says what it contains; `titanplans.training.pipeline.report` adds and draws the pipeline.
 """
 
 import json
@@ -29,10 +28,19 @@ _log = logging.getLogger(__name__)
 
 
 class JobReport:
-    """Writes and logs the report of one run; `model` is parallelised and initialised, `mesh` a `Mesh`.
+    """Writes and logs the report of one run: the applied parallelism at the start, and what a measured step does.
+
+    Args:
+        model: parallelised and initialised; with a pipeline, the first stage of this rank.
+        mesh: a `Mesh`.
+        config: the strategy that was applied.
+        dump_folder: where rank 0 writes the report.
+        micro_batches: forward and backward passes per step, of accumulation and of the pipeline.
+        measure: whether to measure one of the first steps.
+        pipeline: its report; None without a pipeline.
 
     Raises:
-        ConfigError: a component of [compile] was not compiled.
+        ConfigError: a block that was to be compiled is not.
     """
 
     def __init__(
@@ -52,42 +60,47 @@ class JobReport:
         self._pipeline = pipeline
         self.report.values["micro_batches"] = micro_batches
         self.file = Path(dump_folder) / FILE
-        # After the first step DDP's reducer sorts its buckets anew, by the order in which gradients came. In the first step
-        # of a pipeline stages also learn the shapes that they receive, by a forward more; its third step is timed.
+        # Each measurement replaces the one before. DDP needs two: after the first step its reducer rebuilds the buckets in
+        # the order in which gradients arrived. A pipeline needs two, as its first step runs another forward to infer the
+        # shapes that stages receive, and a third, which is timed.
         steps = 3 if pipeline is not None else 2 if isinstance(config, DDPConfig) else 1
         self.steps_to_measure = steps if measure else 0
         if not measure:
             self.report.not_measured("metrics.measure_first_step = false")
 
     def start(self) -> None:
-        """Write and log the part that is known before the first step."""
+        """Write and log what is known before the first step."""
         self._write()
-        drawn = [] if self._pipeline is None else self._pipeline.text()
-        for line in [*at_start(self.report.values), *drawn]:
+        timeline_lines = [] if self._pipeline is None else self._pipeline.text()
+        for line in [*at_start(self.report.values), *timeline_lines]:
             _log.info(line)
 
     @contextmanager
     def measuring(self, step: int) -> Iterator[Callable[[], None]]:
-        """Measure the training step that runs inside, if it is one of the first; yield what it calls as its log begins.
+        """Measure the training step in the body, if it is one of the first ones.
+
+        Yields:
+            A function that the body calls before it logs: collectives from then on are attributed to the log.
 
         Raises:
             ConfigError: a block that was to be compiled ran eagerly.
         """
         if not self.steps_to_measure:
-            yield _nothing
+            yield _do_nothing
             return
         self.steps_to_measure -= 1
         if self._pipeline is not None and not self.steps_to_measure:
-            # Without the recorder, which makes operators slower.
+            # The timed step runs without the recorder, which slows operators down.
             with self._pipeline.measuring(step):
-                yield _nothing
+                yield _do_nothing
             lines = pipeline_after_step(self.report.values)
         else:
             graphs = self.report.values["graphs"]
             with rename_option_errors(), self.report.measuring(step) as record:
                 yield record.places.log_begins
             if self._pipeline is not None and graphs is not None:
-                self.report.values["graphs"] = graphs  # of the first step: later ones compile nothing
+                self.report.values["graphs"] = graphs  # the first step's: later steps compile nothing
+            # The step before the timed one is the last that is recorded.
             last = self.steps_to_measure == (0 if self._pipeline is None else 1)
             lines = after_step(self.report.values) if last else []
         self._write()
@@ -102,5 +115,5 @@ class JobReport:
             self._pipeline.draw()
 
 
-def _nothing() -> None:
-    """Called in a step of which nothing is recorded."""
+def _do_nothing() -> None:
+    """Stand in for the function that marks the start of logging, in a step that is not recorded."""

@@ -1,8 +1,7 @@
-"""A training job: `Trainer(job)` makes its parts, `train()` takes its steps. Read it from the top.
+"""A training job on one rank: `Trainer(job)` builds model, optimizers, data and checkpointing; `train()` runs the loop.
 
-Parts come from torchtitan where they serve as they are: the containers of optimizers and schedules, the sinks of metrics,
-the profiler, garbage collection, sums over ranks. The forward of a model is in `model.py`, a pipeline's in
-`pipeline/`, its parallelisation in `titanplans.parallel`.
+Optimizer and scheduler containers, metric writers, profiler, garbage collection and reductions over ranks are torchtitan's.
+The forward of a model is in `model.py`, of a pipeline in `pipeline/`; parallelisation is in `titanplans.parallel`.
 """
 
 import contextlib
@@ -44,22 +43,25 @@ from titanplans.training.trainer.metrics import MetricsProcessor
 from titanplans.training.trainer.model import make_models
 from titanplans.training.trainer.optimizer import LRSchedulers, Optimizers, prepare_optimizer
 from titanplans.training.trainer.parallelism_report import JobReport
-from titanplans.training.trainer.step import Clipping, Ending, FiniteSoFar, get_rng_state, set_rng_state
+from titanplans.training.trainer.step import Clipping, GracefulStop, FiniteCheck, get_rng_state, set_rng_state
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 """Inputs ("input", "positions") and labels, each `[local_batch_size, seq_len]`."""
 
 
 class Trainer:
-    """The parts of a job that `titanplans.training.job.checks` has checked, on this rank; `train()`, then `close()`.
+    """Trains a job on this rank: call `train()`, then `close()`.
+
+    Args:
+        job: a job that `titanplans.training.job.checks` has checked.
 
     Attributes:
-        step: how many were taken, the running one included.
-        tokens_seen: on this rank, by all steps.
-        ending: under checkpoint.save_on_signal, whether all ranks end after a step.
+        step: the number of steps taken, the running one included.
+        tokens_seen: the tokens of this rank's batches in all steps, padding included.
+        graceful_stop: with checkpoint.save_on_signal, tells after which step all ranks end; set by `run_rank`.
 
     Raises:
-        ConfigError, ModelError, ParallelError, DataError: a part can't be made as the job says.
+        ConfigError, ModelError, ParallelError, DataError: the model, the data or the mesh can't be built as the job says.
     """
 
     def __init__(self, job: JobConfig):
@@ -70,10 +72,10 @@ class Trainer:
         self.batch_mesh = self.mesh.get_optional_mesh("batch")
         self.loss_mesh = self.mesh.get_optional_mesh("loss")
         self.cp_mesh = self.mesh.get_optional_mesh("cp")
-        self.step = self.tokens_seen = self._validated = 0
-        self.ending: Ending | None = None
+        self.step = self.tokens_seen = self._last_validated_step = 0
+        self.graceful_stop: GracefulStop | None = None
         self.gc = utils.GarbageCollection(job.training.gc_freq, job.training.gc_debug)
-        # No distinct seeds: the stages of a pipeline draw the weights that the unsplit model has.
+        # The same seed on all ranks: the stages of a pipeline must draw the weights that the unsplit model has.
         set_determinism(self.mesh, self.device, job.debug, distinct_seed_mesh_dims=[])  # pyrefly: ignore[bad-argument-type]
         values = job_values(job)
         self._show_job(values)
@@ -83,8 +85,8 @@ class Trainer:
         self._make_model()
         self._make_optimizers()
         self._make_data()
-        self.clipping = Clipping(skips=job.training.skip_nan_inf)
-        self.finite = FiniteSoFar(self._lms, self.device)
+        self.clipping = Clipping(skips_nonfinite=job.training.skip_nan_inf)
+        self.finite_check = FiniteCheck(self._lms, self.device)
         states = {
             "optimizer": self.optimizers,
             "lr_scheduler": self.lr_schedulers,
@@ -96,7 +98,7 @@ class Trainer:
             self._lms,
             states,
             hf_config=self.hf_config,
-            is_finite=self.finite.everywhere,
+            is_finite=self.finite_check.on_all_ranks,
             pipeline=self._pipeline_group,
         )
         self._loaded_rng: dict[str, torch.Tensor] | None = None
@@ -113,10 +115,9 @@ class Trainer:
             pipeline_report,
         )
 
-    # Making the parts.
+    # Setup.
 
     def _make_model(self) -> None:
-        """Make the model, or this rank's stages of it, parallelised and with initial weights."""
         job, mesh = self.job, self.mesh
         self.loss = CrossEntropyLoss(job.loss, self.strategy.compile)
         self.model_parts, self.pipeline, flops = make_models(
@@ -126,17 +127,19 @@ class Trainer:
         lms = torch.nn.ModuleList(self._lms)
         self.balancer = LoadBalancer(lms, mesh, job.optimizer.load_balance_coeff, self._pipeline_group)
         for model in self.model_parts:
-            model.inferred = self.balancer.loads.discard
+            # Shape inference of a pipeline runs a forward that belongs to no step: its expert loads are dropped.
+            model.after_shape_inference = self.balancer.loads.forget
         metrics = self.metrics_processor
         metrics.num_flops_per_token, metrics.balancer = flops, self.balancer
         metrics.total_steps = job.training.steps
         if self.strategy.float8.recipe_name is not None:
-            metrics.peak_flops = None  # the known peak is bfloat16's, and only some products run in float8
+            # The known peak is for bfloat16, and only some matrix products run in float8: MFU would be wrong.
+            metrics.peak_flops = None
         metrics.log_model()
 
     @property
     def _lms(self) -> list[Any]:
-        """The model, or this rank's stages of it."""
+        """The Hugging Face model, or this rank's pipeline stages of it."""
         return [model.lm for model in self.model_parts]
 
     def _make_optimizers(self) -> None:
@@ -150,44 +153,43 @@ class Trainer:
     def _make_data(self) -> None:
         job, batch = self.job, self.batch_mesh
         ranks, rank = (1, 0) if batch is None else (batch.size(), batch.get_local_rank())
-        each = job.training.local_batch_size
-        in_step = resolve.global_batch_size(job, ranks)
-        self.accumulation_steps = in_step // (each * ranks)
-        size = job.parallelism.pipeline_parallel_microbatch_size
-        self.microbatches = 1 if self.pipeline is None else each // size
-        self._for_loaders = {
+        local_batch_size = job.training.local_batch_size
+        global_batch_size = resolve.global_batch_size(job, ranks)
+        self.accumulation_steps = global_batch_size // (local_batch_size * ranks)
+        microbatch_size = job.parallelism.pipeline_parallel_microbatch_size
+        self.microbatches = 1 if self.pipeline is None else local_batch_size // microbatch_size
+        self._loader_args = {
             "dp_world_size": ranks,
             "dp_rank": rank,
             "tokenizer": TextTokenizer.Config().build(tokenizer_path=resolve.tokenizer_path(job)),
         }
-        self._apart = documents.are_apart(job, self.model_parts[0].documents)
-        config = parts.training_loader(job, self.mesh.world_size, apart=self._apart)
+        self._documents_apart = documents.are_apart(job, self.model_parts[0].document_keyword)
+        config = parts.training_loader(job, self.mesh.world_size, apart=self._documents_apart)
         self.dataloader = TextDataLoader(
-            config, seq_len=job.training.seq_len, local_batch_size=each, **self._for_loaders
+            config, seq_len=job.training.seq_len, local_batch_size=local_batch_size, **self._loader_args
         )
-        self.metrics_processor.of_data = self.dataloader.take_metrics
+        self.metrics_processor.data_metrics = self.dataloader.take_metrics
         logger.info(
-            f"Batches: local batch size {each}, global batch size {in_step}, gradient accumulation steps "
-            f"{self.accumulation_steps}, sequence length {job.training.seq_len}, total steps {job.training.steps} "
+            f"Batches: local batch size {local_batch_size}, global batch size {global_batch_size}, gradient accumulation "
+            f"steps {self.accumulation_steps}, sequence length {job.training.seq_len}, total steps {job.training.steps} "
             f"(warmup {job.lr_scheduler.warmup_steps})"
         )
 
     def _validation_loader(self, data: resolve.DataSettings) -> TextDataLoader.Config:
-        return parts.validation_loader(self.job, data, self.mesh.world_size, apart=self._apart)
+        return parts.validation_loader(self.job, data, self.mesh.world_size, apart=self._documents_apart)
 
     # The loop.
 
     def train(self) -> None:
-        """Take the steps that are left, from the newest checkpoint if there is one.
+        """Run the remaining steps, from the newest checkpoint if there is one.
 
-        With `checkpoint.create_seed_checkpoint` save the initial weights as step 0 instead.
+        With `checkpoint.create_seed_checkpoint`, save the initial weights as step 0 instead.
 
         Raises:
-            DataError: the data can't be read further; the last whole step is saved.
-            Diverged: a loss, a gradient's norm or a weight is not finite.
+            DataError: the data can't be read further; the last completed step is saved first.
+            Diverged: a loss, a gradient norm or a weight is not finite.
             NotSaved: the disk is full.
-            ConfigError: in the first step async tensor parallelism fused nothing, or a block that was to be compiled ran
-                eagerly.
+            ConfigError: in the first step, async tensor parallelism fused nothing, or a block of [compile] ran eagerly.
         """
         job, checkpointer = self.job, self.checkpointer
         if job.checkpoint.create_seed_checkpoint:
@@ -203,13 +205,13 @@ class Trainer:
         )
         with profiling as profiler:
             while self.step < last:
-                if self.ending is not None and self.ending.is_last(self.step):
+                if self.graceful_stop is not None and self.graceful_stop.is_last(self.step):
                     checkpointer.save_now(self.step)
                     end = f"SIGTERM: the job ends after step {self.step}, which is saved; the same command resumes"
                     break
-                with self._saved_before_a_data_error(first):
-                    read = self._read_step(batches)
-                if read is None:
+                with self._save_on_data_error(first):
+                    step_batches = self._next_batches(batches)
+                if step_batches is None:
                     end = f"the data were read to their end, after step {self.step} of at most {last}"
                     if self.step >= first:
                         self._validate_if_due(first, is_last=True)
@@ -217,90 +219,99 @@ class Trainer:
                     break
                 self.step += 1
                 self.gc.run(self.step)
-                with self.report.measuring(self.step) as log_begins:
-                    self._take_step(read, log_begins)
+                with self.report.measuring(self.step) as mark_logging:
+                    self._take_step(step_batches, mark_logging)
                 if self.step == first and getattr(self.strategy, "enable_async_tensor_parallel", False):
                     with rename_option_errors():
                         async_tp.check_fused(self.mesh, self.strategy.async_tensor_parallel_unfused)  # pyrefly: ignore[missing-attribute]
-                # Before the step is saved: a run that is killed between the two repeats both.
+                # Before the step is saved: a run that is killed in between resumes before this step and validates it again.
                 self._validate_if_due(first, is_last=self.step == last)
                 checkpointer.save(self.step, is_last=self.step == last)
                 profiler.step()
                 if self.step == first:
+                    # The first step compiles and connects the ranks, so it ran with a longer timeout.
                     lower_timeouts(job, self.mesh, self.device)
             else:
                 end = "Training completed"
-        for name, (_, how_much) in self.dataloader.epochs_read().items():
-            logger.info(f"data read of {name}: {how_much}")
+        for name, (_, epochs_text) in self.dataloader.epochs_read().items():
+            logger.info(f"data read of {name}: {epochs_text}")
         logger.info(end)
-        dist.barrier()  # all end together: rank 0 may host the store
+        dist.barrier()  # rank 0 may host the store: it must not exit before the others are done with it
 
-    def _read_step(self, batches: Iterator[Batch]) -> list[Batch] | None:
-        """Return the batches of one step of the optimizer; None where the data end before the last of them."""
-        read = []
+    def _next_batches(self, batches: Iterator[Batch]) -> list[Batch] | None:
+        """Return the batches of one optimizer step; None if the data end before all of them are read."""
+        step_batches = []
         for _ in range(self.accumulation_steps):
-            began = time.perf_counter()
+            started = time.perf_counter()
             if (batch := next(batches, None)) is None:
                 return None
-            self.metrics_processor.data_loading_times.append(time.perf_counter() - began)
+            self.metrics_processor.data_loading_times.append(time.perf_counter() - started)
             self.metrics_processor.ntokens_since_last_log += batch[1].numel()
-            read.append(batch)
+            step_batches.append(batch)
         if self._loaded_rng is not None:
-            # Only now: a data iterator draws a seed as it begins, which an undisturbed run has done long before.
+            # Restored only after the first batch is read: torch's DataLoader draws a seed when iteration starts, which
+            # the saved run did before its first step.
             set_rng_state(self._loaded_rng)
             self._loaded_rng = None
-        return read
+        return step_batches
 
-    def _take_step(self, batches: list[Batch], log_begins: Callable[[], None]) -> None:
-        """Forward and backward of all batches, clip, step, log."""
+    def _take_step(self, batches: list[Batch], mark_logging: Callable[[], None]) -> None:
+        """Run forward and backward of all batches, clip, step the optimizers, log.
+
+        `mark_logging` is called after the optimizers' step: the collectives that follow are attributed to the log.
+        """
         self.optimizers.zero_grad()
         rates = self.lr_schedulers.get_metrics()
-        own_tokens = torch.stack([(labels != IGNORED).sum() for _, labels in batches]).sum().to(self.device)
-        all_tokens = _sum(own_tokens, self.batch_mesh)
+        valid_tokens = torch.stack([(labels != IGNORED).sum() for _, labels in batches])
+        local_valid_tokens = valid_tokens.sum().to(self.device)
+        global_valid_tokens = _sum(local_valid_tokens, self.batch_mesh)
 
         losses = []
-        for number, batch in enumerate(batches, 1):
-            with self._accumulating(last=number == len(batches)):
-                losses.append(self.forward_backward_step(batch, all_tokens))
+        for index, batch in enumerate(batches):
+            with self._accumulating(last=index == len(batches) - 1):
+                losses.append(self.forward_backward_step(batch, global_valid_tokens))
             self.tokens_seen += batch[1].numel()
         norm = self._clip()
-        self.checkpointer.wait_for_staging()  # the step changes what is being copied
+        # An asynchronous save may still be copying the weights and moments, which the step changes in place.
+        self.checkpointer.wait_for_staging()
         self.optimizers.step()
         self.lr_schedulers.step()
-        log_begins()
+        mark_logging()
 
-        if self.metrics_processor.should_log(self.step):  # in other steps nothing waits for the device
-            self._log(sum(losses[1:], losses[0]), norm, own_tokens, all_tokens, rates)
-        if not self.clipping.in_a_row:  # else the step was skipped
-            self.finite.take((norm, *losses))
+        # Logging synchronises with the device, so only logged steps do it.
+        if self.metrics_processor.should_log(self.step):
+            self._log(sum(losses[1:], losses[0]), norm, local_valid_tokens, global_valid_tokens, rates)
+        if not self.clipping.skipped_in_a_row:  # else the step was skipped
+            self.finite_check.add((norm, *losses))
 
-    def forward_backward_step(self, batch: Batch, all_tokens: torch.Tensor) -> torch.Tensor:
-        """Add the gradients of one batch; return this rank's summand of its loss, see `_loss_of`."""
-        loss = self._loss_of(batch, all_tokens)
-        if self.pipeline is None:  # whose schedule has run the backward
+    def forward_backward_step(self, batch: Batch, global_valid_tokens: torch.Tensor) -> torch.Tensor:
+        """Add the gradients of one batch; return its loss on this rank, detached, as `_loss_of` defines it."""
+        loss = self._loss_of(batch, global_valid_tokens)
+        if self.pipeline is None:  # a pipeline's schedule has run the backward already
             loss.backward()
         return loss.detach()
 
-    def _loss_of(self, batch: Batch, all_tokens: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the sum of the loss over a batch's tokens divided by `all_tokens`; without these, in validation, the sum.
+    def _loss_of(self, batch: Batch, global_valid_tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the loss summed over a batch's tokens and divided by `global_valid_tokens`.
 
-        With context parallelism it is this rank's summand, of its own tokens; with a pipeline it is the same on every stage.
+        Without `global_valid_tokens`, in validation, it is the sum alone. Under context parallelism it covers the tokens of
+        this rank, and the CP ranks' losses add up to the batch's. With a pipeline it is the same on every stage.
         """
         inputs, labels = batch[0], batch[1].to(self.device)
         tokens, positions = inputs["input"].to(self.device), inputs["positions"].to(self.device)
         if self.pipeline is None:
             return self.loss(
-                self.model_parts[0](tokens, positions=positions, labels=labels), labels, all_tokens
+                self.model_parts[0](tokens, positions=positions, labels=labels), labels, global_valid_tokens
             )
         microbatches = len(labels) // self.job.parallelism.pipeline_parallel_microbatch_size
         return self.pipeline.run(
-            tokens, labels, positions, microbatches=microbatches, valid_tokens=all_tokens
+            tokens, labels, positions, microbatches=microbatches, valid_tokens=global_valid_tokens
         )
 
     def _accumulating(self, *, last: bool) -> AbstractContextManager[None]:
-        """Return the context in which a batch adds its gradients, which the ranks reduce as the strategy says."""
+        """Return a context for forward and backward of a batch, which defers the reduction of gradients as the job says."""
         strategy = self.strategy
-        if self.pipeline is not None:  # torch's stages see to it
+        if self.pipeline is not None:  # torch's pipeline stages defer it themselves
             return nullcontext()
         if isinstance(strategy, DDPConfig):
             return ddp.accumulate(self._lms[0], last=last, defer=strategy.defer_grad_sync)
@@ -312,18 +323,20 @@ class Trainer:
         )
 
     def _clip(self) -> torch.Tensor:
-        """Clip the gradients, or drop them under training.skip_nan_inf; return their norm before."""
+        """Clip the gradients, or drop them under training.skip_nan_inf; return their norm before clipping."""
         training = self.job.training
         parameters = [parameter for lm in self._lms for parameter in lm.parameters()]
-        stages: dict[str, Any] = {}
+        pipeline_args: dict[str, Any] = {}
         if self.pipeline is not None:
-            self.pipeline.share_gradients()
-            stages = {"pp_group": self.pipeline.group, "counted": self.pipeline.counted(parameters)}
-        norm = self.clipping.clip(parameters, training.max_norm or math.inf, self.step, **stages)
-        self.balancer.after_backward(skipped=bool(self.clipping.in_a_row))
-        if self.clipping.in_a_row >= training.skip_nan_inf_limit:
+            # Before the norm: a parameter that several stages hold (tied weights) needs the sum of their gradients.
+            self.pipeline.sum_shared_gradients()
+            pipeline_args = {"pp_group": self.pipeline.group, "counted": self.pipeline.counted(parameters)}
+        # max_norm = 0 turns clipping off, but the norm is still measured.
+        norm = self.clipping.clip(parameters, training.max_norm or math.inf, self.step, **pipeline_args)
+        self.balancer.after_backward(skipped=bool(self.clipping.skipped_in_a_row))
+        if self.clipping.skipped_in_a_row >= training.skip_nan_inf_limit:
             raise Diverged(
-                f"step {self.step}: the gradient was not finite in {self.clipping.in_a_row} steps in a row "
+                f"step {self.step}: the gradient was not finite in {self.clipping.skipped_in_a_row} steps in a row "
                 f"(training.skip_nan_inf_limit), so training can't recover; {self.resume_point()}. Resume with a lower "
                 "optimizer.lr, or exclude the data of those steps"
             )
@@ -333,24 +346,25 @@ class Trainer:
         self,
         loss: torch.Tensor,
         norm: torch.Tensor,
-        own_tokens: torch.Tensor,
-        all_tokens: torch.Tensor,
+        local_valid_tokens: torch.Tensor,
+        global_valid_tokens: torch.Tensor,
         rates: dict[str, float],
     ) -> None:
         mean = largest = dist_sum(loss, self.loss_mesh)
         if self.loss_mesh is not None:
-            # The ranks of context parallelism have parts of the loss of the same batches.
-            own_mean = _sum(loss * all_tokens / own_tokens, self.cp_mesh)
-            largest = dist_max(own_mean, self.loss_mesh)
+            # Each CP rank has the loss of some tokens of the same batches: sum over the CP group before taking the maximum.
+            batch_mean = _sum(loss * global_valid_tokens / local_valid_tokens, self.cp_mesh)
+            largest = dist_max(batch_mean, self.loss_mesh)
         tokens = _sum(torch.tensor(self.tokens_seen, device=self.device), self.batch_mesh)
         if not math.isfinite(mean):
-            if self.clipping.in_a_row:
-                return  # the step was skipped, which has been logged
+            if self.clipping.skipped_in_a_row:
+                return  # the step was skipped, and `Clipping` has logged it
             raise self._diverged("loss")
         self.metrics_processor.log(
             self.step, mean, largest, float(norm.item()), {"n_tokens_seen": int(tokens.item()), **rates}
         )
-        # After the last step no loss would show it. A step that is not logged does not synchronise.
+        # A norm that is not finite shows in the next loss, but the last step has no next one. Checked in logged steps
+        # only, as reading the norm synchronises with the device.
         if not self.job.training.skip_nan_inf and not norm.isfinite():
             raise self._diverged("gradient's norm")
 
@@ -359,14 +373,14 @@ class Trainer:
     def _validate_if_due(self, first: int, *, is_last: bool) -> None:
         validation = self.job.validation
         is_due = self.step == 1 or self.step % validation.freq == 0 or is_last
-        if validation.enable and is_due and self._validated != self.step:
-            with self._saved_before_a_data_error(first):
+        if validation.enable and is_due and self._last_validated_step != self.step:
+            with self._save_on_data_error(first):
                 self.validate(self._validation_loader(resolve.validation_data(self.job)))
-            self._validated = self.step
+            self._last_validated_step = self.step
 
     @torch.no_grad()
     def validate(self, data: TextDataLoader.Config) -> float:
-        """Log the loss over `validation.steps` batches of `data`, -1: over all; return it, in nats per token."""
+        """Log and return the loss over `validation.steps` batches of `data` (-1: all), in nats per token."""
         validation, settings = self.job.validation, resolve.validation_data(self.job)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.metrics_processor.paused())
@@ -374,25 +388,26 @@ class Trainer:
                 stack.enter_context(gradient_sync.unsharded(lm))
             for lm in self._lms:
                 lm.eval()
-            total, own_tokens = torch.zeros((), device=self.device), torch.zeros((), dtype=torch.int64)
+            total = torch.zeros((), device=self.device)
+            local_valid_tokens = torch.zeros((), dtype=torch.int64)
             loader = TextDataLoader(
                 data,
                 seq_len=settings.seq_len,
                 local_batch_size=settings.local_batch_size,
-                **self._for_loaders,
+                **self._loader_args,
             )
             for batch in islice(loader, None if validation.steps == -1 else validation.steps):
                 total += self._loss_of(batch)
-                own_tokens += (batch[1] != IGNORED).sum()
-            all_tokens = int(_sum(own_tokens.to(self.device), self.batch_mesh).item())
-            loss = dist_sum(total, self.loss_mesh) / all_tokens
+                local_valid_tokens += (batch[1] != IGNORED).sum()
+            global_valid_tokens = int(_sum(local_valid_tokens.to(self.device), self.batch_mesh).item())
+            loss = dist_sum(total, self.loss_mesh) / global_valid_tokens
             self.metrics_processor.log_validation(loss, self.step)
             for lm in self._lms:
                 lm.train()
         return loss
 
     def evaluate(self, checkpoint: Path) -> dict[str, float]:
-        """Return the validation loss of the weights of a checkpoint, in nats per token, by the titles of the sources."""
+        """Return the validation loss of a checkpoint's weights by source title, in nats per token."""
         self.step = self.checkpointer.load_weights(checkpoint)
         data = resolve.validation_data(self.job)
         return {
@@ -400,20 +415,23 @@ class Trainer:
             for source in data.sources
         }
 
-    # Saving, and the end.
+    # Saving and ending.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return step, tokens and random generators; one copy of these, since all ranks draw alike."""
+        """Return step, token count and the states of the random generators.
+
+        One copy serves all ranks, as they are seeded alike and draw the same numbers.
+        """
         return {"step": self.step, "ntokens_seen": self.tokens_seen, "rng": get_rng_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; the random generators wait for the first batch."""
+        """Restore step and token count; the random generators are restored after the first batch is read."""
         self.step, self.tokens_seen = state_dict["step"], state_dict["ntokens_seen"]
         self._loaded_rng = state_dict["rng"]
 
     @contextlib.contextmanager
-    def _saved_before_a_data_error(self, first: int) -> Iterator[None]:
-        """Save the last step before a DataError of the body, raised on all ranks, ends the run."""
+    def _save_on_data_error(self, first: int) -> Iterator[None]:
+        """If the body raises a DataError, which it does on all ranks, save the last step before raising it again."""
         try:
             yield
         except DataError as error:
@@ -429,7 +447,6 @@ class Trainer:
         )
 
     def _show_job(self, values: dict[str, Any]) -> None:
-        """Log or write the job's values, as it asks for."""
         job = self.job.job
         if job.print_config:
             logger.info(f"Running with configs: {json.dumps(values, indent=2, ensure_ascii=False)}")
@@ -438,13 +455,13 @@ class Trainer:
             write_whole(Path(job.dump_folder, job.save_config_file), text)
 
     def resume_point(self) -> str:
-        """Return from where the job can resume, in words, once pending writes are done."""
+        """Wait for pending writes; return a phrase that says which checkpoint the job can resume from."""
         if not self.job.checkpoint.enable:
             return "nothing was saved (checkpoint.enable = false)"
         return self.checkpointer.resume_point()
 
     def close(self) -> None:
-        """Finish pending writes (checkpoint, metrics) and leave the process group."""
+        """Finish pending writes of checkpoints and metrics, and destroy the process group."""
         self.checkpointer.close()
         self.metrics_processor.close()
         dist.destroy_process_group()

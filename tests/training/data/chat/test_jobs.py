@@ -192,10 +192,10 @@ def test_documents_are_apart_where_the_model_can_or_the_job_is_refused(options, 
             documents.check_documents(job, config)
     else:
         documents.check_documents(job, config)
-        assert documents.are_apart(job, documents.keyword(job, config)) == expected
+        assert documents.are_apart(job, documents.document_keyword(job, config)) == expected
 
 
 def test_a_model_of_ones_own_is_told_of_no_documents():
     config = SimpleNamespace(model_type="llama")
-    assert documents.keyword(build_job(CHATS), config) == "position_ids"
-    assert documents.keyword(build_job(CHATS | {"model.class": "module:Class"}), config) is None
+    assert documents.document_keyword(build_job(CHATS), config) == "position_ids"
+    assert documents.document_keyword(build_job(CHATS | {"model.class": "module:Class"}), config) is None
