@@ -128,7 +128,7 @@ def main(argv: list[str]) -> int:
             return refuse(error, int(os.environ.get("RANK", "0")))
         except KeyboardInterrupt as error:
             stopped = error if isinstance(error, Stopped) else Stopped(signal.SIGINT)
-            if not stopped.said:
+            if not stopped.is_reported:
                 print(f"stopped by {stopped}", file=sys.stderr)
             return stopped.exit_status
     print(as_line(f"error: {command}: no such command; {did_you_mean(command, COMMANDS)}"), file=sys.stderr)

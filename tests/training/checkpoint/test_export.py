@@ -77,7 +77,7 @@ def test_the_last_step_is_a_folder_that_transformers_loads(job, at):
 def test_the_job_knows_that_it_is_finished(job, at):
     options = ("--training.steps=2", "--checkpoint.interval=1", IN_HF)
     assert job.run(*options) == 0
-    assert "step-2 is whole: the job has taken its training.steps = 2" in job.out
+    assert "step-2 is complete: the job has taken its training.steps = 2" in job.out
     assert job.run(*options, "--lora.rank=8") == 2
     assert "step-2 is the end of a finished job with other options (lora.rank = unset, now 8)" in job.err
     with locked(build_job({"job.dump_folder": str(job.folder / "out")})):  # another job trains there

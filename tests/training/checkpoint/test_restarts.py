@@ -85,7 +85,7 @@ def test_killed_ranks_are_started_again_up_to_so_many_times(job):
     for by in (None, partial(by_torchrun, "static", free_endpoint())):
         restarts = () if by else ("--max-restarts=1",)
         assert job.run(f"--training.steps={steps + 2}", *restarts, by=by) == 0
-        assert job.out.count(f"step-{steps + 2} is whole: ") == 1
+        assert job.out.count(f"step-{steps + 2} is complete: ") == 1
         assert job.losses == []
     assert job.run(f"--training.steps={steps + 4}", "--max-restarts=1") == 0
     assert "Training completed" in job.out

@@ -24,7 +24,7 @@ from titanplans.training.checkpoint.storage import Planner
 from titanplans.training.data.checks import read_position
 from titanplans.training.data.loader import TextDataLoader
 from titanplans.training.data.vocabulary import default_tokenizer_path
-from titanplans.training.launch.orphans import live_as_long_as_the_rank
+from titanplans.training.launch.orphans import end_with_rank
 
 # Short documents and short sequences: an epoch ends every few batches, and most batches begin and end
 # inside a document.
@@ -394,7 +394,7 @@ def test_a_worker_whose_rank_ended_before_it_asked_ends_at_once():
             while os.getppid() == own:
                 pass
             os.write(writing, b"asks")
-            live_as_long_as_the_rank(own, 0)
+            end_with_rank(own, 0)
             os.write(writing, b"lives")
         os._exit(0)
     os.close(writing)

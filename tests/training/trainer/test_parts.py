@@ -13,7 +13,7 @@ from titanplans.config.sections.run import Metrics
 from titanplans.errors import UserError
 from titanplans.parallel.mesh.process_group import available_cores, default_device_type
 from titanplans.training.launch.exit_status import fail, refuse
-from titanplans.training.launch.logs import _NO_NEWS, _worth_showing
+from titanplans.training.launch.logs import _HIDDEN, _is_shown
 from titanplans.training.trainer.device import DeviceMemory, Peak, peak_resident_bytes, prepare_device
 from titanplans.training.trainer.metrics import (
     MetricsProcessor,
@@ -125,7 +125,7 @@ def test_the_memory_of_validation_is_its_own(tmp_path):
 def test_log_keeps_what_is_news():
     def shown(name, level, module="trainer", function="train"):
         record = logging.LogRecord(name, level, f"{module}.py", 0, "words", (), None, function)
-        return _worth_showing(record)
+        return _is_shown(record)
 
     assert shown("root", logging.INFO), "torchtitan's progress"
     assert shown("titanplans.training.trainer.step", logging.INFO)
@@ -156,7 +156,7 @@ def test_what_is_no_news_is_what_torchtitan_logs():
 
     modules = (torchtitan.distributed.utils, torchtitan.tools.utils)
     sources = {(module.__name__.rpartition(".")[2], module): inspect.getsource(module) for module in modules}
-    for name, function in _NO_NEWS:
+    for name, function in _HIDDEN:
         texts = [text for (file, _), text in sources.items() if file == name]
         assert any(f"def {function}(" in text for text in texts), (name, function)
 

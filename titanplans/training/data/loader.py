@@ -27,7 +27,7 @@ from titanplans.training.data.corpus.sources import open_source
 from titanplans.training.data.packed_source import PackedSource
 from titanplans.training.data.positions import BatchSlice, DataPosition, Readers, divide, merged
 from titanplans.training.data.resume import VERSION, fingerprint, resume
-from titanplans.training.launch.orphans import live_as_long_as_the_rank
+from titanplans.training.launch.orphans import end_with_rank
 
 _PROBE = "Tokenizers differ: 3.14 | naïve façade | 日本語 | \t\n  def f(x): return x**2"
 
@@ -116,7 +116,7 @@ class TextDataLoader:
             batch_size=None,
             collate_fn=_as_it_is,  # pyrefly: ignore[bad-argument-type]  without a batch size it is given an item
             num_workers=options.num_workers,
-            worker_init_fn=partial(live_as_long_as_the_rank, os.getpid()) if has_workers else None,
+            worker_init_fn=partial(end_with_rank, os.getpid()) if has_workers else None,
             persistent_workers=has_workers and options.persistent_workers,
             pin_memory=options.pin_memory,
             prefetch_factor=options.prefetch_factor if has_workers else None,

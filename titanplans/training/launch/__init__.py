@@ -1,1 +1,1 @@
-"""From a command line to ranks and to an exit status."""
+"""Start a job: from the command line (`main.py`) to the ranks (`rank.py`) and to an exit status."""

@@ -1,7 +1,6 @@
-"""Start the ranks of a job on this machine, where torchrun has not started them, and start them again if one fails.
+"""`launch`: start the ranks of a job on this machine without torchrun, and start them again if one fails.
 
-One process per rank, each with the environment that torchrun would give it. When one fails, the others are stopped; the
-rank that failed first is reported with its traceback, the others in a line each. Jobs on several machines need torchrun.
+There is one process per rank, with the environment variables that torchrun sets. Jobs on several machines need torchrun.
 """
 
 import contextlib
@@ -33,16 +32,16 @@ from titanplans.training.launch.orphans import end_with_parent
 from titanplans.training.launch.rank import run_rank
 from titanplans.training.launch.signals import Stopped, stop_on_signals
 
-# How long the other ranks may take to end by themselves, where the first may be one of them, and then after SIGTERM.
 _GRACE_SECONDS = 2.0
-_SECONDS_TO_LOOK = 0.02
+"""How long the other ranks may take to end after one has failed: by themselves, and then again after SIGTERM."""
+_POLL_SECONDS = 0.02
 _HOST = "127.0.0.1"
 
 
 def local_ranks(job: JobConfig) -> int:
-    """Return the number of processes to start here: the product of the degrees.
+    """Return the number of ranks to start on this machine: the product of the degrees.
 
-    `data_parallel_shard_degree = -1` takes the GPUs that the other degrees leave. On a CPU and under DDP it counts as 1.
+    `data_parallel_shard_degree = -1` takes the GPUs that the other degrees leave. On a CPU, and under DDP, it counts as 1.
 
     Raises:
         UserError: the degrees need more GPUs than this machine has.
@@ -63,53 +62,62 @@ def local_ranks(job: JobConfig) -> int:
     return ranks
 
 
-def launch(job: JobConfig, ranks: int, restarts: int = 0, evaluated: Path | None = None) -> int:
-    """Run `job`, which has been checked, in that many processes; return its exit status.
+def launch(job: JobConfig, ranks: int, restarts: int = 0, evaluated_checkpoint: Path | None = None) -> int:
+    """Run a checked job and return its exit status.
 
-    With `evaluated`, a checkpoint, it is validated and nothing is trained.
+    When a rank fails, the others are stopped. The rank that failed first is reported with its traceback, the others in a
+    line each.
 
-    After one has failed or was killed, all are started again, so many `restarts`; but not after an end in one line: a job
-    that can't be run, a loss that is not finite, a disk that is full.
+    Args:
+        job: the job, which has been checked.
+        ranks: number of processes to start.
+        restarts: how often to start all ranks again after one has failed or was killed. There is no restart after an error
+            that would come again: a job that can't be run, a loss that is not finite, a full disk.
+        evaluated_checkpoint: a checkpoint to validate instead of training.
 
     Raises:
         Stopped: SIGINT or SIGTERM arrived; all processes have ended.
     """
-    # Not at the top: a rank that is a new process imports this file, before it knows what of the libraries' words to show.
+    # Not at the top: a spawned rank imports this file before it has set up logging, and the libraries log on import.
     from titanplans.training.checkpoint.resume import decide_resume
 
-    # The store lives here, so that it outlives every rank and its port is known before they start.
+    # The launcher hosts the store, so that it outlives every rank and its port is known before they start.
     store = _local_store()
     method = start_method(job)
     if method == "fork":
-        importlib.import_module("titanplans.training.trainer.trainer")  # the Trainer, once for all
-    for left in range(restarts, -1, -1):
-        asked, failed = _run_ranks(job, ranks, restarts - left, store.port, method, evaluated)
+        # Imported once here instead of in every rank.
+        importlib.import_module("titanplans.training.trainer.trainer")
+    for restarts_left in range(restarts, -1, -1):
+        stop_requested, failed = _run_ranks(
+            job, ranks, restarts - restarts_left, store.port, method, evaluated_checkpoint
+        )
         if not failed:
             return 0
         first = failed[0]
         if first.line:
             say(f"error: rank {first.rank}: {first.line}" if first.rank else f"error: {first.line}")
             return first.status
-        which = f"rank {first.rank} (pid {first.pid}) {first.how}"
-        if asked or not left:
+        description = f"rank {first.rank} (pid {first.pid}) {first.how}"
+        if stop_requested or not restarts_left:
             break
         resume = decide_resume(job, own_folder(job), restarted=True)
         if resume.is_finished:
-            say(f"{which} after {resume.source} was saved: the job is finished")
+            say(f"{description} after {resume.source} was saved: the job is finished")
             return 0
         origin = "the newest checkpoint" if job.checkpoint.enable else "step 1, as checkpoint.enable = false"
-        say(f"{which}: all ranks start again, from {origin}; {left - 1} restarts left")
+        say(f"{description}: all ranks start again, from {origin}; {restarts_left - 1} restarts left")
     if first.traceback:
         say(f"rank {first.rank}: {first.traceback.rstrip()}")
     for failure in failed[1:]:
         say(f"rank {failure.rank} {failure.how}")
-    resumes = ". Finished checkpoints are complete: the same command resumes from the newest"
-    say(f"error: {which}; the other ranks were stopped{resumes if job.checkpoint.enable else ''}")
+    resume_hint = ". Finished checkpoints are complete: the same command resumes from the newest"
+    say(f"error: {description}; the other ranks were stopped{resume_hint if job.checkpoint.enable else ''}")
     return 1
 
 
 def _local_store() -> TCPStore:
-    """Return a store that only this machine can reach: whoever reaches it may write to it."""
+    """Return a store that only this machine can reach."""
+    # TCPStore has no authentication, and by itself listens on all interfaces: it is given a socket bound to localhost.
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listening.bind((_HOST, 0))
     port = listening.getsockname()[1]
@@ -122,60 +130,65 @@ def _run_ranks(
     restart: int,
     port: int,
     method: Literal["fork", "spawn"],
-    evaluated: Path | None,
+    evaluated_checkpoint: Path | None,
 ) -> tuple[bool, list[Failure]]:
-    """Start the ranks and wait for their end; return whether SIGTERM arrived, and which failed."""
-    asked = threading.Event()
+    """Start the ranks and wait until all have ended; return whether SIGTERM arrived, and the failures, the first one first.
+
+    Raises:
+        Stopped: as `launch`.
+    """
+    stop_requested = threading.Event()
     processes: list[BaseProcess] = []
 
     def forward_sigterm() -> None:
-        asked.set()
+        stop_requested.set()
         for process in processes:
             process.terminate()
 
-    # No TemporaryDirectory: a fork that exits removes it.
+    # Not a TemporaryDirectory: its finalizer would also run in a forked rank that exits, and remove the folder.
     folder = tempfile.mkdtemp(prefix="titanplans-")
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder)
         request = forward_sigterm if job.checkpoint.save_on_signal else None
         stack.enter_context(stop_on_signals(first_sigterm=request))
         context: Any = multiprocessing.get_context(method)
-        place = (job, ranks, restart, port, folder, os.getpid(), evaluated)
+        rank_args = (job, ranks, restart, port, folder, os.getpid(), evaluated_checkpoint)
         try:
-            # A signal that arrives meanwhile waits: a fork has the handlers of its parent.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+            # Signals are blocked while ranks start: a fork has the handlers of its parent until it resets them.
+            previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
             try:
                 for rank in range(ranks):
-                    process = context.Process(target=_rank_process, args=(rank, *place))
+                    process = context.Process(target=_rank_process, args=(rank, *rank_args))
                     process.start()
                     processes.append(process)
             finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            if asked.is_set():
-                forward_sigterm()  # to those that had not started
+                signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
+            if stop_requested.is_set():
+                forward_sigterm()  # ranks that started after the signal have not received it
             _wait_until(processes, lambda codes: any(codes) or None not in codes)
             failed = failures(processes, Path(folder))
             if failed and not is_decided(failed):
+                # Another rank may have failed first, and still be writing its report.
                 _wait_until(processes, lambda codes: None not in codes, _GRACE_SECONDS)
                 failed = failures(processes, Path(folder))
         except Stopped as stopped:
-            _terminate(processes, 3 * _GRACE_SECONDS)  # they have 5 seconds to finish what they write
+            _terminate(
+                processes, 3 * _GRACE_SECONDS
+            )  # more than the 5 seconds that `stop_on_signals` allows a rank
             say(f"stopped by {stopped}; finished checkpoints are complete")
-            stopped.said = True
+            stopped.is_reported = True
             raise
         _terminate(processes, _GRACE_SECONDS)
-        return asked.is_set(), failed
+        return stop_requested.is_set(), failed
 
 
 def start_method(job: JobConfig) -> Literal["fork", "spawn"]:
-    """Return how ranks are started: forked from this process, or as new ones, which import the libraries (9 s each).
-
-    A fork can't use an accelerator that its parent has looked at, nor macOS's libraries. Its parent's threads are not in it:
-    a job with code of the user's, which may have started some, is not forked.
-    """
-    users_code = job.experimental.custom_import or job.model.class_ or ":" in str(job.model.plan)
-    forks = sys.platform == "linux" and default_device_type() == "cpu" and not users_code
-    return "fork" if forks else "spawn"
+    """Return how to start the ranks: fork where that is safe, else spawn, which imports the libraries anew (9 s each)."""
+    # A fork lacks its parent's threads, and code of the user may have started some.
+    has_user_code = job.experimental.custom_import or job.model.class_ or ":" in str(job.model.plan)
+    # A fork can use neither an accelerator that its parent has queried, nor macOS's system libraries.
+    can_fork = sys.platform == "linux" and default_device_type() == "cpu" and not has_user_code
+    return "fork" if can_fork else "spawn"
 
 
 def _rank_process(
@@ -186,11 +199,11 @@ def _rank_process(
     port: int,
     folder: str,
     launcher: int,
-    evaluated: Path | None,
+    evaluated_checkpoint: Path | None,
 ) -> None:
-    """The environment is torchrun's: https://docs.pytorch.org/docs/stable/elastic/run.html."""
+    """Run one rank in this process, with torchrun's environment: https://docs.pytorch.org/docs/stable/elastic/run.html."""
     end_with_parent(launcher)
-    # A fork has its parent's handlers, and the pipe by which its parent is told of signals.
+    # A fork has its parent's handlers, and would write its signals to the pipe that its parent's thread reads.
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_DFL)
@@ -206,22 +219,22 @@ def _rank_process(
         **{REPORTS: folder},
     )
     if Path("/sys/class/net/lo").exists():
-        # gloo takes the address of the host's name, which others may reach
+        # By default gloo binds to the address of the host's name, which other machines may reach.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    finish(run_rank(job, evaluated))
+    finish(run_rank(job, evaluated_checkpoint))
 
 
 def _wait_until(
-    processes: list[BaseProcess], enough: Callable[[list[int | None]], bool], seconds: float = math.inf
+    processes: list[BaseProcess], is_enough: Callable[[list[int | None]], bool], seconds: float = math.inf
 ) -> None:
-    """Wait until `enough` accepts the exit codes (None: running), or until the time is over."""
+    """Wait until `is_enough` accepts the exit codes (None: still running), at most so many seconds."""
     deadline = time.monotonic() + seconds
-    while not enough([process.exitcode for process in processes]) and time.monotonic() < deadline:
-        time.sleep(_SECONDS_TO_LOOK)
+    while not is_enough([process.exitcode for process in processes]) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
 
 
 def _terminate(processes: list[BaseProcess], seconds: float) -> None:
-    """End the processes by SIGTERM, and those left after some seconds by SIGKILL."""
+    """Send SIGTERM to the processes, and SIGKILL to those that still run after so many seconds."""
     for process in processes:
         process.terminate()
     _wait_until(processes, lambda codes: None not in codes, seconds)

@@ -1,8 +1,4 @@
-"""What reaches the screen: rank 0's progress, every rank's warnings and errors.
-
-torchtitan logs through the root logger. `init_logging` gives it one handler, a short format, and a filter that keeps
-other libraries' progress off the screen. An ERROR is always shown.
-"""
+"""`init_logging`: print rank 0's progress and every rank's warnings and errors, but not the progress of other libraries."""
 
 import logging
 import os
@@ -13,36 +9,34 @@ from titanplans.disk import is_refusal, naming
 from titanplans.quiet import silence
 from titanplans.training.launch.exit_status import mute_stdout
 
-# torchtitan's own progress that is no news, by the file and the function that logs it, with the reason.
-_NO_NEWS = {
+# Records of torchtitan that are not shown, by the file and the function that logs them. torchtitan logs through the root
+# logger, so its records can't be told apart by logger.
+_HIDDEN = {
     ("utils", "collect"),  # every garbage collection, with its time; gc_debug is the tool for that
 }
 
 
 def init_logging(rank: int) -> None:
-    """Log to stdout: INFO and above on rank 0, warnings with the rank's number on the others.
+    """Log to stdout: INFO and above on rank 0, WARNING and above on the others, with the rank as prefix.
 
-    Call it before importing the libraries, since some log on import.
+    Call it before importing the libraries, as some log on import.
     """
-    handler = _Screen(sys.stdout)
-    who = "" if rank == 0 else f"rank {rank}: "
-    handler.setFormatter(logging.Formatter(f"%(asctime)s  {who}%(message)s", datefmt="%H:%M:%S"))
-    handler.addFilter(_worth_showing)
+    handler = _StdoutHandler(sys.stdout)
+    prefix = "" if rank == 0 else f"rank {rank}: "
+    handler.setFormatter(logging.Formatter(f"%(asctime)s  {prefix}%(message)s", datefmt="%H:%M:%S"))
+    handler.addFilter(_is_shown)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     silence(training=rank == 0)
-    # Advice to libraries, by a handler of torch's own.
+    # It warns of redistributions in several steps: advice for those who write a library, and torch has its own handler.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    threading.excepthook = _in_thread
-    os.environ["KINETO_LOG_LEVEL"] = "5"  # the profiler's native log has its own switch; 5 is silent
+    threading.excepthook = _thread_excepthook
+    os.environ["KINETO_LOG_LEVEL"] = "5"  # silences the profiler's native log
 
 
-class _Screen(logging.StreamHandler):
-    """Where nobody reads stdout any more, the job goes on: a pager that is closed ends no training. A full disk does.
-
-    Threads that save and remove checkpoints log, too; they go on with it, and the main thread's next line meets the same.
-    """
+class _StdoutHandler(logging.StreamHandler):
+    """Writes to stdout: a closed stdout does not end the job, a full disk does."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exception()
@@ -52,23 +46,27 @@ class _Screen(logging.StreamHandler):
         elif not is_refusal(error):
             super().handleError(record)
         elif threading.current_thread() is threading.main_thread():
-            mute_stdout()  # what waits to be written would fail again at the end of the process
+            # Only in the main thread: the threads that save and remove checkpoints finish their work, and the next line of
+            # the main thread meets the same error.
+            mute_stdout()  # buffered output would fail again when the process exits
             with naming("stdout"):
                 raise
 
 
-def _in_thread(args: threading.ExceptHookArgs) -> None:
-    """TensorBoard's thread leaves its error to the main thread, too, which says in one line that the disk is full."""
+def _thread_excepthook(args: threading.ExceptHookArgs) -> None:
+    # A full disk in TensorBoard's thread also raises in the main thread, which reports it in one line.
     if not (is_refusal(args.exc_value) and type(args.thread).__module__.startswith("tensorboard.")):
         threading.__excepthook__(args)
 
 
-def _worth_showing(record: logging.LogRecord) -> bool:
-    """Decide by level and logger; torchtitan's functions share the root logger, so by function, too."""
+def _is_shown(record: logging.LogRecord) -> bool:
+    """Return whether a record is printed, by its level and logger."""
     if record.levelno >= logging.ERROR:
         return True
     if record.name == "root":
-        return (record.module, record.funcName) not in _NO_NEWS
+        return (record.module, record.funcName) not in _HIDDEN
     if record.levelno >= logging.WARNING:
-        return record.name != "torchao"  # of CUDA libraries that can't be loaded, where none is needed
+        return (
+            record.name != "torchao"
+        )  # it warns of CUDA libraries that can't be loaded, even where none is needed
     return record.name.partition(".")[0] == "titanplans"

@@ -1,13 +1,13 @@
-"""From the command line to an exit status: read the job, check it, run it.
+"""`main`: read a job from the command line, check it, run it, and return an exit status.
 
     0          trained, or printed what was asked for; or ended by SIGTERM after it has saved (checkpoint.save_on_signal)
-    1          a rank failed: its traceback is above, and the other ranks were stopped; or the loss is not
-               finite, or the disk is full: one line
+    1          a rank failed: its traceback is printed, and the other ranks were stopped; or the loss is not finite, or
+               the disk is full: one line
     2          the job can't be run as written: one line says why
     128 + N    stopped by signal N
 
-Under torchrun this process is one rank of the job. Otherwise it starts the ranks itself, as many as
-the degrees need, or is the only one.
+Under torchrun this process is one rank of the job. Otherwise it starts as many ranks as the degrees need; a job of one rank
+runs in this process.
 """
 
 import logging
@@ -30,16 +30,20 @@ _ALONE |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 
 
 def main(argv: list[str], command: str = "train") -> int:
-    """Run the job that `argv` describes (see `titanplans.config.load_job`), or "evaluate" it; return the exit status."""
+    """Run `command`, "train" or "evaluate", for the job that `argv` describes; return the exit status.
+
+    `titanplans.config.load_job` defines `argv`.
+    """
     rank = 0
     try:
         with stop_on_signals():
-            # MASTER_ADDR and MASTER_PORT alone, which scripts of clusters export, start nothing.
-            started = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} & os.environ.keys()
-            torchrun = read_ranks(os.environ) if started else None
+            # MASTER_ADDR and MASTER_PORT do not count: cluster scripts export them where no torchrun is used.
+            torchrun_variables = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} & os.environ.keys()
+            torchrun = read_ranks(os.environ) if torchrun_variables else None
             rank = torchrun.rank if torchrun else 0
             if torchrun and "TORCHELASTIC_RUN_ID" in os.environ:
-                end_with_parent(os.getppid())  # other launchers may be gone by design
+                # Only torchrun's agent: the parent under another launcher may exit by design.
+                end_with_parent(os.getppid())
             restarts, argv = take_max_restarts(argv)
             job = load_job(argv, command)
             if command == "evaluate" and restarts:
@@ -52,14 +56,14 @@ def main(argv: list[str], command: str = "train") -> int:
             init_logging(rank)
             with one_line(lambda: newest(own_folder(job))):
                 for note in job.notes:
-                    logging.getLogger(__name__).info(note)  # rank 0's alone reach the screen
+                    logging.getLogger(__name__).info(note)  # shown on rank 0 only
                 return _evaluate(job, torchrun) if command == "evaluate" else _run(job, torchrun, restarts)
     except (UserError, RunError) as error:
         return refuse(error, rank)
 
 
 def _run(job: JobConfig, torchrun: Ranks | None, restarts: int) -> int:
-    """Check the job and train: as the launcher of its ranks, or as one of them."""
+    """Check the job and train, as the launcher of its ranks or as one of them; return the exit status."""
     # Not at the top: a mistake in the TOML is refused before torch and the model libraries are imported.
     from titanplans import kernels
     from titanplans.training.checkpoint.card import damage
@@ -74,15 +78,16 @@ def _run(job: JobConfig, torchrun: Ranks | None, restarts: int) -> int:
     rank = torchrun.rank if torchrun else 0
     ranks = _ranks(job, torchrun)
     check_job(job, ranks)
-    # By this process, which outlives every rank: a job that still trains in the folder has not finished.
+    # Locked by this process, which outlives every rank. Only then can a finished job be told from one that still trains in
+    # the folder.
     with locked(job) if rank == 0 else nullcontext():
         resume = decide_resume(job, own_folder(job), restarted=restarted(os.environ))
         if resume.is_finished and (last := resume.source) is not None:
             if rank == 0:
-                if (wrong := damage(last)) is not None:
-                    raise ConfigError(f"checkpoint.folder: the job is finished, but {wrong}; {remedy(last)}")
+                if (fault := damage(last)) is not None:
+                    raise ConfigError(f"checkpoint.folder: the job is finished, but {fault}; {remedy(last)}")
                 print(
-                    f"{last} is whole: the job has taken its training.steps = {job.training.steps} and is finished"
+                    f"{last} is complete: the job has taken its training.steps = {job.training.steps} and is finished"
                 )
             return 0
         if not torchrun and (ranks > 1 or restarts):
@@ -93,7 +98,7 @@ def _run(job: JobConfig, torchrun: Ranks | None, restarts: int) -> int:
 
 
 def _evaluate(job: JobConfig, torchrun: Ranks | None) -> int:
-    """Check the job and its checkpoint, and validate that: as the launcher of its ranks, or as one of them."""
+    """Check the job and a checkpoint, and compute its validation loss; as the launcher of the ranks or as one of them."""
     from titanplans import kernels
     from titanplans.training.job.evaluation import check_evaluation, evaluation_of
     from titanplans.training.launch.launcher import launch
@@ -112,12 +117,14 @@ def _evaluate(job: JobConfig, torchrun: Ranks | None) -> int:
 
 
 def _ranks(job: JobConfig, torchrun: Ranks | None) -> int:
-    """Return the number of processes of the job, which are to be started here unless torchrun did."""
+    """Return the number of ranks of the job: torchrun's, or what the degrees need on this machine."""
     import torch
 
     from titanplans.training.launch.launcher import local_ranks
 
     ranks = torchrun.world_size if torchrun else local_ranks(job)
     if not torchrun and ranks > 1:
-        torch.set_num_threads(1)  # the ranks are forked, which a pool of threads does not survive
+        torch.set_num_threads(
+            1
+        )  # ranks may be forked, and a fork has none of the threads of its parent's pool
     return ranks

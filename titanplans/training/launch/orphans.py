@@ -1,7 +1,6 @@
-"""A rank whose parent is gone ends, and so does a loader's worker: nobody else would stop, restart or miss it.
+"""End ranks and data-loader workers whose parent process is gone, as nothing else would stop or restart them.
 
-It is killed, not asked: its files on the disk are consistent at any moment (titanplans/training/checkpoint/folder.py). Needs
-no torch, so that a rank which torchrun has started can ask for it before it imports anything.
+Imports no torch, so that a rank that torchrun has started can call `end_with_parent` first.
 """
 
 import ctypes
@@ -12,47 +11,52 @@ import threading
 import time
 
 _PR_SET_PDEATHSIG = 1
-_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 
 
 def end_with_parent(parent: int) -> None:
-    """Let this process end when `parent`, the process that has started it, does, or at once where that has ended.
+    """Have this process killed when its parent ends, or at once if it has ended.
 
-    On Linux the system kills it (prctl(2), PR_SET_PDEATHSIG), whatever it is doing; elsewhere a thread looks each second.
+    On Linux the kernel does it (prctl(2), PR_SET_PDEATHSIG), whatever the process is doing; elsewhere a thread polls.
+
+    Args:
+        parent: the process id of the parent.
     """
+    # SIGKILL is safe: checkpoints on the disk are consistent at any moment (titanplans/training/checkpoint/folder.py).
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     else:
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    # It may have ended before the system was asked.
+    # The parent may have ended before prctl was called.
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _watch(parent: int) -> None:
     while os.getppid() == parent:
-        time.sleep(_SECONDS)
+        time.sleep(_POLL_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def live_as_long_as_the_rank(rank: int, worker: int) -> None:
-    """Let a worker end with its rank, and not before: a scheduler's SIGTERM reaches it, too, and the rank may still save.
+def end_with_rank(rank: int, worker: int) -> None:
+    """Make a data-loader worker end with its rank and not before; a `worker_init_fn` of torch's DataLoader.
 
-    The rank's own ends it: Python sends one as it exits, and waits for the worker.
+    On Linux the worker ignores a SIGTERM of anyone but its rank. A scheduler signals every process, and the rank, which may
+    save before it ends, still needs the worker. Python sends SIGTERM to the worker when the rank exits, and waits for it.
 
     Args:
-        rank: the process id of the rank: asked now, it may have ended already, and another be the parent.
-        worker: which of the rank's it is.
+        rank: the process id of the rank. Not `os.getppid()` in the worker: the rank may have ended already.
+        worker: the index of the worker, which DataLoader passes; unused.
     """
     end_with_parent(rank)
-    if sys.platform == "linux":  # elsewhere it can't be asked who has sent a signal
+    if sys.platform == "linux":  # only Linux tells who has sent a signal
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_when_the_rank_asks, daemon=True).start()
+        threading.Thread(target=_exit_on_sigterm_of_rank, daemon=True).start()
 
 
-def _end_when_the_rank_asks() -> None:
+def _exit_on_sigterm_of_rank() -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os._exit(0)

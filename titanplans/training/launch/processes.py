@@ -1,4 +1,4 @@
-"""The device of a rank, the process group of a job's ranks, the meshes of its degrees, and their timeouts."""
+"""The process group of a job's ranks, the meshes of its degrees, and their timeouts."""
 
 import os
 from datetime import timedelta
@@ -15,7 +15,7 @@ from titanplans.training.job import resolve
 
 
 def start_processes(job: JobConfig, device: torch.device) -> Mesh:
-    """Start the process group, unless it is up, and return the meshes of the job's degrees."""
+    """Initialise the process group, unless that has been done, and return the meshes of the job's degrees."""
     if not dist.is_initialized():
         _start_process_group(job, device)
     p = job.parallelism
@@ -31,10 +31,11 @@ def start_processes(job: JobConfig, device: torch.device) -> Mesh:
 
 
 def _start_process_group(job: JobConfig, device: torch.device) -> None:
-    # As torchtitan's loop has it: a backward runs on the thread that called it, on a GPU, too.
+    # As in torchtitan's trainer: a backward runs on the thread that called it, also on a GPU.
     torch.autograd.set_multithreading_enabled(False)
     comm, buffer_size = job.comm, resolve.trace_buf_size(job)
-    # 3: the watchdog must not abort a collective that timed out before the flight recorder is written (pytorch #121055).
+    # 3 (no abort by the watchdog): a collective that timed out must not be aborted before the flight recorder is written
+    # (pytorch #121055).
     os.environ |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "TORCH_FR_BUFFER_SIZE": str(buffer_size)}
     if buffer_size:
         folder = Path(job.job.dump_folder, comm.save_traces_folder)
@@ -48,8 +49,8 @@ def _start_process_group(job: JobConfig, device: torch.device) -> None:
 
 
 def lower_timeouts(job: JobConfig, mesh: Mesh, device: torch.device) -> None:
-    """Give every process group the timeout of training steps, once all that connects or compiles has done so."""
-    # A rank that is ahead would use the shorter one on a rank that still compiles.
+    """Set the timeout of training steps on every process group, after the step that connects and compiles. Collective."""
+    # Without the barrier a rank that is ahead would wait with the short timeout for a rank that still compiles.
     dist.barrier(device_ids=[device.index or 0] if device.type != "cpu" else None)
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

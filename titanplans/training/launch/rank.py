@@ -1,4 +1,4 @@
-"""One rank: it trains, or evaluates a checkpoint; started by our launcher, by torchrun, or as the only process."""
+"""`run_rank`: train or evaluate a checkpoint as one rank, started by our launcher, by torchrun, or as the only process."""
 
 import gc
 import math
@@ -22,44 +22,50 @@ if TYPE_CHECKING:
     from titanplans.training.trainer.trainer import Trainer
 
 
-def run_rank(job: JobConfig, evaluated: Path | None = None) -> int:
-    """Train as one rank of `job`, which has been checked, or validate a checkpoint; return 0, or the status to exit with.
+def run_rank(job: JobConfig, evaluated_checkpoint: Path | None = None) -> int:
+    """Run one rank of a checked job and return its exit status.
 
-    With more than one rank, a rank that fails does not return: it ends the process at once. Under checkpoint.save_on_signal
-    a first SIGTERM to any rank lets all of them save and end.
+    With more than one rank, a failure does not return but ends the process at once. With checkpoint.save_on_signal, the
+    first SIGTERM to any rank makes all ranks save and end.
+
+    Args:
+        job: the job, which has been checked.
+        evaluated_checkpoint: a checkpoint to validate; None: train.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    asked = threading.Event()
+    stop_requested = threading.Event()
     ended_by: BaseException | None = None
     try:
-        with stop_on_signals(first_sigterm=asked.set if job.checkpoint.save_on_signal else None):
-            if evaluated is None:
-                _train(job, rank, asked)
+        with stop_on_signals(first_sigterm=stop_requested.set if job.checkpoint.save_on_signal else None):
+            if evaluated_checkpoint is None:
+                _train(job, rank, stop_requested)
             else:
-                _evaluate(job, rank, evaluated)
+                _evaluate(job, rank, evaluated_checkpoint)
         return 0
     except (UserError, RunError) as error:
         ended_by, status = error, refuse(error, rank)
     except Stopped as stopped:
         ended_by, status = stopped, stopped.exit_status
-        if rank == 0 and REPORTS not in os.environ:  # our launcher says it
+        if rank == 0 and REPORTS not in os.environ:  # else our launcher prints it
             print(f"stopped by {stopped}; finished checkpoints are complete", file=sys.stderr)
     except Exception as error:  # noqa: BLE001
-        # Any error: the other ranks wait for this one, so it must end at once and report why.
+        # The other ranks may wait for this one, so after any error it must end at once and report why.
         ended_by, status = error, fail(error, rank)
     if world_size > 1:
         exit_now(status)
-    del ended_by  # its frames hold the trainer, whose end waits for loader workers; several ranks end without
+    # The exception's frames hold the trainer, whose destruction waits for the loader's workers. Do that before returning.
+    del ended_by
     return status
 
 
-def _train(job: JobConfig, rank: int, asked: threading.Event) -> None:
+def _train(job: JobConfig, rank: int, stop_requested: threading.Event) -> None:
     trainer = _trainer(job, rank)
     from titanplans.training.trainer.step import GracefulStop
 
     if job.checkpoint.save_on_signal:
-        trainer.graceful_stop = GracefulStop(asked.is_set)
-    gc.freeze()  # half a million objects of the libraries, which each collection before a save would look through
+        trainer.graceful_stop = GracefulStop(stop_requested.is_set)
+    # The libraries have half a million objects. Frozen, they are not traversed by the garbage collection before each save.
+    gc.freeze()
     with disk.one_line(trainer.resume_point):
         try:
             trainer.train()
@@ -82,12 +88,12 @@ def _evaluate(job: JobConfig, rank: int, checkpoint: Path) -> None:
 def _trainer(job: JobConfig, rank: int) -> "Trainer":
     init_logging(rank)
     device_type = prepare_device()
-    # Only now: the libraries log as they are imported.
+    # Imported after logging is set up, as the libraries log on import.
     from titanplans import kernels
     from titanplans.training.job.checks import import_custom
     from titanplans.training.trainer.trainer import Trainer
 
     kernels.install(device_type)
-    import_custom(job)  # in a process that was started for this rank, nothing has registered its plans yet
+    import_custom(job)  # a spawned rank has not yet imported the user's modules, which register plans
     with disk.one_line(lambda: newest(own_folder(job))):
         return Trainer(job)

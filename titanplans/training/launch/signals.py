@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as an exception, with a limit on the time that the clean-up may take; or SIGTERM as a request."""
+"""`stop_on_signals`: turn SIGINT and SIGTERM into an exception, or the first SIGTERM into a request."""
 
 import contextlib
 import os
@@ -10,18 +10,20 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 _SECONDS_TO_STOP = 5.0
-_SECONDS_OF_ONE = 2.0
-"""What arrives so soon after a signal is the same one: a scheduler signals every process, and launchers pass it on."""
+_REPEAT_SECONDS = 2.0
+"""A signal so soon after another is a duplicate: a scheduler signals every process, and launchers forward the signal."""
 
-_OVER = b"\0"
-"""Tells the thread that the body has ended."""
+_BODY_ENDED = b"\0"
+"""Tells the thread that the body of `stop_on_signals` has ended."""
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal to stop has arrived. A `KeyboardInterrupt`, so that libraries let it pass."""
+    """A signal to stop has arrived."""
 
-    said = False
-    """Whether a line has told so."""
+    # A KeyboardInterrupt, which libraries do not catch as they catch an Exception.
+
+    is_reported = False
+    """Whether a line about it has been printed."""
 
     def __init__(self, signum: int):
         self.signum = signum
@@ -29,7 +31,7 @@ class Stopped(KeyboardInterrupt):
 
     @property
     def exit_status(self) -> int:
-        """128 + the signal's number, as a shell reports it."""
+        """128 + the signal's number, as shells report it."""
         return 128 + self.signum
 
 
@@ -37,34 +39,33 @@ class Stopped(KeyboardInterrupt):
 def stop_on_signals(*more: int, first_sigterm: Callable[[], None] | None = None) -> Iterator[None]:
     """Raise `Stopped` in the main thread at the first SIGINT, SIGTERM or signal of `more`.
 
-    What the body raises after that, or whatever else a library has made of it, is that `Stopped`, too. A process that has
-    not ended 5 seconds after the signal is ended, and at once by a second signal. A thread decides, to which the C handler
-    writes each signal through a pipe: Python's handlers run in the main thread, between two bytecodes, and that thread
-    may be waiting in a collective for a rank that is gone.
+    Any other exception that leaves the body after the signal is replaced by that `Stopped`. The process exits at once on a
+    second signal, and 5 seconds after the first one at the latest.
 
     Args:
         more: other signals that stop.
-        first_sigterm: called, in the thread, by the first SIGTERM instead; the next signal stops.
+        first_sigterm: called by the first SIGTERM, in another thread, instead of stopping; the next signal stops.
     """
-    watch = _Watch((signal.SIGINT, signal.SIGTERM, *more), first_sigterm)
+    # Python's handlers run in the main thread, between two bytecodes, and that thread may be waiting in a collective for a
+    # rank that is gone. So another thread decides: the C handler writes each signal to it through a pipe.
+    watch = _SignalWatch((signal.SIGINT, signal.SIGTERM, *more), first_sigterm)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     previous = {signum: signal.signal(signum, watch.raise_if_stopped) for signum in watch.signums}
     previous_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     thread = threading.Thread(target=watch.run, args=(reader,), daemon=True)
     thread.start()
-    signal.pthread_sigmask(
-        signal.SIG_UNBLOCK, watch.signums
-    )  # a launcher starts its ranks with these blocked
+    # The launcher starts ranks with these signals blocked.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, watch.signums)
     try:
         try:
             yield
         finally:
-            watch.raised = True
+            watch.is_raised = True
             signal.set_wakeup_fd(previous_fd)
-            os.write(writer, _OVER)  # closing it is not enough: forks have it, too
+            os.write(writer, _BODY_ENDED)  # closing the pipe is not enough: forks have it open, too
             os.close(writer)
-            thread.join()  # it has read what arrived before
+            thread.join()  # now it has handled every signal that arrived in the body
             for signum, handler in previous.items():
                 signal.signal(signum, handler)
     except BaseException as error:
@@ -75,41 +76,42 @@ def stop_on_signals(*more: int, first_sigterm: Callable[[], None] | None = None)
         raise watch.stopped
 
 
-class _Watch:
-    """Decides in a thread what each signal means: a request, a stop, the end, or nothing."""
+class _SignalWatch:
+    """Decides in a thread what a signal means: a request, a stop, an immediate exit, or nothing (a duplicate)."""
 
     def __init__(self, signums: tuple[int, ...], first_sigterm: Callable[[], None] | None):
         self.signums, self.first_sigterm = signums, first_sigterm
         self.stopped: Stopped | None = None
-        self.raised = False
+        self.is_raised = False
 
     def raise_if_stopped(self, signum: int, frame: FrameType | None) -> None:
-        """Raise in the main thread, once, what the thread has decided."""
-        if self.stopped is not None and not self.raised:
-            self.raised = True
+        """Raise `stopped` once, in the main thread; Python's handler of each signal."""
+        if self.stopped is not None and not self.is_raised:
+            self.is_raised = True
             raise self.stopped
 
     def run(self, reader: int) -> None:
-        """Read signals until the body is over; end the process where that takes too long."""
-        deadline, last, asked = None, -_SECONDS_OF_ONE, False
+        """Handle signals until the body ends, or exit the process when it takes too long to end."""
+        deadline, last, is_requested = None, -_REPEAT_SECONDS, False
         with os.fdopen(reader, "rb", buffering=0) as pipe, selectors.DefaultSelector() as selector:
             selector.register(pipe, selectors.EVENT_READ)
             while selector.select(deadline and max(0.0, deadline - time.monotonic())):
                 byte = pipe.read(1)
-                if byte in (b"", _OVER):
+                if byte in (b"", _BODY_ENDED):
                     return
                 signum, now = byte[0], time.monotonic()
-                repeated = now - last < _SECONDS_OF_ONE
-                if signum not in self.signums or (repeated and (self.stopped or signum == signal.SIGTERM)):
+                is_repeated = now - last < _REPEAT_SECONDS
+                if signum not in self.signums or (is_repeated and (self.stopped or signum == signal.SIGTERM)):
                     continue
                 last = now
                 if self.stopped is not None:
                     os._exit(128 + signum)
-                if signum == signal.SIGTERM and self.first_sigterm is not None and not asked:
-                    asked = True
+                if signum == signal.SIGTERM and self.first_sigterm is not None and not is_requested:
+                    is_requested = True
                     self.first_sigterm()
                 else:
                     self.stopped, deadline = Stopped(signum), now + _SECONDS_TO_STOP
-                    # The system may have interrupted another thread, and the main one waits on.
+                    # The kernel may have delivered the signal to another thread, while the main one, which runs the
+                    # handler, is still waiting.
                     signal.pthread_kill(threading.main_thread().ident or 0, signum)
             os._exit(self.stopped.exit_status if self.stopped is not None else 1)
