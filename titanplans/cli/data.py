@@ -77,7 +77,9 @@ def _show(job: Any, number: int) -> None:
     _, notes = check_data(job)
     documents.check_documents(job, config)
     apart = documents.are_apart(job, documents.document_keyword(job, config))
-    loader, tokenizer = open_training_data(job, resolve.fewest_processes(job), apart=apart, alone=True)
+    loader, tokenizer = open_training_data(
+        job, resolve.fewest_processes(job), documents_apart=apart, as_single_rank=True
+    )
     sources = resolve.training_data(job).sources
     names = [source.title for source in sources]
     read, found, start = [], 0, time.perf_counter()

@@ -37,8 +37,10 @@ def acting(job: JobConfig, world_size: int = 1) -> dict[str, Any]:
         "strategy": strategy_of(job),
         "shard_degree": job.parallelism.shard_degree,
         "model": (config.to_dict(), keyword, resolve.model_name(job), resolve.tokenizer_path(job)),
-        "data": parts.training_loader(job, world_size, apart=apart),
-        "validation": parts.validation_loader(job, resolve.validation_data(job), world_size, apart=apart),
+        "data": parts.training_loader(job, world_size, documents_apart=apart),
+        "validation": parts.validation_loader(
+            job, resolve.validation_data(job), world_size, documents_apart=apart
+        ),
         "sizes": (resolve.validation_data(job), resolve.training_data(job)),
         "batch": resolve.global_batch_size(job, resolve.data_parallel_degree(job, world_size)),
         "optimizers": (job.optimizer, *(job.compile.enable, job.compile.components)),
@@ -213,7 +215,7 @@ def test_validation_is_as_training_where_nothing_else_is_said():
     mixed = configured(
         data__sources=({"dataset_path": "a", "weight": 2.0}, {"dataset_path": "b", "text_column": "x"})
     )
-    of = parts.validation_loader(mixed, resolve.validation_data(mixed), 1, apart=False).data.sources
+    of = parts.validation_loader(mixed, resolve.validation_data(mixed), 1, documents_apart=False).data.sources
     assert [(s.dataset_path, s.dataset_split, s.text_column) for s in of] == [
         ("a", "validation", "text"),
         ("b", "validation", "x"),

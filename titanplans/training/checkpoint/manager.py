@@ -335,7 +335,7 @@ class CheckpointManager:
     def _load_distributed(self, checkpoint: Path, state: dict[str, Any]) -> None:
         """Load `state` from a distributed checkpoint; the optimizers keep the settings of this job."""
         if self.options.save_adapters_only and checkpoint.parent == self.path:
-            base = resolve.published_folder(self.job) or self.options.initial_load_path
+            base = resolve.hf_weights_folder(self.job) or self.options.initial_load_path
             _log.info(f"the base weights are those of {base}")
             self.load_weights(Path(str(base)))
         with self._failures_as_one_line(f"{checkpoint} can't be loaded"):

@@ -99,8 +99,8 @@ def no_such_step(folder: Path, load_step: int) -> ConfigError:
 
 def _initial(job: JobConfig) -> Resume:
     """Return what a job starts from that has no checkpoint of its own."""
-    if (published := resolve.published_folder(job)) is not None:
-        return Resume(Path(published), key=resolve.published_key(job), in_hf=True)
+    if (published := resolve.hf_weights_folder(job)) is not None:
+        return Resume(Path(published), key=resolve.hf_weights_option(job), in_hf=True)
     if job.checkpoint.initial_load_path is None:
         return Resume()
     takes: Literal["weights", "training"] = (

@@ -1,1 +1,1 @@
-"""A job before it runs: its checks, its folder, and torchtitan's config of it."""
+"""Check and resolve a job before it runs: `check_job` in `checks.py`, values of unset options in `resolve.py`."""

@@ -1,7 +1,7 @@
-"""`check_job`: whether a job can run on this machine, with its data and its model, before a process group exists.
+"""`check_job`: check before any rank starts that a job can run on this machine, with its data, model and checkpoint.
 
-Each rank can decide this alone, so all ranks refuse alike. Contradictions within a job are refused in
-`titanplans.config.compatibility`; a checkpoint folder is checked in `titanplans.training.checkpoint.match`.
+`titanplans.config.compatibility` has refused options that contradict each other; `titanplans.training.checkpoint.match`
+compares a checkpoint with the job.
 """
 
 import importlib.util
@@ -71,8 +71,10 @@ _log = logging.getLogger(__name__)
 def check_job(job: JobConfig, world_size: int) -> None:
     """Refuse a job that can't run on `world_size` processes like this one.
 
+    It communicates nothing: under torchrun every rank calls it, and all come to the same result.
+
     Raises:
-        UserError: the first reason, with the key, the value and what would work.
+        UserError: names the first fault: the option, its value and what would work.
     """
     strategy = strategy_of(job)
     data_parallel = resolve.data_parallel_degree(job, world_size)
@@ -85,16 +87,17 @@ def check_job(job: JobConfig, world_size: int) -> None:
         )
     check_outputs(job)
     import_custom(job)
-    if (published := resolve.published_folder(job)) is not None and not os.path.isdir(published):
+    if (folder := resolve.hf_weights_folder(job)) is not None and not os.path.isdir(folder):
         raise ConfigError(
-            f'{resolve.published_key(job)} = "{published}" is not a directory, but checkpoint.initial_load_in_hf = true '
+            f'{resolve.hf_weights_option(job)} = "{folder}" is not a directory, but checkpoint.initial_load_in_hf = true '
             "needs one"
         )
-    config = resolve.hf_config(job)  # before the tokenizer and the data, which take longer to read
+    # Cheap checks first: tokenizer and data take longer to read than the model's config.
+    config = resolve.hf_config(job)
     tokens, notes = check_data(job)
     for note in notes:
         _log.info(note)
-    kernels.install(device_type)  # some models can't be built on a CPU without
+    kernels.install(device_type)  # without them some models can't be built on a CPU
     model = modeling.build(config)
     vocab_size = config.get_text_config().vocab_size
     if tokens > vocab_size:
@@ -110,9 +113,10 @@ def check_job(job: JobConfig, world_size: int) -> None:
     if stages is not None:
         check_stages_train(stages, model)
     if job.loss.fused:
-        FusedLoss(model)
+        FusedLoss(model)  # raises if the head can't compute the loss
     check_experts(job, model)
-    group_parameters(model, job.optimizer)  # with its adapters
+    # Raises for groups that match no parameter. After `check_parallelism`, which has put the adapters into the model.
+    group_parameters(model, job.optimizer)
     check_memory(job, model, world_size, device_type)
     if job.checkpoint.create_seed_checkpoint and world_size != 1:
         raise ConfigError(
@@ -123,7 +127,7 @@ def check_job(job: JobConfig, world_size: int) -> None:
 
 
 def check_device(job: JobConfig, device_type: str) -> None:
-    """Refuse what only CUDA can do on another device."""
+    """Refuse options that need CUDA on another device, and async tensor parallelism without NCCL."""
     if device_type == "cuda":
         if job.parallelism.enable_async_tensor_parallel and not dist.is_nccl_available():
             raise ConfigError(
@@ -139,7 +143,7 @@ def check_device(job: JobConfig, device_type: str) -> None:
     }
     if device_type == "cpu":
         only_cuda["training.enable_cpu_offload"] = True
-        # On a CPU, autocast knows only the small types, and switches itself off for others.
+        # On a CPU, torch.autocast supports 16-bit dtypes only, and switches itself off for others.
         only_cuda["training.autocast_dtype"] = "float32"
     for key, value in only_cuda.items():
         if attrgetter(key)(job) == value:
@@ -149,36 +153,38 @@ def check_device(job: JobConfig, device_type: str) -> None:
 
 
 def import_custom(job: JobConfig) -> None:
-    """Import the user's own module, which may register plans."""
+    """Import the user's module experimental.custom_import, which may register plans."""
     name = job.experimental.custom_import
     if name:
         import_module(name, f'experimental.custom_import = "{name}"', ConfigError)
 
 
 def check_data(job: JobConfig) -> tuple[int, list[str]]:
-    """Refuse a data set or tokenizer that is not there; return the number of the tokenizer's tokens, and lines to log."""
+    """Refuse data sets and a tokenizer that can't be read; return the vocabulary's size in tokens, and lines to log."""
     tokenizer = resolve.tokenizer_path(job)
-    tokens, notes = check_tokenizer(tokenizer), list[str]()
-    wanted = [resolve.training_data(job)]
+    vocab_size, notes = check_tokenizer(tokenizer), list[str]()
+    settings = [resolve.training_data(job)]
     if job.validation.enable:
-        wanted.append(resolve.validation_data(job))
-    for data in wanted:
-        for of in data.sources:
-            chat = ChatFormat(of.chat, tokenizer, data.seq_len) if of.chat.enable else None
+        settings.append(resolve.validation_data(job))
+    for data in settings:
+        for source in data.sources:
+            chat = ChatFormat(source.chat, tokenizer, data.seq_len) if source.chat.enable else None
             try:
-                said = check_dataset(of, tokenizer_path=tokenizer, seq_len=data.seq_len, chat=chat)
+                lines = check_dataset(source, tokenizer_path=tokenizer, seq_len=data.seq_len, chat=chat)
             except DataError as error:
-                raise DataError(f"data.sources, {of.title}: {error}") if job.data.sources else error from None
-            said = [f"data.sources, {of.title}: {note}" if job.data.sources else note for note in said]
-            notes += [
-                note for note in said if note not in notes
-            ]  # a split that training and validation share
-            tokens = max(tokens, chat.vocabulary if chat else 0)
-    return tokens, notes
+                raise (
+                    DataError(f"data.sources, {source.title}: {error}") if job.data.sources else error
+                ) from None
+            if job.data.sources:
+                lines = [f"data.sources, {source.title}: {line}" for line in lines]
+            # Training and validation may use the same split, and give the same line twice.
+            notes += [line for line in lines if line not in notes]
+            vocab_size = max(vocab_size, chat.vocabulary if chat else 0)
+    return vocab_size, notes
 
 
 def check_positions(job: JobConfig, model: PreTrainedModel) -> None:
-    """Say that sequences are longer than the model's config has positions; refuse it where those are learned."""
+    """Refuse sequences longer than the model's learned position embeddings; log if they exceed its config's limit."""
     config, length = model.config.get_text_config(), job.training.seq_len
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and length > positions:
@@ -195,7 +201,7 @@ def check_positions(job: JobConfig, model: PreTrainedModel) -> None:
 
 
 def check_parallelism(job: JobConfig, strategy: FSDP2Config | DDPConfig, model: nn.Module) -> None:
-    """Refuse a model that float8, adapters, the plan, the degree or recomputation does not fit; see `dry_run`."""
+    """Refuse a model that float8, adapters, the plan, the degrees or recomputation don't fit, as `dry_run` finds."""
     with rename_option_errors():
         p = job.parallelism
         degrees = Degrees(
@@ -212,17 +218,18 @@ def check_parallelism(job: JobConfig, strategy: FSDP2Config | DDPConfig, model: 
 
 
 def check_pipeline(job: JobConfig, model: PreTrainedModel) -> Stages | None:
-    """Return the stages of a job, None without; refuse those that the model, the processes or the schedule do not allow."""
+    """Return a job's pipeline stages, None without a pipeline; refuse what the model or the schedule does not allow."""
     p, batch = job.parallelism, job.training.local_batch_size
     if (ranks := p.pipeline_parallel_degree) == 1:
         return None
-    drawn = [*dropouts(model)]
+    # All ranks are seeded alike, and a checkpoint holds one state of the generators for all of them.
+    dropout_options = [*dropouts(model)]
     if job.lora.rank is not None and job.lora.dropout:
-        drawn.append(f"lora.dropout = {job.lora.dropout}")
-    if drawn:
+        dropout_options.append(f"lora.dropout = {job.lora.dropout}")
+    if dropout_options:
         raise ConfigError(
-            f"parallelism.pipeline_parallel_degree = {ranks}: {drawn[0]}, and stages would draw the same numbers, and "
-            "others in a resumed job: set it to 0"
+            f"parallelism.pipeline_parallel_degree = {ranks}: {dropout_options[0]}, but all stages would draw the same "
+            "random numbers, and different ones after a resume; set it to 0"
         )
     with rename_option_errors():
         stages = stages_of(model, p, ranks, job.training.seq_len)
@@ -239,19 +246,19 @@ def check_pipeline(job: JobConfig, model: PreTrainedModel) -> Stages | None:
 
 
 def check_stages_train(stages: Stages, model: nn.Module) -> None:
-    """Refuse a stage in which nothing trains, whose process would have no optimizer."""
+    """Refuse a stage without trainable parameters, whose rank would have no optimizer."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    for at, absent in enumerate(stages.absent):
-        if not any(is_present(name, absent) for name in trained):
+    for index, passed in enumerate(stages.passed):
+        if not any(is_held(name, passed) for name in trained):
             raise ConfigError(
-                f"training.freeze: nothing trains in stage {at} of {len(stages)}; cut them by "
-                "parallelism.pipeline_parallel_split_points so that something does in each"
+                f"training.freeze: nothing trains in stage {index} of {len(stages)}; set "
+                "parallelism.pipeline_parallel_split_points so that each stage has parameters that train"
             )
 
 
 def check_experts(job: JobConfig, model: PreTrainedModel) -> None:
-    """Say what moves the biases of the model's routers; refuse a coefficient where there are none."""
-    biases = [mixture for mixture in find_mixtures(model) if mixture.bias is not None]
+    """Log how the model's router biases move; refuse load_balance_coeff for a model without router biases."""
+    biases = [mixture for mixture in mixtures(model) if mixture.bias is not None]
     coefficient = job.optimizer.load_balance_coeff
     if coefficient is not None and not biases:
         raise ConfigError(
@@ -259,17 +266,17 @@ def check_experts(job: JobConfig, model: PreTrainedModel) -> None:
             "bias that keeps its experts equally busy; leave it out"
         )
     if biases:
-        by = PUBLISHED if coefficient is None else coefficient
-        how = (
-            f"moves by {by:g} a step (optimizer.load_balance_coeff)"
-            if by
-            else "stays (optimizer.load_balance_coeff = 0)"
+        step_size = PUBLISHED if coefficient is None else coefficient
+        change = (
+            f"move by {step_size:g} a step (optimizer.load_balance_coeff)"
+            if step_size
+            else "stay as they are (optimizer.load_balance_coeff = 0)"
         )
-        _log.info(f"the bias by which {len(biases)} routers keep their experts equally busy {how}")
+        _log.info(f"the biases that keep experts equally busy, in {len(biases)} routers, {change}")
 
 
 def check_checkpoint(job: JobConfig, model: PreTrainedModel, world_size: int) -> None:
-    """Refuse a checkpoint that is not there, is of another model, or can't be resumed from."""
+    """Refuse a checkpoint that is missing, belongs to another model, or can't be resumed from."""
     checkpoint, overrides = job.checkpoint, job.model.config_overrides or ()
     resume = decide_resume(job, own_folder(job), restarted=restarted(os.environ))
     is_own = resume.key == OWN
@@ -278,11 +285,11 @@ def check_checkpoint(job: JobConfig, model: PreTrainedModel, world_size: int) ->
     if resume.source is None:
         return
     if resume.in_hf:
-        check_published(str(resume.source), model, overrides)
+        check_hf_folder(str(resume.source), model, overrides)
         return
     if not is_own and not os.path.isfile(resume.source / ".metadata"):
-        published = os.path.isfile(resume.source / "config.json")
-        hint = "; checkpoint.initial_load_in_hf = true takes a Hugging Face folder" if published else ""
+        is_hf_folder = os.path.isfile(resume.source / "config.json")
+        hint = "; checkpoint.initial_load_in_hf = true takes a Hugging Face folder" if is_hf_folder else ""
         raise ConfigError(
             f'{resume.key} = "{resume.source}" is not a checkpoint (a step-N directory with .metadata){hint}'
         )
@@ -295,36 +302,42 @@ def check_checkpoint(job: JobConfig, model: PreTrainedModel, world_size: int) ->
 
 
 def _check_resumed(job: JobConfig, model: PreTrainedModel, world_size: int, saved: Path, key: str) -> None:
-    """Refuse a checkpoint from whose place in the data, or optimizer state, the job can't go on."""
+    """Refuse a checkpoint whose position in the data, or whose optimizer state, the job can't continue from."""
     if "dataloader" not in job.checkpoint.exclude_from_loading:
         from titanplans.training.job.parts import open_training_data  # which imports torchtitan
 
         apart = documents.are_apart(job, documents.document_keyword(job, model.config))
         try:
             if position := read_position(saved):
-                open_training_data(job, world_size, apart=apart, alone=False)[0].check_state(position)
+                open_training_data(job, world_size, documents_apart=apart, as_single_rank=False)[
+                    0
+                ].check_state(position)
         except (CheckpointException, json.JSONDecodeError):
-            if (wrong := damage(saved)) is not None:
-                raise damaged(saved, key, wrong) from None
+            # A damaged file fails in many ways: checksums, which take longer, name it.
+            if (fault := damage(saved)) is not None:
+                raise damaged(saved, key, fault) from None
             raise
     if "optimizer" not in job.checkpoint.exclude_from_loading:
         check_optimizer(saved, group_parameters(model, job.optimizer), key)
 
 
-def check_published(folder: str, model: PreTrainedModel, overrides: Collection[str] = ()) -> None:
-    """Refuse a Hugging Face folder that is damaged, or of another model than `model`, which may lie on meta.
+def check_hf_folder(folder: str, model: PreTrainedModel, overrides: Collection[str] = ()) -> None:
+    """Refuse a Hugging Face folder that is damaged, or whose weights are another model's.
 
-    `overrides` are fields of its config in which it may differ.
+    Args:
+        folder: the folder.
+        model: the job's model; may be on meta.
+        overrides: fields of the config that may differ.
 
     Raises:
-        ConfigError: its config.json says otherwise than the job.
-        ModelError: with the names, shapes and dtypes that differ.
+        ConfigError: its config.json differs from the job's.
+        ModelError: names the tensors whose names, shapes or dtypes differ.
     """
     if not is_own(model.config) and os.path.exists(os.path.join(folder, "config.json")):
-        theirs = model_card(modeling.load_config_file(folder))
-        if differing := other_model(theirs, model.config, overrides, token_ids=False):
+        folder_fields = model_card(modeling.load_config_file(folder))
+        if differences := other_model(folder_fields, model.config, overrides, token_ids=False):
             raise ConfigError(
-                f"the job's model is not the one of {folder} ({differing}): remove model.name, flavor and config to take "
-                "that one; lengths, rope and dropout can differ by model.config_overrides"
+                f"the job's model is not the one of {folder} ({differences}): remove model.name, flavor and config to use "
+                "the folder's; model.config_overrides can change lengths, rope and dropout"
             )
     match_folder(model, open_folder(folder))

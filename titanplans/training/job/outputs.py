@@ -1,7 +1,4 @@
-"""The paths that a job writes to, locked, and tried before a rank starts: the same folders are made, and removed.
-
-The libraries make their folders when they come to them, some at the first checkpoint, and each fails in its own way.
-"""
+"""The paths that a job writes to: `check_outputs` tries them before a rank starts, `locked` locks the job's folders."""
 
 import contextlib
 import os
@@ -22,7 +19,7 @@ from titanplans.training.trainer.parallelism_report import FILE
 
 
 def outputs(job: JobConfig) -> Iterator[tuple[str, Path, bool]]:
-    """Yield the paths that `job` writes to: the key that gives it, the path, below dump_folder, and whether it is a file."""
+    """Yield the paths that `job` writes to, each as (option that names it, path, whether it is a file)."""
     dump = Path(job.job.dump_folder)
     yield "job.dump_folder", dump, False
     names = [FILE, LOCK, *([FILE_NAME] if job.metrics.enable_jsonl else [])]
@@ -38,44 +35,45 @@ def outputs(job: JobConfig) -> Iterator[tuple[str, Path, bool]]:
         "profiling.save_memory_snapshot_folder": job.profiling.enable_memory_snapshot,
         "comm.save_traces_folder": trace_buf_size(job) > 0,
     }
-    for key in (key for key, wanted in folders.items() if wanted):
+    for key in (key for key, is_used in folders.items() if is_used):
         yield key, dump / attrgetter(key)(job), False
     if folders["checkpoint.folder"]:
         yield "checkpoint.folder", dump / job.checkpoint.folder / LOCK, True
 
 
 def check_outputs(job: JobConfig) -> None:
-    """Refuse a path that this job can't write to. Leaves nothing behind.
+    """Refuse a path that this job can't write to, and files of metrics that it can't continue; change nothing.
 
     Raises:
-        ConfigError: the first one, with its key and the system's reason.
+        ConfigError: names the first option at fault, and the system's reason.
     """
+    # Tried now, as the libraries create their folders late, some at the first checkpoint, and each fails in another way.
     for key, path, is_file in outputs(job):
         try:
-            why = _obstacle(path, is_file)
+            reason = _obstacle(path, is_file)
         except OSError as error:
-            why = f"{path} can't be made ({error.strerror})"
-        if why is not None:
-            raise ConfigError(f"{key} = {show(attrgetter(key)(job))}: {why}; name another path")
+            reason = f"{path} can't be made ({error.strerror})"
+        if reason is not None:
+            raise ConfigError(f"{key} = {show(attrgetter(key)(job))}: {reason}; name another path")
     if job.metrics.enable_jsonl:
         for pattern in (FILE_NAME, f"rank_*/{FILE_NAME}"):
-            for rows in sorted(Path(job.job.dump_folder).glob(pattern)):
-                read_metrics(rows)
+            for metrics_file in sorted(Path(job.job.dump_folder).glob(pattern)):
+                read_metrics(metrics_file)  # raises for a file that it can't read
 
 
 def _obstacle(path: Path, is_file: bool) -> str | None:
-    """Return why the file, or a file in the folder, can't be written; None if it can."""
+    """Return why the file `path`, or a file in the folder `path`, can't be written; None if it can."""
     if is_file and path.exists():
         if not path.is_file():
             return f"{path} is not a regular file"
         return None if os.access(path, os.W_OK) else f"{path} may not be written"
     inside = Path(os.path.abspath(path if is_file else path / "file"))
-    there = next(folder for folder in inside.parents if os.path.lexists(folder))
-    if not there.is_dir():
-        return f"{there} is a file, or a link that leads nowhere, and not a directory"
-    # A folder of its own: ranks of torchrun ask at the same time.
-    with tempfile.TemporaryDirectory(prefix=".titanplans-", dir=there) as probe:
-        file = Path(probe) / inside.relative_to(there)
+    existing = next(folder for folder in inside.parents if os.path.lexists(folder))
+    if not existing.is_dir():
+        return f"{existing} is a file, or a link that leads nowhere, and not a directory"
+    # The missing folders are created in a temporary folder: ranks of torchrun try at the same time, and nothing is left.
+    with tempfile.TemporaryDirectory(prefix=".titanplans-", dir=existing) as probe:
+        file = Path(probe) / inside.relative_to(existing)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
     return None
@@ -83,15 +81,15 @@ def _obstacle(path: Path, is_file: bool) -> str | None:
 
 @contextlib.contextmanager
 def locked(job: JobConfig) -> Iterator[None]:
-    """Make and lock the folders that `job` writes to: dump_folder, and that of its checkpoints if it saves any.
+    """Create the folders that `job` writes to, and lock them in the body: dump_folder, and the checkpoints' if it saves any.
 
     Raises:
-        ConfigError: another process holds one; which, on which machine, and since when.
+        ConfigError: another process has locked one; names the process, its machine and the time.
     """
-    held = [("job.dump_folder", job.job.dump_folder, Path(job.job.dump_folder))]
+    folders = [("job.dump_folder", job.job.dump_folder, Path(job.job.dump_folder))]
     if job.checkpoint.enable and not job.checkpoint.load_only:
-        held.append(("checkpoint.folder", job.checkpoint.folder, own_folder(job)))
+        folders.append(("checkpoint.folder", job.checkpoint.folder, own_folder(job)))
     with contextlib.ExitStack() as stack:
-        for key, value, folder in held:
+        for key, value, folder in folders:
             stack.enter_context(locked_folder(folder, f"{key} = {show(value)}"))
         yield

@@ -1,7 +1,4 @@
-"""A job's loaders of data, whose options are several sections.
-
-Importing this imports torchtitan. `titanplans.training.job.resolve` gives unset keys their values.
-"""
+"""Build a job's data loaders for training and validation from several sections of its options. Imports torchtitan."""
 
 from dataclasses import replace
 
@@ -12,30 +9,37 @@ from titanplans.training.data.text_tokenizer import TextTokenizer
 from titanplans.training.job import resolve
 
 
-def training_loader(job: JobConfig, world_size: int, *, apart: bool) -> TextDataLoader.Config:
-    """Return the training data's loader; `apart`: documents of a sequence do not see each other."""
+def training_loader(job: JobConfig, world_size: int, *, documents_apart: bool) -> TextDataLoader.Config:
+    """Return the config of the training data's loader; `documents_apart`: documents of a sequence do not see each other."""
     return replace(
-        _loader(job, resolve.training_data(job), job.training.dataloader, apart=apart, infinite=True),
+        _loader(
+            job,
+            resolve.training_data(job),
+            job.training.dataloader,
+            documents_apart=documents_apart,
+            infinite=True,
+        ),
         global_batch_size=resolve.global_batch_size(job, resolve.data_parallel_degree(job, world_size)),
         epochs=job.training.epochs,
     )
 
 
 def open_training_data(
-    job: JobConfig, world_size: int, *, apart: bool, alone: bool
+    job: JobConfig, world_size: int, *, documents_apart: bool, as_single_rank: bool
 ) -> tuple[TextDataLoader, TextTokenizer]:
-    """Return the loader of the first of the data-parallel ranks, or of all as if it were `alone`, and its tokenizer.
+    """Open the training data without a process group; return the loader of data-parallel rank 0, and its tokenizer.
 
-    Alone it reads a single source once: a mixture by weight goes on.
+    With `as_single_rank` the loader yields the data of all ranks, and reads a single source once. A mixture of several
+    sources has no end.
     """
     tokenizer = TextTokenizer.Config().build(tokenizer_path=resolve.tokenizer_path(job))
-    config = training_loader(job, world_size, apart=apart)
-    if alone and len(config.data.sources) == 1:
+    config = training_loader(job, world_size, documents_apart=documents_apart)
+    if as_single_rank and len(config.data.sources) == 1:
         config = replace(config, epochs=1)
     loader = TextDataLoader(
         config,
         dp_rank=0,
-        dp_world_size=1 if alone else resolve.data_parallel_degree(job, world_size),
+        dp_world_size=1 if as_single_rank else resolve.data_parallel_degree(job, world_size),
         tokenizer=tokenizer,
         seq_len=job.training.seq_len,
         local_batch_size=job.training.local_batch_size,
@@ -44,22 +48,22 @@ def open_training_data(
 
 
 def validation_loader(
-    job: JobConfig, data: resolve.DataSettings, world_size: int, *, apart: bool
+    job: JobConfig, data: resolve.DataSettings, world_size: int, *, documents_apart: bool
 ) -> TextDataLoader.Config:
-    """Return the loader of validation `data`, which begins anew at each validation."""
+    """Return the config of a loader of validation `data`; a new loader, at the beginning, is built for each validation."""
     infinite = job.validation.steps != -1
-    loader = _loader(job, data, job.validation.dataloader, apart=apart, infinite=infinite)
+    loader = _loader(job, data, job.validation.dataloader, documents_apart=documents_apart, infinite=infinite)
     batch = data.local_batch_size * resolve.data_parallel_degree(job, world_size)
     return replace(loader, global_batch_size=batch)
 
 
 def _loader(
-    job: JobConfig, data: resolve.DataSettings, workers: DataLoader, *, apart: bool, infinite: bool
+    job: JobConfig, data: resolve.DataSettings, workers: DataLoader, *, documents_apart: bool, infinite: bool
 ) -> TextDataLoader.Config:
     return TextDataLoader.Config(
-        data=job.data.replace(sources=data.sources, documents="apart" if apart else "joined"),
+        data=job.data.replace(sources=data.sources, documents="apart" if documents_apart else "joined"),
         infinite=infinite,
-        # The order of the documents must not be drawn anew when a job resumes.
+        # Without debug.seed too, a job that resumes must shuffle the documents in the same order.
         seed=job.debug.seed or 0,
         workers=workers,
     )

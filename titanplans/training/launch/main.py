@@ -100,13 +100,13 @@ def _run(job: JobConfig, torchrun: Ranks | None, restarts: int) -> int:
 def _evaluate(job: JobConfig, torchrun: Ranks | None) -> int:
     """Check the job and a checkpoint, and compute its validation loss; as the launcher of the ranks or as one of them."""
     from titanplans import kernels
-    from titanplans.training.job.evaluation import check_evaluation, evaluation_of
+    from titanplans.training.job.evaluation import check_evaluation, make_evaluation_job
     from titanplans.training.launch.launcher import launch
     from titanplans.training.launch.rank import run_rank
     from titanplans.training.trainer.device import prepare_device
 
     kernels.install(prepare_device())
-    job, checkpoint = evaluation_of(job)
+    job, checkpoint = make_evaluation_job(job)
     ranks = _ranks(job, torchrun)
     check_evaluation(job, checkpoint, ranks)
     if not torchrun and ranks > 1:

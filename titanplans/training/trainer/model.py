@@ -177,7 +177,7 @@ def make_models(
     With `checkpoint.create_seed_checkpoint` it stays unsplit and is initialised on the CPU.
     """
     name, flavor = resolve.model_name(job)
-    if (weights_folder := resolve.published_folder(job)) is not None:
+    if (weights_folder := resolve.hf_weights_folder(job)) is not None:
         logger.info(
             f"model from {name if flavor == 'config' else f'{name} {flavor}'}, tokenizer from "
             f"{resolve.tokenizer_path(job)}; a run that resumes no checkpoint loads its weights from {weights_folder}"

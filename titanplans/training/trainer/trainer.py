@@ -164,7 +164,7 @@ class Trainer:
             "tokenizer": TextTokenizer.Config().build(tokenizer_path=resolve.tokenizer_path(job)),
         }
         self._documents_apart = documents.are_apart(job, self.model_parts[0].document_keyword)
-        config = parts.training_loader(job, self.mesh.world_size, apart=self._documents_apart)
+        config = parts.training_loader(job, self.mesh.world_size, documents_apart=self._documents_apart)
         self.dataloader = TextDataLoader(
             config, seq_len=job.training.seq_len, local_batch_size=local_batch_size, **self._loader_args
         )
@@ -176,7 +176,9 @@ class Trainer:
         )
 
     def _validation_loader(self, data: resolve.DataSettings) -> TextDataLoader.Config:
-        return parts.validation_loader(self.job, data, self.mesh.world_size, apart=self._documents_apart)
+        return parts.validation_loader(
+            self.job, data, self.mesh.world_size, documents_apart=self._documents_apart
+        )
 
     # The loop.
 
