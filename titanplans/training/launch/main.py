@@ -110,7 +110,7 @@ def _evaluate(job: JobConfig, torchrun: Ranks | None) -> int:
     ranks = _ranks(job, torchrun)
     check_evaluation(job, checkpoint, ranks)
     if not torchrun and ranks > 1:
-        return launch(job, ranks, evaluated=checkpoint)
+        return launch(job, ranks, evaluated_checkpoint=checkpoint)
     if not torchrun:
         os.environ.update(_ALONE)
     return run_rank(job, checkpoint)
