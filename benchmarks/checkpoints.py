@@ -3,7 +3,7 @@
     python -m benchmarks.checkpoints [--gigabytes 1] [--rounds 5] [--folder /tmp] [--steps 600]
 
 Saving, by turns in one process: `dcp.save` as torch has it, which syncs its files too, and ours, which also takes a
-checksum of each byte, writes the card and renames the folder. Then what `titanplans check` does, and loading with and
+checksum of each byte, writes the manifest and renames the folder. Then what `titanplans check` does, and loading with and
 without checksums; the files are in the system's cache, so reading costs least and checksums weigh most. Then a tiny job on
 two ranks of a CPU that saves every second step, synchronously and asynchronously: its memory and its open files.
 """
@@ -24,7 +24,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
-from titanplans.training.checkpoint.card import Card, damage
+from titanplans.training.checkpoint.card import Manifest, damage
 from titanplans.training.checkpoint.storage import CheckpointReader, CheckpointWriter, Planner
 from titanplans.training.launch.exit_status import finish
 
@@ -57,12 +57,12 @@ def measure(folder: Path, gigabytes: float, rounds: int) -> None:
     state = {f"weight{i}": torch.randn(int(gigabytes * 1e9 / 4 / TENSORS)) for i in range(TENSORS)}
     loaded = {name: torch.empty_like(tensor) for name, tensor in state.items()}
     plain, ours = folder / "plain", folder / "step-1"
-    card = Card(1, "training", {}, {}, {})
+    manifest = Manifest(1, "training", {}, {}, {})
     nothing = {"no_dist": True}
     variants: dict[str, Callable[[], object]] = {
         "save: torch": lambda: dcp.save(state, storage_writer=FileSystemWriter(plain), **nothing),
         "save: with checksums and renames": lambda: dcp.save(
-            state, storage_writer=CheckpointWriter(ours, card), **nothing
+            state, storage_writer=CheckpointWriter(ours, manifest), **nothing
         ),
         "titanplans check": lambda: damage(ours),
         "load: torch": lambda: dcp.load(loaded, storage_reader=FileSystemReader(ours), **nothing),

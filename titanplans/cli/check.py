@@ -1,4 +1,4 @@
-"""`titanplans check`: whether checkpoints are as they were written, file by file, by the checksums in their cards.
+"""`titanplans check`: whether checkpoints are as they were written, file by file, by the checksums in their manifests.
 
 Needs no torch.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from titanplans.errors import ConfigError
 from titanplans.text import columns
-from titanplans.training.checkpoint.card import CARD, damage
+from titanplans.training.checkpoint.card import MANIFEST, damage
 from titanplans.training.checkpoint.folder import checkpoint_path, steps
 
 
@@ -42,13 +42,13 @@ def main(argv: list[str]) -> int:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    if (folder / CARD).is_file():
+    if (folder / MANIFEST).is_file():
         return [folder]
     if not folder.is_dir():
         raise ConfigError(f"check {folder}: there is no such folder")
     found = [checkpoint_path(folder, step) for step in steps(folder)]
     if not found:
         raise ConfigError(
-            f"check {folder}: there is no step-N folder with a {CARD} in it; name a job's dump_folder/checkpoint"
+            f"check {folder}: there is no step-N folder with a {MANIFEST} in it; name a job's dump_folder/checkpoint"
         )
     return found

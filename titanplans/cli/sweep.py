@@ -37,7 +37,7 @@ from titanplans.config.values import FilePath, NaturalInt, PositiveFloat
 from titanplans.disk import write_whole
 from titanplans.errors import ConfigError, OptionError, UserError
 from titanplans.text import columns, show
-from titanplans.training.checkpoint.card import changes
+from titanplans.training.checkpoint.card import describe_changes
 from titanplans.training.launch.orphans import end_with_parent
 from titanplans.training.launch.signals import stop_on_signals
 from titanplans.training.trainer.jsonl import FILE_NAME, read_metrics
@@ -103,7 +103,7 @@ class Cell:
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} is no record of a cell ({error}); remove its folder") from error
         # Of a refused cell nothing was trained. A key that another release lacks is passed over.
-        differing = changes(before, self.job, but=before.keys() ^ self.job.keys())
+        differing = describe_changes(before, self.job, ignored=before.keys() ^ self.job.keys())
         if differing and record["state"] != "refused":
             raise ConfigError(
                 f"cell {self.name} was run with other settings ({differing}): remove {self.folder} to run it again, or name "

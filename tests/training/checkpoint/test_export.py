@@ -21,7 +21,7 @@ from tests.support.system import largest_file
 from titanplans import kernels, modeling
 from titanplans.cli.main import main
 from titanplans.config.schema import build_job
-from titanplans.training.checkpoint.card import chat_templates_of, damage, read_card
+from titanplans.training.checkpoint.card import chat_templates_of, damage, read_manifest
 from titanplans.training.checkpoint.storage import CheckpointReader, Planner
 from titanplans.training.data.vocabulary import default_tokenizer_path
 from titanplans.training.job.outputs import locked
@@ -71,7 +71,7 @@ def test_the_last_step_is_a_folder_that_transformers_loads(job, at):
         p.name for p in last.iterdir()
     }
     assert damage(last) is None
-    assert read_card(last).holds == "weights"
+    assert read_manifest(last).holds == "weights"
 
 
 def test_the_job_knows_that_it_is_finished(job, at):

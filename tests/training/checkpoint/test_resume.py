@@ -10,16 +10,16 @@ from tests.support.refusals import refusal
 from titanplans.config.schema import build_job
 from titanplans.errors import ConfigError
 from titanplans.training.checkpoint import folder
-from titanplans.training.checkpoint.card import CARD, Card, damage, write_card
-from titanplans.training.checkpoint.resume import OWN, Resume, decide_resume
+from titanplans.training.checkpoint.card import MANIFEST, Manifest, damage, write_manifest
+from titanplans.training.checkpoint.resume import FOLDER_OPTION, Resume, decide_resume
 
 
 def write(path: Path, step: int, holds: str = "training", load_step: int | None = None) -> Path:
-    """Write a checkpoint that is a card alone."""
+    """Write a checkpoint that is a manifest alone."""
     checkpoint = folder.checkpoint_path(path, step)
     checkpoint.mkdir(parents=True)
     job = {} if load_step is None else {"checkpoint.load_step": load_step}
-    write_card(checkpoint, Card(step, holds, {}, job, {}))  # type: ignore[arg-type]
+    write_manifest(checkpoint, Manifest(step, holds, {}, job, {}))  # type: ignore[arg-type]
     return checkpoint
 
 
@@ -75,12 +75,12 @@ def test_what_a_job_begins_with(tmp_path, options, checkpoints, does):
     before = sorted(tmp_path.iterdir())
     resume = decide(tmp_path, **options)
     is_own = resume.source is not None and resume.source.parent == tmp_path
-    assert is_own == (resume.key == OWN)
+    assert is_own == (resume.key == FOLDER_OPTION)
     if does == "nothing":
         assert resume == Resume()
     else:
         source = resume.source.name if is_own and resume.source else str(resume.source)
-        assert does == (f"finished {source}" if resume.is_finished else f"{source} {resume.takes}")
+        assert does == (f"finished {source}" if resume.is_finished else f"{source} {resume.contents}")
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -110,28 +110,28 @@ def test_a_job_that_a_launcher_restarts_goes_on_with_what_it_has_saved_itself(tm
     # The newest is another job's: the launcher started one that was refused, and starts it again.
     assert "later checkpoints" in refused(tmp_path, load_step=4, restarted=True)
     own = write(tmp_path, 9, load_step=4)
-    assert decide(tmp_path, load_step=4, restarted=True) == Resume(own, "training", OWN)
+    assert decide(tmp_path, load_step=4, restarted=True) == Resume(own, "training", FOLDER_OPTION)
     assert "up to step-9" in refused(tmp_path, load_step=4)  # typed again: the steps after 4 would be lost
     last = write(tmp_path, 10, "weights", load_step=4)
-    assert decide(tmp_path, load_step=4, restarted=True) == Resume(last, key=OWN, is_finished=True)
+    assert decide(tmp_path, load_step=4, restarted=True) == Resume(last, key=FOLDER_OPTION, is_finished=True)
 
 
-def test_a_damaged_card_is_refused_and_the_newest_intact_one_offered(tmp_path):
+def test_a_damaged_manifest_is_refused_and_the_newest_intact_one_offered(tmp_path):
     for step in (0, 2, 4, 6, 8):
         write(tmp_path, step, "training" if step else "weights")
     for step in (6, 8):
-        card = tmp_path / f"step-{step}" / CARD
-        card.write_bytes(card.read_bytes()[:-5])
+        manifest = tmp_path / f"step-{step}" / MANIFEST
+        manifest.write_bytes(manifest.read_bytes()[:-5])
     for options in ({}, {"load_step": 8}):
         words = refused(tmp_path, **options)
         assert re.search(r"step-8/titanplans\.json is damaged .*; remove step-8 and step-6, ", words)
         assert "the same command resumes from step-4, the newest intact one" in words
     for step in (8, 6):
         shutil.rmtree(tmp_path / f"step-{step}")
-    assert decide(tmp_path) == Resume(tmp_path / "step-4", "training", OWN)
+    assert decide(tmp_path) == Resume(tmp_path / "step-4", "training", FOLDER_OPTION)
     for step in (0, 2, 4):
-        card = tmp_path / f"step-{step}" / CARD
-        card.write_bytes(b"")
+        manifest = tmp_path / f"step-{step}" / MANIFEST
+        manifest.write_bytes(b"")
     assert "no other is intact; move the folder away" in refused(tmp_path)
 
 

@@ -16,7 +16,7 @@ from titanplans.cli.main import main
 from titanplans.config.schema import build_job
 from titanplans.errors import ConfigError
 from titanplans.training.checkpoint import folder
-from titanplans.training.checkpoint.card import CARD, Card, changes, damage, read_card
+from titanplans.training.checkpoint.card import MANIFEST, Manifest, describe_changes, damage, read_manifest
 from titanplans.training.checkpoint.match import check_finished, job_values
 from titanplans.training.checkpoint.storage import CheckpointReader, CheckpointWriter, Planner
 
@@ -33,8 +33,8 @@ def write(
 ) -> Path:
     """Write a checkpoint, in the place of one that is there."""
     checkpoint = folder.checkpoint_path(path, step)
-    card = Card(step, holds, {"hidden_size": 8}, LR if job is None else job, {})  # type: ignore[arg-type]
-    dcp.save(state(value), storage_writer=CheckpointWriter(checkpoint, card), no_dist=True)
+    manifest = Manifest(step, holds, {"hidden_size": 8}, LR if job is None else job, {})  # type: ignore[arg-type]
+    dcp.save(state(value), storage_writer=CheckpointWriter(checkpoint, manifest), no_dist=True)
     return checkpoint
 
 
@@ -47,10 +47,15 @@ def load(checkpoint: Path) -> dict:
 def test_what_is_written_is_read(tmp_path):
     checkpoint = write(tmp_path, 4, 2.5)
     assert torch.equal(load(checkpoint)["weight"], torch.full((64, 8), 2.5))
-    card = read_card(checkpoint)
-    assert (card.step, card.holds, card.model, card.job) == (4, "training", {"hidden_size": 8}, LR)
-    files = {path.name for path in checkpoint.iterdir()} - {CARD}
-    assert card.files.keys() == files == {".metadata", "__0_0.distcp"}
+    manifest = read_manifest(checkpoint)
+    assert (manifest.step, manifest.holds, manifest.model, manifest.job) == (
+        4,
+        "training",
+        {"hidden_size": 8},
+        LR,
+    )
+    files = {path.name for path in checkpoint.iterdir()} - {MANIFEST}
+    assert manifest.files.keys() == files == {".metadata", "__0_0.distcp"}
     assert damage(checkpoint) is None
     assert [path.name for path in tmp_path.iterdir()] == ["step-4"]
 
@@ -68,7 +73,7 @@ def test_every_flipped_bit_is_found(tmp_path, capsys):
         path.write_bytes(whole[:-1])
         assert main(["check", str(tmp_path)]) == 1
         path.unlink()
-        assert main(["check", str(checkpoint)]) == (2 if path.name == CARD else 1)
+        assert main(["check", str(checkpoint)]) == (2 if path.name == MANIFEST else 1)
         path.write_bytes(whole)
     assert main(["check", str(tmp_path)]) == 0
 
@@ -177,24 +182,24 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path):
     assert not ran.exists()
 
 
-def test_a_card_of_a_later_format_is_refused(tmp_path):
+def test_a_manifest_of_a_later_format_is_refused(tmp_path):
     checkpoint = write(tmp_path, 4)
-    values = json.loads((checkpoint / CARD).read_text())
-    (checkpoint / CARD).write_text(json.dumps(values | {"format": 2}))
+    values = json.loads((checkpoint / MANIFEST).read_text())
+    (checkpoint / MANIFEST).write_text(json.dumps(values | {"format": 2}))
     with pytest.raises(ConfigError, match=r"has format 2, .*reads 1"):
-        read_card(checkpoint)
+        read_manifest(checkpoint)
 
 
 def test_changes_are_named_up_to_five():
-    assert changes({"a": 1, "b": None}, {"a": 1}) == ""
-    assert changes({"a": 1}, {"a": "x"}) == 'a = 1, now "x"'
-    assert changes({}, dict.fromkeys("abcdefg", 0)).endswith("e = unset, now 0 and 2 more keys")
+    assert describe_changes({"a": 1, "b": None}, {"a": 1}) == ""
+    assert describe_changes({"a": 1}, {"a": "x"}) == 'a = 1, now "x"'
+    assert describe_changes({}, dict.fromkeys("abcdefg", 0)).endswith("e = unset, now 0 and 2 more keys")
 
 
 def test_a_finished_job_is_another_where_a_key_that_decides_its_result_differs(tmp_path):
     job = build_job({"checkpoint.folder": str(tmp_path), "training.steps": 4, "optimizer.lr": 0.1})
     last = write(tmp_path, 4)
-    check_finished(last, job)  # whose card has one key, as that of an earlier release lacks some
+    check_finished(last, job)  # whose manifest has one key, as that of an earlier release lacks some
     write(tmp_path, 4, holds="weights", job=job_values(job))
     other = {"lora.rank": 8, "optimizer.lr": 0.2, "training.seq_len": 64, "data.packing": "best_fit"}
     for key, value in (other | {"debug.seed": 1}).items():

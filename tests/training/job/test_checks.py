@@ -15,8 +15,8 @@ from tests.support import refusals
 from titanplans import modeling
 from titanplans.config import JobConfig, load_job
 from titanplans.errors import OptionError
-from titanplans.training.checkpoint.card import Card, changes
-from titanplans.training.checkpoint.match import model_card, other_model
+from titanplans.training.checkpoint.card import Manifest, describe_changes
+from titanplans.training.checkpoint.match import compared_fields, describe_model_changes
 from titanplans.training.checkpoint.storage import CheckpointWriter
 from titanplans.training.job.checks import check_job
 from titanplans.training.job.resolve import fewest_processes
@@ -228,27 +228,27 @@ def test_a_users_own_module_is_imported(job, tmp_path, monkeypatch):
 # ---------------------------------------------------------------- checkpoints
 
 
-def test_a_card_tells_models_apart_and_not_kernels():
+def test_a_manifest_tells_models_apart_and_not_kernels():
     config = modeling.load_config("gla", "debug")
-    ours = model_card(config)
-    assert model_card(modeling.load_config("gla", "debug", fuse_norm=not config.fuse_norm)) == ours
-    theirs = model_card(modeling.load_config("gla", "debug", num_heads=4, use_short_conv=True))
-    assert changes(ours, theirs) == "num_heads = 8, now 4; use_short_conv = false, now true"
+    ours = compared_fields(config)
+    assert compared_fields(modeling.load_config("gla", "debug", fuse_norm=not config.fuse_norm)) == ours
+    theirs = compared_fields(modeling.load_config("gla", "debug", num_heads=4, use_short_conv=True))
+    assert describe_changes(ours, theirs) == "num_heads = 8, now 4; use_short_conv = false, now true"
 
 
 def test_what_is_incidental_in_a_config_is_so_in_the_configs_of_its_parts():
     config = modeling.load_config("gemma3", "debug")
-    ours = model_card(config)
+    ours = compared_fields(config)
     whole = json.loads(config.to_json_string(use_diff=False))
     for part in (config, config.text_config, config.vision_config):
         part.dtype = torch.bfloat16
     config.text_config.use_cache = not config.text_config.use_cache
-    assert model_card(config) == ours
-    assert other_model(whole, config) == ""  # the card of an earlier version
+    assert compared_fields(config) == ours
+    assert describe_model_changes(whole, config) == ""  # the manifest of an earlier version
     config.text_config.head_dim, config.vision_config.image_size = 64, 112
     said = "text_config.head_dim = 32, now 64; vision_config.image_size = 56, now 112"
-    assert other_model(ours, config) == said
-    assert other_model(ours, config, ["head_dim", "image_size"]) == ""
+    assert describe_model_changes(ours, config) == said
+    assert describe_model_changes(ours, config, ["head_dim", "image_size"]) == ""
 
 
 @pytest.fixture(scope="module")
@@ -259,14 +259,14 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def write_checkpoint(folder: Path, weights: dict[str, torch.Tensor], **more: Any) -> None:
-    """Write a checkpoint as the manager does; `heads` are those of the model on its card, `moments` whose state it has."""
+    """Write a checkpoint as the manager does; `heads`: of the model in its manifest; `moments`: whose state it has."""
     config = modeling.load_config("gla", "debug", num_heads=more.pop("heads", 8))
     moments = more.pop("moments", weights)
     holds = "training" if more else "weights"
-    card = Card(int(folder.name.removeprefix("step-")), holds, model_card(config), {}, {})
+    manifest = Manifest(int(folder.name.removeprefix("step-")), holds, compared_fields(config), {}, {})
     if more:
         more |= {f"optimizer.state.{name}.exp_avg": torch.empty(1) for name in moments}
-    save(weights | more, storage_writer=CheckpointWriter(folder, card), no_dist=True)
+    save(weights | more, storage_writer=CheckpointWriter(folder, manifest), no_dist=True)
 
 
 def test_checkpoints_of_this_and_of_another_model(job, tmp_path, weights):
@@ -277,7 +277,7 @@ def test_checkpoints_of_this_and_of_another_model(job, tmp_path, weights):
     check_job(wanted, 1)
     said = refusal(job(checkpoint__enable="true", model__name="transformer"))
     assert "step-5 is of another model" in said
-    # Of the same shapes: the card says that the heads are others.
+    # Of the same shapes: the manifest says that the heads are others.
     write_checkpoint(folder / "step-6", weights, heads=4, **{"train_state.step": torch.tensor(6)})
     assert "num_heads = 4, now 8" in refusal(wanted)
 
@@ -287,7 +287,7 @@ def test_a_checkpoint_of_another_optimizer(job, tmp_path, weights):
     write_checkpoint(folder / "step-5", weights, **{"train_state.step": torch.tensor(5)})
     muon = {"checkpoint__enable": "true", "optimizer__name": "Muon"}
     said = refusal(job(**muon))
-    assert "step-5 holds exp_avg of model.layers.0.attn.q_proj.weight, and Muon" in said
+    assert "step-5 holds exp_avg of model.layers.0.attn.q_proj.weight, but Muon" in said
     assert "needs momentum_buffer" in said
     check_job(job(**muon, checkpoint__exclude_from_loading="optimizer,dataloader"), 1)
 
@@ -320,7 +320,7 @@ def test_a_checkpoint_of_the_weights_alone_starts_a_job_but_resumes_none(job, tm
     assert "holds the weights alone" in refusal(job(**elsewhere, checkpoint__initial_load_model_only="false"))
 
 
-def test_a_checkpoint_without_a_card_that_is_cut_names_the_file(job, tmp_path, weights):
+def test_a_checkpoint_without_a_manifest_that_is_cut_names_the_file(job, tmp_path, weights):
     """torchtitan's own, from which a job starts: it has no checksums, but its index says how long the shards are."""
     initial = tmp_path / "theirs"
     save(weights, checkpoint_id=initial, no_dist=True)

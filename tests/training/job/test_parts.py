@@ -29,7 +29,7 @@ def configured(**options: object) -> JobConfig:
 
 
 def acting(job: JobConfig, world_size: int = 1) -> dict[str, Any]:
-    """Return what is made of the options of a job, but for what goes into a checkpoint's card, which holds every key."""
+    """Return what is made of the options of a job, but for what goes into a checkpoint's manifest, which holds every key."""
     config = resolve.hf_config(job)
     keyword = documents.document_keyword(job, config)
     apart = documents.are_apart(job, keyword)

@@ -393,7 +393,7 @@ def a_damaged_file(folder, drawn):
     for path in ("tokenizer", "outputs"):
         remove(Path(path))
     for path, good in FILES.items():
-        # A folder is compared with its card before its .metadata is read.
+        # A folder is compared with its manifest before its .metadata is read.
         if (path != METADATA or name == CARD) and (path != CARD or name != METADATA):
             put(path, good)
     put(name, content)

@@ -1,5 +1,4 @@
-"""Checkpoints, which are complete or absent, and from which a run resumes.
+"""Checkpoints of a job: saved by `manager.py`, described by a manifest (`card.py`), chosen by `resume.py`.
 
-`manager.py` saves and loads them in a job, `match.py` says from which one a job goes on; `export.py` and `convert.py` make
-Hugging Face folders of them, and them of those.
+`match.py` compares a checkpoint with the job. `export.py` converts to Hugging Face folders, `convert.py` from them.
 """

@@ -1,6 +1,6 @@
-"""The card of a checkpoint, `titanplans.json` in its folder: its content, its job, and every file's checksum.
+"""The manifest of a checkpoint, `titanplans.json`: what it holds, the job that saved it, and every file's checksum.
 
-It is written last, so a folder with a card is whole; its last key is a checksum of itself. Needs no torch.
+It is written last, so a folder with a manifest is complete. Its last key is a checksum of itself. Imports no torch.
 """
 
 import json
@@ -16,68 +16,68 @@ import xxhash
 from titanplans.errors import ConfigError
 from titanplans.text import show
 
-CARD = "titanplans.json"
+MANIFEST = "titanplans.json"
 _FORMAT = 1
 _BLOCK = 2**22
 _NAME = re.compile(r"step-([0-9]+)")
 
 
 @dataclass(frozen=True)
-class Card:
-    """The card's content."""
+class Manifest:
+    """The fields of a manifest, which are keys of the file."""
 
     step: int
-    """Steps taken."""
+    """Number of steps taken."""
 
     holds: Literal["training", "weights"]
-    """All that training goes on from, or the weights alone."""
+    """"training": everything needed to resume; "weights": the weights only."""
 
     model: Mapping[str, Any]
-    """The model's config, but for what changes no weight (`titanplans.training.job.checks`)."""
+    """The fields of the model's config that matter for its weights (`match.compared_fields`)."""
 
     job: Mapping[str, Any]
-    """The job's values by dotted key, as TOML has them."""
+    """The job's options by dotted key, with TOML's values."""
 
     files: Mapping[str, tuple[int, str]]
-    """Bytes and checksum (XXH3, 128 bits, hexadecimal) of each file, the card aside."""
+    """Size in bytes and checksum (XXH3, 128 bits, hexadecimal) of each file but the manifest."""
 
     @property
-    def weights_alone(self) -> str:
-        """Say of a checkpoint with the weights alone what it holds, and which option made it so."""
+    def weights_only_reason(self) -> str:
+        """The predicate of a sentence that says why a checkpoint of weights only can't be resumed from."""
         option = "last_save_model_only" if ".metadata" in self.files else "last_save_in_hf"
         return f"holds the weights alone (checkpoint.{option}), so training can't be resumed from it"
 
 
-def base_of(job: Mapping[str, Any]) -> str | None:
-    """Return the folder whose weights a job started from, by its values on a card; None if it drew them."""
-    named = job.get("checkpoint.initial_load_path")
-    return named or (job.get("model.hf_assets_path") if job.get("checkpoint.initial_load_in_hf") else None)
+def initial_weights_folder(job: Mapping[str, Any]) -> str | None:
+    """Return the folder that a job loaded its initial weights from, given `Manifest.job`; None if it drew them."""
+    folder = job.get("checkpoint.initial_load_path")
+    return folder or (job.get("model.hf_assets_path") if job.get("checkpoint.initial_load_in_hf") else None)
 
 
 def chat_templates_of(job: Mapping[str, Any]) -> set[str | None]:
-    """Return the Jinja files by which a job wrote conversations, by its values on a card; None is the tokenizer's own."""
-    of_training = {key: job.get(f"training.chat.{key}") for key in ("enable", "chat_template")}
-    chats = [source.get("chat", {}) for source in job.get("data.sources") or ()] or [of_training]
+    """Return the Jinja files of a job's chat templates, given `Manifest.job`; None stands for the tokenizer's template."""
+    training_chat = {key: job.get(f"training.chat.{key}") for key in ("enable", "chat_template")}
+    chats = [source.get("chat", {}) for source in job.get("data.sources") or ()] or [training_chat]
     return {chat.get("chat_template") for chat in chats if chat.get("enable")}
 
 
-def write_card(folder: Path, card: Card) -> None:
-    """Write the card, and bring it to the disk."""
-    values: dict[str, Any] = {"format": _FORMAT, **asdict(card)}
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest of a checkpoint and sync it to the disk."""
+    values: dict[str, Any] = {"format": _FORMAT, **asdict(manifest)}
     values["checksum"] = _checksum(values)
-    with (folder / CARD).open("w", encoding="utf-8") as file:
+    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
         json.dump(values, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
 
 
-def read_card(checkpoint: Path) -> Card:
-    """Return the card of a checkpoint.
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Return the manifest of a checkpoint.
 
     Raises:
-        ConfigError: it is damaged, or of a later format.
+        ConfigError: it is damaged, or has a later format.
     """
-    path = checkpoint / CARD
+    path = checkpoint / MANIFEST
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         checksum, format_ = values.pop("checksum"), values.pop("format")
@@ -88,7 +88,7 @@ def read_card(checkpoint: Path) -> Card:
         if checksum != _checksum({"format": format_, **values}):
             raise ValueError("its checksum differs")
         files = {name: tuple(entry) for name, entry in values.pop("files").items()}
-        return Card(**values, files=files)
+        return Manifest(**values, files=files)
     except ConfigError:
         raise
     except OSError as error:
@@ -102,15 +102,18 @@ def damage(
 ) -> str | None:
     """Return a sentence about the first damaged file of a checkpoint; None if all are intact.
 
-    Each of several ranks reads the card, and a part of the other files; or only those of `names` are read.
+    Args:
+        checkpoint: its folder.
+        rank, ranks: check every `ranks`-th file, beginning with `rank`. The manifest is checked always.
+        names: check only these files; None: all.
     """
     try:
-        card = read_card(checkpoint)
+        manifest = read_manifest(checkpoint)
     except ConfigError as error:
         return str(error)
-    if (named := _NAME.fullmatch(checkpoint.name)) and int(named[1]) != card.step:
-        return f"{checkpoint} holds step {card.step}; it has been renamed"
-    files = card.files
+    if (match := _NAME.fullmatch(checkpoint.name)) and int(match[1]) != manifest.step:
+        return f"{checkpoint} holds step {manifest.step}; it has been renamed"
+    files = manifest.files
     for name in [name for name in files if names is None or name in names][rank::ranks]:
         path, (size, checksum) = checkpoint / name, files[name]
         try:
@@ -124,39 +127,43 @@ def damage(
 
 
 def file_checksum(path: Path) -> str:
-    """Return the checksum of a file as a card has it."""
-    found = xxhash.xxh3_128()
+    """Return the checksum of a file in the form of `Manifest.files`."""
+    checksum = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
-            found.update(block)
-    return found.hexdigest()
+            checksum.update(block)
+    return checksum.hexdigest()
 
 
-def changes(theirs: Mapping[str, Any], ours: Mapping[str, Any], but: Collection[str] = ()) -> str:
-    """Return the first five keys `but` these with another value, in words; "" if there are none."""
-    differing = [
+def describe_changes(
+    saved: Mapping[str, Any], current: Mapping[str, Any], ignored: Collection[str] = ()
+) -> str:
+    """Return in words the first five keys whose values differ: "lr = 0.1, now 0.2"; "" if there are none.
+
+    Keys of a config within a config are dotted, and `ignored` has them without the prefix.
+    """
+    changes = [
         f"{key} = {', now '.join('unset' if value is None else show(value) for value in values)}"
-        for key, *values in _differing(theirs, ours, but)
+        for key, *values in _changed_values(saved, current, ignored)
     ]
-    more = f" and {len(differing) - 5} more keys" if len(differing) > 5 else ""
-    return "; ".join(differing[:5]) + more
+    more = f" and {len(changes) - 5} more keys" if len(changes) > 5 else ""
+    return "; ".join(changes[:5]) + more
 
 
-def _differing(
-    theirs: Mapping[str, Any], ours: Mapping[str, Any], but: Collection[str]
+def _changed_values(
+    saved: Mapping[str, Any], current: Mapping[str, Any], ignored: Collection[str]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each key with another value, and both values; keys of a config in a config are dotted."""
-    for key in sorted({*theirs, *ours} - {*but}):
-        before, now = theirs.get(key), ours.get(key)
+    for key in sorted({*saved, *current} - {*ignored}):
+        before, now = saved.get(key), current.get(key)
         if is_config(before, key) and is_config(now, key):
-            for name, then, since in _differing(before, now, but):
-                yield f"{key}.{name}", then, since
+            for name, *values in _changed_values(before, now, ignored):
+                yield f"{key}.{name}", *values
         elif before != now:
             yield key, before, now
 
 
 def is_config(value: Any, key: str) -> TypeGuard[Mapping[str, Any]]:
-    """Whether the value of a model's key is the config of a part of it."""
+    """Return whether a field of a model's config is itself a config, such as text_config."""
     return isinstance(value, Mapping) and key.endswith("_config")
 
 

@@ -1,4 +1,4 @@
-"""`titanplans import`: a Hugging Face folder to a distributed checkpoint; in one process, on a CPU, tensor by tensor."""
+"""`titanplans import`: convert a Hugging Face folder to a distributed checkpoint, in one process on a CPU, by tensor."""
 
 import re
 import shutil
@@ -15,10 +15,10 @@ from titanplans import disk, kernels, modeling
 from titanplans.errors import ConfigError, NotSaved
 from titanplans.precision.kept_dtypes import keeps_float32
 from titanplans.training.checkpoint import folder as folders
-from titanplans.training.checkpoint.card import Card
-from titanplans.training.checkpoint.match import model_card
+from titanplans.training.checkpoint.card import Manifest
+from titanplans.training.checkpoint.match import compared_fields
 from titanplans.training.checkpoint.storage import CheckpointWriter, cause_of
-from titanplans.training.checkpoint.weights import of_folder
+from titanplans.training.checkpoint.weights import hf_folder_weights
 from titanplans.weights.files import refuse_full
 from titanplans.weights.lazy import LazyTensor
 
@@ -29,26 +29,26 @@ def import_folder(
     """Write a Hugging Face folder as a distributed checkpoint of step 0, a seed; return a sentence about it.
 
     Args:
-        folder: safetensors, and config.json.
-        checkpoint: is not there yet; its name is step-0, or anything but step-N.
-        config: a config.json, or the folder of one; None for the folder's.
-        dtype: of the floating-point tensors; None for the folder's.
+        folder: the folder, with safetensors files and config.json.
+        checkpoint: where to write; must not exist. Its name is step-0, or not of the form step-N.
+        config: a config.json, or its folder; None: the folder's.
+        dtype: of the floating-point tensors; None: as in the folder.
 
     Raises:
-        ConfigError, ModelError: the folder is damaged or of another model.
-        NotSaved: the disk is full, or refuses.
+        ConfigError, ModelError: the folder is damaged, or of another model.
+        NotSaved: the disk is full, or refuses to write.
     """
     if re.fullmatch(r"step-[0-9]+", checkpoint.name) and checkpoint.name != "step-0":
         raise ConfigError(f"import: {checkpoint} would be a checkpoint of another step; name it step-0")
     kernels.install("cpu")
     hf_config = modeling.load_config_file(config or folder)
     plain = modeling.build(hf_config)
-    tensors = of_folder(plain, folder, f"import {folder}")
-    to = None if dtype is None else getattr(torch, dtype)
-    planner = _LazyPlanner(tensors, to, keeps_float32(plain, to))
-    state = planner.described
-    writer = CheckpointWriter(checkpoint, Card(0, "weights", model_card(hf_config), {}, {}))
-    writer.single_file_per_rank = False  # torch keeps all tensors of a file until it is written
+    tensors = hf_folder_weights(plain, folder, f"import {folder}")
+    to_dtype = None if dtype is None else getattr(torch, dtype)
+    planner = _LazyPlanner(tensors, to_dtype, keeps_float32(plain, to_dtype))
+    state = planner.meta_tensors
+    writer = CheckpointWriter(checkpoint, Manifest(0, "weights", compared_fields(hf_config), {}, {}))
+    writer.single_file_per_rank = False  # torch holds all tensors of a file in memory until it is written
     writing = folders.writing_path(checkpoint)
     try:
         writing.mkdir(parents=True)
@@ -62,32 +62,46 @@ def import_folder(
         shutil.rmtree(writing, ignore_errors=True)
         cause = cause_of(error) if isinstance(error, CheckpointException) else error
         if isinstance(cause, OSError):
-            said = f"{cause.filename or checkpoint} can't be written ({disk.reason(cause)})"
-            raise NotSaved(said) from error
+            raise NotSaved(
+                f"{cause.filename or checkpoint} can't be written ({disk.reason(cause)})"
+            ) from error
         raise cause from error
-    return f"{checkpoint}: {size_of(checkpoint)}; a job starts from it by checkpoint.initial_load_path"
+    return f"{checkpoint}: {describe_size(checkpoint)}; a job starts from it by checkpoint.initial_load_path"
 
 
-def size_of(folder: Path) -> str:
-    """Return in words how large a folder's files are."""
+def describe_size(folder: Path) -> str:
+    """Return the size and number of a folder's files: "1.234 GB in 5 files"."""
     sizes = [path.stat().st_size for path in folder.iterdir()]
     return f"{sum(sizes) / 1e9:,.3f} GB in {len(sizes)} files"
 
 
 class _LazyPlanner(DefaultSavePlanner):
-    """Reads each tensor as it is saved, and casts it to `dtype` unless it is `kept` in its own."""
+    """Reads and casts each tensor only when it is saved.
+
+    Args:
+        tensors: by name.
+        dtype: what floating-point tensors are cast to; None: no cast.
+        keeps_dtype: returns whether the tensor of this name is not cast.
+
+    Attributes:
+        meta_tensors: the state dict to save, on meta.
+    """
 
     def __init__(
-        self, tensors: dict[str, LazyTensor], dtype: torch.dtype | None, kept: Callable[[str], bool]
+        self, tensors: dict[str, LazyTensor], dtype: torch.dtype | None, keeps_dtype: Callable[[str], bool]
     ):
         super().__init__()
         self._tensors = tensors
-        cast = {name for name, t in tensors.items() if dtype and t.dtype.is_floating_point and not kept(name)}
-        self.described = {
-            name: torch.empty(t.shape, dtype=dtype if name in cast else t.dtype, device="meta")
+        cast_names = {
+            name
+            for name, t in tensors.items()
+            if dtype and t.dtype.is_floating_point and not keeps_dtype(name)
+        }
+        self.meta_tensors = {
+            name: torch.empty(t.shape, dtype=dtype if name in cast_names else t.dtype, device="meta")
             for name, t in tensors.items()
         }
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         name = write_item.index.fqn
-        return self._tensors[name].read().to(self.described[name].dtype)
+        return self._tensors[name].read().to(self.meta_tensors[name].dtype)

@@ -1,6 +1,7 @@
-"""`titanplans export`: a distributed checkpoint, or adapters and the weights they belong to, to a Hugging Face folder.
+"""`titanplans export`: convert a distributed checkpoint, or adapters and their base weights, to a Hugging Face folder.
 
-In one process, on a CPU, tensor by tensor: no more is in memory than the largest one, and what transformers makes one of.
+It runs in one process on a CPU, tensor by tensor. Memory holds the largest tensor, or the tensors that transformers' format
+combines into one.
 """
 
 import os
@@ -18,10 +19,21 @@ from titanplans.errors import ConfigError
 from titanplans.modeling.own import own_config
 from titanplans.precision.nf4 import is_quantised
 from titanplans.split.adapted import is_factor
-from titanplans.training.checkpoint.card import CARD, Card, base_of, chat_templates_of, read_card
-from titanplans.training.checkpoint.convert import size_of
-from titanplans.training.checkpoint.match import other_model
-from titanplans.training.checkpoint.weights import of_adapter, of_base, of_checkpoint, with_base
+from titanplans.training.checkpoint.card import (
+    MANIFEST,
+    Manifest,
+    initial_weights_folder,
+    chat_templates_of,
+    read_manifest,
+)
+from titanplans.training.checkpoint.convert import describe_size
+from titanplans.training.checkpoint.match import describe_model_changes
+from titanplans.training.checkpoint.weights import (
+    adapter_weights,
+    base_weights,
+    checkpoint_weights,
+    add_base_weights,
+)
 from titanplans.training.data.vocabulary import default_tokenizer_path
 from titanplans.weights.adapters import (
     CONFIG,
@@ -50,164 +62,176 @@ def export(
     adapter: bool = False,
     base: str | None = None,
 ) -> str:
-    """Write the weights of a step-N folder as a Hugging Face folder; return a sentence about the files.
+    """Write the weights of a checkpoint as a Hugging Face folder; return a sentence about the files.
 
-    Adapters are added to their weights; where they are saved alone, to those of the folder that the job started from.
+    Adapters are merged into the weights. If the checkpoint holds only adapters, they are merged into the base weights of the
+    folder that the job started from.
 
     Args:
-        checkpoint: of ours, or one without a card, torchtitan's, whose weights have the model's own names; or a folder of
-            peft's adapters.
-        folder: is not there yet.
-        config: a config.json, or the folder of one; None for the card's.
-        dtype: of the floating-point tensors; None for the saved.
-        max_shard_size: bytes, or "500MB".
-        tokenizer: a folder with a tokenizer; None for the one that the card names, if it is there.
-        chat_template: a Jinja file that takes the place of the tokenizer's template; None for the one that the card names.
-        adapter: write the adapters as peft does, and not the weights.
-        base: of adapters alone, a Hugging Face folder or a step-N folder with their base weights; None for the one that
-            the card, or peft's config, names.
+        checkpoint: a step-N folder of ours; one of torchtitan's, without a manifest, whose weights have the model's
+            parameter names; or a folder with peft's adapters.
+        folder: where to write; must not exist.
+        config: a config.json, or its folder; None: the manifest's config.
+        dtype: of the floating-point tensors; None: as saved.
+        max_shard_size: largest size of a file, in bytes or as "500MB".
+        tokenizer: a folder with a tokenizer; None: the one that the manifest names, if it exists.
+        chat_template: a Jinja file that replaces the tokenizer's template; None: the one that the manifest names.
+        adapter: write only the adapters, in peft's format.
+        base: for a checkpoint of adapters only, a Hugging Face folder or a step-N folder with the base weights; None: the
+            folder that the manifest or peft's config names.
 
     Raises:
-        ConfigError, ModelError: the checkpoint is damaged or none, of another model, or `folder` is there.
-        NotSaved: the disk is full, or refuses.
+        ConfigError, ModelError: the checkpoint is damaged or of another model, options don't fit it, or `folder` exists.
+        NotSaved: the disk is full, or refuses to write.
     """
-    what, given = f"export {checkpoint}", None if dtype is None else getattr(torch, dtype)
-    found = (_of_peft if _is_peft(checkpoint) else _of_job)(checkpoint, what, config, base)
-    if adapter and (found.adapted is None or _is_peft(checkpoint)):
-        why = "it already has peft's format" if found.adapted else "it has no adapters (lora.rank)"
-        raise ConfigError(f"{what}: {why}; remove --adapter")
-    if base is not None and (adapter or not found.alone):
-        why = "--adapter writes none of them" if adapter else "it holds all of them"
+    what, to_dtype = f"export {checkpoint}", None if dtype is None else getattr(torch, dtype)
+    open_source = _open_peft_folder if _is_peft(checkpoint) else _open_checkpoint
+    source = open_source(checkpoint, what, config, base)
+    if adapter and (source.adapted_model is None or _is_peft(checkpoint)):
+        reason = "it already has peft's format" if source.adapted_model else "it has no adapters (lora.rank)"
+        raise ConfigError(f"{what}: {reason}; remove --adapter")
+    if base is not None and (adapter or not source.is_adapter_only):
+        reason = "--adapter writes no base weights" if adapter else "the checkpoint holds all of them"
         raise ConfigError(
-            f"{what}: --base is for weights that adapters are added to, but {why}; remove --base"
+            f"{what}: --base is for weights that adapters are added to, but {reason}; remove --base"
         )
     if adapter and (tokenizer or chat_template):
         option = "--tokenizer" if tokenizer else "--chat-template"
         raise ConfigError(f"{what}: a folder of --adapter has no tokenizer; remove {option}")
     if adapter:
-        assert found.adapted is not None
-        values = {peft_name(name): found.own[name].read().to(given) for name in trained_names(found.adapted)}
+        assert source.adapted_model is not None
+        values = {
+            peft_name(name): source.weights[name].read().to(to_dtype)
+            for name in trained_names(source.adapted_model)
+        }
         with written_atomically(folder) as directory:
-            write_adapter(directory, adapter_config(found.adapted, found.base), values)
-        return f"{folder}: {size_of(folder)}, adapters that peft.PeftModel.from_pretrained reads"
-    weights, rounded = found.own, ""
-    if found.adapted is not None:
-        adapters = named_adapted(found.adapted)
+            write_adapter(directory, adapter_config(source.adapted_model, source.base), values)
+        return f"{folder}: {describe_size(folder)}, adapters that peft.PeftModel.from_pretrained reads"
+    weights, note = source.weights, ""
+    if source.adapted_model is not None:
+        adapters = named_adapted(source.adapted_model)
         if any(map(is_quantised, adapters.values())):
-            rounded = "; added to weights rounded to NF4: --adapter, and an export of that folder, add to the whole base"
-        if found.alone:
-            named = _base(found.base, what)
-            overrides = found.card.job.get("model.config_overrides", ()) if found.card is not None else ()
-            others = of_base(modeling.build(found.config), named, f"{what}: {named}", overrides)
-            factors = (tensor.dtype for name, tensor in weights.items() if is_factor(name))
-            weights = with_base(weights, others, adapters, given if found.card is None else next(factors))
+            note = (
+                "; added to weights rounded to NF4: --adapter, and then an export of that folder, adds to the unrounded "
+                "base weights"
+            )
+        if source.is_adapter_only:
+            base_folder = _require_base(source.base, what)
+            overrides = source.manifest.job.get("model.config_overrides", ()) if source.manifest else ()
+            plain = modeling.build(source.config)
+            base_tensors = base_weights(plain, base_folder, f"{what}: {base_folder}", overrides)
+            # The base weights of a job get at least the dtype of its adapters. With peft's files it is the one asked for.
+            factor_dtypes = (tensor.dtype for name, tensor in weights.items() if is_factor(name))
+            least_dtype = to_dtype if source.manifest is None else next(factor_dtypes)
+            weights = add_base_weights(weights, base_tensors, adapters, least_dtype)
         weights = merged(weights, adapters)
-    tokenizer = tokenizer or _tokenizer(found)
-    template = None if tokenizer is None else chat_template or _chat_template(found, what)
+    tokenizer = tokenizer or _tokenizer_folder(source)
+    template = None if tokenizer is None else chat_template or _chat_template(source, what)
     if chat_template is not None and tokenizer is None:
         raise ConfigError(
-            f"{what}: --chat-template belongs to a tokenizer, and there is none; name it by --tokenizer"
+            f"{what}: --chat-template belongs to a tokenizer, but there is none; name one by --tokenizer"
         )
-    text = None if template is None else _read_template(template, what)
+    template_text = None if template is None else _read_template(template, what)
     with written_atomically(folder) as directory:
         write_folder(
             directory,
-            found.config,
+            source.config,
             weights,
-            dtype=given,
+            dtype=to_dtype,
             max_shard_size=max_shard_size,
             tokenizer=tokenizer,
-            chat_template=text,
+            chat_template=template_text,
         )
-    beside_it = f"the tokenizer of {tokenizer}" if tokenizer else "no tokenizer: --tokenizer names one"
-    beside_it += f" with the chat template {template}" if template else ""
-    return f"{folder}: {size_of(folder)}, {beside_it}{rounded}"
+    tokenizer_text = f"the tokenizer of {tokenizer}" if tokenizer else "no tokenizer: --tokenizer names one"
+    tokenizer_text += f" with the chat template {template}" if template else ""
+    return f"{folder}: {describe_size(folder)}, {tokenizer_text}{note}"
 
 
-class _Found(NamedTuple):
-    """What is to be exported."""
+class _ExportSource(NamedTuple):
+    """A checkpoint, or a folder of peft's, that is exported."""
 
-    own: dict[str, LazyTensor]
+    weights: dict[str, LazyTensor]
     config: PretrainedConfig
-    card: Card | None
-    adapted: nn.Module | None
-    """The model with its adapters, on meta; None if there are none."""
-    alone: bool
-    """Adapters without their base weights."""
+    manifest: Manifest | None
+    adapted_model: nn.Module | None
+    """The model with its adapters, on meta; None if it has no adapters."""
+    is_adapter_only: bool
+    """Whether the base weights are missing."""
     base: str | None
-    """The folder of these weights."""
+    """The folder of the base weights, if one is known."""
 
 
 def _is_peft(folder: Path) -> bool:
     return os.path.isfile(folder / CONFIG) and not os.path.isfile(folder / ".metadata")
 
 
-def _of_peft(folder: Path, what: str, config: str | None, base: str | None) -> _Found:
+def _open_peft_folder(folder: Path, what: str, config: str | None, base: str | None) -> _ExportSource:
     options = adapter_options(folder)
-    named = base or base_model(folder)
-    hf_config, _ = _config(config, _base(named, what))
-    adapted = _with_adapters(hf_config, options)
-    return _Found(of_adapter(adapted, folder), hf_config, None, adapted, True, named)
+    base = base or base_model(folder)
+    hf_config, _ = _config_and_manifest(config, _require_base(base, what))
+    model = _build_with_adapters(hf_config, options)
+    return _ExportSource(adapter_weights(model, folder), hf_config, None, model, True, base)
 
 
-def _of_job(checkpoint: Path, what: str, config: str | None, base: str | None) -> _Found:
-    own = of_checkpoint(checkpoint, what)
-    hf_config, card = _config(config, checkpoint)
-    job = {} if card is None else card.job
+def _open_checkpoint(checkpoint: Path, what: str, config: str | None, base: str | None) -> _ExportSource:
+    weights = checkpoint_weights(checkpoint, what)
+    hf_config, manifest = _config_and_manifest(config, checkpoint)
+    job = {} if manifest is None else manifest.job
     options = {key.removeprefix("lora."): value for key, value in job.items() if key.startswith("lora.")}
-    adapted = _with_adapters(hf_config, LoRA(**options)) if options.get("rank") else None
-    alone = adapted is not None and job.get("checkpoint.save_adapters_only", False)
-    return _Found(own, hf_config, card, adapted, alone, base or base_of(job))
+    model = _build_with_adapters(hf_config, LoRA(**options)) if options.get("rank") else None
+    is_adapter_only = model is not None and job.get("checkpoint.save_adapters_only", False)
+    base = base or initial_weights_folder(job)
+    return _ExportSource(weights, hf_config, manifest, model, is_adapter_only, base)
 
 
-def _config(given: str | None, folder: Path) -> tuple[PretrainedConfig, Card | None]:
-    """Return the model's config and the card, if there is one; refuse two that differ, of the command and of the card."""
+def _config_and_manifest(config_path: str | None, folder: Path) -> tuple[PretrainedConfig, Manifest | None]:
+    """Return the model's config, and the manifest if there is one; refuse a --config that differs from the manifest's."""
     import fla.models  # noqa: F401  # registers FLA's model types with transformers
 
     kernels.install("cpu")
-    card = read_card(folder) if os.path.isfile(folder / CARD) else None
-    if card is None and given is None and not os.path.isfile(folder / "config.json"):
-        raise ConfigError(f"export {folder}: it has no {CARD}, which names the model; give its --config")
-    if card is None or given is not None:
-        config = modeling.load_config_file(given or folder)
-        if card is not None and (differing := other_model(card.model, config)):
+    manifest = read_manifest(folder) if os.path.isfile(folder / MANIFEST) else None
+    if manifest is None and config_path is None and not os.path.isfile(folder / "config.json"):
+        raise ConfigError(f"export {folder}: it has no {MANIFEST}, which names the model; give its --config")
+    if manifest is None or config_path is not None:
+        config = modeling.load_config_file(config_path or folder)
+        if manifest is not None and (changes := describe_model_changes(manifest.model, config)):
             raise ConfigError(
-                f"--config {given}: {folder} is of another model ({differing}); remove --config"
+                f"--config {config_path}: {folder} is of another model ({changes}); remove --config"
             )
-        return config, card
-    values = dict(card.model)
+        return config, manifest
+    values = dict(manifest.model)
     if "own_class" in values:
-        return own_config(values["own_class"], values["own_arguments"]), card
-    return CONFIG_MAPPING[values["model_type"]].from_dict(values), card
+        return own_config(values["own_class"], values["own_arguments"]), manifest
+    return CONFIG_MAPPING[values["model_type"]].from_dict(values), manifest
 
 
-def _base(named: str | None, what: str) -> Path:
-    """Return the folder of the base weights of adapters; refuse one that is not there."""
-    if named is None or not os.path.isdir(named):
-        why = "nothing names the folder of their base weights" if named is None else f"there is no {named}"
-        raise ConfigError(f"{what}: it holds only adapters, and {why}; name it by --base")
-    return Path(named)
+def _require_base(base: str | None, what: str) -> Path:
+    """Return the folder of the base weights; raise a ConfigError if it is unknown or does not exist."""
+    if base is None or not os.path.isdir(base):
+        reason = "nothing names the folder of their base weights" if base is None else f"there is no {base}"
+        raise ConfigError(f"{what}: it holds only adapters, and {reason}; name it by --base")
+    return Path(base)
 
 
-def _tokenizer(found: _Found) -> str | None:
-    """Return the folder of the tokenizer that a job had, or else of its model; None if there is none."""
-    if found.card is not None and found.card.job:
-        job = found.card.job
-        published = job.get("checkpoint.initial_load_in_hf") and job.get("checkpoint.initial_load_path")
-        named = job.get("model.hf_assets_path") or published or default_tokenizer_path()
-        if os.path.isdir(named):
-            return named
-    has_one = found.base is not None and os.path.isfile(os.path.join(found.base, "tokenizer.json"))
-    return found.base if has_one else None
+def _tokenizer_folder(source: _ExportSource) -> str | None:
+    """Return the folder of the job's tokenizer, or else of the base model's; None if there is none."""
+    if source.manifest is not None and source.manifest.job:
+        job = source.manifest.job
+        hf_folder = job.get("checkpoint.initial_load_in_hf") and job.get("checkpoint.initial_load_path")
+        folder = job.get("model.hf_assets_path") or hf_folder or default_tokenizer_path()
+        if os.path.isdir(folder):
+            return folder
+    has_tokenizer = source.base is not None and os.path.isfile(os.path.join(source.base, "tokenizer.json"))
+    return source.base if has_tokenizer else None
 
 
-def _chat_template(found: _Found, what: str) -> str | None:
-    """Return the Jinja file by which a job wrote conversations; None if it was the tokenizer's own, or none."""
-    templates = set() if found.card is None else chat_templates_of(found.card.job)
+def _chat_template(source: _ExportSource, what: str) -> str | None:
+    """Return the Jinja file of the job's chat template; None if it used the tokenizer's template, or none."""
+    templates = set() if source.manifest is None else chat_templates_of(source.manifest.job)
     if len(templates) > 1:
-        named = " and ".join(sorted(template or "the tokenizer's own" for template in templates))
+        names = " and ".join(sorted(template or "the tokenizer's own" for template in templates))
         raise ConfigError(
-            f"{what}: its sources were written by several chat templates ({named}); name one by --chat-template"
+            f"{what}: its sources were formatted by several chat templates ({names}); name one by --chat-template"
         )
     return next(iter(templates), None)
 
@@ -222,8 +246,7 @@ def _read_template(path: str, what: str) -> str:
         ) from error
 
 
-def _with_adapters(config: PretrainedConfig, options: LoRA) -> nn.Module:
-    """Return the model of `config` with adapters, on meta."""
+def _build_with_adapters(config: PretrainedConfig, options: LoRA) -> nn.Module:
     model = modeling.build(config)
     add_adapters(model, options)
     return model

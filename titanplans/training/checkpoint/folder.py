@@ -1,12 +1,12 @@
-"""The folder of a job's checkpoints: which folders in it are checkpoints, and how they come and go.
+"""The folder of a job's checkpoints: which of its subfolders are checkpoints, and how they are added and removed.
 
-    step-N              a whole checkpoint, which has a card (titanplans/training/checkpoint/card.py)
-    .step-N.writing     one that is being written; it is renamed when it is whole
-    .step-N.replaced    one of the same step, while a newer one takes its name
-    .step-N.removed     one that is being removed
+    step-N              a complete checkpoint, with a manifest (titanplans/training/checkpoint/card.py)
+    .step-N.writing     a checkpoint that is being written; it is renamed when it is complete
+    .step-N.replaced    an older checkpoint of the same step, until the new one has its name
+    .step-N.removed     a checkpoint that is being removed
 
-A rename is done or not done, whenever the process is killed. What else lies here belongs to others: it is neither read
-nor removed. Needs no torch.
+Renames are atomic, so these states hold whenever the process is killed. Other files are neither read nor removed. Imports no
+torch.
 """
 
 import re
@@ -17,53 +17,58 @@ from pathlib import Path
 from titanplans.config import JobConfig
 from titanplans.disk import sync
 from titanplans.errors import ConfigError
-from titanplans.training.checkpoint.card import CARD, damage, read_card
+from titanplans.training.checkpoint.card import MANIFEST, damage, read_manifest
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
-_HALF = re.compile(r"\.(step-(?:0|[1-9][0-9]*))\.(writing|replaced|removed)")
+_INCOMPLETE = re.compile(r"\.(step-(?:0|[1-9][0-9]*))\.(writing|replaced|removed)")
 
 
-def own_folder(job: JobConfig) -> Path:
+def checkpoint_folder(job: JobConfig) -> Path:
     """Return the folder of the job's checkpoints."""
     return Path(job.job.dump_folder) / job.checkpoint.folder
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Return where the checkpoint of `step` is, or will be."""
+    """Return the path of the checkpoint of `step`, whether or not it exists."""
     return folder / f"step-{step}"
 
 
 def writing_path(checkpoint: Path) -> Path:
-    """Return where `checkpoint` is while it is written."""
+    """Return the path of `checkpoint` while it is being written."""
     return checkpoint.with_name(f".{checkpoint.name}.writing")
 
 
 def steps(folder: Path) -> list[int]:
-    """Return the steps of the whole checkpoints in `folder`, the newest last.
+    """Return the steps of the complete checkpoints in `folder`, the newest last.
 
     Raises:
-        ConfigError: something else has the name of one, so who wrote it, and how whole it is, can't be said.
+        ConfigError: an entry is named step-N but has no manifest, so it may be another program's, or incomplete.
     """
-    named = ((path, match) for path in _entries(folder) if (match := _STEP.fullmatch(path.name)))
-    return sorted(int(match.group(1)) for path, match in named if _is_ours(path))
+    candidates = ((path, match) for path in _entries(folder) if (match := _STEP.fullmatch(path.name)))
+    return sorted(int(match.group(1)) for path, match in candidates if _is_checkpoint(path))
 
 
-def newest(folder: Path) -> str:
-    """Return in words which checkpoint in `folder` is the newest."""
-    present = steps(folder)
-    if not present:
+def describe_newest(folder: Path) -> str:
+    """Return a phrase that names the newest checkpoint in `folder`."""
+    saved = steps(folder)
+    if not saved:
         return "there is no checkpoint yet"
-    return f"the newest complete checkpoint is {checkpoint_path(folder, present[-1]).name}"
+    return f"the newest complete checkpoint is {checkpoint_path(folder, saved[-1]).name}"
 
 
 def remedy(damaged: Path, damage: Callable[[Path], str | None] = damage) -> str:
-    """Return in words how a job whose checkpoint is damaged can go on. `damage` is asked of the others."""
+    """Return a phrase that says how a job can resume although a checkpoint in its folder is damaged.
+
+    Args:
+        damaged: the checkpoint.
+        damage: returns what is wrong with a checkpoint, or None; called for the others, newest first, until one is intact.
+    """
     to_remove = []
     for step in reversed(steps(damaged.parent)):
         checkpoint = checkpoint_path(damaged.parent, step)
         if checkpoint == damaged or damage(checkpoint) is not None:
             to_remove.append(checkpoint.name)
-        elif step == 0 or read_card(checkpoint).holds == "training":
+        elif step == 0 or read_manifest(checkpoint).holds == "training":
             return (
                 f"remove {' and '.join(to_remove)}, and the same command resumes from {checkpoint.name}, the newest intact "
                 "one"
@@ -72,9 +77,9 @@ def remedy(damaged: Path, damage: Callable[[Path], str | None] = damage) -> str:
 
 
 def commit(checkpoint: Path) -> None:
-    """Rename `writing_path(checkpoint)`, which is complete, to the checkpoint; an older one of that name is removed."""
+    """Rename `writing_path(checkpoint)`, which is complete, to `checkpoint`, and remove an older one of that name."""
     replaced = checkpoint.with_name(f".{checkpoint.name}.replaced")
-    if _is_ours(checkpoint):
+    if _is_checkpoint(checkpoint):
         checkpoint.rename(replaced)
     writing_path(checkpoint).rename(checkpoint)
     sync(checkpoint.parent)
@@ -83,7 +88,7 @@ def commit(checkpoint: Path) -> None:
 
 
 def remove(checkpoint: Path) -> Path:
-    """Rename a checkpoint, so that its files can be removed later; return the new path."""
+    """Rename a checkpoint so that it no longer counts, and return the new path, whose files can be removed later."""
     removed = checkpoint.with_name(f".{checkpoint.name}.removed")
     if removed.exists():
         _erase(removed)
@@ -91,32 +96,35 @@ def remove(checkpoint: Path) -> Path:
 
 
 def tidy(folder: Path, states: Collection[str] = ("writing", "replaced", "removed")) -> None:
-    """Remove the partial files of a killed process, or of a failed save, which has `states` = ["writing"].
+    """Remove what a killed process has left in `folder`, to which no other process may be writing.
 
-    No other process may be writing to `folder`.
+    Args:
+        folder: of the checkpoints.
+        states: which names to remove, see the module; after a failed save only ["writing"].
     """
     for path in list(_entries(folder)):
-        name, state = match.groups() if (match := _HALF.fullmatch(path.name)) else ("", None)
+        name, state = match.groups() if (match := _INCOMPLETE.fullmatch(path.name)) else ("", None)
         if state == "replaced" and not (folder / name).exists():
-            path.rename(folder / name)  # killed between two renames
+            path.rename(folder / name)  # the process was killed between the two renames of `commit`
         elif state in states:
             _erase(path)
 
 
-def _is_ours(checkpoint: Path) -> bool:
-    """Whether there is a checkpoint; an empty folder, over which one can be renamed, is none."""
-    if (checkpoint / CARD).is_file():
+def _is_checkpoint(checkpoint: Path) -> bool:
+    """Return whether there is a checkpoint; raise a ConfigError for anything else that is there."""
+    if (checkpoint / MANIFEST).is_file():
         return True
+    # An empty folder does not count: a checkpoint can be renamed over it.
     if not checkpoint.exists() or (checkpoint.is_dir() and not any(checkpoint.iterdir())):
         return False
     raise ConfigError(
-        f"checkpoint.folder: {checkpoint} has no {CARD}: another program or an older titanplans wrote it; move it "
+        f"checkpoint.folder: {checkpoint} has no {MANIFEST}: another program or an older titanplans wrote it; move it "
         "away, and if it is a checkpoint, start from it by checkpoint.initial_load_path"
     )
 
 
 def _erase(path: Path) -> None:
-    """Remove a partial checkpoint; if it is a link, the link."""
+    """Remove an incomplete checkpoint; of a symbolic link, only the link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,7 +1,6 @@
-"""Whether a checkpoint belongs to the job, before a process group exists.
+"""Compare a checkpoint with a job before its ranks start: `check_saved` (the model), `check_optimizer`, `check_finished`.
 
-Loading a checkpoint into another model fails on every rank deep in a planner, or, where only heads or norms differ, not at
-all. The model's config is in the card; a checkpoint without a card, torchtitan's, is compared by its shapes.
+The manifest has the model's config. A checkpoint without a manifest, such as torchtitan's, is compared by its shapes.
 """
 
 import json
@@ -22,149 +21,168 @@ from titanplans.config.translate import flatten
 from titanplans.parallel.optimizers.build import ParameterGroup
 from titanplans.split.adapted import is_factor
 from titanplans.training.checkpoint import folder
-from titanplans.training.checkpoint.card import CARD, Card, changes, damage, is_config, read_card
+from titanplans.training.checkpoint.card import (
+    MANIFEST,
+    Manifest,
+    describe_changes,
+    damage,
+    is_config,
+    read_manifest,
+)
 from titanplans.training.checkpoint.storage import CheckpointReader
 from titanplans.weights.adapters import trained_names
 from titanplans.weights.compare import differences
 
-# States that torchtitan saves with the weights, whose names have no prefix.
+# Prefixes of the states in a checkpoint that are not weights; weights have no prefix.
 _OTHER_STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 
-# Keys that say nothing about the model's weights or results.
-_INCIDENTAL = {
+# Fields of a model's config that affect neither its weights nor its results.
+_IGNORED_FIELDS = {
     "_name_or_path", "architectures", "attn_mode", "chunk_size_feed_forward", "dtype", "initializer_range",
     "output_attentions", "output_hidden_states", "return_dict", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
 
-_RESULT = re.compile(
+_RESULT_OPTIONS = re.compile(
     r"(lora|data|optimizer|lr_scheduler|loss|quantize)\..*|training\.(?!steps|gc_|dataloader).*|debug\.seed|"
     r"model\.hf_assets_path|checkpoint\.initial_.*"
 )
-"""Keys of a job, but for its model's and its length, that decide what it learns."""
+"""Options of a job that decide what it learns, except the model's and the number of steps."""
 
 
-def model_card(hf_config: PretrainedConfig) -> dict[str, Any]:
-    """Return the values of a config that two models must share to share weights: `Card.model`."""
-    return _of_weights(json.loads(hf_config.to_json_string(use_diff=False)))
+def compared_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
+    """Return the fields of a config that must be equal for two models to have the same weights: `Manifest.model`."""
+    return _without_ignored(json.loads(hf_config.to_json_string(use_diff=False)))
 
 
-def _of_weights(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a config that say something about weights or results; in the configs of its parts, too."""
+def _without_ignored(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        key: _of_weights(value) if is_config(value, key) else value
-        for key, value in values.items()
-        if key not in _INCIDENTAL and not key.startswith("fuse_")
+        key: _without_ignored(value) if is_config(value, key) else value
+        for key, value in fields.items()
+        if key not in _IGNORED_FIELDS and not key.startswith("fuse_")
     }
 
 
-def other_model(
-    theirs: Mapping[str, Any], ours: PretrainedConfig, but: Collection[str] = (), *, token_ids: bool = True
+def describe_model_changes(
+    saved: Mapping[str, Any],
+    config: PretrainedConfig,
+    ignored: Collection[str] = (),
+    *,
+    token_ids: bool = True,
 ) -> str:
-    """Return how the model of the card `theirs` differs from that of `ours`, as `changes` does.
+    """Return in words how a saved model differs from the one of `config`, as `describe_changes` does; "" if it does not.
 
     Args:
-        but: fields that may differ.
-        token_ids: whether ids of special tokens count.
+        saved: `Manifest.model`.
+        config: the job's.
+        ignored: fields that may differ.
+        token_ids: whether the ids of special tokens count.
     """
-    before, now = (
-        _of_weights(theirs),
-        model_card(ours),
-    )  # an earlier version's card has more of a part's config
-    ids = {key for key in (*_keys(before), *_keys(now)) if key.endswith("token_id")}
-    return changes(before, now, {*but, *(() if token_ids else ids)})
+    # Manifests of earlier versions have more fields of nested configs.
+    before, now = _without_ignored(saved), compared_fields(config)
+    ids = {key for key in (*_all_keys(before), *_all_keys(now)) if key.endswith("token_id")}
+    return describe_changes(before, now, {*ignored, *(() if token_ids else ids)})
 
 
-def _keys(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the keys of a config and of the configs in it."""
-    for key, value in values.items():
+def _all_keys(fields: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in fields.items():
         yield key
         if is_config(value, key):
-            yield from _keys(value)
+            yield from _all_keys(value)
 
 
 def job_values(job: JobConfig) -> dict[str, Any]:
-    """Return the job's values by dotted key: `Card.job`."""
+    """Return the job's options by dotted key: `Manifest.job`."""
     return dict(flatten(job.to_dict(exclude_none=True)))
 
 
 def check_finished(last: Path, job: JobConfig) -> None:
-    """Refuse a job that would learn something else than the one that has finished in its folder.
+    """Refuse a job whose folder holds a finished job with other options, so that it would not train.
 
     Raises:
-        ConfigError: with the keys that differ.
+        ConfigError: names the options that differ.
     """
-    card = read_card(last).job
-    decide = {
-        name: to_jsonable_python(key.default) for name, key in keys().items() if _RESULT.fullmatch(name)
+    saved_values = read_manifest(last).job
+    defaults = {
+        name: to_jsonable_python(key.default)
+        for name, key in keys().items()
+        if _RESULT_OPTIONS.fullmatch(name)
     }
-    theirs, ours = (
-        {key: values.get(key, decide[key]) for key in decide} for values in (card, job_values(job))
+    # Options that an earlier version did not have count as their defaults.
+    saved, current = (
+        {key: values.get(key, default) for key, default in defaults.items()}
+        for values in (saved_values, job_values(job))
     )
-    if card and (differing := changes(theirs, ours)):
+    if saved_values and (differences := describe_changes(saved, current)):
         raise ConfigError(
-            f"checkpoint.folder: {last} is the end of a finished job with other options ({differing}); name another "
-            "job.dump_folder to train this one, or return to those"
+            f"checkpoint.folder: {last} is the end of a finished job with other options ({differences}); name another "
+            "job.dump_folder to train this one, or return to those options"
         )
 
 
 def check_saved(
     checkpoint: Path, model: PreTrainedModel, key: str, *, resumes: bool, overrides: Collection[str] = ()
 ) -> None:
-    """Refuse a distributed checkpoint (a step-N folder) that is of another model, or that training can't be resumed from.
+    """Refuse a step-N folder of another model, or one that training can't be resumed from.
 
     Args:
-        model: its weights are compared by name and shape; may lie on meta.
-        key: the key of the job that leads to it, for the message.
-        resumes: whether the job takes more of it than the weights.
-        overrides: fields of the model's config in which it may differ.
+        checkpoint: the folder: a distributed checkpoint, or a Hugging Face folder with a manifest.
+        model: the job's model, compared by names and shapes of its weights; may be on meta.
+        key: the option that names the checkpoint, for the message.
+        resumes: whether the job loads the training state, not only the weights.
+        overrides: fields of the model's config that may differ.
 
     Raises:
-        ConfigError: with what differs; or it holds the weights alone.
+        ConfigError: names what differs; or the checkpoint is damaged, or holds only weights though `resumes`.
     """
-    card, in_hf, saved = None, False, {}
-    if (checkpoint / CARD).is_file():
-        if (wrong := damage(checkpoint, names=(".metadata",))) is not None:
-            raise damaged(checkpoint, key, wrong)
-        card = read_card(checkpoint)
-        in_hf = ".metadata" not in card.files
+    # Without this check, a checkpoint of another model fails on every rank deep in torch's planner, or not at all if only
+    # heads or norms differ.
+    manifest, in_hf, saved = None, False, {}
+    if (checkpoint / MANIFEST).is_file():
+        if (fault := damage(checkpoint, names=(".metadata",))) is not None:
+            raise damaged(checkpoint, key, fault)
+        manifest = read_manifest(checkpoint)
+        in_hf = ".metadata" not in manifest.files
     if not in_hf:
         index = CheckpointReader(checkpoint).read_metadata()
         saved = index.state_dict_metadata
-        if (wrong := truncated(checkpoint, index)) is not None:
-            raise damaged(checkpoint, key, wrong)
-    differing = other_model(card.model, model.config, overrides) if card is not None else ""
-    if not differing and not in_hf:
-        differing = _other_shapes(saved, model, card, own=key == "checkpoint.folder")
-    if differing:
+        if (fault := truncated(checkpoint, index)) is not None:
+            raise damaged(checkpoint, key, fault)
+    changes = describe_model_changes(manifest.model, model.config, overrides) if manifest is not None else ""
+    if not changes and not in_hf:
+        changes = _shape_differences(saved, model, manifest, is_own=key == "checkpoint.folder")
+    if changes:
         raise ConfigError(
-            f"{key}: {checkpoint} is of another model ({differing}); name another folder, or return to that model"
+            f"{key}: {checkpoint} is of another model ({changes}); name another folder, or return to that model"
         )
     if resumes and not any(name.startswith("train_state") for name in saved):
-        what = (
+        reason = (
             "holds no train_state, so training can't be resumed from it"
-            if card is None
-            else card.weights_alone
+            if manifest is None
+            else manifest.weights_only_reason
         )
         raise ConfigError(
-            f"{key}: {checkpoint} {what}; name an earlier one, or take its weights with "
+            f"{key}: {checkpoint} {reason}; name an earlier one, or take its weights with "
             "checkpoint.initial_load_model_only = true"
         )
 
 
-def _other_shapes(saved: Mapping[str, Any], model: PreTrainedModel, card: Card | None, *, own: bool) -> str:
-    """Return which weights in a checkpoint's index are not the model's, in words; "" if all are."""
-    there = {name: tensor.shape for name, tensor in tensors_of(saved).items()}
-    here = {name: tensor.shape for name, tensor in model.state_dict().items()}
+def _shape_differences(
+    saved: Mapping[str, Any], model: PreTrainedModel, manifest: Manifest | None, *, is_own: bool
+) -> str:
+    """Return in words how the weights in a checkpoint's index differ from the model's; "" if they don't."""
+    saved_shapes = {name: tensor.shape for name, tensor in tensors_of(saved).items()}
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     if adapted(model):
-        if own and card is not None and card.job.get("checkpoint.save_adapters_only"):
-            here = {name: here[name] for name in trained_names(model)}
-        elif not own and not any(map(is_factor, there)):  # of the model before it got adapters
-            here = {name: shape for name, shape in here.items() if not is_factor(name)}
-    return differences(there, here)
+        if is_own and manifest is not None and manifest.job.get("checkpoint.save_adapters_only"):
+            shapes = {name: shapes[name] for name in trained_names(model)}
+        elif not is_own and not any(map(is_factor, saved_shapes)):
+            # A checkpoint of the base model, to which the job adds adapters.
+            shapes = {name: shape for name, shape in shapes.items() if not is_factor(name)}
+    return differences(saved_shapes, shapes)
 
 
 def tensors_of(saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the weights in a checkpoint's index, on meta."""
+    """Return the weights in a checkpoint's index by name, as tensors on meta."""
     return {
         name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
         for name, entry in saved.items()
@@ -173,17 +191,20 @@ def tensors_of(saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def check_optimizer(checkpoint: Path, groups: Iterable[ParameterGroup], key: str) -> None:
-    """Refuse a checkpoint whose optimizer state does not match the job's optimizers and their parameters.
+    """Refuse a checkpoint whose optimizer state does not belong to the job's optimizers.
 
-    A parameter without any state has not had a gradient, and begins with a new state.
+    A parameter may have no state: it had no gradient before the save, and begins with a new state.
 
-    `key` is that of the job which leads to it, for the message.
+    Args:
+        checkpoint: a distributed checkpoint.
+        groups: the job's parameter groups.
+        key: the option that names the checkpoint, for the message.
 
     Raises:
-        ConfigError: names the first parameter; or there is no state at all.
+        ConfigError: names the first parameter whose state is another optimizer's; or there is no state at all.
     """
     saved = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
-    if not with_state(saved):
+    if not parameters_with_state(saved):
         raise ConfigError(
             f"{key}: {checkpoint} holds no optimizer state; start afresh with "
             'exclude_from_loading = ["optimizer"] in [checkpoint]'
@@ -191,30 +212,31 @@ def check_optimizer(checkpoint: Path, groups: Iterable[ParameterGroup], key: str
     for group in groups:
         state = "momentum_buffer" if group.optimizer == "Muon" else "exp_avg"
         for name in group.parameters:
-            start = f"optimizer.state.{name}."
-            other = [entry.removeprefix(start) for entry in saved if entry.startswith(start)]
-            if other and state not in other:
+            prefix = f"optimizer.state.{name}."
+            saved_states = [entry.removeprefix(prefix) for entry in saved if entry.startswith(prefix)]
+            if saved_states and state not in saved_states:
                 raise ConfigError(
-                    f"{key}: {checkpoint} holds {' and '.join(other)} of {name}, and "
-                    f"{group.optimizer}, which has it in this job, needs {state}; return to the optimizer of that run, or "
+                    f"{key}: {checkpoint} holds {' and '.join(saved_states)} of {name}, but "
+                    f"{group.optimizer}, which trains it in this job, needs {state}; return to that run's optimizer, or "
                     'start afresh with exclude_from_loading = ["optimizer"] in [checkpoint]'
                 )
 
 
-def with_state(saved: Iterable[str]) -> set[str]:
-    """Return the parameters that have optimizer state in a checkpoint, by the keys of its index."""
-    start = "optimizer.state."
-    return {key.removeprefix(start).rpartition(".")[0] for key in saved if key.startswith(start)}
+def parameters_with_state(saved: Iterable[str]) -> set[str]:
+    """Return the names of the parameters that have optimizer state, given the keys of a checkpoint's index."""
+    prefix = "optimizer.state."
+    return {key.removeprefix(prefix).rpartition(".")[0] for key in saved if key.startswith(prefix)}
 
 
-def damaged(checkpoint: Path, key: str, wrong: str) -> ConfigError:
-    """Return the error of a checkpoint in which `damage` has found something `wrong`."""
-    instead = folder.remedy(checkpoint) if key == "checkpoint.folder" else "take another checkpoint"
-    return ConfigError(f"{key}: {wrong}; {instead}")
+def damaged(checkpoint: Path, key: str, fault: str) -> ConfigError:
+    """Return the error for a checkpoint in which `damage` or `truncated` has found a fault."""
+    remedy = folder.remedy(checkpoint) if key == "checkpoint.folder" else "take another checkpoint"
+    return ConfigError(f"{key}: {fault}; {remedy}")
 
 
 def truncated(checkpoint: Path, index: Metadata) -> str | None:
-    """Return which file of a checkpoint is shorter than its index says, in words: one without a card has no checksums."""
+    """Return a sentence about the first file that is missing or shorter than the index says; None if there is none."""
+    # All that can be checked without a manifest, which has the checksums.
     sizes: dict[str, int] = {}
     for entry in (index.storage_data or {}).values():
         sizes[entry.relative_path] = max(sizes.get(entry.relative_path, 0), entry.offset + entry.length)

@@ -1,7 +1,4 @@
-"""The last step of a job as a Hugging Face folder with a card: checkpoint.last_save_in_hf.
-
-Trained adapters are added to the weights, and also stand alone in peft's files in the folder ADAPTER.
-"""
+"""Save the last step of a job as a Hugging Face folder with a manifest (checkpoint.last_save_in_hf)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,20 +13,25 @@ from transformers import PretrainedConfig
 from titanplans.adapters.low_rank import adapted
 from titanplans.disk import sync
 from titanplans.training.checkpoint import folder
-from titanplans.training.checkpoint.card import Card, base_of, file_checksum, write_card
+from titanplans.training.checkpoint.card import (
+    Manifest,
+    initial_weights_folder,
+    file_checksum,
+    write_manifest,
+)
 from titanplans.weights.adapters import gathered_adapter, write_adapter
 from titanplans.weights.atomic import on_first_rank
 from titanplans.weights.merged import whole_tensors
 from titanplans.weights.save import write_folder
 
 ADAPTER = "adapter"
-"""A folder inside the step's: from_pretrained would add adapters that lie next to the weights a second time."""
+"""The subfolder of peft's files. Not the step's folder: from_pretrained would add the adapters to the weights again."""
 
 
-def save(
+def save_hf_folder(
     models: Sequence[nn.Module],
     checkpoint: Path,
-    card: Card,
+    manifest: Manifest,
     *,
     config: PretrainedConfig,
     tokenizer: str | None,
@@ -37,23 +39,31 @@ def save(
     dtype: torch.dtype,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Write a step-N folder. Collective; rank 0 writes, and takes checksums as each file is whole.
+    """Write a step-N folder in Hugging Face's format. Collective; rank 0 writes.
 
-    `models` and `group` are as for `whole_tensors`, the others as for `write_folder`.
+    Trained adapters are merged into the weights, and also written as peft's files into the subfolder ADAPTER.
+
+    Args:
+        models, group: as for `whole_tensors`.
+        checkpoint: the step-N folder.
+        manifest: without files, which are added.
+        config, tokenizer, chat_template, dtype: as for `write_folder`.
 
     Raises:
-        NotSaved: on every rank: the disk is full, or refuses; the partial files are in `folder.writing_path(checkpoint)`.
+        NotSaved: on every rank: the disk is full, or refuses to write. Incomplete files are left in
+            `folder.writing_path(checkpoint)`.
     """
     writing = folder.writing_path(checkpoint)
     files: dict[str, tuple[int, str]] = {}
 
-    def seal(path: Path) -> None:
+    def record(path: Path) -> None:
+        # Called with each complete file: its checksum is taken while its bytes are still in the page cache.
         sync(path)
         name = path.relative_to(writing).as_posix()
         files[name] = path.stat().st_size, file_checksum(path)
 
-    def end() -> None:
-        write_card(writing, replace(card, files=files))
+    def finish() -> None:
+        write_manifest(writing, replace(manifest, files=files))
         sync(writing)
         folder.commit(checkpoint)
 
@@ -66,9 +76,9 @@ def save(
         max_shard_size="5GB",
         tokenizer=tokenizer,
         chat_template=chat_template,
-        seal=seal,
+        seal=record,
     )
     if adapted(models[0]):
-        found = gathered_adapter(models[0], base_of(card.job))
-        on_first_rank(lambda: write_adapter(writing / ADAPTER, *found, seal=seal), writing)
-    on_first_rank(end, checkpoint)
+        adapter = gathered_adapter(models[0], initial_weights_folder(manifest.job))
+        on_first_rank(lambda: write_adapter(writing / ADAPTER, *adapter, seal=record), writing)
+    on_first_rank(finish, checkpoint)

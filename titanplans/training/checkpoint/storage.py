@@ -1,8 +1,4 @@
-"""torch's distributed checkpoints on a file system: written with checksums, read without running their pickles.
-
-A file's checksum is taken as it is written. Each rank hands those of its files, with what it has written, to the rank that
-ends the save, which puts them into the card. So it is the same for a save in this thread, in another or in another process.
-"""
+"""torch's distributed checkpoints on a file system: written with checksums, read without running code in their pickles."""
 
 import io
 import pickle
@@ -24,47 +20,52 @@ from torch.distributed.checkpoint.storage import WriteResult
 from titanplans.disk import sync
 from titanplans.errors import ConfigError, UserError
 from titanplans.training.checkpoint import folder
-from titanplans.training.checkpoint.card import Card, write_card
+from titanplans.training.checkpoint.card import Manifest, write_manifest
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writes a checkpoint into a temporary folder, its files into its card, and renames the folder when it is complete."""
+    """Writes a checkpoint and its manifest into a temporary folder, and renames that when it is complete."""
 
-    def __init__(self, checkpoint: Path, card: Card):
+    # The checksum of a file is taken as it is written. Each rank attaches its checksums to the results that torch sends to
+    # the rank that finishes the save. That works for a save in this thread, in another thread and in another process.
+
+    def __init__(self, checkpoint: Path, manifest: Manifest):
         super().__init__(folder.writing_path(checkpoint))
-        self.checkpoint, self.card = checkpoint, card
-        self.fs = self.hashing = _Hashing()  # pyrefly: ignore[bad-override-mutable-attribute]
+        self.checkpoint, self.manifest = checkpoint, manifest
+        # torch's attribute `fs` opens the files that it writes.
+        self.fs = self.hashing = _HashingFileSystem()  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        """torch's, and the checksums of the files that this rank has written."""
-        results = _Results(super().write_data(plan, planner).value())
-        results.sums, self.hashing.sums = self.hashing.sums, {}
-        written: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
-        written.set_result(results)
-        return written
+        """Write this rank's files as torch does; attach their checksums to the results."""
+        results = _HashedResults(super().write_data(plan, planner).value())
+        results.checksums, self.hashing.checksums = self.hashing.checksums, {}
+        future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        future.set_result(results)
+        return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """torch's, then the card, then the rename. One rank calls it, after all have written."""
+        """Write torch's index and the manifest, and rename the folder. One rank calls it, after all have written."""
         super().finish(metadata, results)
-        sums = {".metadata": self.hashing.sums[".metadata.tmp"]}
+        # torch writes the index under this name and renames it.
+        checksums = {".metadata": self.hashing.checksums[".metadata.tmp"]}
         for result in results:
-            sums |= cast(_Results, result).sums
-        write_card(Path(self.path), replace(self.card, files=sums))
+            checksums |= cast(_HashedResults, result).checksums
+        write_manifest(Path(self.path), replace(self.manifest, files=checksums))
         sync(Path(self.path))
         folder.commit(self.checkpoint)
 
 
-class _Results(list[WriteResult]):
+class _HashedResults(list[WriteResult]):
     """The results of one rank's writes, with the size and checksum of each file."""
 
-    sums: dict[str, tuple[int, str]]
+    checksums: dict[str, tuple[int, str]]
 
 
-class _Hashing(FileSystem):
-    """torch's file system, which remembers size and checksum of each file that is written."""
+class _HashingFileSystem(FileSystem):
+    """torch's file system, recording size and checksum of each file that is written."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, tuple[int, str]] = {}
+        self.checksums: dict[str, tuple[int, str]] = {}
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
@@ -72,23 +73,24 @@ class _Hashing(FileSystem):
             if mode != "wb":
                 yield stream
                 return
-            hashed = _Hashed(stream)
+            hashing = _HashingStream(stream)
             try:
-                yield hashed  # type: ignore[misc]
+                yield hashing  # type: ignore[misc]
             except Exception as error:
-                if hashed.failed is not None:  # torch makes a RuntimeError of it
-                    raise hashed.failed from error
+                # torch.save replaces the OSError of a full disk by a RuntimeError: raise the original one.
+                if hashing.error is not None:
+                    raise hashing.error from error
                 raise
-            self.sums[Path(path).name] = hashed.size, hashed.checksum.hexdigest()
+            self.checksums[Path(path).name] = hashing.size, hashing.checksum.hexdigest()
 
 
-class _Hashed:
-    """A stream that hashes the bytes that it writes."""
+class _HashingStream:
+    """A stream that hashes the bytes that are written to it."""
 
     def __init__(self, stream: io.IOBase):
         self._stream = stream
         self.size, self.checksum = 0, xxhash.xxh3_128()
-        self.failed: OSError | None = None
+        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         self.checksum.update(data)
@@ -96,7 +98,7 @@ class _Hashed:
         try:
             return self._stream.write(data)  # pyrefly: ignore[missing-attribute]
         except OSError as error:
-            self.failed = error
+            self.error = error
             raise
 
     def __getattr__(self, name: str) -> Any:
@@ -104,7 +106,7 @@ class _Hashed:
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads a checkpoint of ours or of torchtitan's; its index once, for any number of loads."""
+    """Reads a checkpoint of ours or of torchtitan's; reads the index once for any number of loads."""
 
     _index: Metadata | None = None
 
@@ -112,7 +114,7 @@ class CheckpointReader(FileSystemReader):
         """Return the index of the checkpoint.
 
         Raises:
-            ConfigError: its index is not a checkpoint's, or holds objects that no checkpoint needs.
+            ConfigError: the index can't be read, is damaged, or holds objects that no checkpoint needs.
         """
         self._index = self._index or self._read_index()
         return self._index
@@ -129,27 +131,28 @@ class CheckpointReader(FileSystemReader):
             raise ConfigError(f"{path} is damaged ({reason}); take another checkpoint") from error
         if not isinstance(metadata, Metadata):
             raise ConfigError(
-                f"{path} is not the index of a checkpoint: it holds a {type(metadata).__name__}; take another"
+                f"{path} is not the index of a checkpoint: it holds a {type(metadata).__name__}; take another checkpoint"
             )
         return metadata
 
 
 def cause_of(failed: CheckpointException) -> BaseException:
-    """Return the first error of the ranks that failed: a UserError before an OSError before any other."""
+    """Return the most telling error of the ranks that failed: a UserError before an OSError before any other."""
     causes = [cause for cause, _ in failed.failures.values()]
     kinds = (UserError, OSError, BaseException)
     return next(cause for kind in kinds for cause in causes if isinstance(cause, kind))
 
 
 class Planner(DefaultLoadPlanner):
-    """torch's, which also loads objects other than tensors without running code."""
+    """torch's load planner, but objects other than tensors are loaded without running code."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put numbers, strings, tensors, lists and dicts where they belong.
+        """Load an object that consists of numbers, strings, tensors, lists and dicts.
 
         Raises:
-            ConfigError: there is something else.
+            ConfigError: the object holds anything else.
         """
+        # torch's planner loads with weights_only=False. Loading it here first refuses what could run code.
         try:
             torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
@@ -161,7 +164,7 @@ class Planner(DefaultLoadPlanner):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickles torch's descriptions of tensors and files, and nothing that could run."""
+    """Unpickles the classes of a checkpoint's index, and refuses any other, which could run code."""
 
     _ALLOWED: ClassVar = {
         "torch.distributed.checkpoint.metadata": {

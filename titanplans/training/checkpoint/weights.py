@@ -1,7 +1,4 @@
-"""Where an export reads weights: a distributed checkpoint, a Hugging Face folder, peft's files; and adapters on a base.
-
-Each is the tensors by the model's own names, which one process reads whole, one by one.
-"""
+"""Read the weights of a checkpoint, a Hugging Face folder or peft's files as lazy tensors by the model's parameter names."""
 
 import logging
 import os
@@ -19,8 +16,13 @@ from transformers import PreTrainedModel
 from titanplans import modeling
 from titanplans.errors import ConfigError
 from titanplans.precision.nf4 import CODES, SCALES, is_quantised, quantise
-from titanplans.training.checkpoint.card import CARD, damage, read_card
-from titanplans.training.checkpoint.match import model_card, other_model, tensors_of, truncated
+from titanplans.training.checkpoint.card import MANIFEST, damage, read_manifest
+from titanplans.training.checkpoint.match import (
+    compared_fields,
+    describe_model_changes,
+    tensors_of,
+    truncated,
+)
 from titanplans.training.checkpoint.storage import CheckpointReader, Planner
 from titanplans.weights.adapters import WEIGHTS, check_adapter, peft_name, trained_names
 from titanplans.weights.compare import check_copies, in_words
@@ -31,21 +33,25 @@ from titanplans.weights.load import NO_PLACE, match_folder
 _logger = logging.getLogger(__name__)
 
 
-def of_checkpoint(checkpoint: Path, what: str) -> dict[str, LazyTensor]:
-    """Return the weights of a step-N folder.
+def checkpoint_weights(checkpoint: Path, what: str) -> dict[str, LazyTensor]:
+    """Return the weights of a distributed checkpoint, a step-N folder.
+
+    Args:
+        checkpoint: the folder.
+        what: how an error's message begins.
 
     Raises:
-        ConfigError: it is none, or damaged; begins with `what`. Reading does, too.
+        ConfigError: it is not a distributed checkpoint, or damaged; also when a tensor is read.
     """
     if not os.path.isfile(checkpoint / ".metadata"):
-        is_published = os.path.isfile(checkpoint / "config.json")
-        hint = "it already is a Hugging Face folder" if is_published else "name a step-N folder"
+        is_hf_folder = os.path.isfile(checkpoint / "config.json")
+        hint = "it already is a Hugging Face folder" if is_hf_folder else "name a step-N folder"
         raise ConfigError(f"{what}: it holds no distributed checkpoint (.metadata); {hint}")
     reader = CheckpointReader(checkpoint)
     metadata = reader.read_metadata()
-    has_card = os.path.isfile(checkpoint / CARD)
-    if (wrong := damage(checkpoint) if has_card else truncated(checkpoint, metadata)) is not None:
-        raise ConfigError(f"{what}: {wrong}; take another checkpoint")
+    has_manifest = os.path.isfile(checkpoint / MANIFEST)
+    if (fault := damage(checkpoint) if has_manifest else truncated(checkpoint, metadata)) is not None:
+        raise ConfigError(f"{what}: {fault}; take another checkpoint")
     tensors = tensors_of(metadata.state_dict_metadata)
 
     def read(name: str) -> torch.Tensor:
@@ -59,11 +65,16 @@ def of_checkpoint(checkpoint: Path, what: str) -> dict[str, LazyTensor]:
     return lazily(tensors, read)
 
 
-def of_folder(plain: PreTrainedModel, folder: Path, what: str) -> dict[str, LazyTensor]:
-    """Return the tensors of a Hugging Face folder by the names of the model `plain`, tied ones under each.
+def hf_folder_weights(plain: PreTrainedModel, folder: Path, what: str) -> dict[str, LazyTensor]:
+    """Return the weights of a Hugging Face folder by parameter name, tied weights under each of their names.
+
+    Args:
+        plain: the unsplit model, on meta.
+        folder: the folder.
+        what: how an error's message begins.
 
     Raises:
-        ModelError: it is damaged, of another model, or has two values of tied weights.
+        ModelError: the folder is damaged, of another model, or has different values for tied weights.
     """
     match = match_folder(plain, open_folder(folder))
     check_copies(match.again, match.tensors, match.tied, what)
@@ -72,11 +83,11 @@ def of_folder(plain: PreTrainedModel, folder: Path, what: str) -> dict[str, Lazy
     return {name: match.tensors[match.tied.get(name, name)] for name in plain.state_dict()}
 
 
-def of_adapter(model: nn.Module, folder: Path) -> dict[str, LazyTensor]:
-    """Return the tensors of peft's files in `folder`, by the names of `model`, which has such adapters.
+def adapter_weights(model: nn.Module, folder: Path) -> dict[str, LazyTensor]:
+    """Return the tensors of peft's files in `folder` by the parameter names of `model`, which has these adapters.
 
     Raises:
-        ModelError: they are of other adapters, or damaged.
+        ModelError: the files are of other adapters, or damaged.
     """
     check_adapter(model, folder)
 
@@ -88,52 +99,60 @@ def of_adapter(model: nn.Module, folder: Path) -> dict[str, LazyTensor]:
     return lazily({name: state[name] for name in trained_names(model)}, read)
 
 
-def of_base(
+def base_weights(
     plain: PreTrainedModel, base: Path, what: str, overrides: Collection[str] = ()
 ) -> dict[str, LazyTensor]:
-    """Return the base weights of adapters of the model `plain`, from a Hugging Face folder or a checkpoint, whose
-    config may differ in the fields `overrides`.
-
-    Raises:
-        ConfigError, ModelError: it is damaged, or of another model.
-    """
-    theirs: Mapping[str, Any] | None = None
-    if os.path.isfile(base / ".metadata"):
-        found = of_checkpoint(base, what)
-        theirs = read_card(base).model if os.path.isfile(base / CARD) else None
-    else:
-        found = of_folder(plain, base, what)
-        if os.path.isfile(base / "config.json"):
-            theirs = model_card(modeling.load_config_file(base))
-    if theirs is not None and (differing := other_model(theirs, plain.config, overrides, token_ids=False)):
-        raise ConfigError(
-            f"{what}: it is of another model ({differing}); name the one that the adapters were trained on"
-        )
-    return found
-
-
-def with_base(
-    own: Mapping[str, LazyTensor],
-    base: Mapping[str, LazyTensor],
-    adapters: Mapping[str, nn.Module],
-    least: torch.dtype | None,
-) -> dict[str, LazyTensor]:
-    """Return the weights of `base` with those of `own` in their place; weights that the job kept in NF4 are rounded alike.
+    """Return the base weights of adapters from a Hugging Face folder or a distributed checkpoint.
 
     Args:
-        own: of adapters, and of other trained modules.
-        base: by the names of the model without adapters.
+        plain: the unsplit model without adapters, on meta.
+        base: the folder.
+        what: how an error's message begins.
+        overrides: fields of the model's config that may differ.
+
+    Raises:
+        ConfigError, ModelError: the weights are damaged, or of another model.
+    """
+    fields: Mapping[str, Any] | None = None
+    if os.path.isfile(base / ".metadata"):
+        weights = checkpoint_weights(base, what)
+        fields = read_manifest(base).model if os.path.isfile(base / MANIFEST) else None
+    else:
+        weights = hf_folder_weights(plain, base, what)
+        if os.path.isfile(base / "config.json"):
+            fields = compared_fields(modeling.load_config_file(base))
+    if fields is not None:
+        changes = describe_model_changes(fields, plain.config, overrides, token_ids=False)
+        if changes:
+            raise ConfigError(
+                f"{what}: it is of another model ({changes}); name the one that the adapters were trained on"
+            )
+    return weights
+
+
+def add_base_weights(
+    trained: Mapping[str, LazyTensor],
+    base: Mapping[str, LazyTensor],
+    adapters: Mapping[str, nn.Module],
+    least_dtype: torch.dtype | None,
+) -> dict[str, LazyTensor]:
+    """Return the trained tensors together with the base weights, which are quantised where the job had them in NF4.
+
+    Args:
+        trained: tensors of adapters and of other trained modules; they replace base weights of the same name.
+        base: the base weights, by the names of the model without adapters.
         adapters: the modules with adapters, by name.
-        least: of the base's floating-point tensors at least this dtype; None: as they are.
+        least_dtype: cast floating-point base weights to at least this dtype; None: leave them.
     """
     tensors = {}
-    small = {f"{owner}.weight": owner for owner, adapter in adapters.items() if is_quantised(adapter)}
+    quantised = {f"{name}.weight": name for name, adapter in adapters.items() if is_quantised(adapter)}
     for name, tensor in base.items():
-        if (owner := small.get(name)) is not None:
+        if (module := quantised.get(name)) is not None:
+            # Rounded as in the job: the adapters were trained on the rounded weights.
             codes, scales = computed(quantise, [tensor])
-            tensors |= {f"{owner}.{CODES}": codes, f"{owner}.{SCALES}": scales}
-        elif least is not None and tensor.dtype.is_floating_point:
-            tensors[name] = tensor.to(torch.promote_types(tensor.dtype, least))
+            tensors |= {f"{module}.{CODES}": codes, f"{module}.{SCALES}": scales}
+        elif least_dtype is not None and tensor.dtype.is_floating_point:
+            tensors[name] = tensor.to(torch.promote_types(tensor.dtype, least_dtype))
         else:
             tensors[name] = tensor
-    return {**tensors, **own}
+    return {**tensors, **trained}

@@ -42,16 +42,16 @@ from titanplans.split.stages.stages import Stages
 from titanplans.text import show
 from titanplans.torchrun import restarted
 from titanplans.training.checkpoint.card import damage
-from titanplans.training.checkpoint.folder import own_folder
+from titanplans.training.checkpoint.folder import checkpoint_folder
 from titanplans.training.checkpoint.match import (
     check_finished,
     check_optimizer,
     check_saved,
+    compared_fields,
     damaged,
-    model_card,
-    other_model,
+    describe_model_changes,
 )
-from titanplans.training.checkpoint.resume import OWN, decide_resume
+from titanplans.training.checkpoint.resume import FOLDER_OPTION, decide_resume
 from titanplans.training.data.chat.chat import ChatFormat
 from titanplans.training.data.checks import check_dataset, read_position
 from titanplans.training.data.vocabulary import check_tokenizer
@@ -278,8 +278,8 @@ def check_experts(job: JobConfig, model: PreTrainedModel) -> None:
 def check_checkpoint(job: JobConfig, model: PreTrainedModel, world_size: int) -> None:
     """Refuse a checkpoint that is missing, belongs to another model, or can't be resumed from."""
     checkpoint, overrides = job.checkpoint, job.model.config_overrides or ()
-    resume = decide_resume(job, own_folder(job), restarted=restarted(os.environ))
-    is_own = resume.key == OWN
+    resume = decide_resume(job, checkpoint_folder(job), restarted=restarted(os.environ))
+    is_own = resume.key == FOLDER_OPTION
     if not is_own and checkpoint.initial_adapter_path is not None:
         check_adapter(model, checkpoint.initial_adapter_path)
     if resume.source is None:
@@ -293,7 +293,7 @@ def check_checkpoint(job: JobConfig, model: PreTrainedModel, world_size: int) ->
         raise ConfigError(
             f'{resume.key} = "{resume.source}" is not a checkpoint (a step-N directory with .metadata){hint}'
         )
-    resumes = resume.takes == "training"
+    resumes = resume.contents == "training"
     check_saved(resume.source, model, resume.key, resumes=resumes, overrides=() if is_own else overrides)
     if resume.is_finished:
         check_finished(resume.source, job)
@@ -334,8 +334,8 @@ def check_hf_folder(folder: str, model: PreTrainedModel, overrides: Collection[s
         ModelError: names the tensors whose names, shapes or dtypes differ.
     """
     if not is_own(model.config) and os.path.exists(os.path.join(folder, "config.json")):
-        folder_fields = model_card(modeling.load_config_file(folder))
-        if differences := other_model(folder_fields, model.config, overrides, token_ids=False):
+        folder_fields = compared_fields(modeling.load_config_file(folder))
+        if differences := describe_model_changes(folder_fields, model.config, overrides, token_ids=False):
             raise ConfigError(
                 f"the job's model is not the one of {folder} ({differences}): remove model.name, flavor and config to use "
                 "the folder's; model.config_overrides can change lengths, rope and dropout"

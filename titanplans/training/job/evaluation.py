@@ -9,7 +9,7 @@ from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.match import check_saved
 from titanplans.training.checkpoint.resume import no_such_step
 from titanplans.training.job import resolve
-from titanplans.training.job.checks import check_job, check_hf_folder
+from titanplans.training.job.checks import check_hf_folder, check_job
 
 
 def make_evaluation_job(job: JobConfig) -> tuple[JobConfig, Path]:
@@ -21,7 +21,7 @@ def make_evaluation_job(job: JobConfig) -> tuple[JobConfig, Path]:
     Raises:
         ConfigError: there is no such checkpoint.
     """
-    options, own_folder = job.checkpoint, folder.own_folder(job)
+    options, own_folder = job.checkpoint, folder.checkpoint_folder(job)
     steps = folder.steps(own_folder)
     if options.load_step != -1 and options.load_step not in steps:
         raise no_such_step(own_folder, options.load_step)
@@ -59,7 +59,7 @@ def check_evaluation(job: JobConfig, checkpoint: Path, world_size: int) -> None:
     check_job(job.model_copy(update={"checkpoint": without_checkpoints}), world_size)
     model = modeling.build(resolve.hf_config(job))
     overrides = job.model.config_overrides or ()
-    is_own = checkpoint.parent == folder.own_folder(job)
+    is_own = checkpoint.parent == folder.checkpoint_folder(job)
     key = "checkpoint.folder" if is_own else "checkpoint.initial_load_path"
     if not is_own and os.path.isfile(checkpoint / "config.json"):
         check_hf_folder(str(checkpoint), model, overrides)

@@ -12,7 +12,7 @@ from titanplans.lock import LOCK, locked_folder
 from titanplans.parallel.pipeline.picture import FILE as PICTURE
 from titanplans.parallel.pipeline.picture import MEASURED_FILE as MEASURED_PICTURE
 from titanplans.text import show
-from titanplans.training.checkpoint.folder import own_folder
+from titanplans.training.checkpoint.folder import checkpoint_folder
 from titanplans.training.job.resolve import trace_buf_size
 from titanplans.training.trainer.jsonl import FILE_NAME, read_metrics
 from titanplans.training.trainer.parallelism_report import FILE
@@ -88,7 +88,7 @@ def locked(job: JobConfig) -> Iterator[None]:
     """
     folders = [("job.dump_folder", job.job.dump_folder, Path(job.job.dump_folder))]
     if job.checkpoint.enable and not job.checkpoint.load_only:
-        folders.append(("checkpoint.folder", job.checkpoint.folder, own_folder(job)))
+        folders.append(("checkpoint.folder", job.checkpoint.folder, checkpoint_folder(job)))
     with contextlib.ExitStack() as stack:
         for key, value, folder in folders:
             stack.enter_context(locked_folder(folder, f"{key} = {show(value)}"))

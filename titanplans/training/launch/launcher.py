@@ -26,7 +26,7 @@ from torch.distributed import TCPStore
 from titanplans.config import JobConfig
 from titanplans.errors import UserError
 from titanplans.parallel.mesh.process_group import default_device_type
-from titanplans.training.checkpoint.folder import own_folder
+from titanplans.training.checkpoint.folder import checkpoint_folder
 from titanplans.training.launch.exit_status import REPORTS, Failure, failures, finish, is_decided, say
 from titanplans.training.launch.orphans import end_with_parent
 from titanplans.training.launch.rank import run_rank
@@ -100,7 +100,7 @@ def launch(job: JobConfig, ranks: int, restarts: int = 0, evaluated_checkpoint: 
         description = f"rank {first.rank} (pid {first.pid}) {first.how}"
         if stop_requested or not restarts_left:
             break
-        resume = decide_resume(job, own_folder(job), restarted=True)
+        resume = decide_resume(job, checkpoint_folder(job), restarted=True)
         if resume.is_finished:
             say(f"{description} after {resume.source} was saved: the job is finished")
             return 0

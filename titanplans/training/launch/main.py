@@ -19,7 +19,7 @@ from titanplans.config.arguments import take_max_restarts
 from titanplans.disk import one_line
 from titanplans.errors import RunError, UserError
 from titanplans.torchrun import Ranks, read_ranks, restarted
-from titanplans.training.checkpoint.folder import newest, own_folder, remedy
+from titanplans.training.checkpoint.folder import checkpoint_folder, describe_newest, remedy
 from titanplans.training.launch.exit_status import refuse
 from titanplans.training.launch.logs import init_logging
 from titanplans.training.launch.orphans import end_with_parent
@@ -54,7 +54,7 @@ def main(argv: list[str], command: str = "train") -> int:
                     f"--max-restarts {restarts}"
                 )
             init_logging(rank)
-            with one_line(lambda: newest(own_folder(job))):
+            with one_line(lambda: describe_newest(checkpoint_folder(job))):
                 for note in job.notes:
                     logging.getLogger(__name__).info(note)  # shown on rank 0 only
                 return _evaluate(job, torchrun) if command == "evaluate" else _run(job, torchrun, restarts)
@@ -81,7 +81,7 @@ def _run(job: JobConfig, torchrun: Ranks | None, restarts: int) -> int:
     # Locked by this process, which outlives every rank. Only then can a finished job be told from one that still trains in
     # the folder.
     with locked(job) if rank == 0 else nullcontext():
-        resume = decide_resume(job, own_folder(job), restarted=restarted(os.environ))
+        resume = decide_resume(job, checkpoint_folder(job), restarted=restarted(os.environ))
         if resume.is_finished and (last := resume.source) is not None:
             if rank == 0:
                 if (fault := damage(last)) is not None:

@@ -12,7 +12,7 @@ from titanplans import disk
 from titanplans.config import JobConfig
 from titanplans.errors import RunError, UserError
 from titanplans.text import columns
-from titanplans.training.checkpoint.folder import newest, own_folder
+from titanplans.training.checkpoint.folder import checkpoint_folder, describe_newest
 from titanplans.training.launch.exit_status import REPORTS, exit_now, fail, refuse
 from titanplans.training.launch.logs import init_logging
 from titanplans.training.launch.signals import Stopped, stop_on_signals
@@ -95,5 +95,5 @@ def _trainer(job: JobConfig, rank: int) -> "Trainer":
 
     kernels.install(device_type)
     import_custom(job)  # a spawned rank has not yet imported the user's modules, which register plans
-    with disk.one_line(lambda: newest(own_folder(job))):
+    with disk.one_line(lambda: describe_newest(checkpoint_folder(job))):
         return Trainer(job)
