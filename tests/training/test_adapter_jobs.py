@@ -199,7 +199,7 @@ def _exported(folder: Path, capsys) -> None:
     to = "--base is for weights that adapters are added to, but"
     begin = {
         "same shapes": f"{step}: /same shapes: it is of another model (rms_norm_eps = 0.5, now 1e-06)",
-        "whole": f"error: export /base/checkpoint/step-2: {to} it holds",
+        "whole": f"error: export /base/checkpoint/step-2: {to} the checkpoint holds",
         "twice": f"{step}: {to} --adapter writes",
         "peft's": "error: export /adapter: it already has peft's format",
         "no adapters": "error: export /base/checkpoint/step-2: it has no adapters",

@@ -1,1 +1,1 @@
-"""Pipeline parallelism in torchtitan's trainer: the stages of a process, and the schedule that runs them."""
+"""Pipeline parallelism of a job: the stages of a process and the schedule that runs them (`pipeline.py`)."""

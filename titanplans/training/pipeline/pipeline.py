@@ -1,4 +1,4 @@
-"""The stages of this process, and the schedule that runs them."""
+"""`Pipeline`: this rank's stages of a model and the torch schedule that runs them; `build_pipeline` makes it."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -20,27 +20,33 @@ from titanplans.training.pipeline.stage import ScheduledStage, stages_of
 
 
 class Pipeline:
-    """The stages of this process, run by a schedule of torch's.
+    """Runs this rank's stages of a model by one of torch's schedules.
 
     Args:
-        stages: makes the stages of this process, each of whose parts is a `LanguageModel`, parallelised.
-        shared: of each parameter that several stages hold, its name in each.
+        make_stages: returns new torch stages of this rank, around the same parallelised `LanguageModel`s each time.
+        shared: for each parameter that several stages hold, its name in each stage, by stage index.
+        description: what `report.describe` returned.
+
+    Attributes:
+        model_parts: the `LanguageModel`s of this rank's stages.
+        group: the process group of the pipeline ranks.
+        splits_backward: whether the schedule computes gradients of inputs and of weights in two passes.
     """
 
     def __init__(
         self,
-        stages: Callable[[], Sequence[ScheduledStage]],
+        make_stages: Callable[[], Sequence[ScheduledStage]],
         shared: Sequence[Mapping[int, str]],
         description: dict[str, Any],
     ):
-        self._make, self._description = stages, description
-        self._kind = get_schedule_class(description["schedule"])
+        self._make_stages, self._description = make_stages, description
+        self._schedule_class = get_schedule_class(description["schedule"])
         self.splits_backward = schedule_of(description["schedule"]).splits_backward
         self._schedules: dict[tuple[bool, int], tuple[Any, Sequence[ScheduledStage]]] = {}
-        own = stages()
-        self.model_parts, self.group = [stage.part for stage in own], own[0].group
+        stages = make_stages()
+        self.model_parts, self.group = [stage.language_model for stage in stages], stages[0].group
         ranks = [stage["rank"] for stage in description["stages"]]
-        models = {stage.stage_index: stage.part.lm for stage in own}
+        models = {stage.stage_index: stage.language_model.lm for stage in stages}
         self._shared = SharedParameters(shared, models, ranks, self.group)
 
     def run(
@@ -52,20 +58,20 @@ class Pipeline:
         microbatches: int,
         valid_tokens: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run a batch through all stages, in so many `microbatches`; return its loss, the same on every rank.
+        """Run a batch through all stages and return its loss, the same on every rank.
 
         Args:
-            tokens, labels, positions: each `[local_batch_size, seq_len]`, given to every rank.
-            microbatches: equal slices of the batch, which the schedule cuts.
-            valid_tokens: of the whole batch of a step: forward and backward, and a mean over them. None, for validation: the
-                forward alone, and a sum over tokens.
+            tokens, labels, positions: each `[local_batch_size, seq_len]`, the same on every pipeline rank.
+            microbatches: number of equal slices that the schedule splits the batch into.
+            valid_tokens: number of labels of the step that count, on all ranks: run forward and backward, divide the loss
+                by it. None, for validation: run the forward only, and sum the loss over tokens.
         """
-        evaluates = valid_tokens is None
-        schedule, stages = self._schedule(evaluates, microbatches)
+        is_validation = valid_tokens is None
+        schedule, stages = self._schedule(is_validation, microbatches)
         for stage in stages:
             stage.valid_tokens = valid_tokens
-        losses: list[torch.Tensor] = []  # where the last stage is
-        run = schedule.eval if evaluates else schedule.step
+        losses: list[torch.Tensor] = []  # filled on the rank with the last stage
+        run = schedule.eval if is_validation else schedule.step
         inputs = {"tokens": tokens, "labels": labels, "positions": positions}
         run(target=labels, losses=losses, return_outputs=False, **inputs)
         total = torch.zeros((), device=tokens.device)
@@ -74,37 +80,43 @@ class Pipeline:
         dist.all_reduce(total, group=self.group)
         return total
 
-    def _schedule(self, evaluates: bool, microbatches: int) -> tuple[Any, Sequence[ScheduledStage]]:
-        """Return a schedule, and its stages: torch's keep the shapes of what is sent, and validation has others."""
-        if (evaluates, microbatches) not in self._schedules:
-            stages, kind = self._make(), self._kind
-            schedule = kind(
-                list(stages) if issubclass(kind, PipelineScheduleMulti) else stages[0],
+    def _schedule(self, is_validation: bool, microbatches: int) -> tuple[Any, Sequence[ScheduledStage]]:
+        """Return the schedule for training or validation with so many micro batches, and its stages."""
+        key = is_validation, microbatches
+        if key not in self._schedules:
+            # Each schedule has its own stages: torch's keep the shapes that are sent, and validation may have others.
+            stages, schedule_class = self._make_stages(), self._schedule_class
+            is_multi = issubclass(schedule_class, PipelineScheduleMulti)
+            schedule = schedule_class(
+                list(stages) if is_multi else stages[0],
                 n_microbatches=microbatches,
-                loss_fn=lambda loss, _: loss.clone(),  # torch detaches in place what the last stage gives
+                # The last stage returns the loss. A copy, as torch detaches the stage's output in place.
+                loss_fn=lambda loss, _: loss.clone(),
                 scale_grads=False,
             )
-            if evaluates and issubclass(kind, PipelineScheduleMulti):
+            if is_validation and is_multi:
                 keep_forwards(schedule)
-            self._schedules[evaluates, microbatches] = schedule, stages
-        return self._schedules[evaluates, microbatches]
+            self._schedules[key] = schedule, stages
+        return self._schedules[key]
 
     def report(self, micro_batches: int, dump_folder: str) -> PipelineReport:
-        """Return the part of the parallelism report on this pipeline, which takes so many micro batches at once."""
+        """Return this pipeline's section of the parallelism report, for batches of so many micro batches."""
         return PipelineReport(self._description, self.training_stages, micro_batches, Path(dump_folder))
 
     def training_stages(self) -> list[ScheduledStage]:
-        """Return the stages that train, which the first step makes."""
-        made = self._schedules.items()
-        return [stage for (evaluates, _), (_, stages) in made if not evaluates for stage in stages]
+        """Return this rank's torch stages for training, which the first step makes; before it, none."""
+        schedules = self._schedules.items()
+        return [
+            stage for (is_validation, _), (_, stages) in schedules if not is_validation for stage in stages
+        ]
 
     def sum_shared_gradients(self) -> None:
-        """Give what several stages hold the sum of their gradients."""
+        """Sum the gradients of each parameter that several stages hold, such as tied weights. Collective."""
         self._shared.sum_gradients()
 
     def counted(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those of `parameters` that count into a norm here: what several stages hold counts in the first."""
-        copies = self._shared.duplicates()
+        """Return the `parameters` that count into a norm on this rank: those that an earlier stage holds don't."""
+        copies = self._shared.copies()
         return [parameter for parameter in parameters if id(parameter) not in copies]
 
 
@@ -119,22 +131,35 @@ def build_pipeline(
     loss: Any,
     dump_folder: str,
 ) -> Pipeline:
-    """Return the stages that this process has of `model`, a whole `LanguageModel` on meta, and their schedule.
+    """Split a model into stages, parallelise this rank's, and return them with their schedule.
+
+    Args:
+        model: the unsplit `LanguageModel`, on meta.
+        options: [parallelism].
+        strategy: how each stage is parallelised.
+        parallel_dims: a `Mesh`.
+        seq_len: tokens of a training sequence.
+        device: of this rank.
+        loss: the job's `CrossEntropyLoss`.
+        dump_folder: of the job.
 
     Raises:
-        ParallelError: so many stages are not possible, or can't be told from a forward on meta.
+        ParallelError: the model can't be split into so many stages, or can't be traced on meta.
         PlanError, OptionError: as `parallelize`.
     """
     mesh, group = parallel_dims.get_mesh("pp"), parallel_dims.get_mesh("pp").get_group()
     stages = stages_of(model.lm, options, mesh.size(), seq_len)
     description = describe(model.lm, stages, options.pipeline_parallel_schedule, mesh.size(), seq_len)
-    parts = {}
-    for number, stage in enumerate(description["stages"]):
+    model_parts = {}
+    for index, stage in enumerate(description["stages"]):
         if stage["rank"] == mesh.get_local_rank():
-            parts[number] = copy.deepcopy(model)
-            parallelize_stage(parts[number].lm, stages, number, parallel_dims, strategy, dump_folder)
+            model_parts[index] = copy.deepcopy(model)
+            parallelize_stage(model_parts[index].lm, stages, index, parallel_dims, strategy, dump_folder)
 
-    def make() -> list[ScheduledStage]:
-        return [ScheduledStage(part, at, len(stages), device, group, loss) for at, part in parts.items()]
+    def make_stages() -> list[ScheduledStage]:
+        return [
+            ScheduledStage(part, index, len(stages), device, group, loss)
+            for index, part in model_parts.items()
+        ]
 
-    return Pipeline(make, [*stages.shared.values()], description)
+    return Pipeline(make_stages, [*stages.shared.values()], description)

@@ -1,7 +1,4 @@
-"""A job's pipeline in its parallelism report: stages, the idle share computed and measured, and pictures of both.
-
-The computed timeline is that of the schedule's order with stages as long as their FLOPs; sending takes no time in it.
-"""
+"""A job's pipeline in its parallelism report: its stages, and its computed and measured timeline with the idle share."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,32 +20,33 @@ from titanplans.split.stages.schedules import Action, orders, stages_of_ranks
 from titanplans.split.stages.stages import Stages
 from titanplans.training.pipeline.stage import ScheduledStage, untimed
 
-_ROWS = 11
-"""The most stages whose picture is logged."""
+_MAX_LOGGED_LINES = 11
+"""A timeline of more lines than this is written to a file, but not logged."""
 
 
 def describe(model: Any, stages: Stages, schedule: str, ranks: int, seq_len: int) -> dict[str, Any]:
-    """Return the report's part on the stages of `model`, a whole one on meta."""
-    by_rank, names = stages_of_ranks(schedule, ranks, len(stages)), stages.decoder.names
+    """Return the report's section on the stages of `model`, the unsplit Hugging Face model on meta."""
+    stages_by_rank, names = stages_of_ranks(schedule, ranks, len(stages)), stages.decoder.names
     cost = flops_of_blocks(model, stages.decoder, seq_len)
-    rows = []
-    for at, absent in enumerate(stages.absent):
-        first, last = stages.bounds[at : at + 2]
-        ends = cost.first * (at == 0) + cost.last * (at == len(stages) - 1)
-        rows.append(
+    descriptions = []
+    for index, passed in enumerate(stages.passed):
+        first, last = stages.bounds[index : index + 2]
+        # The first stage also has the embedding, the last one the head.
+        ends = cost.first * (index == 0) + cost.last * (index == len(stages) - 1)
+        descriptions.append(
             {
-                "rank": next(rank for rank, numbers in enumerate(by_rank) if at in numbers),
+                "rank": next(rank for rank, indices in enumerate(stages_by_rank) if index in indices),
                 "blocks": [names[first], names[last - 1]],
                 "tensors_received": len(stages.trace.crossing(first)),
-                "parameters": _held(model, absent),
-                "shared_parameters": sorted(stages.unsplit_names(at).values()),
+                "parameters": _count_parameters(model, passed),
+                "shared_parameters": sorted(stages.whole_names(index).values()),
                 "flops_per_token": sum(cost.blocks[first:last]) + ends,
             }
         )
-    return {"schedule": schedule, "ranks": ranks, "stages": rows}
+    return {"schedule": schedule, "ranks": ranks, "stages": descriptions}
 
 
-def _held(model: nn.Module, absent: Sequence[str]) -> int:
+def _count_parameters(model: nn.Module, passed: Sequence[str]) -> int:
     named = model.named_parameters(remove_duplicate=False)
     return sum({id(p): p.numel() for name, p in named if is_present(name, absent)}.values())
 
@@ -58,10 +56,12 @@ class PipelineReport:
 
     Args:
         description: what `describe` returned.
-        stages: returns the stages of this process that train, once they have been made.
+        stages: returns this rank's stages for training, which exist after the first step.
+        micro_batches: of a batch.
+        folder: where the pictures are written.
 
     Attributes:
-        values: the part of the parallelism report.
+        values: the section "pipeline" of the parallelism report.
     """
 
     def __init__(
@@ -71,13 +71,14 @@ class PipelineReport:
         micro_batches: int,
         folder: Path,
     ):
-        rows, schedule = description["stages"], description["schedule"]
-        self._stages, self._folder, self._name = stages, folder, f"{schedule}, {micro_batches} micro batches"
+        stage_values, schedule = description["stages"], description["schedule"]
+        self._stages, self._folder, self._title = stages, folder, f"{schedule}, {micro_batches} micro batches"
+        # A computation takes as long as its FLOPs, and sending takes no time.
         self._computed = timeline(
-            orders(schedule, description["ranks"], len(rows), micro_batches),
-            lambda kind, stage: UNITS[kind] * rows[stage]["flops_per_token"],
+            orders(schedule, description["ranks"], len(stage_values), micro_batches),
+            lambda kind, stage: UNITS[kind] * stage_values[stage]["flops_per_token"],
         )
-        self._drawn = {FILE: (self._computed, self._name)}
+        self._pictures = {FILE: (self._computed, self._title)}
         self.values = description | {
             "micro_batches": micro_batches,
             "idle_share": self._computed.idle_share,
@@ -85,47 +86,46 @@ class PipelineReport:
         }
 
     def text(self) -> list[str]:
-        """Return the computed timeline as lines of text; its title alone where there are many stages."""
-        title, *rows = as_text(self._computed, self._name).splitlines()
-        if len(rows) > _ROWS:
+        """Return the computed timeline as lines of text; if there are many, only the title and the picture's path."""
+        title, *lines = as_text(self._computed, self._title).splitlines()
+        if len(lines) > _MAX_LOGGED_LINES:
             return [f"{title}: {self._folder / FILE}"]
-        return [f"{title}, if stages take the time of their FLOPs and sending none", *rows]
+        return [f"{title}, if stages take the time of their FLOPs and sending none", *lines]
 
     def draw(self) -> None:
-        """Write the timelines that are known as pictures."""
-        for file, (drawn, name) in self._drawn.items():
+        """Write the computed timeline as a picture, and the measured one once there is one."""
+        for file, (drawn_timeline, title) in self._pictures.items():
             with naming(self._folder / file):
-                (self._folder / file).write_text(as_svg(drawn, name))
+                (self._folder / file).write_text(as_svg(drawn_timeline, title))
 
     @contextmanager
     def measuring(self, step: int) -> Iterator[None]:
-        """Measure the training step that runs inside, whose `stages` have run before; every rank does so."""
+        """Time the training step in the body. Not the first step, in which the stages are made. Collective."""
         with measure(self._stages()) as times:
             yield
-        found = times.gather()
+        measured = times.gather()
         self.values["measured"] = {
             "step": step,
-            "idle_share": found.idle_share,
-            "seconds": found.duration,
+            "idle_share": measured.idle_share,
+            "seconds": measured.duration,
         }
-        self._drawn[MEASURED_FILE] = found, f"{self._name}, measured in step {step}"
+        self._pictures[MEASURED_FILE] = measured, f"{self._title}, measured in step {step}"
 
 
 class StageTimes:
-    """The times of `stages`, those of this process; on a GPU by events of its stream, which do not wait for it.
-
-    Each rank counts from the end of a barrier before the step, which ranks leave within the time of a message of each other.
-    """
+    """Records when the computations of this rank's stages begin and end."""
 
     def __init__(self, stages: Sequence[ScheduledStage]):
         self._group, self._on_gpu = stages[0].group, stages[0].device.type == "cuda"
         self._marks: list[tuple[Action, Any, Any]] = []
+        # Each rank counts from the end of a barrier. Ranks leave it within the time of a message, so that their times are
+        # comparable.
         dist.barrier(self._group)
         self._zero = self._now()
 
     @contextmanager
     def timing(self, action: Action) -> Iterator[None]:
-        """Note when the computation inside begins and ends."""
+        """Record when the computation in the body begins and ends."""
         begin = self._now()
         yield
         self._marks.append((action, begin, self._now()))
@@ -133,6 +133,7 @@ class StageTimes:
     def _now(self) -> Any:
         if not self._on_gpu:
             return time.perf_counter()
+        # An event is recorded in the stream, without waiting for it.
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -141,18 +142,18 @@ class StageTimes:
         return self._zero.elapsed_time(mark) / 1e3 if self._on_gpu else mark - self._zero
 
     def gather(self) -> Timeline:
-        """Return what all ranks of the pipeline measured, in seconds; each of them calls this."""
+        """Return the timeline of all pipeline ranks, in seconds. Collective."""
         if self._on_gpu:
             torch.cuda.synchronize()
-        own = tuple(
+        spans = tuple(
             Span(action, self._seconds(begin), self._seconds(end)) for action, begin, end in self._marks
         )
-        return Timeline(tuple(of_all(own, self._group)))
+        return Timeline(tuple(of_all(spans, self._group)))
 
 
 @contextmanager
 def measure(stages: Sequence[ScheduledStage]) -> Iterator[StageTimes]:
-    """Measure the computations of `stages`, those of this process, inside; every rank of the pipeline does so."""
+    """Time the computations of this rank's `stages` in the body. Collective over the pipeline ranks."""
     times = StageTimes(stages)
     for stage in stages:
         stage.timing = times.timing

@@ -1,4 +1,4 @@
-"""How a job's model is cut into stages, known before a process starts; and a stage as torch's schedules call it."""
+"""`stages_of` splits a job's model into pipeline stages, without a process group; `ScheduledStage` is one for torch."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -24,19 +24,28 @@ from titanplans.user_code import as_user_error
 
 
 def untimed(action: Action) -> AbstractContextManager[None]:
-    """Return a context that measures nothing."""
+    """Return a context that does nothing: `ScheduledStage.timing` while nothing is measured."""
     return nullcontext()
 
 
 class ScheduledStage(PipelineStage):
-    """The stage `part`, a `LanguageModel`. Every stage is given the tokens of a micro batch, by keyword.
+    """A stage as torch's schedules run it, around a `LanguageModel`. Every stage gets the tokens of a micro batch.
 
-    The last one gives the loss, and not logits, which torch would keep: it is of one number, where logits are sharded.
+    The last stage returns the loss instead of the logits: torch would keep the logits of all micro batches, and they may be
+    sharded DTensors.
+
+    Args:
+        language_model: the stage's `LanguageModel`.
+        index: of the stage.
+        stages: number of stages of the model.
+        device: of this rank.
+        group: the process group of the pipeline ranks.
+        loss: the job's `CrossEntropyLoss`.
 
     Attributes:
-        loss: the job's `CrossEntropyLoss`.
-        valid_tokens: of the whole batch; None, in validation, for a sum over tokens.
-        timing: the context in which each computation of a micro batch runs.
+        valid_tokens: number of labels of the step that count, by which the loss is divided; None, in validation: the loss is
+            summed over tokens.
+        timing: returns the context in which a computation of a micro batch runs.
     """
 
     valid_tokens: torch.Tensor | None = None
@@ -44,58 +53,58 @@ class ScheduledStage(PipelineStage):
 
     def __init__(
         self,
-        part: Any,
-        number: int,
+        language_model: Any,
+        index: int,
         stages: int,
         device: torch.device,
         group: torch.distributed.ProcessGroup,
         loss: Any,
     ):
-        # FSDP2's state is the model's.
-        super().__init__(part.lm, number, stages, device, group=group)
-        self.part, self.loss = part, loss
+        # The Hugging Face model, not the `LanguageModel`: torch looks for FSDP2's state on the module of a stage.
+        super().__init__(language_model.lm, index, stages, device, group=group)
+        self.language_model, self.loss = language_model, loss
         self._buffers_before: dict[str, torch.Tensor] = {}
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """torch's, timed."""
+        """Run torch's forward of a micro batch, timed."""
         with self.timing(Action(self.stage_index, "forward", fwd_chunk_id)):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """torch's, timed; without `full_backward` it computes the gradients of inputs alone."""
+        """Run torch's backward of a micro batch, timed; with `full_backward = False` only the gradients of inputs."""
         kind: Kind = "backward_input" if kwargs.get("full_backward") is False else "backward"
         with self.timing(Action(self.stage_index, kind, bwd_chunk_id)):
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """torch's, timed."""
+        """Run torch's second pass of a split backward, the gradients of weights, timed."""
         with self.timing(Action(self.stage_index, "backward_weight", bwd_chunk_id)):
             return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def forward_maybe_with_nosync(
         self, *received: torch.Tensor, tokens: torch.Tensor, labels: torch.Tensor, **inputs: Any
     ) -> Any:
-        """Run a micro batch; `received` is what the stage before gave."""
+        """Run the forward of a micro batch; `received` are the tensors from the stage before."""
         for x in received:
-            if (
-                x.requires_grad
-            ):  # its gradient is sent as it is, and a collective takes contiguous tensors alone
+            if x.requires_grad:
+                # torch sends the gradient of x to the stage before, and can send contiguous tensors only.
                 x.register_hook(torch.Tensor.contiguous)
-        output = self.part(tokens, labels=labels, received=received, **inputs)
+        output = self.language_model(tokens, labels=labels, received=received, **inputs)
         if self.is_last:
             return self.loss(output, labels, self.valid_tokens)
         return without_views(output)
 
-    def _compute_outputs(
-        self, *received: Any, module: Any, **inputs: Any
-    ) -> Any:  # private: torch PipelineStage, which infers the shapes of what is sent by a forward
+    # private: torch PipelineStage, which calls it once to infer the shapes that are sent.
+    def _compute_outputs(self, *received: Any, module: Any, **inputs: Any) -> Any:
         self._buffers_before = {name: buffer.clone() for name, buffer in self.submod.named_buffers()}
         return self.forward_maybe_with_nosync(*received, **inputs)
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False
     ) -> Any:
-        """torch's, which frees what several weights share with the first of them."""
+        """Run torch's backward, but for gradients of weights keep the graph until all of them are computed."""
+        # torch goes through the graph once for each group of weights, and its own code frees what several groups need with
+        # the first group.
         if backward_type != "weight":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         backward_of_weights(self.submod.parameters(), bwd_kwargs["param_groups"])
@@ -103,8 +112,8 @@ class ScheduledStage(PipelineStage):
 
     def _post_metadata_inference_cleanup(self) -> None:  # private: torch PipelineStage
         super()._post_metadata_inference_cleanup()
-        self.part.after_shape_inference()
-        # Its forward was none of the training's: buffers that a forward moves are as before.
+        self.language_model.after_shape_inference()
+        # The forward of shape inference belongs to no step: restore the buffers that it has changed.
         buffers = dict(self.submod.named_buffers())
         with torch.no_grad():
             for name, before in self._buffers_before.items():
@@ -113,10 +122,16 @@ class ScheduledStage(PipelineStage):
 
 
 def stages_of(model: Any, options: PipelineParallel, ranks: int, seq_len: int) -> Stages:
-    """Return the stages of `model`, an unsplit one on meta.
+    """Split `model`, which is unsplit and on meta, into the stages that a job's options ask for.
+
+    Args:
+        model: a Hugging Face model.
+        options: [parallelism].
+        ranks: the pipeline-parallel degree.
+        seq_len: tokens per sequence.
 
     Raises:
-        ParallelError: so many stages are not possible, or can't be told from a forward on meta.
+        ParallelError: the model can't be split into so many stages, or can't be traced on meta.
     """
     decoder = find_decoder(model)
     if options.pipeline_parallel_split_points:
@@ -130,39 +145,37 @@ def stages_of(model: Any, options: PipelineParallel, ranks: int, seq_len: int) -
 
 
 def trace_on_meta(model: Any, seq_len: int) -> Trace:
-    """Return what the blocks of `model`, on meta, hand to each other.
+    """Return which tensors the blocks of `model`, on meta, pass to each other.
 
     Raises:
-        ParallelError: stages can't do what its forward does, or it reads values, and there are none on meta.
+        ParallelError: the forward does something that stages can't do, or reads values of tensors, which meta lacks.
     """
     with _on_meta(model, seq_len) as (copied, inputs):
         return trace(copied, find_decoder(copied), inputs)
 
 
 def check_stages_on_meta(model: Any, stages: Stages, seq_len: int) -> None:
-    """Refuse stages of `model`, on meta, that do not compute what it computes of sequences of `seq_len` tokens.
+    """Refuse stages that do not compute what `model`, on meta, computes for sequences of `seq_len` tokens.
 
     Raises:
         ParallelError: names the first block that differs.
     """
-    with _on_meta(model, seq_len, sequences=2) as (
-        copied,
-        inputs,
-    ):  # the trace had one: no number in it is their count
+    # Two sequences where the trace had one: a count of sequences that the trace has recorded as a constant shows.
+    with _on_meta(model, seq_len, sequences=2) as (copied, inputs):
         check_stages(copied, stages, inputs)
 
 
 @contextmanager
 def _on_meta(model: Any, seq_len: int, sequences: int = 1) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
-    """Yield a copy of `model`, and the inputs of a forward on meta; what that raises is an error of its stages."""
+    """Yield a copy of `model` on meta and the inputs of a forward; errors in the body become ParallelErrors."""
     ids, model = torch.zeros(sequences, seq_len, dtype=torch.int64, device="meta"), copy.deepcopy(model)
     if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # the others multiply no float32
-    cannot = f"{class_name(model)} can't be split into stages"
+        model.set_experts_implementation("eager")  # the other implementations do not support float32
+    problem = f"{class_name(model)} can't be split into stages"
     remedy = "without stages (pipeline_parallel_degree = 1) it trains as it is"
-    ends = "a forward on meta, where a number that is read from a tensor is 0 or 1, ends with"
+    context = "a forward on meta, where a number that is read from a tensor is 0 or 1, ends with"
     try:
-        with for_meta(), as_user_error(ends, ParallelError):
+        with for_meta(), as_user_error(context, ParallelError):
             yield model, {"input_ids": ids}
     except ParallelError as error:
-        raise ParallelError(f"{cannot}: {error}; {remedy}") from error
+        raise ParallelError(f"{problem}: {error}; {remedy}") from error
