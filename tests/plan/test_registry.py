@@ -98,7 +98,10 @@ def test_a_plan_is_found_by_the_config_s_model_type_or_the_class(another, how):
     [
         (lambda: register_plan("x")(int), r"register_plan\('x'\): <class 'int'> is not a subclass"),
         (lambda: register_plan("x")(lambda: 1), r"register_plan\('x'\): .* is not a subclass"),
-        (lambda: register_plan(TinyPlan), r"register_plan\(<class 'tests.support.tiny_model.TinyPlan'>\): pass the names"),
+        (
+            lambda: register_plan(TinyPlan),
+            r"register_plan\(<class 'tests.support.tiny_model.TinyPlan'>\): pass the names",
+        ),
         (lambda: register_plan()(TinyPlan), r"register_plan\(\): pass the names"),
     ],
 )

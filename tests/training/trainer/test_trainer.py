@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import process_groups
 from titanplans.training.trainer.jsonl import read_metrics
 
 SMALL = {

@@ -248,8 +248,8 @@ def check_pipeline(job: JobConfig, model: PreTrainedModel) -> Stages | None:
 def check_stages_train(stages: Stages, model: nn.Module) -> None:
     """Refuse a stage without trainable parameters, whose rank would have no optimizer."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    for index, passed in enumerate(stages.passed):
-        if not any(is_held(name, passed) for name in trained):
+    for index, absent in enumerate(stages.absent):
+        if not any(is_present(name, absent) for name in trained):
             raise ConfigError(
                 f"training.freeze: nothing trains in stage {index} of {len(stages)}; set "
                 "parallelism.pipeline_parallel_split_points so that each stage has parameters that train"
@@ -258,7 +258,7 @@ def check_stages_train(stages: Stages, model: nn.Module) -> None:
 
 def check_experts(job: JobConfig, model: PreTrainedModel) -> None:
     """Log how the model's router biases move; refuse load_balance_coeff for a model without router biases."""
-    biases = [mixture for mixture in mixtures(model) if mixture.bias is not None]
+    biases = [mixture for mixture in find_mixtures(model) if mixture.bias is not None]
     coefficient = job.optimizer.load_balance_coeff
     if coefficient is not None and not biases:
         raise ConfigError(

@@ -116,7 +116,7 @@ class Pipeline:
 
     def counted(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the `parameters` that count into a norm on this rank: those that an earlier stage holds don't."""
-        copies = self._shared.copies()
+        copies = self._shared.duplicates()
         return [parameter for parameter in parameters if id(parameter) not in copies]
 
 

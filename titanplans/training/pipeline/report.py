@@ -29,7 +29,7 @@ def describe(model: Any, stages: Stages, schedule: str, ranks: int, seq_len: int
     stages_by_rank, names = stages_of_ranks(schedule, ranks, len(stages)), stages.decoder.names
     cost = flops_of_blocks(model, stages.decoder, seq_len)
     descriptions = []
-    for index, passed in enumerate(stages.passed):
+    for index, absent in enumerate(stages.absent):
         first, last = stages.bounds[index : index + 2]
         # The first stage also has the embedding, the last one the head.
         ends = cost.first * (index == 0) + cost.last * (index == len(stages) - 1)
@@ -38,15 +38,15 @@ def describe(model: Any, stages: Stages, schedule: str, ranks: int, seq_len: int
                 "rank": next(rank for rank, indices in enumerate(stages_by_rank) if index in indices),
                 "blocks": [names[first], names[last - 1]],
                 "tensors_received": len(stages.trace.crossing(first)),
-                "parameters": _count_parameters(model, passed),
-                "shared_parameters": sorted(stages.whole_names(index).values()),
+                "parameters": _count_parameters(model, absent),
+                "shared_parameters": sorted(stages.unsplit_names(index).values()),
                 "flops_per_token": sum(cost.blocks[first:last]) + ends,
             }
         )
     return {"schedule": schedule, "ranks": ranks, "stages": descriptions}
 
 
-def _count_parameters(model: nn.Module, passed: Sequence[str]) -> int:
+def _count_parameters(model: nn.Module, absent: Sequence[str]) -> int:
     named = model.named_parameters(remove_duplicate=False)
     return sum({id(p): p.numel() for name, p in named if is_present(name, absent)}.values())
 

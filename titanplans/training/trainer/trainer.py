@@ -128,7 +128,7 @@ class Trainer:
         self.balancer = LoadBalancer(lms, mesh, job.optimizer.load_balance_coeff, self._pipeline_group)
         for model in self.model_parts:
             # Shape inference of a pipeline runs a forward that belongs to no step: its expert loads are dropped.
-            model.after_shape_inference = self.balancer.loads.forget
+            model.after_shape_inference = self.balancer.loads.discard
         metrics = self.metrics_processor
         metrics.num_flops_per_token, metrics.balancer = flops, self.balancer
         metrics.total_steps = job.training.steps
