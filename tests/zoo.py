@@ -344,3 +344,8 @@ def kept_of_routers() -> set[str]:
 
     weight = {"gate.weight"} if "gate.weight" in Model._keep_in_fp32_modules_strict else set()
     return {"gate.e_score_correction_bias"} | weight
+
+
+def odd_qwen3():
+    """Return a model with tied embeddings, sizes that no degree divides, and two heads of keys and values."""
+    return build("qwen3", dtype=torch.float32, num_key_value_heads=2, **ODD)

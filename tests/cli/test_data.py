@@ -1,4 +1,4 @@
-"""`titanplans data`: rows as the model will see them, and what is counted over them."""
+"""`titanplans data`: sequences as the model will see them, and the table of sources."""
 
 import json
 
@@ -15,10 +15,10 @@ def quick(monkeypatch):
 
 
 def test_conversations_show_what_does_not_count(capsys):
-    assert main(["data", CHAT, "--rows", "2"]) == 0
+    assert main(["data", CHAT, "--sequences", "2"]) == 0
     said = capsys.readouterr().out
-    assert said.count("\nrow 2: configs/chat_debug.jsonl, ") == 1
-    assert "row 3" not in said
+    assert said.count("\nsequence 2: configs/chat_debug.jsonl, ") == 1
+    assert "sequence 3" not in said
     assert "   1 | [[<|bos|>\\nuser: What is " in said
     assert "\\nassistant:]] " in said
     assert "     | answers end in '<|eos|>'" in said
@@ -33,7 +33,7 @@ def test_answers_that_do_not_end_are_said(capsys, tmp_path):
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}{% endfor %}"
     )
     (tmp_path / "marked.jinja").write_text(template)
-    words = ["--training.chat.chat_template", f"{tmp_path}/marked.jinja", "--rows", "1"]
+    words = ["--training.chat.chat_template", f"{tmp_path}/marked.jinja", "--sequences", "1"]
     assert main(["data", CHAT, *words]) == 0
     said = capsys.readouterr().out
     assert "     | answers end in " in said
@@ -63,7 +63,7 @@ dataset_path = "{tmp_path}/b.jsonl"
 
 
 def test_a_mixture_shows_documents_sources_and_padding(capsys, mixture):
-    assert main(["data", f"{mixture}/job.toml", "--rows", "20", "--data.documents", "joined"]) == 0
+    assert main(["data", f"{mixture}/job.toml", "--sequences", "20", "--data.documents", "joined"]) == 0
     *rows, table = capsys.readouterr().out.split("\n\n")
     assert len(rows) == 20
     assert {row.split()[2] for row in rows} == {"a,", "b,"}
@@ -72,7 +72,7 @@ def test_a_mixture_shows_documents_sources_and_padding(capsys, mixture):
     lines = [line.split() for line in table.splitlines()]
     assert [line[:2] for line in lines[2:4]] == [["a", "75.0%"], ["b", "25.0%"]]
     assert "documents joined; padding" in table
-    assert "longer than a row" in table
+    assert "longer than a sequence" in table
 
 
 def test_figures_are_those_of_one_pass_or_of_a_sample(capsys, mixture, monkeypatch):
@@ -80,27 +80,27 @@ def test_figures_are_those_of_one_pass_or_of_a_sample(capsys, mixture, monkeypat
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (mixture / "chats.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 80)
     words = ["--training.dataset", "local", "--training.dataset_path", f"{mixture}/chats.jsonl"]
-    words += ["--training.dataset_split", "all", "--rows", "1", "--validation.no-enable"]
+    words += ["--training.dataset_split", "all", "--sequences", "1", "--validation.no-enable"]
     monkeypatch.setattr("titanplans.cli.data._SECONDS", 2.0)
     assert main(["data", CHAT, *words]) == 0
     table = capsys.readouterr().out.split("\n\n")[1].splitlines()
     assert table[:2] == [
         "80 of 80 conversations are read (dataset_split = 'all')",
-        f"every source was read to its end, {table[1].split()[-2]} rows:",
+        f"every source was read to its end, {table[1].split()[-2]} sequences:",
     ]
     assert table[3].endswith("1.00 epochs, 80 documents of 80")
     tokens = int(table[3].split()[2].replace(",", ""))
     assert tokens % 80 == 0
     assert tokens < 80 * 20
     monkeypatch.setattr("titanplans.cli.data._SECONDS", 0.0)
-    assert main(["data", "configs/gla_debug.toml", "--rows", "1"]) == 0
+    assert main(["data", "configs/gla_debug.toml", "--sequences", "1"]) == 0
     table = capsys.readouterr().out.split("\n\n")[1].splitlines()
     assert table[0].startswith("a sample, ")
     assert " 0.0" in table[2]
 
 
 def test_a_document_a_line(capsys, mixture):
-    assert main(["data", f"{mixture}/job.toml", "--rows", "3"]) == 0
+    assert main(["data", f"{mixture}/job.toml", "--sequences", "3"]) == 0
     for row in capsys.readouterr().out.split("\n\n")[:3]:
         title, *documents = row.splitlines()
         assert f", {len(documents)} document" in title
@@ -111,7 +111,8 @@ def test_a_document_a_line(capsys, mixture):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--rows", "0"], "--rows 0: expected an integer, at least 1"),
+        (["--sequences", "0"], "--sequences 0: expected an integer, at least 1"),
+        (["--rows", "3"], "--rows 3: it is called --sequences now"),
         (["--data.sources", "[{weight = -1.0}]"], "data.sources.weight = -1.0"),
         (
             ["--data.sources", '[{dataset_path = "nowhere"}]'],
@@ -135,7 +136,7 @@ def test_copies_of_corpora_are_said_and_removed(capsys, mixture, monkeypatch, tm
     cache = tmp_path_factory.mktemp("cache")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
     (cache / "other").touch()
-    assert main(["data", f"{mixture}/job.toml", "--rows", "1", "--training.epochs", "1"]) == 0
+    assert main(["data", f"{mixture}/job.toml", "--sequences", "1", "--training.epochs", "1"]) == 0
     assert "kB, which titanplans data --clean removes" in capsys.readouterr().out
     assert list(cache.rglob("*.arrow"))
     assert main(["data", "--clean"]) == 0

@@ -50,9 +50,13 @@ COMMANDS = {
         0,
         "Training completed",
     ),
-    "data configs/gla_340M.toml --rows 2": (("--training.dataset=stdlib",), 2, "assets/gla-1.3B-100B"),
+    "data configs/gla_340M.toml --sequences 2": (("--training.dataset=stdlib",), 2, "assets/gla-1.3B-100B"),
     "train configs/gla_340M.toml": (("--print-config",), 0, 'flavor = "340M"'),
-    "train configs/gla_340M.toml --training.steps 20": (("--print-config",), 0, "steps = 20"),
+    "train configs/gla_340M.toml --training.steps 20 --checkpoint.no-enable": (
+        ("--print-config",),
+        0,
+        "steps = 20",
+    ),
     "plot outputs/gla_340M": ((), 2, "outputs/gla_340M"),
     "export outputs/gla_340M/checkpoint/step-28610 gla-340M": (
         (),

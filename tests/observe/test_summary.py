@@ -11,9 +11,9 @@ from torch._C._dynamo.eval_frame import set_guard_complete_hook
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from tests.parallel.compile.test_compile import gla, tiny
+from tests import zoo
 from tests.support import process_groups
-from tests.support.tiny_model import TinyPlan
+from tests.support.tiny_model import TinyPlan, tiny_of
 from titanplans.observe.recorder import record_collectives
 from titanplans.observe.summary import after_step, at_start
 from titanplans.observe.tracker import fsdp_units
@@ -48,7 +48,11 @@ CASES = {
 }  # fmt: skip
 
 
-def prepared(config, degrees, build=lambda: tiny(LAYERS)):
+def gla():
+    return zoo.build("gla", dtype=torch.float32, options=False, num_hidden_layers=2)
+
+
+def prepared(config, degrees, build=lambda: tiny_of(LAYERS)):
     torch._dynamo.reset()
     counters.clear()
     manager = ParallelManager(config, degrees)
@@ -105,7 +109,7 @@ def proofs_count():
     from titanplans import apply_plan
 
     manager = ParallelManager(FSDP2Config(), TP)
-    model = tiny(LAYERS)
+    model = tiny_of(LAYERS)
     apply_plan(model, manager.mesh.get_mesh("tp"), plan=TinyPlan)
     with record_collectives(model) as record:
         manager.cross_entropy(model(TOKENS).logits, TOKENS).backward()
@@ -199,7 +203,7 @@ def eager_errors():
 
 def unknown_operator():
     """Whether a step with an operator that is not known is the same step; the fields that are null; the words."""
-    case = FSDP2Config(plan=TinyPlan, compile=compiled()), TP, lambda: tiny(1)
+    case = FSDP2Config(plan=TinyPlan, compile=compiled()), TP, lambda: tiny_of(1)
     manager, model, optimizer = prepared(*case)
     expected, path = step(manager, model, optimizer), in_the_path(model)
     manager, model, optimizer = prepared(*case)
@@ -254,7 +258,7 @@ def on_two_ranks(rank):
         torch.distributed.all_reduce(torch.zeros(4))
     results["two"] = list(record.collectives)
     config = FSDP2Config(compile=compiled(), activation_checkpoint=FULL)
-    manager, model, optimizer = prepared(config, TP, lambda: gla(2))
+    manager, model, optimizer = prepared(config, TP, gla)
     report = manager.parallelism_report()
     with report.measuring(1):
         step(manager, model, optimizer)
@@ -335,7 +339,7 @@ def test_what_is_recomputed_is_counted_apart(two):
     assert two["tp, recomputed"]["report"]["recomputation"]["blocks"] == LAYERS
 
 
-BLOCK = sum(parameter.numel() for parameter in tiny(1).layers[0].parameters())
+BLOCK = sum(parameter.numel() for parameter in tiny_of(1).layers[0].parameters())
 
 
 @pytest.mark.parametrize(
@@ -357,7 +361,7 @@ def test_a_unit_gathers_its_parameters_twice_and_reduces_its_gradients_once(two,
 
 
 def test_copies_sum_their_gradients(two):
-    everything = sum(parameter.numel() for parameter in tiny(LAYERS).parameters())
+    everything = sum(parameter.numel() for parameter in tiny_of(LAYERS).parameters())
     hsdp = rows(two["hsdp"]["report"])
     assert hsdp == {("backward", "all_reduce", "dp_replicate"): (1, BLOCK * 4)}
     # One bucket, of which it would be wrong to say whose it is.

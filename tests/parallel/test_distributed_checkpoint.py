@@ -8,8 +8,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from tests.parallel.test_parallelize import qwen3
 from tests.support import process_groups
+from tests.zoo import odd_qwen3
 
 MESHES = {"tp 4": (4, 1), "tp 2 x fsdp 2": (2, 1), "tp 2 x replicate 2": (2, 2), "fsdp 4": (1, 1)}
 
@@ -18,7 +18,7 @@ def split(tp, replicate):
     from tests.support.torchtitan_meshes import parallel_dims
     from titanplans.parallel import parallelize
 
-    model = qwen3()  # 8 heads, 2 of keys and values; 97 tokens, 45 wide
+    model = odd_qwen3()  # 8 heads, 2 of keys and values; 97 tokens, 45 wide
     parallelize(
         model,
         parallel_dims=parallel_dims(replicate, -1, 1, tp, 1, 1, 4),
@@ -40,7 +40,7 @@ def all_pairs(rank):
     dist.broadcast_object_list(folders)
     models = {name: split(*mesh) for name, mesh in MESHES.items()}
     shapes, wrong = {}, []
-    whole = {key: param.detach() for key, param in qwen3().named_parameters()}
+    whole = {key: param.detach() for key, param in odd_qwen3().named_parameters()}
     for name, model in models.items():
         path = f"{folders[0]}/{name}"
         dcp.save(get_model_state_dict(model), checkpoint_id=path)
@@ -65,7 +65,7 @@ result = process_groups.module_fixture(all_pairs, 4)
 
 
 def test_what_is_saved_is_the_whole_weight(result):
-    expected = {key: tuple(value.shape) for key, value in qwen3().state_dict().items()}
+    expected = {key: tuple(value.shape) for key, value in odd_qwen3().state_dict().items()}
     for name, shapes in result[0].items():
         assert shapes == expected, name
 

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 from tests.support import process_groups
 from tests.support.refusals import refusal, refusal_or_none
 from tests.support.step_comparison import whole
+from tests.support.tiny_batches import MICRO, ROWS, batches, build
 from tests.support.tiny_model import Tiny, TinyPlan
 from titanplans.parallel import (
     DDPConfig,
@@ -21,7 +22,6 @@ from titanplans.parallel import (
 
 pytestmark = pytest.mark.thorough
 
-STEPS, MICRO, ROWS, LENGTH = 2, 2, 8, 8
 CASES = {
     "fsdp2": (FSDP2Config(), Degrees()),
     "tp x fsdp": (FSDP2Config(plan=TinyPlan), Degrees(tp=2)),
@@ -37,21 +37,6 @@ CASES = {
     "ddp": (DDPConfig(), None),
     "ddp, an optimizer made before": (DDPConfig(), None, True),
 }
-
-
-def build(seed=0):
-    torch.manual_seed(seed)
-    return Tiny().double()
-
-
-def batches():
-    """Tokens and labels of each step, [ROWS, LENGTH]; in each row another number of labels is ignored."""
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(32, (STEPS, ROWS, LENGTH + 1), generator=generator)
-    labels = tokens[:, :, 1:].clone()
-    for row in range(ROWS):
-        labels[:, row, : row % 4] = -100
-    return tokens[:, :, :-1], labels
 
 
 def plain():

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from tests import zoo
 from tests.support import step_comparison
 from tests.support.tiny_model import Tiny, TinyPlan
+from tests.zoo import odd_qwen3
 
 pytestmark = pytest.mark.thorough
 
@@ -34,14 +35,9 @@ def build(kind="transformer", tied=False):
     if kind == "tiny":
         return zoo.build("tiny", dtype=torch.float32)
     if kind == "qwen3":
-        return qwen3()
+        return odd_qwen3()
     name, sizes = ("transformer", zoo.ODD | dict(num_kv_heads=1)) if kind == "odd" else (kind, {})
     return zoo.build(name, dtype=torch.float32, options=False, tie_word_embeddings=tied, **sizes)
-
-
-def qwen3():
-    """Return a model with tied embeddings, sizes that no degree divides, and two heads of keys and values."""
-    return zoo.build("qwen3", dtype=torch.float32, num_key_value_heads=2, **zoo.ODD)
 
 
 def split(model, *, tp, replicate=1, ac=None, compile=False, reshard="default", loss_parallel=True,

@@ -3,28 +3,13 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate
 
-from tests.support.faulty_styles import hooked, installed, leaving
+from tests.support.faulty_styles import Unsummed, hooked, installed, leaving, tiny_plan_with
 from tests.support.mutants.bugs import loss_over_ranks
 from tests.support.plain_proofs import verify_plainly, verify_sharded
-from tests.support.tiny_model import Block, Tiny, TinyPlan, changed
-from titanplans.split.layout import Layout
+from tests.support.tiny_model import Block, Tiny, TinyPlan
 from titanplans.split.module_weight import add_deferred_bias
 from titanplans.styles.region import Region
-from titanplans.styles.replicated_in_region import ReplicatedInRegion
-
-
-def attn(**styles):
-    """TinyPlan with other styles, made with the plan's stream, for some modules of its mixers."""
-    return changed(TinyPlan, lambda plan: {n: make(plan) for n, make in styles.items()})
-
-
-class Unsummed(ReplicatedInRegion):
-    """A gradient that is labelled Replicate although each rank has its own share."""
-
-    def layouts(self, module, over):
-        return {name: Layout(Replicate(), Replicate()) for name in module._parameters}
 
 
 def doubled(style):
@@ -116,7 +101,7 @@ def tied():
 # backward the last layer comes first.
 WRONG = {
     "gradient not summed": (
-        Tiny, attn(q_norm=lambda p: Unsummed()), True,
+        Tiny, tiny_plan_with(q_norm=lambda p: Unsummed()), True,
         "backward", "layers.1.attn.q_norm.weight", "not summed over the ranks",
     ),
     "gradient doubled": (
@@ -124,21 +109,21 @@ WRONG = {
         "backward", "layers.1.mlp_norm.weight", "exactly 2 times the right one",
     ),
     "replicated after the sum": (
-        PostNormed, attn(post_norm=lambda p: p.replicated_in_region()), False,
+        PostNormed, tiny_plan_with(post_norm=lambda p: p.replicated_in_region()), False,
         "backward", "layers.1.attn.post_norm.weight", "exactly 4 times too large: once for each rank",
     ),
-    "head shifted": (Tiny, attn(k_proj=rolled), True, "forward", "layers.0.attn.k_proj", ""),
-    "replicas differ": (Tiny, attn(q_norm=differing), True, "forward", "layers.0.attn.q_norm", ""),
+    "head shifted": (Tiny, tiny_plan_with(k_proj=rolled), True, "forward", "layers.0.attn.k_proj", ""),
+    "replicas differ": (Tiny, tiny_plan_with(q_norm=differing), True, "forward", "layers.0.attn.q_norm", ""),
     "loss divided": (
         Tiny, ScalingPlan, True,
         "backward", "lm_head.weight", "exactly 1/4 of it: divided by the number of ranks",
     ),
     "input's gradient not summed": (
-        Tiny, attn(**{"": gradient_left}), False,
+        Tiny, tiny_plan_with(**{"": gradient_left}), False,
         "backward", "gradient of the output of layers.1.attn_norm", "not summed over the ranks",
     ),
     "output not summed": (
-        Tiny, attn(o_proj=sum_left), False,
+        Tiny, tiny_plan_with(o_proj=sum_left), False,
         "forward", "layers.0.attn.o_proj", "",
     ),
 }  # fmt: skip
@@ -171,11 +156,16 @@ class OnStream(TinyPlan):
 @pytest.mark.parametrize(
     ("model_fn", "plan", "place", "style"),
     [
-        (Tiny, attn(q_norm=lambda p: p.replicated_off_stream()), "attn.q_norm", "replicated_in_region()"),
+        (
+            Tiny,
+            tiny_plan_with(q_norm=lambda p: p.replicated_off_stream()),
+            "attn.q_norm",
+            "replicated_in_region()",
+        ),
         (Tiny, OnStream, "mlp_norm", "replicated_on_stream()"),
         (
             PostNormed,
-            attn(post_norm=lambda p: p.replicated_off_stream()),
+            tiny_plan_with(post_norm=lambda p: p.replicated_off_stream()),
             "attn.post_norm",
             "replicated_on_stream()",
         ),
@@ -191,7 +181,7 @@ def test_the_style_that_sums_a_gradient_is_named(model_fn, plan, place, style):
 @pytest.mark.parametrize(
     ("plan", "place"),
     [
-        (attn(v_proj=rolled), "layers.0.attn.v_proj"),
+        (tiny_plan_with(v_proj=rolled), "layers.0.attn.v_proj"),
         (DoublingPlan, "layers.1.mlp_norm.weight"),
     ],
     ids=["forward", "backward"],
@@ -204,16 +194,16 @@ def test_the_place_in_a_sequence_of_one_token(plan, place):
 
 def test_replicated_after_the_sum_is_right_on_a_sharded_sequence():
     """There each rank has other tokens, and the gradient is a sum indeed: the fault is not always one."""
-    plan = attn(post_norm=lambda p: p.replicated_in_region())
+    plan = tiny_plan_with(post_norm=lambda p: p.replicated_in_region())
     report = verify_plainly(PostNormed, plan, degrees=[2], loss_parallel=True)
     assert [case.passed for case in report.cases] == [True, False]
-    right = attn(post_norm=lambda p: p.replicated_on_stream())
+    right = tiny_plan_with(post_norm=lambda p: p.replicated_on_stream())
     assert verify_plainly(PostNormed, right, degrees=[2], loss_parallel=True).passed
 
 
 def test_a_row_has_the_figures_of_its_own_training():
     """In epsilons of its own precision, though the place is sought in one plain step in float64."""
-    plan = attn(q_norm=lambda p: p.replicated_off_stream())
+    plan = tiny_plan_with(q_norm=lambda p: p.replicated_off_stream())
     report = verify_sharded(Tiny, plan, conditions="pairs")
     worst = {}
     for case in report.cases:
@@ -226,7 +216,7 @@ def test_a_row_has_the_figures_of_its_own_training():
 
 
 def test_a_missing_gradient():
-    report = verify_sharded(Tiny, attn(q_norm=detached))
+    report = verify_sharded(Tiny, tiny_plan_with(q_norm=detached))
     (case,) = report.cases
     assert case.missing == ("layers.0.attn.q_norm.weight", "layers.1.attn.q_norm.weight")
     assert not case.passed
@@ -247,7 +237,7 @@ def test_a_gradient_too_many():
         model.layers[0].attn.q_norm.weight.requires_grad_(False)
         return model
 
-    plan = attn(q_norm=thawing)
+    plan = tiny_plan_with(q_norm=thawing)
     report = verify_sharded(frozen, plan)
     assert report.cases[0].unexpected == ("layers.0.attn.q_norm.weight",)
     assert not report.passed
@@ -262,7 +252,7 @@ def test_untied_weights():
 
 
 def test_a_plan_that_does_not_run():
-    plan = attn(q_proj=lambda p: p.rowwise(), o_proj=lambda p: p.colwise())
+    plan = tiny_plan_with(q_proj=lambda p: p.rowwise(), o_proj=lambda p: p.colwise())
     report = verify_sharded(Tiny, plan)
     assert not report.passed
     assert report.cases[0].checks[0].what == "runs"
@@ -273,7 +263,7 @@ def test_a_plan_that_does_not_run():
 
 
 def test_alike_cases_are_told_once():
-    report = verify_plainly(Tiny, attn(q_norm=lambda p: Unsummed()), degrees=[2])
+    report = verify_plainly(Tiny, tiny_plan_with(q_norm=lambda p: Unsummed()), degrees=[2])
     assert len(report.cases) == 4
     text = report.table()
     assert text.count("first off at") == 1

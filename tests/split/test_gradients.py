@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from tests.parallel.test_parallelize import qwen3
 from tests.support import process_groups, step_comparison
+from tests.zoo import odd_qwen3
 from titanplans import apply_plan
 from titanplans.errors import ParallelError
 from titanplans.parallel.mesh.mesh import Mesh
@@ -51,7 +51,7 @@ def gradients_of(model):
 
 def split_model(degrees):
     """Norms, all-reduces of one, and the clipped gradients of qwen3 (8 heads, 2 of keys and values)."""
-    mesh, model = Mesh(Degrees(**degrees), "cpu"), qwen3()
+    mesh, model = Mesh(Degrees(**degrees), "cpu"), odd_qwen3()
     if mesh.tp_enabled:
         apply_plan(model, mesh.get_mesh("tp"), loss_parallel=False)
     if mesh.dp_enabled:
@@ -207,7 +207,7 @@ result = process_groups.module_fixture(everything, 4)
 
 @pytest.fixture(scope="module")
 def reference():
-    model = qwen3()
+    model = odd_qwen3()
     backward(model)
     return gradients_of(model)
 

@@ -5,9 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import Replicate
 
+from tests.support.tiny_model import TinyPlan, changed
 from titanplans.split.border import Border
+from titanplans.split.layout import Layout
 from titanplans.styles.base import Site, Style
+from titanplans.styles.replicated_in_region import ReplicatedInRegion
 
 Install = Callable[[nn.Module, Border], None]
 """Puts a style's hooks on a module."""
@@ -49,3 +53,15 @@ def hooked(style: Any, change: Callable[[Any], Any]) -> Any:
         module.register_forward_hook(lambda module, args, output: change(output))
 
     return installed(style, install)
+
+
+def tiny_plan_with(**styles):
+    """Return TinyPlan with other styles for some modules of its mixers: each is made by a function of the plan."""
+    return changed(TinyPlan, lambda plan: {n: make(plan) for n, make in styles.items()})
+
+
+class Unsummed(ReplicatedInRegion):
+    """Declare the gradient Replicate although it is partial, so that it is not summed over the ranks."""
+
+    def layouts(self, module, over):
+        return {name: Layout(Replicate(), Replicate()) for name in module._parameters}

@@ -75,6 +75,14 @@ class Tiny(nn.Module):
         return SimpleNamespace(logits=self.lm_head(self.norm(x)))
 
 
+def tiny_of(layers=2):
+    """Return a Tiny with so many blocks, the same each time."""
+    torch.manual_seed(0)
+    model = Tiny()
+    model.layers = nn.ModuleList(Block() for _ in range(layers))
+    return model
+
+
 def split(world, model=None, dtype=torch.float32, **options):
     """Return `model`, by itself a Tiny that is the same each time, split over the ranks of a proof."""
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests import zoo
 from tests.support import process_groups
-from tests.training.trainer.test_trainer import train, write_inputs
+from tests.support.trained_jobs import train, write_inputs
 from titanplans.cli.main import main
 from titanplans.config import load_job, strategy_of
 from titanplans.training.checkpoint.card import damage

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from tests.training import test_context_jobs as context
-from tests.training.test_context_jobs import (
+from tests.support.job_comparison import (
     COMPILED,
     CP,
     DROPPED,
@@ -16,6 +15,8 @@ from tests.training.test_context_jobs import (
     SAVES,
     STEPS,
     TP,
+    goes_on,
+    runs,
 )
 from titanplans.config import load_job
 from titanplans.errors import ConfigError, OptionError
@@ -63,7 +64,7 @@ PARTS = [
 ]
 
 
-folder, one, four = context.runs(MODELS, JOBS | {"capacity": CAPACITY}, TUNED, PARTS, "glm4_moe", MODELS)
+folder, one, four = runs(MODELS, JOBS | {"capacity": CAPACITY}, TUNED, PARTS, "glm4_moe", MODELS)
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -95,7 +96,7 @@ def test_adapters_muon_and_float8_train_alike(one, four, name):
 def test_a_job_goes_on_with_other_degrees_and_its_weights_are_published(folder, one, four):
     # Of eight steps; a token whose experts' scores nearly tie may go to another one. A load next to the mean may be on
     # its other side: a step of 0.001 up and not down.
-    whole = context.goes_on(one["whole"], four["moved"], folder, rel=5e-5, e_score_correction_bias=4e-3)
+    whole = goes_on(one["whole"], four["moved"], folder, rel=5e-5, e_score_correction_bias=4e-3)
     assert any(name.endswith("e_score_correction_bias") and weight.any() for name, weight in whole.items())
 
 

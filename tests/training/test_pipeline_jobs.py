@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.training import test_context_jobs as context
-from tests.training.test_context_jobs import (
+from tests.support.job_comparison import (
     ACCUMULATED,
     COMPILED,
     CP,
     HALF,
+    LARGEST,
     LOSS,
     PUBLISHED,
     SAVES,
@@ -15,6 +15,8 @@ from tests.training.test_context_jobs import (
     TP,
     VALIDATION,
     WIDE,
+    goes_on,
+    runs,
 )
 from titanplans.config import load_job
 from titanplans.errors import OptionError, ParallelError
@@ -76,7 +78,7 @@ PARTS = [
 ]
 
 
-folder, one, four = context.runs(MODELS, JOBS, TUNED, PARTS, "llama", {*MODELS} - {"wide"}, VALIDATION)
+folder, one, four = runs(MODELS, JOBS, TUNED, PARTS, "llama", {*MODELS} - {"wide"}, VALIDATION)
 
 
 @pytest.mark.thorough
@@ -86,7 +88,7 @@ def test_a_job_has_the_figures_of_one_process(one, four, name):
     assert expected[LOSS][3] < expected[LOSS][1] - 0.1, "a model that does not learn proves nothing"
     assert ("experts/largest_bias" in expected) == ("glm4_moe" in name)
     for key in expected:
-        if key != context.LARGEST:  # of several batches, where a step has them
+        if key != LARGEST:  # of several batches, where a step has them
             # float32, summed in another order, as in test_trainer; the norm of four blocks under tensor parallelism alone is
             # 7e-5 off in step 3.
             assert found[key] == pytest.approx(expected[key], rel=2e-4 if key == "grad_norm" else 1e-5), key
@@ -102,7 +104,7 @@ def test_own_models_adapters_float8_and_muon_train_alike(one, four, name):
 
 @pytest.mark.thorough
 def test_a_job_goes_on_with_other_degrees_and_its_weights_are_published(folder, one, four):
-    context.goes_on(one["whole"], four["moved"], folder)
+    goes_on(one["whole"], four["moved"], folder)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from tests import zoo
 from tests.support import process_groups
 from tests.support.refusals import refusal_or_none
-from tests.support.tiny_model import Block, Tiny, TinyPlan
+from tests.support.tiny_model import TinyPlan, tiny_of
 from titanplans.parallel import ActivationCheckpoint, Compile, FSDP2Config, ParallelError
 from titanplans.parallel.activation_checkpoint import apply_activation_checkpointing
 from titanplans.parallel.compile import apply_compile, compile_loss, compile_optimizer, one_graph_a_block
@@ -43,13 +43,6 @@ class Counted(CompileCounterWithBackend):
         return run
 
 
-def tiny(layers=2):
-    torch.manual_seed(0)
-    model = Tiny()
-    model.layers = torch.nn.ModuleList(Block() for _ in range(layers))
-    return model
-
-
 def qwen3(layers=12):
     return zoo.build("qwen3", dtype=torch.float32, options=False, num_hidden_layers=layers)
 
@@ -72,7 +65,7 @@ def steps(model, optimizer=None, loss=None, count=3):
     return losses
 
 
-@pytest.mark.parametrize("build", [tiny, qwen3])
+@pytest.mark.parametrize("build", [tiny_of, qwen3])
 def test_equal_blocks_are_compiled_once_and_train(build):
     backend, model = Counted(), build(6)
     apply_compile(model, config(backend), None)
@@ -103,7 +96,7 @@ def test_flash_linear_attention_breaks_graphs_at_its_own_kernels_only():
 
 
 def test_blocks_without_those_kernels_stay_one_graph_each():
-    model = tiny(1)
+    model = tiny_of(1)
     model.layers.append(gla(1).model.layers[0])  # a hybrid: one block with FLA's kernels, one without
     apply_compile(model, config(), None)
     model.layers[0].mlp.register_forward_hook(lambda module, args, output: print(end=""))
@@ -125,12 +118,12 @@ POLICIES = [FULL, per_op("every second"), per_op("none"), MLP, EVERY_2ND, budget
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_checkpointing_in_a_compiled_block(policy):
-    backend, model = Counted(), tiny(4)
+    backend, model = Counted(), tiny_of(4)
     apply_activation_checkpointing(model, policy)
     apply_compile(model, config(backend), None)
-    assert steps(model) == pytest.approx(steps(tiny(4)), rel=1e-5)
+    assert steps(model) == pytest.approx(steps(tiny_of(4)), rel=1e-5)
     assert backend.frame_count == (2 if policy is EVERY_2ND else 1)
-    assert list(model.state_dict()) == list(tiny(4).state_dict())
+    assert list(model.state_dict()) == list(tiny_of(4).state_dict())
 
 
 def products_in_backward(policy):
@@ -145,7 +138,7 @@ def products_in_backward(policy):
         return make_boxed_func(graph.forward)
 
     torch._dynamo.reset()
-    model = tiny(1)
+    model = tiny_of(1)
     if policy is not None:
         apply_activation_checkpointing(model, policy)
     backend = aot_autograd(
@@ -185,8 +178,8 @@ def cross_entropy(logits):
 
 
 def test_compiled_loss_is_the_one_that_trains():
-    backend, model = Counted(), tiny()
-    expected = steps(tiny(), loss=cross_entropy)
+    backend, model = Counted(), tiny_of()
+    expected = steps(tiny_of(), loss=cross_entropy)
     assert steps(model, loss=compile_loss(cross_entropy, config(backend))) == pytest.approx(
         expected, rel=1e-6
     )
@@ -210,7 +203,7 @@ def test_compiled_step_is_the_one_that_trains(name, first):
     cls, options = OPTIMIZERS[name]
 
     def run(backend):
-        model = tiny(1)
+        model = tiny_of(1)
         # One MLP: each tensor of an optimizer's step is some tens of operators to compile.
         optimizer = cls(model.layers[0].mlp.parameters(), lr=0.1, **options)
         if not backend:  # eager takes capturable on an accelerator only
@@ -260,7 +253,7 @@ REFUSED = {
 
 
 def applied(mode):
-    model = tiny()
+    model = tiny_of()
     apply_activation_checkpointing(model, ActivationCheckpoint(mode=mode))
     return model
 
@@ -272,13 +265,13 @@ def test_refused(words):
 
 
 def test_options_reach_the_compiler():
-    model = tiny(1)
+    model = tiny_of(1)
     apply_compile(model, config(fullgraph=False), None)
     model.layers[0].mlp.register_forward_hook(lambda module, args, output: print(end=""))
     model(TOKENS)  # print breaks a graph, and is not an error here
     assert counters["graph_break"]
     sizes = Counted()
-    model = tiny(1)
+    model = tiny_of(1)
     apply_compile(model, config(sizes, dynamic=True), None)
     for length in (5, 6, 7):
         model(TOKENS[:, :length])
@@ -301,7 +294,7 @@ def compiled_under_tp(rank):
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "tp"))
 
     def parallel(policy, backend):
-        model = tiny(2)
+        model = tiny_of(2)
         apply_plan(model, mesh["tp"], plan=TinyPlan, loss_parallel=False)
         if policy is not None:
             apply_activation_checkpointing(model, policy)

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from tests import zoo
-from tests.proof.test_wrong_plans import Unsummed, attn
-from tests.support.faulty_styles import hooked
+from tests.support.faulty_styles import Unsummed, hooked, tiny_plan_with
 from tests.support.plain_proofs import verify_sharded
 from tests.support.tiny_model import Block, Tiny, TinyPlan
 from titanplans import proof
@@ -40,7 +39,7 @@ def test_the_margin_on_both_sides(blocks):
         (case,) = verify_sharded(deep(blocks), TinyPlan, seed=seed, degrees=[4]).cases
         assert case.passed
         assert all(check.error < 0.01 * check.tolerance for check in case.checks if check.what != "replicas")
-    (case,) = verify_sharded(deep(blocks), attn(q_norm=lambda p: Unsummed()), degrees=[4]).cases
+    (case,) = verify_sharded(deep(blocks), tiny_plan_with(q_norm=lambda p: Unsummed()), degrees=[4]).cases
     gradients = next(check for check in case.checks if check.what == "gradients")
     assert gradients.error > 1e8 * gradients.tolerance
 
@@ -80,7 +79,7 @@ def test_what_a_rounding_moves_over_an_edge_is_rounding():
     else:
         raise AssertionError("no seed moves a number over an edge")
     for wrong in ({"q_norm": lambda plan: Unsummed()}, {"o_proj": rounding}):
-        assert not verify_sharded(quantised, attn(**wrong), dtype=torch.float32, seed=seed).passed
+        assert not verify_sharded(quantised, tiny_plan_with(**wrong), dtype=torch.float32, seed=seed).passed
 
 
 def reference_of(model):

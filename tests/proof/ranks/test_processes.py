@@ -2,8 +2,8 @@
 
 import torch
 
-from tests.proof.test_wrong_plans import Unsummed, attn
 from tests.support import process_groups
+from tests.support.faulty_styles import Unsummed, tiny_plan_with
 from tests.support.plain_proofs import verify_plainly
 from tests.support.refusals import refusal_or_none
 from tests.support.tiny_model import Tiny, TinyPlan
@@ -14,13 +14,15 @@ def prove(rank):
     right = verify_plainly(Tiny, TinyPlan, ranks="process_group", seq_len=13)
     wrong = verify_plainly(
         Tiny,
-        attn(q_norm=lambda p: Unsummed()),
+        tiny_plan_with(q_norm=lambda p: Unsummed()),
         ranks="process_group",
         loss_parallel=True,
         sequence_parallel=True,
     )
     breaking = verify_plainly(
-        Tiny, attn(q_proj=lambda p: p.rowwise(), o_proj=lambda p: p.colwise()), ranks="process_group"
+        Tiny,
+        tiny_plan_with(q_proj=lambda p: p.rowwise(), o_proj=lambda p: p.colwise()),
+        ranks="process_group",
     )
     reports = [report.to_dict() for report in (right, wrong, breaking)]
     for report in reports:

@@ -10,9 +10,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.parallel.test_manager import batches, build
 from tests.support import process_groups
 from tests.support.refusals import refusal_or_none
+from tests.support.tiny_batches import batches, build
 from tests.support.tiny_model import Tiny, TinyPlan
 from titanplans import apply_plan
 from titanplans.parallel import DDPConfig, Degrees, FSDP2Config, ParallelManager

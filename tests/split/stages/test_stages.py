@@ -6,17 +6,15 @@ A parameter that several stages hold, such as that of a tied embedding, gets the
 import copy
 
 import pytest
-import torch
 
 from tests import zoo
+from tests.support.stage_comparison import check
 from titanplans import find_decoder
 from titanplans.errors import ParallelError
 from titanplans.kernels import for_meta
-from titanplans.loss import cross_entropy
-from titanplans.proof.compare.forward import widened
 from titanplans.split.stages.stage import StandInBlock, StandInModule
 from titanplans.split.stages.stages import Stages
-from titanplans.split.stages.trace import logits_of, trace, without_cache
+from titanplans.split.stages.trace import trace
 
 OWN = {
     "nsa": dict(num_hidden_layers=2),  # its tiny config has one block
@@ -35,18 +33,6 @@ def build(name, **fields):
     return model
 
 
-def step(stages, inputs):
-    """The logits, after a backward through all stages."""
-    crossing = ()
-    for stage in stages:
-        crossing = stage.run(
-            crossing, lambda stage=stage: stage.model(**inputs, **without_cache(stage.model))
-        )
-    labels = inputs["input_ids"]
-    cross_entropy(logits_of(crossing), labels, labels.numel()).backward()
-    return logits_of(crossing)
-
-
 def cut(model, bounds, inputs):
     """Stages of copies of `model`, traced on meta, and on text alone."""
     decoder, traced, ids = find_decoder(model), copy.deepcopy(model), inputs["input_ids"]
@@ -59,24 +45,6 @@ def cut(model, bounds, inputs):
     for stage in made:
         stage.watch()
     return made
-
-
-def check(model, stages, inputs):
-    with widened(torch.float64):
-        expected = logits_of(model(**inputs, **without_cache(model)))
-        labels = inputs["input_ids"]
-        cross_entropy(expected, labels, labels.numel()).backward()
-        assert torch.equal(step(stages, inputs), expected)
-    grads = [dict(stage.model.named_parameters(remove_duplicate=False)) for stage in stages]
-    names = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(param, []).append(name)
-    for param, known in names.items():
-        held = {id(own[name]): own[name].grad for own in grads for name in known if name in own}
-        parts = [grad for grad in held.values() if grad is not None]
-        assert (param.grad is None) == (not parts), known
-        if parts:
-            torch.testing.assert_close(sum(parts), param.grad, rtol=1e-9, atol=1e-12, msg=known[0])
 
 
 @pytest.mark.parametrize("name", NAMES)

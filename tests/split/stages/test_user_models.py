@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 
-from tests.split.stages.test_stages import check
 from tests.support import pipeline_models
+from tests.support.stage_comparison import check
 from titanplans.config import JobConfig
 from titanplans.errors import ParallelError
 from titanplans.modeling.own import construct_own, own_config

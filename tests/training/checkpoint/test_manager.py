@@ -1,12 +1,9 @@
 """Checkpoints of real jobs on several ranks: going back, numbers that are not finite, full disks, other degrees."""
 
 import gc
-import logging
 import math
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,29 +12,15 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.support import process_groups
+from tests.support.job_comparison import SAVES, TP
 from tests.support.refusals import refusal
 from tests.support.step_comparison import whole
 from tests.support.system import largest_file
-from tests.training.trainer.test_trainer import train, write_inputs
+from tests.support.trained_jobs import logged_messages, train, write_inputs
 from titanplans.errors import ConfigError, Diverged, NotSaved
 from titanplans.training.checkpoint.card import damage
 
 pytestmark = pytest.mark.thorough
-
-SAVES = ("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.no-last_save_model_only")
-TP = "--parallelism.tensor_parallel_degree=2"
-
-
-@contextmanager
-def said() -> Iterator[list[str]]:
-    """Give the messages that a rank logs."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger().addHandler(handler)
-    logging.getLogger().setLevel(logging.INFO)
-    yield lines
-    logging.getLogger().removeHandler(handler)
 
 
 def dense(dump: str, *options: str) -> tuple:
@@ -83,7 +66,7 @@ def changed_options(rank: int, folder: Path) -> dict:
     job = dense("options", "--lr_scheduler.decay_ratio=0.0")
     train(*job, "--training.steps=4")
     changed = ("weight_decay=0.3", "beta1=0.5", "lr=1e-4", "name=Adam")
-    with said() as lines:
+    with logged_messages() as lines:
         _, trainer = train(*job, *(f"--optimizer.{option}" for option in changed), "--training.steps=6")
     (optimizer,) = trainer.optimizers
     keys = ("weight_decay", "betas", "lr")

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.support import process_groups
+from tests.support.job_comparison import SAVES, TP
 from tests.support.jobs import Job
 from tests.support.refusals import refusal as said_of
 from tests.support.step_comparison import whole
-from tests.training.checkpoint.test_manager import SAVES, TP, said
-from tests.training.trainer.test_trainer import train, write_inputs
+from tests.support.trained_jobs import logged_messages, train, write_inputs
 from titanplans import kernels, modeling
 from titanplans.cli.main import main
 from titanplans.config import load_job
@@ -41,7 +41,7 @@ def starts(rank: int, folder: Path) -> dict:
 
     job = (folder, "dense", "start", TP, *SAVES, *start)
     found["losses"] = train(*job, "--training.steps=4", prepare=look)[0].losses()
-    with said() as found["said"]:
+    with logged_messages() as found["said"]:
         found["prolonged"] = train(*job, "--training.steps=6")[0].losses()
     return found
 

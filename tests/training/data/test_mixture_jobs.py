@@ -7,7 +7,7 @@ import pytest
 
 from tests.support import process_groups
 from tests.support.data_sources import write_rows
-from tests.training.trainer.test_trainer import train, write_inputs
+from tests.support.trained_jobs import train, write_inputs
 
 STEPS = ("--training.steps=6", "--lr_scheduler.total_steps=6", "--training.local_batch_size=8")
 HALF = ("--training.steps=6", "--lr_scheduler.total_steps=6", "--training.local_batch_size=4")

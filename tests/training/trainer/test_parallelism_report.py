@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import process_groups
-from tests.training.trainer.test_trainer import DEGREE, train, write_inputs
+from tests.support.trained_jobs import DEGREE, train, write_inputs
 
 pytestmark = pytest.mark.thorough
 

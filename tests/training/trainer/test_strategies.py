@@ -14,7 +14,7 @@ import pytest
 
 from tests.support import process_groups
 from tests.support.operator_counts import OperatorCounts
-from tests.training.trainer.test_trainer import DEGREE, losses_of, train, write_inputs
+from tests.support.trained_jobs import DEGREE, losses_of, train, write_inputs
 from titanplans.errors import Diverged
 
 pytestmark = pytest.mark.thorough

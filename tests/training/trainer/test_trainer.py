@@ -3,7 +3,6 @@
 One spawn of each size, shared by all cases: a process needs several seconds to import the libraries.
 """
 
-import json
 import math
 import os
 import shutil
@@ -12,117 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.support import process_groups
+from tests.support.trained_jobs import DEGREE, LOSS_PARALLEL, losses_of, train, write_inputs
 from titanplans.training.trainer.jsonl import read_metrics
 
-SMALL = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_heads": 4,
-    "vocab_size": 4096,
-    "intermediate_size": 64,
-}
-MODELS = {
-    "gla": {"model_type": "gla", "expand_k": 1.0} | SMALL,
-    "transformer": {"model_type": "transformer"} | SMALL,
-}
-# Dropout, which draws from the random generator at every step.
-MODELS["llama"] = {
-    "model_type": "llama",
-    "attention_dropout": 0.2,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "vocab_size": 4096,
-    "tie_word_embeddings": True,
-}
-# Which a model that is split can't have.
-MODELS["dense"] = MODELS["llama"] | {"attention_dropout": 0.0}
-JOB = """
-[training]
-local_batch_size = 4
-seq_len = 32
-steps = 8
-mixed_precision_param = "float32"
-[optimizer]
-lr = 3e-3
-[lr_scheduler]
-warmup_steps = 2
-[activation_checkpoint]
-mode = "none"
-[metrics]
-log_freq = 1
-[debug]
-seed = 3
-"""
-DEGREE, LOSS_PARALLEL = "--parallelism.tensor_parallel_degree=2", "--parallelism.disable_loss_parallel"
-
 VALIDATION = ("--validation.enable", "--validation.freq=4", "--validation.steps=2")
-
-
-def write_inputs(folder: Path) -> Path:
-    """Write job, models and text into `folder`, where ranks find them by TEST_FOLDER; return it."""
-    os.environ["TEST_FOLDER"] = str(folder)
-    (folder / "job.toml").write_text(JOB)
-    for name, config in MODELS.items():
-        (folder / f"{name}.json").write_text(json.dumps(config))
-    (folder / "text").mkdir()
-    words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wizards"]
-    for number in range(60):
-        picked = [words[(number * 7 + i * i) % len(words)] for i in range(120)]
-        (folder / "text" / f"{number}.txt").write_text(" ".join(picked))
-    return folder
-
-
-class Recorder:
-    """Stands in a list what TensorBoard is given."""
-
-    def __init__(self, *others):
-        self.others, self.rows = others, []
-
-    def log(self, metrics, step):
-        self.rows.append({"step": step, **metrics})
-        for other in self.others:
-            other.log(metrics, step)
-
-    def close(self):
-        for other in self.others:
-            other.close()
-
-    def losses(self, key="loss_metrics/global_avg_loss"):
-        return {row["step"]: row[key] for row in self.rows if key in row}
-
-
-def train(folder: Path, model: str, dump: str, *options: str, prepare=None):
-    """Run a job in this process, within the process group that is up; return what it logged and the trainer.
-
-    `model` is the name of a config file in `folder`, or "module:Class". `prepare` is given the trainer before it trains.
-    """
-    from titanplans.config import load_job
-    from titanplans.training.trainer.device import prepare_device
-
-    device_type = prepare_device()
-
-    from titanplans import kernels
-    from titanplans.training.trainer.trainer import Trainer
-
-    kernels.install(device_type)
-    source = f"class={model}" if ":" in model else f"config={folder}/{model}.json"
-    paths = [f"--model.{source}", f"--training.dataset_path={folder}/text"]
-    job = load_job([f"{folder}/job.toml", f"--job.dump_folder={folder}/{dump}", *paths, *options])
-    trainer = Trainer(job)
-    processor = trainer.metrics_processor
-    recorder = processor.logger = Recorder(processor.logger)
-    if prepare is not None:
-        prepare(trainer)
-    trainer.train()
-    trainer.checkpointer.close()
-    processor.close()
-    return recorder, trainer
-
-
-def losses_of(folder: Path, *args: str) -> dict[int, float]:
-    return train(folder, *args)[0].losses()
 
 
 def resumed(folder: Path, model: str, dump: str, *options: str):

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from tests.support import data_sources
-from tests.support.data_sources import check_dataset, open_source, write_rows
+from tests.support.conversations import MARKED, PLAIN, TALK, decoded, form, message, numbered, tokens_of
+from tests.support.data_sources import check_dataset, open_source
 from tests.support.refusals import refusal
 from titanplans.config.sections.data import Chat
 from titanplans.errors import DataError
@@ -20,66 +21,6 @@ from titanplans.training.data.chat.chat import ChatFormat
 from titanplans.training.data.chat.messages import conversation_of
 from titanplans.training.data.loader import TextDataLoader
 from titanplans.training.data.vocabulary import check_tokenizer, default_tokenizer_path
-
-TURN = "{{ eos_token + '\n' }}"
-PLAIN = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{% if m.role not in ('system', 'user', 'assistant', 'tool') %}"
-    "{{ raise_exception('no role ' + m.role) }}{% endif %}"
-    "{{ '[' + m.role + ']\n' }}"
-    "{% if m.role == 'assistant' %}<>{{ m.content + eos_token }}</>{% else %}{{ m.content }}{% endif %}{{ '\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '[assistant]\n' }}{% endif %}"
-)
-MARKED = PLAIN.replace("<>", "{% generation %}").replace("</>", "{% endgeneration %}")
-PLAIN = PLAIN.replace("<>", "").replace("</>", "")
-
-
-def said(role, content):
-    return {"role": role, "content": content}
-
-
-TALK = [
-    said("system", "Be brief."),
-    said("user", "Name a prime, é!"),
-    said("assistant", "2, naïve 日本語 🙂"),
-    said("user", " Another? "),
-    said("assistant", "3"),
-]
-
-
-@pytest.fixture
-def chat(tmp_path):
-    """`Chat` with a template, by its text."""
-
-    def chat(template=MARKED, **options):
-        (tmp_path / "chat.jinja").write_text(template, encoding="utf-8")
-        return Chat(enable=True, chat_template=str(tmp_path / "chat.jinja"), **options)
-
-    return chat
-
-
-@pytest.fixture
-def rows(tmp_path):
-    """The path of a file of rows, of messages where they are no dicts."""
-
-    def rows(*rows):
-        rows = [row if isinstance(row, dict) else {"messages": row} for row in rows]
-        return write_rows(tmp_path / "rows.jsonl", rows)
-
-    return rows
-
-
-def form(options, seq_len=512):
-    return ChatFormat(options, default_tokenizer_path(), seq_len)
-
-
-def tokens_of(row, options):
-    return form(options).tokens(conversation_of(row, options, "here"), "here")
-
-
-def decoded(ids):
-    return data_sources.tokenizer().decode(list(map(int, ids)), skip_special_tokens=False)
-
 
 # --- what counts
 
@@ -93,7 +34,7 @@ def decoded(ids):
         ({"prompt": "Name a prime.", "completion": "5"}, {}, "5<|eos|>"),
         ({"prompt": TALK[:4], "completion": TALK[4:]}, {}, "3<|eos|>"),
         ({"messages": json.dumps(TALK)}, {}, "2, naïve 日本語 🙂<|eos|>3<|eos|>"),
-        ([said("user", [{"type": "text", "text": "a"}]), said("assistant", "b")], {}, "b<|eos|>"),
+        ([message("user", [{"type": "text", "text": "a"}]), message("assistant", "b")], {}, "b<|eos|>"),
     ],
 )
 @pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "found"])
@@ -111,7 +52,7 @@ def test_what_the_assistant_says_counts_and_nothing_else(chat, template, row, op
 
 
 def test_a_token_that_begins_in_the_prompt_counts_as_it_does_for_transformers(chat):
-    talk = [said("user", "a"), said("assistant", "  3")]
+    talk = [message("user", "a"), message("assistant", "  3")]
     for template, ending in ((MARKED, ""), (PLAIN, "\n")):
         for train_on in ("assistant", "last"):
             tokens = tokens_of({"messages": talk}, chat(template, train_on=train_on))
@@ -129,7 +70,12 @@ def test_spaces_that_a_tokenizer_does_not_place_count_as_others_do(chat, tmp_pat
     }
     (tmp_path / "tokenizer.json").write_text(json.dumps(values))
     shutil.copy(Path(default_tokenizer_path()) / "tokenizer_config.json", tmp_path)
-    talk = [said("user", "a"), said("assistant", "\n\n b  c \n"), said("user", "d"), said("assistant", " e")]
+    talk = [
+        message("user", "a"),
+        message("assistant", "\n\n b  c \n"),
+        message("user", "d"),
+        message("assistant", " e"),
+    ]
     for template in (MARKED.replace("eos_token", "'.'"), PLAIN.replace("eos_token", "'.'")):
         options = chat(template)
         there = ChatFormat(options, str(tmp_path), 512)
@@ -143,7 +89,7 @@ def test_tokens_and_mask_are_those_of_transformers(chat):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(default_tokenizer_path())
-    for talk in (TALK, TALK[1:3], TALK[:4], TALK * 3, [said("assistant", "only 🙂"), *TALK[1:]]):
+    for talk in (TALK, TALK[1:3], TALK[:4], TALK * 3, [message("assistant", "only 🙂"), *TALK[1:]]):
         theirs = tokenizer.apply_chat_template(
             talk, chat_template=MARKED, return_dict=True, return_assistant_tokens_mask=True
         )
@@ -203,7 +149,7 @@ def test_a_message_is_taken_out_of_all_tokens(chat, template):
 def test_marks_tell_answers_apart_where_earlier_ones_are_rewritten(chat):
     """As Qwen3 leaves the thoughts of earlier turns out."""
     template = MARKED.replace("m.content + eos", "(m.content if loop.last else m.content[1:]) + eos")
-    talk = [*TALK[:4], said("assistant", "34")]
+    talk = [*TALK[:4], message("assistant", "34")]
     for train_on, row, counts in (
         ("last", talk, "34<|eos|>"),
         ("assistant", [*talk[:2], talk[2] | {"train": False}, *talk[3:]], "34<|eos|>"),
@@ -216,10 +162,10 @@ def test_marks_tell_answers_apart_where_earlier_ones_are_rewritten(chat):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"messages": [said("user", "a") | {"loss": "no"}]}, 'message 1 has loss = "no": a message is in the loss'),
-        ({"messages": [said("user", "a"), said("assistant", "b") | {"weight": 0.5}]}, "message 2 has weight = 0.5: "),
-        ({"messages": [said("user", "a") | {"train": True}]}, "and what 'user' says is not in the loss; leave train out"),
-        ({"prompt": [said("user", "a"), said("assistant", "b") | {"train": True}], "completion": "c"},
+        ({"messages": [message("user", "a") | {"loss": "no"}]}, 'message 1 has loss = "no": a message is in the loss'),
+        ({"messages": [message("user", "a"), message("assistant", "b") | {"weight": 0.5}]}, "message 2 has weight = 0.5: "),
+        ({"messages": [message("user", "a") | {"train": True}]}, "and what 'user' says is not in the loss; leave train out"),
+        ({"prompt": [message("user", "a"), message("assistant", "b") | {"train": True}], "completion": "c"},
          "message 2 has train = true, and a prompt is not in the loss"),
         ({"messages": TALK, "weight": 0.5}, "here has weight = 0.5, and rows of a source weigh the same"),
         ({"messages": TALK, "weight": 0}, "here has weight = 0, and rows"),
@@ -284,7 +230,12 @@ def test_the_next_role_ends_a_turn_where_it_is_a_stop_token(chat, tmp_path, rows
     (tmp_path / "glm" / "generation_config.json").write_text(json.dumps(stops))
     options = Chat(enable=True)
     there = ChatFormat(options, str(tmp_path / "glm"), 512)
-    talk = [said("user", "a"), said("assistant", "b"), said("observation", "c"), said("assistant", "d")]
+    talk = [
+        message("user", "a"),
+        message("assistant", "b"),
+        message("observation", "c"),
+        message("assistant", "d"),
+    ]
     tokens = there.tokens(conversation_of({"messages": talk}, options, ""), "")
     assert tokenizer.decode(tokens.ids[tokens.counted]) == "b<|observation|>d"
     assert there.stops_in(tokens)
@@ -311,11 +262,16 @@ CALLS = PLAIN.replace(
 
 
 def test_what_a_template_leaves_out_of_an_answer_ends_the_job(chat):
-    asked = said("user", "a")
+    asked = message("user", "a")
     for template in (PLAIN, MARKED):
         error = refusal(tokens_of, {"messages": [asked, calling({"x": 1})]}, chat(template), kind=DataError)
         assert "leaves out the tool_calls of message 2; give a chat_template that writes it" in error
-        talk = [asked, said("assistant", "b") | {"reasoning_content": "since"}, asked, said("assistant", "c")]
+        talk = [
+            asked,
+            message("assistant", "b") | {"reasoning_content": "since"},
+            asked,
+            message("assistant", "c"),
+        ]
         error = refusal(tokens_of, {"messages": talk}, chat(template), kind=DataError)
         assert "leaves out the reasoning_content of message 2" in error
     tokens = tokens_of({"messages": [asked, calling({"x": 1})]}, chat(CALLS))
@@ -330,8 +286,8 @@ def test_thoughts_of_earlier_turns_may_be_left_out_by_design(chat):
     template = MARKED.replace(
         "{{ m.content", "{{ (m.reasoning_content | default('') if loop.last else '') + m.content"
     )
-    thinks = said("assistant", "b") | {"reasoning": "since "}
-    talk = [said("user", "a"), thinks, said("user", "a"), thinks]
+    thinks = message("assistant", "b") | {"reasoning": "since "}
+    talk = [message("user", "a"), thinks, message("user", "a"), thinks]
     tokens = tokens_of({"messages": talk}, chat(template))
     assert decoded(tokens.ids[tokens.counted]) == "b<|eos|>since b<|eos|>"
 
@@ -346,7 +302,7 @@ def test_thoughts_of_earlier_turns_may_be_left_out_by_design(chat):
     ],
 )
 def test_arguments_that_are_texts_are_not_quoted_twice(chat, template, arguments, written):
-    talk = [said("user", "a"), calling(arguments)]
+    talk = [message("user", "a"), calling(arguments)]
     tokens = tokens_of({"messages": talk}, chat(template))
     assert decoded(tokens.ids[tokens.counted]) == f"<f {written}><|eos|>\n"
     error = refusal(tokens_of, {"messages": [talk[0], calling("{")]}, chat(CALLS), kind=DataError)
@@ -378,10 +334,6 @@ def loader(path, options, *, seq_len=64, dp_world_size=1, dp_rank=0, **config):
     made = data_sources.config(dataset="local", dataset_path=path, split="all", chat=options, **config)
     at = {"dp_world_size": dp_world_size, "dp_rank": dp_rank, "seq_len": seq_len, "local_batch_size": 2}
     return TextDataLoader(made, tokenizer=data_sources.tokenizer(), **at)
-
-
-def numbered(n):
-    return [[said("user", f"q{i}?"), said("assistant", f"answer {i}")] for i in range(n)]
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -421,11 +373,11 @@ def test_a_rank_without_a_token_that_counts_is_only_at_the_end_of_a_pass(chat, r
         assert all((labels != -100).any(1).all() for _, labels in islice(batches, 20))
 
 
-LONG = [said("user", "why? " * 30), said("assistant", "because " * 20)]
+LONG = [message("user", "why? " * 30), message("assistant", "because " * 20)]
 
 
 def test_conversations_that_are_too_long_are_left_out_or_cut_and_counted(chat, rows, caplog):
-    path = rows(*numbered(4), LONG, TALK[:2], [said("user", "x"), said("assistant", "y " * 90)])
+    path = rows(*numbered(4), LONG, TALK[:2], [message("user", "x"), message("assistant", "y " * 90)])
 
     def read(**options):
         return open_source("local", path, split="all", chat=form(chat(**options), 64))
@@ -506,7 +458,7 @@ def test_a_checkpoint_of_other_settings_is_not_gone_on_from(chat, rows):
             "FILE, line 2, message 1 of 'messages' has a part of type 'image'",
         ),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "holds an unpaired surrogate"),
-        ({"messages": [said("judge", "a")]}, "can't write the conversation (TemplateError: no role judge)"),
+        ({"messages": [message("judge", "a")]}, "can't write the conversation (TemplateError: no role judge)"),
         ({"prompt": "a", "completion": 3}, "'completion' holds a value of type int"),
         ({"messages": TALK, "tools": "{"}, "'tools' is a text, and not one of JSON"),
         ({"messages": TALK, "tools": [1]}, "'tools' holds a value of type int where there should be a list of schemas"),

@@ -11,10 +11,10 @@ import torch
 
 from tests import zoo
 from tests.support import process_groups
+from tests.support.conversations import MARKED, numbered
 from tests.support.data_sources import write_rows
 from tests.support.step_comparison import summed_cross_entropy
-from tests.training.data.chat.test_chat import MARKED, numbered
-from tests.training.trainer.test_trainer import DEGREE, JOB, MODELS, losses_of, train
+from tests.support.trained_jobs import DEGREE, JOB, MODELS, losses_of, train
 from titanplans.cli.main import main
 from titanplans.config.schema import build_job
 from titanplans.errors import ConfigError

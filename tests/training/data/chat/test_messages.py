@@ -7,9 +7,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from tests.support.conversations import PLAIN, decoded, form, message, numbered, tokens_of
 from tests.support.data_sources import open_source
 from tests.support.refusals import refusal
-from tests.training.data.chat.test_chat import PLAIN, chat, decoded, form, numbered, rows, said, tokens_of  # noqa: F401  fixtures
 from titanplans.config import load_job
 from titanplans.config.sections.data import Chat
 from titanplans.errors import DataError
@@ -53,7 +53,7 @@ def test_calls_of_tools_reach_the_template_in_either_format():
     tools = [{"type": "function", "function": {"name": "f"}}]
     call = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
     for row, options in (
-        ({"messages": [said("user", "a"), {"role": "assistant", **call}, said("tool", "1")]}, {}),
+        ({"messages": [message("user", "a"), {"role": "assistant", **call}, message("tool", "1")]}, {}),
         (
             {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", **call}, {"from": "tool", "value": "1"}]},
             SHAREGPT,
@@ -61,10 +61,10 @@ def test_calls_of_tools_reach_the_template_in_either_format():
     ):  # fmt: skip
         found = conversation_of(row | {"tools": tools}, Chat(enable=True, **options), "here")
         assert found.tools == tools
-        assert found.messages == [said("user", "a"), {"role": "assistant", **call}, said("tool", "1")]
+        assert found.messages == [message("user", "a"), {"role": "assistant", **call}, message("tool", "1")]
 
 
-def test_what_the_assistant_says_counts(chat):  # noqa: F811
+def test_what_the_assistant_says_counts(chat):
     for row, options, counts in ((TALK, SHAREGPT, "2<|eos|>\n3<|eos|>\n"), (ASK, ALPACA, "5<|eos|>\n")):
         tokens = tokens_of(row, chat(PLAIN, **options))
         assert decoded(tokens.ids[tokens.counted]) == counts
@@ -78,7 +78,7 @@ def test_what_the_assistant_says_counts(chat):  # noqa: F811
         ([ASK, ASK | {"input": None}], ALPACA),
     ],
 )
-def test_parquet_gives_what_jsonl_does(chat, rows, tmp_path, table, options):  # noqa: F811
+def test_parquet_gives_what_jsonl_does(chat, rows, tmp_path, table, options):
     """The columns that are read are asked for by name, and no others."""
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), tmp_path / "a.parquet")
     reader, paths = form(chat(PLAIN, **options)), (str(tmp_path / "a.parquet"), rows(*table))
@@ -93,7 +93,7 @@ REFUSED = [
      "FILE, line 1, message 2 of 'conversations' has from = 'bard', and"),
     (shared(("human", "a"), ("gpt", " \n")), SHAREGPT, "FILE, line 1, message 2 of 'conversations' is empty"),
     ({"conversations": [{"from": "human"}]}, SHAREGPT, "FILE, line 1, message 1 of 'conversations' has 'from', and needs"),
-    ({"conversations": [said("user", "a")]}, SHAREGPT, "has 'role', 'content', and needs a from"),
+    ({"conversations": [message("user", "a")]}, SHAREGPT, "has 'role', 'content', and needs a from"),
     (shared(("human", "a")) | {"system": 3}, SHAREGPT, "FILE, line 1: 'system' holds a value of type int"),
     ({"text": "a"}, SHAREGPT, "messages_column = 'conversations': FILE, line 1 has the columns 'text'"),
     (TALK, {}, "messages_column = 'messages': FILE, line 1 has the columns 'conversations', 'id'"),
@@ -105,7 +105,7 @@ REFUSED = [
      "also has 'input'"),
     (ASK | {"output": ""}, ALPACA, "FILE, line 1: 'output' is empty"),
     (ASK | {"input": ["a"]}, ALPACA, "FILE, line 1: 'input' holds a value of type list"),
-    (ASK | {"instruction": [said("user", "a"), said("user", "b")]}, ALPACA,
+    (ASK | {"instruction": [message("user", "a"), message("user", "b")]}, ALPACA,
      "FILE, line 1: 'input' belongs to a prompt"),
     ({"instruction": "a"}, ALPACA, "completion_column = 'output': FILE, line 1 has the columns 'instruction'"),
     (ASK, {"prompt_column": "question"}, "prompt_column = 'question': FILE, line 1 has the columns"),
@@ -113,12 +113,12 @@ REFUSED = [
      "input_column = 'more': FILE, line 1 has the columns 'completion', 'prompt'"),
     (TALK, SHAREGPT | {"input_column": "id"}, "input_column = 'id': FILE, line 1 holds messages"),
     (TALK, SHAREGPT | {"prompt_column": "id"}, "prompt_column = 'id': FILE, line 1 holds messages"),
-    ({"messages": [said("user", "a"), said("assistant", "")]}, {}, "FILE, line 1, message 2 of 'messages' is empty"),
+    ({"messages": [message("user", "a"), message("assistant", "")]}, {}, "FILE, line 1, message 2 of 'messages' is empty"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("row", "options", "reason"), REFUSED)
-def test_a_row_that_does_not_fit_is_one_sentence(chat, rows, row, options, reason):  # noqa: F811
+def test_a_row_that_does_not_fit_is_one_sentence(chat, rows, row, options, reason):
     path = rows(row)
     error = refusal(
         open_source, "local", path, split="all", chat=form(chat(PLAIN, **options)), kind=DataError
