@@ -1,4 +1,4 @@
-"""`titanplans data JOB`: the rows that a job's model will see, and how fast this machine makes them."""
+"""`titanplans data JOB`: print the sequences that a job's model will see, and count tokens and padding."""
 
 import argparse
 import itertools
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanplans.config import load_job
+from titanplans.config import ConfigError, load_job
 from titanplans.config.values import PositiveInt, from_text
 from titanplans.text import columns, counted, fitted, in_bytes
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _SECONDS = 2.0
 _FEWEST = 64
-"""Rows that are counted: as many as take 2 s, and at least so many; fewer if each source was read once before."""
+"""Sequences are counted for `_SECONDS`, and at least `_FEWEST` of them; fewer if each source was read once before."""
 _MASKED, _END = "\x1b[2;33m", "\x1b[0m"
 
 
@@ -29,31 +29,38 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of this command's own options."""
     parser = argparse.ArgumentParser(
         prog="titanplans data",
-        usage="titanplans data JOB.toml [--rows 3] [--section.key value ...]\n       titanplans data --clean",
-        description="Print the first rows of a job's training data as its model will see them, a line for each document: "
-        "what does not count in the loss is in another colour, or in [[ ]]; then the percentages of sources and of padding, "
-        "and the tokens a second that one process of this machine makes.",
+        usage="titanplans data JOB.toml [--sequences 3] [--section.key value ...]\n       titanplans data --clean",
+        description="Print the first sequences of a job's training data as its model will see them, one line for each "
+        "document. Tokens that do not count in the loss are in another color, or in [[ ]]. Then print how many sequences and "
+        "tokens each source gives, the padding, and the tokens per second of one process on this machine.",
         allow_abbrev=False,
     )
-    parser.add_argument("--rows", default="3", metavar="N", help="how many rows are printed")
+    parser.add_argument("--sequences", default="3", metavar="N", help="how many sequences are printed")
+    parser.add_argument("--rows", help=argparse.SUPPRESS)  # until 2026-11, and refused with today's name
     parser.add_argument(
         "--clean",
         action="store_true",
-        help="remove the copies of .jsonl and .parquet files that jobs keep in the cache of the datasets library",
+        help="remove the copies of .jsonl and .parquet files that jobs made in the cache of the datasets library",
     )
     return parser
 
 
 def main(argv: list[str]) -> int:
-    """Show what `argv` names; return the exit status, or raise a UserError."""
-    own, words = parser().parse_known_args(argv)
-    if own.clean:
+    """Run the command with these arguments and return the exit status.
+
+    Raises:
+        UserError: an argument, the job or its data can't be used.
+    """
+    options, job_arguments = parser().parse_known_args(argv)
+    if options.rows is not None:
+        raise ConfigError(f"--rows {options.rows}: it is called --sequences now")
+    if options.clean:
         folder, size = _copies()
         shutil.rmtree(folder, ignore_errors=not folder.exists())
         print(f"removed {folder}: {in_bytes(size)}")
     else:
-        number = from_text(own.rows, PositiveInt, "--rows")
-        _show(load_job(words, "data"), number)
+        count = from_text(options.sequences, PositiveInt, "--sequences")
+        _show(load_job(job_arguments, "data"), count)
     return 0
 
 
@@ -64,7 +71,7 @@ def _copies() -> tuple[Path, int]:
     return copies(), sum(file.stat().st_size for file in copies().rglob("*") if file.is_file())
 
 
-def _show(job: Any, number: int) -> None:
+def _show(job: Any, count: int) -> None:
     from titanplans.training.trainer.device import prepare_device
 
     prepare_device()
@@ -82,26 +89,28 @@ def _show(job: Any, number: int) -> None:
     )
     sources = resolve.training_data(job).sources
     names = [source.title for source in sources]
-    read, found, start = [], 0, time.perf_counter()
+    sequences: list[tuple[StepBatch, int]] = []  # a batch, and the index of the sequence in it
+    start = time.perf_counter()
     for batch in loader.steps():
-        read.append(batch)
-        found += len(batch.tokens)
-        is_long = found >= _FEWEST and time.perf_counter() - start >= _SECONDS
-        if found >= number and (is_long or _all_read(loader)):
+        sequences += [(batch, index) for index in range(len(batch.lengths))]
+        is_enough = len(sequences) >= _FEWEST and time.perf_counter() - start >= _SECONDS
+        if len(sequences) >= count and (is_enough or _all_read(loader)):
             break
     seconds = time.perf_counter() - start
-    rows = [(batch, row) for batch in read for row in range(len(batch.lengths))]
-    for at, (batch, row) in enumerate(rows[:number]):
-        has_answers = sources[batch.lengths[row][0]].chat.enable
-        print("\n".join(_row(tokenizer, batch, row, f"row {at + 1}", names, has_answers)), end="\n\n")
-    how_much = [how_much for _, how_much in loader.epochs_read().values()]
-    what = "every source was read to its end" if _all_read(loader) else "a sample"
+    for number, (batch, index) in enumerate(sequences[:count], 1):
+        has_answers = sources[batch.lengths[index][0]].chat.enable
+        print(
+            "\n".join(_sequence_lines(tokenizer, batch, index, f"sequence {number}", names, has_answers)),
+            end="\n\n",
+        )
+    epochs = [text for _, text in loader.epochs_read().values()]
+    extent = "every source was read to its end" if _all_read(loader) else "a sample"
     print(
         "\n".join(
             [
                 *map(fitted, notes),
-                f"{what}, {counted(len(rows), 'row')}:",
-                *_counted(rows, names, how_much, apart, seconds),
+                f"{extent}, {counted(len(sequences), 'sequence')}:",
+                *_table(sequences, names, epochs, apart, seconds),
             ]
         )
     )
@@ -114,17 +123,19 @@ def _all_read(loader: "TextDataLoader") -> bool:
     return all(epochs >= 1 for epochs, _ in loader.epochs_read().values())
 
 
-def _row(
-    tokenizer: Any, batch: "StepBatch", row: int, title: str, names: list[str], has_answers: bool
+def _sequence_lines(
+    tokenizer: Any, batch: "StepBatch", index: int, title: str, names: list[str], has_answers: bool
 ) -> list[str]:
-    """Return a row in lines, one for each document; of conversations another with the last token of each answer."""
-    tokens, labels, positions = (part[row].tolist() for part in (batch.tokens, batch.labels, batch.positions))
-    source, length = batch.lengths[row]
+    """Return a line for each document of a sequence; for conversations another one, with the last token of each answer."""
+    tokens, labels, positions = (
+        each[index].tolist() for each in (batch.tokens, batch.labels, batch.positions)
+    )
+    source, length = batch.lengths[index]
     starts = [at for at in range(length) if at == 0 or positions[at] == 0]
     padding = f", {counted(len(tokens) - length, 'token')} of padding" if len(tokens) > length else ""
     lines = [f"{title}: {names[source]}, {counted(len(starts), 'document')}, {length} tokens{padding}"]
     for number, (first, last) in enumerate(itertools.pairwise([*starts, length]), 1):
-        # A token counts where the one before it has it for a label. The last label is no input of this row.
+        # A token counts if it is the label of the token before it. The last label is no input of this sequence.
         seen = tokens[first:last] + [label for label in labels[last - 1 : last] if label >= 0]
         counts = [
             False,
@@ -145,7 +156,7 @@ def _row(
 
 
 def _runs(values: list[bool]) -> Iterator[tuple[int, int]]:
-    """Yield from where to where neighbours are equal."""
+    """Yield the start and the end of each run of equal values."""
     edges = [at for at in range(1, len(values)) if values[at] != values[at - 1]]
     return itertools.pairwise([0, *edges, len(values)])
 
@@ -158,26 +169,26 @@ def _shown(text: str, counts: bool) -> str:
     return f"{_MASKED}{text}{_END}" if colours else f"[[{text}]]"
 
 
-def _counted(
-    rows: list[tuple["StepBatch", int]], names: list[str], how_much: list[str], apart: bool, seconds: float
+def _table(
+    sequences: list[tuple["StepBatch", int]], names: list[str], epochs: list[str], apart: bool, seconds: float
 ) -> list[str]:
-    """Return what was counted over `rows`, which hold so much of each source, in lines."""
-    tokens, number, documents = Counter[int](), Counter[int](), Counter[int]()
-    tokens_and_padding = sum(batch.tokens.shape[1] for batch, _ in rows)
-    for batch, row in rows:
-        source, length = batch.lengths[row]
+    """Return a table of the sequences by source, and a line about padding and speed."""
+    tokens, count, documents = Counter[int](), Counter[int](), Counter[int]()
+    tokens_and_padding = sum(batch.tokens.shape[1] for batch, _ in sequences)
+    for batch, index in sequences:
+        source, length = batch.lengths[index]
         tokens[source] += length
-        number[source] += 1
-        documents[source] += int((batch.positions[row, :length] == 0).sum())
-    table = [("source", "rows", "tokens", "documents a row", "read")]
+        count[source] += 1
+        documents[source] += int((batch.positions[index, :length] == 0).sum())
+    table = [("source", "sequences", "tokens", "documents per sequence", "read")]
     for source, name in enumerate(names):
-        share_of = f"{100 * number[source] / len(rows):.1f}%"
-        each = f"{documents[source] / max(number[source], 1):.1f}"
-        table.append((name, share_of, f"{tokens[source]:,}", each, how_much[source]))
-    long = sum(sum(batch.long) for batch in {id(batch): batch for batch, _ in rows}.values())
-    said = f", {counted(long, 'document')} longer than a row" if long else ""
+        percent = f"{100 * count[source] / len(sequences):.1f}%"
+        each = f"{documents[source] / max(count[source], 1):.1f}"
+        table.append((name, percent, f"{tokens[source]:,}", each, epochs[source]))
+    long = sum(sum(batch.long) for batch in {id(batch): batch for batch, _ in sequences}.values())
+    longer = f", {counted(long, 'document')} longer than a sequence" if long else ""
     return [
         *columns(table),
         f"documents {'apart' if apart else 'joined'}; padding {100 * (1 - tokens.total() / tokens_and_padding):.1f}% of "
-        f"{len(rows)} rows{said}; {tokens_and_padding / seconds:,.0f} tokens/s in this process",
+        f"{len(sequences)} sequences{longer}; {tokens_and_padding / seconds:,.0f} tokens/s in this process",
     ]
