@@ -31,8 +31,8 @@ def parser() -> argparse.ArgumentParser:
         prog="titanplans data",
         usage="titanplans data JOB.toml [--sequences 3] [--section.key value ...]\n       titanplans data --clean",
         description="Print the first sequences of a job's training data as its model will see them, one line for each "
-        "document. Tokens that do not count in the loss are in another color, or in [[ ]]. Then print how many sequences and "
-        "tokens each source gives, the padding, and the tokens per second of one process on this machine.",
+        "document. Tokens that do not count in the loss are in another color, or in [[ ]]. Then print how many sequences "
+        "and tokens each source gives, the padding, and the tokens per second of one process on this machine.",
         allow_abbrev=False,
     )
     parser.add_argument("--sequences", default="3", metavar="N", help="how many sequences are printed")
