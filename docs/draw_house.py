@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from draw_block import STYLE
+
 from tests.support.imports import package_imports
 
 PICTURE = Path(__file__).parent / "house.svg"

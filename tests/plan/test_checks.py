@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from titanplans.plans.fla.transformer import TransformerPlan
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -26,7 +27,6 @@ from titanplans import (
 from titanplans.loss import FusedLoss, NotFused
 from titanplans.plan.custom import RENAMED
 from titanplans.plan.plan import prefixed
-from titanplans.plans.fla.transformer import TransformerPlan
 from titanplans.proof.ranks.fake import fake_ranks
 from titanplans.styles.replicated_on_stream import ReplicatedOnStream
 

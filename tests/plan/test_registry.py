@@ -5,15 +5,15 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-
 import titanplans.plans
+from titanplans.plans.hf.llama import LlamaPlan
+
 from tests.support.process_groups import run_on_threads
 from tests.support.system import install_entry_point
 from tests.support.tiny_model import Tiny, TinyPlan
 from titanplans import Degrees, PlanError, apply_plan, check_plan, register_plan, registered_plans
 from titanplans.cli.listing import listing
 from titanplans.plan import registry
-from titanplans.plans.hf.llama import LlamaPlan
 
 PLAN = """
 from titanplans import register_plan

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from titanplans.plans.hf.llama import LlamaPlan
 from torch import nn
 from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
 
@@ -20,7 +21,6 @@ from titanplans.apply.check import check
 from titanplans.kernels.widen import Widen
 from titanplans.parallel import Float8, convert_to_float8
 from titanplans.plan.options import TPOptions
-from titanplans.plans.hf.llama import LlamaPlan
 from titanplans.precision.float8.linear import split_linear
 from titanplans.proof.compare.float8 import exact_float8
 from titanplans.proof.ranks.fake import fake_ranks

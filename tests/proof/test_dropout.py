@@ -1,12 +1,12 @@
 """`verify` of adapters with a dropout: the whole model and every rank draw the same numbers, or the plan is found."""
 
 import torch
+from titanplans.plans.hf.qwen import Qwen3Plan
 
 from tests import zoo
 from tests.support.faulty_styles import installed
 from titanplans.config import LoRA
 from titanplans.parallel import add_adapters
-from titanplans.plans.hf.qwen import Qwen3Plan
 from titanplans.proof import verify
 
 

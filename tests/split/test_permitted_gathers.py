@@ -4,12 +4,12 @@ import re
 
 import pytest
 import torch
+from titanplans.plans.fla.gla import GLAPlan
 
 from tests import zoo
 from titanplans import Degrees, TPOptions, apply_plan, check_plan, kernels, modeling
 from titanplans.errors import PlanError
 from titanplans.modeling.samples import build_real, sample_inputs
-from titanplans.plans.fla.gla import GLAPlan
 from titanplans.proof.batches.conditions import MicroBatch
 from titanplans.proof.batches.sample import Sampler
 from titanplans.proof.ranks import threads

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from titanplans.plans.hf.qwen import Qwen3Plan
 from torch import nn
 
 from tests import zoo
@@ -11,7 +12,6 @@ from tests.support.faulty_styles import Unsummed, hooked, tiny_plan_with
 from tests.support.plain_proofs import verify_sharded
 from tests.support.tiny_model import Block, Tiny, TinyPlan
 from titanplans import proof
-from titanplans.plans.hf.qwen import Qwen3Plan
 from titanplans.proof.batches.conditions import PLAIN, MicroBatch
 from titanplans.proof.batches.cover import trainings
 from titanplans.proof.batches.sample import Sampler, randomise

@@ -22,17 +22,17 @@ from titanplans.split.adapted import is_factor
 from titanplans.training.checkpoint.card import (
     MANIFEST,
     Manifest,
-    initial_weights_folder,
     chat_templates_of,
+    initial_weights_folder,
     read_manifest,
 )
 from titanplans.training.checkpoint.convert import describe_size
 from titanplans.training.checkpoint.match import describe_model_changes
 from titanplans.training.checkpoint.weights import (
     adapter_weights,
+    add_base_weights,
     base_weights,
     checkpoint_weights,
-    add_base_weights,
 )
 from titanplans.training.data.vocabulary import default_tokenizer_path
 from titanplans.weights.adapters import (

@@ -24,8 +24,8 @@ from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.card import (
     MANIFEST,
     Manifest,
-    describe_changes,
     damage,
+    describe_changes,
     is_config,
     read_manifest,
 )

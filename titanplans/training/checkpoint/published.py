@@ -15,8 +15,8 @@ from titanplans.disk import sync
 from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.card import (
     Manifest,
-    initial_weights_folder,
     file_checksum,
+    initial_weights_folder,
     write_manifest,
 )
 from titanplans.weights.adapters import gathered_adapter, write_adapter

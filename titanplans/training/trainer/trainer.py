@@ -43,7 +43,7 @@ from titanplans.training.trainer.metrics import MetricsProcessor
 from titanplans.training.trainer.model import make_models
 from titanplans.training.trainer.optimizer import LRSchedulers, Optimizers, prepare_optimizer
 from titanplans.training.trainer.parallelism_report import JobReport
-from titanplans.training.trainer.step import Clipping, GracefulStop, FiniteCheck, get_rng_state, set_rng_state
+from titanplans.training.trainer.step import Clipping, FiniteCheck, GracefulStop, get_rng_state, set_rng_state
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 """Inputs ("input", "positions") and labels, each `[local_batch_size, seq_len]`."""
