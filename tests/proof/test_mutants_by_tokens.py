@@ -10,7 +10,7 @@ from tests.support.mutants.bugs import changed
 from tests.support.plain_proofs import verify_sharded
 from titanplans import Degrees, registered_plans
 from titanplans.errors import PlanError
-from titanplans.split.collectives import collect
+from titanplans.split.collectives import gather_replicated
 from titanplans.split.own_tokens import LocalTokens
 
 PLANS = registered_plans()
@@ -112,7 +112,7 @@ def test_a_cut_that_loses_gradients_or_tokens(wrong, monkeypatch):
 
 
 def _collected(tokens, x):
-    return collect(x, tokens.dim, x.shape[tokens.dim] * tokens.ranks, tokens.rank, tokens.group)
+    return gather_replicated(x, tokens.dim, x.shape[tokens.dim] * tokens.ranks, tokens.rank, tokens.group)
 
 
 def _of_first_rank(tokens, x, dim=None, take_local=LocalTokens.take_local):

@@ -1,14 +1,14 @@
 """Collectives on plain local tensors, with gradients; start at `gather`. Those without are in `raw_collectives`.
 
-    function         forward         backward
-    gather           all-gather      reduce-scatter   each rank's gradient of the full tensor is partial
-    collect          all-gather      local shard      the gradient of the full tensor is the same on every rank
-    scatter_sum      reduce-scatter  all-gather
-    take_shard       local shard     all-gather
-    sum_ranks        all-reduce      identity
-    sum_gradients    identity        all-reduce
-    exchange         all-to-all      all-to-all
-    exchange_rows    all-to-all      all-to-all       with a count of rows for each rank
+    function            forward         backward
+    gather              all-gather      reduce-scatter   each rank's gradient of the full tensor is partial
+    gather_replicated   all-gather      local shard      the gradient of the full tensor is the same on every rank
+    scatter_sum         reduce-scatter  all-gather
+    take_shard          local shard     all-gather
+    sum_ranks           all-reduce      identity
+    sum_gradients       identity        all-reduce
+    exchange            all-to-all      all-to-all
+    exchange_rows       all-to-all      all-to-all       with a count of rows for each rank
 
 Each backward is another function of this table, so it can be differentiated again. Shards of a dimension that the group's
 size does not divide, such as a vocabulary, are padded with zeros in transit; shards of the stream are equal.
@@ -34,10 +34,10 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
-    "collect",
     "exchange",
     "exchange_rows",
     "gather",
+    "gather_replicated",
     "group_of",
     "reduce_scatter",
     "scatter_sum",
@@ -54,10 +54,12 @@ def gather(x: torch.Tensor, dim: int, length: int, group: Group) -> torch.Tensor
     return _Gather.apply(x, dim, length, group) if _has_gradient(x) else all_gather(x, dim, length, group)
 
 
-def collect(x: torch.Tensor, dim: int, length: int, rank: int, group: Group) -> torch.Tensor:
+def gather_replicated(x: torch.Tensor, dim: int, length: int, rank: int, group: Group) -> torch.Tensor:
     """Concatenate the ranks' shards `x` along `dim` to `length`, if later work is replicated: so are gradients of it."""
     return (
-        _Collect.apply(x, dim, length, rank, group) if _has_gradient(x) else all_gather(x, dim, length, group)
+        _GatherReplicated.apply(x, dim, length, rank, group)
+        if _has_gradient(x)
+        else all_gather(x, dim, length, group)
     )
 
 
@@ -114,7 +116,7 @@ class _Gather(torch.autograd.Function):
         return scatter_sum(grad, ctx.dim, ctx.group), None, None, None
 
 
-class _Collect(torch.autograd.Function):
+class _GatherReplicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x, dim, length, rank, group):
         ctx.dim, ctx.rank, ctx.group = dim, rank, group
@@ -144,7 +146,7 @@ class _TakeShard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
-        return collect(grad, ctx.dim, ctx.length, ctx.rank, ctx.group), None, None, None
+        return gather_replicated(grad, ctx.dim, ctx.length, ctx.rank, ctx.group), None, None, None
 
 
 class _SumGradients(torch.autograd.Function):

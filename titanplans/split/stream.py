@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from titanplans.errors import PlanError
 from titanplans.split.arguments import positional
-from titanplans.split.collectives import Group, collect, take_shard
+from titanplans.split.collectives import Group, gather_replicated, take_shard
 from titanplans.split.layout import StreamLayout
 from titanplans.split.own_tokens import LocalTokens
 from titanplans.text import class_name
@@ -151,7 +151,7 @@ class Stream:
         """Gather the shards `x` of the tensor-parallel ranks to all tokens of this CP rank."""
         if self.dim is None:
             return x
-        return collect(x, self.dim, x.shape[self.dim] * self.group[1], self.rank, self.group)
+        return gather_replicated(x, self.dim, x.shape[self.dim] * self.group[1], self.rank, self.group)
 
     def all_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """Gather `x` over the CP ranks if it has only local tokens; return any other tensor unchanged.

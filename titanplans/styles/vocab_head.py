@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from titanplans.split.border import Border
-from titanplans.split.collectives import collect
+from titanplans.split.collectives import gather_replicated
 from titanplans.split.costs import Call, ExpectedCollective, cost_of_enter
 from titanplans.split.layout import Layout, shard_size
 from titanplans.split.module_weight import with_locals_in_forward
@@ -105,4 +105,4 @@ def _gather_shards(x: torch.Tensor, border: Border, dim: int, size: int) -> torc
     """All-gather the shards `x` of a tensor of length `size` in its last dimension `dim`; later code is replicated."""
     missing = shard_size(size, border.group[1]) - x.shape[dim]
     padded = nn.functional.pad(x, (0, missing)) if missing else x
-    return collect(padded, dim, size, border.rank, border.group)
+    return gather_replicated(padded, dim, size, border.rank, border.group)
