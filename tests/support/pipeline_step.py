@@ -13,7 +13,7 @@ from titanplans.config.schema import strategy_of
 from titanplans.config.sections.optimization import Loss
 from titanplans.parallel.record import record_of
 from titanplans.split.gradients import align_gradients, clip_gradients
-from titanplans.split.objects import of_all
+from titanplans.split.objects import gather_objects
 from titanplans.training.pipeline.pipeline import Pipeline, build_pipeline
 from titanplans.training.trainer.loss import CrossEntropyLoss
 from titanplans.training.trainer.model import LanguageModel
@@ -79,7 +79,7 @@ def _whole_names(stage: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def _of_all(pipeline: Pipeline, own: list[tuple[str, torch.Tensor | None]]) -> dict[str, Any]:
     """Return what all stages have, by name; what several of them have is the same to the bit."""
     found: dict[str, Any] = {}
-    for name, tensor in (pair for pairs in of_all(own, pipeline.group) for pair in pairs):
+    for name, tensor in (pair for pairs in gather_objects(own, pipeline.group) for pair in pairs):
         if tensor is not None and found.setdefault(name, tensor) is not tensor:
             assert torch.equal(found[name], tensor), f"{name}: stages that share it differ"
         found.setdefault(name, None)

@@ -10,7 +10,7 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def from_first(value: Any) -> Any:
+def broadcast_object(value: Any) -> Any:
     """Return rank 0's `value` on every rank. Collective."""
     values = [value]
     if dist.is_initialized():
@@ -18,7 +18,7 @@ def from_first(value: Any) -> Any:
     return values[0]
 
 
-def of_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the `value` of each rank of `group`, in rank order; None: of all ranks. Collective."""
     if not dist.is_initialized():
         return [value]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from titanplans.disk import is_taken, reason, sync
 from titanplans.errors import ModelError, NotSaved, RunError, UserError
-from titanplans.split.objects import from_first, rank
+from titanplans.split.objects import broadcast_object, rank
 
 
 @contextmanager
@@ -76,6 +76,6 @@ def on_first_rank(
             message = " ".join(str(error).split())
             failed, said = error, (NotSaved, f"{path} can't be written: {type(error).__name__}: {message}")
     then()
-    if (said := from_first(said)) is not None:
+    if (said := broadcast_object(said)) is not None:
         cls, words = said
         raise cls(words) from failed

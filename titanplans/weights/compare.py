@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from titanplans.errors import ModelError
-from titanplans.split.objects import from_first, rank
+from titanplans.split.objects import broadcast_object, rank
 from titanplans.text import counted, some
 from titanplans.weights.lazy import LazyTensor
 
@@ -58,7 +58,7 @@ def check_copies(
     """
     for name, copy in copies.items():
         one, two = copy.read(), kept[tied[name]].read()  # on every rank: reading may be collective
-        if from_first(rank() == 0 and not torch.equal(one.to(two.dtype), two)):
+        if broadcast_object(rank() == 0 and not torch.equal(one.to(two.dtype), two)):
             raise ModelError(
                 f"{where} has {name} and {tied[name]} with other values, and the model's config ties the two: "
                 "tie_word_embeddings = false in it keeps both"

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from titanplans.errors import ModelError
-from titanplans.split.objects import from_first, of_all, rank
+from titanplans.split.objects import broadcast_object, gather_objects, rank
 from titanplans.split.parameters.shards import copy_shard
 from titanplans.torch_private.dispatch import tree_map_only
 from titanplans.torch_private.distributed import group_device_types
@@ -94,7 +94,7 @@ def load_full_optimizer_state_dict(
         ModelError: on every rank: states or groups of parameters differ.
     """
     own: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizers))
-    if (names := from_first(None if state is None else [*state["state"]])) is not None:
+    if (names := broadcast_object(None if state is None else [*state["state"]])) is not None:
         own["state"] = {name: values for name, values in own["state"].items() if name in names}
     groups = None if state is None else state["param_groups"]
     wrong = None
@@ -128,12 +128,12 @@ def _fill(
     can't be loaded, and why; `wrong` is a reason that the caller has found. `small` is any small object.
     """
     own = None if state is None else {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}
-    described, small = from_first((own, small))
+    described, small = broadcast_object((own, small))
     if described is None:
         wrong = "there is no state on rank 0: give it there, or on every rank"
     else:
         wrong = wrong or _fault(targets, tied, described if own is None else own, state, strict)
-    ranks = of_all((state is None, wrong))
+    ranks = gather_objects((state is None, wrong))
     if (fault := next((fault for _, fault in ranks if fault), None)) is not None:
         raise ModelError(f"{what} can't be loaded: {fault}")
     sends = any(lacks for lacks, _ in ranks)

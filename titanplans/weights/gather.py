@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanplans.errors import ModelError
-from titanplans.split.objects import of_all, rank
+from titanplans.split.objects import gather_objects, rank
 from titanplans.weights.lazy import LazyTensor, lazily
 
 
@@ -91,7 +91,7 @@ def of_stages(models: Sequence[nn.Module], group: dist.ProcessGroup) -> dict[str
     metas = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in own.items()
     }
-    described = of_all(metas, group)
+    described = gather_objects(metas, group)
     holder = {name: at for at in reversed(range(group.size())) for name in described[at]}
     tensors = {name: meta for metas in described for name, meta in metas.items()}
     to_rank_0 = dist.get_process_group_ranks(group)[0] == 0

@@ -15,7 +15,7 @@ from tests.support import data_sources, process_groups
 from titanplans.config.sections.data import Data
 from titanplans.errors import DataError
 from titanplans.loss import IGNORED
-from titanplans.split.objects import of_all
+from titanplans.split.objects import gather_objects
 
 SEQ_LEN = 24
 SOURCES = {"a": (57, "0123456789", 3), "b": (23, "uvwxyz", 17), "c": (6, "klmn", 40)}
@@ -135,7 +135,7 @@ def on_two_ranks(rank: int) -> list[dict]:
         found["error"] = None
     except DataError as error:
         found["error"] = str(error)
-    return of_all(found)
+    return gather_objects(found)
 
 
 def test_ranks_read_every_document_once_between_them_and_fail_together(tmp_path):

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titanplans.split.experts.loads import Loads
-from titanplans.split.objects import of_all
+from titanplans.split.objects import gather_objects
 
 _COUNTS = ("experts/idle", "experts/dropped")
 
@@ -52,7 +52,7 @@ class LoadBalancer:
         """Return metrics of the newest loads, and the largest bias, of all stages. Collective over these."""
         found = [self._figures()]
         if self._stages is not None:
-            found = of_all(found[0], self._stages)
+            found = gather_objects(found[0], self._stages)
         return {
             name: (sum if name in _COUNTS else max)(one[name] for one in found if name in one)
             for name in dict.fromkeys(name for one in found for name in one)

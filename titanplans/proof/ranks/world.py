@@ -16,7 +16,7 @@ from titanplans.adapters.low_rank import draws
 from titanplans.errors import PlanError, either
 from titanplans.proof.ranks import threads
 from titanplans.split.gradients import local_of
-from titanplans.split.objects import of_all
+from titanplans.split.objects import gather_objects
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class ProcessWorld:
             yield [one[: shape.numel()].view(shape) for one, shape in zip(gathered, shapes, strict=True)]
 
     def gather_objects(self, value: T) -> list[T]:
-        return of_all(value)
+        return gather_objects(value)
 
     def together(self, work: Callable[[], T]) -> T:
         return work()

@@ -19,7 +19,7 @@ from titanplans.split.adapted import ADAPTERS
 from titanplans.split.arguments import positional
 from titanplans.split.checksum import checksum
 from titanplans.split.guards.dropout import REMEDY, UNSPLIT, dropouts, is_split_invariant
-from titanplans.split.objects import of_all
+from titanplans.split.objects import gather_objects
 from titanplans.split.parameters.replaced import parameters_of, retire_replaced
 from titanplans.text import class_name
 from titanplans.torch_private.dispatch import dispatch_is_watched, tree_leaves
@@ -172,7 +172,7 @@ def _check_seed(state: torch.Tensor, mesh: DeviceMesh) -> None:
 
 def _differing_ranks(value: Any, mesh: DeviceMesh) -> Iterator[tuple[int, tuple[Any, Any]]]:
     """Yield each rank of the mesh whose value is not rank 0's, with its value and rank 0's. Collective."""
-    values = of_all(value, mesh.get_group())
+    values = gather_objects(value, mesh.get_group())
     return ((rank, (other, values[0])) for rank, other in enumerate(values) if other != values[0])
 
 

@@ -27,7 +27,7 @@ from titanplans.adapters.low_rank import adapted
 from titanplans.config import JobConfig
 from titanplans.errors import ConfigError, Diverged, NotSaved, UserError
 from titanplans.precision.kept_dtypes import keeps_float32
-from titanplans.split.objects import from_first, of_all
+from titanplans.split.objects import broadcast_object, gather_objects
 from titanplans.text import counted, some
 from titanplans.torchrun import restarted
 from titanplans.training.checkpoint import folder
@@ -250,7 +250,7 @@ class CheckpointManager:
         tensors = state | (state[OPTIMIZER].state_dict() if OPTIMIZER in state else {})
         needed = sum(value.nbytes for value in tensors.values() if isinstance(value, torch.Tensor))
         if self._pipeline is not None:
-            needed = sum(of_all(needed, self._pipeline))
+            needed = sum(gather_objects(needed, self._pipeline))
         self.path.mkdir(parents=True, exist_ok=True)
         try:
             on_first_rank(lambda: refuse_full(self.path, needed), self.path)
@@ -299,8 +299,8 @@ class CheckpointManager:
         resume = None
         if dist.get_rank() == 0:
             resume = decide_resume(self.job, self.path, restarted=restarted(os.environ))
-        resume = cast(Resume, from_first(resume))
-        is_own = resume.key == FOLDER_OPTION
+        resume = cast(Resume, broadcast_object(resume))
+        is_own = resume.key == OWN
         if resume.source is None:
             _log.info("nothing is loaded: training starts from drawn weights")
         else:
@@ -434,7 +434,7 @@ def keep_tensors(state: dict[str, Any], *, names: Collection[str]) -> dict[str, 
     }
 
 
-def _damage_on_any_rank(checkpoint: Path) -> str | None:
-    """Return what `damage` says, with the files distributed over the ranks. Collective."""
-    faults = of_all(damage(checkpoint, dist.get_rank(), dist.get_world_size()))
-    return next((fault for fault in faults if fault is not None), None)
+def _damage(checkpoint: Path) -> str | None:
+    """As `titanplans.training.checkpoint.card.damage`; each rank reads a part of the files."""
+    found = gather_objects(damage(checkpoint, dist.get_rank(), dist.get_world_size()))
+    return next((words for words in found if words is not None), None)

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from titanplans.errors import DataError
 from titanplans.loss import IGNORED
-from titanplans.split.objects import of_all
+from titanplans.split.objects import gather_objects
 from titanplans.training.data.packed_source import PackedSource
 from titanplans.training.data.packing import TokenSequence
 from titanplans.training.data.positions import (
@@ -189,7 +189,7 @@ class DataMetrics:
 
     def take(self, ranks: int) -> dict[str, float]:
         """Return what all ranks have read, `ranks` of them different data. Collective."""
-        every = of_all(self._counts)
+        every = gather_objects(self._counts)
         self._counts = Counter()
         counts = {name: n * ranks // len(every) for name, n in sum(every, Counter[str]()).items()}
         tokens = {f"data/tokens/{name}": counts.get(f"tokens/{name}", 0) for name in self._names}

@@ -19,7 +19,7 @@ from torchtitan.tools.logging import logger
 from titanplans.config.sections.data import Data
 from titanplans.config.sections.data import DataLoader as WorkerOptions
 from titanplans.errors import DataError
-from titanplans.split.objects import of_all
+from titanplans.split.objects import gather_objects
 from titanplans.training.data.batches import AnyRank, DataMetrics, Exhausted, StepBatch, StepBatches
 from titanplans.training.data.chat.chat import ChatFormat
 from titanplans.training.data.checks import STATE_KEY
@@ -152,9 +152,9 @@ class TextDataLoader:
         """
         while (batch := next(batches, None)) is not None:
             if self._any_rank(isinstance(batch, DataError | Exhausted)):
-                if errors := [found for found in of_all(batch) if isinstance(found, DataError)]:
+                if errors := [found for found in gather_objects(batch) if isinstance(found, DataError)]:
                     raise errors[0]
-                position = replace(merged(of_all(position)), rest=True)
+                position = replace(merged(gather_objects(position)), rest=True)
                 # Its own generator: a job that resumes from here on draws nothing for it.
                 batches = self._begin(position, self._open(generator=torch.Generator()))
                 continue
@@ -185,7 +185,7 @@ class TextDataLoader:
 
     def epochs_read(self) -> dict[str, tuple[float, str]]:
         """Return how often each source was read, by its name, as a number and in words. Collective."""
-        position = merged(of_all(self._position))
+        position = merged(gather_objects(self._position))
         return {
             source.name: source.epochs_read(
                 position.readers.count,
@@ -214,7 +214,7 @@ class TextDataLoader:
                 for source, files in zip(self._sources, self._fingerprints, strict=True)
             },
             "global_batch_size": self._slice.global_batch,
-            **merged(of_all(self._position)).to_json(),
+            **merged(gather_objects(self._position)).to_json(),
         }
         return {STATE_KEY: json.dumps(state)}
 

@@ -15,7 +15,7 @@ from titanplans.modeling import flops_of_blocks
 from titanplans.parallel.pipeline.picture import FILE, MEASURED_FILE, as_svg, as_text
 from titanplans.parallel.pipeline.timeline import UNITS, Span, Timeline, timeline
 from titanplans.split.decoder import is_present
-from titanplans.split.objects import of_all
+from titanplans.split.objects import gather_objects
 from titanplans.split.stages.schedules import Action, orders, stages_of_ranks
 from titanplans.split.stages.stages import Stages
 from titanplans.training.pipeline.stage import ScheduledStage, untimed
@@ -148,7 +148,7 @@ class StageTimes:
         spans = tuple(
             Span(action, self._seconds(begin), self._seconds(end)) for action, begin, end in self._marks
         )
-        return Timeline(tuple(of_all(spans, self._group)))
+        return Timeline(tuple(gather_objects(own, self._group)))
 
 
 @contextmanager
