@@ -23,7 +23,7 @@ from titanplans.split.meshes import SplitMeshes
 from titanplans.split.module_weight import MixerSlice, ParameterMemo, ParameterMesh, localize
 from titanplans.split.state import make_state
 from titanplans.split.tokens.exchange import RowAssignment, RowRanges, ranges_within, row_count
-from titanplans.split.tokens.products import Heads, is_product
+from titanplans.split.tokens.products import HeadSplit, is_product
 from titanplans.styles.base import Site, Style
 
 
@@ -145,7 +145,7 @@ class ByTokens:
         outer = _rows_of_rank(of_tp, param.shape, self.border.rank, self.tp)
         return MixerSlice(dim, self._within(entry, None if outer is None else outer[1], ranges), divided_by)
 
-    def _heads(self, entry: Entry) -> Heads:
+    def _heads(self, entry: Entry) -> HeadSplit:
         """Return how the outputs of a projection, or its inputs, are split over the CP ranks."""
         name = "weight" if "weight" in entry.layouts else "nf4_codes"
         shape = entry.module._parameters[name].shape  # type: ignore[union-attr]
@@ -160,7 +160,7 @@ class ByTokens:
             assert inner is not None
             within = self._within(entry, outer[1], inner[1])
             ranges.append(tuple((factor * first, factor * size) for first, size in within))
-        return Heads(
+        return HeadSplit(
             self.border, RowAssignment(tuple(ranges), factor * row_count(outer[1])), entry.style.closes
         )
 

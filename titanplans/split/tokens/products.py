@@ -17,7 +17,7 @@ from titanplans.split.tokens.exchange import HeadExchange, RowAssignment, to_hea
 from titanplans.split.tokens.sharded_sequence import ShardedSequence, sharded_sequence
 
 
-class Heads(NamedTuple):
+class HeadSplit(NamedTuple):
     """How a projection's rows are split over the context-parallel ranks."""
 
     border: Border
@@ -50,7 +50,7 @@ def to_heads_after(cls: type[nn.Module]) -> type[nn.Module]:
     def call(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not isinstance(x, ShardedSequence):
             return cls.__call__(self, x, *args, **kwargs)
-        heads: Heads = self._split.heads
+        heads: HeadSplit = self._split.heads
         local = _multiply_all_rows(self, heads.assignment.width, x.shard, *args, **kwargs)
         return to_heads(local, HeadExchange(x.tokens, heads.assignment))
 
@@ -62,7 +62,7 @@ def to_tokens_before(cls: type[nn.Module]) -> type[nn.Module]:
     """Subclass a projection of this rank's heads so that it multiplies local tokens of all heads."""
 
     def call(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        heads: Heads = self._split.heads
+        heads: HeadSplit = self._split.heads
         border = heads.border
         if border.stream.runs_in_full:
             return cls.__call__(self, x, *args, **kwargs)
