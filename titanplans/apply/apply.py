@@ -221,9 +221,11 @@ def split(checked: Checked, way: Way) -> AppliedPlan:
             if (module_id := (id(entry.module), entry.parameter)) not in split_ids:
                 split_ids.add(module_id)
                 _split_entry(entry, way, checked.crossings.get(key))
+        # A foreign style is applied by torch's private method, as parallelize_module does.
         elif style._apply(module := model.get_submodule(key), way.mesh) is not module:
             reason = "it replaced the module; a style works in place"
             raise PlanError(reason, key=key, style=style, module=module)
+    # A foreign style declares nothing: the parameters that it did not distribute are known only now.
     if way.distributes:
         _check_distributed(plan)
     load_as_shards(model)
@@ -237,6 +239,7 @@ def split(checked: Checked, way: Way) -> AppliedPlan:
     decoder = plan.decoder
     localize_blocks_at_once(model.get_submodule(name) for names in decoder.block_lists for name in names)
     make_state(model).border = way.border
+    # On a pipeline stage without these modules, their stand-ins begin and end the stream.
     for name in plan.begin_stream:
         if isinstance(module := model.get_submodule(name), StandInModule):
             begin_at_output(module, way.border.stream)
