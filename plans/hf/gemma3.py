@@ -1,4 +1,8 @@
-"""The plans of Gemma 3: the text model, and the model with a vision tower."""
+"""The plans of Gemma 3: the text model, and the model with a vision tower.
+
+A block's two post norms work on the output of attention and MLP after the sum over the ranks, so they are on the stream,
+too. Local and full attention differ only in masks and rotary tables, which the model makes from full embeddings.
+"""
 
 from torch import nn
 
@@ -9,12 +13,7 @@ from .qwen import Qwen3Plan
 
 @register_plan("gemma3_text")
 class Gemma3Plan(Qwen3Plan):
-    """As Qwen3.
-
-    A block's two post norms work on the output of attention and MLP after the sum over the ranks, so they are on the
-    stream, too. Local and full attention differ only in masks and rotary tables, which the model makes from full
-    embeddings.
-    """
+    """Split as Qwen3 is."""
 
 
 @register_plan("gemma3")

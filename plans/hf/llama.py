@@ -1,4 +1,8 @@
-"""The plan of the plain dense decoder of transformers: Llama, Mistral, and all models with the same module names."""
+"""The plan of the plain dense decoder of transformers: Llama, Mistral, and all models with the same module names.
+
+Other models may add modules on the stream or outside of it: more norms, parallel attention and MLP, multipliers, soft caps
+of logits, layers without rotary positions, windows.
+"""
 
 from torch import nn
 
@@ -7,12 +11,7 @@ from titanplans import Plan, TPPlan, register_plan
 
 @register_plan("llama", "mistral", "gemma2", "cohere2", "smollm3", "granite", "helium")
 class LlamaPlan(TPPlan):
-    """Heads and MLP width are split, norms are replicated.
-
-    Models may add modules on the stream or outside of it: more norms, parallel attention and MLP, multipliers, soft
-        caps of
-    logits, layers without rotary positions, windows.
-    """
+    """Heads and MLP width are split, norms are replicated."""
 
     def attn_plan(self, attn: nn.Module) -> Plan:
         return {
