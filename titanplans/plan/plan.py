@@ -1,8 +1,7 @@
 """`TPPlan`: the class of plans, with the defaults that most architectures share.
 
-A plan maps module names to styles: the model's ends (`model_plan`), a block (`layer_plan`), its token mixer
-    (`attn_plan`), its
-MLP (`mlp_plan`). A subclass overrides only what differs. `checks` checks the result.
+A plan maps module names to styles: the model's ends (`model_plan`), a block (`layer_plan`), its token mixer (`attn_plan`),
+its MLP (`mlp_plan`). A subclass overrides only what differs. `checks` checks the result.
 """
 
 import copy

@@ -18,8 +18,7 @@ class ByExpert(Style):
         backward  the same two all-to-alls in reverse order; each expert's gradient is computed on its rank
 
     For a module with expert parameters [experts, ...] and the attribute `num_experts`, which becomes the local count. Its
-    forward has one of three signatures: hidden states [N, H], expert ids [N, k] and weights [N, k]; tokens sorted by
-        expert,
+    forward has one of three signatures: hidden states [N, H], expert ids [N, k] and weights [N, k]; tokens sorted by expert,
     and the count of each expert; or every token for every expert, without biases (`split.experts.interfaces`).
     """
 
