@@ -130,10 +130,10 @@ class TPPlan(PlanStyles):
         values = {}
         for name in names:
             value = attn
-            for step in name.split("."):
-                value = getattr(value, step, None)  # type: ignore[assignment]
+            for attribute in name.split("."):
+                value = getattr(value, attribute, None)  # type: ignore[assignment]
             if value is None:
-                counts = [count for count, number in vars(attn).items() if type(number) is int]
+                counts = [attribute for attribute, x in vars(attn).items() if type(x) is int]
                 raise PlanError(
                     f"{type(attn).__name__} has no {name}, which {type(self).__name__} divides by the degree; it has "
                     f"{', '.join(counts) or 'no attributes that count'}"

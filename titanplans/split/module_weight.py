@@ -38,9 +38,9 @@ class ParameterMesh(NamedTuple):
     """The mesh of the DTensors; the layouts describe its last dimension. None: parameters stay plain tensors, and data
     parallelism sums their gradients."""
     replica_dims: int = 0
-    """Number of dimensions before the last; parameters are replicated over them, with partial gradients."""
+    """Number of leading dimensions over which parameters are replicated, with partial gradients."""
     has_layout_dim: bool = True
-    """The last dimension is that of the layouts; False: parameters are replicated over all dimensions."""
+    """A dimension follows that the layouts describe; False: parameters are replicated over all dimensions."""
 
     def placements(self, layout: Layout) -> tuple[Placement, ...]:
         """Return the placements of a parameter with this layout."""
