@@ -66,9 +66,9 @@ def main(argv: list[str]) -> int:
 
 def _copies() -> tuple[Path, int]:
     """Return the folder of the copies of corpora in the cache, and their bytes."""
-    from titanplans.training.data.corpus.rows import copies
+    from titanplans.training.data.corpus.rows import cache_folder
 
-    return copies(), sum(file.stat().st_size for file in copies().rglob("*") if file.is_file())
+    return cache_folder(), sum(file.stat().st_size for file in cache_folder().rglob("*") if file.is_file())
 
 
 def _show(job: Any, count: int) -> None:

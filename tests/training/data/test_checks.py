@@ -83,7 +83,7 @@ def test_a_name_that_the_hub_cannot_give_says_why():
 
 def test_tokenizers(tmp_path):
     assert check_tokenizer(default_tokenizer_path()) == 4096
-    remedy = f"the project's own is {default_tokenizer_path()!r}"
+    remedy = f"the default is {default_tokenizer_path()!r}"
     for path, reason in {
         tmp_path / "nowhere": "no tokenizer.json can be read there (No such file or directory)",
         tmp_path: "no tokenizer.json can be read there (No such file or directory)",

@@ -147,7 +147,7 @@ def test_ranks_read_every_document_once_between_them_and_fail_together(tmp_path)
     for case, read in one.items():
         assert read + two[case] == wanted("abc", 1), case
     assert errors[0] == errors[1]
-    assert "it was cut while it was read" in errors[0]
+    assert "it was truncated while it was read" in errors[0]
 
 
 def test_a_token_is_drawn_from_no_random_generator(data):

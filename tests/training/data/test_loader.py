@@ -346,7 +346,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(build, tmp_path):
         next(batches)
         with (tmp_path / "long.txt").open("r+b") as file:
             file.truncate(70_000)
-        cut = r"^[^\n]*long\.txt has 70,000 bytes, and had 900,000 when the job began: it was cut while it was read[^\n]*$"
+        cut = r"^[^\n]*long\.txt has 70,000 bytes, and had 900,000 when the job began: it was truncated while[^\n]*$"
         with pytest.raises(DataError, match=cut):
             list(batches)
         (tmp_path / "long.txt").write_text("a line of text\n" * 60_000)

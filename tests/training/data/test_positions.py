@@ -117,7 +117,7 @@ def test_ranks_and_workers_open_readers_of_their_own_and_each_reader_has_its_tur
 ):
     readers = divide(source_of([1] * documents).choose_readers, BatchSlice(size, 0, ranks, workers))
     slots = size * ranks * workers
-    assert readers.count * readers.in_a_row == slots
+    assert readers.count * readers.sequences_per_turn == slots
     opened = {}
     for rank in range(ranks):
         for worker in range(workers):

@@ -1,6 +1,6 @@
-"""The sequences of one data-parallel rank, step by step, as an iterable that can begin at any position of a run.
+"""`StepBatches`: the batches of one data-parallel rank, step by step, from any position of a run; and their metrics.
 
-No token is ever saved: a resumed run tokenises the documents again in which a reader stopped.
+A position holds no tokens: a resumed run tokenises the documents again in which its readers stopped.
 """
 
 import itertools
@@ -29,7 +29,7 @@ from titanplans.training.data.positions import (
 
 
 class ReadSequence(NamedTuple):
-    """A sequence, where it is from, and where its reader goes on after it."""
+    """A sequence, the indices of its source and reader, and the reader's position after it."""
 
     tokens: TokenSequence
     source: int
@@ -44,11 +44,11 @@ class StepBatch(NamedTuple):
     positions: torch.Tensor
     labels: torch.Tensor
     by_reader: dict[int, ReaderPosition]
-    """Where the readers go on that it is from."""
+    """The positions after this batch of the readers that it was read from."""
     lengths: list[tuple[int, int]]
-    """Of each sequence the index of its source, and its tokens without padding."""
+    """For each sequence the index of its source, and the number of its tokens without padding."""
     long: list[int]
-    """Documents of each source that were longer than a sequence since the batch before, and cut or left out."""
+    """For each source the number of documents longer than a sequence since the last batch; they were cut or dropped."""
 
 
 class Exhausted(NamedTuple):
@@ -56,12 +56,15 @@ class Exhausted(NamedTuple):
 
 
 class StepBatches(IterableDataset):
-    """The batches of one rank, one after another; a loader's worker makes every n-th.
+    """Iterates over the batches of one rank. Each of n workers of a DataLoader makes every n-th batch.
 
     Args:
+        sources: the sources.
+        seq_len: tokens per sequence.
+        batch_slice: the rank's slice of a global batch.
         start: where the next `iter` begins.
-        weights: of the sources; None: one after another.
-        epochs: of the data, after which a last global batch is filled up with ignored labels; None: they are repeated.
+        weights: of the sources in the mixture; None: read them one after another.
+        epochs: passes over the data; the last global batch is padded with ignored labels. None: no end.
     """
 
     def __init__(
@@ -81,7 +84,11 @@ class StepBatches(IterableDataset):
     def __iter__(self) -> Iterator[StepBatch | DataError | Exhausted]:
         start, self.start = self.start, self.beginning
         worker = get_worker_info()
-        return _with_errors((self._rest if start.rest else self._batches)(start, worker.id if worker else 0))
+        return _with_data_errors(
+            (self._remaining_batches if start.is_sequential else self._batches)(
+                start, worker.id if worker else 0
+            )
+        )
 
     def _batches(self, start: DataPosition, worker: int) -> Iterator[StepBatch | Exhausted]:
         readers: dict[int, Iterator[ReadSequence]] = {}
@@ -90,19 +97,22 @@ class StepBatches(IterableDataset):
             for index in self._slice.of(start.sequences, step):
                 reader, before = start.readers.locate(index)
                 if reader not in readers:
-                    readers[reader] = self._read(reader, start)
-                sequence = next((each for each in readers[reader] if each.after.sequences > before), None)
+                    readers[reader] = self._sequences_of(reader, start)
+                # Skip the sequences of this reader that belong to other ranks or workers.
+                sequence = next(
+                    (candidate for candidate in readers[reader] if candidate.after.sequences > before), None
+                )
                 if sequence is None:
                     yield Exhausted()
                     return
                 sequences.append(sequence)
             yield self._batch(sequences, {sequence.reader: sequence.after for sequence in sequences})
 
-    def _rest(self, start: DataPosition, worker: int) -> Iterator[StepBatch]:
-        """Yield the rest of all readers, one after another: each worker reads all of it."""
+    def _remaining_batches(self, start: DataPosition, worker: int) -> Iterator[StepBatch]:
+        """Yield batches of what remains of all readers, one after another; every worker of every rank reads all of it."""
         rank, by_reader = self._slice, dict[int, ReaderPosition]()
         sequences = itertools.chain.from_iterable(
-            self._read(reader, start) for reader in range(start.readers.count)
+            self._sequences_of(reader, start) for reader in range(start.readers.count)
         )
         for step in itertools.count():
             global_batch = list(itertools.islice(sequences, rank.global_batch))
@@ -112,8 +122,8 @@ class StepBatches(IterableDataset):
             if step % rank.workers == worker:
                 yield self._batch(global_batch[rank.rank * rank.size :][: rank.size], dict(by_reader))
 
-    def _read(self, reader: int, start: DataPosition) -> Iterator[ReadSequence]:
-        """Yield the sequences of a reader up to the end of all sources."""
+    def _sequences_of(self, reader: int, start: DataPosition) -> Iterator[ReadSequence]:
+        """Yield the sequences of a reader until all its sources have ended."""
         position = start.by_reader.get(reader, ReaderPosition())
         positions = list(position.sources or (SourcePosition(),) * len(self._sources))
         sequences = [
@@ -121,31 +131,31 @@ class StepBatches(IterableDataset):
             for source, begin in zip(self._sources, positions, strict=True)
         ]
         weights = None if self._weights is None else list(self._weights)
-        # Readers are out of step, so that each batch is mixed.
-        turn = reader - start.readers.before(start.weighted_since, reader)
-        left = [index for index in range(len(positions)) if weights is None or weights[index]]
+        # Each reader begins the cycle of sources at another index, so that every batch mixes the sources.
+        shift = reader - start.readers.before(start.weighted_since, reader)
+        remaining = [index for index in range(len(positions)) if weights is None or weights[index]]
         for index in itertools.count(position.sequences):
             source, tokens = -1, None
             while tokens is None:
-                if not left:
+                if not remaining:
                     return
-                source = left[0] if weights is None else source_of(turn + index, weights)
+                source = remaining[0] if weights is None else source_of(shift + index, weights)
                 if (tokens := next(sequences[source], None)) is None:
-                    left.remove(source)
-                    weights = weights and [w * (at in left) for at, w in enumerate(weights)]
+                    remaining.remove(source)
+                    weights = weights and [w * (i in remaining) for i, w in enumerate(weights)]
             positions[source] = _position_after(tokens)
             yield ReadSequence(tokens, source, reader, ReaderPosition(index + 1, tuple(positions)))
 
     def _batch(self, sequences: list[ReadSequence], by_reader: dict[int, ReaderPosition]) -> StepBatch:
-        """Return a batch of `sequences`, or of fewer at the end of the data, where it is filled up."""
+        """Return a batch of `sequences`; at the end of the data there may be fewer, and padding takes their place."""
         shape = self._slice.size, self._seq_len
         tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
         positions = np.tile(np.arange(self._seq_len), (self._slice.size, 1))
-        for at, (sequence, *_) in enumerate(sequences):
+        for i, (sequence, *_) in enumerate(sequences):
             n = len(sequence.positions)
-            tokens[at, :n], labels[at, :n] = sequence.inputs, sequence.labels
-            positions[at, :n] = sequence.positions
-            positions[at, n:] = np.arange(self._seq_len - n)
+            tokens[i, :n], labels[i, :n] = sequence.inputs, sequence.labels
+            positions[i, :n] = sequence.positions
+            positions[i, n:] = np.arange(self._seq_len - n)  # padding counts as another document
         return StepBatch(
             *map(torch.from_numpy, (tokens, positions, labels)),
             by_reader=by_reader,
@@ -154,10 +164,11 @@ class StepBatches(IterableDataset):
         )
 
 
-def _with_errors(
+def _with_data_errors(
     batches: Iterator[StepBatch | Exhausted],
 ) -> Iterator[StepBatch | DataError | Exhausted]:
-    """Yield an error as the last batch: a worker's own exceptions come out with its traceback in the message."""
+    """Yield a DataError as the last item instead of raising it."""
+    # DataLoader would raise it in the rank with the worker's traceback as its message.
     try:
         yield from batches
     except DataError as error:
@@ -165,22 +176,23 @@ def _with_errors(
 
 
 def _position_after(sequence: TokenSequence) -> SourcePosition:
-    """Return where the next sequence begins; `ahead` matches no document where sequences were packed across epochs."""
+    """Return where the sequence after `sequence` begins in its source."""
     (epoch, document, digest), last = sequence.next_document, sequence.last_read
     ahead = None
     if last is not None:
+        # Packed across epochs, ("", "") matches no document: a change of files can't be checked up to there.
         ahead = (json.dumps(last[1]), last[2]) if last[0] == epoch else ("", "")
     return SourcePosition(epoch, document, sequence.next_offset, digest, ahead, sequence.packed)
 
 
 class DataMetrics:
-    """What a rank has read of the sources with these names since it was last asked."""
+    """Counts the tokens, padding and long documents that a rank reads, by source name."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names, self._counts = names, Counter[str]()
 
     def count(self, batch: StepBatch) -> None:
-        """Add what the rank has read of a step."""
+        """Add the rank's batch of a step."""
         self._counts["tokens and padding"] += batch.tokens.numel()
         for source, tokens in batch.lengths:
             self._counts[f"tokens/{self._names[source]}"] += tokens
@@ -188,10 +200,13 @@ class DataMetrics:
             self._counts[f"long_documents/{self._names[source]}"] += count
 
     def take(self, ranks: int) -> dict[str, float]:
-        """Return what all ranks have read, `ranks` of them different data. Collective."""
-        every = gather_objects(self._counts)
+        """Return the metrics since the last call, over `ranks` data-parallel ranks. Collective over all ranks."""
+        counts_by_rank = of_all(self._counts)
         self._counts = Counter()
-        counts = {name: n * ranks // len(every) for name, n in sum(every, Counter[str]()).items()}
+        # TP, CP and PP ranks read the same data: count it once.
+        counts = {
+            name: n * ranks // len(counts_by_rank) for name, n in sum(counts_by_rank, Counter[str]()).items()
+        }
         tokens = {f"data/tokens/{name}": counts.get(f"tokens/{name}", 0) for name in self._names}
         long = {f"data/{name}": n for name, n in counts.items() if name.startswith("long_documents/")}
         padding = 100 * (1 - sum(tokens.values()) / max(counts.get("tokens and padding", 0), 1))
@@ -199,15 +214,17 @@ class DataMetrics:
 
 
 class AnyRank:
-    """Combines a yes or no of each rank, without waiting for accelerators. Collective."""
+    """Tells whether a condition holds on any rank. Collective."""
 
     def __init__(self) -> None:
-        self._asks = dist.is_initialized() and dist.get_world_size() > 1
-        self._group = dist.new_group(backend="gloo") if self._asks and dist.get_backend() != "gloo" else None
+        self._has_ranks = dist.is_initialized() and dist.get_world_size() > 1
+        # gloo, on the CPU: a collective of NCCL would wait for the accelerator in every step.
+        needs_group = self._has_ranks and dist.get_backend() != "gloo"
+        self._group = dist.new_group(backend="gloo") if needs_group else None
 
-    def __call__(self, own: bool) -> bool:
-        """Return whether any rank says yes."""
-        flag = torch.tensor(own, dtype=torch.int32)
-        if self._asks:
+    def __call__(self, condition: bool) -> bool:
+        """Return whether `condition` is true on any rank."""
+        flag = torch.tensor(condition, dtype=torch.int32)
+        if self._has_ranks:
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
         return bool(flag)

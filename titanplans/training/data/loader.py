@@ -1,7 +1,4 @@
-"""The data loader of the trainer: batches of packed text, and a place that any number of ranks can go on from.
-
-torchtitan's loader keeps a place for each data-parallel rank, as a pickle, and can't be resumed by another number of ranks.
-"""
+"""`TextDataLoader`: the trainer's batches of packed text or conversations, resumable on any number of ranks."""
 
 import hashlib
 import json
@@ -33,36 +30,48 @@ _PROBE = "Tokenizers differ: 3.14 | naïve façade | 日本語 | \t\n  def f(x):
 
 
 class TextDataLoader:
-    """Batches of packed text, or conversations: `{"input", "positions"}`, labels, each `[local_batch_size, seq_len]` int64.
+    """Yields batches of packed text or conversations for one data-parallel rank.
 
-    `labels[t]` is the token after `input[t]`, or IGNORE_INDEX where a sequence is filled up, or what a conversation
-    says doesn't count. `positions` count from the beginning of each document. All ranks of one `dp_rank` (tensor,
-    context and pipeline parallel) get the same batches; those of different `dp_rank` have no sequence in common.
+    A batch is `({"input", "positions"}, labels)`, each tensor `[local_batch_size, seq_len]` int64. `labels[t]` is the token
+    after `input[t]`, or `IGNORED` for padding and for tokens of a conversation that do not count. `positions` count from the
+    beginning of each document. TP, CP and PP ranks of one `dp_rank` get the same batches; different `dp_rank`s share no
+    sequence.
 
-    The batches of all ranks for one optimizer step are, together, the same sequences for any number of ranks.
+    The batches of all ranks for one optimizer step together hold the same sequences for any number of ranks.
+
+    Args:
+        config: what to read and how.
+        dp_world_size: the data-parallel degree.
+        dp_rank: the data-parallel rank.
+        tokenizer: of the job.
+        seq_len: tokens per sequence.
+        local_batch_size: sequences per batch.
 
     Raises:
-        DataError: the data set can't be used, or a loaded state belongs to another job.
+        DataError: the data can't be used, or a loaded state belongs to another job.
     """
+
+    # torchtitan's loader is not used: it saves a position for each data-parallel rank as a pickle, so that a run can only be
+    # resumed on the same number of ranks.
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        """Which text, in which order, read by whom."""
+        """What is read, in which order, and by how many workers."""
 
         workers: WorkerOptions = field(default_factory=WorkerOptions)
-        """[training.dataloader], or that of validation."""
+        """[training.dataloader] or [validation.dataloader]."""
 
         data: Data
-        """How documents become sequences, `documents` decided, and all `sources`."""
+        """[data] with all `sources`; `documents` is "apart" or "joined"."""
 
         infinite: bool = True
-        """A mixture by weight, until the run or `epochs` are over; else one pass, of the sources one after another."""
+        """Mix the sources by weight until `epochs` are over, if set; False: read the sources once, one after another."""
 
         epochs: int | None = None
-        """Passes over the data; None: as many as the run takes."""
+        """Passes over the data; None: unlimited."""
 
         seed: int = 0
-        """Of the order of the documents."""
+        """Seed of the order of the documents."""
 
         global_batch_size: int | None = None
         """Sequences in one optimizer step, over all ranks; None: one batch of each data-parallel rank."""
@@ -79,22 +88,24 @@ class TextDataLoader:
     ) -> None:
         data = config.data
         self._sources: list[PackedSource] = []
-        for of in data.sources:
-            chat = ChatFormat(of.chat, tokenizer.tokenizer_path, seq_len) if of.chat.enable else None
-            source = open_source(of, seed=config.seed, chat=chat)
-            self._sources.append(PackedSource(of.title, source, data, tokenizer, seq_len, chat))
-        self._weights = {of.title: of.weight for of in data.sources}
-        in_step = config.global_batch_size or local_batch_size * dp_world_size
+        for options in data.sources:
+            chat = (
+                ChatFormat(options.chat, tokenizer.tokenizer_path, seq_len) if options.chat.enable else None
+            )
+            source = open_source(options, seed=config.seed, chat=chat)
+            self._sources.append(PackedSource(options.title, source, data, tokenizer, seq_len, chat))
+        self._weights = {options.title: options.weight for options in data.sources}
+        global_batch_size = config.global_batch_size or local_batch_size * dp_world_size
         self._slice = BatchSlice(
-            in_step // dp_world_size, dp_rank, dp_world_size, max(1, config.workers.num_workers)
+            global_batch_size // dp_world_size, dp_rank, dp_world_size, max(1, config.workers.num_workers)
         )
         readers = Readers(1)
         if config.infinite:
             readers = divide(
                 lambda ns: min(source.source.choose_readers(ns) for source in self._sources), self._slice
             )
-        self._position = DataPosition(readers, rest=not config.infinite)
-        self._steps_of_rank = StepBatches(
+        self._position = DataPosition(readers, is_sequential=not config.infinite)
+        self._step_batches = StepBatches(
             self._sources,
             seq_len,
             self._slice,
@@ -104,58 +115,63 @@ class TextDataLoader:
         )
         self._any_rank = AnyRank()
         self._batch_size = local_batch_size
+        # Without a mixture, padding or conversations the metrics would be constant.
         self._has_metrics = len(self._sources) > 1 or data.packing != "cut" or data.sources[0].chat.enable
         self._metrics = DataMetrics([source.name for source in self._sources])
         self._identity = {"tokenizer": _describe(tokenizer), "infinite": config.infinite}
         self._fingerprints: list[dict[str, str]] = []
-        options = config.workers
-        has_workers = options.num_workers > 0
+        workers = config.workers
+        has_workers = workers.num_workers > 0
         self._open = partial(
             DataLoader,
-            self._steps_of_rank,
+            self._step_batches,
             batch_size=None,
-            collate_fn=_as_it_is,  # pyrefly: ignore[bad-argument-type]  without a batch size it is given an item
-            num_workers=options.num_workers,
+            # Without a batch size it is called with a single item.
+            collate_fn=_return_unchanged,  # pyrefly: ignore[bad-argument-type]
+            num_workers=workers.num_workers,
             worker_init_fn=partial(end_with_rank, os.getpid()) if has_workers else None,
-            persistent_workers=has_workers and options.persistent_workers,
-            pin_memory=options.pin_memory,
-            prefetch_factor=options.prefetch_factor if has_workers else None,
+            persistent_workers=has_workers and workers.persistent_workers,
+            pin_memory=workers.pin_memory,
+            prefetch_factor=workers.prefetch_factor if has_workers else None,
         )
         self._loader = self._open()
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        position = self._position = self._steps_of_rank.start
+        position = self._position = self._step_batches.start
         return self._batches(self._steps(position, self._begin(position, self._loader)))
 
     def steps(self) -> Iterator[StepBatch]:
-        """Yield the rank's batch of each step, from the beginning."""
-        self._position = self._steps_of_rank.beginning
-        for batch, after in self._steps(self._position, self._begin(self._position, self._loader)):
-            self._position = after
+        """Yield the rank's batch of each step, from the beginning of the data."""
+        self._position = self._step_batches.beginning
+        for batch, position in self._steps(self._position, self._begin(self._position, self._loader)):
+            self._position = position
             yield batch
 
     def _begin(
         self, position: DataPosition, loader: DataLoader[Any]
     ) -> Iterator[StepBatch | DataError | Exhausted]:
-        self._steps_of_rank.start = position
-        batches = iter(loader)  # workers have a copy of `start` now
-        self._steps_of_rank.start = self._steps_of_rank.beginning
+        """Start an iteration of `loader` at `position`; later ones begin at the beginning unless told otherwise."""
+        self._step_batches.start = position
+        batches = iter(loader)  # which copies `start` to the workers
+        self._step_batches.start = self._step_batches.beginning
         return batches
 
     def _steps(
         self, position: DataPosition, batches: Iterator[StepBatch | DataError | Exhausted]
     ) -> Iterator[tuple[StepBatch, DataPosition]]:
-        """Yield the batches, each with the position after its step.
+        """Yield the batch of each step with the position after it. Collective.
 
         Raises:
-            DataError: on all ranks, in the same step.
+            DataError: on all ranks in the same step, if one of them met an error.
         """
         while (batch := next(batches, None)) is not None:
             if self._any_rank(isinstance(batch, DataError | Exhausted)):
-                if errors := [found for found in gather_objects(batch) if isinstance(found, DataError)]:
+                if errors := [item for item in of_all(batch) if isinstance(item, DataError)]:
                     raise errors[0]
-                position = replace(merged(gather_objects(position)), rest=True)
-                # Its own generator: a job that resumes from here on draws nothing for it.
+                # A reader is exhausted: drop this step on all ranks, and read the remaining readers one after another.
+                position = replace(merged(of_all(position)), is_sequential=True)
+                # DataLoader draws a seed here. With a separate generator torch's default one stays as in a job that resumes
+                # later, which does not draw it.
                 batches = self._begin(position, self._open(generator=torch.Generator()))
                 continue
             assert isinstance(batch, StepBatch)
@@ -169,35 +185,39 @@ class TextDataLoader:
     def _batches(
         self, steps: Iterator[tuple[StepBatch, DataPosition]]
     ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        """Split the rank's batch of each step into local batches; the position moves with the last one of a step."""
         for batch, position in steps:
             self._metrics.count(batch)
-            columns = [
+            local_batches = [
                 tensor.split(self._batch_size) for tensor in (batch.tokens, batch.positions, batch.labels)
             ]
-            for count, (tokens, positions, labels) in enumerate(zip(*columns, strict=True), 1):
-                if count == len(columns[0]):
+            for count, (tokens, positions, labels) in enumerate(zip(*local_batches, strict=True), 1):
+                if count == len(local_batches[0]):
                     self._position = position
                 yield {"input": tokens, "positions": positions}, labels
 
     def take_metrics(self) -> dict[str, float]:
-        """Return what all ranks together have read since they last asked, see docs/data.md; {} where nothing varies."""
+        """Return the metrics of docs/data.md since the last call, over all ranks; {} if they are constant. Collective."""
         return self._metrics.take(self._slice.ranks) if self._has_metrics else {}
 
     def epochs_read(self) -> dict[str, tuple[float, str]]:
-        """Return how often each source was read, by its name, as a number and in words. Collective."""
-        position = merged(gather_objects(self._position))
+        """Return how often each source was read, by source name, as a number and in words. Collective."""
+        position = merged(of_all(self._position))
         return {
             source.name: source.epochs_read(
                 position.readers.count,
-                {reader: own.sources[at] for reader, own in position.by_reader.items()},
+                {
+                    reader: reader_position.sources[index]
+                    for reader, reader_position in position.by_reader.items()
+                },
             )
-            for at, source in enumerate(self._sources)
+            for index, source in enumerate(self._sources)
         }
 
     def state_dict(self) -> dict[str, str]:
-        """Return the position after the last whole step, and what it belongs to, as one JSON text. Collective.
+        """Return the position after the last complete step, and what identifies the data, as one JSON text.
 
-        All ranks get the same.
+        Collective; the same on all ranks.
         """
         self._fingerprints = self._fingerprints or [
             fingerprint(source.source.files) for source in self._sources
@@ -219,40 +239,40 @@ class TextDataLoader:
         return {STATE_KEY: json.dumps(state)}
 
     def load_state_dict(self, state_dict: dict[str, str]) -> None:
-        """Go on with the batch that followed when `state_dict` was taken, on any number of ranks and workers.
+        """Continue with the batch that would have followed when `state_dict` was saved, on any number of ranks and workers.
 
         Raises:
             DataError: as `check_state`.
         """
-        if not state_dict:  # the checkpoint is another program's, and has none
+        if not state_dict:  # a checkpoint without a position, such as another program's
             return
         self._position, notes = self.check_state(state_dict)
-        self._steps_of_rank.start = self._position
+        self._step_batches.start = self._position
         for line in notes:
             logger.info(line)
 
     def check_state(self, state_dict: dict[str, str]) -> tuple[DataPosition, list[str]]:
-        """Return the position in the data where `load_state_dict` goes on, and what it says.
+        """Return the position that `load_state_dict` continues from, and the lines that it logs.
 
         Raises:
-            DataError: it is of other data, or by other settings; or a text has changed that was read.
+            DataError: the state belongs to other data or settings, or a text that was read has changed.
         """
         state = json.loads(state_dict[STATE_KEY])
         position, notes = resume(state, self._sources, self._weights, self._identity)
         if (size := state["global_batch_size"]) != self._slice.global_batch:
             notes.append(
                 f"a global batch has {self._slice.global_batch} sequences now, and had {size} in the checkpoint: training "
-                f"goes on with the same text, in other batches; training.global_batch_size = {size} keeps them"
+                f"continues with the same text in other batches; training.global_batch_size = {size} keeps them"
             )
         return position, notes
 
 
-def _as_it_is(batch: StepBatch | DataError | Exhausted) -> StepBatch | DataError | Exhausted:
+def _return_unchanged(batch: StepBatch | DataError | Exhausted) -> StepBatch | DataError | Exhausted:
     return batch
 
 
 def _describe(tokenizer: HuggingFaceTokenizer) -> str:
-    """The vocabulary's size, and a digest of the encoding of all tokens' text, in which another merge shows."""
+    """Return the vocabulary's size and a digest of how a text with all tokens is encoded, which depends on the merges."""
     size = tokenizer.get_vocab_size()
     ids = tokenizer.encode(_PROBE + tokenizer.decode(list(range(size))), add_bos=True, add_eos=True)
     return f"{size} tokens, {hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:8]}"

@@ -1,7 +1,4 @@
-"""A source of a job as sequences: its documents, tokenised and packed, and how far a position is in them.
-
-Which source a sequence is from is decided in `batches.py`.
-"""
+"""`PackedSource`: the documents of a source, tokenised and packed into sequences. `batches.py` mixes the sources."""
 
 import json
 from collections.abc import Iterator
@@ -18,11 +15,23 @@ from titanplans.training.data.chat.chat import ChatFormat, Tokens
 from titanplans.training.data.corpus.sources import Source
 from titanplans.training.data.packing import TokenSequence, pack, pack_best_fit, pack_conversations
 from titanplans.training.data.positions import SourcePosition
-from titanplans.training.data.reading import refusing
+from titanplans.training.data.reading import as_data_error
 
 
 class PackedSource:
-    """A source of a job, and how its documents become sequences: texts get the tokenizer's bos and eos, if it has them."""
+    """Makes sequences of the documents of a source. Texts get the tokenizer's bos and eos, if it has them.
+
+    Args:
+        name: the source's title.
+        source: its documents.
+        data: [data], how they are packed.
+        tokenizer: for texts.
+        seq_len: tokens per sequence.
+        chat: how rows become conversations; None: the documents are texts.
+
+    Attributes:
+        identity: values that must be as in a checkpoint for a position to mean the same sequence.
+    """
 
     def __init__(
         self,
@@ -35,16 +44,16 @@ class PackedSource:
     ) -> None:
         self.name, self.source, self._data, self._chat = name, source, data, chat
         self._tokenizer, self._seq_len, self._long = tokenizer, seq_len, 0
-        self._packs_whole = chat is None and data.packing == "best_fit"
-        self.identity = source.identity | ({} if chat else _packing(data, seq_len))
+        self._is_best_fit = chat is None and data.packing == "best_fit"
+        self.identity = source.identity | ({} if chat else _packing_identity(data, seq_len))
 
     def sequences(
         self, reader: int, readers: int, start: SourcePosition, *, epochs: int | None
     ) -> Iterator[TokenSequence]:
-        """Return the sequences of a reader from `start` on; of so many epochs, or endlessly."""
+        """Return the sequences of reader `reader` of `readers` from `start` on, for so many epochs; None: without end."""
         documents, apart = self._documents(reader, readers, start, epochs), self._data.documents == "apart"
         if self._chat is not None:
-            # Conversations are not cut: the offset says whether the first is the reader's next.
+            # Conversations are not cut: the offset is 1 if the first one has been used, else 0.
             return pack_conversations(documents, self._seq_len, start.offset, packing=self._chat.packing)
         if self._data.packing == "cut":
             return pack(documents, self._seq_len, start.offset, apart=apart)
@@ -58,57 +67,60 @@ class PackedSource:
         )
 
     def take_long(self) -> int:
-        """Return how many documents were longer than a sequence since the last call; under best fit alone."""
+        """Return how many documents were longer than a sequence since the last call; counted for best fit only."""
         count, self._long = self._long, 0
         return count
 
     def _documents(
         self, reader: int, readers: int, start: SourcePosition, epochs: int | None
     ) -> Iterator[tuple[tuple[int, Any, str], Any]]:
-        """Yield documents from `start` on, each with (epoch, its position, digest up to it) and its tokens."""
+        """Yield documents from `start` on, each as (epoch, the source's position, digest up to it) and its tokens."""
         epoch, document = start.epoch, start.document
-        digest, is_known = (_NOTHING, False) if document is None else (start.digest, True)
+        # The digest of a position includes its document, which is read again first.
+        digest, includes_document = (_EMPTY_DIGEST, False) if document is None else (start.digest, True)
         while True:
-            is_used = False
+            has_tokens = False
             for position, text in self.source.documents(epoch, reader, readers, document):
-                digest, is_known = digest if is_known else _chained(digest, text), False
+                digest = digest if includes_document else _extend_digest(digest, text)
+                includes_document = False
                 tokens: np.ndarray | Tokens = text if self._chat else self._encode(text)
-                is_used = is_used or self._is_used(len(tokens))
-                self._long += self._packs_whole and len(tokens) > self._seq_len + 1
+                has_tokens = has_tokens or self._is_used(len(tokens))
+                self._long += self._is_best_fit and len(tokens) > self._seq_len + 1
                 yield (epoch, position, digest), tokens
             if epochs is not None and epoch + 1 >= epochs:
                 return
-            if not is_used and document is None:
-                what = "no text"
+            if not has_tokens and document is None:
+                # A complete epoch without any token: without an error the loop would never end.
+                missing = "no text"
                 if self._chat is not None:
-                    what = self._chat.what_is_left_out()
+                    missing = self._chat.describe_exclusions()
                 elif self._data.long_documents == "drop":
-                    what = (
+                    missing = (
                         f'no document within seq_len = {self._seq_len} tokens (data.long_documents = "drop")'
                     )
                 raise DataError(
-                    f"dataset = {self.source.identity['dataset']!r}: holds {what} for reader {reader} of {readers}; give "
+                    f"dataset = {self.source.identity['dataset']!r}: holds {missing} for reader {reader} of {readers}; give "
                     "more documents, or train on fewer ranks with fewer num_workers"
                 )
-            epoch, document, digest = epoch + 1, None, _NOTHING
+            epoch, document, digest = epoch + 1, None, _EMPTY_DIGEST
 
-    def reads_the_same(self, reader: int, readers: int, position: SourcePosition) -> bool:
-        """Whether the documents of its epoch up to `position` are those of when it was taken."""
+    def is_unchanged(self, reader: int, readers: int, position: SourcePosition) -> bool:
+        """Return whether the documents up to `position`, in its epoch, are the same as when the position was saved."""
         if position.document is None:
             return True
-        wanted = {json.dumps(position.document): position.digest}
-        wanted |= dict([position.ahead] if position.ahead else [])
-        digest = _NOTHING
+        expected = {json.dumps(position.document): position.digest}
+        expected |= dict([position.ahead] if position.ahead else [])
+        digest = _EMPTY_DIGEST
         for document, text in self.source.documents(position.epoch, reader, readers, None):
-            digest = _chained(digest, text)
-            if wanted.pop(json.dumps(document), digest) != digest:
+            digest = _extend_digest(digest, text)
+            if expected.pop(json.dumps(document), digest) != digest:
                 return False
-            if not wanted:
+            if not expected:
                 return True
         return False
 
     def epochs_read(self, readers: int, positions: dict[int, SourcePosition]) -> tuple[float, str]:
-        """Return how often the source was read, up to the positions of its readers, as a number and in words."""
+        """Return how often the source was read, given the positions of its readers, as a number and in words."""
         epoch = max((position.epoch for position in positions.values()), default=0)
         if (size := self.source.size) is None:
             return float(epoch), f"in epoch {epoch + 1}"
@@ -121,29 +133,29 @@ class PackedSource:
         return epochs, f"{epochs:.2f} epochs, {counted(documents, 'document')} of {size:,}"
 
     def _is_used(self, tokens: int) -> bool:
-        """Whether sequences use any of a document with so many tokens."""
-        if not self._packs_whole:
+        """Return whether any token of a document with so many tokens goes into a sequence."""
+        if not self._is_best_fit:
             return tokens > 0
         return tokens > 1 and (self._data.long_documents == "cut" or tokens <= self._seq_len + 1)
 
     def _encode(self, text: str) -> np.ndarray:
-        with refusing(f"{self.source.identity['dataset']}: the tokenizer can't read it", "give another"):
+        with as_data_error(f"{self.source.identity['dataset']}: the tokenizer can't read it", "give another"):
             ids = self._tokenizer.encode(text, add_bos=True, add_eos=True)
         return np.asarray(ids, dtype=np.int32)
 
 
-_NOTHING = "-"
-"""The digest of no documents."""
+_EMPTY_DIGEST = "-"
+"""The digest before the first document of an epoch."""
 
 
-def _chained(digest: str, document: "str | Tokens") -> str:
-    """Extend the digest of the documents before `document` by it; "", an unknown digest, stays ""."""
+def _extend_digest(digest: str, document: "str | Tokens") -> str:
+    """Return the digest of the documents so far and `document`; an unknown digest, "", stays unknown."""
     content = document.encode("utf-8", "surrogatepass") if isinstance(document, str) else document.to_bytes()
     return digest and xxhash.xxh3_64(digest.encode() + content).hexdigest()[:12]
 
 
-def _packing(data: Data, seq_len: int) -> dict[str, Any]:
-    """Return what must be equal for a position to mean the same sequence; those that are cut may have another length."""
-    if data.packing == "cut":
+def _packing_identity(data: Data, seq_len: int) -> dict[str, Any]:
+    """Return the settings of packing that must be equal for a position to mean the same sequence."""
+    if data.packing == "cut":  # a position is an offset in a document, whatever the length of sequences
         return {"packing": "cut"}
     return {"packing": data.packing, "long_documents": data.long_documents, "seq_len": seq_len}

@@ -1,8 +1,6 @@
-"""Documents of tokens packed into sequences: cut to `seq_len`, whole ones by best fit, or conversations.
+"""Pack documents of tokens into sequences: `pack` cuts them, `pack_best_fit` and `pack_conversations` keep them together.
 
-Cut sequences have `seq_len + 1` tokens, the last token of one being the first of the next: every token but the very
-first is predicted exactly once, from as much context as its sequence holds. Conversations are not cut, and none is predicted
-from another. Pure arithmetic on arrays; no files, no tokenizer, no ranks.
+It is arithmetic on arrays, without files, tokenizer or ranks.
 """
 
 import itertools
@@ -19,72 +17,75 @@ from titanplans.training.data.chat.chat import Tokens
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """One sequence, and where the next begins."""
+    """A sequence, and the position of the next one."""
 
     inputs: np.ndarray
-    """`[n]`: n = seq_len but in the last sequence of a reader of texts, and where conversations leave something over."""
+    """`[n]`: token ids; n = seq_len, or less at the end of the documents and where documents are kept together."""
 
     labels: np.ndarray
-    """`[n]`: the token after each input, or -100 where it doesn't count."""
+    """`[n]`: the token after each input, or -100 if it does not count."""
 
     positions: np.ndarray
-    """`[n]`: each input's position in what it may see: its document, or the sequence."""
+    """`[n]`: each input's position in its document, or in the sequence if documents are joined."""
 
     next_document: Any
-    """The position of the document with this sequence's last token, the next one's first; or of the last conversation."""
+    """The position of the document from which the next sequence continues; for conversations, of the last one used."""
 
     next_offset: int
-    """That token's index in its document; 1 after a conversation."""
+    """Where the next sequence begins in that document, as the argument `offset` of the function that packs."""
 
     last_read: Any = None
-    """Under best fit: the last document that was read for this sequence and those packed with it."""
+    """For best fit: the position of the last document that was read for the group of this sequence."""
 
     packed: Sequence[tuple[int, int]] = ()
-    """Under best fit: by which other lengths the documents from `next_document` on have been packed; see `pack_best_fit`."""
+    """For best fit: how the documents from `next_document` on were packed by other lengths; see `pack_best_fit`."""
 
 
 def pack(
     documents: Iterable[tuple[Any, np.ndarray]], seq_len: int, offset: int = 0, *, apart: bool = False
 ) -> Iterator[TokenSequence]:
-    """Cut `documents`, pairs of position and tokens, into sequences, one document after another.
+    """Concatenate documents and cut them into sequences.
 
-    To go on after a sequence, pass the documents from `next_document` on, and `next_offset`.
+    A sequence is made of `seq_len + 1` tokens, and its last token is the first of the next sequence: every token but the
+    very first is predicted once. To continue after a sequence, pass the documents from its `next_document` on, and its
+    `next_offset`.
 
     Args:
         documents: positions and tokens `[any length, also 0]`.
         seq_len: inputs in a sequence.
-        offset: where in the first document the first sequence begins.
-        apart: no document's first token is predicted, from another's last; else positions count through the sequence.
+        offset: the index in the first document at which the first sequence begins.
+        apart: positions restart with each document, and its first token is not predicted; else positions count through the
+            sequence.
 
     Yields:
-        Full sequences; at the end of the documents one shorter sequence, if anything is left to predict.
+        Full sequences; at the end of the documents one shorter sequence, if a token is left to predict.
     """
-    held: deque[tuple[Any, np.ndarray]] = deque()
-    tokens_held = -offset
+    buffer: deque[tuple[Any, np.ndarray]] = deque()
+    buffered_tokens = -offset
     for position, tokens in documents:
-        held.append((position, tokens))
-        tokens_held += len(tokens)
-        while tokens_held > seq_len:
-            sequence = _cut(held, offset, seq_len, apart)
+        buffer.append((position, tokens))
+        buffered_tokens += len(tokens)
+        while buffered_tokens > seq_len:
+            sequence = _take_sequence(buffer, offset, seq_len, apart)
             yield sequence
-            tokens_held -= seq_len
+            buffered_tokens -= seq_len
             offset = sequence.next_offset
-    if tokens_held > 1:
-        yield _cut(held, offset, tokens_held - 1, apart)
+    if buffered_tokens > 1:
+        yield _take_sequence(buffer, offset, buffered_tokens - 1, apart)
 
 
-def _cut(held: deque[tuple[Any, np.ndarray]], offset: int, n: int, apart: bool) -> TokenSequence:
-    """Return the `n + 1` tokens from `offset` on; remove the documents from `held` that end before the last of these."""
+def _take_sequence(buffer: deque[tuple[Any, np.ndarray]], offset: int, n: int, apart: bool) -> TokenSequence:
+    """Return a sequence of the `n + 1` tokens from `offset` on; remove documents from `buffer` that it has used up."""
     fragments: list[np.ndarray] = []
-    wanted = n + 1
+    missing = n + 1
     while True:
-        position, tokens = held[0]
-        fragment = tokens[offset : offset + wanted]
+        position, tokens = buffer[0]
+        fragment = tokens[offset : offset + missing]
         fragments.append(fragment)
-        wanted -= len(fragment)
-        if wanted == 0:
+        missing -= len(fragment)
+        if missing == 0:
             break
-        held.popleft()
+        buffer.popleft()
         offset = 0
     tokens, positions = np.concatenate(fragments), np.arange(n + 1)
     if apart:
@@ -99,7 +100,7 @@ def _cut(held: deque[tuple[Any, np.ndarray]], offset: int, n: int, apart: bool) 
 
 
 SEQUENCES_AT_ONCE = 32
-"""Sequences that best fit fills at a time: it holds them, and their documents' tokens again after a resume."""
+"""Sequences that best fit fills together. They are in memory, and a resumed run tokenises their documents again."""
 
 
 def pack_best_fit(
@@ -111,18 +112,20 @@ def pack_best_fit(
     apart: bool = True,
     drop: bool = False,
 ) -> Iterator[TokenSequence]:
-    """Put whole documents into sequences, each where it leaves the least room.
+    """Pack documents into sequences by best fit: each goes where it leaves the least room.
 
-    To go on after a sequence, pass the documents from `next_document` on, its `next_offset` and its `packed`; with another
-    `seq_len`, pass offset 0 and add the pair of the old length and `next_offset` to `packed`.
+    Groups of `SEQUENCES_AT_ONCE` sequences are filled together. To continue after a sequence, pass the documents from its
+    `next_document` on, its `next_offset` and its `packed`. With another `seq_len`, pass offset 0 and append the pair (old
+    length, `next_offset`) to `packed`.
 
     Args:
-        documents: positions and tokens; those of less than two are left out.
+        documents: positions and tokens; documents of less than two tokens are dropped.
         seq_len: inputs in a sequence.
-        offset: sequences to leave out, and `SEQUENCES_AT_ONCE` times the fragments of the first document.
-        packed: lengths of sequences, and offsets, by which the first documents were packed before, one after another.
+        offset: the number of sequences of the group that have been used, plus `SEQUENCES_AT_ONCE` times the number of
+            fragments of the first document that belong to earlier groups.
+        packed: pairs of sequence length and offset by which the first documents were packed before, oldest first.
         apart: as for `pack`.
-        drop: documents longer than a sequence are left out; else they are cut into sequences.
+        drop: drop documents longer than a sequence; else cut them into fragments.
     """
     last_read: Any = None
 
@@ -131,58 +134,61 @@ def pack_best_fit(
         for last_read, tokens in documents:
             yield last_read, [tokens]
 
-    left = read()
-    for length, before in packed:
-        left = _left(left, length, before, drop)
-    fragment, skipped = divmod(offset, SEQUENCES_AT_ONCE)
-    for sequences, first, begin, end in _groups(left, seq_len, fragment, drop):
-        for index, sequence in enumerate(sequences[skipped:], skipped + 1):
-            document, fragment = begin if index < len(sequences) else end
-            each = [np.arange(len(tokens) - 1) for tokens in sequence]
+    remaining = read()
+    for earlier_seq_len, earlier_offset in packed:
+        remaining = _unused_documents(remaining, earlier_seq_len, earlier_offset, drop)
+    fragment, used = divmod(offset, SEQUENCES_AT_ONCE)
+    for sequences, first, begin, end in _groups(remaining, seq_len, fragment, drop):
+        for count, sequence in enumerate(sequences[used:], used + 1):
+            # Within a group the position is the group's beginning; after its last sequence, that of the next group.
+            document, fragment = begin if count < len(sequences) else end
+            positions = [np.arange(len(tokens) - 1) for tokens in sequence]
             yield TokenSequence(
                 inputs=np.concatenate([tokens[:-1] for tokens in sequence]),
                 labels=np.concatenate([tokens[1:] for tokens in sequence]),
-                positions=np.concatenate(each) if apart else np.arange(sum(map(len, each))),
+                positions=np.concatenate(positions) if apart else np.arange(sum(map(len, positions))),
                 next_document=document.position,
-                next_offset=fragment * SEQUENCES_AT_ONCE + index % len(sequences),
+                next_offset=fragment * SEQUENCES_AT_ONCE + count % len(sequences),
                 last_read=last_read,
                 packed=packed if document.position == first else (),
             )
-        skipped = 0
+        used = 0
 
 
 class _Document(NamedTuple):
-    """A document, cut for sequences of one length."""
+    """A document, cut into fragments for sequences of one length."""
 
     position: Any
-    left: list[np.ndarray]
-    """Its tokens: whole, or what other sequences have left of it."""
+    tokens: list[np.ndarray]
+    """Its tokens: in one array, or the fragments that sequences of another length have not used."""
     fragments: list[np.ndarray]
-    """The same, none longer than a sequence."""
+    """The same tokens, cut so that each fragment fits into a sequence."""
 
 
 class _Fragment(NamedTuple):
     """A fragment of a document, by index."""
 
     document: _Document
-    at: int
+    index: int
 
 
 def _groups(
     documents: Iterator[tuple[Any, list[np.ndarray]]], seq_len: int, fragment: int, drop: bool
 ) -> Iterator[tuple[list[list[np.ndarray]], Any, _Fragment, _Fragment]]:
-    """Yield sequences that are filled together, the first document's position, their first fragment, and the next one.
+    """Yield groups of sequences that are filled together.
 
-    Each sequence is a list of fragments. The first sequences begin with `fragment` of the first document.
+    Each group comes as its sequences (lists of fragments), the position of the first of all documents, the first fragment
+    of the group, and the first fragment of the next one. The first group begins with `fragment` of the first document.
     """
 
-    def cut(position: Any, left: list[np.ndarray]) -> _Document:
+    def cut(position: Any, arrays: list[np.ndarray]) -> _Document:
         fragments = []
-        for tokens in left:
+        for tokens in arrays:
             if len(tokens) - 1 <= seq_len or not drop:
-                firsts = range(0, len(tokens) - 1, seq_len)
-                fragments += [tokens[first : first + seq_len + 1] for first in firsts]
-        return _Document(position, left, fragments)
+                # The last token of a fragment is the first of the next one: it is a label here and an input there.
+                starts = range(0, len(tokens) - 1, seq_len)
+                fragments += [tokens[start : start + seq_len + 1] for start in starts]
+        return _Document(position, arrays, fragments)
 
     if (first := next(documents, None)) is None:
         return
@@ -190,38 +196,41 @@ def _groups(
     later = (_Fragment(document, 0) for document in itertools.starmap(cut, documents))
     sequences: list[list[np.ndarray]] = []
     room: list[int] = []
-    for document, index in itertools.chain([begin], later):
-        for at, tokens in enumerate(document.fragments[index:], index):
+    for document, start in itertools.chain([begin], later):
+        for index, tokens in enumerate(document.fragments[start:], start):
             needed = len(tokens) - 1
             best = min(
                 (n for n, r in enumerate(room) if r >= needed), key=room.__getitem__, default=len(sequences)
             )
             if best == SEQUENCES_AT_ONCE:
-                end = _Fragment(document, at)
+                end = _Fragment(document, index)
                 yield sequences, first[0], begin, end
                 sequences, room, best = [], [], 0
             if not sequences:
-                begin = _Fragment(document, at)
+                begin = _Fragment(document, index)
             if best == len(sequences):
                 sequences.append([])
                 room.append(seq_len)
             sequences[best].append(tokens)
             room[best] -= needed
-            end = _Fragment(document, at + 1)
+            end = _Fragment(document, index + 1)
     if sequences:
         yield sequences, first[0], begin, end
 
 
-def _left(
+def _unused_documents(
     documents: Iterator[tuple[Any, list[np.ndarray]]], seq_len: int, offset: int, drop: bool
 ) -> Iterator[tuple[Any, list[np.ndarray]]]:
-    """Yield what sequences of `seq_len` have not used at `offset`: fragments, as the first document, then whole ones."""
+    """Yield the documents that sequences of `seq_len` have not used at `offset`.
+
+    The fragments of the group that is partly used come first, as if they were one document, with its first position.
+    """
     fragment, used = divmod(offset, SEQUENCES_AT_ONCE)
     for sequences, first, _, (document, index) in _groups(documents, seq_len, fragment, drop):
-        left = [tokens for sequence in sequences[used:] for tokens in sequence]
-        yield first, left + (document.fragments[index:] if index else [])
+        unused = [tokens for sequence in sequences[used:] for tokens in sequence]
+        yield first, unused + (document.fragments[index:] if index else [])
         if index == 0:
-            yield document.position, document.left
+            yield document.position, document.tokens
         break
     yield from documents
 
@@ -229,36 +238,36 @@ def _left(
 def pack_conversations(
     documents: Iterable[tuple[Any, Tokens]], seq_len: int, offset: int = 0, *, packing: bool = True
 ) -> Iterator[TokenSequence]:
-    """Put conversations into sequences, each whole, in their order.
+    """Put conversations into sequences in their order, without cutting any.
 
-    To go on after a sequence, pass the documents from `next_document` on, and `next_offset`.
+    No token of a conversation is predicted from another conversation. To continue after a sequence, pass the documents from
+    its `next_document` on, and its `next_offset`.
 
     Args:
-        documents: positions and conversations of at most `seq_len + 1` tokens.
+        documents: positions and conversations of at most `seq_len + 1` tokens, each with a token that counts.
         seq_len: inputs in a sequence.
-        offset: 1 to leave out the first conversation, else 0.
-        packing: as many as fit; else one in a sequence.
-
-    Yields:
-        Sequences with at least one token that counts each.
+        offset: 1 to skip the first conversation, else 0.
+        packing: put as many conversations into a sequence as fit; else one.
     """
     packed: list[Tokens] = []
-    tokens_held, last = 0, None
+    inputs, last = 0, None
     for position, tokens in itertools.islice(documents, offset, None):
-        if packed and (not packing or tokens_held + len(tokens) - 1 > seq_len):
-            yield _joined(packed, last)
-            packed, tokens_held = [], 0
+        if packed and (not packing or inputs + len(tokens) - 1 > seq_len):
+            yield _join(packed, last)
+            packed, inputs = [], 0
         packed.append(tokens)
-        tokens_held, last = tokens_held + len(tokens) - 1, position
+        inputs, last = inputs + len(tokens) - 1, position
     if packed:
-        yield _joined(packed, last)
+        yield _join(packed, last)
 
 
-def _joined(conversations: list[Tokens], last: Any) -> TokenSequence:
+def _join(conversations: list[Tokens], last: Any) -> TokenSequence:
     return TokenSequence(
-        inputs=np.concatenate([each.ids[:-1] for each in conversations]),
-        labels=np.concatenate([np.where(each.counted, each.ids, IGNORED)[1:] for each in conversations]),
-        positions=np.concatenate([np.arange(len(each) - 1) for each in conversations]),
+        inputs=np.concatenate([tokens.ids[:-1] for tokens in conversations]),
+        labels=np.concatenate(
+            [np.where(tokens.counted, tokens.ids, IGNORED)[1:] for tokens in conversations]
+        ),
+        positions=np.concatenate([np.arange(len(tokens) - 1) for tokens in conversations]),
         next_document=last,
         next_offset=1,
     )

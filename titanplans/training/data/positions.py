@@ -1,9 +1,9 @@
-"""Which documents each sequence of a run is cut from, whatever the number of ranks; and the position that a run has come to.
+"""Which reader each sequence of a run comes from, whatever the number of ranks; and a run's position in the data.
 
-The documents are divided among readers when a run begins, each an iterator over documents of its own. The sequences of the
-run have indices: a global batch of G has 0 to G - 1, the next has G to 2G - 1. The index alone says which reader a sequence
-comes from, and how many come from it before. So the number of ranks may change between two steps: a rank takes its slice of
-each global batch, and opens the readers which that needs.
+When a run begins, its documents are divided among readers. A reader is an iterator over its documents. The sequences of
+the run are numbered: the first global batch of G sequences has indices 0 to G - 1, the next one G to 2G - 1. The index
+determines the reader, and how many sequences that reader yields before. So the number of ranks may change between two
+steps: a rank takes its slice of each global batch and opens the readers of that slice.
 """
 
 import math
@@ -17,43 +17,44 @@ class SourcePosition(NamedTuple):
 
     epoch: int = 0
     document: Any = None
-    """The source's own position, a JSON value; None is the epoch's first document."""
+    """The source's position of a document, a JSON value; None: the first document of the epoch."""
     offset: int = 0
-    """The token in that document; under best fit, the sequence among those that are filled together."""
+    """The index of a token in that document; for best fit, of a sequence in the group that is packed together."""
     digest: str = ""
-    """Of the epoch's documents up to that one; "" if it is not known."""
+    """Digest of the epoch's documents up to that one; "" if unknown."""
     ahead: tuple[Any, str] | None = None
-    """Under best fit: the last document that the sequence was packed from, and the digest up to there."""
+    """For best fit: the last document that was read for the group of sequences, and the digest up to it."""
     packed: Sequence[tuple[int, int]] = ()
-    """Under best fit: sequence lengths and offsets by which they were packed before the job's `seq_len` changed."""
+    """For best fit: the (sequence length, offset) pairs by which documents were packed before `seq_len` changed."""
 
 
 class ReaderPosition(NamedTuple):
-    """How far a reader has come."""
+    """The position of a reader."""
 
     sequences: int = 0
-    """How many it has given."""
+    """The number of sequences that it has yielded."""
     sources: tuple[SourcePosition, ...] = ()
-    """Where it goes on in each source; () at the beginning."""
+    """Its position in each source; () at the beginning."""
 
 
 @dataclass(frozen=True)
 class Readers:
-    """How many readers there are, and how many sequences each gives before it is the next one's turn."""
+    """The number of readers, and how many consecutive sequences come from one reader before the next one's turn."""
 
     count: int
-    in_a_row: int = 1
+    sequences_per_turn: int = 1
 
     def locate(self, sequence: int) -> tuple[int, int]:
-        """Return the reader that gives a sequence, and how many that reader gives before it."""
-        turn, left = divmod(sequence, self.count * self.in_a_row)
-        reader, at = divmod(left, self.in_a_row)
-        return reader, turn * self.in_a_row + at
+        """Return the reader of a sequence, and how many sequences that reader yields before it."""
+        turn, remainder = divmod(sequence, self.count * self.sequences_per_turn)
+        reader, index = divmod(remainder, self.sequences_per_turn)
+        return reader, turn * self.sequences_per_turn + index
 
     def before(self, sequence: int, reader: int) -> int:
         """Return how many of the sequences before `sequence` come from `reader`."""
-        turn, left = divmod(sequence, self.count * self.in_a_row)
-        return turn * self.in_a_row + min(max(left - reader * self.in_a_row, 0), self.in_a_row)
+        turn, remainder = divmod(sequence, self.count * self.sequences_per_turn)
+        in_this_turn = max(remainder - reader * self.sequences_per_turn, 0)
+        return turn * self.sequences_per_turn + min(in_this_turn, self.sequences_per_turn)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class BatchSlice:
     rank: int
     ranks: int
     workers: int = 1
-    """Loader workers of the rank, which take global batches in turn; at least 1."""
+    """Number of the rank's loader workers, which take global batches in turn; at least 1."""
 
     @property
     def global_batch(self) -> int:
@@ -72,19 +73,19 @@ class BatchSlice:
         return self.size * self.ranks
 
     def of(self, start: int, step: int) -> range:
-        """Return the indices of this rank's sequences in step `step`, from 0, after sequence `start`."""
+        """Return the indices of this rank's sequences in step `step`, counted from 0 at sequence `start`."""
         first = start + step * self.global_batch + self.rank * self.size
         return range(first, first + self.size)
 
 
 def divide(choose: Callable[[Sequence[int]], int], batch_slice: BatchSlice) -> Readers:
-    """Divide documents so that no two ranks, and no two workers, open the same reader, if there are enough documents.
+    """Choose the readers so that no two ranks, and no two workers, open the same one, if there are enough documents.
 
-    At best each sequence of a global batch has a reader of its own, and each worker other readers.
+    Ideally each sequence of a global batch has its own reader, and each worker different readers.
 
     Args:
-        choose: picks the number of readers from those that would do, best first; or 1, where none does.
-        batch_slice: that of any rank of the job that begins.
+        choose: picks one of the numbers of readers that it is given, best first, or returns 1 if none is possible.
+        batch_slice: of any rank of the job that begins.
     """
     slots = batch_slice.global_batch * batch_slice.workers
     counts = [slots // n for n in range(1, batch_slice.size + 1) if batch_slice.size % n == 0]
@@ -94,31 +95,32 @@ def divide(choose: Callable[[Sequence[int]], int], batch_slice: BatchSlice) -> R
 
 @dataclass(frozen=True)
 class DataPosition:
-    """How far a run has read: the `sequences` that it has used, and where each reader goes on."""
+    """The position of a run: the number of `sequences` that it has used, and the positions of its readers."""
 
     readers: Readers
     sequences: int = 0
     by_reader: Mapping[int, ReaderPosition] = field(default_factory=dict)
-    """Of the readers that have begun."""
+    """Positions of the readers that have begun."""
     weighted_since: int = 0
-    """The sequence from which on sources are taken by the weights of today."""
-    rest: bool = False
-    """A reader is exhausted: the others are read one after another, from `by_reader` on."""
+    """The index of the sequence since which the current weights of the sources apply."""
+    is_sequential: bool = False
+    """Whether readers are read one after another, from `by_reader` on, since one of them is exhausted."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return a dict for `json.dumps`; its keys are those of earlier releases."""
+        """Return a dict for `json.dumps`."""
+        # The keys are older than the names of the fields, and checkpoints have them.
         return {
             "streams": self.readers.count,
-            "in_a_row": self.readers.in_a_row,
+            "in_a_row": self.readers.sequences_per_turn,
             "sequences": self.sequences,
             "cursors": dict(self.by_reader),
             "weighted_since": self.weighted_since,
-            "rest": self.rest,
+            "rest": self.is_sequential,
         }
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "DataPosition":
-        """Return the position that `to_json` wrote down."""
+        """Return the position from a dict that `to_json` returned."""
         by_reader = {
             int(reader): ReaderPosition(sequences, tuple(SourcePosition(*source) for source in sources))
             for reader, (sequences, sources) in values["cursors"].items()
@@ -128,10 +130,10 @@ class DataPosition:
 
 
 def source_of(sequence: int, weights: Sequence[float]) -> int:
-    """Return the index of the source that a sequence is from: arithmetic, the same on every rank.
+    """Return the index of the source that a sequence comes from, by arithmetic that is the same on every rank.
 
-    The first source gets its weight's fraction of all sequences, evenly spread; the second its fraction of the others, and
-    so on. So weights are fractions of the sequences, however long the documents of a source are.
+    The first source gets the fraction of all sequences that its weight says, evenly spread, the second its fraction of the
+    others, and so on. Weights are fractions of sequences, however long a source's documents are.
     """
     for source, weight in enumerate(weights):
         fraction = weight / sum(weights[source:]) if weight else 0.0
@@ -143,7 +145,7 @@ def source_of(sequence: int, weights: Sequence[float]) -> int:
 
 
 def merged(positions: Iterable[DataPosition]) -> DataPosition:
-    """Return the position of a run, merged from those of its ranks, which each know the readers that they have opened."""
+    """Merge the positions of a run's ranks, each of which knows the readers that it has opened."""
     first, *others = positions
     by_reader = dict(first.by_reader)
     for other in others:

@@ -1,7 +1,4 @@
-"""Faults of a user's files, each as an error of one line.
-
-Readers of Arrow, pickles and tokenizers raise anything: TypeError, KeyError, a bare Exception.
-"""
+"""Turn faults of a user's data files into a `DataError` of one line: `as_data_error` and `expect`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,41 +10,52 @@ T = TypeVar("T")
 
 
 @contextmanager
-def refusing(what: str, remedy: str = "repair the file or leave it out") -> Iterator[None]:
-    """Turn an exception of a library in the body into a DataError: `what`, its reason, and the remedy.
+def as_data_error(problem: str, remedy: str = "repair the file or leave it out") -> Iterator[None]:
+    """Turn an exception of a library in the body into a DataError: "problem (reason); remedy".
+
+    A UserError of the body is raised unchanged, also if the library has raised another exception from it.
 
     Raises:
-        UserError: the body's own, unchanged, also where the library has raised another from it; otherwise a DataError.
+        DataError, UserError: see above.
     """
     try:
         yield
     except MemoryError:
         raise
-    except Exception as raised:
-        cause: BaseException = raised
+    except (
+        Exception
+    ) as error:  # readers of Arrow, pickles and tokenizers raise anything, even a bare Exception
+        cause: BaseException = error
         while cause.__cause__ is not None and not isinstance(cause, UserError):
             cause = cause.__cause__
         if isinstance(cause, UserError):
             raise cause from None
-        said = cause.strerror if isinstance(cause, OSError) else None
-        reason = said or " ".join(f"{type(cause).__name__}: {cause}".split())
-        raise DataError(f"{what} ({reason}); {remedy}") from raised
+        system_reason = cause.strerror if isinstance(cause, OSError) else None
+        reason = system_reason or " ".join(f"{type(cause).__name__}: {cause}".split())
+        raise DataError(f"{problem} ({reason}); {remedy}") from error
 
 
-def expect(value: Any, kind: type[T], where: str, wanted: str, remedy: str) -> T:
-    """Return a value of a row, which has to be of a type, and, if it is a text, to have a form in UTF-8.
+def expect(value: Any, kind: type[T], where: str, expected: str, remedy: str) -> T:
+    """Return `value` if it is of type `kind`, and, if it is a string, can be encoded in UTF-8.
+
+    Args:
+        value: a value of a row.
+        kind: the required type.
+        where: the value's location, for the message.
+        expected: the required type in words.
+        remedy: the end of the message.
 
     Raises:
-        DataError: names `where` it is, the type that was found, the one that was `wanted`, and the remedy.
+        DataError: it has another type, or can't be encoded.
     """
-    found = None
+    problem = None
     if not isinstance(value, kind):
-        found = "no value" if value is None else f"a value of type {type(value).__name__}"
+        problem = "no value" if value is None else f"a value of type {type(value).__name__}"
     elif isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError:
-            found = "an unpaired surrogate"
-    if found is not None:
-        raise DataError(f"{where} holds {found} where there should be {wanted}; {remedy}")
+            problem = "an unpaired surrogate"
+    if problem is not None:
+        raise DataError(f"{where} holds {problem} where there should be {expected}; {remedy}")
     return value

@@ -1,4 +1,4 @@
-"""torchtitan's tokenizer as jobs use it: for texts. Conversations are tokenised in `chat/template.py`, by transformers."""
+"""`TextTokenizer`: torchtitan's tokenizer, for texts. `chat/template.py` tokenises conversations by transformers."""
 
 from dataclasses import dataclass
 
@@ -6,11 +6,11 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 
 class TextTokenizer(HuggingFaceTokenizer):
-    """torchtitan's tokenizer, without the folder's chat template."""
+    """Encodes texts with torchtitan's tokenizer, and ignores the folder's chat template."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(HuggingFaceTokenizer.Config):
-        """As torchtitan's."""
+        """The config of torchtitan's tokenizer; `build` makes a `TextTokenizer`."""
 
     def set_chat_template(self, template: str) -> None:
-        """Leave the folder's template alone: torchtitan's Jinja refuses {% generation %}, which transformers knows."""
+        """Ignore the template: torchtitan's Jinja does not support {% generation %}, which transformers does."""

@@ -1,8 +1,7 @@
-"""Trains the committed tokenizer: `python -m titanplans.training.data.train_tokenizer [--out FOLDER]`.
+"""Train the default tokenizer: `python -m titanplans.training.data.train_tokenizer [--out FOLDER]`.
 
-A byte-level BPE of 4096 tokens over the training split of the standard library's sources. Small on
-purpose: the embedding and the head of a debug model stay small, and every token is seen often enough
-in a two-minute run to be learned. The same Python release gives the same file, byte for byte.
+It is a byte-level BPE of 4096 tokens, trained on the training split of the standard library's sources. The same Python
+release gives the same file, byte for byte.
 """
 
 import argparse
@@ -16,14 +15,15 @@ from tokenizers.trainers import BpeTrainer
 from titanplans.training.data.corpus.local import TextFiles, stdlib_files, stdlib_root
 from titanplans.training.data.vocabulary import default_tokenizer_path
 
+# Small: embedding and head of a debug model stay small, and a run of two minutes sees every token often enough to learn it.
 VOCAB_SIZE = 4096
 BOS, EOS = "<|bos|>", "<|eos|>"
 
 
 def train(texts: list[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """A byte-level BPE of at most `vocab_size` tokens: BOS, EOS, the 256 bytes, and merges.
+    """Train a byte-level BPE of at most `vocab_size` tokens: BOS, EOS, the 256 bytes, and merges.
 
-    Every byte is a token, so any text can be encoded and decoded again; there is no unknown token.
+    Every byte is a token, so any text can be encoded and decoded; there is no unknown token.
     """
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -39,9 +39,9 @@ def train(texts: list[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes `tokenizer.json` and the `tokenizer_config.json` that says which tokens begin and end a text."""
+    """Write `tokenizer.json`, and `tokenizer_config.json`, which names the tokens that begin and end a text."""
     folder.mkdir(parents=True, exist_ok=True)
-    # ASCII and one line: no editor, diff or checkout changes a byte of it.
+    # ASCII in one line: no editor or checkout changes a byte of it.
     compact = json.dumps(json.loads(tokenizer.to_str()), separators=(",", ":"))
     (folder / "tokenizer.json").write_text(compact + "\n", encoding="ascii")
     config = {"bos_token": BOS, "eos_token": EOS, "tokenizer_class": "PreTrainedTokenizerFast"}
@@ -49,7 +49,7 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def main() -> None:
-    """Command-line entry."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(default_tokenizer_path()), help="folder to write to")
     out = parser.parse_args().out

@@ -18,9 +18,69 @@ from tests.support.refusals import refusal
 from titanplans.config.sections.data import Chat
 from titanplans.errors import DataError
 from titanplans.training.data.chat.chat import ChatFormat
-from titanplans.training.data.chat.messages import conversation_of
+from titanplans.training.data.chat.messages import read_conversation
 from titanplans.training.data.loader import TextDataLoader
 from titanplans.training.data.vocabulary import check_tokenizer, default_tokenizer_path
+
+TURN = "{{ eos_token + '\n' }}"
+PLAIN = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role not in ('system', 'user', 'assistant', 'tool') %}"
+    "{{ raise_exception('no role ' + m.role) }}{% endif %}"
+    "{{ '[' + m.role + ']\n' }}"
+    "{% if m.role == 'assistant' %}<>{{ m.content + eos_token }}</>{% else %}{{ m.content }}{% endif %}{{ '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '[assistant]\n' }}{% endif %}"
+)
+MARKED = PLAIN.replace("<>", "{% generation %}").replace("</>", "{% endgeneration %}")
+PLAIN = PLAIN.replace("<>", "").replace("</>", "")
+
+
+def said(role, content):
+    return {"role": role, "content": content}
+
+
+TALK = [
+    said("system", "Be brief."),
+    said("user", "Name a prime, é!"),
+    said("assistant", "2, naïve 日本語 🙂"),
+    said("user", " Another? "),
+    said("assistant", "3"),
+]
+
+
+@pytest.fixture
+def chat(tmp_path):
+    """`Chat` with a template, by its text."""
+
+    def chat(template=MARKED, **options):
+        (tmp_path / "chat.jinja").write_text(template, encoding="utf-8")
+        return Chat(enable=True, chat_template=str(tmp_path / "chat.jinja"), **options)
+
+    return chat
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """The path of a file of rows, of messages where they are no dicts."""
+
+    def rows(*rows):
+        rows = [row if isinstance(row, dict) else {"messages": row} for row in rows]
+        return write_rows(tmp_path / "rows.jsonl", rows)
+
+    return rows
+
+
+def form(options, seq_len=512):
+    return ChatFormat(options, default_tokenizer_path(), seq_len)
+
+
+def tokens_of(row, options):
+    return form(options).tokens(read_conversation(row, options, "here"), "here")
+
+
+def decoded(ids):
+    return data_options.tokenizer().decode(list(map(int, ids)), skip_special_tokens=False)
+
 
 # --- what counts
 
@@ -79,7 +139,7 @@ def test_spaces_that_a_tokenizer_does_not_place_count_as_others_do(chat, tmp_pat
     for template in (MARKED.replace("eos_token", "'.'"), PLAIN.replace("eos_token", "'.'")):
         options = chat(template)
         there = ChatFormat(options, str(tmp_path), 512)
-        tokens = there.tokens(conversation_of({"messages": talk}, options, ""), "")
+        tokens = there.tokens(read_conversation({"messages": talk}, options, ""), "")
         text = decoded(tokens.ids[tokens.counted])
         assert "".join(text.split()) == "bc.e."
         assert tokens.ids.tolist() == tokens_of({"messages": talk}, options).ids.tolist()
@@ -110,7 +170,7 @@ def test_the_tokenizers_own_template_is_read_from_both_places(tmp_path):
         (tmp_path / where).write_text(content)
         options = Chat(enable=True)
         found = ChatFormat(options, str(tmp_path), 512)
-        got = found.tokens(conversation_of({"messages": TALK}, options, ""), "").to_bytes()
+        got = found.tokens(read_conversation({"messages": TALK}, options, ""), "").to_bytes()
         assert expected is None or got == expected
         expected = got
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -162,18 +222,18 @@ def test_marks_tell_answers_apart_where_earlier_ones_are_rewritten(chat):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"messages": [message("user", "a") | {"loss": "no"}]}, 'message 1 has loss = "no": a message is in the loss'),
-        ({"messages": [message("user", "a"), message("assistant", "b") | {"weight": 0.5}]}, "message 2 has weight = 0.5: "),
-        ({"messages": [message("user", "a") | {"train": True}]}, "and what 'user' says is not in the loss; leave train out"),
-        ({"prompt": [message("user", "a"), message("assistant", "b") | {"train": True}], "completion": "c"},
-         "message 2 has train = true, and a prompt is not in the loss"),
-        ({"messages": TALK, "weight": 0.5}, "here has weight = 0.5, and rows of a source weigh the same"),
-        ({"messages": TALK, "weight": 0}, "here has weight = 0, and rows"),
+        ({"messages": [said("user", "a") | {"loss": "no"}]}, 'message 1 has loss = "no": a message is in the loss'),
+        ({"messages": [said("user", "a"), said("assistant", "b") | {"weight": 0.5}]}, "message 2 has weight = 0.5: "),
+        ({"messages": [said("user", "a") | {"train": True}]}, "but what 'user' says is not in the loss; leave train out"),
+        ({"prompt": [said("user", "a"), said("assistant", "b") | {"train": True}], "completion": "c"},
+         "message 2 has train = true, but a prompt is not in the loss"),
+        ({"messages": TALK, "weight": 0.5}, "here has weight = 0.5, but rows of a source weigh the same"),
+        ({"messages": TALK, "weight": 0}, "here has weight = 0, but rows"),
     ],
 )  # fmt: skip
 def test_weights_that_are_not_honoured_are_refused(chat, row, reason):
     assert reason in refusal(tokens_of, row, chat(), kind=DataError)
-    assert tokens_of({"messages": TALK, "weight": 1}, chat()).says_something
+    assert tokens_of({"messages": TALK, "weight": 1}, chat()).has_counted_tokens
 
 
 def test_a_weight_in_parquet_is_read(chat, tmp_path):
@@ -230,16 +290,11 @@ def test_the_next_role_ends_a_turn_where_it_is_a_stop_token(chat, tmp_path, rows
     (tmp_path / "glm" / "generation_config.json").write_text(json.dumps(stops))
     options = Chat(enable=True)
     there = ChatFormat(options, str(tmp_path / "glm"), 512)
-    talk = [
-        message("user", "a"),
-        message("assistant", "b"),
-        message("observation", "c"),
-        message("assistant", "d"),
-    ]
-    tokens = there.tokens(conversation_of({"messages": talk}, options, ""), "")
+    talk = [said("user", "a"), said("assistant", "b"), said("observation", "c"), said("assistant", "d")]
+    tokens = there.tokens(read_conversation({"messages": talk}, options, ""), "")
     assert tokenizer.decode(tokens.ids[tokens.counted]) == "b<|observation|>d"
     assert there.stops_in(tokens)
-    single = there.tokens(conversation_of({"messages": talk[:2]}, options, ""), "")
+    single = there.tokens(read_conversation({"messages": talk[:2]}, options, ""), "")
     assert not there.stops_in(single)
     path = rows(talk[:2])
     assert "'<|user|>'" in check_dataset("local", path, split="all", chat=there)[1]
@@ -450,8 +505,8 @@ def test_a_checkpoint_of_other_settings_is_not_gone_on_from(chat, rows):
         ({"messages": "hello"}, "FILE, line 2: 'messages' is a text, and not one of JSON"),
         ({"messages": {"role": "user"}}, "'messages' holds a value of type dict"),
         ({"messages": ["hello"]}, "message 1 of 'messages' holds a value of type str"),
-        ({"messages": [{"from": "human", "value": "a"}]}, "message 1 of 'messages' has 'from', 'value', and"),
-        ({"messages": [{"role": "user", "content": None}]}, "has 'role', and needs a role and a content"),
+        ({"messages": [{"from": "human", "value": "a"}]}, "message 1 of 'messages' has 'from', 'value', but"),
+        ({"messages": [{"role": "user", "content": None}]}, "has 'role', but needs a role and a content"),
         ({"messages": [{"role": "user", "content": 3}]}, "holds a value of type int where there should be a text"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
@@ -494,7 +549,7 @@ def test_a_row_of_parquet_is_named_too(chat, tmp_path):
         (
             "{% for m in messages %}{% if m.role == 'assistant' and not loop.last %}(it said){% endif %}"
             "{{ m.role + m.content }}{% endfor %}{% if add_generation_prompt %}assistant{% endif %}",
-            "writes the first 2 messages otherwise",
+            "writes the first 2 messages differently",
         ),
     ],
 )  # fmt: skip

@@ -13,7 +13,7 @@ from tests.support.refusals import refusal
 from titanplans.config import load_job
 from titanplans.config.sections.data import Chat
 from titanplans.errors import DataError
-from titanplans.training.data.chat.messages import FORMATS, conversation_of
+from titanplans.training.data.chat.messages import FORMATS, read_conversation
 
 
 def shared(*turns):
@@ -44,7 +44,7 @@ RIGHT = [
 
 @pytest.mark.parametrize(("row", "options", "expected"), RIGHT)
 def test_rows_become_messages(row, options, expected):
-    conversation = conversation_of(row, Chat(enable=True, **options), "here")
+    conversation = read_conversation(row, Chat(enable=True, **options), "here")
     assert "|".join(f"{m['role']}: {m['content']}" for m in conversation.messages) == expected
     assert all(message.keys() == {"role", "content"} for message in conversation.messages)
 
@@ -59,7 +59,7 @@ def test_calls_of_tools_reach_the_template_in_either_format():
             SHAREGPT,
         ),
     ):  # fmt: skip
-        found = conversation_of(row | {"tools": tools}, Chat(enable=True, **options), "here")
+        found = read_conversation(row | {"tools": tools}, Chat(enable=True, **options), "here")
         assert found.tools == tools
         assert found.messages == [message("user", "a"), {"role": "assistant", **call}, message("tool", "1")]
 
@@ -90,15 +90,15 @@ def test_parquet_gives_what_jsonl_does(chat, rows, tmp_path, table, options):
 
 REFUSED = [
     (shared(("human", "a"), ("bard", "b")), SHAREGPT,
-     "FILE, line 1, message 2 of 'conversations' has from = 'bard', and"),
+     "FILE, line 1, message 2 of 'conversations' has from = 'bard', but"),
     (shared(("human", "a"), ("gpt", " \n")), SHAREGPT, "FILE, line 1, message 2 of 'conversations' is empty"),
-    ({"conversations": [{"from": "human"}]}, SHAREGPT, "FILE, line 1, message 1 of 'conversations' has 'from', and needs"),
-    ({"conversations": [message("user", "a")]}, SHAREGPT, "has 'role', 'content', and needs a from"),
+    ({"conversations": [{"from": "human"}]}, SHAREGPT, "FILE, line 1, message 1 of 'conversations' has 'from', but needs"),
+    ({"conversations": [said("user", "a")]}, SHAREGPT, "has 'role', 'content', but needs a from"),
     (shared(("human", "a")) | {"system": 3}, SHAREGPT, "FILE, line 1: 'system' holds a value of type int"),
     ({"text": "a"}, SHAREGPT, "messages_column = 'conversations': FILE, line 1 has the columns 'text'"),
     (TALK, {}, "messages_column = 'messages': FILE, line 1 has the columns 'conversations', 'id'"),
     (TALK, {}, 'or set format = "sharegpt"'),
-    ({"messages": TALK["conversations"]}, {}, "has 'from', 'value', and needs a role"),
+    ({"messages": TALK["conversations"]}, {}, "has 'from', 'value', but needs a role"),
     ({"messages": TALK["conversations"]}, {}, 'set chat.format = "sharegpt"'),
     (ASK, {}, 'or set format = "alpaca"'),
     (ASK, {"prompt_column": "instruction", "completion_column": "output"}, "prompt_column = 'instruction': FILE, line 1 "

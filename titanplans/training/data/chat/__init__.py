@@ -1,1 +1,1 @@
-"""Conversations: their formats, their template, and which tokens count."""
+"""Conversations: reading messages (`messages.py`), the chat template (`template.py`), tokens and loss (`chat.py`)."""

@@ -1,8 +1,6 @@
-"""Conversations as tokens, and which of them count in the loss.
+"""`ChatFormat` turns rows into conversations of tokens, and decides which tokens count in the loss.
 
-What the assistant says is marked by the chat template itself, `{% generation %}`, or found: each answer begins where the
-conversation before it, with the template's generation prompt, ends. Which messages a row holds is in `messages.py`, how they
-are written in `template.py`.
+`messages.py` says which messages a row holds, `template.py` how the chat template writes them.
 """
 
 import hashlib
@@ -16,12 +14,17 @@ import numpy as np
 
 from titanplans.config.sections.data import Chat
 from titanplans.errors import DataError
-from titanplans.training.data.chat.messages import Conversation, columns_of, conversation_of, laid_out
+from titanplans.training.data.chat.messages import (
+    Conversation,
+    find_columns,
+    read_conversation,
+    resolve_columns,
+)
 from titanplans.training.data.chat.template import ChatTemplate
 
 _log = logging.getLogger(__name__)
 _VERSION = 4
-"""Of what these files make of a row: raise it with a change, so that no cache is read that another version wrote."""
+"""Version of what these modules make of a row. Raise it with a change, so that caches of earlier versions are not used."""
 
 
 @dataclass(frozen=True)
@@ -31,39 +34,50 @@ class Tokens:
     ids: np.ndarray
     """`[n]` int32."""
     counted: np.ndarray
-    """`[n]` bool: which count in the loss."""
+    """`[n]` bool: whether a token counts in the loss."""
 
     def to_bytes(self) -> bytes:
-        """Return both in 4 bytes a token: what doesn't count is complemented, which makes it negative."""
+        """Return ids and `counted` in 4 bytes per token."""
+        # The id of a token that does not count is stored as its complement, which is negative.
         return np.where(self.counted, self.ids, ~self.ids).astype("<i4").tobytes()
 
     @classmethod
     def from_bytes(cls, row: Any) -> "Tokens":
-        """Return what `to_bytes` wrote."""
+        """Return the tokens that `to_bytes` has encoded."""
         signed = np.frombuffer(row, "<i4")
         return cls(np.where(signed < 0, ~signed, signed), signed >= 0)
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __getitem__(self, part: slice) -> "Tokens":
-        return Tokens(self.ids[part], self.counted[part])
+    def __getitem__(self, slice_: slice) -> "Tokens":
+        return Tokens(self.ids[slice_], self.counted[slice_])
 
     @property
-    def says_something(self) -> bool:
-        """Whether any token but the first counts: the first can't be predicted."""
+    def has_counted_tokens(self) -> bool:
+        """Whether any token but the first, which is never predicted, counts."""
         return bool(self.counted[1:].any())
 
 
 class ChatFormat:
-    """Reads rows as conversations by the tokenizer and chat template of `folder`, as `TextColumn` reads rows as text.
+    """Reads rows as conversations, as `TextColumn` reads rows as text.
+
+    Args:
+        chat: [training.chat], or the one of a source.
+        folder: the folder of the tokenizer and its chat template.
+        seq_len: tokens per sequence.
+
+    Attributes:
+        vocabulary: the tokenizer's largest id plus one.
+        stops: ids of the tokens that end generation.
+        key, identity: as of `TextColumn`.
 
     Raises:
         DataError: the tokenizer or the template is missing, or can't be used.
     """
 
     features = {"conversation": "binary", "where": "string"}  # noqa: RUF012
-    """A row's tokens, and the file and the row that they are from."""
+    """Arrow's columns of a row that has been read: its tokens, and its file and row."""
 
     def __init__(self, chat: Chat, folder: str, seq_len: int):
         import transformers
@@ -71,146 +85,154 @@ class ChatFormat:
         self._chat, self.seq_len, self.packing = chat, seq_len, chat.packing
         self._template = ChatTemplate(chat, folder)
         self.vocabulary, self.stops = self._template.vocabulary, frozenset(self._template.stops)
-        self._less = 0  # conversations that this process has left out or cut, of a stream
-        chosen = [chat.train_on, laid_out(chat)]
-        digest = hashlib.sha256(json.dumps([*chosen, *self._template.depends_on]).encode()).hexdigest()[:16]
+        self._shortened_count = 0  # conversations that this process has dropped or truncated
+        options = [chat.train_on, resolve_columns(chat)]
+        digest = hashlib.sha256(json.dumps([*options, *self._template.depends_on]).encode()).hexdigest()[:16]
         self.key = ["chat", digest, transformers.__version__, _VERSION]
         self.identity = {"chat": f"{digest}, train_on = {chat.train_on!r}"}
 
-    def columns(self, there: Sequence[str], where: str) -> list[str]:
-        names = columns_of(there, self._chat, where)
-        found = [getattr(names, field) for field in names._fields if field.endswith("_column")]
-        return [*filter(None, found), *sorted({"tools", "weight"} & set(there))]
+    def columns(self, available: Sequence[str], where: str) -> list[str]:
+        """Return the columns to read of the `available` ones. Raises DataError if one is missing."""
+        names = find_columns(available, self._chat, where)
+        columns = [getattr(names, field) for field in names._fields if field.endswith("_column")]
+        return [*filter(None, columns), *sorted({"tools", "weight"} & set(available))]
 
     def read(self, row: object, where: str) -> dict[str, Any]:
-        """A conversation in which nothing counts has no tokens."""
-        tokens = self.tokens(conversation_of(row, self._chat, where), where)
-        return {"conversation": tokens.to_bytes() if tokens.says_something else b"", "where": where}
+        """Return a row's conversation as Arrow stores it; without tokens if nothing in it counts."""
+        tokens = self.tokens(read_conversation(row, self._chat, where), where)
+        return {"conversation": tokens.to_bytes() if tokens.has_counted_tokens else b"", "where": where}
 
     def fragments(self, record: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """A conversation is one document."""
+        """Yield the record: a conversation is one document."""
         yield record
 
     def document(self, fragment: dict[str, Any]) -> Tokens | None:
-        """None if it is left out. Of rows left out or cut the 1st, 2nd, 4th and so on are logged."""
-        whole, where = Tokens.from_bytes(fragment["conversation"]), fragment["where"]
-        tokens = self.fit(whole, where)
-        if tokens is None or len(tokens) < len(whole):
-            self._less += 1
-            if self._less.bit_count() == 1:
-                said = f"{len(whole):,} tokens" if len(whole) else "nothing in it counts"
+        """Return the tokens of a conversation as they go into a sequence; None if it is left out."""
+        tokens, where = Tokens.from_bytes(fragment["conversation"]), fragment["where"]
+        fitted = self.fit(tokens, where)
+        if fitted is None or len(fitted) < len(tokens):
+            self._shortened_count += 1
+            if self._shortened_count.bit_count() == 1:  # log the 1st, 2nd, 4th, 8th and so on
+                reason = f"{len(tokens):,} tokens" if len(tokens) else "nothing in it counts"
                 _log.info(
-                    f"this process has left out or cut {self._less:,} conversations; the newest: {where}, {said}"
+                    f"this process has left out or cut {self._shortened_count:,} conversations; the newest: {where}, "
+                    f"{reason}"
                 )
-        return tokens
+        return fitted
 
     def tokens(self, conversation: Conversation, where: str) -> Tokens:
-        """Return a conversation's tokens. One that begins in the prompt and ends in an answer counts, as for transformers.
+        """Return a conversation's tokens, and which of them count.
+
+        The chat template marks what the assistant says by `{% generation %}`. Without marks, an answer begins where the
+        conversation before it, with the template's generation prompt, ends. A token that lies partly in an answer counts, as
+        in transformers.
 
         Raises:
-            DataError: the template refuses it, or what the assistant says can't be found.
+            DataError: the template can't write the conversation, or what the assistant says can't be located.
         """
-        conversation = self._template.settled(conversation, where)
+        conversation = self._template.with_parsed_arguments(conversation, where)
         messages, train_on = conversation.messages, self._chat.train_on
         text = self._template.write(conversation, where)
-        written = self._template.tokenise(conversation, where)
-        ids = np.asarray(written["input_ids"], np.int32)
+        encoding = self._template.tokenise(conversation, where)
+        ids = np.asarray(encoding["input_ids"], np.int32)
         answers = [n for n, m in enumerate(messages) if m["role"] == "assistant" and n >= conversation.prompt]
         answers = answers[-1:] if train_on == "last" else answers
         answers = [n for n in answers if n not in conversation.excluded]
-        begin, end = np.asarray(written["offset_mapping"], np.int64).reshape(-1, 2).T
+        begin, end = np.asarray(encoding["offset_mapping"], np.int64).reshape(-1, 2).T
 
-        def within(first: int, last: int) -> np.ndarray:
+        def overlaps(first: int, last: int) -> np.ndarray:
+            """Return which tokens overlap the characters from `first` to `last`."""
             return (begin < last) & (end > first) & (first < last)
 
         if train_on == "all":
             counted = np.ones(len(ids), bool)
             for n in conversation.excluded:
-                counted &= ~within(*self._message(conversation, n, text, where, prompt=False))
+                counted &= ~overlaps(*self._message_span(conversation, n, text, where, prompt=False))
             return Tokens(ids, counted)
         counted = np.zeros(len(ids), bool)
-        if self._template.marked:
-            for first, last in self._marked(conversation, answers, where):
-                counted |= within(first, last)
+        if self._template.has_marks:
+            for first, last in self._marked_spans(conversation, answers, where):
+                counted |= overlaps(first, last)
             return Tokens(ids, counted)
         for n in answers:
             if n == 0:
                 raise DataError(
-                    f"{where}: the assistant begins, and {self._template.shown} has no {{% generation %}} marks, by which "
-                    "alone it could be told what it says; leave the row out, or give a chat_template with them"
+                    f"{where}: the assistant begins, and {self._template.origin} has no {{% generation %}} marks, "
+                    "without which its first answer can't be located; leave the row out, or give a chat_template with them"
                 )
-            answer = within(*self._message(conversation, n, text, where, prompt=True))
+            answer = overlaps(*self._message_span(conversation, n, text, where, prompt=True))
             counted |= answer
             after = int(np.flatnonzero(answer)[-1]) + 1 if answer.any() else len(ids)
-            # In templates like GLM's the next message's role ends the turn.
+            # In templates like GLM's the role of the next message ends the turn. It counts if the answer has no stop token.
             if after < len(ids) and ids[after] in self.stops and not self.stops & set(ids[answer].tolist()):
                 counted[after] = True
         return Tokens(ids, counted)
 
-    def _message(
+    def _message_span(
         self, conversation: Conversation, n: int, text: str, where: str, *, prompt: bool
     ) -> tuple[int, int]:
-        """Return the span of characters of message `n`; with `prompt`, without the beginning of an assistant's answer."""
-        first, last = self._template.length(conversation, n, text, where, prompt=prompt), len(text)
+        """Return the span of message `n` in `text`, in characters; with `prompt`, without the generation prompt."""
+        first, last = self._template.prefix_length(conversation, n, text, where, prompt=prompt), len(text)
         if n + 1 < len(conversation.messages):
-            last = self._template.length(conversation, n + 1, text, where, prompt=False)
+            last = self._template.prefix_length(conversation, n + 1, text, where, prompt=False)
         return first, last
 
-    def _marked(
+    def _marked_spans(
         self, conversation: Conversation, answers: list[int], where: str
     ) -> Iterator[tuple[int, int]]:
-        """Yield the marked spans of `answers`, which are told by how many marks the messages up to them have."""
+        """Yield the marked spans of `answers`, in characters."""
         messages = conversation.messages
         marks = self._template.marks(conversation, len(messages), where)
         if len(answers) == sum(message["role"] == "assistant" for message in messages):
             yield from marks
             return
+        # The marks of an answer are those that the conversation up to it has more than the conversation before it.
         for n in answers:
             before = len(self._template.marks(conversation, n, where)) if n else 0
             after = len(self._template.marks(conversation, n + 1, where))
             if not before < after <= len(marks):
                 raise DataError(
-                    f"{where}: {self._template.shown} has no marks for message {n + 1} alone, to tell it from answers "
+                    f"{where}: {self._template.origin} has no marks of message {n + 1} alone, which tell it from answers "
                     "that are not in the loss; put {% generation %} around each answer, or leave the row out"
                 )
             yield from marks[before:after]
 
     def stops_in(self, tokens: Tokens) -> bool:
-        """Return whether a token at which generation ends counts."""
+        """Return whether a token that ends generation is among the tokens that count."""
         return not self.stops.isdisjoint(tokens.ids[1:][tokens.counted[1:]].tolist())
 
     @property
-    def never_stops(self) -> str:
-        """Return in words that no conversation teaches the model to end its turn, and what to do."""
+    def missing_stop_note(self) -> str:
+        """A warning that no conversation teaches the model to end its turn, and what to do."""
         names = " or ".join(map(repr, self._template.stops.values())) or "none is named"
         remedy = "write one at the end of each answer in a chat_template"
-        if self._template.marked:
+        if self._template.has_marks:
             remedy = "put one inside its {% generation %} marks"
         return (
-            f"{self._template.shown}: no answer ends in a stop token ({names}, by eos_token in tokenizer_config.json and "
+            f"{self._template.origin}: no answer ends in a stop token ({names}, by eos_token in tokenizer_config.json and "
             f"eos_token_id in generation_config.json), so the model does not learn to end its turn; {remedy}, or name "
             "the token that ends a turn in eos_token_id"
         )
 
     def fit(self, tokens: Tokens, where: str) -> Tokens | None:
-        """Return a conversation as it goes into a sequence; None if it is left out.
+        """Truncate a conversation to a sequence as the options say; None if it is left out, or nothing in it counts.
 
         Raises:
-            DataError: it is too long, under truncation = "error".
+            DataError: it is too long, with truncation = "error".
         """
-        most = self.seq_len + 1
-        if len(tokens) > most:
+        limit = self.seq_len + 1
+        if len(tokens) > limit:
             if self._chat.truncation == "error":
                 raise DataError(
-                    f'{where} has {len(tokens)} tokens, more than seq_len + 1 = {most}, and truncation = "error"; raise '
+                    f'{where} has {len(tokens)} tokens, more than seq_len + 1 = {limit}, and truncation = "error"; raise '
                     'seq_len, leave the row out, or set chat.truncation to "drop", "left" or "right"'
                 )
-            cuts = {"drop": slice(0), "left": slice(-most, None), "right": slice(most)}
-            tokens = tokens[cuts[self._chat.truncation]]
-        return tokens if tokens.says_something else None
+            slices = {"drop": slice(0), "left": slice(-limit, None), "right": slice(limit)}
+            tokens = tokens[slices[self._chat.truncation]]
+        return tokens if tokens.has_counted_tokens else None
 
-    def what_is_left_out(self) -> str:
-        """Return in words why all rows of a data set may have been left out."""
+    def describe_exclusions(self) -> str:
+        """Return a phrase that says what a data set lacks if all its rows are left out."""
         return (
             f"no conversation in which the assistant says something, within seq_len = {self.seq_len} tokens "
             f'(chat.train_on = "{self._chat.train_on}", truncation = "{self._chat.truncation}")'

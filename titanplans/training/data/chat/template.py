@@ -1,7 +1,4 @@
-"""The chat template of a tokenizer's folder, as transformers applies it: Jinja in a sandbox; and its limits.
-
-Which of the tokens count in the loss is decided in `chat.py`.
-"""
+"""`ChatTemplate`: write and tokenise conversations by a chat template, as transformers applies it, and refuse bad ones."""
 
 import contextlib
 import copy
@@ -15,28 +12,34 @@ from typing import Any
 
 from titanplans.config.sections.data import Chat
 from titanplans.errors import DataError
-from titanplans.training.data.chat.messages import SAID_ELSEWHERE, Conversation
-from titanplans.training.data.reading import refusing
+from titanplans.training.data.chat.messages import OTHER_CONTENT_KEYS, Conversation
+from titanplans.training.data.reading import as_data_error
 
 _MARKS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""As transformers looks for it."""
+"""The pattern by which transformers looks for it."""
 _LOOKS_LIKE_A_TOKEN = re.compile("<[|\uff5c][^<>|\uff5c\\s{}]+[|\uff5c]>")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _REMEDY = "repair the template or the row, or leave the row out"
 _DATE = (
-    "; if the template asks for the date (strftime_now), which is not given, since another day's start would read other "
+    "; if the template asks for the date (strftime_now), which is not available, since another day's run would read other "
     "data: give the variable that it takes instead in chat_template_kwargs, such as date_string, or a template of your own"
 )
 
 
 class ChatTemplate:
-    """Writes conversations out, and tokenises them, by the tokenizer and the template of `folder`.
+    """Writes conversations as text and tokenises them, with the tokenizer and the chat template of a folder.
+
+    Args:
+        chat: [training.chat], or the one of a source.
+        folder: of the tokenizer.
 
     Attributes:
-        shown: where the template is from, in words.
-        marked: whether it marks the assistant's words: `{% generation %}`.
-        stops: ids of the tokens at which generation ends, by the files of `folder`, with their texts.
+        origin: where the template is from, for messages.
+        has_marks: whether it marks what the assistant says by `{% generation %}`.
+        vocabulary: the tokenizer's largest id plus one.
+        stops: the tokens that end generation, according to the files of the folder: id -> text.
+        depends_on: JSON values that the tokens of a conversation depend on.
 
     Raises:
         DataError: the tokenizer or the template is missing, or can't be used.
@@ -47,33 +50,33 @@ class ChatTemplate:
 
         where = f"hf_assets_path = {folder!r}"
         files = sorted(Path(folder).glob("*.json")) + sorted(Path(folder).glob("*.jinja"))
-        with refusing(f"{where}: its tokenizer can't be used", "give another"):
+        with as_data_error(f"{where}: its tokenizer can't be used", "give another"):
             tokenizer = _load(folder, tuple((file.name, file.stat().st_mtime_ns) for file in files))
         if not isinstance(tokenizer, transformers.PreTrainedTokenizerFast):
             raise DataError(
-                f"{where}: its tokenizer, {type(tokenizer).__name__}, doesn't say where its tokens lie in the text; give "
+                f"{where}: its tokenizer, {type(tokenizer).__name__}, returns no offsets of tokens in the text; give "
                 "one with a tokenizer.json"
             )
         self._tokenizer, self._train_on = tokenizer, chat.train_on
-        self._template, self.shown = _find(chat.chat_template, tokenizer, where)
-        self.marked = _GENERATION.search(self._template) is not None
+        self._template, self.origin = _find_template(chat.chat_template, tokenizer, where)
+        self.has_marks = _GENERATION.search(self._template) is not None
         variables: dict[str, Any] = dict(chat.chat_template_kwargs or {})
-        taken = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages", "strftime_now"}
-        if taken := taken & variables.keys():
+        reserved = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages", "strftime_now"}
+        if reserved := reserved & variables.keys():
             raise DataError(
-                f"chat_template_kwargs has {min(taken)!r}, which is no variable of a template's own; leave it out"
+                f"chat_template_kwargs has {min(reserved)!r}, which is an argument of transformers; leave it out"
             )
-        with refusing(f"{self.shown} is no valid Jinja", "repair it"):
-            unset = _unset(self._template, {*tokenizer.special_tokens_map, *variables})
+        with as_data_error(f"{self.origin} is no valid Jinja", "repair it"):
+            unset = _unset_tokens(self._template, {*tokenizer.special_tokens_map, *variables})
         if unset:
             raise DataError(
-                f"{self.shown} writes {unset[0]}, which tokenizer_config.json does not define: nothing would stand there; "
+                f"{self.origin} writes {unset[0]}, which tokenizer_config.json does not define: nothing would stand there; "
                 f"define it, or give {unset[0]} in chat_template_kwargs"
             )
+        # strftime_now = None makes a template fail that asks for the date: the data would depend on the day of the run.
         self._variables: dict[str, Any] = tokenizer.special_tokens_map | variables | {"strftime_now": None}
         self.vocabulary = max(tokenizer.get_vocab().values()) + 1
-        """One more than the largest id."""
-        self._no_tokens = set(_LOOKS_LIKE_A_TOKEN.findall(self._template)) - tokenizer.get_vocab().keys()
+        self._unknown_marks = set(_LOOKS_LIKE_A_TOKEN.findall(self._template)) - tokenizer.get_vocab().keys()
         self.stops = {id_: tokenizer.decode([id_]) for id_ in _stop_ids(tokenizer, Path(folder))}
         self.depends_on = [
             self._template,
@@ -81,19 +84,18 @@ class ChatTemplate:
             tokenizer.backend_tokenizer.to_str(),
             sorted(self.stops),
         ]
-        """JSON values."""
 
     def write(self, conversation: Conversation, where: str) -> str:
-        """Return a conversation as text.
+        """Return a conversation as text; `where` is its file and row, for messages.
 
         Raises:
-            DataError: the template refuses it, leaves a message out, or writes a mark that is no token; names `where`.
+            DataError: the template refuses it, leaves a message out, or writes a mark that is not a token.
         """
         text = self._text(conversation, len(conversation.messages), where)
-        for mark in self._no_tokens:
+        for mark in self._unknown_marks:
             if mark in text:
                 raise DataError(
-                    f"{self.shown} writes {mark!r}, which is no token of the tokenizer, and would be read as text; add it "
+                    f"{self.origin} writes {mark!r}, which is no token of the tokenizer, and would be read as text; add it "
                     "to the tokenizer and the model's vocabulary, or take the template that belongs to the tokenizer"
                 )
         messages = conversation.messages
@@ -101,46 +103,46 @@ class ChatTemplate:
             content = message.get("content", "")
             if content.strip() in text:
                 continue
-            # Written in another way, or not at all?
+            # The content may be written in another form. It is left out if a change of it changes nothing.
             other = [*messages[:n], message | {"content": f"{content} x"}, *messages[n + 1 :]]
             if self._text(conversation._replace(messages=other), len(messages), where) == text:
                 raise DataError(
-                    f"{where}: {self.shown} leaves out what {message['role']!r} says in message {n + 1}; rename the role, "
+                    f"{where}: {self.origin} leaves out what {message['role']!r} says in message {n + 1}; rename the role, "
                     "or leave the row out"
                 )
         for n, message in enumerate(messages):
-            for group in SAID_ELSEWHERE:
-                said = {key: value for key in group if (value := message.get(key))}
-                if said and not self._writes(conversation, n, said, text, where):
+            for group in OTHER_CONTENT_KEYS:
+                values = {key: value for key in group if (value := message.get(key))}
+                if values and not self._is_written(conversation, n, values, text, where):
                     raise DataError(
-                        f"{where}: {self.shown} leaves out the {min(said)} of message {n + 1}; give a chat_template that "
-                        "writes it, or leave the row out"
+                        f"{where}: {self.origin} leaves out the {min(values)} of message {n + 1}; give a chat_template "
+                        "that writes it, or leave the row out"
                     )
         return text
 
-    def _writes(
-        self, conversation: Conversation, n: int, said: dict[str, Any], text: str, where: str
+    def _is_written(
+        self, conversation: Conversation, n: int, values: dict[str, Any], text: str, where: str
     ) -> bool:
-        """Return whether the values that message `n` has apart from its content are written, while it is the last."""
-        if any(isinstance(value, str) and value.strip() in text for value in said.values()):
+        """Return whether `values` of message `n`, besides its content, are written when it is the last message."""
+        if any(isinstance(value, str) and value.strip() in text for value in values.values()):
             return True
         *before, message = conversation.messages[: n + 1]
         message = {"content": "", **message}
-        without = {key: value for key, value in message.items() if key not in said}
-        with_them = self._text(conversation._replace(messages=[*before, message]), n + 1, where)
+        without = {key: value for key, value in message.items() if key not in values}
+        text_with = self._text(conversation._replace(messages=[*before, message]), n + 1, where)
         try:
-            return with_them != self._text(conversation._replace(messages=[*before, without]), n + 1, where)
+            return text_with != self._text(conversation._replace(messages=[*before, without]), n + 1, where)
         except DataError:
-            return True  # without them the template refuses the message
+            return True  # the template refuses the message without them, so it uses them
 
-    def settled(self, conversation: Conversation, where: str) -> Conversation:
-        """Return the conversation with arguments of tool calls parsed where the template can't take them as JSON texts.
-
-        OpenAI gives them as texts, which templates for objects quote a second time or refuse; others take texts alone.
+    def with_parsed_arguments(self, conversation: Conversation, where: str) -> Conversation:
+        """Return the conversation, with the arguments of tool calls parsed if the template does not take them as JSON text.
 
         Raises:
-            DataError: neither can be written, or a text is no JSON; names `where`.
+            DataError: an argument is not valid JSON.
         """
+        # OpenAI's format has JSON texts. Some templates take objects, and quote a text a second time or refuse it; others
+        # take texts.
         texts = [call["arguments"] for call in _calls(conversation) if isinstance(call["arguments"], str)]
         if not texts:
             return conversation
@@ -151,63 +153,61 @@ class ChatTemplate:
         parsed = conversation._replace(messages=copy.deepcopy(conversation.messages))
         for call in _calls(parsed):
             if isinstance(call["arguments"], str):
-                with refusing(
+                with as_data_error(
                     f"{where}: the arguments of a tool call are no JSON", "repair the row or leave it out"
                 ):
                     call["arguments"] = json.loads(call["arguments"])
         return parsed
 
     def tokenise(self, conversation: Conversation, where: str) -> Any:
-        """Return what transformers makes of it: input_ids and offset_mapping."""
+        """Return transformers' encoding of a conversation, with input_ids and offset_mapping."""
         offsets = {"return_offsets_mapping": True}
         n = len(conversation.messages)
         return self._apply(conversation, n, where, return_dict=True, tokenizer_kwargs=offsets)
 
     def marks(self, conversation: Conversation, messages: int, where: str) -> list[tuple[int, int]]:
-        """Return the text between a marked template's marks, of the first messages, as characters from and to.
-
-        By tokens transformers' assistant_masks say it, too, but not where a tokenizer leaves spaces out of the places of its
-        tokens, as Llama 3's does: a mark that begins there ends the search, one that ends there lasts to the end.
-        """
+        """Return the spans between the marks of `{% generation %}` in the first `messages`, in characters."""
+        # Not transformers' assistant_masks, which have them by token: if a tokenizer leaves spaces out of its offsets, as
+        # Llama 3's does, a mark that begins at a space ends the search, and one that ends at a space lasts to the end.
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        with refusing(f"{where}: {self.shown} can't write the conversation", _REMEDY):
-            written: Any = render_jinja_template(
+        with as_data_error(f"{where}: {self.origin} can't write the conversation", _REMEDY):
+            rendered: Any = render_jinja_template(
                 [conversation.messages[:messages]],
                 tools=conversation.tools,
                 chat_template=self._template,
                 return_assistant_tokens_mask=True,
                 **self._variables,
             )
-        return written[1][0]
+        return rendered[1][0]
 
-    def length(
+    def prefix_length(
         self, conversation: Conversation, messages: int, text: str, where: str, *, prompt: bool
     ) -> int:
-        """Return how many characters of `text`, which `write` returned, the first messages are.
+        """Return the number of characters of the first `messages` in `text`, which `write` returned.
 
-        With `prompt`, followed by the template's beginning of the assistant's answer.
+        With `prompt` it includes the generation prompt, the template's beginning of an answer.
 
         Raises:
-            DataError: by themselves they are written otherwise.
+            DataError: the template writes these messages differently when others follow.
         """
-        begins = self._text(conversation, messages, where, prompt=prompt) if messages else ""
-        if not text.startswith(begins):
+        prefix = self._text(conversation, messages, where, prompt=prompt) if messages else ""
+        if not text.startswith(prefix):
             last = ' or train_on = "last",' if self._train_on != "last" else ""
             raise DataError(
-                f"{where}: {self.shown} writes the first {messages} messages otherwise where others follow, so "
-                "what the assistant says can't be found in the whole; give a chat_template with {% generation %} around it,"
+                f"{where}: {self.origin} writes the first {messages} messages differently when others follow, so what "
+                "the assistant says can't be located; give a chat_template with {% generation %} around it,"
                 f"{last} or leave the row out"
             )
-        return len(begins)
+        return len(prefix)
 
     def _text(self, conversation: Conversation, messages: int, where: str, *, prompt: bool = False) -> str:
         return self._apply(conversation, messages, where, tokenize=False, add_generation_prompt=prompt)
 
     def _apply(self, conversation: Conversation, messages: int, where: str, **options: Any) -> Any:
-        """transformers' apply_chat_template of the first messages."""
+        """Call transformers' apply_chat_template for the first `messages`."""
         remedy = _REMEDY + (_DATE if "strftime_now" in self._template else "")
-        with refusing(f"{where}: {self.shown} can't write the conversation", remedy):
+        with as_data_error(f"{where}: {self.origin} can't write the conversation", remedy):
             return self._tokenizer.apply_chat_template(
                 conversation.messages[:messages],
                 tools=conversation.tools,
@@ -218,7 +218,7 @@ class ChatTemplate:
 
 
 def _calls(conversation: Conversation) -> Iterator[dict[str, Any]]:
-    """Yield the called functions that have arguments."""
+    """Yield the functions with arguments of all tool calls."""
     for message in conversation.messages:
         calls = message.get("tool_calls")
         for call in calls if isinstance(calls, list) else []:
@@ -228,11 +228,11 @@ def _calls(conversation: Conversation) -> Iterator[dict[str, Any]]:
 
 
 def _stop_ids(tokenizer: Any, folder: Path) -> set[int]:
-    """Return the ids at which generation ends: of the tokenizer's eos_token, and of the configs in its folder."""
+    """Return the ids of the tokens that end generation: the tokenizer's eos_token, and eos_token_id of the configs."""
     stops = {tokenizer.eos_token_id}
     for name in ("config.json", "generation_config.json"):
         if (folder / name).is_file():
-            with refusing(f"{folder / name} can't be read", "repair it"):
+            with as_data_error(f"{folder / name} can't be read", "repair it"):
                 ids = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
                 stops |= set(ids) if isinstance(ids, list) else {ids}
     return {id_ for id_ in stops if isinstance(id_, int)}
@@ -240,37 +240,39 @@ def _stop_ids(tokenizer: Any, folder: Path) -> set[int]:
 
 @functools.lru_cache(maxsize=1)
 def _load(folder: str, _states: tuple[tuple[str, int], ...]) -> Any:
-    """Load transformers' tokenizer of a folder, again only if its files have changed: each validation asks."""
+    """Load transformers' tokenizer of a folder; cached, as each validation needs it, until a file's state changes."""
     import transformers
 
     return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
-def _find(path: str | None, tokenizer: Any, where: str) -> tuple[str, str]:
-    """The template, and where it is from in words."""
+def _find_template(path: str | None, tokenizer: Any, where: str) -> tuple[str, str]:
+    """Return the template, and a description of where it is from."""
     if path is not None:
-        with refusing(f"chat_template = {path!r} can't be read", "name a Jinja file"):
+        with as_data_error(f"chat_template = {path!r} can't be read", "name a Jinja file"):
             return Path(path).read_text(encoding="utf-8"), f"chat_template = {path!r}"
     if tokenizer.chat_template is None:
         raise DataError(
             f"{where}: its tokenizer has no chat template (no chat_template.jinja, and no chat_template in "
             "tokenizer_config.json); give a folder that has one, or a Jinja file in chat.chat_template"
         )
-    with refusing(where, "name a Jinja file in chat.chat_template"):  # several, and no default
+    # Fails for a tokenizer with several templates and no default.
+    with as_data_error(where, "name a Jinja file in chat.chat_template"):
         return tokenizer.get_chat_template(), f"{where}: its chat template"
 
 
-def _unset(template: str, known: Collection[str]) -> list[str]:
-    """The special tokens that a template writes untested and that are not `known`: Jinja writes nothing for them."""
+def _unset_tokens(template: str, defined: Collection[str]) -> list[str]:
+    """Return the special tokens that a template writes without a test although they are not defined."""
+    # Jinja would write nothing for them.
     from jinja2 import Environment, nodes
 
     def names(node: Any) -> set[str]:
-        own = {node.name} if isinstance(node, nodes.Name) else set()
-        return own | {name.name for name in node.find_all(nodes.Name)}
+        name = {node.name} if isinstance(node, nodes.Name) else set()
+        return name | {child.name for child in node.find_all(nodes.Name)}
 
     tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_MARKS.sub("", template))
     tests = [node.test for node in tree.find_all((nodes.If, nodes.CondExpr))]
     tests += tree.find_all((nodes.Test, nodes.Or, nodes.And))
     tests += [node for node in tree.find_all(nodes.Filter) if node.name in ("default", "d")]
     tested = set().union(*map(names, tests))
-    return [name for name in _SPECIAL if name in names(tree) - tested and name not in known]
+    return [name for name in _SPECIAL if name in names(tree) - tested and name not in defined]

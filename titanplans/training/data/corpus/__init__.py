@@ -1,1 +1,1 @@
-"""Corpora: files, data sets of the hub, and their documents in order."""
+"""Corpora: local files (`local.py`), rows of files (`rows.py`), data sets of the hub (`hub.py`), order (`sources.py`)."""

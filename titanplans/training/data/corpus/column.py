@@ -1,7 +1,4 @@
-"""The column of texts: which rows of a file are documents, and which end the job; and where a long text is cut.
-
-It is cut at a line's end, else at a space, else between two characters.
-"""
+"""`TextColumn` reads a column of texts; `boundary` says where long texts are cut into documents."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -10,16 +7,19 @@ from titanplans.errors import DataError
 from titanplans.training.data.reading import expect
 
 FRAGMENT_BYTES = 64 * 1024
-"""Bytes of a document at most, about; longer text files and rows are cut at a line end."""
+"""The approximate maximum of bytes in a document; longer text files and rows are cut."""
 
 
 class TextColumn:
-    """Reads rows of text.
+    """Reads a column of texts.
+
+    Args:
+        name: of the column; dotted for a field within a field, "content.body".
 
     Attributes:
-        key: a JSON value on which a cached row depends, next to the files.
-        features: Arrow's columns and types of a row that has been read.
-        identity: what must be the same for a checkpoint to go on.
+        key: a JSON value that cached rows depend on, besides the files.
+        features: names and types of Arrow's columns for a row that has been read.
+        identity: values that must be as in a checkpoint for a position to mean the same document.
     """
 
     def __init__(self, name: str):
@@ -27,33 +27,31 @@ class TextColumn:
         self.features = {name: "string"}
         self.identity = {"text_column": name, "piece_bytes": FRAGMENT_BYTES}
 
-    def columns(self, there: Sequence[str], where: str) -> list[str]:
-        """Return the columns that are read of those that a file has. Raises DataError where one is missing."""
+    def columns(self, available: Sequence[str], where: str) -> list[str]:
+        """Return the columns to read of the `available` ones. Raises DataError if the column is missing."""
         first = self.name.partition(".")[0]
-        if self.name not in there and first in there:
-            return [first]  # a field in a field: "content.body"
-        if self.name not in there:
-            found = ", ".join(map(repr, sorted(there)))
+        if self.name not in available and first in available:
+            return [first]  # a field within a field
+        if self.name not in available:
+            names = ", ".join(map(repr, sorted(available)))
             raise DataError(
-                f"text_column = {self.name!r}: {where} has the columns {found}; name the one with the text"
+                f"text_column = {self.name!r}: {where} has the columns {names}; name the one with the text"
             )
         return [self.name]
 
     def read(self, row: object, where: str) -> dict[str, str]:
-        """Return a row as Arrow holds it. Raises DataError, which names `where`, for one that can't be used."""
-        found = expect(row, dict, where, f"an object with {self.name!r}", "repair the file or leave it out")
-        (column,) = self.columns(list(found), where)
-        value = found[column]
+        """Return a row as Arrow stores it. Raises DataError, which names `where`, if it can't be used."""
+        fields = expect(row, dict, where, f"an object with {self.name!r}", "repair the file or leave it out")
+        (column,) = self.columns(list(fields), where)
+        value = fields[column]
         for key in self.name.split(".")[1:] if column != self.name else ():
             value = value.get(key) if isinstance(value, dict) else None
-        where, remedy = (
-            f"text_column = {self.name!r}: {where}",
-            "name a column of texts, or leave such rows out",
-        )
+        where = f"text_column = {self.name!r}: {where}"
+        remedy = "name a column of texts, or leave such rows out"
         return {self.name: expect(value, str, where, "texts", remedy)}
 
     def fragments(self, record: dict[str, str]) -> Iterator[dict[str, str]]:
-        """Cut a row into its documents, each as Arrow holds it."""
+        """Yield the documents of a row, each as Arrow stores it."""
         return ({self.name: fragment} for fragment in fragments(self.read(record, "a row")[self.name]))
 
     def document(self, fragment: dict[str, str]) -> str:
@@ -61,37 +59,39 @@ class TextColumn:
         return fragment[self.name]
 
 
-def boundary(read: Callable[[int, int], bytes | memoryview], offset: int, most: int, size: int) -> int:
-    """Return the offset of the first line that begins at byte `offset` or later, at most `most` bytes further.
+def boundary(read: Callable[[int, int], bytes | memoryview], offset: int, length: int, size: int) -> int:
+    """Return where to cut a text near byte `offset`: at the first line that begins there or at most `length` bytes later.
 
-    If there is none, cut after the first space from `offset` on, else at the end of the text if that is as near, else
-    before the first character.
+    If no line begins there, cut after the first space; else at the end of the text, if that is within `length` bytes; else
+    before the first character, in the sense of UTF-8.
 
     Args:
-        read: returns the bytes from an offset on, as many as asked for or as there are.
-        offset: an offset in the text.
-        most: the length of a fragment.
-        size: of the text, in bytes; no cut lies beyond.
+        read: returns the bytes from an offset on, as many as asked for, or fewer at the end.
+        offset: where the cut would be without lines.
+        length: the length of a fragment, in bytes.
+        size: the size of the text, in bytes.
     """
     if offset <= 0 or offset >= size:
         return min(max(offset, 0), size)
-    seen = bytes(read(offset - 1, most + 1))
+    window = bytes(read(offset - 1, length + 1))
     for mark in (b"\n", b" "):
-        if (found := seen.find(mark)) >= 0:
-            return offset + found
-    if offset + most >= size:
+        if (index := window.find(mark)) >= 0:
+            return offset + index
+    if offset + length >= size:
         return size
-    return offset + next((i for i, byte in enumerate(seen[1:4]) if byte & 0xC0 != 0x80), 3)
+    # Skip the continuation bytes of a character, at most 3.
+    return offset + next((i for i, byte in enumerate(window[1:4]) if byte & 0xC0 != 0x80), 3)
 
 
 def fragments(text: str) -> Iterator[str]:
-    """Yield the documents that a row's text is cut into: the text itself, if it isn't long."""
-    if len(text) * 4 <= FRAGMENT_BYTES or len(row := text.encode()) <= FRAGMENT_BYTES:
+    """Yield the documents that a row's text is cut into; a short text is one document."""
+    # A character has at most 4 bytes, so most texts need not be encoded to see that they are short.
+    if len(text) * 4 <= FRAGMENT_BYTES or len(encoded := text.encode()) <= FRAGMENT_BYTES:
         yield text
         return
     offsets = [
-        boundary(lambda offset, n: row[offset : offset + n], p, FRAGMENT_BYTES, len(row))
-        for p in range(0, len(row), FRAGMENT_BYTES)
+        boundary(lambda offset, n: encoded[offset : offset + n], start, FRAGMENT_BYTES, len(encoded))
+        for start in range(0, len(encoded), FRAGMENT_BYTES)
     ]
-    for begin, end in itertools.pairwise([*offsets, len(row)]):
-        yield row[begin:end].decode()
+    for begin, end in itertools.pairwise([*offsets, len(encoded)]):
+        yield encoded[begin:end].decode()

@@ -1,8 +1,6 @@
-"""Local corpora: the files that a path stands for, their split, and text files cut into documents.
+"""Local corpora: the files that a path names (`find_files`), their split, and text files cut into documents (`TextFiles`).
 
-A corpus that comes without a split of its own gets one that is the same on every rank and in every run: one part in twenty
-is kept for validation. No random state is involved, so the sides of a split never meet, whatever the job's seed. Rows of
-.jsonl and .parquet files are in `rows.py`. The order over an epoch is decided in `sources.py`.
+`rows.py` reads the rows of .jsonl and .parquet files, `sources.py` decides the order of an epoch.
 """
 
 import glob
@@ -17,85 +15,86 @@ import numpy as np
 
 from titanplans.errors import DataError
 from titanplans.training.data.corpus.column import FRAGMENT_BYTES, boundary
-from titanplans.training.data.reading import refusing
+from titanplans.training.data.reading import as_data_error
 
 FORMATS = {"text": (".txt", ".md", ".py"), "json": (".jsonl", ".json"), "parquet": (".parquet",)}
 """Format -> the extensions of its files. The names are those of the `datasets` library's builders."""
 SPLITS = ("train", "validation", "all")
 VALIDATION_EVERY = 20
-"""One file, or document, in this many is for validation."""
+"""One in this many files or documents is for validation. No random state is involved: a split is the same on every rank, in
+every run and for every seed."""
 
 
-def find_files(path: str, wanted: str | None = None) -> tuple[Path, list[Path], str]:
-    """Return the files that `path` (a file, a folder or a glob; `**` descends) stands for.
+def find_files(path: str, file_format: str | None = None) -> tuple[Path, list[Path], str]:
+    """Return the files that `path` names: a file, a folder or a glob, in which `**` descends.
 
     Args:
         path: the job's `dataset_path`.
-        wanted: a key of FORMATS, or None to go by the extensions.
+        file_format: a key of FORMATS; None: decide by the extensions.
 
     Returns:
-        The folder that relative names start from, the files sorted by name, their format.
+        The folder that names of files are relative to, the files sorted by name, and their format.
 
     Raises:
-        DataError: nothing there, nothing of a known format, or more than one format.
+        DataError: there is no file with content, none of a known format, or files of several formats.
     """
     shown = f"dataset_path = {path!r}"
     try:
-        root, found = _below(path)
-        found = sorted(file for file in found if file.is_file() and file.stat().st_size > 0)
-    except OSError as error:  # a name that is too long, a folder that may not be read
+        root, candidates = _candidate_files(path)
+        candidates = sorted(file for file in candidates if file.is_file() and file.stat().st_size > 0)
+    except OSError as error:  # e.g. a name that is too long, or a folder that may not be read
         where = f" {error.filename}" if error.filename not in (None, path) else ""
         raise DataError(
-            f"{shown}:{where} can't be read ({error.strerror}); name a folder that holds texts alone, and may be read"
+            f"{shown}:{where} can't be read ({error.strerror}); name a folder that holds texts only, and may be read"
         ) from error
-    if not found:
+    if not candidates:
         raise DataError(
             f"{shown}: there is no file with anything in it; give a file, a folder or a glob such as 'corpus/*.jsonl'"
         )
-    if wanted is not None and not Path(path).is_dir():
-        return root, found, wanted
-    formats = {wanted: FORMATS[wanted]} if wanted is not None else FORMATS
+    if file_format is not None and not Path(path).is_dir():
+        return root, candidates, file_format
+    formats = {file_format: FORMATS[file_format]} if file_format is not None else FORMATS
     by_format = {
-        name: [file for file in found if file.suffix.lower() in extensions]
+        name: [file for file in candidates if file.suffix.lower() in extensions]
         for name, extensions in formats.items()
     }
     by_format = {name: files for name, files in by_format.items() if files}
     supported = ", ".join(extension for extensions in formats.values() for extension in extensions)
     if not by_format:
-        there = ", ".join(sorted({file.suffix or file.name for file in found})[:8])
-        raise DataError(f"{shown}: holds {there}; the extensions read are {supported}")
+        extensions = ", ".join(sorted({file.suffix or file.name for file in candidates})[:8])
+        raise DataError(f"{shown}: holds {extensions}; the extensions read are {supported}")
     if len(by_format) > 1:
-        there = " and ".join(f"{len(files)} {name}" for name, files in by_format.items())
+        counts = " and ".join(f"{len(files)} {name}" for name, files in by_format.items())
         raise DataError(
-            f"{shown}: holds {there} files; name one format with dataset = 'text', 'json' or 'parquet'"
+            f"{shown}: holds {counts} files; name one format with dataset = 'text', 'json' or 'parquet'"
         )
     ((name, files),) = by_format.items()
     return root, files, name
 
 
-def _below(path: str) -> tuple[Path, list[Path]]:
-    """Return the folder that `path` starts from, and every file that it stands for, but hidden ones in a folder."""
-    given = Path(path)
-    if given.is_file():
-        return given.parent, [given]
-    if given.is_dir():
-        root, found = given, walk(given)
+def _candidate_files(path: str) -> tuple[Path, list[Path]]:
+    """Return the folder that `path` starts from, and all files that it names; of a folder, without hidden files."""
+    path_ = Path(path)
+    if path_.is_file():
+        return path_.parent, [path_]
+    if path_.is_dir():
+        root, files = path_, walk(path_)
     elif glob.has_magic(path):
-        root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), given.parts))
-        found = map(Path, glob.iglob(path, recursive=True))
+        root = Path(*itertools.takewhile(lambda name: not glob.has_magic(name), path_.parts))
+        files = map(Path, glob.iglob(path, recursive=True))
     else:
         raise DataError(
             f"dataset_path = {path!r}: no such file or folder; give a file, a folder or a glob such as 'corpus/*.jsonl'"
         )
-    if root.resolve() == Path(root.anchor or "/") and (given.is_dir() or "**" in given.parts):
+    if root.resolve() == Path(root.anchor or "/") and (path_.is_dir() or "**" in path_.parts):
         raise DataError(
             f"dataset_path = {path!r}: that is every file of this machine; name the folder with the texts"
         )
-    return root, list(found)
+    return root, list(files)
 
 
 def walk(folder: Path) -> Iterator[Path]:
-    """Yield the files in a folder and below, but hidden ones; none if there is no such folder."""
+    """Yield the files in a folder and its subfolders, without hidden ones; nothing if there is no such folder."""
     if not folder.is_dir():
         return
 
@@ -108,27 +107,33 @@ def walk(folder: Path) -> Iterator[Path]:
 
 
 def split_names(names: Sequence[str], split: str) -> list[int]:
-    """Return the indices into `names` (paths relative to the corpus) that belong to `split`.
+    """Return the indices of the `names` that belong to `split`; names are paths relative to the corpus.
 
-    Validation gets the names with the smallest hashes, one in twenty, rounded up: it is never empty and never lopsided, and
-    moving the corpus to another folder moves no file to the other side.
+    Validation gets the names with the smallest hashes, one in 20, rounded up. So it is never empty, and moving the corpus
+    to another folder does not change the split.
     """
     by_hash = sorted(range(len(names)), key=lambda i: hashlib.sha256(names[i].encode()).digest())
-    held_out = set(by_hash[: -(-len(names) // VALIDATION_EVERY)])
-    return [i for i in range(len(names)) if split == "all" or (i in held_out) == (split == "validation")]
+    validation = set(by_hash[: -(-len(names) // VALIDATION_EVERY)])
+    return [i for i in range(len(names)) if split == "all" or (i in validation) == (split == "validation")]
 
 
-def in_split(numbers: np.ndarray, split: str) -> np.ndarray:
-    """Whether each document, by its number, belongs to `split`: every twentieth, from the first on, is for validation."""
-    return (split == "all") | ((numbers % VALIDATION_EVERY == 0) == (split == "validation"))
+def in_split(indices: np.ndarray, split: str) -> np.ndarray:
+    """Return whether each document, by its index, belongs to `split`: every 20th, beginning with 0, is for validation."""
+    return (split == "all") | ((indices % VALIDATION_EVERY == 0) == (split == "validation"))
 
 
 class TextFiles:
-    """Documents cut from UTF-8 text files, about `fragment_bytes` each, at line ends.
+    """Documents cut from UTF-8 text files at line ends, about `fragment_bytes` each.
 
-    The constructor reads only the files' sizes. A fragment holds the lines that begin in its range of bytes (a longer line
-    is cut), so that the fragments of a file concatenate to the file. Twenty files or more are split by file; of fewer,
-    every twentieth fragment is for validation.
+    The constructor reads only the files' sizes. A fragment holds the lines that begin in its range of bytes (longer lines
+    are cut), so that the fragments of a file concatenate to the file. 20 files or more are split by file; of fewer files,
+    every 20th fragment is for validation.
+
+    Args:
+        root: the folder that names of files are relative to.
+        files: the files.
+        split: "train", "validation" or "all".
+        fragment_bytes: the approximate size of a document.
     """
 
     def __init__(
@@ -136,52 +141,53 @@ class TextFiles:
     ) -> None:
         self.fragment_bytes, self.identity = fragment_bytes, {"piece_bytes": fragment_bytes}
         names = [file.relative_to(root).as_posix() for file in files]
-        by_file = len(files) >= VALIDATION_EVERY
-        kept = split_names(names, split) if by_file else range(len(files))
-        self.files = [(names[i], files[i]) for i in kept]
+        splits_files = len(files) >= VALIDATION_EVERY
+        indices = split_names(names, split) if splits_files else range(len(files))
+        self.files = [(names[i], files[i]) for i in indices]
         self._sizes = {file: file.stat().st_size for _, file in self.files}
         self._fragments = [
             (file, start) for file, size in self._sizes.items() for start in range(0, size, fragment_bytes)
         ]
-        if not by_file:
-            kept = in_split(np.arange(len(self._fragments)), split)
-            self._fragments = list(itertools.compress(self._fragments, kept))
+        if not splits_files:
+            is_used = in_split(np.arange(len(self._fragments)), split)
+            self._fragments = list(itertools.compress(self._fragments, is_used))
 
     def __len__(self) -> int:
         return len(self._fragments)
 
     def document(self, i: int) -> str:
         """Return document `i`. Raises DataError if it can't be read, is not UTF-8, or the file has become shorter."""
-        file, start = self._fragments[i]
-        size = self._sizes[file]
+        path, start = self._fragments[i]
+        size = self._sizes[path]
 
-        with refusing(f"{file} can't be read"), file.open("rb") as stream:
+        with as_data_error(f"{path} can't be read"), path.open("rb") as file:
 
             def read(offset: int, length: int) -> bytes:
-                stream.seek(offset)
-                return stream.read(min(length, size - offset))
+                file.seek(offset)
+                # Not beyond the size at the beginning of the job: the file may have grown.
+                return file.read(min(length, size - offset))
 
             begin, end = (
                 boundary(read, offset, self.fragment_bytes, size)
                 for offset in (start, start + self.fragment_bytes)
             )
-            raw, now = read(begin, end - begin), os.fstat(stream.fileno()).st_size
-        if now < size:
+            raw, current_size = read(begin, end - begin), os.fstat(file.fileno()).st_size
+        if current_size < size:
             raise DataError(
-                f"{file} has {now:,} bytes, and had {size:,} when the job began: it was cut while it was read; restore it "
-                "and resume"
+                f"{path} has {current_size:,} bytes, and had {size:,} when the job began: it was truncated while it was "
+                "read; restore it and resume"
             )
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
             raise DataError(
-                f"{file}: byte {begin + error.start} is not UTF-8 ({error.reason}); convert the file to UTF-8"
+                f"{path}: byte {begin + error.start} is not UTF-8 ({error.reason}); convert the file to UTF-8"
             ) from error
 
 
-# Third-party packages, tests (half of the bytes, much of it tables of expected values), and what is
-# generated: character tables, and the build's own settings with paths of the machine that made it.
-_LEFT_OUT_FOLDERS = {
+# Third-party packages; tests (half of the bytes, many of them tables of expected values); and generated files: character
+# tables, and the settings of the build, which contain paths of the machine that built Python.
+_EXCLUDED_FOLDERS = {
     "site-packages",
     "dist-packages",
     "test",
@@ -190,24 +196,27 @@ _LEFT_OUT_FOLDERS = {
     "encodings",
     "__pycache__",
 }
-_LEFT_OUT_PREFIXES = ("_sysconfigdata", "config-")
+_EXCLUDED_PREFIXES = ("_sysconfigdata", "config-")
 STDLIB_FRAGMENT_BYTES = 1024
-"""Short documents: a small batch, 2,000 tokens say, is then cut from several files."""
+"""Short, so that a small batch of, say, 2,000 tokens has text of several files."""
 
 
 def stdlib_root() -> Path:
-    """The folder of the standard library's sources, that of the base Python in a virtual environment."""
+    """Return the folder of the standard library's sources; in a virtual environment, the base Python's."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def stdlib_files(root: Path) -> list[Path]:
-    """The standard library's `.py` files that count as text, in the order of their relative paths: about 10 MB.
+    """Return the `.py` files of the default corpus, sorted by their relative paths: about 10 MB.
 
-    They are the default corpus, English and code on every machine that can run a job, so that a first one needs no download.
+    Every machine that can run a job has this corpus of English and code, so that a first job needs no download.
     """
     files: list[Path] = []
     for parent, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in _LEFT_OUT_FOLDERS]
-        kept = [name for name in names if name.endswith(".py") and not name.startswith(_LEFT_OUT_PREFIXES)]
-        files += [Path(parent, name) for name in kept]
+        folders[:] = [name for name in folders if name not in _EXCLUDED_FOLDERS]
+        files += [
+            Path(parent, name)
+            for name in names
+            if name.endswith(".py") and not name.startswith(_EXCLUDED_PREFIXES)
+        ]
     return sorted(filter(os.path.getsize, files), key=lambda file: file.relative_to(root).as_posix())

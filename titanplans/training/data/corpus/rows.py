@@ -1,9 +1,6 @@
-"""Rows of .jsonl and .parquet files as documents: kept by the `datasets` library, as Arrow in its cache.
+"""`RowDocuments`: rows of .jsonl and .parquet files as documents, converted to Arrow in the cache of the `datasets` library.
 
 A `RowFormat` reads a row as a text (`column.py`) or a conversation (`chat.py`).
-
-Rows of JSON are read here, a line at a time. The library's reader (4.7) makes dates of texts that look so, and texts of
-numbers where others came before; and it refuses a row that lacks another row's field.
 """
 
 import hashlib
@@ -21,7 +18,7 @@ import numpy as np
 from titanplans.training.data.chat.chat import ChatFormat, Tokens
 from titanplans.training.data.corpus.column import TextColumn
 from titanplans.training.data.corpus.local import in_split
-from titanplans.training.data.reading import refusing
+from titanplans.training.data.reading import as_data_error
 
 if TYPE_CHECKING:
     import pyarrow
@@ -29,15 +26,22 @@ if TYPE_CHECKING:
 
 _ROW = "row"
 _LAYOUT = 3
-"""Of what is kept of a file: raise it with a change, so that no cache is read that another version wrote."""
+"""Version of what is stored of a file. Raise it with a change, so that caches of earlier versions are not used."""
 
 
 RowFormat = TextColumn | ChatFormat
-"""What rows are read as."""
+"""Reads a row as a document."""
 
 
 class RowDocuments:
-    """Documents that are rows of files, each read when it is asked for. Every twentieth row is for validation.
+    """Documents that are rows of files, each read from the cache when it is needed. Every 20th row is for validation.
+
+    Args:
+        root: the folder that names of files are relative to.
+        files: the files.
+        file_format: "json" or "parquet".
+        split: "train", "validation" or "all".
+        reader: reads the rows.
 
     Raises:
         DataError: a file can't be read, or a row can't be used; names the file, and the line or row.
@@ -47,102 +51,109 @@ class RowDocuments:
         self.files = [(file.relative_to(root).as_posix(), file) for file in files]
         self.identity = dict(reader.identity)
         self._reader = reader
-        stored = _stored(files, file_format, reader).data
+        stored = _cached_dataset(files, file_format, reader).data
         self._columns = {name: stored.column(name) for name in reader.features}
-        self._numbers = np.flatnonzero(in_split(stored.column(_ROW).to_numpy(), split))
+        self._rows = np.flatnonzero(in_split(stored.column(_ROW).to_numpy(), split))
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._rows)
 
     def document(self, i: int) -> Any:
-        """Document `i`."""
-        return self._reader.document(self._record(int(self._numbers[i])))
+        """Return document `i` of the split."""
+        return self._reader.document(self._record(int(self._rows[i])))
 
-    def _record(self, number: int) -> dict[str, Any]:
-        return {name: column[number].as_py() for name, column in self._columns.items()}
+    def _record(self, row: int) -> dict[str, Any]:
+        return {name: column[row].as_py() for name, column in self._columns.items()}
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
-    """Keep the words of the `datasets` library off the screen, and its bars where nobody watches them."""
+def quiet_datasets() -> Iterator[None]:
+    """Silence the logger of the `datasets` library in the body, and its progress bars unless stderr is a terminal."""
     import datasets
 
     datasets_logger = logging.getLogger("datasets")
-    level, bars = datasets_logger.level, not datasets.are_progress_bars_disabled()
+    level, has_bars = datasets_logger.level, not datasets.are_progress_bars_disabled()
     datasets_logger.setLevel(logging.CRITICAL)
-    if bars and not sys.stderr.isatty():
+    if has_bars and not sys.stderr.isatty():
         datasets.disable_progress_bars()
     try:
         yield
     finally:
         datasets_logger.setLevel(level)
-        if bars:
+        if has_bars:
             datasets.enable_progress_bars()
 
 
-def copies() -> Path:
-    """Return the folder of the copies of corpora, with their locks, in the library's cache."""
+def cache_folder() -> Path:
+    """Return the folder of converted corpora, and of their locks, in the library's cache."""
     import datasets
 
     return Path(datasets.config.HF_DATASETS_CACHE) / "titanplans"
 
 
-def _stored(files: Sequence[Path], file_format: str, reader: RowFormat) -> "Dataset":
-    """The documents in the library's cache, named by their files; the first process to come makes it."""
+def _cached_dataset(files: Sequence[Path], file_format: str, reader: RowFormat) -> "Dataset":
+    """Return the converted documents from the library's cache; the first process converts, and others wait for its lock."""
     from datasets import Dataset, Features, Value
 
     states = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     features = Features({name: Value(kind) for name, kind in (reader.features | {_ROW: "int64"}).items()})
     with (
-        quietly(),
-        refusing("a data set can't be kept in the cache", "set HF_DATASETS_CACHE to another folder"),
+        quiet_datasets(),
+        as_data_error("a data set can't be kept in the cache", "set HF_DATASETS_CACHE to another folder"),
     ):
         return Dataset.from_generator(
             partial(_fragments, files, file_format, reader),
-            cache_dir=str(copies()),
+            cache_dir=str(cache_folder()),
             features=features,
             fingerprint=hashlib.sha256(json.dumps([_LAYOUT, states, reader.key]).encode()).hexdigest()[:32],
         )
 
 
 def _fragments(files: Sequence[Path], file_format: str, reader: RowFormat) -> Iterator[dict[str, Any]]:
-    read, number = {"json": records, "parquet": _parquet}[file_format], 0
+    """Yield the documents of all files, each with the index of its row over all files."""
+    read, row = {"json": read_json, "parquet": _read_parquet}[file_format], 0
     for file in files:
-        with refusing(f"{file} can't be read as {file_format}"):
+        with as_data_error(f"{file} can't be read as {file_format}"):
             for record in read(str(file.absolute()), reader):
-                yield from (fragment | {_ROW: number} for fragment in reader.fragments(record))
-                number += 1
+                yield from (fragment | {_ROW: row} for fragment in reader.fragments(record))
+                row += 1
 
 
-def _parquet(file: str, reader: RowFormat) -> Iterator[dict[str, Any]]:
+def _read_parquet(file: str, reader: RowFormat) -> Iterator[dict[str, Any]]:
     from pyarrow.parquet import ParquetFile
 
     rows = 0
     with ParquetFile(file) as parquet:
         columns = reader.columns(parquet.schema_arrow.names, file)
         for batch in parquet.iter_batches(1000, columns=columns):
-            yield from of_table(batch, file, rows, reader)
+            yield from read_table(batch, file, rows, reader)
             rows += len(batch)
 
 
-def of_table(
+def read_table(
     table: "pyarrow.Table | pyarrow.RecordBatch", file: str, before: int, reader: RowFormat
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a table as Arrow holds them; the file has `before` rows in front of it.
+    """Yield the rows of a table as Arrow stores them.
+
+    Args:
+        table: some rows of a file.
+        file: its name, for messages.
+        before: the number of the file's rows before the table.
+        reader: reads the rows.
 
     Raises:
-        DataError: a column is missing, or a row can't be used; names the file, and the row from 1 on.
+        DataError: a column is missing, or a row can't be used; names the file and the row, counted from 1.
     """
     columns = {name: table.column(name) for name in reader.columns(table.schema.names, file)}
-    for number in range(len(table)):
-        where = f"{file}, row {before + number + 1}"
-        with refusing(f"{where} can't be read"):
-            row = {name: _value(column[number]) for name, column in columns.items()}
+    for index in range(len(table)):
+        where = f"{file}, row {before + index + 1}"
+        with as_data_error(f"{where} can't be read"):
+            row = {name: _cell_value(column[index]) for name, column in columns.items()}
         yield reader.read(row, where)
 
 
-def _value(scalar: Any) -> Any:
-    """What a cell holds: Arrow gives an object every key of any other row's object."""
+def _cell_value(scalar: Any) -> Any:
+    """Return the value of a cell, without the null keys that Arrow adds to an object for the keys of other rows."""
 
     def without_none(value: Any) -> Any:
         if isinstance(value, list):
@@ -152,80 +163,87 @@ def _value(scalar: Any) -> Any:
         return value
 
     value = scalar.as_py()
-    if value is not None and "json" in str(scalar.type):  # of a column with rows of several types
+    if value is not None and "json" in str(scalar.type):  # the column has values of several types
         value = json.loads(value)
     return without_none(value)
 
 
-def records(file: str, reader: RowFormat) -> Iterator[dict[str, Any]]:
-    """The rows of a file of JSON, a value a line, or one array. Raises DataError for the first that can't be used."""
-    with open(file, "rb") as stream:
-        if next((line for line in stream if line.strip()), b"").lstrip().startswith(b"["):
-            stream.seek(0)
-            with refusing(f"{file} can't be read as json"):
-                rows = json.load(stream)
+def read_json(file: str, reader: RowFormat) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a JSON file, which has one value per line or is one array.
+
+    Raises:
+        DataError: a row can't be used; names its line.
+    """
+    # Not by the `datasets` library (4.7): it converts texts that look like dates, and numbers to texts if an earlier row has
+    # a text, and refuses a row that lacks a field of another row.
+    with open(file, "rb") as lines:
+        if next((line for line in lines if line.strip()), b"").lstrip().startswith(b"["):
+            lines.seek(0)
+            with as_data_error(f"{file} can't be read as json"):
+                rows = json.load(lines)
             for number, row in enumerate(rows, 1):
                 yield reader.read({"text": row} if isinstance(row, str) else row, f"{file}, row {number}")
             return
-        stream.seek(0)
-        for number, line in enumerate(stream, 1):
+        lines.seek(0)
+        for number, line in enumerate(lines, 1):
             if line.strip():
-                with refusing(f"{file}, line {number} can't be read as json"):
+                with as_data_error(f"{file}, line {number} can't be read as json"):
                     row = json.loads(line)
                 yield reader.read(row, f"{file}, line {number}")
 
 
 class Conversations(RowDocuments):
-    """Documents that are conversations, each a row. All that is left out is known before training begins.
+    """Documents that are conversations, one per row. Which rows are left out is decided when it is constructed.
 
     Raises:
-        DataError: one is too long, under truncation = "error".
+        DataError: a conversation is too long, with truncation = "error".
     """
 
     def __init__(self, root: Path, files: Sequence[Path], file_format: str, split: str, chat: ChatFormat):
-        from pyarrow.compute import (
-            binary_length,  # pyrefly: ignore[missing-module-attribute]  made as it is imported
-        )
+        # pyarrow defines the functions of this module when it is imported.
+        from pyarrow.compute import binary_length  # pyrefly: ignore[missing-module-attribute]
 
         super().__init__(root, files, file_format, split, chat)
         self._chat, self._split = chat, split
         self._lengths = binary_length(self._columns["conversation"]).to_numpy() // 4
-        lengths = self._lengths[self._numbers]
-        self._silent = self._numbers[lengths == 0]
-        self._long = self._numbers[lengths > chat.seq_len + 1]
-        gone = [row for row in map(int, self._long) if self._fitted(row) is None]
-        self._rows, self._dropped = len(self._numbers), len(gone)
-        self._numbers = self._numbers[(lengths > 0) & ~np.isin(self._numbers, gone)]
-        # The order of an epoch depends on their number.
-        self.identity |= {"conversations": len(self._numbers)}
+        lengths = self._lengths[self._rows]
+        self._empty = self._rows[lengths == 0]
+        self._long = self._rows[lengths > chat.seq_len + 1]
+        dropped = [row for row in map(int, self._long) if self._truncated(row) is None]
+        self._row_count, self._dropped_count = len(self._rows), len(dropped)
+        self._rows = self._rows[(lengths > 0) & ~np.isin(self._rows, dropped)]
+        # The order of an epoch depends on the number of conversations.
+        self.identity |= {"conversations": len(self._rows)}
 
     def document(self, i: int) -> Tokens:
-        """Conversation `i`."""
-        tokens = self._fitted(int(self._numbers[i]))
+        """Return conversation `i` of the split."""
+        tokens = self._truncated(int(self._rows[i]))
         assert tokens is not None
         return tokens
 
     @property
     def summary(self) -> str:
-        """Return in words how many conversations there are, and how many are left out or cut, with the first of each."""
-        said = [f"{len(self):,} of {self._rows:,} conversations are read (dataset_split = {self._split!r})"]
-        if len(self._silent):
-            said.append(
-                f"left out, as nothing in them counts: {len(self._silent):,}{self._first(self._silent)}"
+        """How many conversations are read, left out and truncated, each with the first one, as a line for the log."""
+        phrases = [
+            f"{len(self):,} of {self._row_count:,} conversations are read (dataset_split = {self._split!r})"
+        ]
+        if len(self._empty):
+            phrases.append(
+                f"left out, as nothing in them counts: {len(self._empty):,}{self._describe_first(self._empty)}"
             )
-        if kept := len(self._long) - self._dropped:
-            said.append(f"cut to seq_len = {self._chat.seq_len}: {kept:,}")
-        if self._dropped:
-            said.append(f"left out for their length: {self._dropped:,}")
+        if truncated := len(self._long) - self._dropped_count:
+            phrases.append(f"cut to seq_len = {self._chat.seq_len}: {truncated:,}")
+        if self._dropped_count:
+            phrases.append(f"left out for their length: {self._dropped_count:,}")
         if len(self._long):
-            said[-1] += self._first(self._long)
-        return "; ".join(said)
+            phrases[-1] += self._describe_first(self._long)
+        return "; ".join(phrases)
 
-    def _fitted(self, row: int) -> Tokens | None:
-        kept = self._record(row)
-        return self._chat.fit(Tokens.from_bytes(kept["conversation"]), kept["where"])
+    def _truncated(self, row: int) -> Tokens | None:
+        record = self._record(row)
+        return self._chat.fit(Tokens.from_bytes(record["conversation"]), record["where"])
 
-    def _first(self, rows: np.ndarray) -> str:
+    def _describe_first(self, rows: np.ndarray) -> str:
         tokens = int(self._lengths[rows[0]])
         where = self._record(int(rows[0]))["where"]
         return f" (the first: {where}{f', {tokens:,} tokens' if tokens else ''})"

@@ -1,7 +1,6 @@
-"""A corpus as the loader sees it: the documents of an epoch, in order, for one reader of many.
+"""`open_source`: open the corpus that `dataset`, `dataset_path` and `dataset_split` name, as documents in an order.
 
-`open_source` turns the three settings `dataset`, `dataset_path` and `split` into a Source. How files
-are read is in `local.py`, how the hub is in `hub.py`; tokens and sequences come later.
+`local.py` and `rows.py` read files, `hub.py` data sets of the hub; `Shuffled` gives files an order for each epoch.
 """
 
 import functools
@@ -28,13 +27,13 @@ from titanplans.training.data.corpus.rows import Conversations, RowDocuments
 
 
 class Shuffled:
-    """Indexed documents: every epoch in another order, drawn from (seed, epoch).
+    """Documents with an index, in another order in each epoch, drawn from (seed, epoch).
 
     Attributes:
-        identity: what must be the same for a saved position to mean the same document.
-        summary: of conversations: how many are read, and how many are left out, in words.
+        identity: values that must be as in a checkpoint for a position to mean the same document.
+        summary: for conversations, a line that says how many are read and how many are left out; else None.
         size: documents in an epoch; None if they are not counted.
-        files: names, which are the same wherever the corpus lies, and paths; empty if it is not on this machine.
+        files: pairs of name and path; names are relative to the corpus. Empty if it is not on this machine.
     """
 
     def __init__(self, corpus: TextFiles | RowDocuments, identity: dict[str, Any], seed: int) -> None:
@@ -44,18 +43,18 @@ class Shuffled:
         self.identity = identity | corpus.identity | {"seed": seed}
 
     def choose_readers(self, counts: Sequence[int]) -> int:
-        """Return the first of `counts` into which the corpus can be divided.
+        """Return the first of `counts`, numbers of readers, into which the corpus can be divided; 1 if there is none.
 
-        With fewer documents than ranks and workers they share one reader, in turns.
+        With 1, ranks and workers use the same reader in turn, as there are fewer documents than ranks and workers.
         """
         return next((count for count in counts if count <= len(self._corpus)), 1)
 
     def documents(self, epoch: int, reader: int, readers: int, start: Any) -> Iterator[tuple[int, Any]]:
-        """Yield the documents of `epoch` that belong to `reader` of `readers`, from `start` on.
+        """Yield the documents of `epoch` that belong to `reader` of `readers`, from `start` on, each with its position.
 
-        A document is a text, or the `Tokens` of a conversation. Each comes with its position, here its number in the
-        reader's order: a JSON value that, given as `start`, begins with that very document. The readers of an epoch are
-        disjoint and together are the corpus.
+        A document is a text, or the `Tokens` of a conversation. A position is a JSON value, here the document's index in the
+        reader's order; passed as `start`, it begins with that document. The readers of an epoch are disjoint and together
+        cover the corpus.
         """
         order = _order(self._seed, epoch, len(self._corpus))[reader::readers]
         for position in range(start or 0, len(order)):
@@ -66,32 +65,40 @@ Source = Shuffled | HubDocuments
 """Documents in a fixed order for each epoch."""
 
 
+# All readers of an epoch use the same order. Two entries, as readers begin the next epoch at different steps.
 @functools.lru_cache(maxsize=2)
 def _order(seed: int, epoch: int, documents: int) -> np.ndarray:
-    """The order of an epoch, which all its readers share; two epochs, because readers end theirs at different steps."""
     return np.random.default_rng([seed, epoch]).permutation(documents)
 
 
-def open_source(of: Corpus, *, seed: int = 0, chat: ChatFormat | None = None) -> Source:
-    """The corpus that the job's settings name.
+def open_source(corpus_options: Corpus, *, seed: int = 0, chat: ChatFormat | None = None) -> Source:
+    """Open the corpus that a job's settings name.
+
+    | dataset                | dataset_path    | corpus                                                  |
+    |------------------------|-----------------|---------------------------------------------------------|
+    | "stdlib"               | None            | the sources of Python's standard library                |
+    | "stdlib" (the default) | a path          | local files, by their extensions                        |
+    | "local"                | a path          | local files, by their extensions                        |
+    | one of `FORMATS`       | a path          | local files in this format, whatever their extensions   |
+    | any other              | None, or a path | a data set of the Hugging Face hub, or a local copy     |
+
+    A path is a file, a folder or a glob.
 
     Args:
-        of: its `dataset` is 'stdlib'; 'local', or one of FORMATS to read files as that format whatever their extension;
-            anything else is the name of a Hugging Face data set. With 'local' or a format its `dataset_path` is a file, a
-            folder or a glob. 'stdlib', being the default, gives way to a path: a path alone reads local files. With a
-            Hugging Face name, a local copy of it.
+        corpus_options: the settings.
         seed: of the order of the documents.
-        chat: reads rows as conversations; None: as texts, or text files.
+        chat: reads rows as conversations; None: read texts.
 
     Raises:
-        DataError: the corpus isn't there, can't be read or holds nothing.
+        DataError: the corpus does not exist, can't be read, or is empty.
     """
-    dataset, path, split = of.dataset, of.dataset_path, of.dataset_split
-    by_format, shown = dataset == "local" or dataset in FORMATS, path or dataset
-    if by_format and path is None:
+    dataset, path = corpus_options.dataset, corpus_options.dataset_path
+    split = corpus_options.dataset_split
+    is_local, shown = dataset == "local" or dataset in FORMATS, path or dataset
+    if is_local and path is None:
         raise DataError(f"dataset = {dataset!r}: needs a dataset_path, which is a file, a folder or a glob")
-    if not by_format and dataset != "stdlib":
-        return HubDocuments(dataset, path, split, chat or TextColumn(of.text_column))
+    if not is_local and dataset != "stdlib":
+        return HubDocuments(dataset, path, split, chat or TextColumn(corpus_options.text_column))
     if split not in SPLITS:
         raise DataError(
             f"dataset_split = {split!r}: a local corpus has the splits {', '.join(map(repr, SPLITS))}"
@@ -112,11 +119,11 @@ def open_source(of: Corpus, *, seed: int = 0, chat: ChatFormat | None = None) ->
     elif chat is not None:
         corpus = Conversations(root, files, file_format, split, chat)
     else:
-        corpus = RowDocuments(root, files, file_format, split, TextColumn(of.text_column))
+        corpus = RowDocuments(root, files, file_format, split, TextColumn(corpus_options.text_column))
     if len(corpus) == 0:
-        what = chat.what_is_left_out() if chat else "no document"
+        missing = chat.describe_exclusions() if chat else "no document"
         raise DataError(
-            f"dataset = {shown!r}: holds {what} for dataset_split = {split!r}; every twentieth, from "
-            f"the first on, is for validation: give more documents, or validation data as a dataset_path of its own"
+            f"dataset = {shown!r}: holds {missing} for dataset_split = {split!r}; every twentieth, from the first on, is "
+            "for validation: give more documents, or a separate dataset_path for validation"
         )
     return Shuffled(corpus, {"dataset": shown, "split": split}, seed)
