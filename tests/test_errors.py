@@ -39,7 +39,7 @@ def test_an_error_without_fields_says_its_message(kind):
 
 def test_an_option_keeps_its_value_and_reason_under_another_name():
     error = OptionError("compile.mode", "fast", "no such mode").renamed("job.compile.mode")
-    assert (error.option, error.value, error.why) == ("job.compile.mode", "fast", "no such mode")
+    assert (error.option, error.value, error.reason) == ("job.compile.mode", "fast", "no such mode")
     assert str(error) == 'job.compile.mode = "fast": no such mode'
 
 

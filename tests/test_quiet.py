@@ -46,7 +46,7 @@ def test_benchmarks_leave_stderr_empty(tmp_path):
 @pytest.fixture
 def silenced(monkeypatch):
     """Undo `quiet.silence`, which is permanent in a program."""
-    loggers = [logging.getLogger(name) for name in (*quiet._NOISE, *quiet._OF_TRAINING)]
+    loggers = [logging.getLogger(name) for name in (*quiet._HIDDEN_RECORDS, *quiet._TRAINING_RECORDS)]
     for logger in loggers:
         monkeypatch.setattr(logger, "filters", [])
     with warnings.catch_warnings(record=True) as shown:

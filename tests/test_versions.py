@@ -8,7 +8,7 @@ from tests.support.constraints import stale
 from tests.support.paths import ROOT
 from tests.support.programs import run_python
 from titanplans.errors import ModelError
-from titanplans.versions import blamed, versions
+from titanplans.versions import describe_untested, versions
 
 PROJECT = """
 [build-system]
@@ -70,27 +70,27 @@ def raised(cause: Exception | None = None):
 
 def test_a_version_that_was_not_tested_is_marked_and_blamed(newer):
     assert "transformers 99.0.0 (tested: " in versions()
-    told = blamed(raised())
+    told = describe_untested(raised())
     assert told.startswith(" (transformers 99.0.0 was not tested, <")
-    assert blamed(raised(ImportError("no Cache", name="transformers.cache_utils"))) == told
-    assert blamed(raised(ModelError("a refusal"))) == ""
+    assert describe_untested(raised(ImportError("no Cache", name="transformers.cache_utils"))) == told
+    assert describe_untested(raised(ModelError("a refusal"))) == ""
     refusal = ModelError("it does not run")
     refusal.__cause__ = raised()
-    assert blamed(refusal) == told
+    assert describe_untested(refusal) == told
     refusal.__cause__.__context__ = refusal
-    assert blamed(refusal) == told
+    assert describe_untested(refusal) == told
 
 
 def test_a_library_that_pip_does_not_know_is_not_blamed(monkeypatch):
     """As a clone on PYTHONPATH."""
-    monkeypatch.setattr("titanplans.versions._BELOW", {"transformers": "no-such-distribution"})
+    monkeypatch.setattr("titanplans.versions._DISTRIBUTIONS", {"transformers": "no-such-distribution"})
     assert versions().endswith(", no-such-distribution of no known version")
-    assert blamed(raised()) == ""
+    assert describe_untested(raised()) == ""
 
 
 def test_tested_versions_are_not_blamed():
     assert "tested" not in versions()
-    assert blamed(raised()) == ""
+    assert describe_untested(raised()) == ""
 
 
 def test_an_error_ends_with_the_version(newer, tmp_path):

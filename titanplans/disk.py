@@ -1,7 +1,7 @@
-"""A disk that takes no more, wherever a run meets it first: one line gives the file, the reason and the files that remain.
+"""Write files safely, and report a disk that refuses writes in one line. Imports no torch.
 
-A checkpoint's own errors come to `titanplans.training.checkpoint.manager` from all ranks together; what is here is for
-what one rank writes by itself: its log, metrics, reports, a folder of weights. Needs no torch.
+This is for files that one rank writes by itself: its log, metrics, reports, a folder of weights. Errors of distributed
+checkpoints are raised on all ranks, and `titanplans.training.checkpoint.manager` reports them.
 """
 
 import errno
@@ -16,22 +16,22 @@ _REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 def reason(error: OSError) -> str:
-    """Return why the system has refused, in words."""
+    """Return the system's reason for an error, in words."""
     return "no space is left" if error.errno == errno.ENOSPC else (error.strerror or str(error))
 
 
 def is_refusal(error: BaseException | None) -> bool:
-    """Whether a disk refuses to be written to: it is full, the quota is used up, it fails, or became read-only."""
+    """Return whether a disk refuses writes: it is full, fails or has become read-only, or the quota is used up."""
     return isinstance(error, OSError) and error.errno in _REFUSALS
 
 
 def is_taken(path: Path) -> bool:
-    """Whether something is at `path` that a new folder would overwrite: anything but an empty folder."""
+    """Return whether a new folder at `path` would overwrite something: anything but an empty folder."""
     return os.path.exists(path) and not (path.is_dir() and not any(path.iterdir()))
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
+    """Flush a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -40,8 +40,8 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 
 @contextmanager
-def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Let an error of the system in the body have the file's name: by itself it has one only where a file is opened."""
+def name_file_in_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Add a file's name to an OSError of the body that has none, as those of writes don't."""
     try:
         yield
     except OSError as error:
@@ -50,24 +50,24 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file, in a folder that is made, whole or not at all: another process may read it meanwhile."""
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file completely or not at all, so that another process can read it at any time; create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    with naming(part):
-        part.write_text(text, encoding="utf-8")
-    part.replace(path)
+    temporary = path.with_name(f"{path.name}.part")
+    with name_file_in_errors(temporary):
+        temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 @contextmanager
-def one_line(resume_point: Callable[[], str]) -> Iterator[None]:
-    """Turn the error of a disk that refuses a write in the body into one line.
+def raise_not_saved(resume_point: Callable[[], str]) -> Iterator[None]:
+    """Raise a `NotSaved` of one line for an OSError of the body, if a disk refuses a write.
 
     Args:
-        resume_point: says from where the job can resume.
+        resume_point: returns a phrase that says which checkpoint the job can resume from.
 
     Raises:
-        NotSaved: the disk refused.
+        NotSaved: a disk refused a write.
     """
     try:
         yield

@@ -1,8 +1,7 @@
-"""Errors whose message is for the person who wrote the job, not for a debugger.
+"""Errors whose messages are for users, and functions that word them.
 
-Every refusal in this project is one of these: a sentence that names the key, the value, the
-reason and what would work. The command line prints it on one line and exits with status 2; nothing
-else (a bug, a full disk) is caught on the way.
+The command line prints a `UserError` on one line and exits with status 2, or with 1 for a `RunError`. Any other exception is
+a bug, and keeps its traceback.
 """
 
 import difflib
@@ -13,17 +12,17 @@ from titanplans.text import class_name, show
 
 
 class UserError(ValueError):
-    """What was asked for can't be honoured. The message names the value, the reason and the remedy."""
+    """A request that can't be fulfilled as it is. The message names the value, the reason and the remedy."""
 
 
 class PlanError(UserError):
-    """A plan does not fit its model, its mesh or its options.
+    """A plan that does not fit its model, its mesh or its options.
 
     Args:
-        reason: the fault, and the remedy.
+        reason: the fault and the remedy.
         key: the plan key at fault, if there is one.
-        style: what the plan has there.
-        module: what the model has there.
+        style: the plan's value for that key.
+        module: the model's module for that key.
     """
 
     def __init__(self, reason: str, *, key: str | None = None, style: object = None, module: object = None):
@@ -33,99 +32,99 @@ class PlanError(UserError):
 
 
 class ParallelError(UserError):
-    """A parallelism that was asked for is not possible, or not together with another one."""
+    """A parallelism that is not possible, or not together with another one."""
 
 
 class ConfigError(UserError):
-    """A job that can't be run as written: its TOML, a key, a value, or options that contradict each other."""
+    """A job that can't be run as written: a fault in its TOML, an option or a value, or options that contradict."""
 
 
 class OptionError(ConfigError, ParallelError):
-    """An option can't have this value, or not together with another one.
+    """An option that can't have this value, or not together with another one.
 
     Attributes:
-        option: its name, with the group's where it is in one: "fsdp_towers", "compile.mode".
-        value: the given value.
-        why: the reason and the remedy.
-        where: the file and the line that the value is from, if it is from a file: "job.toml, line 3".
+        option: its name, with that of its group, if any: "fsdp_towers", "compile.mode".
+        value: the value.
+        reason: the reason and the remedy.
+        where: the file and line of the value, if it is from a file: "job.toml, line 3".
     """
 
-    def __init__(self, option: str, value: Any, why: str, where: str = ""):
-        super().__init__(option, value, why, where)
-        self.option, self.value, self.why, self.where = option, value, why, where
+    def __init__(self, option: str, value: Any, reason: str, where: str = ""):
+        super().__init__(option, value, reason, where)
+        self.option, self.value, self.reason, self.where = option, value, reason, where
 
     def __str__(self) -> str:
-        return f"{self.where}{': ' * bool(self.where)}{self.option} = {show(self.value)}: {self.why}"
+        return f"{self.where}{': ' * bool(self.where)}{self.option} = {show(self.value)}: {self.reason}"
 
     def renamed(self, option: str) -> "OptionError":
-        """Return the same error by another name of the option: a job's dotted key."""
-        return OptionError(option, self.value, self.why, self.where)
+        """Return the same error for another name of the option, such as a job's dotted key."""
+        return OptionError(option, self.value, self.reason, self.where)
 
 
 class ModelError(UserError):
-    """A model name, flavor, config or state that does not hold."""
+    """A model name, flavor, config or state dict that can't be used."""
 
 
 class KernelError(UserError):
-    """A CPU kernel was asked for something that it does not compute."""
+    """A CPU kernel that does not support its arguments."""
 
 
 class DataError(UserError):
-    """A data set or tokenizer can't be used."""
+    """A data set or tokenizer that can't be used."""
 
 
 class VerifyError(UserError):
-    """A command line that can't be proved as written, or not on this machine."""
+    """A proof that can't be run as written, or not on this machine."""
 
 
 class RunError(RuntimeError):
-    """A run that was right as written can't go on. One line gives the reason and the files that remain."""
+    """A run that can't continue although its job is valid. The message names the reason and the checkpoint that remains."""
 
 
 class Diverged(RunError):
-    """A run has lost its numbers: a loss that is not finite."""
+    """A loss, gradient norm or weight that is not finite."""
 
 
 class NotSaved(RunError):
-    """A checkpoint, metrics or the log can't be written: the disk is full, for one."""
+    """A checkpoint, metrics or the log can't be written, e.g. because the disk is full."""
 
 
 def either(values: Sequence[object]) -> str:
-    """Return what would work as words: "1", "1 or 2", "1, 2 or 4"."""
+    """Join alternatives: "1", "1 or 2", "1, 2 or 4"."""
     *others, last = map(str, values)
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def nearest(name: str, names: Collection[str], likeness: float = 0.6) -> str | None:
-    """Return which of `names` looks most like `name`, in whichever case; None where none does (difflib's ratio)."""
-    word, folded = name.casefold(), {other.casefold(): other for other in names}
-    alike = difflib.get_close_matches(word, folded, cutoff=likeness)
-    # Of those that are equally near, one with the same letters: two are often exchanged.
-    return folded[min(alike, key=lambda other: sorted(other) != sorted(word))] if alike else None
+def nearest(name: str, names: Collection[str], cutoff: float = 0.6) -> str | None:
+    """Return which of `names` is most similar to `name`, ignoring case; None if no ratio of difflib reaches `cutoff`."""
+    word, by_folded = name.casefold(), {other.casefold(): other for other in names}
+    matches = difflib.get_close_matches(word, by_folded, cutoff=cutoff)
+    # Prefer a name with the same letters: exchanging two letters is a common typo.
+    return by_folded[min(matches, key=lambda other: sorted(other) != sorted(word))] if matches else None
 
 
 def did_you_mean(name: str, names: Collection[str], otherwise: str | None = None) -> str:
-    """Return "did you mean gla?" with the nearest of `names`; where none is near `otherwise`, or all of them."""
-    meant = nearest(name, names)
-    return f"did you mean {meant}?" if meant else otherwise or f"there are {', '.join(names)}"
+    """Return "did you mean gla?" with the nearest of `names`; if none is near, `otherwise` or a list of all of them."""
+    suggestion = nearest(name, names)
+    return f"did you mean {suggestion}?" if suggestion else otherwise or f"there are {', '.join(names)}"
 
 
 def near_multiples(value: int, step: int) -> str:
-    """Return the multiples of `step` on both sides of `value`, without 0, as words."""
+    """Return the nearest multiples of `step` above 0 on both sides of `value`, in words: "8 or 16"."""
     below = value // step * step
     return either([below, below + step] if below else [step])
 
 
-_LONGEST_LINE = 2000
+_MAX_LINE = 2000
 
 
 def as_line(text: str) -> str:
-    """Return a message as it is printed: on one line, with escapes for what can't be seen, and cut in its middle if huge."""
+    """Return a message on one line, with unprintable characters escaped, and shortened in the middle if it is very long."""
     line = "".join(
         character if character.isprintable() else ascii(character)[1:-1]
         for character in " ".join(text.split())
     )
-    if len(line) <= _LONGEST_LINE:
+    if len(line) <= _MAX_LINE:
         return line
-    half = _LONGEST_LINE // 2
+    half = _MAX_LINE // 2
     return f"{line[:half]} ... ({len(line):,} characters) ... {line[-half:]}"

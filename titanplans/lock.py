@@ -1,9 +1,4 @@
-"""One writer to a folder: who writes there locks it, and another that wants to is refused. Needs no torch.
-
-The lock is the system's, on `titanplans.lock` in the folder, and goes with the process that holds it, however that ends.
-The file's content only names the holder. The lock belongs to a process (lockf, not flock), so a fork does
-not hold it, and most network file systems support it.
-"""
+"""`locked_folder`: lock a folder so that only one process writes to it, and refuse others. Imports no torch."""
 
 import contextlib
 import errno
@@ -18,6 +13,7 @@ from pathlib import Path
 from titanplans.errors import ConfigError
 
 LOCK = "titanplans.lock"
+"""The file in the folder that is locked. Its content only names the process that holds the lock."""
 _HELD = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -25,29 +21,35 @@ _log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def locked_folder(folder: Path, what: str) -> Iterator[None]:
-    """Hold `folder`, which is made; `what`, its key and value, begins the message of an error.
+def locked_folder(folder: Path, option: str) -> Iterator[None]:
+    """Create `folder`, and hold its lock in the body.
+
+    Args:
+        folder: the folder.
+        option: the option that names it, with its value, for messages.
 
     Raises:
-        ConfigError: another process holds it (which, on which machine, and since when), or it can't be made.
+        ConfigError: another process holds the lock (names it, its machine and the time), or the folder can't be created.
     """
     with contextlib.ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # It stays there: another job may have opened it, and would lock what no longer has a name.
+            # The file is never removed: another job may have opened it, and would lock a file without a name.
             file = stack.enter_context(open(folder / LOCK, "a+"))
         except OSError as error:
             raise ConfigError(
-                f"{what}: {folder} can't be made and locked ({error.strerror}); name another folder"
+                f"{option}: {folder} can't be made and locked ({error.strerror}); name another folder"
             ) from error
         file.seek(0)
         holder = file.read().strip() or "whose process is not recorded yet"
         try:
+            # The system's lock, which ends with the process, however that ends. lockf, not flock: the lock belongs to the
+            # process and not to its forks, and most network file systems support it.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _HELD:
                 raise ConfigError(
-                    f"{what}: another job writes to {folder.absolute()}, {holder}; stop it, wait for it, or name another "
+                    f"{option}: another job writes to {folder.absolute()}, {holder}; stop it, wait for it, or name another "
                     "folder"
                 ) from error
             if error.errno not in _NO_LOCKS:

@@ -1,39 +1,38 @@
-"""Warnings of other libraries on which no user of ours can act: each silenced by its logger or category, and its words.
+"""`silence`: hide warnings of other libraries that users of our programs can't act on, each by its logger and its text.
 
-`silence` is for programs (the command, the benchmarks), before they import a library. Whoever imports titanplans into a
-program of their own sees what they saw before.
+The command and the benchmarks call it before they import a library. Importing titanplans hides nothing.
 """
 
 import logging
 import warnings
 
-_NOISE: dict[str, tuple[str, ...]] = {
-    # CUDA kernels of other torch releases or GPUs; none is used in float8 or NF4 as we train in them.
+_HIDDEN_RECORDS: dict[str, tuple[str, ...]] = {
+    # CUDA kernels for other torch releases or GPUs, which training in float8 or NF4 does not use.
     "torchao": ("Failed to load ", "Skipping import of cpp extensions"),
-    # torchao calls torch.
+    # Caused by torchao's use of torch.
     "torch.utils._pytree": ("%s is an Enum subclass and is now natively supported by torch.compile",),
-    # FLA wrote the class, and makes its outputs by the names before transformers 5.24.
+    # Caused by FLA, whose class and names of outputs are those of transformers before 5.24.
     "transformers.modeling_utils": ("LogLinearMamba2Model has generative capabilities",),
     "transformers.utils.generic": ("`past_key_values`/`cache_params` are deprecated",),
 }
-"""Loggers, and how messages begin, before values are put in."""
+"""Logger -> the beginnings of its messages, before values are inserted."""
 
-_NOISE_WARNED: tuple[tuple[str, type[Warning]], ...] = (
-    # FLA on a CPU, where titanplans.kernels takes its place.
+_HIDDEN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
+    # Of FLA on a CPU, where titanplans.kernels replaces Triton's kernels.
     ("Triton is not supported on current platform", UserWarning),
-    # torch.jit and torchdata call torch.
+    # Caused by torch.jit's and torchdata's use of torch.
     (r"`torch\.jit\.script_method` is deprecated", DeprecationWarning),
     ("'set_vital' is deprecated", UserWarning),
-    # DTensor's random generator exists for accelerators only; nothing here draws from it.
+    # DTensor's random generator supports accelerators only, and nothing here draws from it.
     ("DTensor .* may not have complete support on cpu", UserWarning),
-    # One process that reads or writes a checkpoint.
+    # When a single process reads or writes a checkpoint.
     ("torch.distributed is disabled, unavailable or uninitialized, assuming the intent is to", UserWarning),
-    # FLA's configs.
+    # Caused by FLA's configs.
     ("`rope_scaling` is deprecated", FutureWarning),
 )
-"""Patterns that messages match from their start, and their categories."""
+"""Patterns that messages match from their beginning, with the categories of the warnings."""
 
-_OF_TRAINING: dict[str, tuple[str, ...]] = {
+_TRAINING_RECORDS: dict[str, tuple[str, ...]] = {
     **{
         f"fla.layers.{mixer}": (
             "The fast path is not available because on",
@@ -48,43 +47,44 @@ _OF_TRAINING: dict[str, tuple[str, ...]] = {
             ("log_linear_mamba2", "LogLinearMamba2"),
         )
     },
-    # A debug size has a small vocabulary, or few positions.
+    # Of debug flavors, which have a small vocabulary, or few positions.
     "transformers.configuration_utils": ("Model config: ",),
     "transformers.modeling_rope_utils": ("`rope_parameters`'s high_freq_factor field must be greater",),
 }
-_OF_TRAINING_WARNED: tuple[tuple[str, type[Warning]], ...] = (
+_TRAINING_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     ("The correction_factor is set to 1 by default", UserWarning),
     ("According to Bo, you are using a potentially buggy FLA implementation of RWKV", UserWarning),
 )
-"""Speed and quality of a training, which FLA says for each layer; a training says them once, other commands do not."""
+"""Warnings about the speed and quality of training, which FLA repeats for each layer. A job shows them once, other commands
+never."""
 
 
 def silence(*, training: bool = False) -> None:
-    """Keep these warnings, and no others, off the screen for the rest of the process.
+    """Hide the warnings of this module, and no others, for the rest of the process.
 
     Args:
-        training: the program trains a model for its user, who is told once how fast and how well FLA does.
+        training: the program trains a model, so that warnings about speed and quality of training are shown once.
     """
-    for name, starts in _NOISE.items():
-        logging.getLogger(name).addFilter(_AtMost(0, starts))
-    for name, starts in _OF_TRAINING.items():
-        logging.getLogger(name).addFilter(_AtMost(int(training), starts))
-    for message, category in _NOISE_WARNED:
+    for name, beginnings in _HIDDEN_RECORDS.items():
+        logging.getLogger(name).addFilter(_LimitRepeats(0, beginnings))
+    for name, beginnings in _TRAINING_RECORDS.items():
+        logging.getLogger(name).addFilter(_LimitRepeats(int(training), beginnings))
+    for message, category in _HIDDEN_WARNINGS:
         warnings.filterwarnings("ignore", message, category)
-    for message, category in _OF_TRAINING_WARNED:
+    for message, category in _TRAINING_WARNINGS:
         warnings.filterwarnings("once" if training else "ignore", message, category)
 
 
-class _AtMost(logging.Filter):
-    """Lets messages that begin with one of `starts` pass `times` times, and all others always."""
+class _LimitRepeats(logging.Filter):
+    """Passes messages that begin with one of `beginnings` at most `times` times each, and all others always."""
 
-    def __init__(self, times: int, starts: tuple[str, ...]):
+    def __init__(self, times: int, beginnings: tuple[str, ...]):
         super().__init__()
-        self.left = dict.fromkeys(starts, times)
+        self.remaining = dict.fromkeys(beginnings, times)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        start = next((start for start in self.left if str(record.msg).startswith(start)), None)
-        if start is None:
+        beginning = next((text for text in self.remaining if str(record.msg).startswith(text)), None)
+        if beginning is None:
             return True
-        self.left[start] -= 1
-        return self.left[start] >= 0
+        self.remaining[beginning] -= 1
+        return self.remaining[beginning] >= 0

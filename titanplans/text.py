@@ -1,4 +1,4 @@
-"""The smallest parts of what commands and logs print: values, columns, lists of names, numbers with their noun, bytes."""
+"""Format what commands and logs print: values, tables, wrapped lines, lists of names, counts, bytes."""
 
 import dataclasses
 import inspect
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def show(value: Any) -> str:
-    """Write a value on one line, in TOML's words: true, not True."""
+    """Format a value on one line, in TOML's notation: true, not True."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -23,95 +23,105 @@ def show(value: Any) -> str:
     elif isinstance(value, Mapping):
         text = "{" + ", ".join(f"{show(key)} = {show(item)}" for key, item in value.items()) + "}"
     elif isinstance(value, int) and value.bit_length() > 64:
-        text = f"{value:#x}"  # Python writes no thousands of decimal digits
+        text = f"{value:#x}"  # Python refuses to write thousands of decimal digits
     elif isinstance(value, type):
         text = value.__qualname__
     else:
-        made_of_fields = dataclasses.is_dataclass(value) or hasattr(type(value), "model_fields")
-        text = f"{type(value).__name__}(...)" if made_of_fields else str(value)
+        has_fields = dataclasses.is_dataclass(value) or hasattr(type(value), "model_fields")
+        text = f"{type(value).__name__}(...)" if has_fields else str(value)
     return " ".join(text.split())
 
 
 def columns(
     rows: Sequence[Sequence[str]], *, right: Collection[int] = (), width: int | None = None
 ) -> list[str]:
-    """Return `rows` of cells as lines of equally wide columns; those of the numbers in `right` are set flush right.
+    """Format a table as lines.
 
-    Where they are wider than `width`, the terminal's if it is None, cells are wrapped, the widest first, but not within a
-    word. Columns for which that is not enough follow below, after the first column again.
+    If it is wider than `width`, cells are wrapped, those of the widest column first, but not within a word. Columns that
+    still do not fit follow below, after the first column again.
+
+    Args:
+        rows: the cells of each row.
+        right: indices of right-aligned columns.
+        width: the maximum width; None: the terminal's, or no maximum if the output is not a terminal.
     """
     width = width or terminal_width()
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    if width is None or _total(widths) <= width:
-        return _set(rows, widths, right)
-    least = [
-        max(len(piece.rstrip()) for cell in column for piece in _pieces(cell))
+    if width is None or _table_width(widths) <= width:
+        return _format_rows(rows, widths, right)
+    min_widths = [
+        max(len(word.rstrip()) for cell in column for word in _split_words(cell))
         for column in zip(*rows, strict=True)
     ]
-    lines, rest = list[str](), list(range(1, len(widths)))
-    while rest or not lines:
-        shown = [0, *rest[:1]]
-        while len(shown) <= len(rest) and _total([least[i] for i in [*shown, rest[len(shown) - 1]]]) <= width:
-            shown.append(rest[len(shown) - 1])
-        rest = rest[len(shown) - 1 :]
-        own = {i: widths[i] for i in shown}
-        while _total([*own.values()]) > width and (wide := [i for i in shown if own[i] > least[i]]):
-            own[max(wide, key=own.__getitem__)] -= 1
+    lines, remaining = list[str](), list(range(1, len(widths)))
+    while remaining or not lines:
+        # Show the first column, and as many of the remaining ones as fit at their minimum widths, at least one.
+        shown = [0, *remaining[:1]]
+        while (
+            len(shown) <= len(remaining)
+            and _table_width([min_widths[i] for i in [*shown, remaining[len(shown) - 1]]]) <= width
+        ):
+            shown.append(remaining[len(shown) - 1])
+        remaining = remaining[len(shown) - 1 :]
+        shown_widths = {i: widths[i] for i in shown}
+        while _table_width([*shown_widths.values()]) > width and (
+            shrinkable := [i for i in shown if shown_widths[i] > min_widths[i]]
+        ):
+            shown_widths[max(shrinkable, key=shown_widths.__getitem__)] -= 1
         lines += [""] if lines else []
-        lines += _set(
+        lines += _format_rows(
             [[row[i] for i in shown] for row in rows],
-            [*own.values()],
-            {at for at, i in enumerate(shown) if i in right},
+            [*shown_widths.values()],
+            {index for index, i in enumerate(shown) if i in right},
         )
     return lines
 
 
-def _total(widths: Sequence[int]) -> int:
+def _table_width(widths: Sequence[int]) -> int:
     return sum(widths) + 2 * (len(widths) - 1)
 
 
-def _set(rows: Sequence[Sequence[str]], widths: Sequence[int], right: Collection[int]) -> list[str]:
-    """Return the lines of columns of these widths."""
+def _format_rows(rows: Sequence[Sequence[str]], widths: Sequence[int], right: Collection[int]) -> list[str]:
     lines = []
     for row in rows:
-        wrapped = [_wrapped(cell, width) for cell, width in zip(row, widths, strict=True)]
+        wrapped = [_wrap_cell(cell, width) for cell, width in zip(row, widths, strict=True)]
         for cells in itertools.zip_longest(*wrapped, fillvalue=""):
-            set_ = (
+            aligned = (
                 cell.rjust(width) if i in right else cell.ljust(width)
                 for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
             )
-            lines.append("  ".join(set_).rstrip())
+            lines.append("  ".join(aligned).rstrip())
     return lines
 
 
-def _pieces(cell: str) -> list[str]:
-    """Return the parts between which a cell may be wrapped: words, folders of a path, names of a dotted one."""
+def _split_words(cell: str) -> list[str]:
+    """Split a cell where it may be wrapped: after words, folders of a path, and names of a dotted name."""
     return re.split(r"(?<=[ :/])|(?<=\.)(?=[A-Za-z_])", cell)
 
 
-def _wrapped(cell: str, width: int) -> list[str]:
+def _wrap_cell(cell: str, width: int) -> list[str]:
     if len(cell) <= width:
         return [cell]
     lines = [""]
-    for piece in _pieces(cell):
-        if lines[-1] and len(lines[-1] + piece.rstrip()) > width:
+    for word in _split_words(cell):
+        if lines[-1] and len(lines[-1] + word.rstrip()) > width:
             lines.append("")
-        lines[-1] += piece
+        lines[-1] += word
     return [line.rstrip() for line in lines]
 
 
 def terminal_width() -> int | None:
-    """Return the columns of the terminal, or of $COLUMNS; None where the output goes elsewhere."""
+    """Return the width of the terminal, or $COLUMNS; None if the output is not a terminal."""
     if "COLUMNS" not in os.environ and not sys.stdout.isatty():
         return None
     return shutil.get_terminal_size((0, 0)).columns or None
 
 
 def paragraph(text: str, indent: str = "", hanging: str = "", width: int | None = None) -> str:
-    """Return a text in lines of `width` characters; None: as wide as the terminal, at most 96."""
+    """Wrap a text to lines of `width` characters; None: the terminal's width, at most 96."""
     return textwrap.fill(
         text,
-        width or min(terminal_width() or _LINE, _LINE),
+        width or min(terminal_width() or _MAX_WIDTH, _MAX_WIDTH),
         initial_indent=indent,
         subsequent_indent=indent + hanging,
         break_long_words=False,
@@ -119,11 +129,11 @@ def paragraph(text: str, indent: str = "", hanging: str = "", width: int | None 
     )
 
 
-_LINE = 96
+_MAX_WIDTH = 96
 
 
 def fitted(line: str) -> str:
-    """Return a line that is wrapped where it is wider than the terminal, with its indentation."""
+    """Wrap a line that is wider than the terminal, and keep its indentation."""
     width, text = terminal_width(), line.lstrip()
     if width is None or len(line) <= width:
         return line
@@ -131,26 +141,26 @@ def fitted(line: str) -> str:
 
 
 def some(names: Sequence[str], most: int = 3) -> str:
-    """Return the first of `names`, and how many more there are: "a, b, c and 2 more"."""
+    """Join the first names, and count the others: "a, b, c and 2 more"."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
-def counted(number: int, noun: str) -> str:
-    """Return "1 graph", "2 graphs"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def counted(count: int, noun: str) -> str:
+    """Format a count with its noun: "1 graph", "2 graphs"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def in_bytes(number: int) -> str:
-    """Return a number of bytes with its unit: "768 B", "65.5 kB"."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number} B"
+def format_bytes(size: int) -> str:
+    """Format a number of bytes with its unit: "768 B", "65.5 kB"."""
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size} B"
 
 
-def users_line() -> str:
-    """Return where the code outside of torch and of this project stands that runs, as " in model.py, line 12,"."""
+def user_line() -> str:
+    """Return the innermost line on the stack outside of torch, einops and this package: " in model.py, line 12,"."""
     frame = inspect.currentframe()
     while frame is not None:
         module = frame.f_globals.get("__name__", "").partition(".")[0]
@@ -161,6 +171,6 @@ def users_line() -> str:
 
 
 def class_name(instance: object) -> str:
-    """Return the name of a class, or of an object's; of a split module's, the one before: "Linear" for a SplitLinear."""
+    """Return the name of a class, or of an object's class; for a split module, of the unsplit class ("Linear")."""
     cls = instance if isinstance(instance, type) else type(instance)
     return getattr(cls, "unsplit_class", cls).__name__

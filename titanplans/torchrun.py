@@ -1,4 +1,4 @@
-"""What torchrun tells each process in environment variables, read and checked in one place. Imports no torch."""
+"""`read_ranks`: read and check the environment variables that torchrun sets for each process. Imports no torch."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -7,12 +7,12 @@ from titanplans.errors import ParallelError
 
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _VARIABLES = (*_NUMBERS, "MASTER_ADDR", "MASTER_PORT")
-_MOST = 2**31 - 1
-"""What torch keeps a rank in."""
+_MAX_RANK = 2**31 - 1
+"""torch stores ranks in 32 bits."""
 
 
 class Ranks(NamedTuple):
-    """This process among the others."""
+    """The ranks of this process, and the numbers of processes."""
 
     rank: int = 0
     world_size: int = 1
@@ -21,30 +21,30 @@ class Ranks(NamedTuple):
 
 
 def read_ranks(environ: Mapping[str, str]) -> Ranks | None:
-    """Return what torchrun's variables say, or None where none of them is set.
+    """Return the values of torchrun's variables; None if none of them is set.
 
-    LOCAL_WORLD_SIZE, which launchers other than torchrun leave out, counts as LOCAL_RANK + 1 where it is missing.
+    A missing LOCAL_WORLD_SIZE, which launchers other than torchrun may not set, counts as LOCAL_RANK + 1.
 
     Raises:
-        ParallelError: they are set in part, are no numbers, or contradict each other.
+        ParallelError: only some are set, they are not numbers, or they contradict each other.
     """
-    there = [name for name in _VARIABLES if name in environ]
+    present = [name for name in _VARIABLES if name in environ]
     missing = [name for name in _VARIABLES if name not in environ]
-    if not there:
+    if not present:
         return None
     if missing and missing != ["LOCAL_WORLD_SIZE"]:
         raise ParallelError(
-            f"{', '.join(there)} set, but not {', '.join(missing)}: start with torchrun, which sets all six, "
-            f"or unset {', '.join(there)} for a single process"
+            f"{', '.join(present)} set, but not {', '.join(missing)}: start with torchrun, which sets all six, "
+            f"or unset {', '.join(present)} for a single process"
         )
-    rank, world_size, local_rank = (_number(name, environ[name]) for name in _NUMBERS[:3])
-    local_world_size = _number(_NUMBERS[3], environ.get(_NUMBERS[3], str(local_rank + 1)))
-    for own, size, of, total in (
+    rank, world_size, local_rank = (_parse_number(name, environ[name]) for name in _NUMBERS[:3])
+    local_world_size = _parse_number(_NUMBERS[3], environ.get(_NUMBERS[3], str(local_rank + 1)))
+    for rank_name, size_name, value, size in (
         ("RANK", "WORLD_SIZE", rank, world_size),
         ("LOCAL_RANK", "LOCAL_WORLD_SIZE", local_rank, local_world_size),
     ):
-        if of >= total:
-            raise ParallelError(f"{own} = {of} of {size} = {total}: ranks count from 0")
+        if value >= size:
+            raise ParallelError(f"{rank_name} = {value} of {size_name} = {size}: ranks count from 0")
     if local_world_size > world_size:
         raise ParallelError(
             f"LOCAL_WORLD_SIZE = {local_world_size} of WORLD_SIZE = {world_size}: one machine has more processes than "
@@ -52,18 +52,18 @@ def read_ranks(environ: Mapping[str, str]) -> Ranks | None:
         )
     if not environ["MASTER_ADDR"].strip():
         raise ParallelError("MASTER_ADDR is empty: the name of the machine with rank 0, which torchrun sets")
-    if _number("MASTER_PORT", environ["MASTER_PORT"]) > 65535:
+    if _parse_number("MASTER_PORT", environ["MASTER_PORT"]) > 65535:
         raise ParallelError(f"MASTER_PORT = {environ['MASTER_PORT']}: a port is a number up to 65535")
     return Ranks(rank, world_size, local_rank, local_world_size)
 
 
 def restarted(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher, torchrun or ours, has started the ranks of this job before."""
+    """Return whether torchrun or our launcher has restarted the ranks of this job."""
     return environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
-def _number(name: str, text: str) -> int:
-    # Not isdecimal alone: it takes digits of other scripts, too.
-    if not (text.isascii() and text.isdecimal() and len(text) <= 10 and int(text) <= _MOST):
+def _parse_number(name: str, text: str) -> int:
+    # isascii, as isdecimal also accepts digits of other scripts.
+    if not (text.isascii() and text.isdecimal() and len(text) <= 10 and int(text) <= _MAX_RANK):
         raise ParallelError(f"{name} = {text!r}: torchrun sets a whole number")
     return int(text)

@@ -1,7 +1,6 @@
-"""Code of the user's own: a mistake in it becomes an error of one line that names the line of code.
+"""Import and call the user's code, such as plans, and report a mistake in it as one line that names the line of code.
 
-A plan's module, its class and its methods are somebody's work in progress, and a traceback through this package would
-hide the line that matters.
+A traceback through this package would hide that line.
 """
 
 import importlib
@@ -18,54 +17,60 @@ from typing import Any
 
 from titanplans.errors import PlanError, UserError, did_you_mean
 
-_TORCH = importlib.util.find_spec("torch")  # found without importing it
+_TORCH = importlib.util.find_spec("torch")  # locates torch without importing it
 _FOLDERS = _TORCH.submodule_search_locations if _TORCH else None
-_NOT_THEIRS = (*(f"{folder}/" for folder in (*(_FOLDERS or ()), Path(__file__).parent)), "<frozen")
+_NOT_USERS = (*(f"{folder}/" for folder in (*(_FOLDERS or ()), Path(__file__).parent)), "<frozen")
+"""How the names of files begin that are not the user's: those of torch, of this package and of frozen modules."""
 
 
 @contextmanager
 def as_user_error(what: str, error: type[UserError] = PlanError) -> Iterator[None]:
-    """Turn what code in the body raises into an `error`: it begins with `what` and ends with the file and line, if known.
-
-    Raises:
-        UserError: unchanged, if the body raised one; otherwise `error`.
-    """
-    try:
-        yield
-    except (UserError, MemoryError, KeyboardInterrupt):  # the last two are not theirs
-        raise
-    except BaseException as raised:
-        message = " ".join(str(raised).split())
-        raise error(f"{what}: {type(raised).__name__}: {message}{_place(raised)}") from raised
-
-
-def import_module(module_name: str, what: str, error: type[UserError] = PlanError) -> ModuleType:
-    """Import a module of the user's.
+    """Turn an exception of the body into a `UserError` of one line.
 
     Args:
-        module_name: dotted.
-        what: the beginning of the message: who named the module, and where.
+        what: how the message begins; it ends with the user's file and line, if there is one.
         error: the class to raise.
 
     Raises:
-        UserError: of the class `error` if there is no such module or it fails; or the module's own, such as for a plan
+        UserError: the body's, unchanged; otherwise an `error`.
+    """
+    try:
+        yield
+    except (UserError, MemoryError, KeyboardInterrupt):  # the last two are no fault of the user's code
+        raise
+    except BaseException as cause:
+        message = " ".join(str(cause).split())
+        raise error(f"{what}: {type(cause).__name__}: {message}{_location(cause)}") from cause
+
+
+def import_module(module_name: str, what: str, error: type[UserError] = PlanError) -> ModuleType:
+    """Import a module of the user.
+
+    Args:
+        module_name: its dotted name.
+        what: how the message begins: the option or argument that names the module.
+        error: the class to raise.
+
+    Raises:
+        UserError: an `error`, if there is no such module or it fails; or what the module itself raises, e.g. for a plan
             that is registered twice.
     """
     try:
         with as_user_error(f"{what}: {module_name} can't be imported", error):
             return importlib.import_module(module_name)
-    except error as failed:
-        missing = failed.__cause__
-        if isinstance(missing, ModuleNotFoundError) and f"{module_name}.".startswith(f"{missing.name}."):
-            raise error(_no_module(what, missing.name)) from missing
+    except error as failure:
+        cause = failure.__cause__
+        # The module itself is missing, and not one that it imports.
+        if isinstance(cause, ModuleNotFoundError) and f"{module_name}.".startswith(f"{cause.name}."):
+            raise error(_no_module(what, cause.name)) from cause
         raise
 
 
 def check_package(name: str, what: str, error: type[UserError] = PlanError) -> None:
-    """Refuse "package.module:attribute" whose package is not installed; nothing is imported.
+    """Refuse "package.module:attribute" if the package is not installed, without importing it.
 
     Raises:
-        UserError: of the class `error`.
+        UserError: an `error`.
     """
     package = name.partition(":")[0].partition(".")[0]
     if package.isidentifier() and package not in sys.modules and importlib.util.find_spec(package) is None:
@@ -82,16 +87,16 @@ def load_attribute(
     error: type[UserError] = PlanError,
     fits: Callable[[Any], bool] = lambda value: True,
 ) -> Any:
-    """Return the attribute of a module of the user's that `name` gives as "module:attribute".
+    """Import a module of the user and return one of its attributes.
 
     Args:
-        name: the module as Python imports it, also from the current directory, and the attribute.
-        what: the beginning of the message: who gave the name, and where.
+        name: "module:attribute"; the module may be in the current directory.
+        what: how the message begins: the option or argument that has the name.
         error: the class to raise.
-        fits: which of the module's values would do; the nearest is named.
+        fits: returns whether a value of the module could be meant; for the suggestion in the message.
 
     Raises:
-        UserError: as `import_module`, or there is no such attribute.
+        UserError: as `import_module`, or an `error` if there is no such attribute.
     """
     module_name, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
@@ -100,44 +105,42 @@ def load_attribute(
     if hasattr(module, attribute):
         return getattr(module, attribute)
     public = {key: value for key, value in vars(module).items() if not key.startswith("_")}
-    there = [key for key, value in public.items() if not isinstance(value, ModuleType) and fits(value)]
-    remedy = did_you_mean(attribute, there, f"it has {', '.join(there) or 'nothing'}")
-    place = getattr(module, "__file__", None) or "built in"
-    raise error(f"{what}: module {module_name} has no {attribute}; {remedy} ({place})")
+    names = [key for key, value in public.items() if not isinstance(value, ModuleType) and fits(value)]
+    remedy = did_you_mean(attribute, names, f"it has {', '.join(names) or 'nothing'}")
+    location = getattr(module, "__file__", None) or "built in"
+    raise error(f"{what}: module {module_name} has no {attribute}; {remedy} ({location})")
 
 
 def check_keywords(cls: type, arguments: Mapping[str, Any], what: str, error: type[UserError]) -> None:
-    """Refuse keywords that the constructor of a class of the user's does not take.
+    """Refuse keyword arguments that the constructor of a user's class does not take.
 
     Raises:
-        UserError: of the class `error`: with the nearest keyword, or all, and the line of the constructor.
+        UserError: an `error` that names the nearest keyword, or all of them, and the line of the constructor.
     """
     signature = inspect.signature(cls)
     try:
         signature.bind(**arguments)
-    except TypeError as mistaken:
-        known = list(signature.parameters)
-        stray = next((key for key in arguments if key not in known), "")
-        remedy = did_you_mean(stray, known, f"it takes {', '.join(known) or 'none'}")
+    except TypeError as mismatch:
+        keywords = list(signature.parameters)
+        unexpected = next((key for key in arguments if key not in keywords), "")
+        remedy = did_you_mean(unexpected, keywords, f"it takes {', '.join(keywords) or 'none'}")
         code = getattr(cls.__init__, "__code__", None)
-        place = f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
-        raise error(f"{what}: TypeError: {mistaken}; {remedy}{place}") from mistaken
+        location = f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
+        raise error(f"{what}: TypeError: {mismatch}; {remedy}{location}") from mismatch
 
 
-def _place(error: BaseException) -> str:
-    """Return the user's innermost line, if there is one; a SyntaxError's message names its line itself.
-
-    Theirs are the files in the folder of the first one that is not of Python, torch or this package: that file may call a
-    library, which then raises.
-    """
-    files = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_theirs(frame.filename)]
-    if isinstance(error, SyntaxError) or not files:
+def _location(error: BaseException) -> str:
+    """Return the user's innermost line in a traceback as " (file, line 3)"; "" if there is none."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    # A SyntaxError's message names its line itself.
+    if isinstance(error, SyntaxError) or not frames:
         return ""
-    folder = Path(files[0].filename).parent
-    line = [frame for frame in files if Path(frame.filename).is_relative_to(folder)][-1]
-    return f" ({line.filename}, line {line.lineno})"
+    # The user's files are in the folder of the first one. Later frames may be of a library that they call.
+    folder = Path(frames[0].filename).parent
+    frame = [frame for frame in frames if Path(frame.filename).is_relative_to(folder)][-1]
+    return f" ({frame.filename}, line {frame.lineno})"
 
 
-def _is_theirs(file: str) -> bool:
-    python = file.startswith(sysconfig.get_path("stdlib")) and "site-packages" not in file
-    return not (python or file.startswith(_NOT_THEIRS))
+def _is_users(file: str) -> bool:
+    is_stdlib = file.startswith(sysconfig.get_path("stdlib")) and "site-packages" not in file
+    return not (is_stdlib or file.startswith(_NOT_USERS))

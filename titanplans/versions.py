@@ -1,6 +1,6 @@
-"""The libraries whose versions decide what a run does, and which of them have one that was not tested.
+"""Report the versions of the libraries that decide what a run does, and those that were not tested.
 
-Tested are both ends of each range that the installed package asks for (CONTRIBUTING.md), those in pyproject.toml.
+Both ends of the ranges in pyproject.toml are tested (CONTRIBUTING.md); a version within its range counts as tested.
 """
 
 import traceback
@@ -9,51 +9,53 @@ from importlib import metadata
 
 from titanplans.errors import RunError, UserError
 
-_BELOW = {name: name for name in ("torch", "torchtitan", "torchao", "transformers")} | {
+_DISTRIBUTIONS = {name: name for name in ("torch", "torchtitan", "torchao", "transformers")} | {
     "fla": "flash-linear-attention"
 }
-"""Of each library, as it is imported, the name by which pip knows it."""
+"""The name of a library's package -> the name of its distribution, for pip."""
 
 
 def versions() -> str:
-    """Return the versions on one line, each that was not tested with what was."""
-    shown = [f"titanplans {_installed('titanplans') or 'of no known version'}"]
-    for name in _BELOW.values():
-        tested = _untested(name)
-        shown.append(
-            f"{name} {_installed(name) or 'of no known version'}{f' (tested: {tested})' if tested else ''}"
+    """Return the versions of all libraries on one line; for a version that was not tested, also the tested ones."""
+    items = [f"titanplans {_installed_version('titanplans') or 'of no known version'}"]
+    for name in _DISTRIBUTIONS.values():
+        tested = _missed_range(name)
+        items.append(
+            f"{name} {_installed_version(name) or 'of no known version'}{f' (tested: {tested})' if tested else ''}"
         )
-    return ", ".join(shown)
+    return ", ".join(items)
 
 
-def blamed(error: BaseException) -> str:
-    """Return what a line about `error` ends with: the libraries that it came from whose version was not tested."""
-    found = dict.fromkeys(_BELOW[package] for package in _packages(error) if package in _BELOW)
-    words = [
-        f"{name} {_installed(name)} was not tested, {tested} was"
-        for name in found
-        if (tested := _untested(name))
+def describe_untested(error: BaseException) -> str:
+    """Return the libraries in an error's traceback whose version was not tested, in parentheses; "" if there are none."""
+    names = dict.fromkeys(
+        _DISTRIBUTIONS[package] for package in _packages(error) if package in _DISTRIBUTIONS
+    )
+    phrases = [
+        f"{name} {_installed_version(name)} was not tested, {tested} was"
+        for name in names
+        if (tested := _missed_range(name))
     ]
-    return f" ({'; '.join(words)})" if words else ""
+    return f" ({'; '.join(phrases)})" if phrases else ""
 
 
-def _untested(name: str) -> str:
-    """Return the tested versions of a library that has another one; "" if it has one of them."""
-    # Not at the top: a refusal in a job, or --help, asks for no version.
+def _missed_range(name: str) -> str:
+    """Return the range of tested versions of a library if the installed one is outside of it; else ""."""
+    # Not at the top: most commands never need it.
     from packaging.requirements import Requirement
 
     try:
-        asked = [Requirement(line) for line in metadata.requires("titanplans") or ()]
+        requirements = [Requirement(line) for line in metadata.requires("titanplans") or ()]
     except metadata.PackageNotFoundError:
-        return ""  # run from its folder alone, which asks for nothing
-    ranges = [one.specifier for one in asked if one.name == name and one.marker is None]
-    version = _installed(name)
-    within = (version is None or each.contains(version, prereleases=True) for each in ranges)
-    return "" if all(within) else str(ranges[0])
+        return ""  # titanplans runs from its folder, without being installed
+    ranges = [item.specifier for item in requirements if item.name == name and item.marker is None]
+    version = _installed_version(name)
+    is_tested = (version is None or specifier.contains(version, prereleases=True) for specifier in ranges)
+    return "" if all(is_tested) else str(ranges[0])
 
 
-def _installed(name: str) -> str | None:
-    """Return the version of a library; None where pip does not know it, as a clone on PYTHONPATH."""
+def _installed_version(name: str) -> str | None:
+    """Return the version of a distribution; None if pip does not know it, as for a clone on PYTHONPATH."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -61,12 +63,13 @@ def _installed(name: str) -> str | None:
 
 
 def _packages(error: BaseException | None) -> Iterator[str]:
-    """Yield the packages through which an error came, and those that caused it; a refusal of ours came through none."""
-    seen: set[int] = set()  # an error that was raised again may be among its own causes
+    """Yield the packages in the tracebacks of an error and of its causes."""
+    seen: set[int] = set()  # an error that is raised again may be among its own causes
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         if isinstance(error, ImportError) and error.name:
             yield error.name.partition(".")[0]
+        # An error for the user is raised on purpose: the packages in its traceback did not cause it.
         if not isinstance(error, UserError | RunError):
             for frame, _ in traceback.walk_tb(error.__traceback__):
                 yield frame.f_globals.get("__name__", "").partition(".")[0]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanplans.config import ConfigError, load_job
 from titanplans.config.values import PositiveInt, from_text
-from titanplans.text import columns, counted, fitted, in_bytes
+from titanplans.text import columns, counted, fitted, format_bytes
 
 if TYPE_CHECKING:
     from titanplans.training.data.batches import StepBatch
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     if options.clean:
         folder, size = _copies()
         shutil.rmtree(folder, ignore_errors=not folder.exists())
-        print(f"removed {folder}: {in_bytes(size)}")
+        print(f"removed {folder}: {format_bytes(size)}")
     else:
         count = from_text(options.sequences, PositiveInt, "--sequences")
         _show(load_job(job_arguments, "data"), count)
@@ -115,7 +115,7 @@ def _show(job: Any, count: int) -> None:
         )
     )
     if size := _copies()[1]:
-        print(f"copies of corpora in the cache: {in_bytes(size)}, which titanplans data --clean removes")
+        print(f"copies of corpora in the cache: {format_bytes(size)}, which titanplans data --clean removes")
 
 
 def _all_read(loader: "TextDataLoader") -> bool:

@@ -34,7 +34,7 @@ from titanplans.errors import RunError, UserError, as_line, did_you_mean
 from titanplans.quiet import silence
 from titanplans.training.launch.exit_status import exit_now, finish, mute_stdout, refuse
 from titanplans.training.launch.signals import Stopped
-from titanplans.versions import blamed, versions
+from titanplans.versions import describe_untested, versions
 
 COMMANDS = {
     "train": "training.launch.main",
@@ -95,7 +95,7 @@ def run(argv: list[str] | None = None) -> NoReturn:
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if words := blamed(error):
+    if words := describe_untested(error):
         error.add_note(words.strip(" ()"))
     sys.__excepthook__(kind, error, trace)
 

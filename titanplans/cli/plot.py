@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titanplans.disk import naming
+from titanplans.disk import name_file_in_errors
 from titanplans.errors import ConfigError
 from titanplans.text import some
 from titanplans.training.trainer.jsonl import FILE_NAME, read_metrics
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
         has_colors = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         print(draw_text(panels, width=shutil.get_terminal_size((100, 24)).columns, has_colors=has_colors))
     else:
-        with naming(path):
+        with name_file_in_errors(path):
             draw_picture(panels, path)
         print(path)
     print("".join(f"{note}\n" for note in notes), end="")

@@ -34,7 +34,7 @@ from titanplans.config.options import Options, read_toml
 from titanplans.config.schema import keys
 from titanplans.config.translate import flatten
 from titanplans.config.values import FilePath, NaturalInt, PositiveFloat
-from titanplans.disk import write_whole
+from titanplans.disk import write_atomically
 from titanplans.errors import ConfigError, OptionError, UserError
 from titanplans.text import columns, show
 from titanplans.training.checkpoint.card import describe_changes
@@ -114,7 +114,9 @@ class Cell:
     def write(self, state: str, reason: str, seconds: float) -> None:
         """Write its record."""
         record = {"state": state, "reason": reason, "seconds": round(seconds, 1), "job": self.job}
-        write_whole(self.folder / RECORD, json.dumps(record | {"command": self.command}, indent=1) + "\n")
+        write_atomically(
+            self.folder / RECORD, json.dumps(record | {"command": self.command}, indent=1) + "\n"
+        )
 
     @property
     def command(self) -> str:
@@ -296,7 +298,7 @@ def write_tables(header: Header, cells: list[Cell]) -> str:
         writer.writerows(rows)
     table = columns([["cell", *FIGURES, "state"], *lines], right=range(1, len(FIGURES) + 1))
     text = "\n".join([header.description, *table]).strip()
-    write_whole(folder / "table.txt", text + "\n")
+    write_atomically(folder / "table.txt", text + "\n")
     draw_bars(rows, FIGURES, folder / "table.png")
     return text
 

@@ -34,7 +34,7 @@ def located(error: OptionError, place: object) -> OptionError:
     """Return the error with the file and the line of its option, if `place` is in a file."""
     if not isinstance(place, KeyInFile):
         return error
-    return OptionError(error.option, error.value, error.why, place.line(error.option, error.value))
+    return OptionError(error.option, error.value, error.reason, place.line(error.option, error.value))
 
 
 def line_of(text: str, key: str, value: Any = None) -> int | None:

@@ -181,7 +181,7 @@ def _meant(section: str, name: str) -> str | None:
 def unknown_section(section: str, keys_in_it: Iterable[str] = ()) -> str:
     """Say that there is no such section, and which one may be meant, or where the keys in it are here."""
     names = list(dict.fromkeys(key.section for key in keys().values()))
-    if meant := nearest(section, names, likeness=0.8):
+    if meant := nearest(section, names, cutoff=0.8):
         return f"no section [{section}]; did you mean {meant}?"
     by_name = {key.name: dotted for dotted, key in reversed(keys().items())} | ELSEWHERE
     if here := [f"{name} is {by_name[name]}" for name in keys_in_it if name in by_name]:

@@ -17,7 +17,7 @@ from titanplans.split.border import Border
 from titanplans.split.costs import Call, exchanged_elements
 from titanplans.split.state import state_of
 from titanplans.split.tokens.sharded_sequence import ShardedSequence
-from titanplans.text import counted, in_bytes
+from titanplans.text import counted, format_bytes
 
 Calls = Mapping[str, Sequence[Call]]
 """The calls of modules in one forward, by fully qualified name."""
@@ -49,7 +49,10 @@ class ReadWhole(NamedTuple):
         """Return in words for which modules `collectives` are, all of them in this."""
         if not collectives:
             return []
-        sent = counted(len(collectives), "collective"), in_bytes(sum(c.received or 0 for c in collectives))
+        sent = (
+            counted(len(collectives), "collective"),
+            format_bytes(sum(c.received or 0 for c in collectives)),
+        )
         readers = dict.fromkeys(self.mixer_of(collective) or "other code" for collective in collectives)
         return [
             f"context parallelism gathers and sums, in {sent[0]} ({sent[1]} received by a rank), all tokens of "

@@ -22,7 +22,7 @@ from titanplans.observe.recorder import record_collectives
 from titanplans.plan.options import TPOptions
 from titanplans.split.decoder import Decoder, join
 from titanplans.split.module_weight import local_specs
-from titanplans.text import columns, in_bytes
+from titanplans.text import columns, format_bytes
 from titanplans.torch_private.dtensor import local_tensor
 
 _DIRECTIONS = ("forward", "backward")
@@ -90,7 +90,7 @@ class Communication:
             for direction in _DIRECTIONS:
                 held, needed = self.of(part, direction), self.needed(part, direction)
                 if held or needed:
-                    received = in_bytes(sum(c.received or 0 for c in held)) if held else ""
+                    received = format_bytes(sum(c.received or 0 for c in held)) if held else ""
                     what = _numbers([c.operation] for c in held), _numbers(a.operations for a in needed)
                     rows.append(("" if rows[-1][0] == label else label, direction, *what, received))
                 over += [
@@ -131,7 +131,7 @@ class Communication:
             yield (f"{len(parts)} x {kind}" if parts[0] in kinds else kind), parts
 
     def _gradient_line(self) -> list[str]:
-        size = in_bytes(sum(self.gradients.values()))
+        size = format_bytes(sum(self.gradients.values()))
         words = f"once a step the gradients of {len(self.gradients)} replicated parameters are summed: {size}"
         return [words] if self.gradients else []
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from titanplans.text import counted, in_bytes
+from titanplans.text import counted, format_bytes
 
 Report = dict[str, Any]
 
@@ -54,14 +54,16 @@ def after_step(report: Report) -> list[str]:
     if step is None:
         return [f"Step {number}: collectives and graphs not counted: {report['reasons']['step']}"]
     groups = ", ".join(f"{sums['collectives']} over {name}" for name, sums in step["by_group"].items())
-    total = f"{counted(step['collectives'], 'collective')}, {in_bytes(step['bytes'])} received by this rank"
+    total = (
+        f"{counted(step['collectives'], 'collective')}, {format_bytes(step['bytes'])} received by this rank"
+    )
     fused = f"; {step['fused']} fused with matrix products" if step["collectives"] else ""
     lines = [f"Step {number}: {total}" + (f" ({groups})" if groups else "") + fused]
     for kind in report["blocks"]:
         if kind["collectives"]:
             size = sum(row["bytes"] for row in kind["collectives"])
             name = kind["names"][0] if len(kind["names"]) == 1 else f"each of {len(kind['names'])}"
-            lines.append(f"{kind['class']}, {name}: {_phases(kind['collectives'])}, {in_bytes(size)}")
+            lines.append(f"{kind['class']}, {name}: {_phases(kind['collectives'])}, {format_bytes(size)}")
     graphs = report["graphs"] or {"blocks": (), "outside_blocks": 0}
     for kind in graphs["blocks"]:
         parts = [counted(kind["graphs"], "graph"), counted(kind["graph_breaks"], "graph break")]

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanplans.errors import PlanError
 from titanplans.split.collectives import Group, all_reduce, gather, group_of, scatter_sum
 from titanplans.split.layout import shard_size
-from titanplans.text import users_line
+from titanplans.text import user_line
 
 
 class GatherPermission(NamedTuple):
@@ -37,8 +37,8 @@ class GatherPermission(NamedTuple):
             what = f"output of {self.source}" if self.source else f"hidden states at {self.key}"
             split = f"{self.source} a style that splits it by heads, as colwise(), or " if self.source else ""
             raise PlanError(
-                f"{function}{users_line()} needs all tokens of the {what}, and a rank of context parallelism has only "
-                f"some: give {split}{self.key} the style {self.remedy}, or set context_parallel_degree = 1"
+                f"{function}{user_line()} needs all tokens of the {what}, and a rank of context parallelism has its "
+                f"own: give {split}{self.key} the style {self.remedy}, or set context_parallel_degree = 1"
             )
 
 

@@ -15,7 +15,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from titanplans.errors import ModelError, NotSaved
-from titanplans.text import in_bytes
+from titanplans.text import format_bytes
 from titanplans.weights.folder import DTYPES
 
 _TOKENIZER = (
@@ -111,6 +111,6 @@ def refuse_full(directory: Path, needed: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise NotSaved(
-            f"{directory} has {in_bytes(free)} free, but {in_bytes(needed)} are to be written; "
-            f"free {in_bytes(needed - free)}"
+            f"{directory} has {format_bytes(free)} free, but {format_bytes(needed)} are to be written; "
+            f"free {format_bytes(needed - free)}"
         )

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import Job, _titanplans
-from tests.support.survival import _small_disk
-from titanplans.disk import naming, one_line
+from titanplans.disk import name_file_in_errors, raise_not_saved
 from titanplans.errors import NotSaved
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mounts a small disk, and looks into /proc")
@@ -76,11 +74,15 @@ def test_a_log_that_meets_a_full_disk_ends_the_job_in_one_line(tmp_path, ranks):
     ],
 )
 def test_what_a_disk_refuses_has_the_systems_reason(number, why):
-    with pytest.raises(NotSaved) as raised, one_line(lambda: "step-4 is left"), naming("out/rows"):
+    with (
+        pytest.raises(NotSaved) as raised,
+        raise_not_saved(lambda: "step-4 is left"),
+        name_file_in_errors("out/rows"),
+    ):
         raise OSError(number, os.strerror(number))
     assert str(raised.value) == f"out/rows can't be written ({why}); step-4 is left"
 
 
 def test_what_no_disk_refused_stays_what_it_is():
-    with pytest.raises(PermissionError), one_line(lambda: ""):
+    with pytest.raises(PermissionError), raise_not_saved(lambda: ""):
         raise PermissionError(errno.EACCES, "may not")

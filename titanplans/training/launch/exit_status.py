@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from titanplans.errors import RunError, UserError, as_line
-from titanplans.versions import blamed
+from titanplans.versions import describe_untested
 
 REPORTS = "TITANPLANS_REPORTS"
 """The environment variable that names the folder of report files, set for ranks that our launcher has started."""
@@ -29,7 +29,7 @@ def say(text: str) -> None:
 
 def refuse(error: UserError | RunError, rank: int) -> int:
     """Report the error in one line; return exit status 2 for a `UserError`, 1 for a `RunError`."""
-    line = as_line(f"{error}{blamed(error)}")
+    line = as_line(f"{error}{describe_untested(error)}")
     if REPORTS in os.environ:
         leave_report(rank, line=line)
     elif rank == 0:
@@ -44,7 +44,7 @@ def refuse(error: UserError | RunError, rank: int) -> int:
 def fail(error: Exception, rank: int) -> int:
     """Report `error` with its traceback; return exit status 1. Call it in the `except` block that handles `error`."""
     # The first line only: libraries add advice and C++ stack frames to their messages.
-    summary = f"{type(error).__name__}: {error}".strip().partition("\n")[0] + blamed(error)
+    summary = f"{type(error).__name__}: {error}".strip().partition("\n")[0] + describe_untested(error)
     lines = "".join(traceback.format_exception(error))
     if REPORTS in os.environ:
         leave_report(rank, how=f"failed: {summary}", traceback=lines)

@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 
-from titanplans.disk import is_refusal, naming
+from titanplans.disk import is_refusal, name_file_in_errors
 from titanplans.quiet import silence
 from titanplans.training.launch.exit_status import mute_stdout
 
@@ -49,7 +49,7 @@ class _StdoutHandler(logging.StreamHandler):
             # Only in the main thread: the threads that save and remove checkpoints finish their work, and the next line of
             # the main thread meets the same error.
             mute_stdout()  # buffered output would fail again when the process exits
-            with naming("stdout"):
+            with name_file_in_errors("stdout"):
                 raise
 
 

@@ -16,7 +16,7 @@ from contextlib import nullcontext
 
 from titanplans.config import ConfigError, JobConfig, load_job
 from titanplans.config.arguments import take_max_restarts
-from titanplans.disk import one_line
+from titanplans.disk import raise_not_saved
 from titanplans.errors import RunError, UserError
 from titanplans.torchrun import Ranks, read_ranks, restarted
 from titanplans.training.checkpoint.folder import checkpoint_folder, describe_newest, remedy
@@ -54,7 +54,7 @@ def main(argv: list[str], command: str = "train") -> int:
                     f"--max-restarts {restarts}"
                 )
             init_logging(rank)
-            with one_line(lambda: describe_newest(checkpoint_folder(job))):
+            with raise_not_saved(lambda: describe_newest(checkpoint_folder(job))):
                 for note in job.notes:
                     logging.getLogger(__name__).info(note)  # shown on rank 0 only
                 return _evaluate(job, torchrun) if command == "evaluate" else _run(job, torchrun, restarts)

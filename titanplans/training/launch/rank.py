@@ -66,7 +66,7 @@ def _train(job: JobConfig, rank: int, stop_requested: threading.Event) -> None:
         trainer.graceful_stop = GracefulStop(stop_requested.is_set)
     # The libraries have half a million objects. Frozen, they are not traversed by the garbage collection before each save.
     gc.freeze()
-    with disk.one_line(trainer.resume_point):
+    with disk.raise_not_saved(trainer.resume_point):
         try:
             trainer.train()
         except Stopped:
@@ -95,5 +95,5 @@ def _trainer(job: JobConfig, rank: int) -> "Trainer":
 
     kernels.install(device_type)
     import_custom(job)  # a spawned rank has not yet imported the user's modules, which register plans
-    with disk.one_line(lambda: describe_newest(checkpoint_folder(job))):
+    with disk.raise_not_saved(lambda: describe_newest(checkpoint_folder(job))):
         return Trainer(job)

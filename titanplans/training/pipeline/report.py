@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanplans.disk import naming
+from titanplans.disk import name_file_in_errors
 from titanplans.modeling import flops_of_blocks
 from titanplans.parallel.pipeline.picture import FILE, MEASURED_FILE, as_svg, as_text
 from titanplans.parallel.pipeline.timeline import UNITS, Span, Timeline, timeline
@@ -95,7 +95,7 @@ class PipelineReport:
     def draw(self) -> None:
         """Write the computed timeline as a picture, and the measured one once there is one."""
         for file, (drawn_timeline, title) in self._pictures.items():
-            with naming(self._folder / file):
+            with name_file_in_errors(self._folder / file):
                 (self._folder / file).write_text(as_svg(drawn_timeline, title))
 
     @contextmanager

@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any, TextIO
 
-from titanplans.disk import naming
+from titanplans.disk import name_file_in_errors
 from titanplans.errors import ConfigError
 
 FILE_NAME = "metrics.jsonl"
@@ -27,7 +27,7 @@ class JsonlWriter:
     def log(self, metrics: dict[str, Any], step: int) -> None:
         """Write `{"step": step, **metrics}`; a value that is not finite, which JSON can't express, becomes null."""
         record = {"step": step, **{name: _finite_or_none(value) for name, value in metrics.items()}}
-        with naming(self.path):
+        with name_file_in_errors(self.path):
             if self._file is None:
                 self._file = _open_from(self.path, step)
             self._file.write(json.dumps(record) + "\n")

@@ -16,7 +16,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import Color, NoColor, get_peak_flops
 
 from titanplans.config.sections.run import Metrics
-from titanplans.disk import naming
+from titanplans.disk import name_file_in_errors
 from titanplans.errors import UserError
 from titanplans.parallel.mesh.mesh import Mesh
 from titanplans.parallel.optimizers.load_balance import LoadBalancer
@@ -182,7 +182,7 @@ class MetricsProcessor:
         self.time_last_log += time.perf_counter() - started
 
     def _write(self, scalars: dict[str, Any], step: int) -> None:
-        with naming(self._folder):
+        with name_file_in_errors(self._folder):
             self.logger.log(scalars, step)
 
     def _write_image(self, image: torch.Tensor | None, step: int) -> None:

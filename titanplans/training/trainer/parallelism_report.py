@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from titanplans.config import rename_option_errors
-from titanplans.disk import write_whole
+from titanplans.disk import write_atomically
 from titanplans.observe.summary import after_step, at_start, pipeline_after_step
 from titanplans.parallel import DDPConfig, FSDP2Config
 from titanplans.parallel.report import ParallelismReport
@@ -110,7 +110,7 @@ class JobReport:
     def _write(self) -> None:
         if dist.get_rank() != 0:
             return
-        write_whole(self.file, json.dumps(self.report.values, indent=1) + "\n")
+        write_atomically(self.file, json.dumps(self.report.values, indent=1) + "\n")
         if self._pipeline is not None:
             self._pipeline.draw()
 

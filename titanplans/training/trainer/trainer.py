@@ -23,7 +23,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.profiler import Profiler
 
 from titanplans.config import DDPConfig, JobConfig, rename_option_errors, strategy_of
-from titanplans.disk import write_whole
+from titanplans.disk import write_atomically
 from titanplans.errors import DataError, Diverged
 from titanplans.loss import IGNORED
 from titanplans.parallel import ddp
@@ -454,7 +454,7 @@ class Trainer:
             logger.info(f"Running with configs: {json.dumps(values, indent=2, ensure_ascii=False)}")
         if job.save_config_file is not None and dist.get_rank() == 0:
             text = json.dumps(values, indent=2, ensure_ascii=False)
-            write_whole(Path(job.dump_folder, job.save_config_file), text)
+            write_atomically(Path(job.dump_folder, job.save_config_file), text)
 
     def resume_point(self) -> str:
         """Wait for pending writes; return a phrase that says which checkpoint the job can resume from."""
