@@ -2,7 +2,7 @@
 
 from tests.support import data_sources
 from titanplans.training.data.chat.chat import ChatFormat
-from titanplans.training.data.chat.messages import conversation_of
+from titanplans.training.data.chat.messages import read_conversation
 from titanplans.training.data.vocabulary import default_tokenizer_path
 
 TURN = "{{ eos_token + '\n' }}"
@@ -39,7 +39,7 @@ def form(options, seq_len=512):
 
 
 def tokens_of(row, options):
-    return form(options).tokens(conversation_of(row, options, "here"), "here")
+    return form(options).tokens(read_conversation(row, options, "here"), "here")
 
 
 def decoded(ids):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.jobs import Job, _titanplans
+from tests.support.survival import _small_disk
 from titanplans.disk import name_file_in_errors, raise_not_saved
 from titanplans.errors import NotSaved
 

@@ -300,7 +300,7 @@ class CheckpointManager:
         if dist.get_rank() == 0:
             resume = decide_resume(self.job, self.path, restarted=restarted(os.environ))
         resume = cast(Resume, broadcast_object(resume))
-        is_own = resume.key == OWN
+        is_own = resume.key == FOLDER_OPTION
         if resume.source is None:
             _log.info("nothing is loaded: training starts from drawn weights")
         else:
@@ -434,7 +434,7 @@ def keep_tensors(state: dict[str, Any], *, names: Collection[str]) -> dict[str, 
     }
 
 
-def _damage(checkpoint: Path) -> str | None:
-    """As `titanplans.training.checkpoint.card.damage`; each rank reads a part of the files."""
-    found = gather_objects(damage(checkpoint, dist.get_rank(), dist.get_world_size()))
-    return next((words for words in found if words is not None), None)
+def _damage_on_any_rank(checkpoint: Path) -> str | None:
+    """Return what `damage` says, with the files distributed over the ranks. Collective."""
+    faults = gather_objects(damage(checkpoint, dist.get_rank(), dist.get_world_size()))
+    return next((fault for fault in faults if fault is not None), None)

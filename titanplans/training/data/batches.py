@@ -201,7 +201,7 @@ class DataMetrics:
 
     def take(self, ranks: int) -> dict[str, float]:
         """Return the metrics since the last call, over `ranks` data-parallel ranks. Collective over all ranks."""
-        counts_by_rank = of_all(self._counts)
+        counts_by_rank = gather_objects(self._counts)
         self._counts = Counter()
         # TP, CP and PP ranks read the same data: count it once.
         counts = {

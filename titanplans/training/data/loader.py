@@ -166,10 +166,10 @@ class TextDataLoader:
         """
         while (batch := next(batches, None)) is not None:
             if self._any_rank(isinstance(batch, DataError | Exhausted)):
-                if errors := [item for item in of_all(batch) if isinstance(item, DataError)]:
+                if errors := [item for item in gather_objects(batch) if isinstance(item, DataError)]:
                     raise errors[0]
                 # A reader is exhausted: drop this step on all ranks, and read the remaining readers one after another.
-                position = replace(merged(of_all(position)), is_sequential=True)
+                position = replace(merged(gather_objects(position)), is_sequential=True)
                 # DataLoader draws a seed here. With a separate generator torch's default one stays as in a job that resumes
                 # later, which does not draw it.
                 batches = self._begin(position, self._open(generator=torch.Generator()))
@@ -202,7 +202,7 @@ class TextDataLoader:
 
     def epochs_read(self) -> dict[str, tuple[float, str]]:
         """Return how often each source was read, by source name, as a number and in words. Collective."""
-        position = merged(of_all(self._position))
+        position = merged(gather_objects(self._position))
         return {
             source.name: source.epochs_read(
                 position.readers.count,

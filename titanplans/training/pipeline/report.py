@@ -148,7 +148,7 @@ class StageTimes:
         spans = tuple(
             Span(action, self._seconds(begin), self._seconds(end)) for action, begin, end in self._marks
         )
-        return Timeline(tuple(gather_objects(own, self._group)))
+        return Timeline(tuple(gather_objects(spans, self._group)))
 
 
 @contextmanager

@@ -22,65 +22,6 @@ from titanplans.training.data.chat.messages import read_conversation
 from titanplans.training.data.loader import TextDataLoader
 from titanplans.training.data.vocabulary import check_tokenizer, default_tokenizer_path
 
-TURN = "{{ eos_token + '\n' }}"
-PLAIN = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{% if m.role not in ('system', 'user', 'assistant', 'tool') %}"
-    "{{ raise_exception('no role ' + m.role) }}{% endif %}"
-    "{{ '[' + m.role + ']\n' }}"
-    "{% if m.role == 'assistant' %}<>{{ m.content + eos_token }}</>{% else %}{{ m.content }}{% endif %}{{ '\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '[assistant]\n' }}{% endif %}"
-)
-MARKED = PLAIN.replace("<>", "{% generation %}").replace("</>", "{% endgeneration %}")
-PLAIN = PLAIN.replace("<>", "").replace("</>", "")
-
-
-def said(role, content):
-    return {"role": role, "content": content}
-
-
-TALK = [
-    said("system", "Be brief."),
-    said("user", "Name a prime, é!"),
-    said("assistant", "2, naïve 日本語 🙂"),
-    said("user", " Another? "),
-    said("assistant", "3"),
-]
-
-
-@pytest.fixture
-def chat(tmp_path):
-    """`Chat` with a template, by its text."""
-
-    def chat(template=MARKED, **options):
-        (tmp_path / "chat.jinja").write_text(template, encoding="utf-8")
-        return Chat(enable=True, chat_template=str(tmp_path / "chat.jinja"), **options)
-
-    return chat
-
-
-@pytest.fixture
-def rows(tmp_path):
-    """The path of a file of rows, of messages where they are no dicts."""
-
-    def rows(*rows):
-        rows = [row if isinstance(row, dict) else {"messages": row} for row in rows]
-        return write_rows(tmp_path / "rows.jsonl", rows)
-
-    return rows
-
-
-def form(options, seq_len=512):
-    return ChatFormat(options, default_tokenizer_path(), seq_len)
-
-
-def tokens_of(row, options):
-    return form(options).tokens(read_conversation(row, options, "here"), "here")
-
-
-def decoded(ids):
-    return data_options.tokenizer().decode(list(map(int, ids)), skip_special_tokens=False)
-
 
 # --- what counts
 
@@ -222,10 +163,10 @@ def test_marks_tell_answers_apart_where_earlier_ones_are_rewritten(chat):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"messages": [said("user", "a") | {"loss": "no"}]}, 'message 1 has loss = "no": a message is in the loss'),
-        ({"messages": [said("user", "a"), said("assistant", "b") | {"weight": 0.5}]}, "message 2 has weight = 0.5: "),
-        ({"messages": [said("user", "a") | {"train": True}]}, "but what 'user' says is not in the loss; leave train out"),
-        ({"prompt": [said("user", "a"), said("assistant", "b") | {"train": True}], "completion": "c"},
+        ({"messages": [message("user", "a") | {"loss": "no"}]}, 'message 1 has loss = "no": a message is in the loss'),
+        ({"messages": [message("user", "a"), message("assistant", "b") | {"weight": 0.5}]}, "message 2 has weight = 0.5: "),
+        ({"messages": [message("user", "a") | {"train": True}]}, "but what 'user' says is not in the loss; leave train out"),
+        ({"prompt": [message("user", "a"), message("assistant", "b") | {"train": True}], "completion": "c"},
          "message 2 has train = true, but a prompt is not in the loss"),
         ({"messages": TALK, "weight": 0.5}, "here has weight = 0.5, but rows of a source weigh the same"),
         ({"messages": TALK, "weight": 0}, "here has weight = 0, but rows"),
@@ -290,7 +231,12 @@ def test_the_next_role_ends_a_turn_where_it_is_a_stop_token(chat, tmp_path, rows
     (tmp_path / "glm" / "generation_config.json").write_text(json.dumps(stops))
     options = Chat(enable=True)
     there = ChatFormat(options, str(tmp_path / "glm"), 512)
-    talk = [said("user", "a"), said("assistant", "b"), said("observation", "c"), said("assistant", "d")]
+    talk = [
+        message("user", "a"),
+        message("assistant", "b"),
+        message("observation", "c"),
+        message("assistant", "d"),
+    ]
     tokens = there.tokens(read_conversation({"messages": talk}, options, ""), "")
     assert tokenizer.decode(tokens.ids[tokens.counted]) == "b<|observation|>d"
     assert there.stops_in(tokens)

@@ -93,7 +93,7 @@ REFUSED = [
      "FILE, line 1, message 2 of 'conversations' has from = 'bard', but"),
     (shared(("human", "a"), ("gpt", " \n")), SHAREGPT, "FILE, line 1, message 2 of 'conversations' is empty"),
     ({"conversations": [{"from": "human"}]}, SHAREGPT, "FILE, line 1, message 1 of 'conversations' has 'from', but needs"),
-    ({"conversations": [said("user", "a")]}, SHAREGPT, "has 'role', 'content', but needs a from"),
+    ({"conversations": [message("user", "a")]}, SHAREGPT, "has 'role', 'content', but needs a from"),
     (shared(("human", "a")) | {"system": 3}, SHAREGPT, "FILE, line 1: 'system' holds a value of type int"),
     ({"text": "a"}, SHAREGPT, "messages_column = 'conversations': FILE, line 1 has the columns 'text'"),
     (TALK, {}, "messages_column = 'messages': FILE, line 1 has the columns 'conversations', 'id'"),
