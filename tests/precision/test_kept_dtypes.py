@@ -103,7 +103,7 @@ def test_a_model_that_has_lost_it_is_refused(folders):
     before = model.lm_head.weight.clone()
     with pytest.raises(
         ModelError,
-        match=rf"DeepseekV3ForCausalLM keeps .*{'.*'.join(ROUTER)} in float32, and this model has it in b",
+        match=rf"DeepseekV3ForCausalLM keeps .*{'.*'.join(ROUTER)} in float32, but this model has it in b",
     ):
         load_weights(model, folders["deepseek_v3"])
     assert torch.equal(model.lm_head.weight, before)

@@ -185,8 +185,8 @@ def test_a_state_that_does_not_fit_is_refused_by_every_rank(found):
     begin = "the model can't be loaded: "
     assert said.pop("not strict") is None
     words = {
-        "lacking": f"{begin}2 tensors of the model not in it ({q}, model.layers.1.self_attn.q_proj.weight)",
-        "unknown": f"{begin}1 tensor of it not in the model (model.nrm.weight)",
+        "lacking": f"{begin}2 tensors missing ({q}, model.layers.1.self_attn.q_proj.weight)",
+        "unknown": f"{begin}1 tensor unexpected (model.nrm.weight)",
         "shape": f"{begin}1 tensor of another shape ({norm} (65,), expected (64,))",
         "tied": f"{begin}1 tensor tied here, and of different values (lm_head.weight and model.embed_tokens.weight)",
         "none": f"{begin}there is no state on rank 0",

@@ -138,7 +138,7 @@ def test_any_strategy_on_four_ranks(four, case):
 
 
 def test_all_ranks_refuse_a_head_that_differs_on_one(two):
-    assert "has lm_head.weight and model.embed_tokens.weight with other values" in two["two heads"]
+    assert "has lm_head.weight and model.embed_tokens.weight with different values" in two["two heads"]
 
 
 def test_a_rank_of_two_reads_about_half(two, folders):

@@ -86,7 +86,7 @@ def test_a_part_that_is_missing_is_told(tmp_path):
     state = {key: value.clone() for key, value in model.state_dict().items()}
     del state["model.layers.1.mlp.up_proj.weight"]
     save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=r"1 tensor .*not in it \(\S*1\.mlp\.up_proj\.weight\)"):
+    with pytest.raises(ModelError, match=r"1 tensor missing \(\S*1\.mlp\.up_proj\.weight\)"):
         load_weights(modeling.build(model.config).to_empty(device="cpu"), tmp_path)
 
 

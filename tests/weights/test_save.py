@@ -166,8 +166,8 @@ def test_what_can_not_be_written_is_refused_by_every_rank_and_leaves_nothing(sav
         "tokenizer": "ModelError: tokenizer = '/tp 2': there is no tokenizer.json",
         "place": "NotSaved: /tokenizer/tokenizer.json/.new.writing can't be written (Not a directory)",
         "of a library": "NotSaved: /.new.writing can't be written: ValueError: ",
-        "of its config": "ModelError: these are not the weights of a Qwen2ForCausalLM of its config: 1 tensor of it not in "
-        "the model (unheard)",
+        "of its config": "ModelError: these are not the weights of a Qwen2ForCausalLM of its config: 1 tensor unexpected "
+        "(unheard)",
         "no config": "ModelError: Linear has no config of transformers",
         "full": "NotSaved: /.new.writing can't be written (File too large)",
     }

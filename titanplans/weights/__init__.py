@@ -1,14 +1,17 @@
-"""Weights in Hugging Face's form: from a folder into a model that is split, and back.
+"""Weights in Hugging Face's format: from a folder into a split model, and from a split model to a folder.
 
     compare.py   how a folder's tensors differ from a model's, in words
-    lazy.py      tensors that are read part by part, through torch's functions
-    names.py     published names and those of the module tree, by transformers' own conversions
-    load.py      each rank's parts of a folder into its parts of a model
-    gather.py    whole tensors of a split model, one after the other, on rank 0
-    full.py      full state dicts to split models and back, and those of their optimizers
+    lazy.py      tensors whose values are read when needed, slice by slice, through torch's functions
+    names.py     names in a folder <-> parameter names, by transformers' own conversions
+    load.py      a folder into a split model; each rank reads its slices
+    gather.py    full tensors of a split model, one at a time, on rank 0
+    merged.py    adapters merged into their base weights
+    full.py      full state dicts of models and optimizers, gathered and loaded
     save.py      a split model to a folder
-    files.py     the files of a folder, as rank 0 writes them
-    atomic.py    a folder that exists whole or not at all
+    adapters.py  adapters in peft's files
+    folder.py    the safetensors files of a folder, and how they are read
+    files.py     the files of a folder, and how rank 0 writes them
+    atomic.py    folders that are complete or absent; errors of rank 0 on all ranks
 
-Importing the package imports nothing.
+Importing this package imports nothing.
 """

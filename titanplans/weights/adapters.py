@@ -1,10 +1,9 @@
-"""Adapters in peft's files, of a model that is split in any way: written and read.
+"""Save and load the adapters of a split model in peft's files.
 
-    adapter_config.json          rank, alpha, the modules that have adapters, and those that train as they are
+    adapter_config.json          rank, alpha, the modules with adapters, and those that are trained without one
     adapter_model.safetensors    base_model.model.NAME.lora_A.weight, ...lora_B.weight, base_model.model.NAME.weight
 
-`peft.PeftModel.from_pretrained(base, folder)` reads them. Nothing is unpickled. How an adapter computes is in
-`titanplans.adapters.low_rank`.
+`peft.PeftModel.from_pretrained(base, folder)` loads them. Nothing is unpickled.
 """
 
 import json
@@ -28,12 +27,12 @@ from titanplans.split.parameters.shards import copy_shard
 from titanplans.weights.atomic import on_first_rank
 from titanplans.weights.compare import differences
 from titanplans.weights.files import write_safetensors
-from titanplans.weights.gather import gather, stored
+from titanplans.weights.gather import gather, state_tensors
 from titanplans.weights.merged import named_adapted
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_PLAIN: dict[str, tuple[Any, ...]] = {
+_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     **dict.fromkeys(("use_dora", "use_rslora", "lora_bias", "use_qalora"), (False, None)),
@@ -46,29 +45,29 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
         (None,),
     ),
 }
-"""Of an adapter_config.json, what changes how an adapter computes, and the values that ours computes by."""
+"""Keys of adapter_config.json that change how an adapter computes -> the values that are supported."""
 
 
 def save_adapter(model: nn.Module, folder: str | os.PathLike[str], *, base_model: str | None = None) -> None:
-    """Write the adapters of `model`, and the other trained parameters, as peft does. Collective; rank 0 writes.
+    """Save the adapters of `model`, and its other trained parameters, in peft's format. Collective; rank 0 writes.
 
     Args:
-        model: with adapters, split in any way or not at all.
-        folder: made if it is not there; files of these names in it are replaced.
-        base_model: name or folder of the model that they belong to, for adapter_config.json.
+        model: with adapters; split in any way, or unsplit.
+        folder: created if it does not exist; peft's two files in it are replaced.
+        base_model: name or folder of the base model, for adapter_config.json.
 
     Raises:
         ModelError: there are no adapters, or they differ in rank or scaling.
         NotSaved: the folder can't be written.
     """
-    config, tensors = gathered_adapter(model, base_model)
+    config, tensors = gather_adapter(model, base_model)
     on_first_rank(lambda: write_adapter(Path(folder), config, tensors), Path(folder))
 
 
-def gathered_adapter(
+def gather_adapter(
     model: nn.Module, base_model: str | None = None
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return what `save_adapter` writes: the config, and on rank 0 whole tensors by peft's names. Collective."""
+    """Return the config that `save_adapter` writes, and on rank 0 the full tensors by peft's names. Collective."""
     config, trained = adapter_config(model, base_model), trained_names(model)
     tensors = gather(model, only=trained.__contains__)
     return config, {peft_name(name): tensor for name, tensor in tensors if rank() == 0}
@@ -80,17 +79,22 @@ def write_adapter(
     tensors: dict[str, torch.Tensor],
     seal: Callable[[Path], None] = sync,
 ) -> None:
-    """Write peft's two files, the weights first under a temporary name; `tensors` have peft's names, and one process writes.
+    """Write peft's two files in one process.
 
-    `seal` brings each file to the disk, as for `write_folder`.
+    Args:
+        folder: created if it does not exist.
+        config: adapter_config.json.
+        tensors: by peft's names.
+        seal: called with each file, to sync it to the disk.
 
     Raises:
-        OSError: the disk is full, or refuses.
+        OSError: the disk is full, or refuses to write.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = f"{WEIGHTS}.writing"
-    write_safetensors(folder, {unfinished: tensors}, iter(tensors.items()), seal=sync)
-    os.replace(folder / unfinished, folder / WEIGHTS)
+    # Under a temporary name first, so that an older file of weights is replaced only by a complete one.
+    temporary = f"{WEIGHTS}.writing"
+    write_safetensors(folder, {temporary: tensors}, iter(tensors.items()), seal=sync)
+    os.replace(folder / temporary, folder / WEIGHTS)
     (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
     for name in (WEIGHTS, CONFIG):
         seal(folder / name)
@@ -98,36 +102,37 @@ def write_adapter(
 
 
 def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Give the adapters of `model`, and the other trained parameters, the values of peft's files; each rank keeps its part.
+    """Load adapters and other trained parameters from peft's files into `model`; each rank keeps its shards.
 
     Args:
-        model: with memory and with adapters of the same rank, alpha and modules, split in any way or not at all. They are
-            what `add_adapters(model, adapter_options(folder))` adds.
-        folder: as peft or `save_adapter` wrote it.
+        model: with adapters of the same rank, alpha and modules, as `add_adapters(model, adapter_options(folder))` adds;
+            split in any way, or unsplit; not on meta.
+        folder: written by peft or by `save_adapter`.
 
     Raises:
-        ModelError: with all that differs, before a value is changed; or the files are damaged.
+        ModelError: names what differs, before a value is changed; or the files are damaged.
     """
     check_adapter(model, folder)
-    targets = stored(model)[0]
+    targets = state_tensors(model)[0]
     with safe_open(Path(folder) / WEIGHTS, "pt") as file:
         for name in trained_names(model):
             copy_shard(targets[name], file.get_tensor(peft_name(name)), name=name)
 
 
 def check_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Compare peft's files with the adapters of `model`, which may lie on meta; no value is read.
+    """Compare peft's files with the adapters of `model`, which may be on meta, without reading values.
 
     Raises:
         ModelError: as `load_adapter`.
     """
     path, options = Path(folder), adapter_options(folder)
-    theirs = LowRank(options.rank or 0, (options.alpha or 0) / (options.rank or 1))
-    for name, ours in _low_ranks(model).items():
-        if ours != theirs:
+    saved = LowRank(options.rank or 0, (options.alpha or 0) / (options.rank or 1))
+    for name, low_rank in _low_ranks(model).items():
+        if low_rank != saved:
             raise ModelError(
-                f"{path / CONFIG} has r = {theirs.rank} and lora_alpha = {options.alpha:g}, and the adapter of {name} has "
-                f"rank {ours.rank} and alpha {ours.scaling * ours.rank:g}: give lora.rank and lora.alpha these values"
+                f"{path / CONFIG} has r = {saved.rank} and lora_alpha = {options.alpha:g}, but the adapter of {name} has "
+                f"rank {low_rank.rank} and alpha {low_rank.scaling * low_rank.rank:g}: set lora.rank and lora.alpha to the "
+                "file's values"
             )
     if not os.path.isfile(path / WEIGHTS):
         raise ModelError(
@@ -135,15 +140,15 @@ def check_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         )
     try:
         with safe_open(path / WEIGHTS, "pt") as file:
-            there = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  no mapping
+            file_shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  no mapping
     except SafetensorError as error:
         raise ModelError(f"{path / WEIGHTS} is damaged ({error})") from error
-    state = stored(model)[0]
-    here = {peft_name(name): tuple(state[name].shape) for name in trained_names(model)}
-    if differing := differences(there, here):
+    state = state_tensors(model)[0]
+    model_shapes = {peft_name(name): tuple(state[name].shape) for name in trained_names(model)}
+    if changes := differences(file_shapes, model_shapes):
         raise ModelError(
-            f"{path / WEIGHTS} is of other adapters: {differing}. lora.target_modules and lora.modules_to_save say "
-            f"which there are, {path / CONFIG} which it has"
+            f"{path / WEIGHTS} is of other adapters: {changes}. Set lora.target_modules and lora.modules_to_save to those "
+            f"of {path / CONFIG}"
         )
 
 
@@ -151,24 +156,24 @@ def adapter_options(folder: str | os.PathLike[str]) -> LoRA:
     """Return the options of peft's adapter_config.json.
 
     Raises:
-        ModelError: it is not there, damaged, or of an adapter that computes in another way.
+        ModelError: the file is missing or damaged, or describes an adapter that computes differently.
     """
     path = Path(folder) / CONFIG
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        for key, known in _PLAIN.items():
-            if values.get(key, known[0]) not in known:
+        for key, supported in _SUPPORTED.items():
+            if values.get(key, supported[0]) not in supported:
                 raise ModelError(
-                    f"{path} has {key} = {json.dumps(values[key])}, and adapters here are LoRA's own, "
-                    f"{json.dumps(known[0])}: merge it into the weights by peft, and start from these"
+                    f"{path} has {key} = {json.dumps(values[key])}, but only plain LoRA is supported, "
+                    f"{json.dumps(supported[0])}: merge the adapter into the weights by peft, and start from these"
                 )
         return LoRA(
             rank=values["r"],
             alpha=float(values["lora_alpha"]),
             dropout=values.get("lora_dropout") or 0.0,
-            target_modules=_words(values["target_modules"]),
-            exclude_modules=_words(values.get("exclude_modules")),
-            modules_to_save=_words(values.get("modules_to_save")),
+            target_modules=_as_tuple(values["target_modules"]),
+            exclude_modules=_as_tuple(values.get("exclude_modules")),
+            modules_to_save=_as_tuple(values.get("modules_to_save")),
         )
     except OSError as error:
         raise ModelError(f"{path} can't be read ({error.strerror})") from error
@@ -181,7 +186,10 @@ def adapter_options(folder: str | os.PathLike[str]) -> LoRA:
 
 
 def base_model(folder: str | os.PathLike[str]) -> str | None:
-    """Return the model, a folder or a hub's name, in peft's adapter_config.json, which `adapter_options` has read."""
+    """Return the base model in peft's adapter_config.json: a folder or a name on the hub.
+
+    Call `adapter_options` first, which checks the file.
+    """
     return json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
 
 
@@ -189,14 +197,14 @@ def adapter_config(model: nn.Module, base_model: str | None = None) -> dict[str,
     """Return the adapter_config.json of the adapters of `model`.
 
     Raises:
-        ModelError: there are none, or they differ.
+        ModelError: there are no adapters, or they differ in rank or scaling.
     """
-    kinds = set(_low_ranks(model).values())
-    if len(kinds) != 1:
+    low_ranks = set(_low_ranks(model).values())
+    if len(low_ranks) != 1:
         raise ModelError(
-            f"peft's files hold adapters of one rank and scaling, and the model's have {kinds or 'none'}"
+            f"peft's files hold adapters of one rank and scaling, but the model's have {low_ranks or 'none'}"
         )
-    (low_rank,) = kinds
+    (low_rank,) = low_ranks
     modules = named_adapted(model)
     alpha = low_rank.scaling * low_rank.rank
     dropout: Any = next(
@@ -210,7 +218,7 @@ def adapter_config(model: nn.Module, base_model: str | None = None) -> dict[str,
         "r": low_rank.rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": 0.0 if dropout is None else dropout.p,
-        "target_modules": _ends(model, list(modules)),
+        "target_modules": _target_modules(model, list(modules)),
         "modules_to_save": sorted(saved) or None,
         "fan_in_fan_out": any(map(is_transposed, modules.values())),
         "bias": "none",
@@ -222,15 +230,16 @@ def adapter_config(model: nn.Module, base_model: str | None = None) -> dict[str,
 
 
 def trained_names(model: nn.Module) -> dict[str, None]:
-    """Return the names, in the state dict, of the tensors in an adapter's files: factors, and other trained ones."""
-    # Not asked of the state dict's tensors: those that FSDP2 gathers in float8 are made anew, without a gradient.
-    every = model.named_parameters(remove_duplicate=False)
-    trained = {without_wrappers(name) for name, parameter in every if parameter.requires_grad}
+    """Return the state dict's names of the tensors in an adapter's files: factors, and other trained parameters."""
+    # requires_grad of the parameters, not of the state dict's tensors: those that FSDP2 gathers in float8 are new tensors
+    # without a gradient.
+    parameters = model.named_parameters(remove_duplicate=False)
+    trained = {without_wrappers(name) for name, parameter in parameters if parameter.requires_grad}
     return {name: None for name in model.state_dict() if is_factor(name) or name in trained}
 
 
 def peft_name(name: str) -> str:
-    """Return a parameter's name in peft's file: "base_model.model.q_proj.lora_A.weight" for "q_proj.lora_A"."""
+    """Return a parameter's name in peft's files: "base_model.model.q_proj.lora_A.weight" for "q_proj.lora_A"."""
     return f"{_PREFIX}{name}.weight" if is_factor(name) else f"{_PREFIX}{name}"
 
 
@@ -239,15 +248,15 @@ def _low_ranks(model: nn.Module) -> dict[str, LowRank]:
     return {name: low_rank for name, low_rank in adapters.items() if low_rank is not None}
 
 
-def _ends(model: nn.Module, chosen: list[str]) -> list[str]:
-    """Return the last parts of the names in `chosen` if they stand for no other module; else the whole names."""
-    ends = {name.rpartition(".")[2] for name in chosen}
-    every = [without_wrappers(name) for name, module in model.named_modules() if takes_adapter(module)]
-    alike = {name for name in every if name.rpartition(".")[2] in ends}
-    return sorted(ends) if alike == set(chosen) else sorted(chosen)
+def _target_modules(model: nn.Module, names: list[str]) -> list[str]:
+    """Return the last components of the modules' names if they match no other module; else the full names."""
+    suffixes = {name.rpartition(".")[2] for name in names}
+    candidates = [without_wrappers(name) for name, module in model.named_modules() if takes_adapter(module)]
+    matched = {name for name in candidates if name.rpartition(".")[2] in suffixes}
+    return sorted(suffixes) if matched == set(names) else sorted(names)
 
 
-def _words(value: Any) -> tuple[str, ...]:
+def _as_tuple(value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, str) else tuple(value)

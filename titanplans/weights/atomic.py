@@ -1,4 +1,4 @@
-"""What rank 0 writes for all: a folder that is whole or not there, and errors that every rank gets alike."""
+"""Let rank 0 write for all ranks: `written_atomically` for a complete folder or none, `on_first_rank` for equal errors."""
 
 import os
 import shutil
@@ -13,13 +13,15 @@ from titanplans.split.objects import broadcast_object, rank
 
 @contextmanager
 def written_atomically(target: Path) -> Iterator[Path]:
-    """Give the body a temporary folder next to `target`, renamed to `target` once the body is done. Collective.
+    """Create a temporary folder next to `target`, and rename it to `target` after the body; remove it after an error.
+
+    Collective: rank 0 creates and renames it.
 
     Raises:
         ModelError: on every rank: `target` exists or is a mount point, or another process is writing it, or was killed.
-        NotSaved: on every rank: the system refuses.
+        NotSaved: on every rank: the folder can't be created or renamed.
     """
-    target = target.resolve()  # a link's folder is written, and "." has a name
+    target = target.resolve()  # follows a link, and gives "." a name
     directory = target.with_name(f".{target.name}.writing")
 
     def begin() -> None:
@@ -52,30 +54,30 @@ def written_atomically(target: Path) -> Iterator[Path]:
 def on_first_rank(
     action: Callable[[], None], path: Path, *, then: Callable[[], object] = lambda: None
 ) -> None:
-    """Do `action` on rank 0, and `then` on every rank; raise its error on every rank.
+    """Run `action` on rank 0 only, and raise its error on every rank. Collective.
 
     Args:
         action: writes files.
-        path: the written path, for the error.
-        then: done though it has failed.
+        path: what is written, for the message.
+        then: runs on every rank after `action`, even if that failed.
 
     Raises:
-        ModelError: `action` has refused, as a UserError.
-        NotSaved: any other error of `action`, or of the system.
+        ModelError: `action` raised a UserError.
+        NotSaved: `action` raised another error.
     """
-    failed: Exception | None = None
-    said: tuple[type[Exception], str] | None = None
+    cause: Exception | None = None
+    failure: tuple[type[Exception], str] | None = None
     if rank() == 0:
         try:
             action()
         except (UserError, RunError) as error:
-            failed, said = error, (ModelError if isinstance(error, UserError) else NotSaved, str(error))
+            cause, failure = error, (ModelError if isinstance(error, UserError) else NotSaved, str(error))
         except OSError as error:
-            failed, said = error, (NotSaved, f"{error.filename or path} can't be written ({reason(error)})")
-        except Exception as error:  # noqa: BLE001  other ranks wait for this one, whatever it is
+            cause, failure = error, (NotSaved, f"{error.filename or path} can't be written ({reason(error)})")
+        except Exception as error:  # noqa: BLE001  the other ranks wait for this one, whatever the error
             message = " ".join(str(error).split())
-            failed, said = error, (NotSaved, f"{path} can't be written: {type(error).__name__}: {message}")
+            cause, failure = error, (NotSaved, f"{path} can't be written: {type(error).__name__}: {message}")
     then()
-    if (said := broadcast_object(said)) is not None:
-        cls, words = said
-        raise cls(words) from failed
+    if (failure := from_first(failure)) is not None:
+        error_class, message = failure
+        raise error_class(message) from cause

@@ -1,4 +1,4 @@
-"""How the tensors of a folder, a file or a state dict differ from a model's, in words; and tied ones from each other."""
+"""Describe how the tensors of a file differ from a model's; and unify and compare copies of tied tensors."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,56 +10,78 @@ from titanplans.text import counted, some
 from titanplans.weights.lazy import LazyTensor
 
 Shapes = Mapping[str, Sequence[int]]
-"""By the name of a tensor."""
+"""The shape of each tensor, by name."""
 
 
-def differences(theirs: Shapes, ours: Shapes) -> str:
-    """Return how the names and shapes of a file's tensors, `theirs`, differ from a model's; "" where they do not."""
-    both = [name for name in ours if name in theirs and tuple(theirs[name]) != tuple(ours[name])]
-    return in_words(
+def differences(file_shapes: Shapes, model_shapes: Shapes) -> str:
+    """Return in words how the names and shapes of a file's tensors differ from a model's; "" if they don't."""
+    changed = [
+        name
+        for name in model_shapes
+        if name in file_shapes and tuple(file_shapes[name]) != tuple(model_shapes[name])
+    ]
+    return describe_kinds(
         {
-            "of the model not in it": [name for name in ours if name not in theirs],
-            "of it not in the model": [name for name in theirs if name not in ours],
+            "missing": [name for name in model_shapes if name not in file_shapes],
+            "unexpected": [name for name in file_shapes if name not in model_shapes],
             "of another shape": [
-                f"{name} {tuple(theirs[name])}, expected {tuple(ours[name])}" for name in both
+                f"{name} {tuple(file_shapes[name])}, expected {tuple(model_shapes[name])}" for name in changed
             ],
         }
     )
 
 
-def in_words(kinds: Mapping[str, Sequence[str]]) -> str:
-    """Return how many tensors there are of each kind, and the names of the first; "" where there are none."""
-    found = {what: names for what, names in kinds.items() if names}
+def describe_kinds(names_by_kind: Mapping[str, Sequence[str]]) -> str:
+    """Return the number of tensors of each kind and the first names: "2 tensors missing (a, b)"; "" if there are none."""
     return "; ".join(
-        f"{counted(len(names), 'tensor')} {what} ({some(names)})" for what, names in found.items()
+        f"{counted(len(names), 'tensor')} {kind} ({some(names)})"
+        for kind, names in names_by_kind.items()
+        if names
     )
 
 
-def once(
+def unify_tied(
     tensors: Mapping[str, LazyTensor], tied: Mapping[str, str]
 ) -> tuple[dict[str, LazyTensor], dict[str, LazyTensor]]:
-    """Return `tensors` with tied ones once, under the name that they are tied to; and the other copies, by their names."""
-    kept, copies = dict(tensors), {}
+    """Keep one of several tied tensors.
+
+    Args:
+        tensors: by parameter name.
+        tied: the name of a tied parameter -> the name that it is tied to.
+
+    Returns:
+        The tensors, tied ones once under the name that they are tied to; and the other copies, by their names.
+    """
+    unified, copies = dict(tensors), {}
     for name, source in tied.items():
-        if name in kept:
-            copy = kept.pop(name)
-            if kept.setdefault(source, copy) is not copy:
+        if name in unified:
+            copy = unified.pop(name)
+            if unified.setdefault(source, copy) is not copy:
                 copies[name] = copy
-    return kept, copies
+    return unified, copies
 
 
-def check_copies(
-    copies: Mapping[str, LazyTensor], kept: Mapping[str, LazyTensor], tied: Mapping[str, str], where: object
+def check_tied_copies(
+    copies: Mapping[str, LazyTensor],
+    unified: Mapping[str, LazyTensor],
+    tied: Mapping[str, str],
+    where: object,
 ) -> None:
-    """Refuse, on every rank, copies of a tied tensor that differ, both as `once` returned them. Collective if there are any.
+    """Raise an error on every rank if copies of a tied tensor differ. Collective if there are copies.
+
+    Args:
+        copies, unified: what `unify_tied` returned.
+        tied: as for `unify_tied`.
+        where: the folder or model, for the message.
 
     Raises:
-        ModelError: `where` has them.
+        ModelError: names two copies that differ.
     """
     for name, copy in copies.items():
-        one, two = copy.read(), kept[tied[name]].read()  # on every rank: reading may be collective
-        if broadcast_object(rank() == 0 and not torch.equal(one.to(two.dtype), two)):
+        # Read on every rank, as reading may be collective; only rank 0 may have values.
+        value, source_value = copy.read(), unified[tied[name]].read()
+        if from_first(rank() == 0 and not torch.equal(value.to(source_value.dtype), source_value)):
             raise ModelError(
-                f"{where} has {name} and {tied[name]} with other values, and the model's config ties the two: "
+                f"{where} has {name} and {tied[name]} with different values, but the model's config ties the two: "
                 "tie_word_embeddings = false in it keeps both"
             )

@@ -1,6 +1,4 @@
-"""The files of a Hugging Face folder, as one process writes them: safetensors whose values come one by one, config.json,
-and the files of a tokenizer.
-"""
+"""Write the files of a Hugging Face folder in one process: safetensors tensor by tensor, config.json, a tokenizer."""
 
 import copy
 import json
@@ -23,7 +21,7 @@ _TOKENIZER = (
     "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt", "preprocessor_config.json",
     "processor_config.json", "generation_config.json",
 )  # fmt: skip
-"""What belongs to a tokenizer, and how a model is asked to generate."""
+"""The files of a tokenizer, and generation_config.json."""
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 """A chat template may also be in tokenizer_config.json."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -35,18 +33,24 @@ def write_safetensors(
     values: Iterator[tuple[str, torch.Tensor]],
     seal: Callable[[Path], None],
 ) -> None:
-    """Write files whose tensors are known by shape and dtype, and whose values come in any order.
+    """Write safetensors files whose values arrive in any order.
 
-    A file: 8 bytes with the length of the header, the header in JSON, the values in the order of the header
-    (https://github.com/huggingface/safetensors#format). `seal` is called with each file as soon as it is whole, so that
-    ranks that wait for the next tensor never wait for all files to reach the disk.
+    A file is 8 bytes with the length of the header, the header in JSON, and the values in the order of the header
+    (https://github.com/huggingface/safetensors#format).
+
+    Args:
+        directory: where to write.
+        files: file name -> name -> tensor on meta, with shape and dtype.
+        values: name and value of each tensor.
+        seal: called with each file as soon as it is complete, to sync it to the disk.
     """
+    # Files are synced one by one, not at the end: other ranks wait for the next tensor, but not for all files.
     with ExitStack() as stack:
-        places: dict[str, tuple[str, int]] = {}
-        streams = {file: stack.enter_context((directory / file).open("wb")) for file in files}
-        left = {file: len(tensors) for file, tensors in files.items()}
+        offsets: dict[str, tuple[str, int]] = {}
+        open_files = {file: stack.enter_context((directory / file).open("wb")) for file in files}
+        remaining = {file: len(tensors) for file, tensors in files.items()}
         for file, tensors in files.items():
-            # Large elements first, so that each begins at a multiple of its size.
+            # Large elements first, so that each tensor is aligned to its element size.
             names = sorted(tensors, key=lambda name: -tensors[name].itemsize)
             header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
             end = 0
@@ -56,42 +60,46 @@ def write_safetensors(
                 header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
             text = json.dumps(header, separators=(",", ":")).encode()
             text += b" " * (-len(text) % 8)
-            streams[file].write(len(text).to_bytes(8, "little") + text)
-            places |= {name: (file, 8 + len(text) + header[name]["data_offsets"][0]) for name in names}
+            open_files[file].write(len(text).to_bytes(8, "little") + text)
+            offsets |= {name: (file, 8 + len(text) + header[name]["data_offsets"][0]) for name in names}
         for name, value in values:
-            file, offset = places[name]
-            streams[file].seek(offset)
+            file, offset = offsets[name]
+            open_files[file].seek(offset)
             if value.numel():
-                streams[file].write(value.contiguous().view(-1).view(torch.uint8).numpy().data)
-            left[file] -= 1
-            if not left[file]:
-                streams[file].close()
+                open_files[file].write(value.contiguous().view(-1).view(torch.uint8).numpy().data)
+            remaining[file] -= 1
+            if not remaining[file]:
+                open_files[file].close()
                 seal(directory / file)
 
 
 def write_config(
     directory: Path, plain: PreTrainedModel, config: PretrainedConfig, dtypes: Mapping[str, torch.dtype]
 ) -> None:
-    """Write config.json, with the class that `from_pretrained` makes and the dtype of its weights."""
+    """Write config.json, with the class that `from_pretrained` builds and the dtype of its weights."""
     config = copy.deepcopy(config)
     config.architectures = [type(plain).__name__]
-    found = Counter(dtype for dtype in dtypes.values() if dtype.is_floating_point)
-    ((dtype, _),) = found.most_common(1)  # some may be kept in float32
-    for each in (config, *(getattr(config, name) for name in config.sub_configs)):
-        if isinstance(each, PretrainedConfig):
-            each.dtype = str(dtype).removeprefix("torch.")
+    counts = Counter(dtype for dtype in dtypes.values() if dtype.is_floating_point)
+    ((dtype, _),) = counts.most_common(1)  # the most frequent one: some tensors may stay in float32
+    for config_ in (config, *(getattr(config, name) for name in config.sub_configs)):
+        if isinstance(config_, PretrainedConfig):
+            config_.dtype = str(dtype).removeprefix("torch.")
     config.save_pretrained(directory)
 
 
 def copy_tokenizer(source: Path, directory: Path, chat_template: str | None = None) -> None:
-    """Copy what there is of a tokenizer, with `chat_template` (Jinja) in place of its own; refuse a folder without any."""
+    """Copy the files of a tokenizer; `chat_template` (Jinja) replaces its template.
+
+    Raises:
+        ModelError: there is no file of a tokenizer, or one can't be read.
+    """
     names = _TOKENIZER + (_TEMPLATES if chat_template is None else ())
-    found = [source / name for name in names if (source / name).is_file()]
-    if not found:
+    paths = [source / name for name in names if (source / name).is_file()]
+    if not paths:
         raise ModelError(
             f"tokenizer = {str(source)!r}: there is no tokenizer.json and no other file of a tokenizer in it"
         )
-    for path in found:
+    for path in paths:
         try:
             content = path.read_bytes()
         except OSError as error:
@@ -107,7 +115,7 @@ def copy_tokenizer(source: Path, directory: Path, chat_template: str | None = No
 
 
 def refuse_full(directory: Path, needed: int) -> None:
-    """Raise an error, before anything is written, if the disk has no room for `needed` bytes."""
+    """Raise `NotSaved` if the disk has no room for `needed` bytes; call it before anything is written."""
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise NotSaved(

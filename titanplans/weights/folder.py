@@ -1,10 +1,9 @@
-"""A Hugging Face folder of weights: which tensors are in which of its files, and any part of one.
+"""`open_folder`: a Hugging Face folder of weights, whose tensors can be read slice by slice.
 
     model.safetensors                                    one file, or
     model.safetensors.index.json, model-0000N-of-M...    an index, and the files that it names
 
-safetensors checks the headers of all files first, so that a damaged folder is refused before a value is read. Nothing is
-unpickled, and an index names files of its own folder only; those may be links, as in the hub's cache.
+The headers of all files are checked first, so that a damaged folder is refused before a value is read. Nothing is unpickled.
 """
 
 import json
@@ -28,8 +27,8 @@ DTYPES = {
 }  # fmt: skip
 
 
-class Stored(NamedTuple):
-    """A tensor as a file's header describes it."""
+class TensorEntry(NamedTuple):
+    """A tensor's entry in the header of a file."""
 
     file: Path
     dtype: torch.dtype
@@ -37,131 +36,138 @@ class Stored(NamedTuple):
 
 
 class Folder:
-    """What `open_folder` returns.
+    """A folder that `open_folder` has checked.
 
     Attributes:
         path: the folder.
-        stored: name -> its file, dtype and shape.
-        bytes_read: bytes of values that `tensors` have read so far.
+        entries: name of a tensor -> its file, dtype and shape.
+        bytes_read: bytes of values that have been read from `tensors`.
     """
 
-    def __init__(self, path: Path, stored: Mapping[str, Stored]):
-        self.path, self.stored = path, dict(stored)
+    def __init__(self, path: Path, entries: Mapping[str, TensorEntry]):
+        self.path, self.entries = path, dict(entries)
         self.bytes_read = 0
         self._files: dict[Path, Any] = {}
 
     @property
     def tensors(self) -> dict[str, LazyTensor]:
-        """Name -> tensor, read in parts, each when it is asked for."""
+        """The tensors by name, read when their values are needed."""
 
-        def lazy(name: str, stored: Stored) -> LazyTensor:
-            return LazyTensor(name, stored.shape, stored.dtype, lambda box: self._read(name, stored, box))
+        def lazy(name: str, entry: TensorEntry) -> LazyTensor:
+            return LazyTensor(name, entry.shape, entry.dtype, lambda box: self._read(name, entry, box))
 
-        return {name: lazy(name, stored) for name, stored in self.stored.items()}
+        return {name: lazy(name, entry) for name, entry in self.entries.items()}
 
-    def _read(self, name: str, stored: Stored, box: Box) -> torch.Tensor:
+    def file_of(self, name: str) -> str:
+        """Return the name of a tensor's file; the folder for a tensor that was made of several."""
+        return self.entries[name].file.name if name in self.entries else str(self.path)
+
+    def _read(self, name: str, entry: TensorEntry, box: Box) -> torch.Tensor:
         try:
-            if stored.file not in self._files:
-                self._files[stored.file] = safe_open(stored.file, framework="pt")
-            file = self._files[stored.file]
+            if entry.file not in self._files:
+                self._files[entry.file] = safe_open(entry.file, framework="pt")
+            file = self._files[entry.file]
             if any(first >= last for first, last in box):
-                return torch.empty([max(0, last - first) for first, last in box], dtype=stored.dtype)
-            part = file.get_slice(name)[slices(box)] if box else file.get_tensor(name)
+                return torch.empty([max(0, last - first) for first, last in box], dtype=entry.dtype)
+            values = file.get_slice(name)[slices(box)] if box else file.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{stored.file} can't be read at {name}: {_reason(error)}") from error
-        self.bytes_read += part.numel() * part.element_size()
-        return part
+            raise ModelError(f"{entry.file} can't be read at {name}: {_reason(error)}") from error
+        self.bytes_read += values.numel() * values.element_size()
+        return values
 
 
 def open_folder(path: str | os.PathLike[str]) -> Folder:
     """Read and check the headers of a Hugging Face folder of safetensors.
 
     Args:
-        path: a folder with model.safetensors, or model.safetensors.index.json and the files that it names.
+        path: a folder with model.safetensors, or with model.safetensors.index.json and the files that it names.
 
     Raises:
-        ModelError: there is no such folder, it holds pickles only, the index names a file or tensor that is missing or lies
-            elsewhere, a file is damaged or cut short, or a tensor is in two files.
+        ModelError: the folder does not exist or holds only pickles; the index names a missing file or tensor, or a file of
+            another folder; a file is damaged or truncated; or a tensor is in two files.
     """
     folder = Path(path)
     if not os.path.isdir(folder):
         raise ModelError(f"{folder} is not a directory: name the Hugging Face folder that holds the weights")
     index, single = folder / INDEX, folder / SINGLE
     if os.path.exists(index):
-        named = _read_index(index)
-        if os.path.exists(single) and SINGLE not in named.values():
+        file_names = _read_index(index)
+        if os.path.exists(single) and SINGLE not in file_names.values():
             raise ModelError(f"{folder} holds {SINGLE}, and an index of other files: remove one of the two")
     elif os.path.exists(single):
-        named = {}
+        file_names = {}
     else:
-        raise ModelError(_nothing(folder))
-    stored: dict[str, Stored] = {}
-    for file in dict.fromkeys(named.values()) if os.path.exists(index) else [SINGLE]:
+        raise ModelError(_describe_missing(folder))
+    entries: dict[str, TensorEntry] = {}
+    for file in dict.fromkeys(file_names.values()) if os.path.exists(index) else [SINGLE]:
         for name, entry in _read_header(folder / file).items():
-            if name in stored:
+            if name in entries:
                 raise ModelError(
-                    f"{folder}: {name} is in {stored[name].file.name} and in {file}: keep one of them"
+                    f"{folder}: {name} is in {entries[name].file.name} and in {file}: keep one of them"
                 )
-            stored[name] = entry
-    wrong = [name for name, file in named.items() if name not in stored or stored[name].file.name != file]
+            entries[name] = entry
+    wrong = [
+        name for name, file in file_names.items() if name not in entries or entries[name].file.name != file
+    ]
     if wrong:
         raise ModelError(
-            f"{index} names the file of {counted(len(wrong), 'tensor')} wrongly, first {wrong[0]} in {named[wrong[0]]}: the "
-            "folder is incomplete or mixed from two; fetch it again"
+            f"{index} names the file of {counted(len(wrong), 'tensor')} wrongly, first {wrong[0]} in "
+            f"{file_names[wrong[0]]}: the folder is incomplete or mixed from two; fetch it again"
         )
-    return Folder(folder, stored)
+    return Folder(folder, entries)
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Return tensor name -> file name."""
+    """Return the names of the files by tensor name."""
     if not index.is_file():
-        raise ModelError(f"{index} is not a regular file")  # reading a pipe would wait
+        raise ModelError(f"{index} is not a regular file")  # reading a pipe would block
     try:
         values = json.loads(index.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{index} can't be read: {_reason(error)}") from error
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{index} is damaged: {_reason(error)}; fetch it again") from error
-    named = values.get("weight_map") if isinstance(values, dict) else None
-    if not isinstance(named, dict) or not named:
+    file_names = values.get("weight_map") if isinstance(values, dict) else None
+    if not isinstance(file_names, dict) or not file_names:
         raise ModelError(f"{index} has no weight_map from names of tensors to files: fetch it again")
-    for name, file in named.items():
-        plain = isinstance(file, str) and file not in ("", ".", "..") and not set(file) & {"/", "\\", "\0"}
-        if not plain or not file.endswith(".safetensors"):
+    # Files of this folder only, which may be links, as in the hub's cache: an index must not lead to any other file.
+    for name, file in file_names.items():
+        is_name = isinstance(file, str) and file not in ("", ".", "..") and not set(file) & {"/", "\\", "\0"}
+        if not is_name or not file.endswith(".safetensors"):
             raise ModelError(
                 f"{index} says that {name} is in {file!r}: an index names .safetensors files of its own folder only, "
                 "without a path"
             )
-    return named
+    return file_names
 
 
-def _read_header(file: Path) -> dict[str, Stored]:
-    """Return the tensors of a .safetensors file by name; safetensors checks its header, and its size, as it opens it."""
+def _read_header(file: Path) -> dict[str, TensorEntry]:
+    """Return the entries of a .safetensors file by name; safetensors checks header and file size when it opens the file."""
     if not file.exists():
         raise ModelError(
             f"{file} is not there, though the index names it: the folder is incomplete, fetch it"
         )
     if not file.is_file():
         raise ModelError(f"{file} is not a regular file")
-    stored = {}
+    entries = {}
     try:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  it is no dict
-                entry = opened.get_slice(name)
-                if (dtype := DTYPES.get(entry.get_dtype())) is None:
+                slice_ = opened.get_slice(name)
+                if (dtype := DTYPES.get(slice_.get_dtype())) is None:
                     raise ModelError(
-                        f"{file}: {name} has the type {entry.get_dtype()}, which no model here has"
+                        f"{file}: {name} has the type {slice_.get_dtype()}, which no model here has"
                     )
-                stored[name] = Stored(file, dtype, tuple(entry.get_shape()))
+                entries[name] = TensorEntry(file, dtype, tuple(slice_.get_shape()))
     except SafetensorError as error:
         raise ModelError(f"{file} is damaged or cut short: {_reason(error)}; fetch it again") from error
     except OSError as error:
         raise ModelError(f"{file} can't be read: {_reason(error)}") from error
-    return stored
+    return entries
 
 
-def _nothing(folder: Path) -> str:
-    """Return why a folder without safetensors is refused."""
+def _describe_missing(folder: Path) -> str:
+    """Return the error message for a folder without safetensors."""
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
     if pickles:
         return (

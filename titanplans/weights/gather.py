@@ -1,6 +1,6 @@
-"""Whole tensors of a split model, one after the other, on the CPU of rank 0.
+"""`gather`: gather the full tensors of a split model one at a time, on the CPU of rank 0.
 
-The mesh may have any dimensions (tensor parallelism, FSDP2 over it, replicas of both), and shards may be uneven or strided.
+The mesh may have any dimensions (TP, FSDP2, replicas), and shards may be uneven or strided.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,105 +11,113 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanplans.errors import ModelError
-from titanplans.split.objects import gather_objects, rank
-from titanplans.weights.lazy import LazyTensor, lazily
+from titanplans.split.objects import of_all, rank
+from titanplans.weights.lazy import LazyTensor, lazy_tensors
 
 
 @torch.no_grad()
 def gather(
     model: nn.Module, *, only: Callable[[str], bool] = lambda name: True
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and whole tensor of each parameter and persistent buffer; a tied one once, by its first name.
+    """Yield the name and the full tensor of each parameter and persistent buffer; a tied one once, by its first name.
 
-    Collective: each rank goes through all of them. In a step each rank has one whole tensor on the model's device, and
-    rank 0 has it on the CPU; the others get a tensor on meta.
+    Collective: every rank must iterate over all of them. Rank 0 gets a tensor on the CPU, the others one on meta. Each rank
+    needs memory for one full tensor on the model's device.
 
     Args:
-        model: split, sharded, replicated or whole.
-        only: which names; the same on every rank.
+        model: split in any way, or unsplit.
+        only: returns whether to gather the tensor of a name; the same on every rank.
 
     Raises:
-        ModelError: something in the state dict is no tensor, or has no values yet.
+        ModelError: a value of the state dict is not a tensor, or a tensor is on meta.
     """
-    for name, tensor in with_values(stored(model)[0]).items():
+    for name, tensor in refuse_meta(state_tensors(model)[0]).items():
         if only(name):
-            yield name, whole(tensor)
+            yield name, gather_full_tensor(tensor)
 
 
-def stored(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors of the state dict, a tied one by its first name alone; and that name by each of its others.
+def state_tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors of the state dict, and the tied names.
 
-    They are the model's own memory: writing into them changes the model.
+    Returns:
+        tensors: name -> tensor, a tied one by its first name. They share memory with the model.
+        tied: each other name of a tied tensor -> its first name.
     """
-    first: dict[int, str] = {}
+    first_names: dict[int, str] = {}
     tensors: dict[str, torch.Tensor] = {}
     tied: dict[str, str] = {}
+    # keep_vars: only the parameters themselves, not detached ones, show by their id that they are tied.
     state = model.state_dict(keep_vars=True)
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             raise ModelError(
-                f"{name} in the state dict is a {type(value).__name__}, and only tensors are gathered and loaded"
+                f"{name} in the state dict is a {type(value).__name__}, but only tensors can be gathered and loaded"
             )
-        known = first.setdefault(id(value), name)
-        if known == name:
+        first = first_names.setdefault(id(value), name)
+        if first == name:
             tensors[name] = value.detach()
         else:
-            tied[name] = known
+            tied[name] = first
     return tensors, tied
 
 
-def with_values(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return `tensors`; refuse those on meta."""
+def refuse_meta(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return `tensors`; raise a ModelError if one is on meta."""
     for name, tensor in tensors.items():
         if tensor.is_meta:
             raise ModelError(f"{name} is on meta and has no values: load or initialise the model first")
     return tensors
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of `tensor`: on rank 0 a copy on the CPU, elsewhere a tensor on meta. Collective."""
+def gather_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Gather a tensor: return a copy on the CPU on rank 0, and a tensor on meta on the others. Collective."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     if rank() != 0:
         return torch.empty(full.shape, dtype=full.dtype, device="meta")
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    there = full.untyped_storage()
-    # A replica is the model's own memory. A tensor that was padded to be gathered is a view of a larger one.
-    is_view = there.data_ptr() == local.untyped_storage().data_ptr() or there.nbytes() != full.nbytes
+    storage = full.untyped_storage()
+    # A copy is needed if `full` shares memory with the model (replicated), or is a view of a larger tensor (padded by the
+    # all-gather).
+    is_view = storage.data_ptr() == local.untyped_storage().data_ptr() or storage.nbytes() != full.nbytes
     return full.to("cpu", copy=is_view).contiguous()
 
 
-def of_stages(models: Sequence[nn.Module], group: dist.ProcessGroup) -> dict[str, LazyTensor]:
-    """Return the tensors of a model whose pipeline stages are on several ranks; reading one gives it whole on rank 0's CPU.
+def gather_from_stages(models: Sequence[nn.Module], group: dist.ProcessGroup) -> dict[str, LazyTensor]:
+    """Return the full tensors of a model whose pipeline stages are on several ranks; reading one puts it on rank 0's CPU.
 
-    Collective: each rank reads all of them, in one order. What several stages hold is read of the first.
+    Collective: every rank must read all of them in the same order. A tensor that several stages hold is read from the first.
 
     Args:
         models: the stages of this rank.
-        group: the ranks of its pipeline; the one with rank 0 has it first.
+        group: the process group of this rank's pipeline; global rank 0 is the first of its group.
     """
-    own = {name: tensor for model in models for name, tensor in with_values(stored(model)[0]).items()}
-    metas = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in own.items()
+    local_tensors = {
+        name: tensor for model in models for name, tensor in refuse_meta(state_tensors(model)[0]).items()
     }
-    described = gather_objects(metas, group)
-    holder = {name: at for at in reversed(range(group.size())) for name in described[at]}
-    tensors = {name: meta for metas in described for name, meta in metas.items()}
-    to_rank_0 = dist.get_process_group_ranks(group)[0] == 0
+    meta_tensors = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in local_tensors.items()
+    }
+    meta_by_rank = of_all(meta_tensors, group)
+    # In reverse, so that the first rank that holds a tensor wins.
+    holder = {name: index for index in reversed(range(group.size())) for name in meta_by_rank[index]}
+    tensors = {name: meta for metas in meta_by_rank for name, meta in metas.items()}
+    has_rank_0 = dist.get_process_group_ranks(group)[0] == 0
 
     def read(name: str) -> torch.Tensor:
-        at, meta = holder[name], tensors[name]
-        if at == 0:
-            return whole(own[name]) if group.rank() == 0 else meta
-        if group.rank() == at:
-            tensor = own[name]
+        index, meta = holder[name], tensors[name]
+        if index == 0:
+            return gather_full_tensor(local_tensors[name]) if group.rank() == 0 else meta
+        if group.rank() == index:
+            tensor = local_tensors[name]
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if to_rank_0:
+            if has_rank_0:  # only the pipeline of rank 0 sends, the others have the same tensors
                 dist.send(full.contiguous(), group=group, group_dst=0)
         elif rank() == 0:
             device = next(models[0].parameters()).device
             full = torch.empty(meta.shape, dtype=meta.dtype, device=device)
-            dist.recv(full, group=group, group_src=at)
+            dist.recv(full, group=group, group_src=index)
             return full.cpu()
         return meta
 
-    return lazily(tensors, read)
+    return lazy_tensors(tensors, read)

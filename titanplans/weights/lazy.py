@@ -1,9 +1,8 @@
-"""Tensors whose values are read when they are needed, and no more of them than is needed.
+"""`LazyTensor`: a tensor with a shape and a dtype whose values are read when they are needed, one box of indices at a time.
 
-A `LazyTensor` has a shape, a dtype and a way to read any box of itself. PyTorch's functions on it give further lazy
-tensors: what stacks, concatenates, cuts or transposes reads of its sources the boxes that it is asked for; any other
-function reads its sources whole once it is read. So code that was written for tensors, such as transformers' conversions
-of published weights, says of each part of its result where it comes from.
+torch's functions on lazy tensors return lazy tensors. Those of stack, cat, narrow, chunk and transpose read only the boxes
+of their sources that are needed; those of any other function read their sources completely. So code that was written for
+tensors, such as transformers' conversions of weights, runs without reading values.
 """
 
 import operator
@@ -16,17 +15,17 @@ from titanplans.errors import ModelError
 from titanplans.torch_private.dispatch import tree_leaves, tree_map_only
 
 Box = tuple[tuple[int, int], ...]
-"""First index and the one behind the last, of each dimension."""
+"""For each dimension the first index and the index after the last."""
 
 
 class LazyTensor:
-    """A tensor that is read part by part.
+    """A tensor whose values are read when they are needed.
 
     Args:
-        name: where it comes from, for errors.
-        shape: of the whole.
+        name: the name of its source, for errors.
+        shape: of the tensor.
         dtype: of its values.
-        fetch: returns the part in a box, whose shape is the box's.
+        fetch: returns the values in a box, with the box's shape.
     """
 
     def __init__(
@@ -36,15 +35,15 @@ class LazyTensor:
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions."""
+        """The number of dimensions."""
         return len(self.shape)
 
     def read(self, box: Box | None = None) -> torch.Tensor:
-        """Return the values in `box`, all of them if it is None."""
+        """Read the values in `box`; None: all values."""
         return self._fetch(tuple((0, size) for size in self.shape) if box is None else box)
 
     def narrow(self, dim: int, start: int, length: int) -> "LazyTensor":
-        """As torch's."""
+        """Return a slice of a dimension, as `torch.Tensor.narrow`."""
         dim = dim % self.ndim
         shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
 
@@ -55,7 +54,7 @@ class LazyTensor:
         return LazyTensor(self.name, shape, self.dtype, fetch)
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple["LazyTensor", ...]:
-        """As torch's: chunks are of equal size but for the last, and there may be fewer."""
+        """Split a dimension into chunks of equal size but for the last, maybe fewer, as `torch.Tensor.chunk`."""
         size = self.shape[dim]
         step = max(1, -(-size // chunks))
         return tuple(
@@ -63,7 +62,7 @@ class LazyTensor:
         )
 
     def transpose(self, dim0: int, dim1: int) -> "LazyTensor":
-        """As torch's."""
+        """Swap two dimensions, as `torch.Tensor.transpose`."""
         order = list(range(self.ndim))
         order[dim0], order[dim1] = order[dim1], order[dim0]
 
@@ -73,39 +72,39 @@ class LazyTensor:
         return LazyTensor(self.name, [self.shape[dim] for dim in order], self.dtype, fetch)
 
     def contiguous(self) -> "LazyTensor":
-        """Itself: the memory layout is decided by the read."""
+        """Return the tensor itself, as the memory layout is decided when it is read."""
         return self
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__") or not callable(method := getattr(torch.Tensor, name, None)):
             raise AttributeError(f"a LazyTensor has no {name}")
-        return lambda *args, **kwargs: computed(method, (self, *args), kwargs)
+        return lambda *args, **kwargs: apply_lazily(method, (self, *args), kwargs)
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """PyTorch's function on lazy tensors."""
+        """Apply a function of torch to lazy tensors."""
         kwargs = kwargs or {}
         if func is torch.stack:
-            return _stacked(*args, **kwargs)
+            return _stack(*args, **kwargs)
         if func is torch.cat:
-            return _concatenated(*args, **kwargs)
+            return _concatenate(*args, **kwargs)
         if func is torch.Tensor.copy_:
             return func(args[0], args[1].read(), **kwargs)
         if getattr(func, "__name__", "") in ("chunk", "narrow", "transpose"):
             return getattr(args[0], func.__name__)(*args[1:], **kwargs)
-        return computed(func, args, kwargs)
+        return apply_lazily(func, args, kwargs)
 
 
-def lazily(
+def lazy_tensors(
     tensors: Mapping[str, torch.Tensor | LazyTensor], read: Callable[[str], torch.Tensor]
 ) -> dict[str, LazyTensor]:
-    """Return tensors that `read(name)` gives whole; the last one is kept, so that its parts may be read one by one.
+    """Return lazy tensors for values that can only be read completely; the last one read is cached for further boxes.
 
     Args:
-        tensors: shapes and dtypes; may lie on meta.
-        read: returns the values, or on a rank that does not write a tensor on meta.
+        tensors: shapes and dtypes; may be on meta.
+        read: returns all values of the tensor of a name; on a rank without values, a tensor on meta.
     """
     last: dict[str, torch.Tensor] = {}
 
@@ -121,12 +120,12 @@ def lazily(
     return {name: lazy(name, tensor) for name, tensor in tensors.items()}
 
 
-def _stacked(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
+def _stack(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
     first = tensors[0]
     dim = dim % (first.ndim + 1)
     for other in tensors:
         if other.shape != first.shape:
-            raise _dont_fit(first, other)
+            raise _mismatch_error(first, other)
     shape = (*first.shape[:dim], len(tensors), *first.shape[dim:])
 
     def fetch(box: Box) -> torch.Tensor:
@@ -136,69 +135,75 @@ def _stacked(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
             return _empty(box, first.dtype)
         return torch.stack([tensor.read(inner) for tensor in tensors[start:stop]], dim)
 
-    return LazyTensor(_names(tensors), shape, first.dtype, fetch)
+    return LazyTensor(_name_range(tensors), shape, first.dtype, fetch)
 
 
-def _concatenated(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
+def _concatenate(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
     first = tensors[0]
     dim = dim % first.ndim
     sizes = [tensor.shape[dim] for tensor in tensors]
     for other in tensors:
         if (*other.shape[:dim], *other.shape[dim + 1 :]) != (*first.shape[:dim], *first.shape[dim + 1 :]):
-            raise _dont_fit(first, other)
+            raise _mismatch_error(first, other)
     shape = (*first.shape[:dim], sum(sizes), *first.shape[dim + 1 :])
 
     def fetch(box: Box) -> torch.Tensor:
         start, stop = box[dim]
-        parts, before = [], 0
+        values, offset = [], 0
         for tensor, size in zip(tensors, sizes, strict=True):
-            low, high = max(start - before, 0), min(stop - before, size)
+            low, high = max(start - offset, 0), min(stop - offset, size)
             if low < high:
-                parts.append(tensor.read((*box[:dim], (low, high), *box[dim + 1 :])))
-            before += size
-        if not parts:
+                values.append(tensor.read((*box[:dim], (low, high), *box[dim + 1 :])))
+            offset += size
+        if not values:
             return _empty(box, first.dtype)
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        return values[0] if len(values) == 1 else torch.cat(values, dim)
 
-    return LazyTensor(_names(tensors), shape, first.dtype, fetch)
+    return LazyTensor(_name_range(tensors), shape, first.dtype, fetch)
 
 
-def computed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
-    """Return what any function makes of lazy tensors: shapes are known from meta tensors, values are computed when read."""
+def apply_lazily(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """Apply any function to lazy tensors: shapes are computed on meta now, and values when they are read.
 
-    def with_tensors(make: Callable[[LazyTensor], torch.Tensor]) -> Any:
-        own_args, own_kwargs = tree_map_only(LazyTensor, make, (args, kwargs or {}))
-        return func(*own_args, **own_kwargs)
+    Returns:
+        A lazy tensor, or a list or tuple of lazy tensors, as `func` returns; anything else is returned as it is.
+    """
+
+    def call_with(to_tensor: Callable[[LazyTensor], torch.Tensor]) -> Any:
+        tensor_args, tensor_kwargs = tree_map_only(LazyTensor, to_tensor, (args, kwargs or {}))
+        return func(*tensor_args, **tensor_kwargs)
 
     name = next(value.name for value in tree_leaves((args, kwargs)) if isinstance(value, LazyTensor))
-    shapes = with_tensors(lambda lazy: torch.empty(lazy.shape, dtype=lazy.dtype, device="meta"))
+    meta_result = call_with(lambda lazy: torch.empty(lazy.shape, dtype=lazy.dtype, device="meta"))
 
-    def result(pick: Callable[[Any], torch.Tensor]) -> LazyTensor:
-        meta = pick(shapes)
+    def lazy_result(pick: Callable[[Any], torch.Tensor]) -> LazyTensor:
+        meta = pick(meta_result)
         return LazyTensor(
-            name, meta.shape, meta.dtype, lambda box: pick(with_tensors(LazyTensor.read))[slices(box)]
+            name, meta.shape, meta.dtype, lambda box: pick(call_with(LazyTensor.read))[slices(box)]
         )
 
-    if isinstance(shapes, torch.Tensor):
-        return result(lambda outcome: outcome)
-    if isinstance(shapes, list | tuple) and not isinstance(shapes, torch.Size):
-        return type(shapes)(result(operator.itemgetter(index)) for index in range(len(shapes)))
-    return shapes
+    if isinstance(meta_result, torch.Tensor):
+        return lazy_result(lambda result: result)
+    if isinstance(meta_result, list | tuple) and not isinstance(meta_result, torch.Size):
+        return type(meta_result)(lazy_result(operator.itemgetter(index)) for index in range(len(meta_result)))
+    return meta_result
 
 
-def _dont_fit(first: LazyTensor, other: LazyTensor) -> ModelError:
+def _mismatch_error(first: LazyTensor, other: LazyTensor) -> ModelError:
     return ModelError(
-        f"{other.name} has the shape {tuple(other.shape)} and {first.name} {tuple(first.shape)}, and they are parts of one "
+        f"{other.name} has the shape {tuple(other.shape)} and {first.name} {tuple(first.shape)}, but they belong to one "
         "tensor of the model: the folder is incomplete or damaged"
     )
 
 
-def _names(tensors: Sequence[LazyTensor]) -> str:
+def _name_range(tensors: Sequence[LazyTensor]) -> str:
     return tensors[0].name if len(tensors) == 1 else f"{tensors[0].name} ... {tensors[-1].name}"
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """Return `box` as an index."""
+    """Return a box as an index for a tensor."""
     return tuple(slice(first, last) for first, last in box)
 
 

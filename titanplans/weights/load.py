@@ -1,7 +1,7 @@
-"""From a Hugging Face folder into a model that is already split: every rank reads its own parts, and nothing else.
+"""`load_weights`: load a Hugging Face folder into a split model; each rank reads only the slices that it holds.
 
-The tensors of a folder, and their names, are compared with the model before a value is read. No communication, but where
-a folder has two values for tied weights.
+Names, shapes and dtypes are compared with the model before a value is read. Ranks communicate only if a folder has several
+copies of tied weights.
 """
 
 import logging
@@ -18,22 +18,22 @@ from titanplans.modeling.initialize import Writer, initialize, named_tensors, ti
 from titanplans.precision import nf4
 from titanplans.precision.kept_dtypes import keeps_float32
 from titanplans.text import some
-from titanplans.weights.compare import check_copies, in_words, once
+from titanplans.weights.compare import check_tied_copies, describe_kinds, unify_tied
 from titanplans.weights.folder import Folder, open_folder
 from titanplans.weights.lazy import LazyTensor
-from titanplans.weights.names import from_published
+from titanplans.weights.names import from_hf_names
 
 _logger = logging.getLogger(__name__)
 
-NO_PLACE = "of it not in the model, which a folder saved from the model lacks"
-"""Of a folder's tensors: `Loaded.unexpected` in words."""
+UNEXPECTED = "unexpected, which a folder saved from the model lacks"
+"""The kind of tensors in `Loaded.unexpected`, for `describe_kinds`."""
 
 
 class Loaded(NamedTuple):
-    """What `load_weights` has done on this rank."""
+    """The result of `load_weights` on this rank."""
 
     tensors: int
-    """Tensors of the model that got values."""
+    """The number of the model's tensors that were loaded."""
 
     bytes_read: int
     """Bytes of values that this rank has read."""
@@ -41,22 +41,22 @@ class Loaded(NamedTuple):
     seconds: float
 
     missing: tuple[str, ...]
-    """Tensors of the model that the folder lacks: none unless strict=False. They have the values that they had."""
+    """The model's tensors that the folder lacks, which keep their values: none unless strict=False."""
 
     unexpected: tuple[str, ...]
-    """Tensors of the folder for which the model has no place, which a folder saved from it lacks: those that its class
-    leaves out, such as layers of multi-token prediction, and others only with strict=False."""
+    """The folder's tensors that the model does not have: those that its class ignores, such as layers of multi-token
+    prediction, and with strict=False any others."""
 
 
 class Match(NamedTuple):
-    """A folder's tensors by the names of a model."""
+    """A folder's tensors by parameter name."""
 
     tensors: dict[str, LazyTensor]
-    """What to read: a tied weight once."""
-    again: dict[str, LazyTensor]
-    """The folder's other copies of tied weights."""
+    """The tensors to read, a tied one once."""
+    tied_copies: dict[str, LazyTensor]
+    """Further copies of tied tensors in the folder."""
     tied: dict[str, str]
-    """Tied parameter -> the one that it is tied to."""
+    """The name of a tied parameter -> the name that it is tied to."""
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
 
@@ -64,115 +64,115 @@ class Match(NamedTuple):
 def load_weights(
     model: PreTrainedModel, folder: str | os.PathLike[str], *, strict: bool = True, seed: int = 0
 ) -> Loaded:
-    """Give a model the weights of a Hugging Face folder, in place; every rank calls it, and reads its parts alone.
+    """Load the weights of a Hugging Face folder into a model in place. Every rank calls it, and reads only its slices.
 
-    It takes the place of `titanplans.modeling.initialize`: call it after the model was parallelised and given memory
-    (`manager.to_empty()`). Values are cast to each parameter's dtype. Buffers that a folder does not hold get their values
-    from the model's own code. Tied weights are tied again.
+    Call it instead of `titanplans.modeling.initialize`, after the model has been parallelised and has memory
+    (`manager.to_empty()`). Values are cast to each parameter's dtype. Buffers that are not in the folder are computed by the
+    model's code, and tied weights are tied again.
 
     Args:
-        model: as `titanplans.modeling.build` made it, split in any way or not at all.
-        folder: safetensors with transformers' published names: one file, or an index of many.
-        strict: whether it is an error that the folder lacks a tensor of the model or holds one more, except those that the
-            model's class leaves out. If not, what it lacks keeps its value.
-        seed: for the tensors that no folder holds, such as adapters; the same on every rank.
+        model: built by `titanplans.modeling.build`; split in any way, or unsplit.
+        folder: safetensors with transformers' names: one file, or an index and several files.
+        strict: raise an error if the folder lacks a tensor of the model, or has an unexpected one that the model's class
+            does not ignore. If False, missing tensors keep their values.
+        seed: for tensors that are in no folder, such as adapters; the same on every rank.
 
     Returns:
-        The tensors that were read, and those that were not.
+        The number of tensors that were loaded, and the names of the missing and unexpected ones.
 
     Raises:
-        ModelError: the folder is damaged or of another model; a tensor is still on the meta device, or has 16 bits where
-            the model's class keeps float32; tied weights have two values.
+        ModelError: the folder is damaged or of another model; a tensor is on meta, or has 16 bits although the model's class
+            keeps it in float32; or tied weights have different values.
     """
     start = time.perf_counter()
     targets = named_tensors(model)
     opened = open_folder(folder)
     match = match_folder(model, opened, strict=strict)
-    _check_kept(model, {name: targets[name].dtype for name in match.tensors.keys() & targets.keys()})
-    check_copies(match.again, match.tensors, match.tied, opened.path)
+    _check_float32(model, {name: targets[name].dtype for name in match.tensors.keys() & targets.keys()})
+    check_tied_copies(match.tied_copies, match.tensors, match.tied, opened.path)
     writer = Writer(model, targets, match.tied)
     for name, lazy in match.tensors.items():
-        writer.write(name, cast(torch.Tensor, lazy))  # functions on tensors take lazy ones
-    more = writer.left.keys() - match.tied.keys() - set(match.missing)
-    more = {name for name in more if not name.endswith((nf4.CODES, nf4.SCALES))}
-    initialize(model, seed=seed, only=more)  # buffers that no folder holds, and adapters
+        writer.write(name, cast(torch.Tensor, lazy))  # its functions on tensors accept lazy ones
+    # Buffers that are in no folder, and adapters. Codes and scales of NF4 are written with their weight.
+    others = writer.left.keys() - match.tied.keys() - set(match.missing)
+    others = {name for name in others if not name.endswith((nf4.CODES, nf4.SCALES))}
+    initialize(model, seed=seed, only=others)
     tie(model, match.tied)
     seconds = time.perf_counter() - start
     loaded = Loaded(len(match.tensors), opened.bytes_read, seconds, match.missing, match.unexpected)
-    left = in_words(
+    not_loaded = describe_kinds(
         {
-            "of the model not in it, which keep their values": loaded.missing,
-            NO_PLACE: loaded.unexpected,
+            "missing, which keep their values": loaded.missing,
+            UNEXPECTED: loaded.unexpected,
         }
     )
     _logger.info(
         f"read {loaded.tensors:,} tensors of {folder}: {loaded.bytes_read:,} bytes on this rank in {loaded.seconds:.2f} s"
-        f"{'; ' * bool(left)}{left}"
+        f"{'; ' * bool(not_loaded)}{not_loaded}"
     )
     return loaded
 
 
 def match_folder(model: PreTrainedModel, folder: Folder, *, strict: bool = True) -> Match:
-    """Compare the tensors of a folder with the model's: names, shapes and dtypes. No value is read.
+    """Compare names, shapes and dtypes of a folder's tensors with the model's, without reading a value.
 
     Args:
-        model: as for `load_weights`; it may lie on meta.
-        folder: as `open_folder` returns it.
+        model: as for `load_weights`; may be on meta.
+        folder: returned by `open_folder`.
         strict: as for `load_weights`.
 
     Raises:
-        ModelError: with all that differs: names that are missing or unknown, and tensors of another shape or dtype.
+        ModelError: names the missing and unexpected tensors, and those of another shape or dtype.
     """
     config = getattr(model, "config", None)
     if not isinstance(config, PretrainedConfig):
         raise ModelError(
-            f"{type(model).__name__} has no config of transformers, so which names it has in a folder is not known: "
+            f"{type(model).__name__} has no config of transformers, so the names of its tensors in a folder are unknown: "
             "give load_weights the model that modeling.build made"
         )
-    # The model as it is published: a split one has other classes, and other names.
+    # The unsplit model, as a split one has other classes and names.
     plain = build(config)
-    tensors, unexpected, left_out = from_published(plain, folder.tensors)
+    tensors, unexpected, ignored = from_hf_names(plain, folder.tensors)
     expected: dict[str, torch.Tensor] = plain.state_dict()
     tied = {name: source for name, source in plain.all_tied_weights_keys.items() if name in expected}
-    wrong = [
-        f"{name} is {_kind(lazy)} in {folder.stored[lazy.name].file.name if lazy.name in folder.stored else folder.path}, "
-        f"expected {_kind(expected[name])}"
+    mismatched = [
+        f"{name} is {_describe_type(lazy)} in {folder.file_of(lazy.name)}, expected {_describe_type(expected[name])}"
         for name, lazy in tensors.items()
-        if lazy.shape != expected[name].shape or not _castable(lazy.dtype, expected[name].dtype)
+        if lazy.shape != expected[name].shape or not _is_castable(lazy.dtype, expected[name].dtype)
     ]
-    tensors, again = once(tensors, tied)
+    tensors, tied_copies = unify_tied(tensors, tied)
     missing = [name for name in expected if name not in tensors and name not in tied]
-    differing = in_words(
+    changes = describe_kinds(
         {
-            "of the model not in it": missing if strict else (),
-            "of it not in the model": [name for name in unexpected if strict and name not in left_out],
-            "of another shape or type": wrong,
+            "missing": missing if strict else (),
+            "unexpected": [name for name in unexpected if strict and name not in ignored],
+            "of another shape or type": mismatched,
         }
     )
-    if differing:
+    if changes:
         raise ModelError(
-            f"{folder.path} does not hold the weights of this model, {type(plain).__name__}: {differing}. Name its own "
-            "folder, or take the config.json that belongs to this one"
+            f"{folder.path} does not hold the weights of this model, {type(plain).__name__}: {changes}. Name the model's "
+            "folder, or use the config.json that belongs to this folder"
         )
-    return Match(tensors, again, tied, tuple(missing), tuple(unexpected))
+    return Match(tensors, tied_copies, tied, tuple(missing), tuple(unexpected))
 
 
-def _check_kept(model: PreTrainedModel, dtypes: dict[str, torch.dtype]) -> None:
-    """Refuse a model that has in 16 bits what its class keeps in float32."""
-    keeps = {dtype: keeps_float32(model, dtype) for dtype in set(dtypes.values())}
-    if narrow := [name for name, dtype in dtypes.items() if keeps[dtype](name)]:
+def _check_float32(model: PreTrainedModel, dtypes: dict[str, torch.dtype]) -> None:
+    """Raise a ModelError if the model has tensors in 16 bits that its class keeps in float32."""
+    stays_float32 = {dtype: keeps_float32(model, dtype) for dtype in set(dtypes.values())}
+    if narrow := [name for name, dtype in dtypes.items() if stays_float32[dtype](name)]:
         raise ModelError(
-            f"{type(model).__name__} keeps {some(sorted(narrow))} in float32, and this model has it in "
+            f"{type(model).__name__} keeps {some(sorted(narrow))} in float32, but this model has it in "
             f"{str(dtypes[narrow[0]]).removeprefix('torch.')}: build it with modeling.build, or cast it to float32"
         )
 
 
-def _castable(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether a cast keeps the values: 8-bit floats have their scales in another tensor."""
+def _is_castable(stored: torch.dtype, expected: torch.dtype) -> bool:
+    """Return whether a cast keeps the values' meaning; it does not for 8-bit floats, whose scales are another tensor."""
     if stored.is_floating_point and stored.itemsize > 1:
-        return wanted.is_floating_point
-    return stored == wanted
+        return expected.is_floating_point
+    return stored == expected
 
 
-def _kind(tensor: torch.Tensor | LazyTensor) -> str:
+def _describe_type(tensor: torch.Tensor | LazyTensor) -> str:
     return f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"

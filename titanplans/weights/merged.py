@@ -1,4 +1,4 @@
-"""Adapters added to their base weights, tensor by tensor: a model without adapters, to be published."""
+"""Merge adapters into their base weights, tensor by tensor, for saving a model without adapters."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -13,52 +13,62 @@ from titanplans.errors import ModelError
 from titanplans.precision.nf4 import CODES, SCALES, dequantise, is_quantised
 from titanplans.split.adapted import FACTORS, is_transposed
 from titanplans.split.decoder import without_wrappers
-from titanplans.weights.gather import of_stages, stored, whole, with_values
-from titanplans.weights.lazy import LazyTensor, computed, lazily
+from titanplans.weights.gather import gather_from_stages, gather_full_tensor, refuse_meta, state_tensors
+from titanplans.weights.lazy import LazyTensor, apply_lazily, lazy_tensors
 
 
-def whole_tensors(
+def full_tensors(
     models: Sequence[nn.Module], group: dist.ProcessGroup | None = None
 ) -> dict[str, LazyTensor]:
-    """Return the whole tensors of a model, split in any way, with its adapters added to the weights.
+    """Return the full tensors of a model that is split in any way, with its adapters merged into the weights.
 
-    Reading one is collective, and gives it on rank 0's CPU, elsewhere a tensor on meta.
+    Reading one is collective; it is on rank 0's CPU, and on meta on other ranks.
 
     Args:
-        models: the model, or the stages of it that this process has.
-        group: the ranks of the pipeline, whose stages have no adapters; None: there is one model.
+        models: the model, or the pipeline stages of this rank.
+        group: the process group of the pipeline ranks, whose stages have no adapters; None without a pipeline.
 
     Raises:
-        ModelError: a weight with an adapter is tied to another; or something has no memory yet.
+        ModelError: a weight with an adapter is tied to another weight, or a tensor is on meta.
     """
     if group is not None:
-        return of_stages(models, group)
-    tensors = with_values(stored(models[0])[0])
-    return merged(lazily(tensors, lambda name: whole(tensors[name])), named_adapted(models[0]))
+        return gather_from_stages(models, group)
+    tensors = refuse_meta(state_tensors(models[0])[0])
+    return merged(
+        lazy_tensors(tensors, lambda name: gather_full_tensor(tensors[name])), named_adapted(models[0])
+    )
 
 
 def merged(tensors: Mapping[str, LazyTensor], adapters: Mapping[str, nn.Module]) -> dict[str, LazyTensor]:
-    """Return tensors without the adapters of the modules `adapters`: W + scaling * lora_B lora_A where one was.
+    """Return `tensors` with adapters merged: W + scaling * lora_B lora_A instead of W, lora_A and lora_B.
+
+    Args:
+        tensors: by parameter name.
+        adapters: the modules with adapters, by name.
 
     Raises:
-        ModelError: a part of an adapter, or its weight, is not among `tensors`.
+        ModelError: a factor of an adapter, or its weight, is not among `tensors`.
     """
-    left = dict(tensors)
-    for owner, adapter in adapters.items():
+    remaining = dict(tensors)
+    for module_name, adapter in adapters.items():
         base = (CODES, SCALES) if is_quantised(adapter) else ("weight",)
-        names = [f"{owner}.{name}" for name in (*base, *FACTORS)]
-        if missing := [name for name in names if name not in left]:
+        names = [f"{module_name}.{name}" for name in (*base, *FACTORS)]
+        if missing := [name for name in names if name not in remaining]:
             raise ModelError(
-                f"{owner} has an adapter, and {missing[0]} is not there to be merged with it: a weight that is tied to "
-                "another, or a checkpoint of adapters alone"
+                f"{module_name} has an adapter, but {missing[0]} is missing, so they can't be merged: the weight is tied to "
+                "another, or the checkpoint holds adapters only"
             )
-        left[f"{owner}.weight"] = computed(partial(_sum, adapter), [left.pop(name) for name in names])
-    return left
+        weight = apply_lazily(partial(_merge, adapter), [remaining.pop(name) for name in names])
+        remaining[f"{module_name}.weight"] = weight
+    return remaining
 
 
-def _sum(adapter: Any, *parts: torch.Tensor) -> torch.Tensor:
-    """The sum is made in float32, or the weight's float64, and has the weight's dtype; of one in NF4, that of lora_A."""
-    *base, a, b = parts
+def _merge(adapter: Any, *tensors: torch.Tensor) -> torch.Tensor:
+    """Return the merged weight in the dtype of the weight, or of lora_A if the weight is in NF4.
+
+    It is computed in float32, or in float64 for a float64 weight.
+    """
+    *base, a, b = tensors
     dtype = a.dtype if is_quantised(adapter) else base[0].dtype
     wide = torch.promote_types(dtype, torch.float32)
     weight = dequantise(base[0], base[1], wide) if is_quantised(adapter) else base[0].to(wide)
@@ -67,5 +77,5 @@ def _sum(adapter: Any, *parts: torch.Tensor) -> torch.Tensor:
 
 
 def named_adapted(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of `model` with an adapter, by the names that the state dict has."""
+    """Return the modules of `model` with an adapter, by their names in the state dict."""
     return {without_wrappers(name): module for name, module in adapted(model).items()}

@@ -1,10 +1,7 @@
-"""Published names of weights, and those of the module tree: transformers' own conversions, both ways.
+"""Convert between the names of tensors in a Hugging Face folder and parameter names, by transformers' own conversions.
 
-Most names are the same. What differs is in transformers' table (`transformers.conversion_mapping`): renamed modules and
-towers, and experts that are published one by one and held in one tensor. `LazyTensor` lets its conversions say where each
-part of a tensor comes from, without reading any. transformers' table has no models of FLA, and FLA's own conversions run
-in its `load_state_dict` alone, or in scripts: `OLDER` has what its older releases stored differently. A release that
-computes differently (norms over all heads, `norm_first`) can't be converted: its shapes are refused.
+Most names are the same. `transformers.conversion_mapping` has the others: renamed modules and towers, and experts that are
+separate in a folder and one tensor in the model. The conversions run on `LazyTensor`s, without reading values.
 """
 
 import copy
@@ -29,32 +26,32 @@ from titanplans.modeling.own import is_own
 from titanplans.weights.lazy import LazyTensor
 
 
-def from_published(
-    model: PreTrainedModel, published: Mapping[str, LazyTensor]
+def from_hf_names(
+    model: PreTrainedModel, folder_tensors: Mapping[str, LazyTensor]
 ) -> tuple[dict[str, LazyTensor], list[str], list[str]]:
-    """Return the tensors of a published folder by the names of the module tree, and those that the model has not.
+    """Convert the tensors of a Hugging Face folder to the names of a model's parameters.
 
     Args:
-        model: as its own constructor makes it, on meta: classes and names count, not values. Not a split one, of which
-            FSDP2 has renamed the classes.
-        published: name in the folder -> tensor.
+        model: unsplit, on meta: its classes and names are used, not its values. FSDP2 would have renamed the classes.
+        folder_tensors: name in the folder -> tensor.
 
     Returns:
-        Name in the module tree -> tensor, read through transformers' conversions; a tied parameter has the name by which
-        the folder has it. Published names for which the model has no place. Those of them that its class leaves out: layers
-        of multi-token prediction, or a head of another task.
+        tensors: parameter name -> tensor, converted when read; a tied parameter has the name that the folder uses.
+        unexpected: names in the folder that the model does not have.
+        ignored: the unexpected names that the model's class ignores: layers of multi-token prediction, or a head of
+            another task.
 
     Raises:
-        ModelError: tensors that are parts of one don't fit together, or two are one of the model.
+        ModelError: tensors that form one parameter don't fit together, or two tensors are the same parameter.
     """
     names: dict[str, Any] = model.state_dict()
     if is_own(model.config):
-        known = {name: tensor for name, tensor in published.items() if name in names}
-        return known, [name for name in published if name not in names], []
+        known = {name: tensor for name, tensor in folder_tensors.items() if name in names}
+        return known, [name for name in folder_tensors if name not in names], []
     conversions = get_model_conversion_mapping(model)
-    conversions += older_conversions(model.config.model_type, type(model).__module__, published)
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    conversions += older_conversions(model.config.model_type, type(model).__module__, folder_tensors)
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     prefix = model.base_model_prefix
     tensors: dict[str, LazyTensor] = {}
@@ -69,36 +66,37 @@ def from_published(
             )
         tensors[target] = tensor
 
-    for name in sorted(published, key=dot_natural_key):
+    for name in sorted(folder_tensors, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, names)
-        if target not in names and name in names:  # it was renamed though it is right
+        if target not in names and name in names:
+            # A renaming has matched a name that is already right.
             target, pattern = rename_source_key(name, [], [], prefix, names)
         if target not in names:
             unexpected.append(name)
         elif pattern is None:
-            add(target, published[name])
+            add(target, folder_tensors[name])
         else:
             converter = collected.setdefault(target, copy.deepcopy(by_pattern[pattern]))
-            converter.add_tensor(target, name, pattern, published[name])  # pyrefly: ignore[bad-argument-type]
+            converter.add_tensor(target, name, pattern, folder_tensors[name])  # pyrefly: ignore[bad-argument-type]
     for target, converter in collected.items():
         converted: dict[str, Any] = converter.convert(target, model=model, config=model.config)
-        for name, made in converted.items():
-            add(name, made[0] if isinstance(made, list) else made)
-    buffers, left_out = _old_buffers(model), model._keys_to_ignore_on_load_unexpected or ()
-    unexpected = [name for name in unexpected if not any(re.search(each, name) for each in buffers)]
+        for name, value in converted.items():
+            add(name, value[0] if isinstance(value, list) else value)
+    old_buffers, ignored = _old_buffers(model), model._keys_to_ignore_on_load_unexpected or ()
+    unexpected = [name for name in unexpected if not any(re.search(pattern, name) for pattern in old_buffers)]
     return (
         tensors,
         unexpected,
-        [name for name in unexpected if any(re.search(each, name) for each in left_out)],
+        [name for name in unexpected if any(re.search(pattern, name) for pattern in ignored)],
     )
 
 
-def to_published(model: PreTrainedModel, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Return a model's tensors by their published names: the way back, as `save_pretrained` goes it.
+def to_hf_names(model: PreTrainedModel, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Convert a model's tensors to the names of a Hugging Face folder, as `save_pretrained` does.
 
     Args:
-        model: as for `from_published`.
-        tensors: name in the module tree -> tensor.
+        model: as for `from_hf_names`.
+        tensors: parameter name -> tensor.
     """
     if is_own(model.config):
         return dict(tensors)
@@ -106,25 +104,25 @@ def to_published(model: PreTrainedModel, tensors: Mapping[str, LazyTensor]) -> d
 
 
 def _old_buffers(model: PreTrainedModel) -> list[str]:
-    """Return patterns of buffers that old releases stored and the model computes."""
+    """Return patterns for buffers that older releases saved and the model computes."""
     buffers = [name for name, _ in model.named_buffers()]
     patterns = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
     return [pattern for end, pattern in patterns.items() if any(name.endswith(end) for name in buffers)]
 
 
-class Older(NamedTuple):
-    """An older format, and how its folders are recognised."""
+class OlderFormat(NamedTuple):
+    """A format of an older release of FLA, and how its folders are recognised."""
 
     lacks: str
-    """A part of a name that such a folder does not have."""
+    """A substring that no name in such a folder has."""
 
     conversion: WeightTransform
 
     models: tuple[str, ...] = ()
-    """Their `model_type`; () for all of FLA."""
+    """The values of `model_type` that it applies to; (): all models of FLA."""
 
 
-class _Mixes(Chunk):
+class _SplitTokenShift(Chunk):
     """Splits RWKV-7's weights of the token shift, [6, hidden], into six tensors [1, 1, hidden]."""
 
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -133,19 +131,23 @@ class _Mixes(Chunk):
 
 
 _GATE, _UP = "mlp.gate_proj.weight", "mlp.up_proj.weight"
-OLDER = (
-    # fla-org/flash-linear-attention b48ca31d (February 2025) split one matrix into two, the gate's rows first.
-    Older(_UP, WeightConverter([_GATE], [_GATE, _UP], [Chunk(dim=0)])),
-    # 2d251bb3 (April 2025): g_proj is the output gate since.
-    Older(".f_proj.", WeightRenaming(r"\.attn\.g_proj\.", ".attn.f_proj."), ("forgetting_transformer",)),
-    # 6b673e6b (April 2025).
-    Older(
+# transformers' table has no models of FLA, and FLA's conversions run only in its `load_state_dict` or in scripts. A release
+# that computes differently (norms over all heads, `norm_first`) can't be converted: its shapes are refused.
+OLDER_FORMATS = (
+    # fla-org/flash-linear-attention b48ca31d (February 2025) split one matrix into two; the gate's rows came first.
+    OlderFormat(_UP, WeightConverter([_GATE], [_GATE, _UP], [Chunk(dim=0)])),
+    # Since 2d251bb3 (April 2025) g_proj is the output gate.
+    OlderFormat(
+        ".f_proj.", WeightRenaming(r"\.attn\.g_proj\.", ".attn.f_proj."), ("forgetting_transformer",)
+    ),
+    # 6b673e6b (April 2025) split the weights of the token shift.
+    OlderFormat(
         "attn.x_r",
-        WeightConverter(["attn.x_x"], [f"attn.x_{each}" for each in "rwkvag"], [_Mixes(dim=0)]),
+        WeightConverter(["attn.x_x"], [f"attn.x_{letter}" for letter in "rwkvag"], [_SplitTokenShift(dim=0)]),
         ("rwkv7",),
     ),
-    # As in the models' load hooks: the name in state-spaces' own folders.
-    Older(
+    # The name in state-spaces' folders, which the models' load hooks rename.
+    OlderFormat(
         "backbone.embeddings.",
         WeightRenaming(r"^backbone\.embedding\.", "backbone.embeddings."),
         ("mamba", "mamba2", "mamba3", "log_linear_mamba2"),
@@ -153,19 +155,18 @@ OLDER = (
 )
 
 
-def older_conversions(model_type: str, module: str, published: Collection[str]) -> list[WeightTransform]:
-    """Return the conversions that a folder with these names needs in addition to transformers' own.
+def older_conversions(model_type: str, module: str, names: Collection[str]) -> list[WeightTransform]:
+    """Return the conversions that a folder needs besides transformers' own.
 
     Args:
-        model_type: the config's.
-        module: where the model's class is from.
-        published: names in the folder.
+        model_type: of the config.
+        module: the module of the model's class.
+        names: the names of the folder's tensors.
     """
     if not module.startswith("fla."):
         return []
     return [
         older.conversion
-        for older in OLDER
-        if model_type in (older.models or (model_type,))
-        and not any(older.lacks in name for name in published)
+        for older in OLDER_FORMATS
+        if model_type in (older.models or (model_type,)) and not any(older.lacks in name for name in names)
     ]

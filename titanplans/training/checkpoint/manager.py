@@ -48,7 +48,7 @@ from titanplans.weights.adapters import load_adapter, trained_names
 from titanplans.weights.atomic import on_first_rank
 from titanplans.weights.files import refuse_full
 from titanplans.weights.load import load_weights
-from titanplans.weights.merged import whole_tensors
+from titanplans.weights.merged import full_tensors
 from titanplans.weights.save import check_names
 
 OPTIMIZER = "optimizer"
@@ -101,7 +101,7 @@ class CheckpointManager:
         if self.options.last_save_in_hf:
             # Now, not after the last step: names that can't be exported are refused before training, and the template's
             # file may change while the job runs.
-            check_names(modeling.build(self._hf_config), whole_tensors(models, pipeline))
+            check_names(modeling.build(self._hf_config), full_tensors(models, pipeline))
             template = next(
                 iter(chat_templates_of(self._job_values)), None
             )  # jobs with several have been refused

@@ -19,9 +19,9 @@ from titanplans.training.checkpoint.card import (
     initial_weights_folder,
     write_manifest,
 )
-from titanplans.weights.adapters import gathered_adapter, write_adapter
+from titanplans.weights.adapters import gather_adapter, write_adapter
 from titanplans.weights.atomic import on_first_rank
-from titanplans.weights.merged import whole_tensors
+from titanplans.weights.merged import full_tensors
 from titanplans.weights.save import write_folder
 
 ADAPTER = "adapter"
@@ -44,7 +44,7 @@ def save_hf_folder(
     Trained adapters are merged into the weights, and also written as peft's files into the subfolder ADAPTER.
 
     Args:
-        models, group: as for `whole_tensors`.
+        models, group: as for `full_tensors`.
         checkpoint: the step-N folder.
         manifest: without files, which are added.
         config, tokenizer, chat_template, dtype: as for `write_folder`.
@@ -71,7 +71,7 @@ def save_hf_folder(
     write_folder(
         writing,
         config,
-        whole_tensors(models, group),
+        full_tensors(models, group),
         dtype=dtype,
         max_shard_size="5GB",
         tokenizer=tokenizer,
@@ -79,6 +79,6 @@ def save_hf_folder(
         seal=record,
     )
     if adapted(models[0]):
-        adapter = gathered_adapter(models[0], initial_weights_folder(manifest.job))
+        adapter = gather_adapter(models[0], initial_weights_folder(manifest.job))
         on_first_rank(lambda: write_adapter(writing / ADAPTER, *adapter, seal=record), writing)
     on_first_rank(finish, checkpoint)

@@ -25,10 +25,10 @@ from titanplans.training.checkpoint.match import (
 )
 from titanplans.training.checkpoint.storage import CheckpointReader, Planner
 from titanplans.weights.adapters import WEIGHTS, check_adapter, peft_name, trained_names
-from titanplans.weights.compare import check_copies, in_words
+from titanplans.weights.compare import check_tied_copies, describe_kinds
 from titanplans.weights.folder import open_folder
-from titanplans.weights.lazy import LazyTensor, computed, lazily
-from titanplans.weights.load import NO_PLACE, match_folder
+from titanplans.weights.lazy import LazyTensor, apply_lazily, lazy_tensors
+from titanplans.weights.load import UNEXPECTED, match_folder
 
 _logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def checkpoint_weights(checkpoint: Path, what: str) -> dict[str, LazyTensor]:
             raise ConfigError(f"{what}: {name} in it is damaged; take another checkpoint") from error
         return state[name]
 
-    return lazily(tensors, read)
+    return lazy_tensors(tensors, read)
 
 
 def hf_folder_weights(plain: PreTrainedModel, folder: Path, what: str) -> dict[str, LazyTensor]:
@@ -77,8 +77,8 @@ def hf_folder_weights(plain: PreTrainedModel, folder: Path, what: str) -> dict[s
         ModelError: the folder is damaged, of another model, or has different values for tied weights.
     """
     match = match_folder(plain, open_folder(folder))
-    check_copies(match.again, match.tensors, match.tied, what)
-    if left_out := in_words({NO_PLACE: match.unexpected}):
+    check_tied_copies(match.tied_copies, match.tensors, match.tied, what)
+    if left_out := describe_kinds({UNEXPECTED: match.unexpected}):
         _logger.info(f"{folder}: {left_out}")
     return {name: match.tensors[match.tied.get(name, name)] for name in plain.state_dict()}
 
@@ -96,7 +96,7 @@ def adapter_weights(model: nn.Module, folder: Path) -> dict[str, LazyTensor]:
             return file.get_tensor(peft_name(name))
 
     state = model.state_dict(keep_vars=True)
-    return lazily({name: state[name] for name in trained_names(model)}, read)
+    return lazy_tensors({name: state[name] for name in trained_names(model)}, read)
 
 
 def base_weights(
@@ -149,7 +149,7 @@ def add_base_weights(
     for name, tensor in base.items():
         if (module := quantised.get(name)) is not None:
             # Rounded as in the job: the adapters were trained on the rounded weights.
-            codes, scales = computed(quantise, [tensor])
+            codes, scales = apply_lazily(quantise, [tensor])
             tensors |= {f"{module}.{CODES}": codes, f"{module}.{SCALES}": scales}
         elif least_dtype is not None and tensor.dtype.is_floating_point:
             tensors[name] = tensor.to(torch.promote_types(tensor.dtype, least_dtype))
