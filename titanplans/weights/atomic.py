@@ -78,6 +78,6 @@ def on_first_rank(
             message = " ".join(str(error).split())
             cause, failure = error, (NotSaved, f"{path} can't be written: {type(error).__name__}: {message}")
     then()
-    if (failure := from_first(failure)) is not None:
+    if (failure := broadcast_object(failure)) is not None:
         error_class, message = failure
         raise error_class(message) from cause

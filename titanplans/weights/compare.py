@@ -80,7 +80,7 @@ def check_tied_copies(
     for name, copy in copies.items():
         # Read on every rank, as reading may be collective; only rank 0 may have values.
         value, source_value = copy.read(), unified[tied[name]].read()
-        if from_first(rank() == 0 and not torch.equal(value.to(source_value.dtype), source_value)):
+        if broadcast_object(rank() == 0 and not torch.equal(value.to(source_value.dtype), source_value)):
             raise ModelError(
                 f"{where} has {name} and {tied[name]} with different values, but the model's config ties the two: "
                 "tie_word_embeddings = false in it keeps both"

@@ -93,7 +93,7 @@ def load_full_optimizer_state_dict(
         ModelError: on every rank: states or parameter groups differ.
     """
     current: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizers))
-    if (names := from_first(None if state is None else [*state["state"]])) is not None:
+    if (names := broadcast_object(None if state is None else [*state["state"]])) is not None:
         current["state"] = {name: values for name, values in current["state"].items() if name in names}
     groups = None if state is None else state["param_groups"]
     fault = None
@@ -144,12 +144,12 @@ def _load_tensors(
         ModelError: on every rank, if one of them has a fault.
     """
     local = None if state is None else {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}
-    description, extra = from_first((local, extra))
+    description, extra = broadcast_object((local, extra))
     if description is None:
         fault = "there is no state on rank 0: give it there, or on every rank"
     else:
         fault = fault or _find_fault(targets, tied, description if local is None else local, state, strict)
-    ranks = of_all((state is None, fault))
+    ranks = gather_objects((state is None, fault))
     if (fault := next((fault for _, fault in ranks if fault), None)) is not None:
         raise ModelError(f"{subject} can't be loaded: {fault}")
     sends = any(lacks_state for lacks_state, _ in ranks)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanplans.errors import ModelError
-from titanplans.split.objects import of_all, rank
+from titanplans.split.objects import gather_objects, rank
 from titanplans.weights.lazy import LazyTensor, lazy_tensors
 
 
@@ -98,7 +98,7 @@ def gather_from_stages(models: Sequence[nn.Module], group: dist.ProcessGroup) ->
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for name, tensor in local_tensors.items()
     }
-    meta_by_rank = of_all(meta_tensors, group)
+    meta_by_rank = gather_objects(meta_tensors, group)
     # In reverse, so that the first rank that holds a tensor wins.
     holder = {name: index for index in reversed(range(group.size())) for name in meta_by_rank[index]}
     tensors = {name: meta for metas in meta_by_rank for name, meta in metas.items()}
