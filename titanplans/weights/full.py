@@ -20,7 +20,7 @@ from titanplans.split.objects import broadcast_object, gather_objects, rank
 from titanplans.split.parameters.shards import copy_shard
 from titanplans.torch_private.dispatch import tree_map_only
 from titanplans.torch_private.distributed import group_device_types
-from titanplans.weights.compare import differences, describe_kinds
+from titanplans.weights.compare import describe_kinds, differences
 from titanplans.weights.gather import gather, gather_full_tensor, state_tensors
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]

@@ -22,7 +22,6 @@ from titanplans.training.data.chat.messages import read_conversation
 from titanplans.training.data.loader import TextDataLoader
 from titanplans.training.data.vocabulary import check_tokenizer, default_tokenizer_path
 
-
 # --- what counts
 
 
