@@ -1,5 +1,6 @@
 """DDP over real process groups: each option reaches the reducer, and a step is the single process's."""
 
+from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
@@ -153,19 +154,22 @@ ACCUMULATED = {
 
 
 def all_cases(rank):
-    results = {name: step(rank, options) for name, options in CASES.items()}
-    results["buckets"] = [step(rank, CASES[case], steps=2)[1] for case in ("default", "small buckets")]
     # Two steps: a static graph learns in the first, buckets are rebuilt before the second.
-    results |= {name: step(rank, options, AsDict, steps=2) for name, options in UNUSED.items()}
-    results["a rank without"] = step(rank, UNUSED["unused"], AsDict, extra=rank == 0)
-    for name, options in ACCUMULATED.items():
-        results[f"accumulated, {name}"] = accumulated(rank, options)
-    results["graphs"] = {split: graphs(rank, split) for split in (False, True)}
-    results["autocast"] = step(rank, {"autocast_dtype": "bfloat16"})[0]
-    results["buffers"] = {flag: buffers(rank, flag) for flag in (False, True)}
-    results["refusals"] = refusals()
-    results["names"] = names()
-    return results
+    return {
+        **{name: partial(step, rank, options) for name, options in CASES.items()},
+        "buckets": lambda: [step(rank, CASES[case], steps=2)[1] for case in ("default", "small buckets")],
+        **{name: partial(step, rank, options, AsDict, steps=2) for name, options in UNUSED.items()},
+        "a rank without": partial(step, rank, UNUSED["unused"], AsDict, extra=rank == 0),
+        **{
+            f"accumulated, {name}": partial(accumulated, rank, options)
+            for name, options in ACCUMULATED.items()
+        },
+        "graphs": lambda: {split: graphs(rank, split) for split in (False, True)},
+        "autocast": lambda: step(rank, {"autocast_dtype": "bfloat16"})[0],
+        "buffers": lambda: {flag: buffers(rank, flag) for flag in (False, True)},
+        "refusals": refusals,
+        "names": names,
+    }
 
 
 def accumulated(rank, options):
@@ -279,7 +283,7 @@ def refusals():
     return {name: refusal(replicated, name, build(), kind=ParallelError) for name in REFUSALS}
 
 
-results = process_groups.module_fixture(all_cases, RANKS)
+results = process_groups.case_fixture(all_cases, RANKS)
 
 
 def reference(cls=Tiny, steps=1, **kwargs):

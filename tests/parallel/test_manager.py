@@ -1,5 +1,6 @@
 """ParallelManager: a user's loop trains as one process does, under each strategy; errors."""
 
+from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
@@ -192,19 +193,20 @@ def between_forward_and_backward():
 
 
 def all_cases(rank):
-    found = {name: train(*case) for name, case in CASES.items()}
-    found["given up"] = {
-        (how, defer): given_up(how, defer_fsdp_grad_sync=defer)
-        for how in ("exception", "forgotten")
-        for defer in ("all", "replicas", "nothing")
+    return {
+        **{name: partial(train, *case) for name, case in CASES.items()},
+        "given up": lambda: {
+            (how, defer): given_up(how, defer_fsdp_grad_sync=defer)
+            for how in ("exception", "forgotten")
+            for defer in ("all", "replicas", "nothing")
+        },
+        "modes": modes,
+        "resharded": between_forward_and_backward,
+        "refused": lambda: {words: refusal_or_none(refused, *case) for words, case in REFUSED.items()},
     }
-    found["modes"] = modes()
-    found["resharded"] = between_forward_and_backward()
-    found["refused"] = {words: refusal_or_none(refused, *case) for words, case in REFUSED.items()}
-    return found
 
 
-results = process_groups.module_fixture(all_cases, 4)
+results = process_groups.case_fixture(all_cases, 4)
 
 
 @pytest.mark.parametrize("name", CASES)

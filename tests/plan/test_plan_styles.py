@@ -210,7 +210,7 @@ def test_a_convolution_that_counts_the_channels_of_all_ranks():
             degrees=[2],
         )
     assert re.match(
-        r"plan key 'layers.0.attn.conv1d' \(Packed on Conv1d\): its groups = 36 .* 18: .*'conv1d.groups'",
+        r"plan key 'layers.0.attn.conv1d' \(Packed on Conv1d\): its groups = 36 .* 18 channels: .*'conv1d.groups'",
         str(error.value),
     )
 

@@ -47,6 +47,44 @@ def module_fixture(fn: Callable[[int], Any], ranks: int) -> Any:
     return pytest.fixture(scope="module")(lambda: run(fn, ranks))
 
 
+class CaseResults(dict[Any, Any]):
+    """What rank 0 returned for each case. Getting a case that failed raises its failure."""
+
+    failures: dict[Any, Exception]
+
+    def __missing__(self, case: Any) -> Any:
+        raise self.failures[case]
+
+
+def case_fixture(cases: Callable[[int], dict[Any, Callable[[], Any]]], ranks: int) -> Any:
+    """Return a fixture: the `CaseResults` of the functions that `cases(rank)` returns by name, run once for a file.
+
+    The cases run one after another in one process group. If one fails, each runs again in a group of its own, so that
+    only the tests of the failing cases fail.
+    """
+
+    def results() -> CaseResults:
+        try:
+            return CaseResults(run(functools.partial(_run_cases, cases=cases), ranks))
+        except mp.ProcessRaisedException:
+            results = CaseResults()
+        results.failures = {}
+        for case in cases(0):
+            try:
+                results |= run(functools.partial(_run_cases, cases=cases, only=case), ranks)
+            except mp.ProcessRaisedException as failure:
+                results.failures[case] = failure
+        return results
+
+    return pytest.fixture(scope="module")(results)
+
+
+def _run_cases(
+    rank: int, cases: Callable[[int], dict[Any, Callable[[], Any]]], only: Any = None
+) -> dict[Any, Any]:
+    return {name: case() for name, case in cases(rank).items() if only in (None, name)}
+
+
 def run_on_threads(work: Callable[[Any], Any], ranks: int = 2) -> Any:
     """Return what rank 0 returns of `work(rank)` on ranks that are threads of this process."""
     return threads.run(ranks, torch.device("cpu"), work)

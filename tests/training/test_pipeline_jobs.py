@@ -123,7 +123,7 @@ def test_what_a_job_can_not_have_with_it(folder, words, said):
     ("words", "said"),
     [
         ([*PP[1:], "--parallelism.pipeline_parallel_degree=8"], "8 stages of 4 blocks"),
-        ([*PP, schedule("Interleaved1F1B"), "--parallelism.pipeline_parallel_layers_per_stage=2"], "1 stage a rank"),
+        ([*PP, schedule("Interleaved1F1B"), "--parallelism.pipeline_parallel_layers_per_stage=2"], "1 stage per rank"),
         ([*PP, "--parallelism.pipeline_parallel_split_points=['model.layers.9']"], "is not one of the 4 blocks"),
         ([PP[0], "--parallelism.pipeline_parallel_microbatch_size=4"], "1F1B with 1 micro batch"),
     ],

@@ -4,7 +4,7 @@
     titanplans evaluate configs/gla_debug.toml       # loss of its checkpoint
     titanplans verify gla                            # prove a plan, on a CPU
     titanplans verify my_plans:MyPlan --model my_models:build
-    titanplans data configs/gla_debug.toml --sequences 3  # what its model will see
+    titanplans data configs/gla_debug.toml           # what its model will see
     titanplans list                                  # the registered plans
     titanplans list gla                              # how it is split
     titanplans async-tp gla --tp 2                   # what async TP would fuse

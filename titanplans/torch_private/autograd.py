@@ -10,6 +10,11 @@ def version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def is_view(tensor: torch.Tensor) -> bool:
+    """Return whether autograd tracks `tensor` as a view of another one."""
+    return tensor._base is not None
+
+
 ENGINE_HOLDS = 1 if torch.__version__ >= "2.13" else 2
 """How often autograd's engine holds the gradient that a backward is given."""
 

@@ -1,5 +1,6 @@
 """FSDP over real process groups: each option does what it says, and gives the single process's training step."""
 
+from functools import partial
 import contextlib
 from functools import cache
 from types import SimpleNamespace
@@ -325,22 +326,22 @@ def groups_made(**options):
 
 
 def all_cases(rank):
-    return SimpleNamespace(
-        steps={name: one_step(**case) for name, case in STEPS.items()},
-        batches={name: in_batches(**case) for name, case in BATCHES.items()},
-        evaluations={name: evaluation(**case) for name, case in EVALUATIONS.items()},
-        chains=[
+    return {
+        **{("step", name): partial(one_step, **case) for name, case in STEPS.items()},
+        **{("batches", name): partial(in_batches, **case) for name, case in BATCHES.items()},
+        **{("evaluation", name): partial(evaluation, **case) for name, case in EVALUATIONS.items()},
+        "chains": lambda: [
             chains(fsdp_forward_prefetch=2, fsdp_backward_prefetch=1),
             chains(kind="seeing", fsdp_forward_prefetch=1, fsdp_backward_prefetch=1),
         ],
-        only_some=only_some_see(),
-        only_some_units=only_some_see_units(),
-        groups=groups_made(fsdp_reshard_after_forward=2),
-        refused=refused(),
-    )
+        "only some": only_some_see,
+        "only some, units": only_some_see_units,
+        "groups": partial(groups_made, fsdp_reshard_after_forward=2),
+        "refused": refused,
+    }
 
 
-results = process_groups.module_fixture(all_cases, 4)
+results = process_groups.case_fixture(all_cases, 4)
 
 
 def reference(kind, seeing=BATCH):
@@ -376,7 +377,7 @@ def assert_same_step(got, expected, low_precision=False):
 @pytest.mark.parametrize("name", STEPS)
 def test_step_equals_single_process(name, results):
     kind = STEPS[name].get("kind", "tiny")
-    step = results.steps[name]
+    step = results["step", name]
     assert_same_step((step.gradients, step.weights), reference(kind), "bfloat16" in name)
 
 
@@ -398,13 +399,13 @@ def test_step_equals_single_process(name, results):
     ],
 )
 def test_gathers(name, forward, backward, results):
-    step = results.steps[name]
+    step = results["step", name]
     assert step.forward.get(GATHER, 0) == forward
     assert step.backward.get(GATHER, 0) == backward
 
 
 def test_reductions(results):
-    calls = {name: step.backward for name, step in results.steps.items()}
+    calls = {name: results["step", name].backward for name in STEPS}
     assert calls["default"] == {GATHER: UNITS - 2, SCATTER: UNITS}
     assert calls["hsdp"][SCATTER] == calls["hsdp"][REDUCE] == UNITS
     assert calls["replicated"] == {REDUCE: UNITS}
@@ -415,25 +416,25 @@ def test_reductions(results):
 
 def test_mixed_precision_is_seen_inside_and_outside(results):
     for name in ("bfloat16", "bfloat16, one rank", "bfloat16 in, float32 out"):
-        step = results.steps[name]
+        step = results["step", name]
         assert step.seen["block"] == step.seen["weight"] == torch.bfloat16
         assert step.stored == {torch.float32}
-    assert results.steps["bfloat16 in, float32 out"].seen["out"] == torch.float32
-    assert results.steps["default"].seen["block"] == torch.float32
+    assert results["step", "bfloat16 in, float32 out"].seen["out"] == torch.float32
+    assert results["step", "default"].seen["block"] == torch.float32
 
 
 def test_dtypes_stay_as_stored(results):
-    assert results.steps["prefetch, dtypes"].stored == {torch.float32, torch.float64}
+    assert results["step", "prefetch, dtypes"].stored == {torch.float32, torch.float64}
     assert (
-        results.steps["prefetch, dtypes"].forward[GATHER] == UNITS + LAYERS + 1
+        results["step", "prefetch, dtypes"].forward[GATHER] == UNITS + LAYERS + 1
     )  # the norms of a block are one unit, and the last norm one
-    assert results.steps["frozen parts"].stored == {torch.float32, torch.float64}
-    assert results.steps["frozen parts"].forward[GATHER] == UNITS
+    assert results["step", "frozen parts"].stored == {torch.float32, torch.float64}
+    assert results["step", "frozen parts"].forward[GATHER] == UNITS
 
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_accumulated_gradients_are_those_of_one_batch(name, results):
-    got = results.batches[name]
+    got = results["batches", name]
     assert_same_step(
         (got.gradients, got.weights), reference(BATCHES[name].get("kind", "tiny")), "bfloat16" in name
     )
@@ -443,10 +444,10 @@ def test_accumulated_gradients_are_those_of_one_batch(name, results):
 
 
 def test_reductions_wait_for_the_last_micro_batch(results):
-    calls = {name: batches.counted for name, batches in results.batches.items()}
+    calls = {name: results["batches", name].counted for name in BATCHES}
     assert SCATTER not in calls["all"][0]
     assert calls["all"][1][SCATTER] == UNITS
-    assert not results.batches["all"].early[0]
+    assert not results["batches", "all"].early[0]
     assert calls["nothing"][0][SCATTER] == calls["nothing"][1][SCATTER] == UNITS
     assert [c[GATHER] for c in calls["nothing"]] == [
         2 * UNITS - 2
@@ -459,7 +460,7 @@ def test_reductions_wait_for_the_last_micro_batch(results):
 
 
 def test_kept_gathered_saves_the_second_forwards_gathers(results):
-    calls = {name: batches.counted for name, batches in results.batches.items()}
+    calls = {name: results["batches", name].counted for name in BATCHES}
     assert [c[GATHER] for c in calls["all"]] == [2 * UNITS - 2] * 2
     # Kept after the backward; freed, and gathered, between forward and backward.
     assert [c[GATHER] for c in calls["all, gathered"]] == [2 * UNITS - 2, UNITS - 2]
@@ -468,7 +469,7 @@ def test_kept_gathered_saves_the_second_forwards_gathers(results):
 
 @pytest.mark.parametrize("name", EVALUATIONS)
 def test_unsharded_gathers_once_and_restores(name, results):
-    got = results.evaluations[name]
+    got = results["evaluation", name]
     assert got.gathered == {GATHER: UNITS}
     assert got.inside == {}
     assert got.same
@@ -480,11 +481,11 @@ def test_unsharded_gathers_once_and_restores(name, results):
 
 
 def test_all_units_reshard_over_the_same_groups(results):
-    assert results.groups == 2  # over which parameters are sharded, and replicated
+    assert results["groups"] == 2  # over which parameters are sharded, and replicated
 
 
 def test_prefetch_chains(results):
-    two, seeing = results.chains
+    two, seeing = results["chains"]
     blocks = [f"layers.{i}" for i in range(LAYERS)]
     order = ["embed", *blocks, "norm"]
     assert {name: forward for name, (forward, _) in two.items()} == {
@@ -502,12 +503,12 @@ def test_prefetch_chains(results):
 
 
 def test_ranks_without_images_join_the_sum(results):
-    assert_same_step(results.only_some, reference("seeing", seeing=BATCH // 4))
+    assert_same_step(results["only some"], reference("seeing", seeing=BATCH // 4))
 
 
 def test_units_refuse_images_on_some_ranks_only(results):
     words = 'fsdp_towers = "units": some ranks\' batches have images'
-    assert [error.startswith(words) for error in results.only_some_units] == [True, True]
+    assert [error.startswith(words) for error in results["only some, units"]] == [True, True]
 
 
 REFUSED = {
@@ -548,7 +549,7 @@ def refusal(kind="tiny", fsdp=4, call=None):
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_refusals_come_before_anything_is_sharded(words, results):
-    message, untouched = results.refused[words]
+    message, untouched = results["refused"][words]
     assert message.startswith(words)
     assert "\n" not in message
     assert untouched

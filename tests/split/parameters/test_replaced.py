@@ -3,6 +3,7 @@
 One spawn of four ranks; what a carried one trains is compared in test_manager.
 """
 
+from functools import partial
 import copy
 
 import pytest
@@ -91,24 +92,24 @@ def muon(early):
 
 def all_cases(rank):
     return {
-        "split": after_the_split(tied=False),
-        "split, tied": after_the_split(tied=True),
-        "sharded": between_split_and_shard(),
-        "fsdp2": by_a_manager(prepare=False, strategy=(FSDP2Config(), Degrees())),
-        "tp": by_a_manager(prepare=False),
-        "ddp": by_a_manager(prepare=False, strategy=(DDPConfig(), None)),
-        "state": by_a_manager(step=True),
-        "adagrad": by_a_manager(make=torch.optim.Adagrad),
-        "lora": by_a_manager(lora={"rank": 2}),
-        "lora, ddp": by_a_manager(lora={"rank": 2}, strategy=(DDPConfig(), None)),
-        "no model": refusal_or_none(
+        "split": partial(after_the_split, tied=False),
+        "split, tied": partial(after_the_split, tied=True),
+        "sharded": between_split_and_shard,
+        "fsdp2": partial(by_a_manager, prepare=False, strategy=(FSDP2Config(), Degrees())),
+        "tp": partial(by_a_manager, prepare=False),
+        "ddp": partial(by_a_manager, prepare=False, strategy=(DDPConfig(), None)),
+        "state": partial(by_a_manager, step=True),
+        "adagrad": partial(by_a_manager, make=torch.optim.Adagrad),
+        "lora": partial(by_a_manager, lora={"rank": 2}),
+        "lora, ddp": partial(by_a_manager, lora={"rank": 2}, strategy=(DDPConfig(), None)),
+        "no model": lambda: refusal_or_none(
             ParallelManager(*TP, device_type="cpu").prepare_optimizer, torch.optim.SGD(build().parameters())
         ),
-        "muon": (muon(early=True), muon(early=False), dict(build().named_parameters())),
+        "muon": lambda: (muon(early=True), muon(early=False), dict(build().named_parameters())),
     }
 
 
-results = process_groups.module_fixture(all_cases, 4)
+results = process_groups.case_fixture(all_cases, 4)
 
 
 REPLACED = "was replaced when"

@@ -13,6 +13,7 @@ import torch
 
 from titanplans.split.collectives import all_to_all
 from titanplans.split.own_tokens import LocalTokens
+from titanplans.torch_private.autograd import is_view
 
 RowRanges = tuple[tuple[int, int], ...]
 """Rows of a dimension: (first row, row count) of each run."""
@@ -91,7 +92,7 @@ def _heads(local: torch.Tensor, exchange: HeadExchange) -> torch.Tensor:
     received = all_to_all(by_rank.permute(order).contiguous(), tokens.group).movedim(0, dim)
     full = received.reshape(*lead[:dim], ranks * lead[dim], *lead[dim + 1 :], -1).contiguous()
     # The output of an autograd function may not be a view, or a mixer's code could not change it in place.
-    return full if full._base is None else torch.ops.aten._unsafe_view(full, full.shape)
+    return torch.ops.aten._unsafe_view(full, full.shape) if is_view(full) else full
 
 
 def _tokens(full: torch.Tensor, exchange: HeadExchange) -> torch.Tensor:

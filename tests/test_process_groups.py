@@ -1,0 +1,35 @@
+"""Cases of one fixture: one that fails takes no other with it."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tests.support import process_groups
+
+
+def cases(rank):
+    def total():
+        value = torch.tensor(float(rank))
+        dist.all_reduce(value)
+        return value.item()
+
+    def fails_on_one_rank():
+        if rank == 1:
+            raise ValueError("rank 1 fails")
+        dist.barrier()
+
+    return {"before": total, "fails": fails_on_one_rank, "after": total}
+
+
+results = process_groups.case_fixture(cases, 2)
+
+
+@pytest.mark.parametrize("case", ["before", "after"])
+def test_a_case_beside_a_failing_one_has_its_result(results, case):
+    assert results[case] == 1.0
+
+
+def test_a_failing_case_raises_its_failure(results):
+    with pytest.raises(mp.ProcessRaisedException):  # that of rank 1, or the connection that rank 0 loses
+        results["fails"]
