@@ -1,6 +1,7 @@
 """DDP over real process groups: each option reaches the reducer, and a step is the single process's."""
 
 from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist

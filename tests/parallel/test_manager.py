@@ -1,6 +1,7 @@
 """ParallelManager: a user's loop trains as one process does, under each strategy; errors."""
 
 from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist

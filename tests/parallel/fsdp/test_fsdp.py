@@ -1,8 +1,7 @@
 """FSDP over real process groups: each option does what it says, and gives the single process's training step."""
 
-from functools import partial
 import contextlib
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 
 import pytest

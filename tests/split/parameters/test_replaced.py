@@ -3,8 +3,8 @@
 One spawn of four ranks; what a carried one trains is compared in test_manager.
 """
 
-from functools import partial
 import copy
+from functools import partial
 
 import pytest
 import torch
