@@ -23,7 +23,7 @@ from titanplans.config import (
 from titanplans.config.lines import KeyInFile
 from titanplans.config.options import options_of
 from titanplans.config.schema import build_job, keys
-from titanplans.config.translate import Given
+from titanplans.config.translate import ParsedKeys
 from titanplans.config.values import Mismatch, fit
 
 STRATEGIES = [FSDP2Config, DDPConfig, MegatronFSDPConfig]
@@ -99,7 +99,7 @@ def test_any_job_reads_back_from_its_own_toml_or_is_refused_by_option(data, chos
         parts = error.option.split(".")  # a key, or one of a list of tables
         assert {".".join(parts[:n]) for n in (2, 3, len(parts))} & set(keys())
         return
-    given = Given()
-    given.add_tables(tomllib.loads(job.to_toml()), KeyInFile("job.toml"))
-    assert build_job(given.values) == job
-    assert given.notes == []
+    parsed = ParsedKeys()
+    parsed.add_tables(tomllib.loads(job.to_toml()), KeyInFile("job.toml"))
+    assert build_job(parsed.values) == job
+    assert parsed.notes == []

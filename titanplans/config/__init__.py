@@ -1,9 +1,9 @@
-"""Every option, once: the source of jobs, strategies, the command line and the documentation. Imports no torch.
+"""Every option, declared once, for jobs, strategies, the command line and the documentation. Imports no torch.
 
     job = load_job(["configs/gla_debug.toml", "--training.steps", "50"])
     FSDP2Config(enable_sequence_parallel=False, compile={"enable": True})
 
-`training.job` turns a job into torchtitan's config, and checks whether it can run here.
+`training.job` checks whether a job can run on this machine.
 """
 
 from titanplans.config.load import load_job

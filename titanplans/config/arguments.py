@@ -13,10 +13,10 @@ from titanplans.text import paragraph, show
 
 
 def parse_arguments(argv: list[str]) -> tuple[str | None, list[tuple[str, str]], set[str]]:
-    """Split `argv` into the job file, which --job.config_file may name; its overrides, by key; and "help" and "print".
+    """Return the job file, which --job.config_file may also name, the overrides by key, and the flags "help" and "print".
 
-    A value follows its option or an equals sign. Of a key that is true or false, `--section.key` alone is true and
-    `--section.no-key` false. Hyphens may stand for underscores.
+    A value follows its option after a space or an equals sign. For a boolean key `--section.key` alone is true and
+    `--section.no-key` false. Hyphens may be used for underscores.
 
     Raises:
         ConfigError: a second job file, an option without its value, or a value for an option that takes none.
@@ -55,11 +55,11 @@ def parse_arguments(argv: list[str]) -> tuple[str | None, list[tuple[str, str]],
 
 
 def take_max_restarts(argv: list[str]) -> tuple[int, list[str]]:
-    """Take `--max-restarts N`, an option of the launcher and none of the job's, out of a command line; 0 without it."""
+    """Return N of `--max-restarts N`, an option of the launcher, 0 by default; and the command line without it."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--max-restarts", "--max_restarts", nargs="?", default="0", const="")
-    found, rest = parser.parse_known_args(argv)
-    return from_text(found.max_restarts, Natural32, "--max-restarts"), rest
+    options, rest = parser.parse_known_args(argv)
+    return from_text(options.max_restarts, Natural32, "--max-restarts"), rest
 
 
 HEAD = """\
@@ -82,7 +82,11 @@ is given the same line.
 def usage(of: str | None = None) -> str:
     """Return the text of `--help`: every section with its keys, types, defaults and documentation.
 
-    `of`: only this section with those in it, or only this key, in whichever sections; a ConfigError if there is none.
+    Args:
+        of: only this section and its subsections, or only the keys of this name, in any section.
+
+    Raises:
+        ConfigError: there is no such section or key.
     """
     asked = [
         key
@@ -109,6 +113,6 @@ def _entry(key: str, doc: str, indent: int) -> list[str]:
 
 
 def keys_of_tables(key: Field) -> tuple[Field, ...]:
-    """Return the keys of each table of a key that is a list of tables; none for another."""
+    """Return the keys of the tables of a key that is a list of tables; () for any other key."""
     of, *_ = (*get_args(key.hint), None)
     return options_of(of) if is_options(of) else ()

@@ -1,7 +1,6 @@
-"""The named models, read from the TOML files of `titanplans.models` and of packages that add their own.
+"""Read the named models from the TOML files of `titanplans.models` and of packages that add theirs.
 
-Only data comes from here, and reading it imports no model library. What such a file holds is said in `titanplans.models`;
-`titanplans.modeling.configs` makes config objects of it.
+No model library is imported. `titanplans.models` describes the files; `titanplans.modeling.configs` makes config objects.
 """
 
 import sys
@@ -18,10 +17,10 @@ from titanplans.errors import ModelError, PlanError, did_you_mean
 from titanplans.user_code import check_package, import_module
 
 DEFAULT_NAME, DEFAULT_FLAVOR = "gla", "debug"
-"""A job's, where it says nothing else."""
+"""The model of a job that names none."""
 
 MODELS, PLANS = "titanplans.models", "titanplans.plans"
-"""The packages that hold the files and the plans, and the groups of entry points by which other packages add theirs."""
+"""The packages of the files and of the plans, and the groups of entry points by which other packages add theirs."""
 
 
 @dataclass(frozen=True)
@@ -31,36 +30,36 @@ class Family:
     source: str
     """The file, for errors."""
     config_class: str | None
-    """Module and name of the class, "transformers.LlamaConfig"; None: the model is one of the author's own."""
+    """Module and name of the class, "transformers.LlamaConfig"; None if `own_class` is set."""
     flavors: Mapping[str, dict[str, Any]]
     """Flavor -> config fields that differ from the class's defaults."""
     undeclared: tuple[str, ...] = ()
-    """Keywords that the class takes without declaring a field of that name."""
+    """Keywords that the class accepts without declaring a field of that name."""
     own_class: str | None = None
-    """"module:Class" of such a model; a flavor has the keywords of its constructor."""
+    """"module:Class" of a user's model; a flavor has the keywords of its constructor."""
 
 
 class Found(NamedTuple):
-    """The families by name, in alphabetical order, and the faults of those of other packages that can't be read."""
+    """The families by name, in alphabetical order, and why those of some other packages can't be read."""
 
     families: dict[str, Family]
     faults: tuple[str, ...]
 
 
 def families() -> dict[str, Family]:
-    """The families by name, in alphabetical order.
+    """Return the families by name, in alphabetical order.
 
     Raises:
-        ModelError: a file of this project is not what `titanplans.models` says; the message names it.
+        ModelError: a file of this project is not as `titanplans.models` describes; the message names it.
     """
     return find_families().families
 
 
 def find_flavor(name: str, flavor: str) -> Family:
-    """The family of that name, which has that flavor. One of this project's own is found without the others' packages.
+    """Return the family with this name and flavor. Other packages are imported only if no file here has the name.
 
     Raises:
-        ModelError: there is no such family or flavor; the message has the nearest, or all.
+        ModelError: there is no such family or flavor; the message names the nearest, or all.
     """
     own = dict(_files(resources.files(MODELS)))
     known = {name: read_family(own[name])} if name in own else families()
@@ -80,9 +79,9 @@ def find_flavor(name: str, flavor: str) -> Family:
 
 
 def plan_names() -> list[str] | None:
-    """Return the names of the registered plans without importing one: each is named after its family.
+    """Return the names of the registered plans, which are those of the families, without importing a plan.
 
-    None where there may be others: packages add theirs, or somebody has imported the registry, which then knows.
+    None if there may be others: another package adds plans, or the registry was imported and has to be asked.
     """
     if "titanplans.plan.registry" in sys.modules or metadata.entry_points(group=PLANS):
         return None
@@ -90,10 +89,10 @@ def plan_names() -> list[str] | None:
 
 
 def check_plan(plan: object) -> None:
-    """Refuse the name of a plan that can't be there, without importing one.
+    """Check that a plan of this name may exist, without importing one.
 
     Raises:
-        PlanError: nobody registers it, or its package is not installed.
+        PlanError: it is not registered, or its package is not installed.
     """
     if isinstance(plan, str) and ":" in plan:
         check_package(plan, f"plan = '{plan}'")
@@ -102,7 +101,7 @@ def check_plan(plan: object) -> None:
 
 
 def unknown_plan(plan: str, known: Iterable[str], faults: Iterable[str] = ()) -> PlanError:
-    """Return the error for a plan that is not registered: the nearest, and all."""
+    """Return the error for a plan that is not registered, with the nearest name, or all."""
     return PlanError(
         f"plan = '{plan}': not registered; a plan of your own is named 'module:Class'; {did_you_mean(plan, list(known))}"
         f"{''.join(f'. Not loaded: {fault}' for fault in faults)}"
@@ -111,7 +110,7 @@ def unknown_plan(plan: str, known: Iterable[str], faults: Iterable[str] = ()) ->
 
 @cache
 def find_families() -> Found:
-    """The families, and a sentence for each fault of another package, which breaks no family but its own.
+    """Return all families. A fault in another package is returned as a sentence, so that the others can be used.
 
     Raises:
         ModelError: as `families`.
@@ -133,14 +132,18 @@ def find_families() -> Found:
 
 
 def _files(package: Traversable) -> Iterator[tuple[str, Traversable]]:
-    """Yield the TOML files of a package with the names of their families."""
+    """Yield the name of the family and the file, for each TOML file of a package."""
     for file in package.iterdir():
         if file.name.endswith(".toml"):
             yield file.name.removesuffix(".toml"), file
 
 
 def read_family(file: Traversable) -> Family:
-    """Return the family of one file; ModelError if it is not what `titanplans.models` says."""
+    """Return the family of one file.
+
+    Raises:
+        ModelError: the file is not as `titanplans.models` describes.
+    """
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:  # TOMLDecodeError names line and column, UnicodeDecodeError the byte
@@ -149,8 +152,8 @@ def read_family(file: Traversable) -> Family:
     own_class = values.pop("class", None)
     if own_class is not None and (config_class is not None or not isinstance(own_class, str)):
         raise ModelError(
-            f"{file}: class = {own_class!r} must be the name of a model of one's own, 'my_package.model:MyModel', and goes "
-            "without config_class"
+            f"{file}: class = {own_class!r} must be the name of a user's model, 'my_package.model:MyModel', without "
+            "config_class"
         )
     if own_class is None and (not isinstance(config_class, str) or "." not in config_class):
         raise ModelError(
@@ -158,14 +161,14 @@ def read_family(file: Traversable) -> Family:
             "'transformers.LlamaConfig'"
         )
     if stray := [key for key, value in values.items() if not isinstance(value, dict)]:
-        raise ModelError(f"{file}: {stray[0]!r} stands in no flavor's table; put it into [defaults]")
+        raise ModelError(f"{file}: {stray[0]!r} is in no flavor's table; move it into [defaults]")
     defaults = values.pop("defaults", {})
     flavors = {name: _none(merged(defaults, fields)) for name, fields in values.items()}
     return Family(str(file), config_class, flavors, tuple(undeclared), own_class)
 
 
 def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`fields` with `changes`, which leave what they don't name in nested tables, too.
+    """Return `fields` updated by `changes`, key by key in nested tables, too.
 
     >>> merged({"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": 4}})
     {'a': 1, 'b': {'c': 2, 'd': 4}}
@@ -178,7 +181,7 @@ def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 
 
 def _none(fields: dict[str, Any]) -> dict[str, Any]:
-    """`fields` with None for "none", and with tables of its own, which config classes write defaults into."""
+    """Return a deep copy with None for "none"; a copy, because config classes write defaults into nested tables."""
     return {
         key: _none(value) if isinstance(value, dict) else None if value == "none" else value
         for key, value in fields.items()

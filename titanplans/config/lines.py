@@ -1,4 +1,4 @@
-"""The line of a key in a job file, searched for when an error or a note names the key, since tomli keeps no positions."""
+"""Find the line of a key in a job file for messages, since tomli keeps no positions."""
 
 import functools
 from contextlib import suppress
@@ -17,24 +17,24 @@ class KeyInFile:
 
     document: str
     file: Path | None = None
-    """The document's file, if lines of it can be named."""
+    """The document's file; None if it has none, and no line is named."""
     key: str = ""
 
     def __str__(self) -> str:
         return f"{self.line()}: {self.key}"
 
     def line(self, key: str = "", value: Any = None) -> str:
-        """Return the document with the line of this key, or of another with this value: "job.toml, line 3"."""
+        """Return the document and the line of `key` with this value, or of this key by default: "job.toml, line 3"."""
         text = self.file.read_text(encoding="utf-8") if self.file else ""
         line = (key and line_of(text, key, value)) or line_of(text, self.key)
         return f"{self.document}, line {line}" if line else self.document
 
 
-def located(error: OptionError, place: object) -> OptionError:
-    """Return the error with the file and the line of its option, if `place` is in a file."""
-    if not isinstance(place, KeyInFile):
+def located(error: OptionError, location: object) -> OptionError:
+    """Return the error with the file and the line of its option, if `location` is in a file."""
+    if not isinstance(location, KeyInFile):
         return error
-    return OptionError(error.option, error.value, error.reason, place.line(error.option, error.value))
+    return OptionError(error.option, error.value, error.reason, location.line(error.option, error.value))
 
 
 def line_of(text: str, key: str, value: Any = None) -> int | None:
@@ -61,4 +61,4 @@ def _has(document: Any, key: str, value: Any) -> bool:
         return False
     if rest:
         return _has(document[name], rest, value)
-    return value in (None, document[name]) or str(value) == str(document[name])  # as of nan
+    return value in (None, document[name]) or str(value) == str(document[name])  # nan is not equal to itself

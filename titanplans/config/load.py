@@ -1,4 +1,4 @@
-"""`load_job`: defaults, then the TOML file, then the command line; the later wins."""
+"""Load a job: defaults, overridden by the TOML file, overridden by the command line. Start at `load_job`."""
 
 import os
 from pathlib import Path
@@ -10,18 +10,17 @@ from titanplans.config.lines import KeyInFile, located
 from titanplans.config.options import read_toml
 from titanplans.config.other_names import MODELS_OF_OTHERS
 from titanplans.config.schema import JobConfig, build_job, keys, strategy_of
-from titanplans.config.translate import CONVERTERS, Given, refuse_or_note
+from titanplans.config.translate import CONVERTERS, ParsedKeys, refuse_or_note
 from titanplans.errors import ConfigError, ModelError, OptionError
 
 
 def load_job(argv: list[str], command: str = "train") -> JobConfig:
-    """Read the job that a command line (without the program's name and the `command`) asks for.
+    """Return the job of a command line, which is given without the program's name and `command`.
 
-    `--help` and `--print-config` print, on rank 0, and end the process with status 0.
+    `--help` and `--print-config` print on rank 0 and end the process with status 0.
 
     Raises:
-        ConfigError: the job can't be read, contradicts itself, or names a model or flavor that is not there; its message is
-            one line.
+        ConfigError: the job can't be read, contradicts itself, or names a model or flavor that does not exist; one line.
     """
     name, options, flags = parse_arguments(argv)
     if "help" in flags:
@@ -31,17 +30,17 @@ def load_job(argv: list[str], command: str = "train") -> JobConfig:
         raise ConfigError(
             f"no job file given: titanplans {command} JOB.toml [--section.key value ...], see --help"
         )
-    given = Given()
-    given.add_tables(read_toml(Path(name)), KeyInFile(name, Path(name)))
-    given.add_options(options)
-    job = _resolve(given)
+    parsed = ParsedKeys()
+    parsed.add_tables(read_toml(Path(name)), KeyInFile(name, Path(name)))
+    parsed.add_options(options)
+    job = _resolve(parsed)
     if "print" in flags:
         _print_and_exit("".join(f"# {note}\n" for note in job.notes) + job.to_toml())
     return job
 
 
-def _resolve(given: Given) -> JobConfig:
-    values, pending, notes = given.values, given.pending, given.notes
+def _resolve(parsed: ParsedKeys) -> JobConfig:
+    values, pending, notes = parsed.values, parsed.pending, parsed.notes
     if pending.get("training.dataset_name", "") not in ("", "default"):
         notes.append(_select_configuration(values, pending["training.dataset_name"]))
     if "training.varlen" in pending:
@@ -54,19 +53,19 @@ def _resolve(given: Given) -> JobConfig:
         notes.append(
             f'{pending[CONVERTERS]} (torchtitan): read as quantize.linear.float8.recipe_name = "{recipe}"'
         )
-    notes += refuse_or_note(given.unread, values)
+    notes += refuse_or_note(parsed.refused, values)
     try:
         job = build_job(values)
         strategy_of(job)
     except OptionError as error:
-        section = error.option.rpartition(".")[0]  # of a key in a list of tables, their own
-        raise located(error, given.places.get(error.option, given.places.get(section))) from error
+        section = error.option.rpartition(".")[0]  # a key in a list of tables has the location of the list
+        raise located(error, parsed.locations.get(error.option, parsed.locations.get(section))) from error
     if job.model.name or job.model.flavor:
         try:
             find_flavor(job.model.name or DEFAULT_NAME, job.model.flavor or DEFAULT_FLAVOR)
         except ModelError as error:
             raise ConfigError(str(error)) from error
-    if not job.experimental.custom_import:  # which may register plans
+    if not job.experimental.custom_import:  # that module may register plans
         check_plan(job.model.plan)
     description = [job.job.description] if job.job.description else []
     vars(job)["notes"] = (*description, *notes)
@@ -74,7 +73,7 @@ def _resolve(given: Given) -> JobConfig:
 
 
 def _select_configuration(values: dict[str, Any], name: str) -> str:
-    """Append flame's training.dataset_name to the data set, where a Hugging Face data set has it; return the note."""
+    """Append flame's training.dataset_name to a Hugging Face data set, as its configuration; return the note."""
     dataset = values.get("training.dataset")
     if dataset is None or ":" in dataset:
         raise ConfigError(
@@ -86,19 +85,19 @@ def _select_configuration(values: dict[str, Any], name: str) -> str:
 
 
 def _documents(values: dict[str, Any], *, varlen: bool, length: int | None) -> str:
-    """Set what becomes of documents by flame's training.varlen and context_len; return the note."""
+    """Set data.documents by flame's training.varlen and context_len; return the note."""
     seq_len = values.get("training.seq_len", keys()["training.seq_len"].default)
     if varlen and length is not None and length < seq_len:
         raise ConfigError(
-            f"training.context_len = {length} (flame): documents are cut at the ends of rows alone, of training.seq_len = "
-            f"{seq_len} tokens; set seq_len = {length}, or remove context_len"
+            f"training.context_len = {length} (flame): documents are divided only at the end of a sequence of "
+            f"training.seq_len = {seq_len} tokens; set seq_len = {length}, or remove context_len"
         )
     documents = values.setdefault("data.documents", "apart" if varlen else "joined")
     return f'training.varlen (flame): read as data.documents = "{documents}"'
 
 
 def _our_model(values: dict[str, Any]) -> list[str]:
-    """Replace a model's name and flavor in torchtitan by those here; return a note of it."""
+    """Replace torchtitan's name and flavor of a model by those here; return the note, if any."""
     name, flavor = values.get("model.name"), values.get("model.flavor")
     ours = MODELS_OF_OTHERS.get(name or "", {}).get(flavor or "")
     if ours is None:

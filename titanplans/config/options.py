@@ -1,7 +1,7 @@
-"""`Options`: a frozen pydantic model whose errors name the option; and TOML documents.
+"""`Options`, the base class of groups of options: a frozen pydantic model whose errors name the option. And TOML files.
 
-A group of options is declared once, as a subclass: its fields, each with its type, its default and, as a string below it,
-its documentation. What a field accepts is in `values`, contradictions between options in `compatibility`.
+A subclass declares fields with type, default and, as a string below each, documentation. Their types are in `values`,
+contradictions between options in `compatibility`.
 """
 
 import functools
@@ -27,7 +27,7 @@ from titanplans.errors import ConfigError, OptionError, did_you_mean, either, ne
 from titanplans.text import show
 
 Refusals = Iterator[tuple[str, str]]
-"""An option, "compile.mode" for one of a nested group, and the reason with the remedy."""
+"""Pairs of an option, "compile.mode" for one of a nested group, and the reason with the remedy."""
 
 
 class Field(NamedTuple):
@@ -38,7 +38,7 @@ class Field(NamedTuple):
     default: Any
     doc: str
     section: str = ""
-    """Of a job's key."""
+    """The section of a job's key."""
 
 
 class Options(BaseModel):
@@ -61,10 +61,10 @@ class Options(BaseModel):
     """The prefix of its options' names in messages: "compile" for "compile.mode"."""
 
     of_bool: ClassVar[dict[bool, dict[str, Any]]] = {}
-    """The options that true and false stand for, where a bool may stand in for the group."""
+    """If the group may be given as a bool: the options that true and false stand for."""
 
     refuses: ClassVar[Callable[[Any], Refusals] | None] = None
-    """Yields the contradictions within such a group: an option, and the reason with the remedy."""
+    """Yields the contradictions within the group."""
 
     def __init_subclass__(
         cls,
@@ -77,7 +77,7 @@ class Options(BaseModel):
         cls.refuses = staticmethod(refuses) if refuses else None
 
     def __init__(self, /, **values: Any) -> None:
-        values = self._todays_names(values)
+        values = self._rename_automodel(values)
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -104,8 +104,8 @@ class Options(BaseModel):
         return writable(value)
 
     @classmethod
-    def _todays_names(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the values with NeMo Automodel's names and words replaced by ours."""
+    def _rename_automodel(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the values with NeMo Automodel's names and words replaced by those here."""
         known = [field.name for field in options_of(cls)]
         for name in [name for name in values if name not in known and AUTOMODEL.get(name) in known]:
             today, value, words = AUTOMODEL[name], values.pop(name), AUTOMODEL_WORDS.get(name)
@@ -118,12 +118,12 @@ class Options(BaseModel):
 
     @classmethod
     def _refusal(cls, error: ValidationError, values: dict[str, Any]) -> OptionError:
-        """Return the error of the first option that is unknown, or else of the first with a wrong value."""
+        """Return the error of the first option that is unknown; if there is none, of the first with a wrong value."""
         faults = error.errors(include_url=False)
         fault = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
         known = {field.name: field for field in options_of(cls)}
         if not fault["loc"]:
-            return fault["ctx"]["error"]  # of `refuses`
+            return fault["ctx"]["error"]  # an OptionError of `refuses`
         name = str(fault["loc"][0])
         if name not in known:
             refused = REFUSED.get(f"{cls.section or 'parallelism'}.{name}")
@@ -135,7 +135,7 @@ class Options(BaseModel):
 
     @classmethod
     def full_name(cls, option: str) -> str:
-        """Return the name of an option with the group's: "compile.mode"."""
+        """Return the name of an option with its group: "compile.mode"."""
         return f"{cls.section}.{option}".lstrip(".")
 
     def error(self, option: str, why: str) -> OptionError:
@@ -147,14 +147,18 @@ class Options(BaseModel):
         return type(self)(**dict(self) | changes)
 
     def to_dict(self, *, exclude_none: bool = False) -> dict[str, Any]:
-        """Return the options as dicts, lists, strings and numbers; a plan that is a Python object is an OptionError."""
+        """Return the options as dicts, lists, strings and numbers.
+
+        Raises:
+            OptionError: the plan is a Python object.
+        """
         try:
             return to_jsonable_python(self, exclude_none=exclude_none)
         except PydanticSerializationError:
             raise self.error("plan", "a Python object has no form in TOML; give its name") from None
 
     def to_toml(self) -> str:
-        """Return the options as TOML, without those that are None, for which TOML has no word; raises as `to_dict`."""
+        """Return the options as TOML, without those that are None, which TOML can't express; raises as `to_dict`."""
         return tomli_w.dumps(self.to_dict(exclude_none=True))
 
 
@@ -190,13 +194,13 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
 
 
 def read_toml(path: Path, what: str = "job file") -> dict[str, Any]:
-    """Parse a TOML file, which is called `what` in messages.
+    """Parse a TOML file, which messages call `what`.
 
     Raises:
-        ConfigError: it can't be read (with the others of its directory), or is not TOML (with line and column).
+        ConfigError: it can't be read (the message names other files), or is not TOML (with line and column).
     """
     try:
-        if path.is_file():  # reading a pipe would wait
+        if path.is_file():  # opening a pipe would block
             if path.suffix != ".toml":
                 kind = f"a {path.suffix} file" if path.suffix else "a file without an ending"
                 kind = "YAML, probably another tool's" if path.suffix in (".yaml", ".yml") else kind
@@ -210,7 +214,7 @@ def read_toml(path: Path, what: str = "job file") -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: this {what} can't be read ({error.strerror}); name another") from None
     folder = path if path.is_dir() else path.parent
-    # A file of Python's packaging is none of a job.
+    # pyproject.toml is not a job.
     others = [file for file in sorted(folder.glob("*.toml")) if file.name != "pyproject.toml"]
     below = [file for file in sorted(folder.glob("*/*.toml")) if not file.parent.name.startswith(".")]
     by_name = {file.name: str(file) for file in [*below, *others]}
@@ -220,7 +224,7 @@ def read_toml(path: Path, what: str = "job file") -> dict[str, Any]:
 
 
 def needs(options: Any, switch: str, values: tuple[Any, ...], *names: str) -> Refusals:
-    """Refuse options that differ from their default and have no effect unless `switch` has one of `values`."""
+    """Yield refusals of options that are set and have no effect unless `switch` has one of `values`."""
     value, choices = get(options, switch), either([show(choice) for choice in values])
     for name in names:
         if value not in values and get(options, name) != default(options, name):
@@ -231,12 +235,12 @@ def needs(options: Any, switch: str, values: tuple[Any, ...], *names: str) -> Re
 
 
 def default(options: Any, name: str) -> Any:
-    """Return the default of an option, which for a section of a job is the job's."""
+    """Return the default of an option of this group, which for a job may differ from that of the section's class."""
     first, _, rest = name.partition(".")
     value = fields(type(options))[first]
     return get(value, rest) if rest else value
 
 
 def fields(*groups: Any) -> dict[str, Any]:
-    """Return the options of some groups by name, with their defaults."""
+    """Return the options of some groups, by name, and their defaults."""
     return {field.name: field.default for group in groups for field in options_of(group)}

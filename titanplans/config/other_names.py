@@ -1,4 +1,4 @@
-"""Options of other projects and of earlier releases, as other_names.toml has them: under today's name, or refused."""
+"""Names of options in other projects and in earlier releases, from other_names.toml: renamed, or refused with a reason."""
 
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ import tomli
 
 
 class Renamed(NamedTuple):
-    """Today's key, and whose name the old one is."""
+    """The key here, and the project or release of the other name."""
 
     to: str
     of: str
@@ -17,7 +17,7 @@ class Refused(NamedTuple):
     """A key that is not honoured."""
 
     off: tuple[Any, ...]
-    """Values that are accepted, since they ask for nothing."""
+    """Values that are accepted, since they have no effect."""
     reason: str
     """Why, and what to do instead."""
 
@@ -25,19 +25,19 @@ class Refused(NamedTuple):
 _TABLES = tomli.loads(files("titanplans.config").joinpath("other_names.toml").read_text(encoding="utf-8"))
 
 RENAMED = {old: Renamed(to, of) for of, names in _TABLES["renamed"].items() for old, to in names.items()}
-"""Today's key by the old one: torchtitan's, flame's and NeMo Automodel's."""
+"""The key here by the name in torchtitan, flame or NeMo Automodel."""
 
 ELSEWHERE = {name: ours for ours, names in _TABLES["elsewhere"].items() for name in names}
-"""Today's key by what other tools call it, without its section."""
+"""The key here by the name that other tools use, without a section."""
 
 AUTOMODEL: dict[str, str] = _TABLES["automodel"]
-"""Today's option of a strategy by that of NeMo Automodel."""
+"""The option of a strategy by its name in NeMo Automodel."""
 
 REQUIRES_SWITCH = {key: switch for switch, keys in _TABLES["requires_switch"].items() for key in keys}
-"""The switch without which a key does nothing, by key."""
+"""By key, the switch without which it has no effect."""
 
 AUTOMODEL_WORDS: dict[str, list[str]] = _TABLES["automodel_words"]
-"""Today's words for false and true, by NeMo Automodel's option."""
+"""By NeMo Automodel's boolean option, the values here for false and true."""
 
 REFUSED = {
     key: Refused(tuple(off), row["reason"]) for row in _TABLES["refused"] for key, off in row["keys"].items()

@@ -1,4 +1,4 @@
-"""`JobConfig`, the tree of sections; its keys by their dotted names; and the strategy that a job asks for."""
+"""`JobConfig`, the tree of a job's sections; its keys by dotted name; and the strategy of a job."""
 
 import functools
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ from titanplans.errors import OptionError
 
 
 class JobConfig(Options, refuses=job.refusals):
-    """A job: sections and keys are torchtitan's up to 0.2.2, with our own added.
+    """A job. Sections and keys are those of torchtitan up to 0.2.2, and more.
 
-    Where a job's default is not that of the group of options, it stands here.
+    Defaults that differ from those of the section's class are set here.
     """
 
     job: Job = Job()
@@ -47,7 +47,7 @@ class JobConfig(Options, refuses=job.refusals):
     experimental: Experimental = Experimental()
 
     notes: ClassVar[tuple[str, ...]] = ()
-    """Not a section: what rank 0 says when the job starts, its description and which keys were read under another name."""
+    """Not a section: lines that rank 0 logs when the job starts: the description, and keys that were renamed."""
 
 
 @functools.cache
@@ -63,14 +63,14 @@ def _keys(options: Options, section: str) -> list[Field]:
         if is_options(field.hint):
             nested += _keys(value, f"{section}.{field.name}".lstrip("."))
         else:
-            # None has no word in TOML, so it is only ever a default.
+            # TOML can't express None, so it can only be a default.
             hint = field.hint if value is None else without_none_type(field.hint)
             found.append(field._replace(section=section, hint=hint, default=value))
     return found + nested
 
 
 def build_job(values: dict[str, Any]) -> JobConfig:
-    """Return the job with these values, by dotted key, and defaults elsewhere.
+    """Return the job with these values by dotted key, and defaults for all other keys.
 
     Raises:
         OptionError: two options contradict each other.
@@ -79,22 +79,22 @@ def build_job(values: dict[str, Any]) -> JobConfig:
 
 
 def _build(default: Any, section: str, values: dict[str, Any]) -> Any:
-    given = {}
+    fields = {}
     for field in options_of(type(default)):
         name, value = f"{section}.{field.name}".lstrip("."), get(default, field.name)
-        given[field.name] = (
+        fields[field.name] = (
             _build(value, name, values) if isinstance(value, Options) else values.get(name, value)
         )
-    return type(default)(**given)
+    return type(default)(**fields)
 
 
 def strategy_of(job: JobConfig) -> FSDP2Config | DDPConfig:
-    """Return how `job` spreads its model: the options of a strategy, each from the section that has it.
+    """Return the strategy of a job, whose options are in several of its sections.
 
-    [compile] enable and [quantize.linear.float8] recipe_name are switches: without them their sections wait.
+    Without [compile] enable, [quantize.linear.float8] recipe_name or [lora] rank, those sections have no effect.
 
     Raises:
-        OptionError: two options exclude each other; named by the job's keys.
+        OptionError: two options exclude each other; it names the job's keys.
     """
     nested = {
         "activation_checkpoint": job.activation_checkpoint,
@@ -105,17 +105,17 @@ def strategy_of(job: JobConfig) -> FSDP2Config | DDPConfig:
     ddp = job.parallelism.data_parallel_strategy == "ddp"
     cls = DDPConfig if ddp else FSDP2Config
     flat = vars(job.parallelism) | vars(job.training) | vars(job.model) | (vars(job.ddp) if ddp else {})
-    given = {field.name: flat[field.name] for field in options_of(cls) if field.name not in nested}
-    if ddp and given["autocast_dtype"] is None and job.training.mixed_precision_param == "bfloat16":
-        # FSDP2's mixed precision has no counterpart under DDP; autocast is what torchtitan takes, too.
-        given["autocast_dtype"] = "bfloat16"
+    values = {field.name: flat[field.name] for field in options_of(cls) if field.name not in nested}
+    if ddp and values["autocast_dtype"] is None and job.training.mixed_precision_param == "bfloat16":
+        # DDP has no mixed precision of parameters. torchtitan uses autocast instead, too.
+        values["autocast_dtype"] = "bfloat16"
     with rename_option_errors():
-        return cls(**given, **nested)
+        return cls(**values, **nested)
 
 
 @contextmanager
 def rename_option_errors() -> Iterator[None]:
-    """Name options by the job's keys in the OptionErrors of the body."""
+    """Within the context, OptionErrors of a strategy name the job's keys."""
     try:
         yield
     except OptionError as error:

@@ -1,7 +1,7 @@
-"""Strategies: what `parallelize` and `ParallelManager` take, made of the same groups of options as a job's sections.
+"""Strategies: the configs of `parallelize` and `ParallelManager`, with the options of a job's sections.
 
 FSDP2Config(mixed_precision_param="bfloat16", compile={"enable": True}).to_toml()
-FSDP2Config(activation_checkpointing=True)          # Automodel's name, and its bool
+FSDP2Config(activation_checkpointing=True)          # NeMo Automodel's name
 read_strategy('strategy = "ddp"')
 """
 
@@ -31,19 +31,19 @@ from titanplans.errors import ConfigError, did_you_mean
 
 
 class StrategyOptions(Freezing):
-    """What happens to a model before it is spread over data-parallel ranks."""
+    """Options of both strategies, which are applied before data parallelism."""
 
     lora: LoRA = LoRA()
-    """Low-rank adapters, which alone train."""
+    """Low-rank adapters; all other parameters are frozen. Off by default."""
 
     float8: Float8 = Float8()
-    """Which Linear modules multiply in float8."""
+    """Conversion of Linear modules to float8. Off by default."""
 
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
-    """What is computed again in the backward."""
+    """What is recomputed in the backward. Nothing by default."""
 
     compile: Compile = Compile()
-    """What is compiled."""
+    """What torch.compile compiles. Nothing by default."""
 
 
 class FSDP2Config(
@@ -56,24 +56,24 @@ class FSDP2Config(
     TensorParallel,
     refuses=strategy.fsdp2,
 ):
-    """Parameters sharded over data-parallel ranks, layers split over tensor-parallel ones; degrees are the mesh's."""
+    """FSDP2 over the data-parallel ranks, with tensor and context parallelism; the degrees are those of the mesh."""
 
     title: ClassVar[str] = "fsdp2"
 
 
 class DDPConfig(StrategyOptions, Autocast, PlanOption, DDP, section="", refuses=strategy.ddp):
-    """A whole model on each rank, each with other data; gradients are summed."""
+    """DDP: the model is replicated on each data-parallel rank, and gradients are summed."""
 
     title: ClassVar[str] = "ddp"
 
 
 class MegatronFSDPConfig(Options):
-    """Parameters sharded by the package megatron-fsdp, on NVIDIA GPUs; without tensor parallelism."""
+    """FSDP by the package megatron-fsdp, on NVIDIA GPUs, without tensor parallelism."""
 
     title: ClassVar[str] = "megatron_fsdp"
 
     fsdp_unit_modules: Annotated[tuple[str, ...], Constraint("at least one", bool)] | None = None
-    """Names of classes whose modules are gathered at once; unset: the class of the decoder's blocks."""
+    """Classes whose modules are FSDP modules, by name; unset: the class of the decoder's blocks."""
 
     zero_dp_strategy: Annotated[int, Ge(0), Le(3)] = 3
     """What is sharded: nothing (0), optimizer states (1), gradients too (2), parameters too (3)."""
@@ -90,11 +90,11 @@ _STRATEGIES: dict[str, type[Strategy]] = {
 
 
 def read_strategy(source: str | Mapping[str, Any]) -> Strategy:
-    """Return the strategy that a TOML text or a dict holds: its options, and `strategy`, which says whose.
+    """Return the strategy of a TOML text or a dict, which has its name, `strategy`, and its options.
 
     Raises:
-        ConfigError: not TOML, or no or an unknown strategy.
-        OptionError: no such option, or a value that it can't have.
+        ConfigError: the text is not TOML, or `strategy` is missing or unknown.
+        OptionError: an option is unknown, or has a value that it can't have.
     """
     if not isinstance(source, str | Mapping):
         raise ConfigError(
@@ -110,9 +110,9 @@ def read_strategy(source: str | Mapping[str, Any]) -> Strategy:
 
 
 def write_strategy(strategy: Strategy) -> str:
-    """Return the strategy as TOML that `read_strategy` reads back as an equal one.
+    """Return the strategy as TOML, from which `read_strategy` returns an equal one.
 
     Raises:
-        OptionError: a value has no form in TOML, such as a class.
+        OptionError: a value can't be written in TOML, such as a class.
     """
     return tomli_w.dumps({"strategy": strategy.title, **strategy.to_dict(exclude_none=True)})

@@ -1,7 +1,7 @@
-"""The keys of a job, from the names they were written by to today's.
+"""Translate the keys of a job file and a command line to the keys here.
 
-A key of another release or of another project is renamed, with a note, or refused by name; a key that nobody
-knows is refused with the nearest one that exists.
+A key of an earlier release or of another project is renamed, with a note, or refused with the reason; an unknown key is
+refused with the nearest one.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,96 +16,102 @@ from titanplans.errors import ConfigError, OptionError, nearest
 from titanplans.text import show
 
 Read = Callable[[Any, Any, object], Any]
-"""Makes a value of a type of what a source has; the third argument begins the message of an error."""
+"""Converts a raw value to a type; the third argument begins the message of an error."""
 
 PENDING = {"training.dataset_name": str, "training.varlen": bool, "training.context_len": int}
-"""flame's keys, and their types, that mean something only together with others: see `load`."""
+"""flame's keys that only make sense together with others, and their types: see `load`."""
 
 CONVERTERS = "model.converters"
 _FLOAT8_CONVERTERS = (("quantize.linear.float8",), ("float8",))
-"""torchtitan's names, in 0.2 and before, of the converter that is a section of its own here."""
+"""torchtitan's names, in 0.2 and before, of the converter that is the section [quantize.linear.float8] here."""
 
 
-class Unread(NamedTuple):
-    """A key of REFUSED that was given. Whether it is refused depends on the job's other keys: see `refuse_or_note`."""
+class RefusedKey(NamedTuple):
+    """A key of REFUSED in the job. Whether it is an error depends on the job's other keys: see `refuse_or_note`."""
 
-    where: object
+    location: object
     raw: Any
-    asks: bool
-    """Whether its value asks for something."""
+    has_effect: bool
+    """Whether its value differs from those that have no effect."""
 
-    def refused(self, key: str) -> ConfigError:
-        """Return the error that refuses it."""
-        return ConfigError(f"{self.where} = {show(self.raw)} is not supported: {REFUSED[key].reason}")
+    def error(self, key: str) -> ConfigError:
+        """Return the error that refuses the key."""
+        return ConfigError(f"{self.location} = {show(self.raw)} is not supported: {REFUSED[key].reason}")
 
 
-class Given:
-    """The values that were given, by today's keys; where several sources give a key, the last counts.
+class ParsedKeys:
+    """The values of a job file and a command line, by the keys here. If both have a key, the last that is added counts.
 
     Attributes:
         values: checked values by dotted key.
-        unread: keys of REFUSED.
-        notes: one line for each key that was read under another name.
-        pending: keys of PENDING, and CONVERTERS with the place where it stands.
-        places: where each value is from, by dotted key: a `KeyInFile` in a file, or an option of the command line.
+        refused: keys of REFUSED.
+        notes: one line for each key that was renamed.
+        pending: values of the keys of PENDING, and the location of CONVERTERS.
+        locations: location of each value by dotted key: a `KeyInFile`, or the option on the command line.
     """
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
-        self.unread: dict[str, Unread] = {}
+        self.refused: dict[str, RefusedKey] = {}
         self.notes: list[str] = []
         self.pending: dict[str, Any] = {}
-        self.places: dict[str, object] = {}
+        self.locations: dict[str, object] = {}
         self._written: dict[tuple[Read, str], str] = {}
 
-    def add(self, key: str, raw: Any, read: Read, where: object) -> None:
-        """Take in `raw` under the key as it was written; `read` makes a value of the key's type.
+    def add(self, key: str, raw: Any, read: Read, location: object) -> None:
+        """Add the raw value of a key as it was written; `read` converts it to the key's type.
 
         Raises:
             ConfigError: unknown key, value of another type, a key given under two names, or a module that adds keys.
         """
         if key in PENDING:
-            self.pending[key] = read(raw, PENDING[key], where)
+            self.pending[key] = read(raw, PENDING[key], location)
         elif key == "model.name" and raw == "fla":
-            self.notes.append(f'{where} = "fla" (flame): the architecture is read from model.config')
-        elif key == CONVERTERS and read(raw, tuple[str, ...], where) in _FLOAT8_CONVERTERS:
-            self.pending[key] = where
+            self.notes.append(f'{location} = "fla" (flame): the architecture is read from model.config')
+        elif key == CONVERTERS and read(raw, tuple[str, ...], location) in _FLOAT8_CONVERTERS:
+            self.pending[key] = location
         elif key in REFUSED:
-            self.unread[key] = Unread(where, raw, not any(_is(raw, off, read) for off in REFUSED[key].off))
-            if self.unread[key].asks and key == "job.custom_config_module":
-                raise self.unread[key].refused(key)  # at once: the keys that it adds are unknown here
+            self.refused[key] = RefusedKey(
+                location, raw, not any(_is(raw, off, read) for off in REFUSED[key].off)
+            )
+            if self.refused[key].has_effect and key == "job.custom_config_module":
+                raise self.refused[key].error(
+                    key
+                )  # at once, as the keys that the module adds are unknown here
         else:
-            self._take(key, raw, read, where)
+            self._take(key, raw, read, location)
 
-    def _take(self, key: str, raw: Any, read: Read, where: object) -> None:
+    def _take(self, key: str, raw: Any, read: Read, location: object) -> None:
         old = RENAMED.get(key)
         today = old.to if old else key
         if today not in keys():
-            raise ConfigError(f"{where}: {unknown(key)}")
+            raise ConfigError(f"{location}: {unknown(key)}")
         try:
-            value = read(raw, keys()[today].hint, where)
-        except OptionError as error:  # of one table of a list
-            raise located(error, where) from error
+            value = read(raw, keys()[today].hint, location)
+        except OptionError as error:  # of an option in a list of tables
+            raise located(error, location) from error
         if (other := self._written.setdefault((read, today), key)) != key:
-            raise ConfigError(f"{where}: {other} is the same key; keep {today}")
+            raise ConfigError(f"{location}: {other} is the same key; keep {today}")
         if old:
-            self.notes.append(f"{where} ({old.of}): read as {today} = {show(value)}")
-        self.values[today], self.places[today] = value, where
+            self.notes.append(f"{location} ({old.of}): read as {today} = {show(value)}")
+        self.values[today], self.locations[today] = value, location
 
-    def add_tables(self, document: dict[str, Any], place: KeyInFile) -> None:
-        """Take in a parsed TOML document; `place` is for messages.
+    def add_tables(self, document: dict[str, Any], location: KeyInFile) -> None:
+        """Add a parsed TOML document.
 
         Raises:
-            ConfigError: all keys that are unknown, or the first that is refused or has a value of another type.
+            ConfigError: some keys are unknown (all are named), or one is refused or has a value of another type.
         """
         values = list(flatten(document))
-        if not any(key == "job.custom_config_module" for key, _ in values):  # which is refused first
-            refuse_unknown(values, place)
+        if not any(
+            key == "job.custom_config_module" for key, _ in values
+        ):  # it is refused first, as it adds keys
+            refuse_unknown(values, location)
         for key, raw in values:
-            self.add(key, raw, from_toml, replace(place, key=key))
+            self.add(key, raw, from_toml, replace(location, key=key))
 
     def add_options(self, options: Iterable[tuple[str, str]]) -> None:
-        """Take in options of the command line, as `(key, word)`; the last one of a key counts."""
+        """Add pairs of a key and a word of the command line; the last one of a key counts."""
         for key, word in dict(options).items():
             self.add(key, word, from_text, f"--{key}")
 
@@ -116,40 +122,42 @@ def _is(raw: Any, value: Any, read: Read) -> bool:
             return read(raw, tuple[str, ...], "") == tuple(value)
         return read(raw, type(value), "") == value
     except ConfigError:
-        return False  # not even of its type
+        return False  # it is of another type
 
 
-def refuse_or_note(unread: dict[str, Unread], values: dict[str, Any]) -> list[str]:
-    """Refuse the keys of other projects that ask for a missing feature; return one note of those without effect.
+def refuse_or_note(refused: dict[str, RefusedKey], values: dict[str, Any]) -> list[str]:
+    """Refuse keys of other projects for features that do not exist here; return one note of the keys without effect.
 
-    `values` are the job's, by today's keys.
+    Args:
+        refused: keys of REFUSED in the job.
+        values: the job's values, by the keys here.
     """
 
-    def waits(key: str) -> bool:
+    def lacks_switch(key: str) -> bool:
         switch = REQUIRES_SWITCH.get(key)
-        if switch in unread:
-            return not unread[switch].asks
+        if switch in refused:
+            return not refused[switch].has_effect
         return switch is not None and (switch not in values or values[switch] == keys()[switch].default)
 
-    asking = [key for key in unread if unread[key].asks]
-    for key in sorted(asking, key=lambda key: key in REQUIRES_SWITCH):  # switches first
-        if not waits(key):
-            raise unread[key].refused(key)
-    inert = asking + [key for key in values if waits(key) and values[key] != keys()[key].default]
+    effective = [key for key in refused if refused[key].has_effect]
+    for key in sorted(effective, key=lambda key: key in REQUIRES_SWITCH):  # switches first
+        if not lacks_switch(key):
+            raise refused[key].error(key)
+    inert = effective + [key for key in values if lacks_switch(key) and values[key] != keys()[key].default]
     by_switch: dict[str, list[str]] = {}
     for key in inert:
         by_switch.setdefault(REQUIRES_SWITCH[key], []).append(key)
-    said = [f"{', '.join(names)} (as {switch} is not set)" for switch, names in by_switch.items()]
-    return [f"keys without effect in this job: {'; '.join(said)}"] if said else []
+    groups = [f"{', '.join(names)} (as {switch} is not set)" for switch, names in by_switch.items()]
+    return [f"keys without effect in this job: {'; '.join(groups)}"] if groups else []
 
 
 def is_known(key: str) -> bool:
-    """Whether a key is today's, or another project's."""
+    """Whether this is a key here, or of another project."""
     return any(key in known for known in (keys(), RENAMED, REFUSED, PENDING))
 
 
 def takes_no_value(key: str) -> bool:
-    """Tell whether `--key` may stand alone on the command line."""
+    """Return whether `--key` may be written without a value on the command line."""
     if key in REFUSED:
         return any(isinstance(value, bool) for value in REFUSED[key].off)
     today = RENAMED[key].to if key in RENAMED else key
@@ -157,7 +165,7 @@ def takes_no_value(key: str) -> bool:
 
 
 def unknown(key: str) -> str:
-    """Say that there is no such key, and which one may be meant."""
+    """Return the sentence that there is no such key, and which one may be meant."""
     section, _, name = key.rpartition(".")
     if key in _sections():
         return f"is a section, not a key; write [{key}]"
@@ -171,7 +179,7 @@ def unknown(key: str) -> str:
 
 
 def _meant(section: str, name: str) -> str | None:
-    """Return the key that may be meant: one of this name in another section, or one like it in this section."""
+    """Return the key that may be meant: one of this name in another section, or a similar one in this section."""
     of_all = {key.name: dotted for dotted, key in reversed(keys().items())}
     known = [*REFUSED, *RENAMED, *keys()]
     near = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section} or of_all
@@ -179,7 +187,7 @@ def _meant(section: str, name: str) -> str | None:
 
 
 def unknown_section(section: str, keys_in_it: Iterable[str] = ()) -> str:
-    """Say that there is no such section, and which one may be meant, or where the keys in it are here."""
+    """Return the sentence that there is no such section, and which one may be meant, or where its keys are here."""
     names = list(dict.fromkeys(key.section for key in keys().values()))
     if meant := nearest(section, names, cutoff=0.8):
         return f"no section [{section}]; did you mean {meant}?"
@@ -189,28 +197,28 @@ def unknown_section(section: str, keys_in_it: Iterable[str] = ()) -> str:
     return f"no section [{section}]; titanplans train --help prints those there are"
 
 
-def refuse_unknown(values: Iterable[tuple[str, Any]], place: KeyInFile) -> None:
-    """Refuse all unknown keys of a document, and tables that are no sections, and say which ones may be meant.
+def refuse_unknown(values: Iterable[tuple[str, Any]], location: KeyInFile) -> None:
+    """Refuse all unknown keys and sections of a document in one error, which says which ones may be meant.
 
     Raises:
-        ConfigError: `place`, with the line of each, begins the message.
+        ConfigError: there are some; each is named with its line.
     """
     reasons = [
-        f"{place.line(key)}: {unknown_section(key, raw)}"
+        f"{location.line(key)}: {unknown_section(key, raw)}"
         if isinstance(raw, dict)
-        else f"{replace(place, key=key)}: {unknown(key)}"
+        else f"{replace(location, key=key)}: {unknown(key)}"
         for key, raw in values
         if not is_known(key)
     ]
     if len(reasons) == 1:
         raise ConfigError(reasons[0])
     if reasons:
-        each = " | ".join(reason.removeprefix(f"{place.document}, ") for reason in reasons)
-        raise ConfigError(f"{place.document} has {len(reasons)} unknown keys: {each}")
+        each = " | ".join(reason.removeprefix(f"{location.document}, ") for reason in reasons)
+        raise ConfigError(f"{location.document} has {len(reasons)} unknown keys: {each}")
 
 
 def _sections() -> set[str]:
-    """Return every section that is known, today's and others', with those that only hold sections."""
+    """Return every known section, here and in other projects, with those that only contain sections."""
     found = set()
     for key in [*keys(), *RENAMED, *REFUSED, *PENDING]:
         parts = key.split(".")
@@ -219,9 +227,9 @@ def _sections() -> set[str]:
 
 
 def flatten(table: dict[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted keys below `section` of a parsed TOML document, with their values, unread.
+    """Yield the dotted keys below `section` of a parsed TOML document, with their raw values.
 
-    A section that nobody knows is a key whose value is a table.
+    An unknown section is yielded as a key whose value is a table.
     """
     for name, value in table.items():
         key = f"{section}.{name}".lstrip(".")

@@ -1,4 +1,4 @@
-"""The types of options: a value of TOML, of the command line or of Python, checked by pydantic against the declared type.
+"""The types of options, against which pydantic checks values from TOML, the command line and Python.
 
 An option is annotated with `bool`, `int`, `float`, `str`, a `Literal` of strings, `tuple[T, ...]`, `dict[str, T]`, other
 `Options`, a union of these with or without None, or `Annotated[T, ...]` with a bound of annotated_types or a `Constraint`.
@@ -31,12 +31,12 @@ from titanplans.text import show
 
 
 class Mismatch(ValueError):
-    """A value is not of its type. The text ends a sentence that names both: "expected an integer, at least 1"."""
+    """A value does not have its option's type. The message ends a sentence: "expected an integer, at least 1"."""
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """A condition on the values of a type. `says` ends the sentence "expected an integer, ..."."""
+    """A condition on values. `says` ends the sentence "expected an integer, ..."."""
 
     says: str
     holds: Callable[[Any], bool]
@@ -64,12 +64,12 @@ NormLimit = Annotated[float, Constraint("above 0, or 0 for no clipping", lambda 
 
 
 def _as_list(value: Any) -> Any:
-    # A text with a bracket is a list that is not written as TOML has them.
+    # A string that begins with a bracket is a malformed list.
     return (value,) if isinstance(value, str) and not value.startswith("[") else value
 
 
 Strings = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
-"""A list of strings; a string is a list of one, as in peft's target_modules = "all-linear"."""
+"""A list of strings, or one string for a list of one, as in peft's target_modules = "all-linear"."""
 Name = Annotated[str, Constraint("not empty", lambda value: bool(value.strip()))]
 
 _WORDS = {Any: "of any kind", bool: "true or false", int: "an integer", float: "a number", str: "a string"}
@@ -77,15 +77,15 @@ _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 STRICT: Any = {"strict": True, "allow_inf_nan": False}
-"""How pydantic reads a value: an integer may stand for a float, and nothing else for another type."""
+"""pydantic converts an integer to a float, and nothing else."""
 
 
 def fit(value: Any, hint: Any) -> Any:
-    """Return `value` as one of type `hint`: an integer becomes a float, a list a tuple, a table nested options.
+    """Convert `value` to type `hint`: an integer to a float, a list to a tuple, a table to nested options.
 
     Raises:
-        Mismatch: another type, not among the choices, or against a constraint.
-        OptionError: nested options refuse the value.
+        Mismatch: the value is of another type, not among the choices, or violates a constraint.
+        OptionError: nested options refuse it.
     """
     try:
         return _adapter(hint).validate_python(writable(value))
@@ -106,7 +106,11 @@ def mismatch(faults: Sequence[Mapping[str, Any]], hint: Any) -> Mismatch | Optio
 
 
 def writable(value: Any) -> Any:
-    """Return a value with tuples for lists; an integer that TOML can't hold or a string that no file can is refused."""
+    """Return a value with tuples for lists.
+
+    Raises:
+        Mismatch: an integer or a string can't be written in TOML.
+    """
     if isinstance(value, list | tuple):
         return tuple(map(writable, value))
     if isinstance(value, Mapping):
@@ -119,7 +123,7 @@ def writable(value: Any) -> Any:
 
 
 def from_toml(value: Any, hint: Any, where: object) -> Any:
-    """Return a value that TOML gave as one of type `hint`, or raise a ConfigError, whose message `where` begins."""
+    """Convert a value of TOML to type `hint`, or raise a ConfigError that begins with `where`."""
     try:
         return fit(value, hint)
     except Mismatch as mismatch:
@@ -127,9 +131,9 @@ def from_toml(value: Any, hint: Any, where: object) -> Any:
 
 
 def from_text(text: str, hint: Any, where: object) -> Any:
-    """Return a word of the command line as a value of type `hint`, or raise a ConfigError.
+    """Convert a word of the command line to type `hint`, or raise a ConfigError.
 
-    Lists are `a,b` or `["a", "b"]`, tables `{"a" = "b"}`, and `none` is None where that is allowed.
+    Lists are `a,b` or `["a", "b"]`, tables `{"a" = "b"}`, and `none` is None if that is allowed.
     """
     reasons, general = [], f"expected {describe(hint)}"
     for value in _readings(text):
@@ -141,7 +145,7 @@ def from_text(text: str, hint: Any, where: object) -> Any:
 
 
 def _readings(word: str) -> Iterator[Any]:
-    """Yield the values that a word may stand for, a string last."""
+    """Yield the values that a word may be read as, a string last."""
     if word.lower() == "none":
         yield None
     if word.lower() in ("true", "false"):
@@ -163,7 +167,7 @@ def is_options(hint: Any) -> bool:
 
 
 def describe(hint: Any) -> str:
-    """Say in words what a type accepts, but for None: "an integer, at least 1"."""
+    """Describe the values of a type other than None: "an integer, at least 1"."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         said = [describe(arguments[0])] if arguments[0] is not Any else []
@@ -186,7 +190,7 @@ def describe(hint: Any) -> str:
 
 
 def without_none_type(hint: Any) -> Any:
-    """Return a type without None, which it may be a union with."""
+    """Return T for T | None, and any other type unchanged."""
     parts = [part for part in get_args(hint) if part is not NoneType]
     return functools.reduce(operator.or_, parts) if _is_union(hint) else hint
 
@@ -215,4 +219,4 @@ def expanded(text: str) -> str:
 
 
 FilePath = Annotated[str, AfterValidator(expanded), Constraint("a path", bool)]
-"""A file or a folder. `~` and $NAME are expanded as the option is read; relative ones start where the command does."""
+"""A path in which `~` and $NAME are expanded when the option is read; relative to the current folder."""
