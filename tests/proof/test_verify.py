@@ -53,9 +53,9 @@ def test_the_whole_grid():
     (refusal,) = report.refused
     assert str(refusal).startswith("not proved: tp 8: ")
     assert "num_heads = 4" in refusal.reason
-    assert lines[0] == "the whole model"
-    again = lines.count("more perturbed runs of the whole model")  # each before a case is proved again
-    assert len(lines) == lines.count("the whole model") + len(report.cases) + 2 * again
+    assert lines[0] == "the unsplit model"
+    again = lines.count("more perturbed runs of the unsplit model")  # each before a case is proved again
+    assert len(lines) == lines.count("the unsplit model") + len(report.cases) + 2 * again
     assert report.subject == "Tiny, TinyPlan"
 
 

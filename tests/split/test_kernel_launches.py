@@ -135,7 +135,7 @@ def check(pool: Pool, name: str, sequence_parallel: bool) -> None:
     def work(rank) -> Split | None:
         model = zoo.build(name, dtype=torch.float32)
         applied = apply_plan(model, rank.mesh, sequence_parallel=sequence_parallel, plan=zoo.plan(name))
-        if rank.first:
+        if rank.is_first:
             return Split(model, applied.resolved, applied.layouts, count(model, inputs))
         for _ in range(2):
             step(model, inputs)

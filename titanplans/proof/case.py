@@ -1,7 +1,4 @@
-"""One case: the split model goes through the whole one's training, and is compared with it.
-
-A training that raises fails the case.
-"""
+"""One case: the split model's training is compared with the unsplit model's. Start at `prove_case`."""
 
 import copy
 import time
@@ -31,22 +28,23 @@ from titanplans.styles.base import Style
 
 SPLITTING = "while it is split"
 
-_ASKED = (
-    "{} asks torch.distributed.get_rank(): a rank's number in the world, which with data parallelism differs from its "
-    "number in the mesh, mesh.get_local_rank()"
+_RANK_QUERY = (
+    "{} calls torch.distributed.get_rank(), the global rank, which with data parallelism differs from the rank in the "
+    "mesh: use mesh.get_local_rank()"
 )
 
 
-class _Broken(Exception):
-    """A training that raised: the place, and the error."""
+class _TrainingFailed(Exception):
+    """The split model's training raised an error. Arguments: where, and the error in one line."""
 
 
 def prove_case(
     reference: ReferenceRun, plan: PlanSource, options: TPOptions, scenario: Scenario, world: World
 ) -> CaseResult:
-    """Prove `plan` with `options`. Every rank of `world` calls this, and gets the first one's result.
+    """Prove `plan` with `options`. Every rank of `world` calls this, and gets the first rank's result.
 
-    If the `reference` was recorded, a failing case is searched for the module at which it goes wrong first.
+    An error in the split model's training fails the case. If the `reference` is recorded, the result of a failing case
+    names the first module that differs.
 
     Raises:
         PlanError: strict application refuses the plan.
@@ -56,56 +54,57 @@ def prove_case(
     training: TrainingRun | None = None
     comparison = Comparison(reference, world)
 
-    def take() -> CaseResult:
+    def train_and_compare() -> CaseResult:
         nonlocal applied, training
         try:
             model = copy.deepcopy(reference.pristine)
-            if scenario.differing and not world.first:
-                _change(model, world.mesh.get_local_rank())
+            if scenario.differing and not world.is_first:
+                _perturb_weights(model, world.mesh.get_local_rank())
             model, applied = split(model, plan, options, world, reference)
             if scenario.recomputed:
-                for one in applied:
-                    recompute(one.decoder)
+                for stage in applied:
+                    recompute(stage.decoder)
             training = reference.training(model, fused=scenario.fused)
             comparison.run(training)
         except (PlanError, VerifyError):
             raise
         except FAILURES as error:
-            raise _Broken(_place(training), first_line(error) + _remedy(training, applied)) from error
+            raise _TrainingFailed(_place(training), first_line(error) + _remedy(training, applied)) from error
         return comparison.result(options, scenario)
 
     try:
-        result = world.together(take)
-    except _Broken as broken:
-        result = _failed(options, scenario, *broken.args)
-    except RanksDiverged as apart:
-        result = _failed(options, scenario, _place(training), first_line(apart))
+        result = world.together(train_and_compare)
+    except _TrainingFailed as failure:
+        result = _failed(options, scenario, *failure.args)
+    except RanksDiverged as error:
+        result = _failed(options, scenario, _place(training), first_line(error))
     result = from_first(world, result)
     if not result.passed and reference.recording and training is not None:
-        so_far, case = training, result
-        resolved = so_far.model.plan if isinstance(so_far.model, PipelinedModel) else applied[0].resolved
+        # Of a training that failed, what it recorded until then. The names are bound for the closure.
+        recorded, case = training, result
+        resolved = recorded.model.plan if isinstance(recorded.model, PipelinedModel) else applied[0].resolved
         try:
             with torch.no_grad():
-                result = world.together(lambda: localise(so_far, resolved, reference, world, case))
+                result = world.together(lambda: localise(recorded, resolved, reference, world, case))
         except RanksDiverged:
             if case.checks[0].what != "runs":
                 raise
-            # The ranks lost each other in the training itself, whose result stands.
-    notes = (*result.notes, *(_ASKED.format(who) for who in world.asked))
+            # The ranks diverged in the training already, and its result is reported.
+    notes = (*result.notes, *(_RANK_QUERY.format(module) for module in world.rank_queries))
     return replace(result, notes=notes, seconds=time.perf_counter() - start)
 
 
 def split(
     model: nn.Module, plan: PlanSource, options: TPOptions, world: World, reference: ReferenceRun
 ) -> tuple[nn.Module, list[AppliedPlan]]:
-    """Split `model` in place over the ranks of `world`, or its stages, copies of it.
+    """Split `model` in place over the ranks of `world`; with pipeline stages, split a copy of it for each stage.
 
     Returns:
-        What trains, and the plan as it was applied, for each stage.
+        The model to train, and the applied plan of each stage (one if there are no stages).
 
     Raises:
         PlanError: strict application refuses the plan.
-        VerifyError: it changes code that the whole model runs, too.
+        VerifyError: the plan changes code that the unsplit model runs, too.
     """
     with unpatched(model):
         mesh = world.mesh_of(options.degrees.cp)
@@ -115,8 +114,7 @@ def split(
         return model, [apply_plan(model, mesh, plan=plan, experts=experts, **keywords(options))]
 
 
-def _change(model: nn.Module, rank: int) -> None:
-    """Give the parameters of this rank other values."""
+def _perturb_weights(model: nn.Module, rank: int) -> None:
     for name, param in model.named_parameters():
         generator = torch.Generator().manual_seed(rank + zlib.crc32(name.encode()))
         with torch.no_grad():
@@ -128,9 +126,9 @@ def _place(training: TrainingRun | None) -> str:
 
 
 def _remedy(training: TrainingRun | None, applied: Sequence[AppliedPlan]) -> str:
-    """Return the remedy of the style of the module whose forward broke off; "" if there is none."""
-    where = None if training is None else training.broke_in
-    style = next((one.styles[where] for one in applied if where in one.styles), None)
+    """Return the remedy that the style of the module whose forward failed suggests; "" if there is none."""
+    name = None if training is None else training.failed_module
+    style = next((stage.styles[name] for stage in applied if name in stage.styles), None)
     return f"; {style.remedy}" if isinstance(style, Style) and style.remedy else ""
 
 

@@ -1,4 +1,4 @@
-"""The cases of one model and one plan: chosen, and proved in groups that share a reference."""
+"""The cases of one model and one plan, and their proof in groups that share a reference. Start at `Proof`."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from titanplans.proof.batches.sample import Sampler, longest_block
 from titanplans.proof.case import prove_case
 from titanplans.proof.compare.forward import Loss
 from titanplans.proof.compare.reference import ReferenceRun
-from titanplans.proof.compare.refused import leave_out_what_is_refused, not_fused
+from titanplans.proof.compare.refused import leave_out_what_is_refused, why_not_fused
 from titanplans.proof.compare.tolerance import DRAWS, MORE_DRAWS
 from titanplans.proof.explain.blame import Blame
 from titanplans.proof.ranks.world import World, Worlds
@@ -28,15 +28,25 @@ CONDITIONS = ("pairs", "each", "plain")
 
 Case = tuple[TPOptions, Scenario]
 
-_FURTHER = ("float32", "bfloat16")
-"""Further dtypes, of a few cases."""
+_FURTHER_DTYPES = ("float32", "bfloat16")
+"""A few cases are proved in these, too."""
 
 _LONGEST = 640
-"""Tokens of a block at most, since attention is quadratic in them."""
+"""The largest number of tokens in a "block" sequence, since the cost of attention is quadratic in it."""
 
 
 class Proof:
-    """Proves cases of one model and one plan. Arguments as in `verify`; `model` is the whole one."""
+    """Chooses and proves the cases of one model and one plan.
+
+    Args:
+        model: the unsplit model.
+        plan: as in `verify`.
+        sampler: of the batches.
+        seed: as in `verify`.
+        losses: as in `verify`.
+        worlds: the ranks.
+        progress: as in `verify`.
+    """
 
     def __init__(
         self,
@@ -51,9 +61,9 @@ class Proof:
         self.model, self.plan, self.sampler, self.seed = model, plan, sampler, seed
         self.losses, self.worlds, self.progress = losses, worlds, progress
         self.ranks = 1
-        """The most that a case splits layers over."""
+        """The largest number of ranks, tp x cp, of any case."""
         self.unreached = list(sampler.unreached)
-        """Conditions and quantities that no case shows, in words."""
+        """Conditions and quantities that no case covers, in words."""
 
     def cases(
         self, accepted: Sequence[TPOptions], plain: Scenario, conditions: str
@@ -61,18 +71,21 @@ class Proof:
         """Return the cases that cover the `conditions` of this model, and their trainings."""
         self.ranks = max(options.degrees.tp_cp for options in accepted)
         if conditions == "plain":
-            self.unreached = ["any condition: one plain step was asked for", *self._text_alone([plain])]
+            self.unreached = [
+                "any condition: one plain step was asked for",
+                *self._missing_modalities([plain]),
+            ]
             return [(options, _fitting(plain, options)) for options in accepted], (plain,)
-        dtypes = [plain.dtype, *(name for name in _FURTHER if name != plain.dtype)]
+        dtypes = [plain.dtype, *(name for name in _FURTHER_DTYPES if name != plain.dtype)]
         if float8_linears(self.model):
             self.unreached.append(f"{' and '.join(dtypes[1:])}: float8 is proved in {plain.dtype} only")
             del dtypes[1:]
-        blocks = bool(find_decoder(self.model, required=False).blocks)
-        if not blocks:
+        has_blocks = bool(find_decoder(self.model, required=False).blocks)
+        if not has_blocks:
             self.unreached.append("recomputed blocks: no list of blocks was found")
         self.unreached += leave_out_what_is_refused(self.model, self.sampler)
-        if (unfused := not_fused(self.model, self.sampler)) is not None:
-            self.unreached.append(f"a loss that the head computes: {unfused}")
+        if (fusion_refusal := why_not_fused(self.model, self.sampler)) is not None:
+            self.unreached.append(f"a loss that the head computes: {fusion_refusal}")
         if self.sampler.fixed:
             steps = (plain.steps[0] * 2,) * STEPS[0]
             trained = shared = (replace(plain, steps=steps, evaluated=plain.steps[0], cached=True),)
@@ -85,19 +98,22 @@ class Proof:
                 "pairs of conditions, other degrees and dtypes: each condition once was asked for"
             )
             trained, shared, dtypes = trained[:1], shared[:1], dtypes[:1]
-        every = tuple(dict.fromkeys((*trained, *shared)))
-        self.unreached += self._text_alone(every)
-        cases = cover(accepted, trained, shared, dtypes, recompute=blocks, fuse=unfused is None, quick=quick)
-        return cases, every
+        all_trainings = tuple(dict.fromkeys((*trained, *shared)))
+        self.unreached += self._missing_modalities(all_trainings)
+        fuse = fusion_refusal is None
+        cases = cover(accepted, trained, shared, dtypes, recompute=has_blocks, fuse=fuse, quick=quick)
+        return cases, all_trainings
 
-    def _text_alone(self, trained: Sequence[Scenario]) -> Iterator[str]:
-        return self.sampler.text_alone([batch for one in trained for step in one.steps for batch in step])
+    def _missing_modalities(self, trained: Sequence[Scenario]) -> Iterator[str]:
+        return self.sampler.missing_modalities(
+            [batch for one in trained for step in one.steps for batch in step]
+        )
 
     def _block(self) -> int:
         block = longest_block(self.model)
         if block > _LONGEST:
             self.unreached.append(
-                f"more than {_LONGEST} tokens: a window or a chunk has {block:,}, so every sequence lies in one"
+                f"more than {_LONGEST} tokens: a window or a chunk has {block:,}, so every sequence fits into one"
             )
         return min(block, _LONGEST)
 
@@ -106,35 +122,45 @@ class Proof:
         cases: Sequence[Case],
         groups: Sequence[Sequence[int]],
         plain: Scenario,
-        turns: Iterator[int],
-        tell: Callable[[tuple[int, CaseResult]], None],
+        group_indices: Iterator[int],
+        on_result: Callable[[tuple[int, CaseResult]], None],
     ) -> tuple[dict[int, CaseResult], list[str]]:
-        """Prove the `groups` whose numbers come in `turns`, `tell` each case, and explain the failing ones.
+        """Prove groups of cases, and explain the failing ones once all are proved.
+
+        Args:
+            cases: all of the proof.
+            groups: indices of the cases that share a reference, from `by_reference`.
+            plain: the scenario without conditions.
+            group_indices: indices of the groups to prove.
+            on_result: is called with the index and the result of each case.
 
         Returns:
-            The results by the cases' numbers, and their limits in words.
+            The results by the cases' indices, and the limits of these proofs in words.
         """
         unreached: list[str] = []
         results: dict[int, CaseResult] = {}
-        for members in map(groups.__getitem__, turns):
-            whole = cases[members[0]][1].whole
-            self.progress("the whole model")
-            reference = self._reference(whole, further=whole.dtype != plain.dtype)
-            for at in members:
-                results[at] = self._prove(reference, *cases[at])
-                tell((at, results[at]))
-            # After all cases of the group: a failing one may have drawn more perturbed runs.
+        for members in map(groups.__getitem__, group_indices):
+            unsplit = cases[members[0]][1].unsplit
+            self.progress("the unsplit model")
+            reference = self._reference(unsplit, further=unsplit.dtype != plain.dtype)
+            for index in members:
+                results[index] = self._prove(reference, *cases[index])
+                on_result((index, results[index]))
+            # Only now, since any case of the group may have needed more perturbed runs.
             if reference.draws > DRAWS:
                 unreached.append(
-                    f"{whole.dtype}, some trainings: differences below those of {reference.draws} perturbed runs of the "
-                    f"whole model: a few jump, so that {DRAWS} perturbed runs told too little"
+                    f"{unsplit.dtype}, some trainings: differences smaller than in {reference.draws} perturbed runs of the "
+                    f"unsplit model: a few runs differ much more than others, so {DRAWS} perturbed runs told too little"
                 )
-        # Two: the plain scenario's and the newest, since one explanation is tried on the next failing case.
-        recorded = lru_cache(2)(lambda whole: self._reference(whole, recording=True, further=True))
+        # Keep two: the plain scenario's, and the newest, since an explanation is tried on the next failing case.
+        recorded = lru_cache(2)(lambda unsplit: self._reference(unsplit, recording=True, further=True))
         blame = Blame(
-            lambda options, scenario: self._prove(recorded(scenario.whole), options, scenario), plain
+            lambda options, scenario: self._prove(recorded(scenario.unsplit), options, scenario), plain
         )
-        explained = {at: one if one.passed else blame.explain(one) for at, one in sorted(results.items())}
+        explained = {
+            index: result if result.passed else blame.explain(result)
+            for index, result in sorted(results.items())
+        }
         return explained, unreached
 
     def _reference(self, scenario: Scenario, **settings: bool) -> ReferenceRun:
@@ -144,31 +170,31 @@ class Proof:
 
     def _prove(self, reference: ReferenceRun, options: TPOptions, scenario: Scenario) -> CaseResult:
         def prove(world: World) -> CaseResult:
-            if world.first:
+            if world.is_first:
                 self.progress(case_name(options))
             return prove_case(reference, self.plan, options, scenario, world)
 
         result = self.worlds.run(options.degrees.tp_cp, prove)
-        for number in (DRAWS,) if reference.tolerance.exact else (DRAWS, MORE_DRAWS):
-            if result.beyond_tolerance and reference.draws < number:
-                self.progress("more perturbed runs of the whole model")
-                reference.draw(number)
+        for draws in (DRAWS,) if reference.tolerance.exact else (DRAWS, MORE_DRAWS):
+            if result.beyond_tolerance and reference.draws < draws:
+                self.progress("more perturbed runs of the unsplit model")
+                reference.draw(draws)
                 result = self.worlds.run(options.degrees.tp_cp, prove)
-        # A plan that calls dist.get_rank() may act differently in the other replica.
+        # Notes on a right case name code that calls dist.get_rank(), which may act differently in the other replica.
         if result.passed and result.notes:
             result = self.worlds.run(options.degrees.tp_cp, prove, replica=0)
         return result
 
 
 def _fitting(plain: Scenario, options: TPOptions) -> Scenario:
-    """Return `plain` with sequences whose length the ranks that share one divide."""
+    """Return `plain` with its length rounded up to a multiple of the ranks that a sequence is sharded over."""
     ((batch,),) = plain.steps
     return replace(plain, steps=((replace(batch, length=next_multiple(batch.length, options.shards)),),))
 
 
 def by_reference(cases: Sequence[Case]) -> list[list[int]]:
-    """Return the numbers of the cases that share a reference, group by group, the costliest group first."""
+    """Return the indices of the cases in groups that share a reference, the group with the most ranks in all first."""
     groups: dict[Scenario, list[int]] = {}
-    for at, (_, scenario) in enumerate(cases):
-        groups.setdefault(scenario.whole, []).append(at)
-    return sorted(groups.values(), key=lambda group: -sum(cases[at][0].degrees.tp_cp for at in group))
+    for index, (_, scenario) in enumerate(cases):
+        groups.setdefault(scenario.unsplit, []).append(index)
+    return sorted(groups.values(), key=lambda group: -sum(cases[index][0].degrees.tp_cp for index in group))

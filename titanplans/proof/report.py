@@ -1,4 +1,4 @@
-"""The report of a proof: plain frozen data, as JSON, and as a table with a row a case and the faults of failing ones."""
+"""The report of a proof, as frozen data, as JSON and as a table."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,65 +17,65 @@ class Report:
     """The verdict on one plan and one model."""
 
     subject: str
-    """The model's class and the plan's."""
+    """The names of the model's class and of the plan's class."""
     dtype: str
     cases: tuple[CaseResult, ...]
     refused: tuple[Refusal, ...] = ()
     trainings: tuple[Scenario, ...] = ()
-    """The trainings of the cases, without frozen, recomputed, …; the table calls them A, B, C."""
+    """The trainings of the cases, without the settings frozen, recomputed, …. The table calls them A, B, C."""
     unreached: tuple[str, ...] = ()
-    """Conditions of this model that no case has, in words."""
+    """Conditions that no case covers, in words."""
     ranks: str = "threads"
     """threads or process_group."""
 
     @property
     def passed(self) -> bool:
-        """Whether every case passed. The table lists refused choices as not proved."""
+        """Whether every case passed. Refused options don't count; the table lists them as not proved."""
         return bool(self.cases) and all(case.passed for case in self.cases)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON has it, verdicts included; numbers that are not finite as strings."""
-        found = _plain(asdict(self)) | {"passed": self.passed}
-        for case, written in zip(self.cases, found["cases"], strict=True):
-            del written["options"]
-            written |= options_as_json(case.options) | {"passed": case.passed}
-            for check, one in zip(case.checks, written["checks"], strict=True):
-                one["passed"] = check.passed
-        for refusal, written in zip(self.refused, found["refused"], strict=True):
-            written["options"] = [options_as_json(options) for options in refusal.options]
-        return found
+        """Return the report as JSON types, with "passed" for each case and check, and infinity and NaN as strings."""
+        report = _json_value(asdict(self)) | {"passed": self.passed}
+        for case, case_dict in zip(self.cases, report["cases"], strict=True):
+            del case_dict["options"]
+            case_dict |= options_as_json(case.options) | {"passed": case.passed}
+            for check, check_dict in zip(case.checks, case_dict["checks"], strict=True):
+                check_dict["passed"] = check.passed
+        for refusal, refusal_dict in zip(self.refused, report["refused"], strict=True):
+            refusal_dict["options"] = [options_as_json(options) for options in refusal.options]
+        return report
 
     def table(self) -> str:
-        """Return the report as text, its numbers in epsilons."""
-        found = dict.fromkeys(check.what for case in self.cases for check in case.checks)
-        checks = (*CHECKS, *(what for what in found if what.endswith(" loss")))
+        """Return the report as text: a row for each case, with differences in epsilons, and the faults of failing cases."""
+        kinds = dict.fromkeys(check.what for case in self.cases for check in case.checks)
+        checks = (*CHECKS, *(what for what in kinds if what.endswith(" loss")))
         degrees = [case.options.degrees for case in self.cases]
-        others = [name for name in ("cp", "ep", "pp") if any(getattr(cut, name) > 1 for cut in degrees)]
-        cuts = ("tp", *others)
-        head = (*cuts, "loss", "sequence", "training", *checks, "verdict", "worst")
-        rows = [head, *(_row(case, checks, training(case, self), cuts) for case in self.cases)]
-        first = len(cuts) + 3
+        others = [name for name in ("cp", "ep", "pp") if any(getattr(each, name) > 1 for each in degrees)]
+        dims = ("tp", *others)
+        head = (*dims, "loss", "sequence", "training", *checks, "verdict", "worst")
+        rows = [head, *(_row(case, checks, training(case, self), dims) for case in self.cases)]
+        first_check = len(dims) + 3
         lines = [
             f"{self.subject}, {self.dtype}, ranks: {self.ranks}",
             "",
-            *columns(rows, right=(*range(first - 3), *range(first, len(head) - 2))),
+            *columns(rows, right=(*range(len(dims)), *range(first_check, len(head) - 2))),
             "",
         ]
         unreached = [f"not reached: {words}" for words in self.unreached]
         return "\n".join([*lines, *_failures(self), *map(str, self.refused), *unreached, _legend(self)])
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_json_value(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def training(case: CaseResult, report: Report) -> str:
-    """Return the letter of a case's training, and the settings that hold throughout it."""
-    letters = {one: chr(ord("A") + at) for at, one in enumerate(report.trainings)}
+    """Return the letter of a case's training and its settings, for example "B, frozen, recomputed"."""
+    letters = {each: chr(ord("A") + index) for index, each in enumerate(report.trainings)}
     scenario = case.scenario
     plain = replace(scenario, dtype=PLAIN.dtype, frozen="", recomputed=False, differing=False, fused=False)
     words = [name for name in ("frozen", "recomputed", "differing", "fused") if getattr(scenario, name)]
@@ -83,15 +83,15 @@ def training(case: CaseResult, report: Report) -> str:
     return ", ".join([letters.get(plain, "own"), *words, *dtype])
 
 
-def _row(case: CaseResult, checks: Sequence[str], trained: str, cuts: Sequence[str]) -> tuple[str, ...]:
+def _row(case: CaseResult, checks: Sequence[str], training: str, dims: Sequence[str]) -> tuple[str, ...]:
     errors = {check.what: epsilons(check.error) for check in case.checks}
     if case.missing:
         errors["gradients"] = "missing"
     return (
-        *(str(getattr(case.options.degrees, name)) for name in cuts),
+        *(str(getattr(case.options.degrees, name)) for name in dims),
         "sharded" if case.options.loss_parallel else "whole",
         "sharded" if case.options.sequence_parallel else "whole",
-        trained,
+        training,
         *(errors.get(what, "-") for what in checks),
         "right" if case.passed else "WRONG",
         case.worst,
@@ -99,18 +99,18 @@ def _row(case: CaseResult, checks: Sequence[str], trained: str, cuts: Sequence[s
 
 
 def _failures(report: Report) -> Iterator[str]:
-    """Yield the faults, once for all cases with the same fault at the same place."""
-    alike: dict[object, list[CaseResult]] = {}
+    """Yield lines on the failing cases; cases with the same fault are listed together."""
+    by_fault: dict[object, list[CaseResult]] = {}
     for case in report.cases:
         if not case.passed:
-            place = (f.direction, f.first.name, f.reason) if (f := case.finding) else None
-            alike.setdefault((place, case.notes, case.conditions), []).append(case)
-    for first, *others in alike.values():
+            finding = (f.direction, f.first.name, f.reason) if (f := case.finding) else None
+            by_fault.setdefault((finding, case.notes, case.conditions), []).append(case)
+    for first, *others in by_fault.values():
         names = dict.fromkeys(case.name for case in (first, *others))
         needed = f" only with {' and '.join(first.conditions)}" if first.conditions else ""
         yield f"wrong{needed}: {'; '.join(names)}"
-        found = [*([str(first.finding)] if first.finding else []), *first.notes]
-        yield from (f"  {line}" for line in found or [first.worst])
+        faults = [*([str(first.finding)] if first.finding else []), *first.notes]
+        yield from (f"  {line}" for line in faults or [first.worst])
         yield ""
 
 
@@ -126,6 +126,8 @@ def _legend(report: Report) -> str:
         f"{wrong} of {len(report.cases)} cases WRONG" if wrong else f"all {len(report.cases)} cases right"
     )
     allowed = f"; sums in another order may differ by {epsilons(max(tolerances))}" if tolerances else ""
-    replicas = {check.tolerance for case in report.cases for check in case.checks if check.what == "replicas"}
-    equal = "; replicas must be equal" if replicas == {0.0} else ""
+    replica_tolerances = {
+        check.tolerance for case in report.cases for check in case.checks if check.what == "replicas"
+    }
+    equal = "; replicas must be equal" if replica_tolerances == {0.0} else ""
     return f"{verdict}. Differences in epsilons, what one rounding of every weight changes{allowed}{equal}."

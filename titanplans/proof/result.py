@@ -1,4 +1,4 @@
-"""The result of one case of a proof, and of its checks: plain frozen data."""
+"""The result of one case of a proof, as plain frozen data. Start at `CaseResult`."""
 
 import math
 from dataclasses import dataclass
@@ -10,45 +10,46 @@ from titanplans.proof.batches.conditions import Scenario
 
 @dataclass(frozen=True)
 class Check:
-    """One kind of quantity of the split model, compared with the whole model's."""
+    """The worst difference between the split and the unsplit model for one kind of quantity."""
 
     what: str
     """runs, loss, logits, gradients, replicas, norm, AdamW, tied, or the name of a further loss."""
     error: float
-    """The worst difference, in epsilons: units of the change by one rounding of every weight; of replicas, roundings of the
-    tensor itself; 0 or infinite for what either holds or does not."""
+    """The worst difference, in epsilons: the largest change of the quantity when every weight is perturbed by one rounding
+    (titanplans/proof/compare/tolerance.py). For replicas, in roundings of the tensor itself. 0 or infinity for what is true
+    or false: runs, tied."""
     tolerance: float
-    """The largest difference of sums in another order, in epsilons."""
+    """The largest difference that another order of sums can explain, in epsilons."""
     where: str = ""
-    """The parameter with the worst difference, or what of a further loss differs; "" for a quantity of the model."""
+    """The parameter with the worst difference, or "its gradient" for a further loss; "" for a quantity of the model."""
     point: str = ""
-    """When in the training: "step 2, batch 1"."""
+    """When in the training, for example "step 2, batch 1"."""
 
     @property
     def passed(self) -> bool:
-        """Whether the difference is rounding; NaN is not."""
+        """Whether the difference is within the tolerance; NaN is not."""
         return self.error <= self.tolerance
 
     @property
-    def share(self) -> float:
-        """The difference as a share of the tolerance."""
+    def relative_error(self) -> float:
+        """The difference divided by the tolerance; the difference if the tolerance is 0."""
         return self.error / self.tolerance if self.tolerance else self.error
 
     @property
     def name(self) -> str:
-        """The quantity, and the parameter if there are several."""
+        """The kind of quantity, and the parameter."""
         return f"{self.what} {self.where}".strip()
 
 
 @dataclass(frozen=True)
 class Location:
-    """A module's output, that output's gradient, or a parameter's gradient."""
+    """A tensor of the training: a module's output, the gradient of that output, or a parameter's gradient."""
 
     name: str
     error: float
-    """In epsilons."""
+    """Difference from the unsplit model's tensor, in epsilons."""
     note: str = ""
-    """How the ranks' tensors were assembled, if that tells something."""
+    """How the ranks' tensors were combined, for example "summed over the ranks"; "" if they are replicas or plain shards."""
 
     def __str__(self) -> str:
         return f"{self.name}{f' ({self.note})' if self.note else ''} {epsilons(self.error)}"
@@ -56,19 +57,19 @@ class Location:
 
 @dataclass(frozen=True)
 class Finding:
-    """The first place of an error in one direction."""
+    """The first wrong tensor of a forward or of a backward."""
 
     direction: str
     """forward or backward."""
     first: Location
     healthy: tuple[Location, ...]
-    """Right places near it, the nearest first."""
+    """Correct tensors near it, the nearest first."""
     reason: str = ""
-    """The fault, if it is certain: "exactly 2 times too large"."""
+    """The fault, if the numbers leave no doubt, for example "exactly 2 times too large"."""
     remedy: str = ""
-    """The style that would sum a gradient that is not summed, if the parameter's place tells."""
+    """The style that would sum a gradient that is not summed, if it follows from the parameter's position in the plan."""
     hint: str = ""
-    """What the plan may have got wrong there, if no fault is certain."""
+    """A likely mistake of the plan, if the fault is not certain."""
 
     def __str__(self) -> str:
         reason = f", {self.reason}" if self.reason else ""
@@ -87,16 +88,16 @@ class CaseResult:
     scenario: Scenario
     checks: tuple[Check, ...]
     missing: tuple[str, ...] = ()
-    """Parameters with a gradient in the whole model only."""
+    """Parameters with a gradient in the unsplit model only."""
     unexpected: tuple[str, ...] = ()
     """Parameters with a gradient in the split model only."""
     finding: Finding | None = None
-    """Where a failing case goes wrong first."""
+    """The first wrong tensor of a failing case."""
     notes: tuple[str, ...] = ()
-    """Faults without a place: an exception, a missing gradient, weights no longer tied; and modules that asked for a
-    rank's number in the world."""
+    """Faults that are not a wrong tensor: an exception, a missing gradient, weights no longer tied. Also the Python modules
+    that called `dist.get_rank()`."""
     conditions: tuple[str, ...] = ()
-    """The conditions that a failing case needs: without any one of them it is right. Empty: it fails plainly."""
+    """The conditions that a failing case needs: without any one of them it passes. Empty: it fails without conditions."""
     seconds: float = 0.0
 
     @property
@@ -106,14 +107,14 @@ class CaseResult:
 
     @property
     def beyond_tolerance(self) -> bool:
-        """Whether it fails only by differences that a larger unit might allow."""
+        """Whether the case fails only by differences that might be within the tolerance of a larger unit."""
         failed = [check for check in self.checks if not check.passed]
-        measured = all(check.what not in ("runs", "replicas", "tied") for check in failed)
-        return bool(failed) and measured and not self.missing and not self.unexpected
+        is_measured = all(check.what not in ("runs", "replicas", "tied") for check in failed)
+        return bool(failed) and is_measured and not self.missing and not self.unexpected
 
     @property
     def worst(self) -> str:
-        """The first failing check and its place; if all passed, the one nearest to its tolerance."""
+        """The name of the first failing check; if all passed, of the check nearest to its tolerance."""
         failed = [check for check in self.checks if not check.passed]
         nearest = failed[0] if failed else max(self.checks, key=lambda c: c.error / max(c.tolerance, 1.0))
         if (absent := self.missing or self.unexpected) and nearest.what not in ("loss", "logits"):
@@ -122,13 +123,12 @@ class CaseResult:
 
     @property
     def name(self) -> str:
-        """Its options in words."""
         return case_name(self.options)
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Choices of options at one degree that strict application refuses for one reason."""
+    """Options of one degree that strict application refuses for one reason."""
 
     options: tuple[TPOptions, ...]
     reason: str
@@ -138,29 +138,29 @@ class Refusal:
 
 
 def case_name(*cases: TPOptions) -> str:
-    """Return the common options of cases of one degree, in words: "tp 2, loss sharded, sequence whole"."""
+    """Return the options that cases of one degree have in common, in words: "tp 2, loss sharded, sequence whole"."""
     words = [str(cases[0].degrees)]
     losses, sequences = {case.loss_parallel for case in cases}, {case.sequence_parallel for case in cases}
-    for what, sharded in (("loss", losses), ("sequence", sequences)):
-        if len(sharded) == 1:
-            words.append(f"{what} {'sharded' if sharded.pop() else 'whole'}")
+    for what, values in (("loss", losses), ("sequence", sequences)):
+        if len(values) == 1:
+            words.append(f"{what} {'sharded' if values.pop() else 'whole'}")
     return ", ".join(words)
 
 
 def keywords(options: TPOptions) -> dict[str, Any]:
-    """Return `options` as the keywords of `apply_plan` and `check_plan`, without the degrees."""
+    """Return `options` as keyword arguments of `apply_plan` and `check_plan`, without the degrees."""
     names = ("loss_parallel", "sequence_parallel", "sequence_dim")
     return {name: getattr(options, name) for name in names}
 
 
 def options_as_json(options: TPOptions) -> dict[str, Any]:
-    """Return the options that tell a case from the others of a report."""
-    sharded = {name: getattr(options, name) for name in ("loss_parallel", "sequence_parallel")}
-    return {name: getattr(options.degrees, name) for name in ("tp", "cp", "ep", "pp")} | sharded
+    """Return the options in which the cases of a report differ."""
+    flags = {name: getattr(options, name) for name in ("loss_parallel", "sequence_parallel")}
+    return {name: getattr(options.degrees, name) for name in ("tp", "cp", "ep", "pp")} | flags
 
 
 def epsilons(error: float) -> str:
-    """Return a number of epsilons in at most seven characters."""
+    """Format a number of epsilons in at most seven characters."""
     if not math.isfinite(error):
         return str(error)
     return f"{error:.1f}" if error < 1000 else f"{error:.1e}"

@@ -26,7 +26,7 @@ from titanplans.proof.compare.forward import Loss
 from titanplans.proof.compare.patches import unpatched
 from titanplans.proof.compare.pipeline import refuse_other_stages, refuse_stages
 from titanplans.proof.compare.tolerance import check_dtype
-from titanplans.proof.ranks.processes import side_by_side
+from titanplans.proof.ranks.processes import run_in_processes
 from titanplans.proof.ranks.world import Worlds, group_size
 from titanplans.proof.report import Report
 from titanplans.proof.result import CaseResult, Refusal, keywords
@@ -155,7 +155,7 @@ def verify(
             if watch is not None:
                 watch(replace(report, cases=tuple(results.values())), len(cases))
 
-        for proved, unreached in side_by_side(
+        for proved, unreached in run_in_processes(
             partial(proof.run, cases, groups, plain), len(groups), processes, heard
         ):
             results |= proved

@@ -362,7 +362,7 @@ def test_images_that_no_batch_has_are_named():
 def test_inputs_of_the_callers_are_every_batch():
     sampler = Sampler(Tiny(), {"input_ids": None}, 1, seed=0)
     assert sampler.tokens(MicroBatch(3, 15), 1) == sampler.tokens(MicroBatch(), 0)
-    assert "the inputs were given" in next(iter(sampler.unreached))
+    assert "the inputs are fixed" in next(iter(sampler.unreached))
 
 
 def test_conditions_that_are_not_there():

@@ -103,9 +103,9 @@ def test_the_rank_in_the_world_is_not_that_in_the_mesh():
     (case,) = report.cases
     assert case.finding.first.name == "layers.0.attn.o_proj"
     assert case.notes == (
-        "tests.proof.ranks.test_threads asks torch.distributed.get_rank(): "
-        "a rank's number in the world, which with data parallelism differs "
-        "from its number in the mesh, mesh.get_local_rank()",
+        "tests.proof.ranks.test_threads calls torch.distributed.get_rank(), "
+        "the global rank, which with data parallelism differs "
+        "from the rank in the mesh: use mesh.get_local_rank()",
     )
     assert case.notes[0] in report.table()
 

@@ -65,7 +65,7 @@ def _verify(request: Namespace, rank: int, alone: bool) -> int:
         from titanplans.cli.verify.screen import SoFar, news, progress
         from titanplans.cli.verify.subject import every_model, find_subject
         from titanplans.parallel.mesh.process_group import available_cores
-        from titanplans.proof.ranks.processes import Tell, side_by_side
+        from titanplans.proof.ranks.processes import OnUpdate, run_in_processes
 
         names = every_model() if request.all else [request.subject or ""]
         forks = alone and request.ranks == "threads" and device.type == "cpu"  # CUDA survives no fork
@@ -73,7 +73,7 @@ def _verify(request: Namespace, rank: int, alone: bool) -> int:
         if processes > 1:
             torch.set_num_threads(1)  # a pool of threads does not survive a fork
 
-        def proved(turns: Iterator[int], tell: Tell) -> list[bool]:
+        def proved(turns: Iterator[int], tell: OnUpdate) -> list[bool]:
             found = []
             for at in turns:
 
@@ -97,7 +97,7 @@ def _verify(request: Namespace, rank: int, alone: bool) -> int:
             # One model's cases are proved side by side, or else several models.
             try:
                 so_far.write()
-                parts = side_by_side(proved, len(names), processes, so_far.heard)
+                parts = run_in_processes(proved, len(names), processes, so_far.heard)
             except Stopped:
                 so_far.end(stopped=True)
                 raise

@@ -1,7 +1,4 @@
-"""The conditions of a micro batch and of a training, as data.
-
-sample.py makes their tensors; titanplans/proof/compare/training.py runs them.
-"""
+"""The conditions of a micro batch and of a training, as data. Start at `Scenario`."""
 
 import itertools
 from collections.abc import Iterator
@@ -13,67 +10,67 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro batch, by default a plain one."""
+    """The conditions of one micro batch. The defaults have no condition."""
 
     size: int = 2
-    """Sequences."""
+    """Number of sequences."""
     length: int = 16
-    """Tokens of each."""
+    """Tokens in each sequence."""
     padding: str = ""
-    """"left" or "right": the side on which an attention mask fills each sequence up."""
+    """"left" or "right": the side on which an attention mask marks padding."""
     documents: bool = False
     """Each sequence holds several documents, by `cu_seqlens` or `position_ids`."""
     ignored: bool = False
-    """Some labels don't count. Labels of padding never do."""
+    """Some labels are ignored by the loss. Labels of padding always are."""
     repeated: bool = False
-    """The same few tokens again and again."""
+    """All tokens are of the same few ids."""
     text: bool = False
-    """No images for a model that takes some."""
+    """Text alone, also for a model that takes images."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One training, and the settings that hold throughout it. The defaults are plain: one step of one batch."""
+    """One training, and the settings that hold throughout it. The defaults have no condition: one step of one batch."""
 
     steps: tuple[tuple[MicroBatch, ...], ...] = ((MicroBatch(),),)
-    """Steps of the optimizer, each of several micro batches."""
+    """The micro batches of each optimizer step."""
     evaluated: tuple[MicroBatch, ...] = ()
-    """After the first step the model is evaluated on each of these."""
+    """Batches on which the model is evaluated after the first step."""
     cached: bool = False
-    """After the second step it is called with a cache."""
+    """The model is called with a cache after the second step, or after an only step."""
     frozen: str = ""
-    """One of `FROZEN`: which parameters get no gradient. In the last of several steps the others get none instead."""
+    """One of `FROZEN`: which parameters are frozen. In the last of several steps the others are frozen instead."""
     recomputed: bool = False
-    """The backward runs each block of the split model again."""
+    """The backward recomputes each block of the split model."""
     differing: bool = False
-    """Before the split each rank but the first holds values of its own."""
+    """Before the split, every rank but the first has other weights."""
     fused: bool = False
-    """In the last step the split model's head computes the loss, chunk by chunk; the whole model's comes from its logits."""
+    """In the last step the split model's head computes the loss in chunks; the unsplit model's loss is of its logits."""
     dtype: str = "float64"
 
     @property
-    def whole(self) -> "Scenario":
-        """Return the scenario as the whole model sees it: those equal here share one reference."""
+    def unsplit(self) -> "Scenario":
+        """The scenario of the unsplit model. Scenarios for which it is equal are compared with one reference."""
         return replace(self, recomputed=False, differing=False, fused=False)
 
 
 PLAIN = Scenario()
 
 FROZEN = ("mixers and MLPs", "parameters")
-"""Frozen parameters, trainings alternate: all mixers, MLPs and the head, so that embeddings and norms train through
-them; or all before the blocks, the first block, and every second parameter of the others."""
+"""Which parameters are frozen; trainings alternate. The first: all mixers, MLPs and the head, so that embeddings and
+norms train through them. The second: all before the blocks, the first block, and every second parameter of the others."""
 
 
 def words(scenario: Scenario, plain: Scenario) -> tuple[str, ...]:
-    """Return in words the conditions in which `scenario` is not `plain`, each once."""
-    found = []
+    """Describe the conditions of `scenario` that `plain` does not have, each once."""
+    conditions = []
     for batch in itertools.chain(*scenario.steps, scenario.evaluated):
-        found += _batch_words(batch, plain.steps[0][0])
+        conditions += _batch_words(batch, plain.steps[0][0])
     if len(scenario.steps) > 1:
-        found.append(f"{len(scenario.steps)} steps")
+        conditions.append(f"{len(scenario.steps)} steps")
     if any(len(step) > 1 for step in scenario.steps):
-        found.append("several micro batches in a step")
-    found += [
+        conditions.append("several micro batches in a step")
+    conditions += [
         text
         for name, text in (
             ("evaluated", "an evaluation"),
@@ -86,8 +83,8 @@ def words(scenario: Scenario, plain: Scenario) -> tuple[str, ...]:
         if getattr(scenario, name)
     ]
     if scenario.dtype != plain.dtype:
-        found.append(scenario.dtype)
-    return tuple(dict.fromkeys(found))
+        conditions.append(scenario.dtype)
+    return tuple(dict.fromkeys(conditions))
 
 
 def _batch_words(batch: MicroBatch, plain: MicroBatch) -> Iterator[str]:

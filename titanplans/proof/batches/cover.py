@@ -1,4 +1,4 @@
-"""The trainings of a proof, and the cases that cover every pair of conditions."""
+"""The trainings of a proof, and the cases that cover every pair of conditions. Start at `trainings` and `cover`."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -9,11 +9,11 @@ from titanplans.plan.options import TPOptions
 from titanplans.proof.batches.conditions import FROZEN, MicroBatch, Scenario
 from titanplans.split.layout import next_multiple
 
-# Every pair of two columns is in one of the rows ("block" counts as long); the two batches of a step differ in length.
-# Columns: sequences, length, padding or documents, ignored labels, repeated tokens, text alone.
-# tests/proof/batches/test_conditions.py counts the pairs. No training begins with a long sequence: bfloat16's rounding may
-# hide its gradients, and with them all later steps.
-_ROWS = (
+# The two micro batches of each step. Columns: sequences, length, padding or documents, ignored labels, repeated tokens,
+# text alone. Every pair of values of two columns is in a row ("block" counts as "long"), which
+# tests/proof/batches/test_conditions.py checks. The two batches of a step differ in length. No training begins with a long
+# sequence: in bfloat16 rounding may hide its gradients, and then those of all later steps.
+_STEPS = (
     ((2, "even", "", 0, 0, 0), (3, "odd", "left", 1, 0, 0)),
     ((2, "long", "right", 1, 1, 0), (3, "short", "documents", 1, 1, 1)),
     ((1, "even", "documents", 0, 1, 0), (3, "odd", "", 1, 1, 1)),
@@ -25,35 +25,37 @@ _ROWS = (
     ((1, "long", "left", 0, 0, 1), (1, "short", "", 0, 1, 0)),
 )
 _EVALUATED = ((1, "longest", "right", 0, 0, 0), (1, "short", "", 0, 0, 0))
-"""The first two trainings are evaluated on one of these each, and on a batch like one of their first step. Both lengths are
-odd: ranks that share a sequence can't share it equally, so that the forward runs in full."""
+"""For each of the first two trainings, a batch of its evaluation. Both lengths are odd, so ranks can't shard the sequence
+equally and the forward runs in full."""
 STEPS = (3, 2, 2, 2)
-"""Steps of each training, all rows in total. The first is the longest: a quick proof takes it alone."""
+"""Number of steps of each training, in total all of `_STEPS`. The first is the longest: a quick proof has it alone."""
 SHORT = 3
-"""Tokens: fewer than ranks at degrees 4 and 8."""
+"""Tokens of a short sequence: fewer than there are ranks at degrees 4 and 8."""
 
 
 def trainings(batch: MicroBatch, block: int, shards: int = 1) -> tuple[Scenario, ...]:
-    """Return trainings of steps of two micro batches, which together cover every pair of a batch's conditions.
+    """Return trainings that together cover every pair of a batch's conditions; each step has two micro batches.
 
-    The first two are evaluated, and the first is called with a cache.
+    The first two have an evaluation, and the first has forwards with a cache.
 
     Args:
-        batch: the plain one.
-        block: tokens in the largest window or chunk; one sequence is as long, long ones have two more.
-        shards: so many ranks share a sequence, and divide the lengths of the steps' batches: they are rounded up, and stay
-            different. Evaluations keep theirs.
+        batch: the batch without conditions, whose size and length the others are derived from.
+        block: tokens in the largest window or chunk. A "block" sequence has as many, a "long" one two more.
+        shards: number of ranks that a sequence is sharded over. Lengths in training are rounded up to multiples of it, and
+            stay different from each other. Lengths in an evaluation are not rounded.
     """
     odd = batch.length - (1 if batch.length % 2 == 0 else 2)
     lengths = {"even": batch.length, "odd": max(odd, 1), "short": SHORT, "long": block + 2, "block": block}
     evaluated = lengths | {"longest": block + 2 | 1}
     if shards > 1:
-        lengths["odd"] = batch.length + 1  # rounded up it is another length than the even one
+        lengths["odd"] = batch.length + 1  # rounded up, it differs from the even length
         multiple = 0
         for name in sorted(lengths, key=lengths.__getitem__):
             multiple = lengths[name] = next_multiple(max(lengths[name], multiple + 1), shards)
 
-    def one(row: tuple[int, str, str, int, int, int], lengths: Mapping[str, int] = lengths) -> MicroBatch:
+    def make_batch(
+        row: tuple[int, str, str, int, int, int], lengths: Mapping[str, int] = lengths
+    ) -> MicroBatch:
         size, length, kind, ignored, repeated, text = row
         return MicroBatch(
             size=(1, batch.size, batch.size + 1)[size - 1],
@@ -65,16 +67,17 @@ def trainings(batch: MicroBatch, block: int, shards: int = 1) -> tuple[Scenario,
             text=bool(text),
         )
 
-    steps = tuple(tuple(one(row) for row in step) for step in _ROWS)
+    steps = tuple(tuple(make_batch(row) for row in step) for step in _STEPS)
     ends = tuple(itertools.accumulate(STEPS))
-    trained = [Scenario(steps[end - length : end]) for length, end in zip(STEPS, ends, strict=True)]
-    for number, row in enumerate(_EVALUATED):
-        # Of an earlier batch's shape, but padded or packed differently: a mask that is cached by shape would be wrong.
+    scenarios = [Scenario(steps[end - length : end]) for length, end in zip(STEPS, ends, strict=True)]
+    for index, row in enumerate(_EVALUATED):
+        # This batch has the shape of an earlier one, and other padding or documents. It finds a mask cached by shape.
         again = next(
-            batch for batch in reversed(trained[number].steps[0]) if batch.padding or batch.documents
+            batch for batch in reversed(scenarios[index].steps[0]) if batch.padding or batch.documents
         )
-        trained[number] = replace(trained[number], evaluated=(again, one(row, evaluated)), cached=number == 0)
-    return tuple(trained)
+        evaluation = (again, make_batch(row, evaluated))
+        scenarios[index] = replace(scenarios[index], evaluated=evaluation, cached=index == 0)
+    return tuple(scenarios)
 
 
 def cover(
@@ -87,44 +90,44 @@ def cover(
     fuse: bool = True,
     quick: bool = False,
 ) -> list[tuple[TPOptions, Scenario]]:
-    """Return cases in which every choice of options of `grid` is proved, and every pair of conditions.
+    """Return cases that cover all options of `grid` and every pair of conditions.
 
     The conditions are the degree, loss and sequence parallelism, the training, frozen parameters, recomputed blocks,
-    values that differ between the ranks before the split, and the dtype; further dtypes are paired at the smallest
-    degree, without stages. Greedy, as in Cohen et al. 1997, "The AETG system": the next case covers the most pairs that
-    are left.
+    weights that differ between the ranks before the split, and the dtype. Further dtypes are paired with the others at
+    the smallest degree only, without pipeline stages. Cases are chosen greedily, as in Cohen et al. 1997, "The AETG
+    system": the next case covers the most of the pairs that are left.
 
     Args:
-        grid: choices of options; each is proved in the first dtype.
-        trained: trainings, as `trainings` makes them.
-        shared: the same, for options under which ranks share a sequence.
-        dtypes: of weights and activations; the first is the proof's own.
-        recompute: the model has blocks to recompute.
-        fuse: its head can compute the loss; it does so in every second case, and no case is added for that.
-        quick: every condition once instead of every pair, at the smallest degree alone.
+        grid: options to prove, each at least once in the first dtype.
+        trained: the trainings, from `trainings`.
+        shared: the same trainings with other lengths, for options that shard the sequence.
+        dtypes: of weights and activations; the first is the proof's main dtype.
+        recompute: the model has blocks that can be recomputed.
+        fuse: the model's head can compute the loss. It does in every second case, and no case is added for that.
+        quick: cover every condition once instead of every pair, at the smallest degree only.
     """
     blocks = (False, True) if recompute else (False,)
     states = list(itertools.product(range(len(trained)), (False, True), blocks, (False, True)))
     smallest = min(options.degrees.tp_cp for options in grid)
     cheap = [options for options in grid if options.degrees.tp_cp == smallest]
-    fewest = min(options.degrees.pp for options in cheap)
-    parts = _single if quick else _pairs
-    rows = [(o, d) for o in cheap for d in (dtypes if o.degrees.pp == fewest else dtypes[:1])]
+    fewest_stages = min(options.degrees.pp for options in cheap)
+    conditions_of = _conditions if quick else _pairs
+    rows = [(o, d) for o in cheap for d in (dtypes if o.degrees.pp == fewest_stages else dtypes[:1])]
     if not quick:
         rows += [(o, dtypes[0]) for o in grid if o.degrees.tp_cp != smallest]
-    every = [(*row, *state) for row in rows for state in states]
+    candidates = [(*row, *state) for row in rows for state in states]
     covered: set[Any] = set()
 
     def pick(candidates: list[tuple]) -> tuple:
-        best = max(candidates, key=lambda row: len(parts(row) - covered))
-        covered.update(parts(best))
+        best = max(candidates, key=lambda row: len(conditions_of(row) - covered))
+        covered.update(conditions_of(best))
         return best
 
     fixed = [] if quick else grid
     chosen = [pick([(options, dtypes[0], *state) for state in states]) for options in fixed]
-    wanted = set().union(*map(parts, every))
-    while wanted - covered:
-        chosen.append(pick(every))
+    to_cover = set().union(*map(conditions_of, candidates))
+    while to_cover - covered:
+        chosen.append(pick(candidates))
     return [
         (
             options,
@@ -133,17 +136,20 @@ def cover(
                 frozen=FROZEN[t % len(FROZEN)] if frozen else "",
                 recomputed=again,
                 differing=differing,
-                fused=fuse and (_apart(options, grid) if number < len(fixed) else number) % 2 == 0,
+                fused=fuse and (_distance(options, grid) if index < len(fixed) else index) % 2 == 0,
                 dtype=dtype,
             ),
         )
-        for number, (options, dtype, t, frozen, again, differing) in enumerate(chosen)
+        for index, (options, dtype, t, frozen, again, differing) in enumerate(chosen)
     ]
 
 
-def _apart(options: TPOptions, grid: Sequence[TPOptions]) -> int:
-    """Return the distance of `options` from the first of `grid`: in a full grid each degree and choice has even ones."""
-    first, degrees = grid[0], list(dict.fromkeys(one.degrees for one in grid))
+def _distance(options: TPOptions, grid: Sequence[TPOptions]) -> int:
+    """Return a distance of `options` from the first of `grid`.
+
+    In a full grid every degree, and every choice of an option, has cases with an even distance: those with a fused loss.
+    """
+    first, degrees = grid[0], list(dict.fromkeys(options.degrees for options in grid))
     others = (
         options.loss_parallel != first.loss_parallel,
         options.sequence_parallel != first.sequence_parallel,
@@ -151,10 +157,10 @@ def _apart(options: TPOptions, grid: Sequence[TPOptions]) -> int:
     return degrees.index(options.degrees) + sum(others)
 
 
-def _single(row: tuple) -> set[Any]:
+def _conditions(row: tuple) -> set[Any]:
     options, *rest = row
     return set(enumerate((options.degrees, options.loss_parallel, options.sequence_parallel, *rest)))
 
 
 def _pairs(row: tuple) -> set[Any]:
-    return set(itertools.combinations(sorted(_single(row), key=lambda part: part[0]), 2))
+    return set(itertools.combinations(sorted(_conditions(row), key=lambda condition: condition[0]), 2))

@@ -1,4 +1,4 @@
-"""Weights far from their initial values, and batches that reach every shard in every condition."""
+"""Random weights, and the batches of a proof. Start at `Sampler` and `randomise`."""
 
 import inspect
 import zlib
@@ -16,12 +16,12 @@ from titanplans.split.cache import CACHES, cache_argument
 from titanplans.split.decoder import find_decoder, within
 
 Inputs = Mapping[str, Any] | Callable[[int, int, int], Mapping[str, Any]] | None
-"""Keyword arguments of a forward; or a function of batch size, sequence length and seed that makes them; or None for
-token ids."""
+"""Keyword arguments of a forward, the same for every batch; or a function of batch size, sequence length and seed that
+returns them; or None for token ids."""
 
 
-_BESIDES_TEXT = {"pixel_values": "images", "pixel_values_videos": "videos", "input_features": "sound"}
-"""Inputs of a model besides text, by the keyword of transformers' forwards."""
+_MODALITIES = {"pixel_values": "images", "pixel_values_videos": "videos", "input_features": "sound"}
+"""Inputs other than text, by their keyword in transformers' forwards."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,16 @@ class Sampler:
     """Makes the batches of one model.
 
     Args:
-        model: whole; read, not run, unless `inputs` are given.
-        inputs: of the forward.
+        model: the unsplit model; its signature and its config are read, and it does not run.
+        inputs: of the forward, as in `verify`.
         sequence_dim: of token ids, 0 or 1.
         seed: of tokens and labels.
 
     Attributes:
-        unreached: conditions that this model or these inputs exclude, each with the reason, in words.
+        unreached: conditions that this model or these inputs exclude, each with the reason.
         padded: batches in training may be padded.
-        caches: paddings, "" for none, with which a forward may fill a cache.
-        documents: the keyword that packs several documents into a sequence; None for none.
+        caches: the paddings ("" for no padding) of batches that may fill a cache.
+        documents: the keyword that packs several documents into a sequence; None: the model has none.
     """
 
     def __init__(self, model: nn.Module, inputs: Inputs, sequence_dim: int, seed: int):
@@ -64,12 +64,12 @@ class Sampler:
         self.caches = ("", "left")[: 1 + self.padded] if cached else ()
         documents = (name for name in ("cu_seqlens", "position_ids") if batch_first and _takes(model, name))
         self.documents = next(documents, None)
-        self.besides_text = [name for name in _BESIDES_TEXT if name in parameters]
+        self.modalities = [name for name in _MODALITIES if name in parameters]
 
     @property
     def unreached(self) -> Iterator[str]:
         if self.fixed:
-            yield "batches of other sizes and lengths, padding, documents, repeated tokens: the inputs were given"
+            yield "batches of other sizes and lengths, padding, documents, repeated tokens: the inputs are fixed"
             return
         name = "its forward takes no"
         if not self.padded:
@@ -80,46 +80,53 @@ class Sampler:
             lacks = f"ne called {either(CACHES)}" if self._returns_cache else " use_cache"
             yield f"a forward with a cache: {name}{lacks}"
 
-    def text_alone(self, batches: Collection[MicroBatch]) -> Iterator[str]:
-        """Yield in words the inputs besides text that the model takes and none of `batches` has."""
-        for name in self.besides_text:
+    def missing_modalities(self, batches: Collection[MicroBatch]) -> Iterator[str]:
+        """Yield in words the inputs other than text that the model takes and none of `batches` has."""
+        for name in self.modalities:
             if not any(name in self.tokens(batch, 0) for batch in batches):
-                yield f"{_BESIDES_TEXT[name]}: no batch has {name}, which verify(inputs=...) would give"
+                yield f"{_MODALITIES[name]}: no batch has {name}, which verify(inputs=...) would give"
 
-    def tokens(self, batch: MicroBatch, number: int, *, cached: bool = False) -> dict[str, Any]:
-        """Return the inputs of `batch` as keyword arguments, different for each `number`; if `cached`, to fill a cache."""
-        seed = self.seed + 10 * number
+    def tokens(self, batch: MicroBatch, index: int, *, cached: bool = False) -> dict[str, Any]:
+        """Return the inputs of `batch` as keyword arguments.
+
+        Args:
+            batch: its conditions.
+            index: of the batch; batches with different indices have different tokens.
+            cached: the forward fills a cache, so padding is allowed even if batches in training have none.
+        """
+        seed = self.seed + 10 * index
         if isinstance(self.inputs, Mapping):
             return dict(self.inputs)
         if self.inputs is not None and not batch.text:
             inputs = dict(self.inputs(batch.size, batch.length, seed))
-            # Images may need more room than was asked for.
+            # A sequence with images may be longer than `batch.length`.
             batch = replace(batch, length=inputs[self.ids_name].shape[self.sequence_dim])
         else:
             inputs = {self.ids_name: self._ids(batch, seed)}
         if batch.padding and (cached or self.padded):
-            inputs["attention_mask"] = _mask(batch, number)
+            inputs["attention_mask"] = _mask(batch, index)
         if batch.documents and self.documents == "position_ids":
             inputs["position_ids"] = torch.stack(
-                [torch.cat(list(map(torch.arange, row))) for row in _cuts(batch, number)]
+                [torch.cat(list(map(torch.arange, lengths))) for lengths in _document_lengths(batch, index)]
             )
         elif batch.documents and self.documents == "cu_seqlens":
+            # With cu_seqlens a batch is one sequence: [batch, sequence] becomes [1, tokens].
             inputs = {n: v.reshape(1, -1, *v.shape[2:]) for n, v in inputs.items()}
-            ends = torch.tensor([0, *(length for row in _cuts(batch, number) for length in row)]).cumsum(0)
-            inputs["cu_seqlens"] = ends.to(torch.int32)
+            documents = [length for lengths in _document_lengths(batch, index) for length in lengths]
+            inputs["cu_seqlens"] = torch.tensor([0, *documents]).cumsum(0).to(torch.int32)
         return inputs
 
-    def sample(self, batch: MicroBatch, number: int, logits: torch.Size | None) -> Sample:
-        """Return `batch` as tensors, on the CPU.
+    def sample(self, batch: MicroBatch, index: int, logits: torch.Size | None) -> Sample:
+        """Return the tensors of `batch`, on the CPU.
 
         Args:
             batch: its conditions.
-            number: of the batch; each has tokens and labels of its own.
-            logits: their shape [..., vocabulary]; needed only if the inputs were given.
+            index: of the batch; batches with different indices have different tokens and labels.
+            logits: their shape [..., vocabulary]; needed only if the inputs are fixed.
         """
-        inputs = self.tokens(batch, number)
+        inputs = self.tokens(batch, index)
         *shape, size = logits or (*inputs[self.ids_name].shape, self.vocabulary)
-        labels = _spread(tuple(shape), size, self.seed + 10 * number + 1)
+        labels = _stratified_ids(tuple(shape), size, self.seed + 10 * index + 1)
         if batch.padding and self.padded:
             labels = labels.masked_fill(inputs["attention_mask"] == 0, IGNORED)
         if batch.ignored:
@@ -128,36 +135,37 @@ class Sampler:
 
     def _ids(self, batch: MicroBatch, seed: int) -> torch.Tensor:
         shape = (batch.length, batch.size) if self.sequence_dim == 0 else (batch.size, batch.length)
-        ids = _spread(shape, self.vocabulary, seed)
+        ids = _stratified_ids(shape, self.vocabulary, seed)
         if batch.repeated:
-            few = _spread((3,), self.vocabulary, seed)
+            few = _stratified_ids((3,), self.vocabulary, seed)
             return few[torch.arange(ids.numel()) % 3].view(shape)
         if self.padding_id is not None and ids.numel() > 2 and not (ids == self.padding_id).any():
-            # Its row of the embedding gets no gradient, which shows only if the row is read; the ends stay.
+            # Include the padding token, since its row of the embedding must get no gradient. It does not replace the first
+            # and the last id of the vocabulary.
             inner = ((ids != ids.min()) & (ids != ids.max())).flatten().nonzero()
             ids.view(-1)[inner[0]] = self.padding_id
         return ids
 
 
-def _mask(batch: MicroBatch, number: int) -> torch.Tensor:
-    """Return an attention mask [batch, sequence], int64: 0 at the padding, whose length varies by sequence and batch."""
-    tokens = torch.arange(batch.length)
+def _mask(batch: MicroBatch, index: int) -> torch.Tensor:
+    """Return an attention mask [batch, sequence], int64, 0 at padding. Its length varies by sequence and batch."""
+    positions = torch.arange(batch.length)
     if batch.padding == "left":
-        tokens = tokens.flip(0)
-    rows = torch.arange(batch.size)[:, None]
-    padded = 1 + (2 * rows + number - 1) % max(batch.length - 1, 1)
-    return (tokens < batch.length - padded.clamp_max(batch.length - 1)).long()
+        positions = positions.flip(0)
+    sequences = torch.arange(batch.size)[:, None]
+    padded = 1 + (2 * sequences + index - 1) % max(batch.length - 1, 1)
+    return (positions < batch.length - padded.clamp_max(batch.length - 1)).long()
 
 
-def _cuts(batch: MicroBatch, number: int) -> list[list[int]]:
-    """Return the lengths of two documents in each sequence; the cut varies by sequence and batch."""
-    places = [batch.length // 3 + row + number for row in range(batch.size)]
-    firsts = [1 + place % max(batch.length - 1, 1) for place in places]
+def _document_lengths(batch: MicroBatch, index: int) -> list[list[int]]:
+    """Return the lengths of the two documents in each sequence, which vary by sequence and batch."""
+    offsets = [batch.length // 3 + sequence + index for sequence in range(batch.size)]
+    firsts = [1 + offset % max(batch.length - 1, 1) for offset in offsets]
     return [[first, batch.length - first] if first < batch.length else [first] for first in firsts]
 
 
 def _takes(model: nn.Module, name: str) -> bool:
-    """Whether `model` reads the keyword `name`: its forward names it, or hands all keywords on to a forward that does."""
+    """Whether `model` reads the keyword `name`: its forward names it, or passes all keywords on to a module that does."""
     parameters = inspect.signature(model.forward).parameters
     if name in parameters:
         return True
@@ -168,27 +176,27 @@ def _takes(model: nn.Module, name: str) -> bool:
 
 
 def longest_block(model: nn.Module) -> int:
-    """Return the tokens of the largest attention window, or chunk of a linear mixer.
+    """Return the number of tokens of the largest attention window, or of the largest chunk of a linear mixer.
 
     At least 128, the largest block of the kernels of PyTorch, FLA and transformers.
     """
     names = ("sliding_window", "window_size", "chunk_size", "block_size")
-    found = [getattr(module, name, None) for module in model.modules() for name in names]
-    return max([128, *(size for size in found if isinstance(size, int))])
+    sizes = [getattr(module, name, None) for module in model.modules() for name in names]
+    return max([128, *(size for size in sizes if isinstance(size, int))])
 
 
 def randomise(model: nn.Module, seed: int) -> None:
-    """Give every parameter of `model` new values, in place, the same for the same seed and name.
+    """Give every parameter of `model` new values, in place, which depend on the seed and the parameter's name only.
 
-    Initial values hide mistakes: zeros of a bias or a projection pass nothing on, ones of a norm multiply nothing, and
-    equal heads may be exchanged. So matrices become normal with standard deviation fan_in^-1/2, which keeps activations
-    near 1. Vectors and scalars often have a meaningful scale (a norm's 1, a decay's logarithm), and are moved by 0.3
-    randn. Drawn on the CPU, in float64: the same on every rank and every device.
+    Initial values hide mistakes: a zero bias or projection passes nothing on, a norm's ones multiply by 1, and equal heads
+    can be exchanged. So matrices become normal with standard deviation fan_in^-1/2, which keeps activations near 1. Vectors
+    and scalars often have a meaningful scale (a norm's 1, a decay's logarithm), so 0.3 randn is added to them.
     """
     for name, param in model.named_parameters():
+        # Drawn on the CPU in float64, so that the values are the same on every rank and every device.
         generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
-        if not param.is_floating_point():
-            param.data.copy_(torch.randint(256, param.shape, generator=generator))  # codes of numbers
+        if not param.is_floating_point():  # codes of a quantized weight
+            param.data.copy_(torch.randint(256, param.shape, generator=generator))
             continue
         noise = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param)
         with torch.no_grad():
@@ -199,12 +207,15 @@ def randomise(model: nn.Module, seed: int) -> None:
 
 
 def freeze(model: nn.Module, what: str) -> None:
-    """Freeze the parameters of `model` that `what`, one of `titanplans.proof.batches.conditions.FROZEN`, stands for.
+    """Freeze parameters of `model`.
 
-    The first: all mixers, MLPs and the head, so that a gradient passes modules that train nothing. The second: all before
-    the blocks, the first block, and every second parameter of the others, so that a block gets no gradient of its input,
-    and modules hold trained and frozen parameters; taken also if the first would freeze nothing, or leave nothing to
-    train, as with adapters. One parameter stays trained.
+    Args:
+        model: unsplit.
+        what: one of `titanplans.proof.batches.conditions.FROZEN`. The first freezes all mixers, MLPs and the head, so that
+            a gradient passes through modules that train nothing. The second freezes all before the blocks, the first block,
+            and every second parameter of the others, so that a block's input needs no gradient, and modules hold trained
+            and frozen parameters. It replaces the first if that would freeze nothing, or leave nothing to train, as with
+            adapters. One parameter at least stays trained.
     """
     decoder = find_decoder(model, required=False)
     named = dict(model.named_parameters())
@@ -225,17 +236,17 @@ def freeze(model: nn.Module, what: str) -> None:
 
 
 def _padding(model: nn.Module, size: int) -> int | None:
-    """Return the token whose row of the embedding [size, hidden] gets no gradient; None for no such token."""
+    """Return the `padding_idx` of the embedding [size, hidden], whose row gets no gradient; None if it has none."""
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module.num_embeddings == size:
             return module.padding_idx
     return None
 
 
-def _spread(shape: tuple[int, ...], size: int, seed: int) -> torch.Tensor:
-    """Return numbers below `size`: one at random from each of equal strata, shuffled, the ends included.
+def _stratified_ids(shape: tuple[int, ...], size: int, seed: int) -> torch.Tensor:
+    """Return random ids below `size`: one from each of as many equal strata as ids, shuffled, with 0 and `size` - 1.
 
-    Plain random numbers could miss a rank's share of the vocabulary, and its last rows.
+    Independent random ids could miss a rank's shard of the vocabulary, or its last rows.
     """
     count = torch.Size(shape).numel()
     generator = torch.Generator().manual_seed(seed)
@@ -249,7 +260,7 @@ def vocabulary_size(model: nn.Module) -> int:
     """Return the size of the vocabulary, from the model's config or else from its embedding.
 
     Raises:
-        PlanError: neither says.
+        PlanError: it has neither.
     """
     config = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
@@ -266,7 +277,7 @@ def vocabulary_size(model: nn.Module) -> int:
 
 
 def moved(inputs: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Return `inputs` on `device`, tensors of floating point in `dtype`."""
+    """Return `inputs` with tensors on `device`, floating-point ones in `dtype`."""
     return {
         name: value.to(device, dtype if value.is_floating_point() else None)
         if isinstance(value, torch.Tensor)

@@ -11,7 +11,7 @@ from titanplans.proof.compare.pipeline import PipelinedModel
 from titanplans.proof.compare.reference import Point, ReferenceRun
 from titanplans.proof.compare.tolerance import difference, largest
 from titanplans.proof.compare.training import Key, TrainingRun
-from titanplans.proof.ranks.world import World, wholes
+from titanplans.proof.ranks.world import World, full_tensors
 from titanplans.proof.result import CaseResult, Check
 from titanplans.split.gradients import local_of
 
@@ -36,7 +36,7 @@ class Comparison:
         """Compare at every point of `training`, until the end of the first step with a difference."""
         for point, found in training.points():
             with torch.no_grad():
-                for key, values in zip(found, wholes([*found.values()], self.world), strict=True):
+                for key, values in zip(found, full_tensors([*found.values()], self.world), strict=True):
                     self._compare(point, key, values)
             if ("norm", "") in found:
                 self._compare_names(point, found)
@@ -56,12 +56,14 @@ class Comparison:
 
     def _note(self, what: str, error: float, tolerance: float, where: str, point: str) -> None:
         check, before = Check(what, error, tolerance, where, point), self.worst.get(what)
-        if before is None or (before.passed and (not check.passed or check.share > before.share)):
+        if before is None or (
+            before.passed and (not check.passed or check.relative_error > before.relative_error)
+        ):
             self.worst[what] = check
 
     def _compare(self, point: str, key: Key, values: list[torch.Tensor]) -> None:
         at: Point = (point, *key)
-        if not self.world.first or at not in self.reference.expected:
+        if not self.world.is_first or at not in self.reference.expected:
             return
         (what, where), (first, *others) = key, values
         others = [value for value in others if not _same(value, first)]

@@ -63,7 +63,7 @@ class ReferenceRun:
         further: bool = False,
     ):
         self.ranks, self.further = ranks, further
-        self.scenario, self.losses, self.recording = scenario.whole, losses or {}, recording
+        self.scenario, self.losses, self.recording = scenario.unsplit, losses or {}, recording
         self.seed, dtype = seed, getattr(torch, scenario.dtype)
         self.pristine = pristine
         if scenario.frozen or dtype != next(pristine.parameters()).dtype:

@@ -15,7 +15,7 @@ from titanplans.errors import UserError, either
 from titanplans.loss import FusedLoss, NotFused, cross_entropy
 from titanplans.proof.batches.conditions import MicroBatch
 from titanplans.proof.batches.sample import Sampler, moved
-from titanplans.proof.batches.script import one_more
+from titanplans.proof.batches.script import next_token
 from titanplans.proof.compare.forward import (
     FAILURES,
     call,
@@ -64,7 +64,7 @@ def leave_out_what_is_refused(model: nn.Module, sampler: Sampler) -> list[str]:
     return left_out
 
 
-def not_fused(model: nn.Module, sampler: Sampler) -> str | None:
+def why_not_fused(model: nn.Module, sampler: Sampler) -> str | None:
     """Return why the head of `model` can't compute its loss; None if it can.
 
     Raises:
@@ -94,7 +94,7 @@ def _refusal(
         PlanError: it fails otherwise.
     """
     model, given = copy.deepcopy(model), sampler.tokens(batch, 0, cached=cached)
-    inputs, token = _moved(model, given), _moved(model, one_more(given, sampler))
+    inputs, token = _moved(model, given), _moved(model, next_token(given, sampler))
     try:
         if cached:
             output = evaluate(model, inputs | {"use_cache": True})

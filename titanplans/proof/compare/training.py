@@ -129,7 +129,7 @@ class TrainingRun:
         return record.place if plain else f"in {self._point}, {record.place}"
 
     @property
-    def broke_in(self) -> str | None:
+    def failed_module(self) -> str | None:
         """The name of the module whose forward broke off; None if none did."""
         record = self.records.get(self._point)
         return record.running[-1] if record is not None and record.running else None

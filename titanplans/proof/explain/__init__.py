@@ -1,1 +1,1 @@
-"""Why a case fails: the conditions that it needs, and the module where it first shows."""
+"""Why a case fails: the conditions that it needs, and its first wrong tensor."""

@@ -1,4 +1,4 @@
-"""Which conditions a failing case needs, and where its error is under those alone."""
+"""The conditions that a failing case needs, and its first wrong tensor under those alone. Start at `Blame`."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -13,54 +13,64 @@ from titanplans.proof.result import CaseResult
 T = TypeVar("T")
 
 Prove = Callable[[TPOptions, Scenario], CaseResult]
-"""Proves one case, and locates its error."""
+"""Proves one case with a recorded reference, so that its result names the first wrong tensor."""
 
 
 class Blame:
-    """Explains failing cases one by one, and tries the last explanation on the next case first.
+    """Explains failing cases one by one.
 
-    `plain` is the scenario without conditions.
+    Args:
+        prove: proves one case.
+        plain: the scenario without conditions.
     """
 
     def __init__(self, prove: Prove, plain: Scenario):
         self.prove, self.plain = prove, plain
-        self.known: list[Scenario] = [plain]
+        # Each scenario that explained a case is tried on the next ones first, since faults often have the same cause.
+        self._explanations: list[Scenario] = [plain]
 
     def explain(self, case: CaseResult) -> CaseResult:
-        """Return `case` with the conditions that it needs, and the place where it is wrong under these alone."""
-        found: dict[Scenario, CaseResult] = {}
+        """Return `case` with the conditions that it needs, and its first wrong tensor under these alone."""
+        failures: dict[Scenario, CaseResult] = {}
 
         def fails(scenario: Scenario) -> bool:
             try:
                 result = self.prove(case.options, scenario)
             except PlanError:
-                return False  # the whole model refuses these conditions without the others
+                return False  # the unsplit model does not run under these conditions without the others
             if not result.passed:
-                found[scenario] = result
+                failures[scenario] = result
             return not result.passed
 
-        simplest = next(filter(fails, self.known), None)
+        simplest = next(filter(fails, self._explanations), None)
         if simplest is None:
             simplest = simpler(case.scenario, self.plain, fails)
-            self.known.append(simplest)
-        if simplest not in found and not fails(simplest):
-            return case  # neither anything simpler fails nor the case again: its first result stands
-        shown = found[simplest]
-        needed = words(simplest, self.plain)
-        # Figures stay those of the case. One that does not run has none, and only a recorded training names the module.
-        breaks = all(one.checks[0].what == "runs" for one in (case, shown))
-        checks = shown.checks if breaks else case.checks
-        return replace(case, checks=checks, finding=shown.finding, notes=shown.notes, conditions=needed)
+            self._explanations.append(simplest)
+        if simplest not in failures and not fails(simplest):
+            return case  # the failure can't be reproduced, so the first result is reported
+        failure = failures[simplest]
+        conditions = words(simplest, self.plain)
+        # Report the differences of the case itself. If it did not run, it has none, and the recorded run names the module.
+        has_not_run = all(result.checks[0].what == "runs" for result in (case, failure))
+        checks = failure.checks if has_not_run else case.checks
+        return replace(
+            case, checks=checks, finding=failure.finding, notes=failure.notes, conditions=conditions
+        )
 
 
 def simpler(scenario: Scenario, plain: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
-    """Return a scenario that fails as `scenario` does, with as few conditions as one pass over them finds.
+    """Return a scenario that still fails, with as few conditions of `scenario` as one pass over them leaves.
 
-    By delta debugging (Zeller and Hildebrandt 2002, "Simplifying and isolating failure-inducing input"): conditions are
+    Delta debugging (Zeller and Hildebrandt 2002, "Simplifying and isolating failure-inducing input"): conditions are
     removed one by one, the largest first, and stay removed if the rest still fails.
+
+    Args:
+        scenario: fails.
+        plain: has no conditions.
+        fails: proves a scenario again.
     """
 
-    def take(candidate: Scenario) -> bool:
+    def try_instead(candidate: Scenario) -> bool:
         nonlocal scenario
         if candidate == scenario or not fails(candidate):
             return False
@@ -69,23 +79,23 @@ def simpler(scenario: Scenario, plain: Scenario, fails: Callable[[Scenario], boo
 
     batches = dict.fromkeys(itertools.chain(*scenario.steps))
     if sum(map(len, scenario.steps)) > 1 and not any(
-        take(replace(scenario, steps=((batch,),))) for batch in batches
+        try_instead(replace(scenario, steps=((batch,),))) for batch in batches
     ):
         for at in reversed(range(len(scenario.steps))):
             if len(scenario.steps) > 1:
-                take(replace(scenario, steps=_without(scenario.steps, at)))
+                try_instead(replace(scenario, steps=_without(scenario.steps, at)))
         for at, step in enumerate(scenario.steps):
-            for left in reversed(range(len(step))):
-                if len(one := scenario.steps[at]) > 1:
-                    steps = (*scenario.steps[:at], _without(one, left), *scenario.steps[at + 1 :])
-                    take(replace(scenario, steps=steps))
+            for batch_at in reversed(range(len(step))):
+                if len(remaining := scenario.steps[at]) > 1:
+                    steps = (*scenario.steps[:at], _without(remaining, batch_at), *scenario.steps[at + 1 :])
+                    try_instead(replace(scenario, steps=steps))
     for name, value in _settings(plain):
         if name != "steps":
-            take(replace(scenario, **{name: value}))  # type: ignore[arg-type]
-    any(take(replace(scenario, evaluated=(batch,))) for batch in scenario.evaluated)
+            try_instead(replace(scenario, **{name: value}))  # type: ignore[arg-type]
+    any(try_instead(replace(scenario, evaluated=(batch,))) for batch in scenario.evaluated)
     for name, value in _settings(plain.steps[0][0]):
-        take(replace(scenario, steps=tuple(_set(step, name, value) for step in scenario.steps)))
-        take(replace(scenario, evaluated=_set(scenario.evaluated, name, value)))
+        try_instead(replace(scenario, steps=tuple(_set(step, name, value) for step in scenario.steps)))
+        try_instead(replace(scenario, evaluated=_set(scenario.evaluated, name, value)))
     return scenario
 
 
@@ -97,5 +107,5 @@ def _without(items: tuple[T, ...], at: int) -> tuple[T, ...]:
     return items[:at] + items[at + 1 :]
 
 
-def _settings(thing: Any) -> Iterator[tuple[str, Any]]:
-    return ((field.name, getattr(thing, field.name)) for field in fields(thing))
+def _settings(conditions: Any) -> Iterator[tuple[str, Any]]:
+    return ((field.name, getattr(conditions, field.name)) for field in fields(conditions))

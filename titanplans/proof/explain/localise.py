@@ -1,7 +1,7 @@
-"""Where a failing case goes wrong first, and how: each module's output and its gradient are compared.
+"""The first wrong tensor of a failing case: each module's output and its gradient are compared. Start at `localise`.
 
-This is a pointer for the reader; the verdict does not rest on it: the ranks' tensors are assembled in the way that fits
-best (titanplans/proof/compare/assemble.py).
+The verdict does not depend on this, because outputs have no declared layout: they are assembled from the ranks' tensors
+in the way that fits best (titanplans/proof/compare/assemble.py).
 """
 
 import math
@@ -26,7 +26,7 @@ from titanplans.proof.explain.hints import (
     sections_to_check,
     summing_style,
 )
-from titanplans.proof.ranks.world import World, from_first, wholes
+from titanplans.proof.ranks.world import World, from_first, full_tensors
 from titanplans.proof.result import CaseResult, Finding, Location, epsilons
 from titanplans.split.decoder import within
 from titanplans.styles.base import Style
@@ -34,17 +34,17 @@ from titanplans.styles.base import Style
 _UNSUMMED = "each rank has its own share: not summed over the ranks"
 
 HEALTHY = 2
-"""How many right places are named with a wrong one."""
+"""Number of correct tensors that are named next to a wrong one."""
 
 
-class _Seen(NamedTuple):
-    """A place, and the tensors compared there."""
+class _Comparison(NamedTuple):
+    """One tensor of the split model, compared with the unsplit model's."""
 
-    place: Location
+    location: Location
     value: torch.Tensor
-    """The first rank's whole tensor, or the one that all share."""
-    held: list[torch.Tensor] | None
-    """Each rank's own tensor, if it may be a part of a sum."""
+    """The full tensor; of several replicas the first."""
+    partials: list[torch.Tensor] | None
+    """Each rank's tensor, if they may be partial and have the full shape."""
     expected: torch.Tensor
     unit: float
 
@@ -56,14 +56,19 @@ def localise(
     world: World,
     case: CaseResult,
 ) -> CaseResult:
-    """Return the failing `case` with the place where the split model differs first: in the forward, or else in the backward.
+    """Return the failing `case` with its first wrong tensor: of the forward, or else of the backward.
 
-    Both trainings are recorded, the split model's as far as it came.
+    Args:
+        training: of the split model, recorded, perhaps until it failed.
+        plan: of the unsplit model.
+        reference: recorded.
+        world: every rank of it calls this.
+        case: the result without a finding.
     """
     search = _Search(training, plan, reference, world, case.options)
-    finding = from_first(world, search.first_off("forward", search.outputs()))
+    finding = from_first(world, search.first_wrong("forward", search.outputs()))
     if finding is None and case.checks[0].what != "runs":
-        finding = from_first(world, search.first_off("backward", search.gradients()))
+        finding = from_first(world, search.first_wrong("backward", search.gradients()))
     notes = list(_notes(case))
     if finding is None or finding.direction == "backward":
         added = added_loss_to_name(plan.source, reference.pristine, adds_loss=training.adds_loss)
@@ -76,10 +81,10 @@ def localise(
 
 
 def _notes(case: CaseResult) -> Iterator[str]:
-    """Yield the faults that are not differences of size."""
+    """Yield the faults that are no wrong tensor."""
     yield from case.notes
-    yield from (f"{name}: no gradient, and the whole model has one" for name in case.missing)
-    yield from (f"{name}: a gradient, and the whole model has none" for name in case.unexpected)
+    yield from (f"{name}: no gradient, and the unsplit model has one" for name in case.missing)
+    yield from (f"{name}: a gradient, and the unsplit model has none" for name in case.unexpected)
     for check in case.checks:
         if not check.passed and check.what == "tied":
             yield f"{check.where}: no longer one tensor"
@@ -89,7 +94,7 @@ def _notes(case: CaseResult) -> Iterator[str]:
 
 @dataclass
 class _Search:
-    """The outputs of the split model's modules and of the whole one's. Arguments as in `localise`."""
+    """Compares the recorded tensors of the split and the unsplit model. Arguments as in `localise`."""
 
     training: TrainingRun
     plan: ResolvedPlan
@@ -98,126 +103,138 @@ class _Search:
     options: TPOptions
 
     def __post_init__(self) -> None:
-        # A rank that broke off has recorded less than the others.
-        mine = {(point, key) for point, record in self.training.records.items() for key in record.tensors}
-        self.common = set.intersection(*self.world.gather_objects(mine))
+        # A rank that failed has recorded less than the others.
+        recorded = {(point, key) for point, record in self.training.records.items() for key in record.tensors}
+        self.common = set.intersection(*self.world.gather_objects(recorded))
 
-    def outputs(self) -> list[_Seen]:
-        """Return each module's output, in the order in which they finished."""
-        found = (
+    def outputs(self) -> list[_Comparison]:
+        """Compare each module's output, in the order in which the modules finished."""
+        outputs = (
             self._output(point, key, key) for point, order in self.reference.orders.items() for key in order
         )
-        return [seen for seen in found if seen is not None]
+        return [output for output in outputs if output is not None]
 
-    def gradients(self) -> list[_Seen]:
-        """Return, from the loss back, the gradient of each module's output and then of its own parameters.
+    def gradients(self) -> list[_Comparison]:
+        """Compare, from the loss backwards, the gradient of each module's output and those of the module's parameters.
 
-        Of the newest step, since the first difference ends a training. A parameter has one gradient for all batches.
+        Of the newest step alone, since a training ends at the first step with a difference.
         """
-        left = dict(self.training.raw)
+        remaining = dict(self.training.raw)
         parameters = self.training.model.named_parameters()
         aligned = {name: param.grad for name, param in parameters if param.grad is not None}
         batches = [point for point in self.training.records if ", batch " in point]
         step = batches[-1].partition(",")[0]
         batches = [point for point in batches if point.startswith(f"{step},")]
-        places: list[_Seen] = []
+        comparisons: list[_Comparison] = []
         for point in batches:
             for key in reversed(self.reference.orders[point]):
-                seen = self._output(point, gradient_key(key), f"gradient of the output of {key}")
-                if seen is not None:
-                    places.append(seen)
+                output = self._output(point, gradient_key(key), f"gradient of the output of {key}")
+                if output is not None:
+                    comparisons.append(output)
                 if point != batches[-1]:
-                    continue
-                for name in [n for n in left if n.rpartition(".")[0] == module_name(key)]:
-                    gradient, at = left.pop(name), (step, "gradients", name)
+                    continue  # a parameter has one gradient for all batches
+                for name in [n for n in remaining if n.rpartition(".")[0] == module_name(key)]:
+                    gradient, at = remaining.pop(name), (step, "gradients", name)
                     if at not in self.reference.expected:
                         continue
-                    sharded = isinstance(gradient, DTensor) and any(p.is_shard() for p in gradient.placements)
-                    held = None if sharded else next(self.world.gather([gradient]))
-                    (values,) = wholes([aligned[name]], self.world)
-                    if self.world.first:
+                    is_sharded = isinstance(gradient, DTensor) and any(
+                        p.is_shard() for p in gradient.placements
+                    )
+                    partials = None if is_sharded else next(self.world.gather([gradient]))
+                    (values,) = full_tensors([aligned[name]], self.world)
+                    if self.world.is_first:
                         expected, unit = self.reference.expected[at], self.reference.units[at]
-                        error = max(self._apart(value, expected) for value in values) / unit
-                        places.append(_Seen(Location(name, error), values[0], held, expected, unit))
-        return places
+                        error = max(self._difference(value, expected) for value in values) / unit
+                        location = Location(name, error)
+                        comparisons.append(_Comparison(location, values[0], partials, expected, unit))
+        return comparisons
 
-    def _apart(self, value: torch.Tensor, expected: torch.Tensor) -> float:
+    def _difference(self, value: torch.Tensor, expected: torch.Tensor) -> float:
         return self.reference.tolerance.difference(value, expected)
 
-    def _output(self, point: str, key: str, label: str) -> _Seen | None:
-        """Return the place of a recorded tensor; None if it was not recorded, or can't be assembled."""
+    def _output(self, point: str, key: str, label: str) -> _Comparison | None:
+        """Compare a recorded tensor; None on all ranks but the first, or if it was not recorded or can't be assembled."""
         at = (point, "outputs", key)
         if (point, key) not in self.common or at not in self.reference.expected:
             return None
-        (held,) = wholes([self.training.records[point].tensors[key]], self.world)
-        if not self.world.first:
+        (gathered,) = full_tensors([self.training.records[point].tensors[key]], self.world)
+        if not self.world.is_first:
             return None
         expected, unit = self.reference.expected[at], self.reference.units[at]
         if self.options.degrees.cp > 1 and self._is_by_expert(point, key, expected):
-            return None  # each rank sorts the rows of its own tokens
-        partial = may_be_partial(module_name(key), self.plan.styles)
-        if not partial and self.options.shards_tokens and self._is_one_token(expected):
-            held = held[:1]  # on the stream the other ranks hold padding of the same shape
+            return None  # tokens sorted by expert are in another order: each CP rank sorts its local tokens
+        is_partial = may_be_partial(module_name(key), self.plan.styles)
+        if not is_partial and self.options.shards_tokens and self._is_one_token(expected):
+            gathered = gathered[:1]  # on the stream the other ranks hold padding of the same shape
         packed, inner = packed_around(module_name(key), self.plan.styles), self.options.degrees.tp
         packings = {style.sections for style in packed.values()}
-        fit = best_fit(held, expected, self._apart, sums=partial, packings=packings, inner=inner)
+        fit = best_fit(gathered, expected, self._difference, sums=is_partial, packings=packings, inner=inner)
         if fit is None:
             return None
-        parts = held if all(one.shape == expected.shape for one in held) else None
-        return _Seen(Location(label, fit.error / unit, fit.how), fit.values[0], parts, expected, unit)
+        partials = gathered if all(tensor.shape == expected.shape for tensor in gathered) else None
+        location = Location(label, fit.error / unit, fit.how)
+        return _Comparison(location, fit.values[0], partials, expected, unit)
 
     def _is_by_expert(self, point: str, key: str, expected: torch.Tensor) -> bool:
-        """Whether an output in an MLP has rows of experts, and not tokens."""
-        tokens = self.reference.expected[point, "logits", ""].shape[self.options.sequence_dim]
-        inside = any(within(module_name(key), mlp) for mlp in self.plan.decoder.mlps)
-        return inside and tokens not in expected.shape
+        """Whether an output in an MLP has tokens sorted by expert, without a sequence dimension."""
+        length = self.reference.expected[point, "logits", ""].shape[self.options.sequence_dim]
+        is_in_mlp = any(within(module_name(key), mlp) for mlp in self.plan.decoder.mlps)
+        return is_in_mlp and length not in expected.shape
 
     def _is_one_token(self, expected: torch.Tensor) -> bool:
         return expected.ndim > self.options.sequence_dim and expected.shape[self.options.sequence_dim] == 1
 
-    def first_off(self, direction: str, seen: list[_Seen]) -> Finding | None:
-        """Return the first wrong place, with right ones near it: before it, or after it in the same module."""
+    def first_wrong(self, direction: str, comparisons: list[_Comparison]) -> Finding | None:
+        """Return the first wrong tensor and correct ones near it; None if all are correct.
+
+        Correct ones come before it, or in a backward also after it in the same parent module.
+        """
         tolerance = self.reference.tolerance.allowed(self.world.mesh.size())
-        right = [one.place.error <= tolerance for one in seen]
-        if all(right):
+        is_right = [comparison.location.error <= tolerance for comparison in comparisons]
+        if all(is_right):
             return None
-        at = right.index(False)
-        first = seen[at]
+        index = is_right.index(False)
+        first = comparisons[index]
+        parent = _parent(first.location.name)
         after = [
-            one.place
-            for one, well in zip(seen[at + 1 :], right[at + 1 :], strict=True)
-            if well and direction == "backward" and _parent(one.place.name) == _parent(first.place.name)
+            comparison.location
+            for comparison, right in zip(comparisons[index + 1 :], is_right[index + 1 :], strict=True)
+            if right and direction == "backward" and _parent(comparison.location.name) == parent
         ]
-        before = [one.place for one in reversed(seen[:at])]
+        before = [comparison.location for comparison in reversed(comparisons[:index])]
         healthy = [*before[: HEALTHY - bool(after)], *after][:HEALTHY]
         allowed = first.unit * tolerance
-        reason = diagnose(first.value, first.held, first.expected, allowed, self.world.mesh.size())
-        remedy, name = "", first.place.name
+        reason = diagnose(first.value, first.partials, first.expected, allowed, self.world.mesh.size())
+        remedy, name = "", first.location.name
         if reason == _UNSUMMED and name in dict(self.training.model.named_parameters()):
             order = next(iter(self.reference.orders.values()))
             remedy = summing_style(name, self.plan.styles, order, self.plan.decoder, self.options)
-        unclear = direction == "forward" and not reason
-        hint = sections_to_check(module_name(name), self.plan.styles) if unclear else ""
-        return Finding(direction, replace(first.place, note=""), tuple(healthy), reason, remedy, hint)
+        needs_hint = direction == "forward" and not reason
+        hint = sections_to_check(module_name(name), self.plan.styles) if needs_hint else ""
+        return Finding(direction, replace(first.location, note=""), tuple(healthy), reason, remedy, hint)
 
 
 def diagnose(
-    value: torch.Tensor, held: list[torch.Tensor] | None, expected: torch.Tensor, allowed: float, ranks: int
+    value: torch.Tensor,
+    partials: list[torch.Tensor] | None,
+    expected: torch.Tensor,
+    allowed: float,
+    ranks: int,
 ) -> str:
-    """Return the fault of `value` in words, if its numbers leave no doubt; else "".
+    """Return the fault of `value` in words if its numbers leave no doubt, else "".
 
     Args:
-        value: whole, as its next reader gets it.
-        held: each rank's tensor before any sum over the ranks, if all have that shape.
-        expected: the right one.
+        value: the full tensor, after any sum over the ranks.
+        partials: each rank's tensor before any sum over the ranks; None if they have other shapes.
+        expected: the unsplit model's tensor.
         allowed: the largest difference that is rounding.
-        ranks: the degree.
+        ranks: number of ranks.
     """
     if value.shape != expected.shape:
         return f"of shape {tuple(value.shape)}, not {tuple(expected.shape)}"
     if not value.any():
         return "all zeros"
-    if held is not None and difference(torch.stack(held).sum(0), expected) <= allowed:
+    if partials is not None and difference(torch.stack(partials).sum(0), expected) <= allowed:
         return _UNSUMMED
     ratio = ((value * expected).sum() / (expected * expected).sum()).item()
     if not math.isfinite(ratio) or difference(value, expected * ratio) > allowed * max(1.0, abs(ratio)):
@@ -230,18 +247,21 @@ def diagnose(
 
 
 def may_be_partial(name: str, styles: Mapping[str, ParallelStyle]) -> bool:
-    """Whether a module's output, and its gradient, may be a part of a sum on each rank: only inside a region.
+    """Whether a module's output and its gradient may be partial: only inside a region.
 
-    A module that closes a region, or works on the stream behind it, has the sum itself.
+    The output of a module that closes a region is summed already, and so is the stream after it.
     """
     style = styles.get(name)
     if isinstance(style, Style) and (style.closes or not style.is_inside_region):
         return False
     regions = [key for key, style in styles.items() if isinstance(style, Style) and style.opens]
-    foreign = not all(isinstance(style, Style) for style in styles.values())  # does not say where regions are
-    return foreign or any(name != key and name.startswith(f"{key}." if key else "") for key in regions)
+    # Foreign styles do not say where regions are.
+    has_foreign_styles = not all(isinstance(style, Style) for style in styles.values())
+    return has_foreign_styles or any(
+        name != key and name.startswith(f"{key}." if key else "") for key in regions
+    )
 
 
 def _parent(name: str) -> str:
-    """Return the module that holds the module of a parameter, or of an output."""
+    """Return the parent of the module to which a parameter or an output belongs."""
     return name.removeprefix("gradient of the output of ").rpartition(".")[0].rpartition(".")[0]

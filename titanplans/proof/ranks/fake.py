@@ -1,4 +1,4 @@
-"""Ranks that do not exist, on torch's fake process group: for code that needs a mesh and no communication."""
+"""A mesh of ranks that do not exist, on torch's fake process group, for code that needs a mesh but no communication."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,37 +12,34 @@ from titanplans.torch_private.dtensor import clear_sharding_cache
 
 
 @contextmanager
-def fake_ranks(number: int, cp: int = 1, device_type: str = "cpu") -> Iterator[DeviceMesh]:
-    """Give a mesh of `number` ranks: "tp", or "cp" and "tp" with `cp` ranks in the former.
+def fake_ranks(count: int, cp: int = 1, device_type: str = "cpu") -> Iterator[DeviceMesh]:
+    """Yield a mesh of `count` ranks: ("tp",) for `cp` = 1, else ("cp", "tp").
 
-    This process is the first, and the others do not exist. A collective returns the right shape and arbitrary values.
+    This process is rank 0, and the others do not exist. Collectives return tensors of the right shape with arbitrary
+    values.
 
     Raises:
         PlanError: this process is a rank already.
     """
-    refuse_a_rank()
-    dist.init_process_group("fake", rank=0, world_size=number, store=fake_store())
+    refuse_existing_group()
+    dist.init_process_group("fake", rank=0, world_size=count, store=fake_store())
     try:
-        # DTensor remembers shardings by mesh, and takes a mesh of the same shape, whose process group is gone, for equal.
+        # DTensor caches shardings by mesh, and an earlier mesh of the same shape is equal although its group is gone.
         clear_sharding_cache()
-        shape = mesh_sizes(number, cp)
-        yield init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+        sizes = mesh_sizes(count, cp)
+        yield init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     finally:
         dist.destroy_process_group()
         clear_sharding_cache()
 
 
 def mesh_sizes(ranks: int, cp: int) -> dict[str, int]:
-    """Return the dimensions of a mesh of so many ranks, in which `cp` neighbours each share a sequence."""
+    """Return the sizes, by name, of a mesh of `ranks`: "tp" for `cp` = 1, else "cp" and "tp"."""
     return {"tp": ranks} if cp == 1 else {"cp": cp, "tp": ranks // cp}
 
 
-def refuse_a_rank() -> None:
-    """Refuse a process that is a rank itself.
-
-    Raises:
-        PlanError: the default process group exists.
-    """
+def refuse_existing_group() -> None:
+    """Raise PlanError if this process is a rank already, because the default process group exists."""
     if dist.is_initialized():
         raise PlanError(
             f"this process is rank {dist.get_rank()} of {dist.get_world_size()} already, so it can't hold other ranks: "

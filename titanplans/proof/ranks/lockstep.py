@@ -1,4 +1,4 @@
-"""Collectives of ranks that are threads, which run in turns; ranks that call different collectives are detected."""
+"""Collectives between ranks that are threads and run one at a time. Start at `Lockstep`."""
 
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
@@ -15,32 +15,35 @@ class RanksDiverged(RuntimeError):
 
 
 class RankStopped(BaseException):
-    """Ends a rank's work because another rank's has failed. Not an `Exception`, so that models let it pass."""
+    """Ends a rank's work because another rank failed."""
+
+    # Not an `Exception`, so that a model's own `except Exception` does not catch it.
 
 
 class Lockstep:
-    """Where the ranks meet at a collective, and hand the turn to the next.
+    """Runs the ranks in turns, from one collective to the next, and detects ranks that call different collectives.
 
     Args:
-        ranks: their number.
-        replica: their replica in the world, 0 or 1.
-        generators: those that each rank has a state of its own of, as in a process.
+        ranks: number of ranks.
+        replica: index of their data-parallel replica in the world, 0 or 1.
+        generators: random generators whose state is kept per rank, as it would be with one process per rank.
     """
 
     def __init__(self, ranks: int, replica: int, *, generators: Sequence[torch.Generator] = ()):
         self.ranks, self.generators = ranks, generators
-        self.in_world = list(range(replica * ranks, (replica + 1) * ranks))
-        """The ranks' numbers in the world."""
-        self.asked: dict[str, None] = {}
-        """Python modules, other than torch's and ours, that called `dist.get_rank()`."""
-        # An item is a rank's turn. Semaphores would do, but threading's are written in Python.
+        self.global_ranks = list(range(replica * ranks, (replica + 1) * ranks))
+        """The ranks' global ranks, in the order of the mesh."""
+        self.rank_queries: dict[str, None] = {}
+        """Python modules, other than torch's and ours, that called `dist.get_rank()`; the values are unused."""
+        # A rank runs when it gets an item from its queue. threading's semaphores would do, but are written in Python.
         self._turns: list[SimpleQueue[None]] = [SimpleQueue() for _ in range(ranks)]
         self._turns[0].put(None)
         self._all = tuple(range(ranks))
-        self._waiting: dict[int, _Brought] = {}
+        self._waiting: dict[int, _Arrival] = {}
         self._outcomes: dict[int, _Outcome] = {}
-        """Of the collective that each rank waits for, once it has run."""
+        """By rank, the outcome of the collective that it waits for, once that has run."""
         self._depths = [0] * ranks
+        """By rank, the number of nested calls of `together` that it is in."""
         self._failure: BaseException | None = None
         self._stopped = False
 
@@ -52,11 +55,12 @@ class Lockstep:
         act: Callable[[list], Any],
         ranks: tuple[int, ...] | None = None,
     ) -> Any:
-        """Wait for the other `ranks`, all unless given, and return `act` of the values of each, in that order.
+        """Wait for the other `ranks` (default: all), and return `act(values)`, with their values in that order.
 
-        All ranks fail if `what` differs among those that meet, or if every rank waits for another.
+        `act` runs once, on the last rank to arrive. All ranks fail if their `what`, the name and the settings of the
+        collective, differ, or if all ranks wait and no collective is complete (a deadlock).
         """
-        outcome = self._arrive(rank, _Brought(self._all if ranks is None else ranks, what, value, act))
+        outcome = self._arrive(rank, _Arrival(self._all if ranks is None else ranks, what, value, act))
         if self._failure is not None:
             raise RankStopped
         return outcome.result
@@ -85,7 +89,7 @@ class Lockstep:
             raise RankStopped
 
     def hand_over(self, rank: int) -> None:
-        """Give the turn to the next rank that waits at no collective."""
+        """Give the turn to the next rank, in rank order, that does not wait at a collective."""
         following = ((rank + n) % self.ranks for n in range(1, self.ranks + 1))
         self._turns[next(r for r in following if r not in self._waiting)].put(None)
 
@@ -96,22 +100,22 @@ class Lockstep:
             turn.put(None)
 
     def _end(self, rank: int, depth: int) -> BaseException | None:
-        """Wait until every rank has ended its work; return the failure of any."""
+        """Wait until every rank has ended the `together` of this depth; return the failure, if any rank failed."""
         while True:
-            outcome = self._arrive(rank, _Brought(self._all, (_END, depth), None, lambda values: None))
-            if outcome.ended:
+            outcome = self._arrive(rank, _Arrival(self._all, (_END, depth), None, lambda values: None))
+            if outcome.has_ended:
                 return outcome.result
             if outcome.shallowest is not None and outcome.shallowest < depth:
                 raise RankStopped  # the others have left this `together`
 
-    def _arrive(self, rank: int, brought: "_Brought") -> "_Outcome":
-        self._waiting[rank] = brought
-        here = [r for r in brought.ranks if r in self._waiting and self._waiting[r].ranks == brought.ranks]
-        if len(here) == len(brought.ranks):
-            self._settle(brought.ranks)
+    def _arrive(self, rank: int, arrival: "_Arrival") -> "_Outcome":
+        self._waiting[rank] = arrival
+        present = [r for r in arrival.ranks if r in self._waiting and self._waiting[r].ranks == arrival.ranks]
+        if len(present) == len(arrival.ranks):
+            self._run_collective(arrival.ranks)
         elif len(self._waiting) == self.ranks:
-            self._settle(self._all)  # a deadlock
-        # The ranks share the process's generators: restore this one's states when its turn comes.
+            self._run_collective(self._all)  # a deadlock, reported as different collectives
+        # The ranks share the process's generators, so each restores its own state when its turn comes.
         states = [generator.get_state() for generator in self.generators]
         self.hand_over(rank)
         self.wait(rank)
@@ -119,56 +123,60 @@ class Lockstep:
             generator.set_state(state)
         return self._outcomes.pop(rank, _Outcome())
 
-    def _settle(self, ranks: tuple[int, ...]) -> None:
-        """Run the collective of `ranks`, and release them, or all if it has failed. Called by the last to arrive."""
-        came = [self._waiting[rank] for rank in ranks]
-        whats = [one.what for one in came]
-        ends = [what[1] for what in whats if what[0] == _END]
-        same = all(one[:2] == came[0][:2] for one in came)
-        outcome = _Outcome(shallowest=min(ends) if len(ends) == self.ranks else None)
-        if same and ends:
-            outcome = outcome._replace(result=self._failure, ended=True)
+    def _run_collective(self, ranks: tuple[int, ...]) -> None:
+        """Run the collective of `ranks`, called by the last to arrive. Release these ranks, or all that wait if it fails."""
+        arrivals = [self._waiting[rank] for rank in ranks]
+        whats = [arrival.what for arrival in arrivals]
+        end_depths = [what[1] for what in whats if what[0] == _END]
+        is_same = all(arrival[:2] == arrivals[0][:2] for arrival in arrivals)  # the group and `what`
+        outcome = _Outcome(shallowest=min(end_depths) if len(end_depths) == self.ranks else None)
+        if is_same and end_depths:
+            outcome = outcome._replace(result=self._failure, has_ended=True)
             self._failure = None
-        elif self._failure is None and not same:
+        elif self._failure is None and not is_same:
             self._failure = RanksDiverged(
                 "the ranks called different collectives: "
-                + "; ".join(f"rank {rank} {_words(what)}" for rank, what in zip(ranks, whats, strict=True))
+                + "; ".join(f"rank {rank} {_describe(what)}" for rank, what in zip(ranks, whats, strict=True))
             )
         elif self._failure is None:
             try:
                 with torch.no_grad():
-                    outcome = outcome._replace(result=came[0].act([one.value for one in came]))
-            except RuntimeError as error:  # of torch: tensors that the collective can't take
-                self._failure = RanksDiverged(f"{_words(whats[0])}: {error}")
+                    outcome = outcome._replace(
+                        result=arrivals[0].act([arrival.value for arrival in arrivals])
+                    )
+            except RuntimeError as error:  # raised by torch: the tensors don't fit the collective
+                self._failure = RanksDiverged(f"{_describe(whats[0])}: {error}")
         for rank in ranks if self._failure is None else list(self._waiting):
             del self._waiting[rank]
             self._outcomes[rank] = outcome
 
 
-class _Brought(NamedTuple):
-    """What a rank brings to a collective."""
+class _Arrival(NamedTuple):
+    """One rank's call of a collective. Fields as in `Lockstep.__call__`."""
 
     ranks: tuple[int, ...]
-    """The group of the collective."""
     what: tuple
     value: Any
     act: Callable[[list], Any]
 
 
 class _Outcome(NamedTuple):
-    """What a collective gave its ranks."""
+    """The result of a collective, the same for all its ranks."""
 
     result: Any = None
-    ended: bool = False
-    """All ranks have ended the same `together`."""
+    has_ended: bool = False
+    """All ranks have ended the same `together`; `result` is the failure, or None."""
     shallowest: int | None = None
-    """The least depth, if every rank has ended a `together`, of whatever depth."""
+    """If every rank waits at the end of a `together`, the smallest of their depths, else None."""
 
 
-def _words(what: tuple) -> str:
-    name, *rest = what
+def _describe(what: tuple) -> str:
+    name, *pairs = what
     if name == _END:
         return name
-    # Settings by name, and tensors' shapes and dtypes.
-    pairs = (f"{one} = {two}" if isinstance(one, str) else f"{tuple(one)} {two}" for one, two in rest)
-    return ", ".join((name, *pairs))
+    # A pair is (setting, value), or (shape, dtype) of a tensor.
+    details = (
+        f"{first} = {second}" if isinstance(first, str) else f"{tuple(first)} {second}"
+        for first, second in pairs
+    )
+    return ", ".join((name, *details))

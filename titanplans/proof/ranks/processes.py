@@ -1,4 +1,4 @@
-"""Independent pieces of a proof side by side, in forked processes: threads take turns, so a process keeps one core busy."""
+"""Independent pieces of a proof in forked processes: ranks that are threads take turns, so a process uses one core."""
 
 import multiprocessing
 import os
@@ -12,48 +12,53 @@ from titanplans.errors import UserError
 
 T = TypeVar("T")
 
-Tell = Callable[[Any], None]
-"""Takes news before the end, which can be pickled."""
+OnUpdate = Callable[[Any], None]
+"""Is called with an update, a picklable value, before the work ends."""
 
 
-def side_by_side(
-    work: Callable[[Iterator[int], Tell], T],
-    number: int,
+def run_in_processes(
+    work: Callable[[Iterator[int], OnUpdate], T],
+    count: int,
     processes: int,
-    heard: Tell = lambda news: None,
+    on_update: OnUpdate = lambda update: None,
 ) -> list[T]:
-    """Return the result of `work`, which can be pickled, in each process.
+    """Run `work` in each of at most `processes` processes, and return their results, which must be picklable.
 
-    `work` gets an iterator over its share of `range(number)`: each process takes the next number when it is done with one.
-    `heard` is called here with its news. Several processes need Linux, and a process in which torch has neither run a
-    backward nor used a second thread: a later fork has no autograd, and waits for threads that it does not have.
+    With one process, `work` runs in this one. Several need Linux, and have to be forked before torch has run a backward or
+    used a second thread in this process: a later fork has no autograd, and waits for threads that it does not have.
+
+    Args:
+        work: is called with an iterator of indices and a function that sends an update.
+        count: the processes share the indices `range(count)`; each takes the next one when it has finished one.
+        processes: number of processes.
+        on_update: is called in this process with each update.
 
     Raises:
-        UserError: from one of them.
+        UserError: raised by `work` in one of the processes.
         RuntimeError: a process ended without a result.
     """
-    if min(number, processes) == 1:
-        return [work(iter(range(number)), heard)]
+    if min(count, processes) == 1:
+        return [work(iter(range(count)), on_update)]
     context = multiprocessing.get_context("fork")
-    taken = context.Value("i", 0)
+    next_index = context.Value("i", 0)
     running: dict[Connection, Any] = {}
     try:
-        for _ in range(min(number, processes)):
+        for _ in range(min(count, processes)):
             receiver, sender = context.Pipe(duplex=False)
-            turns = _turns(taken, number)
-            one = partial(work, turns, lambda news, sender=sender: sender.send((False, news)))
-            process = context.Process(target=_do, args=(one, sender), daemon=True)
+            indices = _take_indices(next_index, count)
+            job = partial(work, indices, lambda update, sender=sender: sender.send((False, update)))
+            process = context.Process(target=_work_and_exit, args=(job, sender), daemon=True)
             process.start()
-            sender.close()
+            sender.close()  # only the child holds it open now, so that its end is seen here
             running[receiver] = process
         results: dict[Connection, T] = {}
         while len(results) < len(running):
-            for receiver in wait([one for one in running if one not in results]):
-                ended, value = _received(running[receiver], receiver)  # type: ignore[arg-type]
-                if ended:
+            for receiver in wait([receiver for receiver in running if receiver not in results]):
+                is_result, value = _receive(running[receiver], receiver)  # type: ignore[arg-type]
+                if is_result:
                     results[receiver] = value  # type: ignore[index]
                 else:
-                    heard(value)
+                    on_update(value)
         return [results[receiver] for receiver in running]
     finally:
         for process in running.values():
@@ -61,36 +66,36 @@ def side_by_side(
             process.join()
 
 
-def _turns(taken: Any, number: int) -> Iterator[int]:
+def _take_indices(next_index: Any, count: int) -> Iterator[int]:
     while True:
-        with taken.get_lock():
-            at, taken.value = taken.value, taken.value + 1
-        if at >= number:
+        with next_index.get_lock():
+            index, next_index.value = next_index.value, next_index.value + 1
+        if index >= count:
             return
-        yield at
+        yield index
 
 
-def _received(process: Any, receiver: Connection) -> tuple[bool, Any]:
-    """Return whether a process has sent its result, and the result or the news."""
+def _receive(process: Any, receiver: Connection) -> tuple[bool, Any]:
+    """Return whether the received value is the result of `process`, and the value: its result or an update."""
     try:
-        ended, value = receiver.recv()
+        is_result, value = receiver.recv()
     except EOFError:
         process.join()
         raise RuntimeError(f"a process of the proof ended with exit code {process.exitcode}") from None
-    if ended and isinstance(value, UserError):
+    if is_result and isinstance(value, UserError):
         raise value
-    return ended, value
+    return is_result, value
 
 
-def _do(one: Callable[[], Any], sender: Connection) -> None:
+def _work_and_exit(job: Callable[[], Any], sender: Connection) -> None:
     # The parent handles signals, and ends this process.
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        result = one()
+        result = job()
     except UserError as error:
         result = error
     sender.send((True, result))
     sender.close()
-    os._exit(0)  # without the exit handlers that this process inherited
+    os._exit(0)  # skip the exit handlers that this process inherited

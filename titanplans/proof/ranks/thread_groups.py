@@ -1,8 +1,4 @@
-"""Process groups of ranks that are threads: torch's, in a world larger than the mesh.
-
-The world is a job with two data-parallel replicas, and the threads are one of them. The other replica's ranks have no
-threads, so a collective that waits for them is refused: its plan takes the default group for the mesh's.
-"""
+"""The process group of ranks that are threads, and a record of who calls `dist.get_rank()`. Start at `ThreadGroup`."""
 
 import inspect
 import threading
@@ -20,42 +16,46 @@ BACKEND = "titanplans_threads"
 
 
 class ThreadGroup(threaded.ProcessLocalGroup):
-    """torch's process group of threads. Its ranks meet at `lockstep`, which detects ranks that disagree."""
+    """Process group whose ranks are threads: torch's, with collectives that run through `lockstep`.
+
+    The world is a job with two data-parallel replicas, and the threads are the ranks of one of them. The other replica's
+    ranks have no threads. A collective that includes them is refused: the plan used the default group instead of the
+    mesh's.
+    """
 
     lockstep: Lockstep
 
-    def __init__(self, rank: int, size: int, in_world: list[int]):
+    def __init__(self, rank: int, size: int, global_ranks: list[int]):
         super().__init__(rank, size)
-        self.in_world = in_world
-        """Its ranks' numbers in the world; none for the default group."""
+        self.global_ranks = global_ranks
+        """The global ranks of this group; empty for the default group."""
 
     def _meet(self, collective: Any, tensors: Any, value: Any) -> Any:
         name = type(collective).__name__
-        part = self.in_world != self.lockstep.in_world and bool(self.in_world)
-        if part and not set(self.in_world) <= set(self.lockstep.in_world):
+        is_subgroup = self.global_ranks != self.lockstep.global_ranks and bool(self.global_ranks)
+        if is_subgroup and not set(self.global_ranks) <= set(self.lockstep.global_ranks):
             self._refuse(name)
-        if not self.in_world and not _goes_over_all(collective):
+        if not self.global_ranks and not _may_skip_other_replica(collective):
             self._refuse(name)
         what = (name, *vars(collective).items(), *((t.shape, t.dtype) for t in tensors))
-        ranks = tuple(map(self.lockstep.in_world.index, self.in_world)) if part else None
+        ranks = tuple(map(self.lockstep.global_ranks.index, self.global_ranks)) if is_subgroup else None
         rank = self._rank % self.lockstep.ranks if ranks is None else ranks[self._rank]
         self.lockstep(rank, what, value, collective.work, ranks)
         return threaded.ret_work(value)
 
     def _refuse(self, name: str) -> NoReturn:
-        called = f"{_caller()} called {name} on "
         group = (
-            f"the group of ranks {', '.join(map(str, self.in_world))}"
-            if self.in_world
+            f"the group of ranks {', '.join(map(str, self.global_ranks))}"
+            if self.global_ranks
             else "the default group"
         )
         raise RuntimeError(
-            f"{called}{group}, in which other data-parallel ranks are, too: use the mesh's group, mesh.get_group()"
+            f"{_caller()} called {name} on {group}, in which other data-parallel ranks are, too: use the mesh's group, "
+            "mesh.get_group()"
         )
 
     def _get_backend(self, device):  # type: ignore[override]
-        """Return itself: it communicates without a backend."""
-        return self
+        return self  # this group communicates without a backend
 
     def barrier(self, opts=None):  # type: ignore[override]
         return self._meet(_Barrier(), (), None)
@@ -99,8 +99,8 @@ class ThreadGroup(threaded.ProcessLocalGroup):
     alltoall_base = all_to_all_single  # type: ignore[assignment]  torch 2.11's name
 
 
-def _running() -> Iterator[str]:
-    """Yield the names of the Python modules whose code runs on this thread, the innermost first, without the proof's."""
+def _modules_on_stack() -> Iterator[str]:
+    """Yield the Python module of each frame on this thread's stack, innermost first, without the proof's own."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_globals["__name__"] != threading.__name__:
         if not (name := frame.f_globals["__name__"]).startswith("titanplans.proof."):
@@ -109,40 +109,41 @@ def _running() -> Iterator[str]:
 
 
 def _caller() -> str:
-    """Return who called torch: a Python module, or the backward if only torch is running."""
-    return next((name for name in _running() if name.partition(".")[0] != "torch"), "the backward")
+    """Return the Python module that called torch, or "the backward" if torch alone is on the stack."""
+    return next((name for name in _modules_on_stack() if name.partition(".")[0] != "torch"), "the backward")
 
 
-def _goes_over_all(collective: Any) -> bool:
-    """Whether a collective on the default group may leave out the ranks without threads.
+def _may_skip_other_replica(collective: Any) -> bool:
+    """Whether a collective on the default group is right without the other replica's ranks.
 
-    A barrier may, and torch's test of DTensors for equality, which every right replica answers alike.
+    A barrier is, and so is torch's comparison of DTensors, whose answer is the same in every correct replica.
     """
     if isinstance(collective, _Barrier):
         return True
-    asks = next(name for name in _running() if name not in _COLLECTIVES)
-    return asks.startswith("torch.distributed.tensor.")
+    caller = next(name for name in _modules_on_stack() if name not in _COLLECTIVES)
+    return caller.startswith("torch.distributed.tensor.")
 
 
 class _Barrier:
     def work(self, data: list) -> None:
-        """Do nothing: the ranks have met."""
+        pass  # the ranks have met
 
 
 _COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "torch.overrides")
 
 
 @contextmanager
-def asking_noted() -> Iterator[None]:
-    """Note who asks `dist.get_rank()`: such code may act differently in another replica."""
-    own = dist.get_rank
+def note_rank_queries() -> Iterator[None]:
+    """Record in `Lockstep.rank_queries` which Python modules call `dist.get_rank()`, other than torch's and ours."""
+    original = dist.get_rank
 
     def get_rank(group: dist.ProcessGroup | None = None) -> int:
-        rank, who = own(group), next(_running())
-        if group is None and who.partition(".")[0] not in ("torch", "titanplans"):
-            ThreadGroup.lockstep.asked[who] = None
+        rank, module = original(group), next(_modules_on_stack())
+        if group is None and module.partition(".")[0] not in ("torch", "titanplans"):
+            ThreadGroup.lockstep.rank_queries[module] = None
         return rank
 
+    # Code that asks for its global rank may act differently in another data-parallel replica.
     with swapped(dist, "get_rank", get_rank):
         yield
 

@@ -1,13 +1,13 @@
-"""Ranks that are threads of this process: real local tensors and real collectives, without processes.
+"""Ranks that are threads of this process, with real local tensors and real collectives. Start at `Pool`.
 
-One rank runs at a time, from one collective to the next, in the order of the ranks. So global state of the process is
-never half changed, runs are reproducible, and a rank that fails ends the others at their next collective. Each thread has
-its own autograd, grad mode and function modes, and for a model with dropout its own state of the default generator; all
-other global state is shared.
+One rank runs at a time, from one collective to the next, in rank order. So global state of the process is never half
+changed, runs are reproducible, and a rank that fails ends the others at their next collective. Each thread has its own
+autograd, grad mode and function modes, and for a model with dropout its own state of the default generator. All other
+global state is shared.
 
-The world is a job with two data-parallel replicas, and the threads are one of them, by default the second: at degree 2
-they are ranks 2 and 3 of 4. So `dist.get_rank()` differs from a rank's number in the mesh, and the default group from the
-mesh's (titanplans/proof/ranks/thread_groups.py).
+The world is a job with two data-parallel replicas, and the threads are the ranks of one of them, by default the second:
+at degree 2 they are ranks 2 and 3 of 4. So `dist.get_rank()` differs from the rank in the mesh, and the default group
+differs from the mesh's group (titanplans/proof/ranks/thread_groups.py). A plan that confuses them fails.
 """
 
 import threading
@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanplans.proof.ranks.fake import mesh_sizes, refuse_a_rank
+from titanplans.proof.ranks.fake import mesh_sizes, refuse_existing_group
 from titanplans.proof.ranks.lockstep import Lockstep, RankStopped
-from titanplans.proof.ranks.thread_groups import ThreadGroup, asking_noted
+from titanplans.proof.ranks.thread_groups import ThreadGroup, note_rank_queries
 from titanplans.split.gradients import local_of
 from titanplans.torch_private.threads import groups_of_threads, meshes_by_thread, shared_shardings
 
@@ -31,30 +31,30 @@ T = TypeVar("T")
 
 
 class ThreadWorld:
-    """The ranks over which a case is split, as one of them sees them.
+    """One rank's view of the ranks over which a case is split.
 
     Attributes:
         mesh: 1-D, "tp": all ranks.
-        mesh_of: the meshes of the same ranks with so many of them sharing a sequence, or experts.
-        first: whether this is the first rank, which compares for all.
-        asked: Python modules, other than torch's and ours, that asked for a rank's number in a world larger than the mesh.
+        mesh_of: returns a mesh of the same ranks for a context-parallel or an expert-parallel degree.
+        is_first: this is the first rank, which compares for all.
+        rank_queries: Python modules, other than torch's and ours, that called `dist.get_rank()`.
     """
 
     exact: bool
-    """Equal work gives equal bits on every rank; not on a GPU, where kernels sum by atomic operations."""
+    """The same work gives the same bits on every rank; False on a GPU, where kernels sum by atomic operations."""
 
     def __init__(self, meshes: "Meshes", rank: int, lockstep: Lockstep):
         self.exact = meshes.device_type == "cpu"
         self.mesh, self.mesh_of, self._rank, self._lockstep = meshes(1), meshes, rank, lockstep
-        self.first = rank == 0
-        self.asked: Collection[str] = lockstep.asked
+        self.is_first = rank == 0
+        self.rank_queries: Collection[str] = lockstep.rank_queries
 
     def gather(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """Yield for each of `tensors` every rank's local tensor, in rank order, plain and read-only."""
-        parts = [local_of(tensor).detach() for tensor in tensors]
-        what = ("gather", ("tensors", len(parts)))
+        """For each of `tensors`, yield the local tensors of all ranks in rank order. They are not copies: only read them."""
+        local = [local_of(tensor).detach() for tensor in tensors]
+        what = ("gather", ("tensors", len(local)))
         return map(
-            list, self._lockstep(self._rank, what, parts, lambda values: list(zip(*values, strict=True)))
+            list, self._lockstep(self._rank, what, local, lambda values: list(zip(*values, strict=True)))
         )
 
     def gather_objects(self, value: T) -> list[T]:
@@ -62,31 +62,30 @@ class ThreadWorld:
         return self._lockstep(self._rank, ("gather_objects",), value, lambda values: values)
 
     def together(self, work: Callable[[], T]) -> T:
-        """Return the result of `work` on this rank; an error on one rank is raised on all."""
+        """Return the result of `work` on this rank; an error on one rank is raised on all ranks."""
         return self._lockstep.together(self._rank, work)
 
 
 class Pool:
-    """Threads that are ranks, one world of them for each degree, until the context ends.
-
-    A world is kept: torch caches the sharding of DTensors by thread and by mesh.
+    """Context that holds threads as ranks, one set of threads for each degree and replica, until it ends.
 
     Args:
         device: of the meshes: the CPU, or one GPU that all ranks share.
-        drawing: whether each rank has its own states of the default generators, as in a process.
+        drawing: the model draws random numbers, so each rank keeps its own state of the default generators.
     """
 
     def __init__(self, device: torch.device, *, drawing: bool = False):
         self.device, self._generators = device, default_generators(device) if drawing else []
-        self._worlds: dict[tuple[int, int], _Ranks] = {}
+        # The threads are kept between calls, since torch caches the sharding of DTensors by thread and by mesh.
+        self._worlds: dict[tuple[int, int], _RankThreads] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> "Pool":
-        refuse_a_rank()
+        refuse_existing_group()
         self._stack.enter_context(groups_of_threads())
         self._stack.enter_context(shared_shardings())
         self._stack.enter_context(meshes_by_thread())
-        self._stack.enter_context(asking_noted())
+        self._stack.enter_context(note_rank_queries())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -95,26 +94,33 @@ class Pool:
         self._stack.close()
 
     def run(self, degree: int, work: Callable[[ThreadWorld], T], replica: int = 1) -> T:
-        """Run `work` on each of `degree` threads, replica 0 or 1 of the world, and return its result on the first.
+        """Run `work` on each of `degree` threads, and return its result on the first.
+
+        Args:
+            degree: number of ranks.
+            work: is called with each rank's world.
+            replica: data-parallel replica, 0 or 1, that the threads are.
 
         Raises:
-            Exception: from `work` on the first rank to fail; `RanksDiverged` if the ranks lost each other.
+            Exception: from `work` on the first rank that fails.
+            RanksDiverged: the ranks called different collectives.
         """
         if (degree, replica) not in self._worlds:
-            self._worlds[degree, replica] = _Ranks(degree, replica, self.device, self._generators)
+            self._worlds[degree, replica] = _RankThreads(degree, replica, self.device, self._generators)
         return self._worlds[degree, replica].run(work)
 
 
-class _Ranks:
-    """The threads of one world; each waits for work."""
+class _RankThreads:
+    """The threads of one degree and replica; each waits for work in its queue."""
 
     def __init__(
         self, degree: int, replica: int, device: torch.device, generators: Sequence[torch.Generator]
     ):
         self.degree, self.replica, self.device, self.generators = degree, replica, device, generators
         self._work: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(degree)]
-        self._ended: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
-        # Daemons: an interrupted process ends, whatever they wait for.
+        self._results: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
+        """Of each rank that has finished: the rank, the result of its work, and its error."""
+        # Daemons, so that an interrupted process ends even if they wait.
         self._threads = [
             threading.Thread(target=self._serve, args=(rank,), daemon=True) for rank in range(degree)
         ]
@@ -127,15 +133,15 @@ class _Ranks:
         for queue in self._work:
             queue.put((work, lockstep))
         try:
-            ended = [self._ended.get() for _ in range(self.degree)]
-        except BaseException:  # an interrupt: the ranks end before it goes on
+            results = [self._results.get() for _ in range(self.degree)]
+        except BaseException:  # an interrupt: end the ranks first
             lockstep.stop()
             self.close()
             raise
-        errors = [error for _, _, error in ended if error is not None]
+        errors = [error for _, _, error in results if error is not None]
         if errors:
             raise errors[0]
-        return next(result for rank, result, _ in ended if rank == 0)
+        return next(result for rank, result, _ in results if rank == 0)
 
     def close(self) -> None:
         for queue in self._work:
@@ -152,10 +158,10 @@ class _Ranks:
         )
         meshes: Meshes | None = None
 
-        def act(work: Callable[[ThreadWorld], Any], lockstep: Lockstep) -> Any:
+        def work_in_world(work: Callable[[ThreadWorld], Any], lockstep: Lockstep) -> Any:
             nonlocal meshes
-            if meshes is None:
-                meshes = Meshes(self.device.type, lockstep.in_world)
+            if meshes is None:  # here, because making a mesh calls collectives
+                meshes = Meshes(self.device.type, lockstep.global_ranks)
             return work(ThreadWorld(meshes, rank, lockstep))
 
         while (job := self._work[rank].get()) is not None:
@@ -163,54 +169,55 @@ class _Ranks:
             result, failure = None, None
             try:
                 lockstep.wait(rank)
-                # A backward runs on the thread that called it, also on a GPU, where one thread would serve all ranks.
+                # Let a backward run on the thread that called it. Otherwise autograd runs it on one thread per GPU,
+                # which would be the same for all ranks.
                 with torch.autograd.set_multithreading_enabled(False):
-                    result = lockstep.together(rank, partial(act, work, lockstep))
+                    result = lockstep.together(rank, partial(work_in_world, work, lockstep))
             except RankStopped:
                 pass
             except BaseException as error:  # noqa: BLE001 -- raised again in the caller's thread
                 failure = error
             lockstep.hand_over(rank)
-            self._ended.put((rank, result, failure))
+            self._results.put((rank, result, failure))
         dist.destroy_process_group()
 
 
 class Meshes:
-    """The meshes of some ranks of the world, made once each, by the number of those that share a sequence."""
+    """The device meshes over the global `ranks`, each made at its first use and kept."""
 
     def __init__(self, device_type: str, ranks: Sequence[int]):
         self.device_type, self.ranks = device_type, ranks
-        self._made: dict[tuple[str, int], DeviceMesh] = {}
+        self._meshes: dict[tuple[str, int], DeviceMesh] = {}
 
     def __call__(self, cp: int) -> DeviceMesh:
-        """Return the mesh "tp", or "cp" and "tp", with so many ranks in "cp"."""
+        """Return the mesh ("tp",) for `cp` = 1, else ("cp", "tp")."""
         return self._mesh("", cp, mesh_sizes(len(self.ranks), cp))
 
-    def of_experts(self, ranks: int) -> DeviceMesh:
-        """Return the mesh "ep" of neighbours that share experts, behind a dimension of copies where there are more ranks."""
-        copies = len(self.ranks) // ranks
-        return self._mesh("ep", ranks, {"efsdp": copies, "ep": ranks} if copies > 1 else {"ep": ranks})
+    def of_experts(self, ep: int) -> DeviceMesh:
+        """Return the mesh ("ep",) if `ep` is the number of ranks, else ("efsdp", "ep") with replicas in "efsdp"."""
+        replicas = len(self.ranks) // ep
+        return self._mesh("ep", ep, {"efsdp": replicas, "ep": ep} if replicas > 1 else {"ep": ep})
 
-    def _mesh(self, kind: str, number: int, shape: dict[str, int]) -> DeviceMesh:
-        if (kind, number) not in self._made:
-            grid = torch.tensor(self.ranks).view(*shape.values())
-            self._made[kind, number] = DeviceMesh(self.device_type, grid, mesh_dim_names=tuple(shape))
-        return self._made[kind, number]
+    def _mesh(self, kind: str, degree: int, sizes: dict[str, int]) -> DeviceMesh:
+        if (kind, degree) not in self._meshes:
+            grid = torch.tensor(self.ranks).view(*sizes.values())
+            self._meshes[kind, degree] = DeviceMesh(self.device_type, grid, mesh_dim_names=tuple(sizes))
+        return self._meshes[kind, degree]
 
 
 def default_generators(device: torch.device) -> list[torch.Generator]:
-    """Return torch's default generators: the CPU's, and that of `device` if it is a GPU."""
+    """Return torch's default generator of the CPU, and of `device` if it is a GPU."""
     if device.type != "cuda":
         return [torch.default_generator]
     return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
 
 
 def run(degree: int, device: torch.device, work: Callable[[ThreadWorld], T]) -> T:
-    """Run `work` on each of `degree` threads, and return its result on the first: a `Pool` for one call.
+    """Run `work` on each of `degree` threads, and return its result on the first. A `Pool` for one call.
 
     Raises:
         PlanError: this process is a rank already.
-        Exception: as `Pool.run`.
+        Exception: as in `Pool.run`.
     """
     with Pool(device) as pool:
         return pool.run(degree, work)

@@ -1,7 +1,6 @@
-"""The ranks of a proof, behind one interface.
+"""One interface to the ranks of a proof, which are threads (titanplans/proof/ranks/threads.py) or the processes of a group.
 
-threads          titanplans/proof/ranks/threads.py: each rank is a thread of this process, on a CPU or one GPU
-process_group    here: one rank in each process of the default process group, over gloo or NCCL
+Start at `Worlds`.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -22,32 +21,34 @@ T = TypeVar("T")
 
 RANKS = ("threads", "process_group")
 SMALL = 2**27
-"""Bytes of a model whose arithmetic does not fill two cores."""
+"""The largest model, in bytes, whose arithmetic does not keep two cores busy."""
 
 
 class ProcessWorld:
-    """The same as `ThreadWorld` on one rank in each process of the default process group, over gloo or NCCL.
+    """The interface of `ThreadWorld` for the default process group, over gloo or NCCL, with one rank in each process.
 
-    There an error of `together` stays on its rank, and the others wait until their timeout.
+    Unlike there, an error in `together` is raised on its rank only, and the other ranks wait until their timeout.
     """
 
     exact = False  # kernels that sum by atomic operations give each rank different bits
-    asked: Collection[str] = ()
+    rank_queries: Collection[str] = ()
 
     def __init__(self, meshes: threads.Meshes):
         self.mesh, self.mesh_of = meshes(1), meshes
-        self.first = dist.get_rank() == 0
+        self.is_first = dist.get_rank() == 0
 
     def gather(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         for tensor in tensors:  # one by one: together they may not fit into memory
             local = local_of(tensor).contiguous()
             shapes = self.gather_objects(local.shape)
-            # Shards may differ in size; the collective takes one.
+            # Shards may differ in size, and all_gather needs equal sizes: pad to the largest.
             flat = local.new_zeros(max(shape.numel() for shape in shapes))
             flat[: local.numel()] = local.flatten()
             gathered = [torch.empty_like(flat) for _ in shapes]
             dist.all_gather(gathered, flat)
-            yield [one[: shape.numel()].view(shape) for one, shape in zip(gathered, shapes, strict=True)]
+            yield [
+                padded[: shape.numel()].view(shape) for padded, shape in zip(gathered, shapes, strict=True)
+            ]
 
     def gather_objects(self, value: T) -> list[T]:
         return gather_objects(value)
@@ -57,11 +58,13 @@ class ProcessWorld:
 
 
 World = threads.ThreadWorld | ProcessWorld
-"""The ranks over which a case is split, as one of them sees them."""
+"""One rank's view of the ranks over which a case is split."""
 
 
 class Worlds:
-    """The ranks of a proof of the whole `model` at every degree, until the context ends.
+    """Context that holds the ranks of a proof at every degree, until it ends. `model` is the unsplit one.
+
+    On exit it restores torch's number of threads and the states of its default generators.
 
     Raises:
         PlanError: `ranks` is none of `RANKS`, or threads can't run on the device of `model`.
@@ -79,11 +82,11 @@ class Worlds:
             )
 
     def __enter__(self) -> "Worlds":
-        # Threads take turns on small tensors: further cores cost more than they bring, and most on a busy machine.
-        self._intra_op = torch.get_num_threads()
-        self._drawn = [(one, one.get_state()) for one in threads.default_generators(self.device)]
+        self._intra_op_threads = torch.get_num_threads()
+        self._generator_states = [(one, one.get_state()) for one in threads.default_generators(self.device)]
         if self.ranks == "threads":
             if is_small(self.model, next(self.model.parameters()).dtype):
+                # On small tensors more cores cost more time than they save, above all on a busy machine.
                 torch.set_num_threads(1)
             self._pool = threads.Pool(self.device, drawing=draws(self.model)).__enter__()
         return self
@@ -91,12 +94,15 @@ class Worlds:
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:
             self._pool.__exit__()
-        torch.set_num_threads(self._intra_op)
-        for generator, state in self._drawn:  # each forward of a model that draws numbers begins with a seed
+        torch.set_num_threads(self._intra_op_threads)
+        for (
+            generator,
+            state,
+        ) in self._generator_states:  # the proof seeds them before forwards that draw numbers
             generator.set_state(state)
 
     def run(self, degree: int, work: Callable[[Any], T], replica: int = 1) -> T:
-        """Run `work` on every rank, and return its result on the first. `replica`: as for `threads.Pool`."""
+        """Run `work` on every rank, and return its result on the first. `replica`: as in `threads.Pool.run`."""
         if self._pool is not None:
             return self._pool.run(degree, work, replica)
         world = ProcessWorld(threads.Meshes(self.device.type, range(degree)))
@@ -108,52 +114,50 @@ def from_first(world: World, value: T) -> T:
     return world.gather_objects(value)[0]
 
 
-def wholes(tensors: Sequence[torch.Tensor], world: World) -> Iterator[list[torch.Tensor]]:
-    """Yield each of `tensors` whole, plain and read-only: every rank's replica, or one tensor made of all shards.
+def full_tensors(tensors: Sequence[torch.Tensor], world: World) -> Iterator[list[torch.Tensor]]:
+    """For each of `tensors`, yield its full tensors: one for each replica. They are not copies: only read them.
 
-    Every rank has to call this; only the first one's results are meant to be read.
+    A DTensor is assembled from its shards. A plain tensor counts as replicated: the list has every rank's tensor. Every
+    rank has to call this, and only the first rank's results are full.
     """
     summed = [
         t.full_tensor() if isinstance(t, DTensor) and any(p.is_partial() for p in t.placements) else t
         for t in tensors
     ]
-    for tensor, held in zip(tensors, world.gather(summed), strict=True):
-        yield _assembled(tensor, held) if isinstance(tensor, DTensor) and world.first else held
+    for tensor, gathered in zip(tensors, world.gather(summed), strict=True):
+        yield _full_replicas(tensor, gathered) if isinstance(tensor, DTensor) and world.is_first else gathered
 
 
-def _assembled(tensor: DTensor, held: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the replicas of `tensor`, whose local tensors on all ranks are `held`, each made whole of its shards."""
-    mesh, ranks = tensor.device_mesh, len(held)
+def _full_replicas(tensor: DTensor, gathered: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the full tensor of each replica of `tensor`; `gathered` has its local tensors by rank."""
+    mesh, ranks = tensor.device_mesh, len(gathered)
     if any(p.is_partial() for p in tensor.placements):
-        return held
+        return gathered  # summed before it was gathered
     names = mesh.mesh_dim_names if mesh.size() != ranks else None
-    # Ranks that the mesh leaves out are replicas: those of "tp" for a mesh of "cp" alone.
-    copies = ranks // mesh.size()
-    assert names is None or names == ("cp",) or copies == 1
-    parts = [held[copy::copies] for copy in range(copies)]
-    for axis in reversed(range(mesh.ndim)):
-        placement, size, made = tensor.placements[axis], mesh.size(axis), []
-        for part in parts:
-            rows = [part[at : at + size] for at in range(0, len(part), size)]
+    # Ranks outside of the tensor's mesh are replicas: the TP ranks, for a mesh of "cp" alone.
+    replicas = ranks // mesh.size()
+    assert names is None or names == ("cp",) or replicas == 1
+    by_replica = [gathered[replica::replicas] for replica in range(replicas)]
+    for axis in reversed(range(mesh.ndim)):  # the last dimension has consecutive ranks
+        placement, size = tensor.placements[axis], mesh.size(axis)
+        merged: list[list[torch.Tensor]] = []
+        for shards in by_replica:
+            groups = [shards[start : start + size] for start in range(0, len(shards), size)]
             if isinstance(placement, Shard):
-                made.append([torch.cat(row, placement.dim) for row in rows])
+                merged.append([torch.cat(group, placement.dim) for group in groups])
             else:
-                made += [[row[at] for row in rows] for at in range(size)]
-        parts = made
-    return [whole for part in parts for whole in part]
+                merged += [[group[index] for group in groups] for index in range(size)]
+        by_replica = merged
+    return [full for replica in by_replica for full in replica]
 
 
 def is_small(model: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether the arithmetic of `model` in `dtype` keeps no more than one core busy."""
+    """Whether `model` in `dtype` is so small that its arithmetic keeps no more than one core busy."""
     return sum(p.numel() for p in model.parameters()) * dtype.itemsize <= SMALL
 
 
 def group_size() -> int:
-    """Return the number of ranks of the default process group.
-
-    Raises:
-        PlanError: there is none.
-    """
+    """Return the number of ranks of the default process group, or raise PlanError if there is none."""
     if not dist.is_initialized():
         raise PlanError(
             "ranks = 'process_group', but there is no process group: start under torchrun, or leave ranks out"
