@@ -1,4 +1,4 @@
-"""`verify`: every degree and every choice of options of one plan and one model, in every pair of conditions."""
+"""`verify`: prove one plan and one model at every degree, with every choice of options, in every pair of conditions."""
 
 import copy
 import itertools
@@ -24,7 +24,7 @@ from titanplans.proof.cases import CONDITIONS, Proof, by_reference
 from titanplans.proof.compare.float8 import exact_float8
 from titanplans.proof.compare.forward import Loss
 from titanplans.proof.compare.patches import unpatched
-from titanplans.proof.compare.pipeline import refuse_other_stages, refuse_stages
+from titanplans.proof.compare.pipeline import refuse_unequal_stages, refuse_stages
 from titanplans.proof.compare.tolerance import check_dtype
 from titanplans.proof.ranks.processes import run_in_processes
 from titanplans.proof.ranks.world import Worlds, group_size
@@ -33,12 +33,12 @@ from titanplans.proof.result import CaseResult, Refusal, keywords
 from titanplans.split.decoder import find_decoder, set_head
 from titanplans.split.experts.interfaces import interface_of
 
-CUTS = (*(Degrees(tp=tp) for tp in (2, 4, 8)), Degrees(cp=2), Degrees(tp=2, cp=2))
-EXPERTS = (Degrees(tp=2, ep=2), Degrees(cp=2, ep=2))
-"""Proved by default, where the model allows them; the latter of a model with experts that can be sent rows."""
-STAGES = (Degrees(tp=2, pp=2),)
-"""Likewise, of a model with two blocks or more."""
-BOTH = (True, False)
+DEGREES = (*(Degrees(tp=tp) for tp in (2, 4, 8)), Degrees(cp=2), Degrees(tp=2, cp=2))
+"""Proved by default, if the model allows them."""
+EXPERT_DEGREES = (Degrees(tp=2, ep=2), Degrees(cp=2, ep=2))
+"""Proved by default of a model with experts that tokens can be sent to."""
+STAGE_DEGREES = (Degrees(tp=2, pp=2),)
+"""Proved by default of a model with two blocks or more."""
 
 
 def verify(
@@ -61,51 +61,56 @@ def verify(
     progress: Callable[[str], None] | None = None,
     watch: Callable[[Report, int], None] | None = None,
 ) -> Report:
-    """Prove that `plan` splits a model right: train it whole and split, in many conditions, and compare each quantity.
+    """Prove that `plan` splits a model right: train it unsplit and split, in many conditions, and compare all quantities.
 
-    Quantities: the loss and the logits of each micro batch; the gradient of every parameter after each step (one that is
-    missing fails, and so does one that the whole model does not have); the gradient norm as a trainer computes it; the
-    weights after the last AdamW step; replicas, which must be equal on all ranks; the logits of an evaluation and of a
-    forward with a cache; and whether tied weights are still one tensor. titanplans/proof/compare/tolerance.py derives the
-    tolerances; titanplans/proof/batches/conditions.py lists the trainings and cover.py chooses the cases. A case that
-    fails is proved again with fewer conditions, until the report can name the ones it needs.
+    The quantities are:
+    - the loss and the logits of each micro batch
+    - the gradient of every parameter after each step; a gradient that only one of the two models has fails
+    - the gradient norm as a trainer computes it
+    - the weights after the last AdamW step
+    - replicas, which must be equal on all ranks
+    - the logits of an evaluation and of a forward with a cache
+    - whether tied weights are still one tensor
 
-    The model runs in training mode. Its parameters get new values first (titanplans/proof/batches/sample.py): initial
-    zeros and ones would hide wrong paths.
+    titanplans/proof/compare/tolerance.py derives the tolerances. titanplans/proof/batches/cover.py defines the trainings
+    and chooses the cases. A case that fails is proved again with fewer conditions, to find the conditions that it needs.
+
+    The model runs in training mode. Its parameters get random values first (titanplans/proof/batches/sample.py), since
+    initial zeros and ones would hide mistakes.
 
     Args:
-        model_fn: makes the model, with real weights, on the CPU or on the GPU that all ranks share (over a process
+        model_fn: returns the model, with real weights, on the CPU or on the GPU that all ranks share (over a process
             group on the device of its rank). Called once.
-        plan: as in `apply_plan`; None for the registered one.
-        degrees: tp, cp, ep and pp of each cut to prove; a number is that of tp alone. None: those of `CUTS`, `EXPERTS` and
-            `STAGES` that the model allows, or over a process group its size. A group of 1 runs the split model's code and
-            kernels, and splits nothing.
-        loss_parallel: True or False; None for both where weights are cut, else they are the same.
+        plan: as in `apply_plan`; None: the registered plan.
+        degrees: to prove; an integer is a tensor-parallel degree. None: those of `DEGREES`, `EXPERT_DEGREES` and
+            `STAGE_DEGREES` that the model allows, or over a process group its size. A process group of 1 rank runs the
+            split model's code and kernels, and splits nothing.
+        loss_parallel: True or False. None: both, or one value without tensor parallelism, where it changes nothing.
         sequence_parallel: likewise.
-        sequence_dim: the sequence's dimension in the hidden states.
-        inputs: of the model's forward: a function of batch size, sequence length and seed that returns keyword
-            arguments, tensors on any device; or fixed keyword arguments, the same for every batch; None for token ids.
-        seq_len: tokens in a plain sequence; some are longer and some shorter.
-        batch_size: sequences in a plain batch; some have one more, some only one.
-        dtype: of weights and activations: float64 or float32. A few cases are in lower precision.
+        sequence_dim: the dimension of the sequence in the hidden states.
+        inputs: of the model's forward. A function of batch size, sequence length and seed that returns keyword arguments,
+            with tensors on any device; or fixed keyword arguments, the same for every batch; or None for token ids.
+        seq_len: tokens in a plain sequence; other sequences are longer or shorter.
+        batch_size: sequences in a plain batch; other batches have one more, or only one.
+        dtype: of weights and activations, float64 or float32. A few cases are in lower precision.
         seed: of weights, tokens and labels.
-        losses: further ones, by name, each a function of logits, labels and the number of labels: their values and
-            their gradients at the logits are compared. The loss whose backward runs through the model is
+        losses: further losses by name, each a function of logits, labels and the number of labels. Their values and
+            their gradients with respect to the logits are compared. The loss whose backward runs through the model is
             `titanplans.parallel.cross_entropy`.
-        ranks: "threads": all ranks in this process, on the CPU or one GPU; each begins with a whole copy of the model:
-            of a large one, prove fewer blocks and a smaller vocabulary; "process_group": one rank in each process of
-            the default group; each calls this and gets the same report.
-        conditions: "pairs": cases that cover every pair of them; "each": every one, at the smallest degree; "plain": one
-            step of one batch at every choice of options.
-        processes: how many prove cases, by forks if several: see titanplans/proof/ranks/processes.py.
+        ranks: "threads": all ranks in this process, on the CPU or one GPU. Each starts with a full copy of the model, so
+            of a large model prove fewer blocks and a smaller vocabulary. "process_group": one rank in each process of the
+            default group; all of them call this and get the same report.
+        conditions: "pairs": cases that cover every pair of conditions. "each": every condition once, at the smallest
+            degree. "plain": one step of one batch with every choice of options.
+        processes: number of processes that prove cases, forked if more than 1 (titanplans/proof/ranks/processes.py).
         progress: called with a few words before each step.
         watch: called after each case with the report so far, the newest case last, and the number of cases. Failing
-            cases are explained once all are proved.
+            cases are explained after all cases are proved.
 
     Raises:
-        PlanError: the plan does not fit the model; a named degree is refused; no degree is accepted; the whole model does
-            not run, or not in this dtype; threads can't run on its device.
-        VerifyError: the plan changes code that the whole model runs, too.
+        PlanError: the plan does not fit the model; a named degree is refused; no degree is accepted; the unsplit model
+            does not run, or not in this dtype; threads can't run on its device.
+        VerifyError: the plan changes code that the unsplit model runs, too.
     """
     check_dtype(dtype)
     if conditions not in CONDITIONS:
@@ -117,72 +122,75 @@ def verify(
     progress = progress or (lambda words: None)
     size = group_size() if ranks == "process_group" else None
     model = model_fn().to(dtype).train()
-    cuts = cuts_of(model, degrees, size)
+    to_prove = degrees_to_prove(model, degrees, size)
+    has_named_degrees = degrees is not None or size is not None
     if any(param.is_meta for param in model.parameters()):
         raise PlanError(f"{type(model).__name__} has parameters on meta: let model_fn make real ones")
     with exact_float8(model, dtype), Worlds(ranks, model) as worlds:
-        # On a copy: a plan is code, and must not change the whole model.
+        # On a copy, since a plan is code and must not change the unsplit model.
         accepted, refused = accepted_cases(
-            _without_values(model),
+            _copy_on_meta(model),
             plan,
-            cuts,
+            to_prove,
             loss_parallel,
             sequence_parallel,
             sequence_dim,
-            named=degrees is not None or size is not None,
+            named=has_named_degrees,
         )
         set_head(model, head_of(next(iter(accepted.values())), dict(model.named_modules())))
         randomise(model, seed)
         if ranks == "process_group":
-            _share(model)
+            _broadcast(model)
         plan_name = type(resolve_plan(plan, model, next(iter(accepted)))).__name__
         plain = Scenario(((MicroBatch(size=batch_size, length=seq_len),),), dtype=_name(dtype))
         sampler = Sampler(model, inputs, sequence_dim, seed)
-        named = degrees is not None or size is not None
-        accepted, other_stages = _with_equal_stages(
-            model, accepted, sampler.tokens(plain.steps[0][0], 0), named
+        accepted, refused_stages = _with_equal_stages(
+            model, accepted, sampler.tokens(plain.steps[0][0], 0), has_named_degrees
         )
-        refused += other_stages
+        refused += refused_stages
         proof = Proof(model, plan, sampler, seed, losses, worlds, progress)
-        cases, trained = proof.cases([*accepted], plain, conditions)
+        cases, trainings = proof.cases([*accepted], plain, conditions)
         groups = by_reference(cases)
         results: dict[int, CaseResult] = {}
         subject = f"{type(model).__name__}, {plan_name}"
-        report = Report(subject, _name(dtype), (), tuple(refused), trained, ranks=ranks)
+        report = Report(subject, _name(dtype), (), tuple(refused), trainings, ranks=ranks)
 
-        def heard(news: tuple[int, CaseResult]) -> None:
-            results[news[0]] = news[1]
+        def on_result(update: tuple[int, CaseResult]) -> None:
+            index, result = update
+            results[index] = result
             if watch is not None:
                 watch(replace(report, cases=tuple(results.values())), len(cases))
 
-        for proved, unreached in run_in_processes(
-            partial(proof.run, cases, groups, plain), len(groups), processes, heard
+        for explained, unreached in run_in_processes(
+            partial(proof.run, cases, groups, plain), len(groups), processes, on_result
         ):
-            results |= proved
+            results |= explained
             proof.unreached += unreached
-    proved_all = tuple(results[at] for at in range(len(cases)))
-    return replace(report, cases=proved_all, unreached=tuple(dict.fromkeys(proof.unreached)))
+    in_order = tuple(results[index] for index in range(len(cases)))
+    return replace(report, cases=in_order, unreached=tuple(dict.fromkeys(proof.unreached)))
 
 
 def _with_equal_stages(
     model: nn.Module, accepted: Mapping[TPOptions, Plan], inputs: Mapping[str, Any], named: bool
 ) -> tuple[dict[TPOptions, Plan], list[Refusal]]:
-    """Return the cases whose stages compute what the unsplit model computes, and the refused ones.
+    """Return the `accepted` options without those whose stages compute something else than the model, and the refusals.
 
     Raises:
-        PlanError: degrees were `named`, or no case is left.
+        PlanError: stages compute something else, and degrees were `named`, or no options are left.
     """
-    left, refused = dict(accepted), list[Refusal]()
-    for number in {options.degrees.pp for options in accepted} - {1}:
+    remaining, refused = dict(accepted), list[Refusal]()
+    for pp in {options.degrees.pp for options in accepted} - {1}:
         try:
-            refuse_other_stages(model, number, inputs)
+            refuse_unequal_stages(model, pp, inputs)
         except PlanError as error:
-            those = tuple(options for options in accepted if options.degrees.pp == number)
-            left = {options: styles for options, styles in left.items() if options not in those}
-            if named or not left:
+            with_stages = tuple(options for options in accepted if options.degrees.pp == pp)
+            remaining = {
+                options: styles for options, styles in remaining.items() if options not in with_stages
+            }
+            if named or not remaining:
                 raise
-            refused.append(Refusal(those, str(error)))
-    return left, refused
+            refused.append(Refusal(with_stages, str(error)))
+    return remaining, refused
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -192,96 +200,107 @@ def _name(dtype: torch.dtype) -> str:
 def accepted_cases(
     model: nn.Module,
     plan: PlanSource,
-    cuts: Sequence[Degrees],
+    degrees: Sequence[Degrees],
     loss_parallel: bool | None,
     sequence_parallel: bool | None,
     sequence_dim: int = 1,
     *,
     named: bool,
 ) -> tuple[dict[TPOptions, Plan], list[Refusal]]:
-    """Return the cases that strict application accepts, with their styles, and the refused ones. Arguments as in `verify`.
+    """Return the options that strict application accepts, with their styles, and the refused options.
 
     Args:
-        named: the degrees were named, so each must be accepted with some choice of options.
+        model: a copy of the unsplit model, which may be on meta.
+        plan: as in `verify`.
+        degrees: to try, with each choice of options.
+        loss_parallel: as in `verify`.
+        sequence_parallel: as in `verify`.
+        sequence_dim: as in `verify`.
+        named: the caller named the degrees, so each must be accepted with some choice of options.
 
     Raises:
-        PlanError: no case is accepted, or none of a named degree.
-        VerifyError: the plan changes code that the whole model runs, too.
+        PlanError: no options are accepted, or none of a named degree.
+        VerifyError: the plan changes code that the unsplit model runs, too.
     """
     grid = [
-        TPOptions(cut, loss, sequence, sequence_dim)
-        for cut in cuts
+        TPOptions(each, loss, sequence, sequence_dim)
+        for each in degrees
         for loss, sequence in itertools.product(
-            *(_choices(asked, cut) for asked in (loss_parallel, sequence_parallel))
+            *(_choices(requested, each) for requested in (loss_parallel, sequence_parallel))
         )
     ]
     accepted: dict[TPOptions, Plan] = {}
     refused, errors = [], []
     with unpatched(model):
-        for cut, group in itertools.groupby(grid, key=lambda options: options.degrees):
-            reasons: dict[str, list[TPOptions]] = {}
+        for each, group in itertools.groupby(grid, key=lambda options: options.degrees):
+            by_reason: dict[str, list[TPOptions]] = {}
             for options in group:
                 try:
-                    refuse_stages(model, cut.pp)
-                    accepted[options] = check_plan(model, cut, plan=plan, **keywords(options))
+                    refuse_stages(model, each.pp)
+                    accepted[options] = check_plan(model, each, plan=plan, **keywords(options))
                 except PlanError as error:
                     errors.append(error)
-                    reasons.setdefault(str(error), []).append(options)
-            if named and not any(options.degrees == cut for options in accepted):
+                    by_reason.setdefault(str(error), []).append(options)
+            if named and not any(options.degrees == each for options in accepted):
                 raise errors[-1]
-            refused += [Refusal(tuple(those), reason) for reason, those in reasons.items()]
+            refused += [Refusal(tuple(all_options), reason) for reason, all_options in by_reason.items()]
     if not accepted:
         raise errors[0]
     return accepted, refused
 
 
-def cuts_of(
+def degrees_to_prove(
     model: nn.Module, degrees: Sequence[int | Degrees] | None, size: int | None = None
 ) -> tuple[Degrees, ...]:
-    """Return the cuts to prove: those of `degrees`, as in `verify`; `size` is that of the process group, if there is one.
+    """Return the degrees to prove.
+
+    Args:
+        model: unsplit.
+        degrees: as in `verify`.
+        size: of the process group; None: ranks are threads.
 
     Raises:
-        PlanError: a cut splits nothing, is of another number of ranks, or of more experts than ranks.
+        PlanError: degrees split nothing, need another number of ranks, or their ep does not divide the ranks.
     """
     if degrees is None and size is not None:
         return (Degrees(tp=size),)
     if degrees is None:
-        stages = STAGES * (len(find_decoder(model, required=False).blocks) > 1)
-        return CUTS + EXPERTS * any(interface_of(module) is not None for module in model.modules()) + stages
-    cuts = tuple(one if isinstance(one, Degrees) else Degrees(tp=one) for one in degrees)
-    for cut in cuts:
-        if cut.tp_cp % cut.ep:
-            works = [n for n in range(1, cut.tp_cp + 1) if cut.tp_cp % n == 0]
+        has_stages = len(find_decoder(model, required=False).blocks) > 1
+        has_experts = any(interface_of(module) is not None for module in model.modules())
+        return DEGREES + EXPERT_DEGREES * has_experts + STAGE_DEGREES * has_stages
+    to_prove = tuple(each if isinstance(each, Degrees) else Degrees(tp=each) for each in degrees)
+    for each in to_prove:
+        if each.tp_cp % each.ep:
+            works = [n for n in range(1, each.tp_cp + 1) if each.tp_cp % n == 0]
             raise PlanError(
-                f"ep = {cut.ep}: it does not divide tp x cp = {cut.tp} x {cut.cp}, the proof's ranks: {either(works)} would "
-                "work"
+                f"ep = {each.ep}: it does not divide tp x cp = {each.tp} x {each.cp}, the proof's ranks: {either(works)} "
+                "would work"
             )
-        if size is not None and cut.pp > 1:
+        if size is not None and each.pp > 1:
             raise PlanError(
-                f"degrees = {cut}: stages are proved on ranks that are threads, which hold all of them: leave ranks out"
+                f"degrees = {each}: stages are proved on ranks that are threads, which hold all of them: leave ranks out"
             )
-        if size is not None and cut.tp_cp != size:
+        if size is not None and each.tp_cp != size:
             raise PlanError(
-                f"degrees = {cut}, but the process group has {size} ranks and proves degree {size} only: start as many "
+                f"degrees = {each}, but the process group has {size} ranks and proves degree {size} only: start as many "
                 "processes as tp x cp, or leave ranks out"
             )
-    if not cuts or (size is None and min(cut.tp_cp * cut.pp for cut in cuts) == 1):
+    if not to_prove or (size is None and min(each.tp_cp * each.pp for each in to_prove) == 1):
         raise PlanError(
-            f"degrees = [{', '.join(map(str, cuts))}]: nothing is split, so nothing can be proved: name degrees of 2 "
+            f"degrees = [{', '.join(map(str, to_prove))}]: nothing is split, so nothing can be proved: name degrees of 2 "
             "or more"
         )
-    return cuts
+    return to_prove
 
 
-def _choices(asked: bool | None, cut: Degrees) -> tuple[bool, ...]:
-    """Return the values of an option to prove: the one asked for, else both, or one where it changes nothing (no TP)."""
-    if asked is not None:
-        return (asked,)
-    return (True,) if cut.tp == 1 and max(cut.cp, cut.pp) > 1 else BOTH
+def _choices(requested: bool | None, degrees: Degrees) -> tuple[bool, ...]:
+    """Return the values of an option to prove: the requested one, else both, or one if it changes nothing without TP."""
+    if requested is not None:
+        return (requested,)
+    return (True,) if degrees.tp == 1 and max(degrees.cp, degrees.pp) > 1 else (True, False)
 
 
-def _without_values(model: nn.Module) -> nn.Module:
-    """Return a copy of `model` on meta."""
+def _copy_on_meta(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         values = {
             id(tensor): nn.Parameter(tensor.to("meta"), tensor.requires_grad)
@@ -292,7 +311,7 @@ def _without_values(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, values)
 
 
-def _share(model: nn.Module) -> None:
-    """Broadcast rank 0's parameters and buffers: `model_fn` may draw different ones on each rank."""
+def _broadcast(model: nn.Module) -> None:
+    # `model_fn` may draw different values on each rank.
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         dist.broadcast(tensor.detach(), src=0)

@@ -29,7 +29,7 @@ from titanplans.proof.compare.forward import backward, call
 from titanplans.proof.ranks.fake import fake_ranks, mesh_sizes
 from titanplans.proof.ranks.world import is_small
 from titanplans.proof.result import keywords, options_as_json
-from titanplans.proof.verify import accepted_cases, cuts_of
+from titanplans.proof.verify import accepted_cases, degrees_to_prove
 from titanplans.split.decoder import find_decoder
 from titanplans.split.stages.trace import logits_of
 from titanplans.training.trainer.device import no_trainer
@@ -89,7 +89,7 @@ def prove(
     prepared = prepare(subject, request, device, dtype)
     model = prepared.model
     size = dist.get_world_size() if dist.is_initialized() else None
-    cuts = cuts_of(model, subject.degrees, size)
+    cuts = degrees_to_prove(model, subject.degrees, size)
     # `verify` checks again; this check comes before the model takes any memory.
     accepted, _ = accepted_cases(
         model,

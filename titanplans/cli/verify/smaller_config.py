@@ -14,7 +14,7 @@ from titanplans import modeling
 from titanplans.cli.verify.subject import Subject
 from titanplans.errors import PlanError, VerifyError
 from titanplans.modeling.own import is_own
-from titanplans.proof.verify import accepted_cases, cuts_of
+from titanplans.proof.verify import accepted_cases, degrees_to_prove
 from titanplans.split.decoder import find_decoder
 
 
@@ -180,7 +180,7 @@ def plans(model: nn.Module, subject: Subject) -> list[Any]:
         cases, _ = accepted_cases(
             model,
             subject.plan,
-            cuts_of(model, subject.degrees),
+            degrees_to_prove(model, subject.degrees),
             subject.loss_parallel,
             subject.sequence_parallel,
             named=False,

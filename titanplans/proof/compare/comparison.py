@@ -1,4 +1,4 @@
-"""One case: the split model's training is compared with the whole one's, quantity by quantity."""
+"""Compares the split model's training with the unsplit model's, quantity by quantity. Start at `Comparison`."""
 
 import math
 from dataclasses import dataclass, field
@@ -18,12 +18,12 @@ from titanplans.split.gradients import local_of
 
 @dataclass
 class Comparison:
-    """Compares a split model's training with the `reference`'s as it goes.
+    """Compares a split model's training with the `reference` while it runs.
 
     Attributes:
-        worst: for each kind of quantity the check nearest to its tolerance, or farthest beyond it.
-        missing: gradients of the whole model that the split one lacks.
-        unexpected: gradients of the split model that the whole one lacks.
+        worst: for each kind of quantity, the passing check nearest to its tolerance, or the first failing check.
+        missing: parameters with a gradient in the unsplit model only.
+        unexpected: parameters with a gradient in the split model only.
     """
 
     reference: ReferenceRun
@@ -33,21 +33,22 @@ class Comparison:
     unexpected: tuple[str, ...] = ()
 
     def run(self, training: TrainingRun) -> None:
-        """Compare at every point of `training`, until the end of the first step with a difference."""
-        for point, found in training.points():
+        """Run `training`, and compare at each of its points, until the end of the first step with a difference."""
+        for point, quantities in training.points():
             with torch.no_grad():
-                for key, values in zip(found, full_tensors([*found.values()], self.world), strict=True):
-                    self._compare(point, key, values)
-            if ("norm", "") in found:
-                self._compare_names(point, found)
-                # Later points would differ for that alone, except the weights after an only step.
+                full = full_tensors([*quantities.values()], self.world)
+                for key, replicas in zip(quantities, full, strict=True):
+                    self._compare(point, key, replicas)
+            if ("norm", "") in quantities:
+                self._compare_names(point, quantities)
+                # Later steps would differ because of this one. After an only step the weights are still compared.
                 if len(training.script.steps) > 1 and not self.world.gather_objects(self.passed)[0]:
                     break
         self._compare_ties(training)
 
     @property
     def passed(self) -> bool:
-        """Whether all quantities so far are right."""
+        """Whether all quantities compared so far are right."""
         return all(check.passed for check in self.worst.values()) and not self.missing and not self.unexpected
 
     @property
@@ -61,44 +62,48 @@ class Comparison:
         ):
             self.worst[what] = check
 
-    def _compare(self, point: str, key: Key, values: list[torch.Tensor]) -> None:
+    def _compare(self, point: str, key: Key, replicas: list[torch.Tensor]) -> None:
         at: Point = (point, *key)
         if not self.world.is_first or at not in self.reference.expected:
             return
-        (what, where), (first, *others) = key, values
-        others = [value for value in others if not _same(value, first)]
-        apart, expected = self.reference.tolerance.difference, self.reference.expected[at]
-        error = max(apart(value, expected) for value in (first, *others)) / self.reference.units[at]
+        (what, where), (first, *others) = key, replicas
+        others = [other for other in others if not _is_equal(other, first)]  # most are, so compare no further
+        difference_of, expected = self.reference.tolerance.difference, self.reference.expected[at]
+        error = max(difference_of(value, expected) for value in (first, *others)) / self.reference.units[at]
         if self.reference.tolerance.compares(what) or not math.isfinite(error):
             self._note(what, error, self._allowed, where, point)
         unit = torch.finfo(first.dtype).eps * largest(first)
-        worst = max((difference(value, first) for value in others), default=0.0)
+        worst = max((difference(other, first) for other in others), default=0.0)
         error = worst / unit if unit else worst and math.inf
         self._note("replicas", error, 0.0 if self.world.exact else self._allowed, where or what, point)
 
-    def _compare_names(self, point: str, found: dict[Key, torch.Tensor]) -> None:
-        wanted = [where for at, what, where in self.reference.expected if at == point and what == "gradients"]
-        got = [where for what, where in found if what == "gradients"]
-        self.missing += tuple(name for name in wanted if name not in (*got, *self.missing))
-        self.unexpected += tuple(name for name in got if name not in (*wanted, *self.unexpected))
+    def _compare_names(self, point: str, quantities: dict[Key, torch.Tensor]) -> None:
+        expected = [
+            where for at, what, where in self.reference.expected if at == point and what == "gradients"
+        ]
+        actual = [where for what, where in quantities if what == "gradients"]
+        self.missing += tuple(name for name in expected if name not in (*actual, *self.missing))
+        self.unexpected += tuple(name for name in actual if name not in (*expected, *self.unexpected))
 
     def _compare_ties(self, training: TrainingRun) -> None:
         if isinstance(training.model, PipelinedModel):
-            held = [
-                [local_of(p) for p in holders.values()]
-                for holders in training.model.shared.local_parameters()
+            # Stages hold a tied parameter each, with equal values.
+            tied = [
+                [local_of(p) for p in by_stage.values()]
+                for by_stage in training.model.shared.local_parameters()
             ]
-            if held:
-                agree = all(one.equal(first) for first, *others in held for one in others)
-                self._note("tied", 0.0 if agree else math.inf, 0.0, "", "")
+            if tied:
+                is_equal = all(other.equal(first) for first, *others in tied for other in others)
+                self._note("tied", 0.0 if is_equal else math.inf, 0.0, "", "")
             return
         parameters = dict(training.model.named_parameters(remove_duplicate=False))
         for names in self.reference.tied:
-            apart = len({id(parameters.get(name)) for name in names}) > 1
-            self._note("tied", float("inf") if apart else 0.0, 0.0, " and ".join(names) if apart else "", "")
+            is_untied = len({id(parameters.get(name)) for name in names}) > 1
+            where = " and ".join(names) if is_untied else ""
+            self._note("tied", math.inf if is_untied else 0.0, 0.0, where, "")
 
     def result(self, options: TPOptions, scenario: Scenario) -> CaseResult:
-        """Return the checks, in the order of the training."""
+        """Return the result of the case, with its checks in the order of the training."""
         kinds = [
             what for what in dict.fromkeys(key[1] for key in self.reference.expected) if what != "outputs"
         ]
@@ -108,6 +113,5 @@ class Comparison:
         return CaseResult(options, scenario, checks, self.missing, self.unexpected)
 
 
-def _same(value: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal to the last bit, by one operator."""
+def _is_equal(value: torch.Tensor, other: torch.Tensor) -> bool:
     return value.dtype == other.dtype and torch.equal(value, other)

@@ -1,4 +1,4 @@
-"""`exact_float8`: float8 products in float64. torchao emulates them in float32, which would hide errors below 1e-7."""
+"""`exact_float8`: float8 products in float64, since torchao's emulation in float32 would hide errors below 1e-7."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +15,10 @@ from titanplans.torch_private.torchao import cast_to_float8, float8_data, float8
 
 @contextmanager
 def exact_float8(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Multiply float8 numbers in `dtype`, if `model` was converted to float8; change nothing else.
+    """Multiply float8 numbers in `dtype` in the body, if `model` was converted to float8; else do nothing.
 
-    A cast to float8 is a staircase. Two models that differ by the rounding of float64 put a number on different stairs
-    once in 10^14 casts; two that differ by the rounding of float32, in every run.
+    A cast to float8 is a step function. If two models differ by the rounding of float64, one cast in 10^14 falls on
+    different steps. If they differ by the rounding of float32, some casts do in every run.
 
     Raises:
         PlanError: `dtype` is not float64, or the products are not emulated, so they can't be computed in it.
@@ -40,13 +40,11 @@ def exact_float8(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             f"{name} multiplies float8 numbers in a kernel, which rounds to bfloat16 or float32: convert the model with "
             "emulate=True to prove it"
         )
-    table, operator, scale = (
-        float8_ops.FLOAT8_OPS_TABLE,
-        torch.ops.aten.mm.default,
-        float8_utils.amax_to_scale,
-    )
-    casting = cast_to_float8()
-    cast = casting.forward
+    # Three functions of torchao are replaced while the body runs: the product, the scale and the cast.
+    table, mm = float8_ops.FLOAT8_OPS_TABLE, torch.ops.aten.mm.default
+    original_mm, original_scale = table[mm], float8_utils.amax_to_scale
+    cast_class = cast_to_float8()
+    original_cast = cast_class.forward
 
     def multiply(func: Any, args: Any, kwargs: Any = None) -> torch.Tensor:
         a, b = args
@@ -56,18 +54,17 @@ def exact_float8(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         )
 
     def amax_to_scale(*args: Any, **kwargs: Any) -> torch.Tensor:
-        with without_torch_function():  # scales are float32, also under `Widen`
-            return scale(*args, **kwargs)
+        with without_torch_function():  # scales stay float32, also under `Widen`
+            return original_scale(*args, **kwargs)
 
     def cast_by_float32(*args: Any) -> torch.Tensor:
-        with without_torch_function():  # in a forward as in a backward, where `Widen` does not reach
-            return cast(*args)
+        with without_torch_function():  # the same in a forward and in a backward, where `Widen` has no effect
+            return original_cast(*args)
 
-    product = table[operator]
-    table[operator], float8_utils.amax_to_scale = multiply, amax_to_scale
-    casting.forward = staticmethod(cast_by_float32)
+    table[mm], float8_utils.amax_to_scale = multiply, amax_to_scale
+    cast_class.forward = staticmethod(cast_by_float32)
     try:
         yield
     finally:
-        table[operator], float8_utils.amax_to_scale = product, scale
-        casting.forward = staticmethod(cast)
+        table[mm], float8_utils.amax_to_scale = original_mm, original_scale
+        cast_class.forward = staticmethod(original_cast)

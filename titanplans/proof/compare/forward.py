@@ -1,4 +1,4 @@
-"""One forward of a model, whole or split, its logits and its loss; and whether its own code raised an error, or ours."""
+"""One forward of an unsplit or split model, its loss, and the origin of an error in it. Start at `call`."""
 
 import inspect
 import traceback
@@ -20,25 +20,20 @@ FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, As
 parameter, ranks that differ."""
 
 Loss = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-"""Of logits [..., vocabulary], a DTensor if they are sharded, and labels [...]: the sum over tokens, divided by
-their number; a plain scalar."""
+"""Takes logits [..., vocabulary], a DTensor if they are sharded, labels [...] and a number of tokens. Returns the sum of
+the losses of all tokens divided by that number, a plain scalar."""
 
 
 def call(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-    """Return the output of `model`, without a cache unless `inputs` ask for one.
-
-    Where the code of a float64 model asks for float32, it gets float64.
-    """
+    """Return the output of `model`, without a cache unless `inputs` ask for one. A float64 model is `widened`."""
     with widened(next(model.parameters()).dtype):
         return model(**without_cache(model) | inputs)
 
 
 def evaluate(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-    """Return the output of `model`, which is in training mode, in evaluation mode, without a gradient.
-
-    Routers are balanced in training alone: transformers computes their loss by the attention mask of this forward's
-    tokens, and with a cache the mask covers earlier tokens, too.
-    """
+    """Return the output of `model` in evaluation mode and without gradients, and set it to training mode again."""
+    # No loss of the routers: transformers applies the attention mask to this forward's tokens, and with a cache the mask
+    # also covers earlier tokens.
     if "output_router_logits" in inspect.signature(model.forward).parameters:
         inputs = {"output_router_logits": False, **inputs}
     model.eval()
@@ -49,12 +44,12 @@ def evaluate(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
 
 
 def widened(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Return the context in which a float64 model computes in float64 where its code asks for float32."""
+    """Return a context in which a float64 model gets float64 where its code asks for float32; else do nothing."""
     return Widen(dtype) if dtype == torch.float64 else nullcontext()
 
 
 def continued(model: nn.Module, inputs: Mapping[str, Any], output: Any) -> dict[str, Any] | None:
-    """Return `inputs` that go on from the cache in `output`, what `model` returned before; None if it holds no cache."""
+    """Return `inputs` with the cache of an earlier `output` of `model`; None if it holds no cache."""
     cache, name = cache_of(output), cache_argument(model)
     return None if cache is None or name is None else {**inputs, name: cache, "use_cache": True}
 
@@ -64,7 +59,7 @@ def loss_of(
 ) -> torch.Tensor:
     """Return the loss of `logits` [..., vocabulary], summed and divided by `tokens`, a plain scalar.
 
-    Where the loss of float64 logits asks for float32, it gets float64.
+    Of float64 logits it is computed in float64, also where the code of the loss asks for float32.
     """
     with widened(logits.dtype):
         return loss(logits, labels, tokens)
@@ -73,7 +68,7 @@ def loss_of(
 def backward(
     logits: torch.Tensor, labels: torch.Tensor, tokens: int, loss: Loss = cross_entropy
 ) -> torch.Tensor:
-    """Return the loss as `loss_of` does, after its backward."""
+    """Run the backward of the loss, and return the loss as `loss_of` does, detached."""
     value = loss_of(logits, labels, tokens, loss)
     value.backward()
     return value.detach()
@@ -82,7 +77,7 @@ def backward(
 def at_logits(
     logits: torch.Tensor, labels: torch.Tensor, tokens: int, loss: Loss
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of `logits` and its gradient with respect to them, in their layout."""
+    """Return the loss of `logits` and its gradient with respect to them, which has their placements."""
     leaf = logits.detach().requires_grad_()
     value = backward(leaf, labels, tokens, loss)
     assert leaf.grad is not None
@@ -90,22 +85,22 @@ def at_logits(
 
 
 def _modules(error: Exception) -> list[tuple[str, int]]:
-    """Return the Python modules through which `error` came, the outermost first, each with its line.
+    """Return the Python module and line of each frame in the traceback of `error`, outermost first.
 
-    Torch and the proof, which surround every call, are left out.
+    Frames of torch and of the proof are left out, since they are in every traceback.
     """
-    found = [
+    frames = [
         (frame.f_globals.get("__name__", ""), line) for frame, line in traceback.walk_tb(error.__traceback__)
     ]
     return [
         (name, line)
-        for name, line in found
+        for name, line in frames
         if name.partition(".")[0] != "torch" and not name.startswith("titanplans.proof.")
     ]
 
 
 def is_ours(error: Exception) -> bool:
-    """Whether `error` came through code of this project, such as a CPU kernel."""
+    """Whether code of this project, such as a CPU kernel, is in the traceback of `error`."""
     return any(name.startswith("titanplans.") for name, _ in _modules(error))
 
 
@@ -116,16 +111,13 @@ def raised_at(error: Exception) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return an error as one line."""
+    """Return the type of `error` and the first line of its message."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0] or 'no message'}"
 
 
 def does_not_run(model: nn.Module, error: Exception, place: str) -> PlanError:
-    """Return the error that reports the `error` of the whole `model`, its line, and the `place` in the training.
-
-    A `ParallelError`, a refusal of the model as it was built, says all of that.
-    """
-    if isinstance(error, ParallelError):
+    """Return the PlanError that reports `error` of the unsplit `model`, its source location, and the `place` in training."""
+    if isinstance(error, ParallelError):  # it refuses the model as it was built, and its message is complete
         return PlanError(str(error))
     device = next(model.parameters()).device.type
     failed = f"{type(model).__name__}, unsplit, does not run on {device}: {first_line(error)} ({raised_at(error)}, {place})"

@@ -1,4 +1,4 @@
-"""A plan may change the model that it splits, but not code that the whole model shares: both would be wrong alike."""
+"""`unpatched`: refuse plans that replace code which the unsplit model runs, too. Both models would then be wrong alike."""
 
 import sys
 from collections.abc import Iterator
@@ -14,21 +14,20 @@ _CODE = (classmethod, staticmethod, property)
 
 @contextmanager
 def unpatched(model: nn.Module) -> Iterator[None]:
-    """Refuse code in the body that replaces a method of one of `model`'s classes, or a function of their modules.
+    """Refuse a body that replaces a method of a class of `model`, or a function of the Python modules of these classes.
 
     Raises:
         VerifyError: names the replaced method or function.
     """
-    before = _code(model)
+    before = _members(model)
     yield
-    for holder, names in _code(model).items():
-        known = before.get(holder, names)
-        for name, value in names.items():
-            # Most are unchanged.
-            if (was := known.get(name)) is value or not _is_code(value):
+    for holder, members in _members(model).items():
+        members_before = before.get(holder, members)
+        for name, value in members.items():
+            if (value_before := members_before.get(name)) is value or not _is_code(value):
                 continue
-            # Nobody uses a module's new name yet; a class's new name hides its base's.
-            if isinstance(holder, type) or _is_code(was):
+            # A function that is new in a Python module is unused, but a method that is new in a class hides its base's.
+            if isinstance(holder, type) or _is_code(value_before):
                 where = f"{holder.__module__}.{holder.__qualname__}" if isinstance(holder, type) else holder
                 raise VerifyError(
                     f"the plan replaced {where}.{name} for every model of this process, and so for the unsplit one of the "
@@ -36,14 +35,14 @@ def unpatched(model: nn.Module) -> Iterator[None]:
                 )
 
 
-def _code(model: nn.Module) -> dict[type | str, dict[str, Any]]:
-    """Return the members of classes, by class, and those of their modules, by the module's name."""
+def _members(model: nn.Module) -> dict[type | str, dict[str, Any]]:
+    """Return the members of the classes of `model`, by class, and of their Python modules, by the module's name."""
     classes = dict.fromkeys(cls for module in model.modules() for cls in type(module).__mro__)
     modules = dict.fromkeys([*(cls.__module__ for cls in classes), "torch.nn.functional"])
     holders = {cls: vars(cls) for cls in classes} | {
         n: vars(sys.modules[n]) for n in modules if n in sys.modules
     }
-    return {holder: dict(names) for holder, names in holders.items()}
+    return {holder: dict(members) for holder, members in holders.items()}
 
 
 def _is_code(value: Any) -> bool:

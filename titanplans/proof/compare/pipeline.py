@@ -133,7 +133,7 @@ def refuse_stages(model: nn.Module, number: int) -> None:
         raise PlanError(f"pp = {number}: {reason}")
 
 
-def refuse_other_stages(model: nn.Module, number: int, inputs: Mapping[str, Any]) -> None:
+def refuse_unequal_stages(model: nn.Module, number: int, inputs: Mapping[str, Any]) -> None:
     """Refuse stages that do not compute what `model` computes of `inputs`, keyword arguments of its forward.
 
     Raises:

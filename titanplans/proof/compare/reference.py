@@ -1,4 +1,4 @@
-"""The whole model's training, run once: every quantity that is compared, and its unit."""
+"""The unsplit model's training: each quantity that is compared, and its unit. Start at `ReferenceRun`."""
 
 import copy
 import math
@@ -21,30 +21,31 @@ from titanplans.split.decoder import find_decoder
 from titanplans.split.stages.trace import Trace, logits_of, trace
 
 Point = tuple[str, str, str]
-"""The name of a point of the training (titanplans/proof/compare/training.py), and a quantity there."""
+"""The name of a point of the training (titanplans/proof/compare/training.py), the kind of a quantity, and its name."""
 
 
 class ReferenceRun:
-    """The whole model after a training.
+    """The unsplit model's training, and perturbed repetitions of it that measure the units.
 
     Args:
-        pristine: the model, on its device, randomised; it never runs.
+        pristine: the unsplit model, on its device, with random weights. Only copies of it run.
         scenario: its training.
         sampler: of its batches.
         seed: of perturbations.
         losses: further losses by name, compared at the logits.
-        ranks: the most over which a layer is split.
-        recording: keep the outputs of its modules, and their gradients.
-        further: the dtype is not the proof's own: a model whose rounding hides the effect of a wrong plan is not refused.
+        ranks: the largest number of ranks, tp x cp, that it is compared with.
+        recording: record the modules' outputs and their gradients.
+        further: the dtype is one of the further ones, so rounding may hide the effect of a wrong plan. Otherwise such a
+            model is refused.
 
     Attributes:
-        pristine: the model in the scenario's dtype, frozen as the scenario says.
+        pristine: the model in the scenario's dtype, with its frozen parameters.
         expected: each quantity at each point.
-        units: of each quantity.
-        orders: keys of the modules' outputs in the order in which they finished, by point, if recording.
-        tolerance: how many units a right plan may be off.
-        tied: names of parameters that are one, group by group.
-        draws: perturbed trainings that measured the units.
+        units: of each quantity at each point.
+        orders: by point, the keys of the modules' outputs in the order in which they finished, if recording.
+        tolerance: number of units that a correct plan may differ.
+        tied: groups of names of tied parameters.
+        draws: number of perturbed trainings that measured the units.
 
     Raises:
         PlanError: the model does not run here, or its own rounding hides the effect of a wrong plan.
@@ -85,8 +86,8 @@ class ReferenceRun:
         shape = None
         if sampler.fixed:
             with torch.no_grad():
-                given = sampler.tokens(self.scenario.steps[0][0], 0)
-                inputs = moved(given, device, next(self.pristine.parameters()).dtype)
+                inputs = sampler.tokens(self.scenario.steps[0][0], 0)
+                inputs = moved(inputs, device, next(self.pristine.parameters()).dtype)
                 shape = logits_of(call(copy.deepcopy(self.pristine), inputs)).shape
         self.script = write_script(self.scenario, sampler, device, shape)
         training = self._training()
@@ -99,35 +100,35 @@ class ReferenceRun:
         self._optimizer = training.optimizer
         self._changes = dict.fromkeys(self.expected, 0.0)
         self.draws = 0
-        # A recorded reference explains a case that is wrong already.
+        # A recorded reference explains a case that failed by all `DRAWS` already.
         self.draw(tolerance.DRAWS if self.recording else tolerance.FIRST_DRAWS)
 
-    def draw(self, number: int) -> None:
-        """Measure the units again, by as many perturbed trainings in all.
+    def draw(self, count: int) -> None:
+        """Measure the units again, with more perturbed trainings until there are `count` in all.
 
         Raises:
             PlanError: rounding hides the effect of a wrong plan.
         """
-        for draw in range(self.draws, number):
+        for draw in range(self.draws, count):
             for key, tensor in quantities(self._training(draw)):
                 change = self.tolerance.difference(tensor, self.expected[key])
                 self._changes[key] = max(self._changes[key], change)
-        self.draws = number
-        self.units = self._measured()
+        self.draws = count
+        self.units = self._measured_units()
         self._refuse_undecidable()
 
     def training(self, model: nn.Module, *, fused: bool = False) -> TrainingRun:
-        """Return the training of `model`, not yet begun.
+        """Return the training of `model`, before its first step.
 
         Args:
-            model: a copy of `pristine`, whole or split.
+            model: a copy of `pristine`, unsplit or split.
             fused: the head computes the loss in the last step.
         """
         return TrainingRun(model, self.script, self.losses, recording=self.recording, fused=fused)
 
     @cached_property
     def trace(self) -> Trace:
-        """What its blocks hand to each other, in a forward of the first batch."""
+        """The trace of a forward of the first batch: what passes between the blocks, for pipeline stages."""
         model, first = copy.deepcopy(self.pristine), self.script.steps[0][0]
         with widened(next(model.parameters()).dtype):
             return trace(model, find_decoder(model), first.inputs)
@@ -142,11 +143,10 @@ class ReferenceRun:
     def _place(self) -> str:
         return "before its training" if self._newest is None else self._newest.place
 
-    def _measured(self) -> dict[Point, float]:
-        """Return the unit of each quantity."""
+    def _measured_units(self) -> dict[Point, float]:
         eps = self.tolerance.eps
         roundings = {key: self.tolerance.rounding(self.expected[key]) for key in self._changes}
-        # A gradient that is exactly zero has no scale of its own, and takes that of the others.
+        # A gradient of exactly zero has no scale, so it gets the largest rounding of the other gradients.
         scale = max((unit for key, unit in roundings.items() if key[1] == "gradients"), default=0.0) or eps
         measured = {
             key: max(roundings[key], change) or (scale if key[1] == "gradients" else eps)
@@ -164,7 +164,7 @@ class ReferenceRun:
         return measured
 
     def _pooled(self, units: Mapping[Point, float]) -> dict[Point, float]:
-        """Return the units of losses and norms: the largest relative one of its kind so far, times the quantity."""
+        """Return the units of losses and norms in 16 bits: the largest relative unit of the kind so far, times the size."""
         largest = {"norm": self.tolerance.eps}
         pooled = {}
         for key in filter(lambda key: self.tolerance.compares(key[1]), units):
@@ -174,7 +174,7 @@ class ReferenceRun:
         return pooled
 
     def _refuse_undecidable(self) -> None:
-        """Refuse a model if a tolerance would accept wrong gradients."""
+        """Raise PlanError if the tolerances would accept wrong gradients."""
         name, first = type(self.pristine).__name__, "step 1, batch 1"
         gradients = {
             key: t for key, t in self.expected.items() if key[1] == "gradients" and key[0] == "step 1"
@@ -196,17 +196,17 @@ class ReferenceRun:
             if not math.isfinite(unit) or not math.isfinite(size):
                 raise PlanError(f"{name}, unsplit, in {dtype}: the {what} is not finite: try another seed")
             if not self.further and self.tolerance.hides(unit, size, self.ranks):
-                share = unit / size if size else math.inf
+                relative = unit / size if size else math.inf
                 raise PlanError(
-                    f"{name} in {dtype}: one rounding of every weight moves the {what} by {share:.1e} of its "
+                    f"{name} in {dtype}: one rounding of every weight moves the {what} by {relative:.1e} of its "
                     f"size, and {allowed:.0f} such roundings could hide a wrong plan: use float64, set dropout and "
                     "other randomness to 0, or prove a smaller model"
                 )
 
 
 def quantities(training: TrainingRun) -> Iterator[tuple[Point, torch.Tensor]]:
-    """Run `training`, and yield each quantity at each point, then the recorded outputs under a `Recorder`'s keys."""
-    for point, found in training.points():
-        yield from (((point, *key), tensor) for key, tensor in found.items())
+    """Run `training`, and yield each quantity at each point, then the recorded outputs and gradients by their keys."""
+    for point, at_point in training.points():
+        yield from (((point, *key), tensor) for key, tensor in at_point.items())
     for point, record in training.records.items():
         yield from (((point, "outputs", key), tensor) for key, tensor in record.tensors.items())
