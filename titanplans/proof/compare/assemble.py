@@ -1,6 +1,6 @@
-"""One tensor from the ranks' parts if nothing says how it was split: assembled in the way that fits best.
+"""Assembles a full tensor from the ranks' tensors, whose layout is unknown, in the way that fits best. Start at `best_fit`.
 
-This tells where an error is, never whether there is one: a wrong tensor could fit one of the ways by chance.
+This shows where an error is, but not whether there is one, since a wrong tensor could fit one of the ways by chance.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -12,12 +12,12 @@ import torch
 from titanplans.split.layout import Section, rows_of, shard_size
 
 Candidate = tuple[str, list[torch.Tensor]]
-"""How the ranks' tensors were assembled, and the whole tensors that result, which should all be equal."""
+"""How the ranks' tensors were assembled, in words, and the resulting full tensors, replicas that should be equal."""
 
 
 @dataclass
 class Assembly:
-    """A way to assemble the ranks' tensors, and its difference from the expected tensor."""
+    """Full tensors assembled in one way, and their largest difference from the expected tensor."""
 
     error: float
     how: str
@@ -25,7 +25,7 @@ class Assembly:
 
 
 def best_fit(
-    held: list[torch.Tensor],
+    gathered: list[torch.Tensor],
     expected: torch.Tensor,
     difference: Callable[[torch.Tensor, torch.Tensor], float],
     *,
@@ -33,97 +33,105 @@ def best_fit(
     packings: Collection[Sequence[Section]] = (),
     inner: int = 1,
 ) -> Assembly | None:
-    """Return the assembly of the ranks' tensors `held`, in rank order, nearest to `expected`; None if none has its shape.
+    """Return the assembly nearest to `expected`; None if no assembly has its shape.
 
-    With `sums` the tensors may also be parts of a sum over the ranks; with `packings` they may hold sections. `inner`: of
-    ranks in two dimensions, the length of the second.
+    Args:
+        gathered: the ranks' tensors, in rank order.
+        expected: the unsplit model's tensor.
+        difference: of two tensors.
+        sums: the tensors may be partial, to be summed over the ranks.
+        packings: the tensors may be packed with these sections.
+        inner: size of the last dimension of a 2-D mesh (tp of cp x tp).
     """
     fits = [
-        Assembly(max(difference(whole, expected) for whole in wholes), how, wholes)
-        for parts in (held, *_of_inner(held, expected.shape, inner))
-        for how, wholes in chain(candidates(parts, expected.shape), _packed(parts, expected, packings))
+        Assembly(max(difference(replica, expected) for replica in full), how, full)
+        for tensors in (gathered, *_over_inner(gathered, expected.shape, inner))
+        for how, full in chain(candidates(tensors, expected.shape), _packed(tensors, expected, packings))
         if sums or not how.startswith("summed")
     ]
     return min(fits, key=lambda fit: fit.error, default=None)
 
 
-def _of_inner(held: list[torch.Tensor], shape: torch.Size, inner: int) -> Iterator[list[torch.Tensor]]:
-    """Yield the tensors in the order of heads, those of the second dimension first; and of each rank of it, all tokens."""
-    if not 1 < inner < len(held):
+def _over_inner(gathered: list[torch.Tensor], shape: torch.Size, inner: int) -> Iterator[list[torch.Tensor]]:
+    """Yield the tensors with tp as the outer dimension, the order of heads; then those of each TP rank, gathered over CP."""
+    if not 1 < inner < len(gathered):
         return
-    columns = [held[first::inner] for first in range(inner)]
-    yield list(chain(*columns))
+    by_tp_rank = [gathered[tp_rank::inner] for tp_rank in range(inner)]
+    yield list(chain(*by_tp_rank))
     for dim, size in enumerate(shape):
-        part = shard_size(size, len(held) // inner)
-        if all(tensor.ndim == len(shape) and tensor.shape[dim] == part for tensor in held):
-            yield [torch.cat(column, dim).narrow(dim, 0, size) for column in columns]
+        local_size = shard_size(size, len(gathered) // inner)
+        if all(tensor.ndim == len(shape) and tensor.shape[dim] == local_size for tensor in gathered):
+            yield [torch.cat(shards, dim).narrow(dim, 0, size) for shards in by_tp_rank]
 
 
-def candidates(held: list[torch.Tensor], shape: torch.Size) -> Iterator[Candidate]:
-    """Yield each assembly of the ranks' tensors `held`, in rank order, that has `shape`."""
-    if any(tensor.ndim != len(shape) for tensor in held):
+def candidates(gathered: list[torch.Tensor], shape: torch.Size) -> Iterator[Candidate]:
+    """Yield each assembly of the ranks' tensors, in rank order, that has `shape`."""
+    if any(tensor.ndim != len(shape) for tensor in gathered):
         return
-    differing = [d for d in range(len(shape)) if any(tensor.shape[d] != shape[d] for tensor in held)]
-    if not differing:
-        yield "", held
-        yield "summed over the ranks", [torch.stack(held).sum(0)]
-    elif len(differing) == 1:
-        (dim,) = differing
-        for sharing in range(1, len(held)):
-            if len(held) % sharing == 0:
-                yield from _concatenations(held, dim, shape[dim], sharing)
-                if sharing > 1 and (whole := of_two_cuts(held, dim, shape[dim], sharing)) is not None:
-                    yield "", [whole]
+    sharded_dims = [d for d in range(len(shape)) if any(tensor.shape[d] != shape[d] for tensor in gathered)]
+    if not sharded_dims:
+        yield "", gathered
+        yield "summed over the ranks", [torch.stack(gathered).sum(0)]
+    elif len(sharded_dims) == 1:
+        (dim,) = sharded_dims
+        for group in range(1, len(gathered)):
+            if len(gathered) % group == 0:
+                yield from _concatenations(gathered, dim, shape[dim], group)
+                if group > 1 and (full := _from_2d_shards(gathered, dim, shape[dim], group)) is not None:
+                    yield "", [full]
 
 
 def _packed(
-    held: list[torch.Tensor], expected: torch.Tensor, packings: Collection[Sequence[Section]]
+    gathered: list[torch.Tensor], expected: torch.Tensor, packings: Collection[Sequence[Section]]
 ) -> Iterator[Candidate]:
-    """Yield the assemblies by sections, each put in its place; sections that ranks share, as equal or as a sum."""
+    """Yield the assemblies of packed tensors: sections that several ranks hold are replicas, or partial sums."""
     for sections, dim in product(packings, range(expected.ndim)):
-        rows = rows_of(0, sections, len(held))
-        starts = [(rank, run, run.first_row(rank)) for rank in range(len(held)) for run in rows.runs]
+        rows = rows_of(0, sections, len(gathered))
+        starts = [(rank, run, run.first_row(rank)) for rank in range(len(gathered)) for run in rows.runs]
         if any(
-            one.ndim != expected.ndim or one.shape[dim] != sum(run.row_count(rank) for run in rows.runs)
-            for rank, one in enumerate(held)
+            tensor.ndim != expected.ndim or tensor.shape[dim] != sum(run.row_count(rank) for run in rows.runs)
+            for rank, tensor in enumerate(gathered)
         ):
             continue
         if expected.shape[dim] != max(start + run.row_count(rank) for rank, run, start in starts):
             continue
         for how in ("", "summed over the ranks that share heads"):
-            whole = torch.zeros_like(expected)
-            for rank, one in enumerate(held):
-                parts = one.to(whole.dtype).split([run.row_count(rank) for run in rows.runs], dim)
-                for part, run in zip(parts, rows.runs, strict=True):
-                    place = whole.narrow(dim, run.first_row(rank), run.row_count(rank))
+            full = torch.zeros_like(expected)
+            for rank, tensor in enumerate(gathered):
+                local_slices = tensor.to(full.dtype).split([run.row_count(rank) for run in rows.runs], dim)
+                for local_slice, run in zip(local_slices, rows.runs, strict=True):
+                    target = full.narrow(dim, run.first_row(rank), run.row_count(rank))
                     if how:
-                        place += part
+                        target += local_slice
                     else:
-                        place.copy_(part)
-            yield how, [whole]
+                        target.copy_(local_slice)
+            yield how, [full]
 
 
-def of_two_cuts(held: list[torch.Tensor], dim: int, size: int, inner: int) -> torch.Tensor | None:
-    """Return the tensor whose shards, over a mesh of two dimensions, the second of length `inner`, are `held`.
+def _from_2d_shards(gathered: list[torch.Tensor], dim: int, size: int, inner: int) -> torch.Tensor | None:
+    """Return the full tensor whose shards over a 2-D mesh, with a last dimension of `inner` ranks, are `gathered`.
 
-    They are tokens, each part of a sequence filled up by itself; None if they are of another length.
+    Shards are of tokens, and padded at the end of the shards of either mesh dimension. None if their size is another one.
     """
-    part = shard_size(size, len(held) // inner)
-    if all(tensor.shape[dim] == shard_size(part, inner) for tensor in held):
-        rows = [held[at : at + inner] for at in range(0, len(held), inner)]
-        parts = [torch.cat(row, dim).narrow(dim, 0, part) for row in rows]
-        return torch.cat(parts, dim).narrow(dim, 0, size)
+    outer_size = shard_size(size, len(gathered) // inner)
+    if all(tensor.shape[dim] == shard_size(outer_size, inner) for tensor in gathered):
+        groups = [gathered[start : start + inner] for start in range(0, len(gathered), inner)]
+        outer_shards = [torch.cat(group, dim).narrow(dim, 0, outer_size) for group in groups]
+        return torch.cat(outer_shards, dim).narrow(dim, 0, size)
     return None
 
 
-def _concatenations(held: list[torch.Tensor], dim: int, size: int, sharing: int) -> Iterator[Candidate]:
-    """Yield assemblies of shards along `dim`, each held by `sharing` consecutive ranks, the last ones perhaps padded."""
-    total = sum(tensor.shape[dim] for tensor in held[::sharing])
-    if not size <= total < size + len(held):
+def _concatenations(gathered: list[torch.Tensor], dim: int, size: int, group: int) -> Iterator[Candidate]:
+    """Yield the assemblies of shards along `dim`, with each shard on `group` consecutive ranks as replicas or partial sums.
+
+    The last shards may be padded.
+    """
+    total = sum(tensor.shape[dim] for tensor in gathered[::group])
+    if not size <= total < size + len(gathered):
         return
-    columns = [held[offset::sharing] for offset in range(sharing)]
-    note = f"the same on each {sharing} ranks" if sharing > 1 else ""
-    yield note, [torch.cat(column, dim).narrow(dim, 0, size) for column in columns]
-    if sharing > 1:
-        sums = [torch.stack(shards).sum(0) for shards in zip(*columns, strict=True)]
-        yield f"summed over each {sharing} ranks", [torch.cat(sums, dim).narrow(dim, 0, size)]
+    replicas = [gathered[offset::group] for offset in range(group)]
+    note = f"the same on each {group} ranks" if group > 1 else ""
+    yield note, [torch.cat(shards, dim).narrow(dim, 0, size) for shards in replicas]
+    if group > 1:
+        sums = [torch.stack(partials).sum(0) for partials in zip(*replicas, strict=True)]
+        yield f"summed over each {group} ranks", [torch.cat(sums, dim).narrow(dim, 0, size)]

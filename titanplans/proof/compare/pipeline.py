@@ -1,7 +1,8 @@
-"""A model cut into the stages of a pipeline, all of them on each rank of the proof.
+"""A model split into pipeline stages, all of which are on each rank of a proof. Start at `PipelinedModel`.
 
-So nothing is sent; which blocks a stage has, what passes between stages, shared parameters and the schedule's order are as
-in a job. As on several ranks, a stage gets leaves of its own, and its backward begins with their gradients.
+So nothing is sent between stages. The blocks of a stage, the tensors that pass between stages, shared parameters and the
+order of the schedule are as in a job. As on several ranks, a stage receives detached tensors, and the backward of the stage
+before it starts with their gradients.
 """
 
 import copy
@@ -35,17 +36,17 @@ from titanplans.torch_private.pipelining import backward_of_inputs, backward_of_
 
 
 class PipelinedModel(nn.Module):
-    """The stages of a model, called as the model is. Parameters have the names that the model gives them.
+    """The stages of a model as one model: same signature, same names of modules and parameters.
 
     Args:
-        stages: in their order, split.
-        shared: of each parameter that several stages hold, its name in each, by its name in the unsplit model.
+        stages: in order, each split by the plan.
+        shared: for each parameter that several stages hold, by its name in the unsplit model, its name by stage.
         plan: of the unsplit model.
     """
 
     def __init__(self, stages: Sequence[Stage], shared: Mapping[str, Mapping[int, str]], plan: ResolvedPlan):
         super().__init__()
-        self.stages, self._whole_names, self.plan = stages, shared, plan
+        self.stages, self._shared_names, self.plan = stages, shared, plan
         if (config := getattr(stages[-1].model, "config", None)) is not None:
             self.config = config
         for at, stage in enumerate(stages):
@@ -58,15 +59,15 @@ class PipelinedModel(nn.Module):
 
         @functools.wraps(stages[0].model.forward)  # its signature tells which inputs the model takes
         def forward(**inputs: Any) -> Any:
-            crossing: Any = ()
+            output: Any = ()
             for stage in stages:
-                crossing = stage.run(crossing, functools.partial(stage.model, **inputs))
-            return crossing
+                output = stage.run(output, functools.partial(stage.model, **inputs))
+            return output
 
         self.forward = forward
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Generator[tuple[str, nn.Module], None, None]:
-        """Yield each module that computes a part of the unsplit model's forward, as its first stage holds it."""
+        """Yield each module once, from the first stage that has it, without those that hold the blocks."""
         seen = set()
         for stage in self.stages:
             for name, module in stage.model.named_modules():
@@ -76,18 +77,20 @@ class PipelinedModel(nn.Module):
                     yield name, module
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield each parameter of the unsplit model once, as its first stage holds it, by its name in that model."""
-        copies = self.shared.duplicates()
-        whole_names = {
-            (at, held): whole for whole, names in self._whole_names.items() for at, held in names.items()
+        """Yield each parameter once, from the first stage that has it, with its name in the unsplit model."""
+        duplicates = self.shared.duplicates()
+        unsplit_names = {
+            (index, name): unsplit
+            for unsplit, names in self._shared_names.items()
+            for index, name in names.items()
         }
-        for at, stage in enumerate(self.stages):
+        for index, stage in enumerate(self.stages):
             for name, parameter in stage.model.named_parameters():
-                if id(parameter) not in copies:
-                    yield whole_names.get((at, name), name), parameter
+                if id(parameter) not in duplicates:
+                    yield unsplit_names.get((index, name), name), parameter
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Yield all parameters, also those that another stage holds, too."""
+        """Yield the parameters of all stages; one that several stages hold occurs in each."""
         for stage in self.stages:
             yield from stage.model.parameters()
 
@@ -100,65 +103,65 @@ def split_stages(
     experts: DeviceMesh | None,
     traced: Trace,
 ) -> tuple[PipelinedModel, list[AppliedPlan]]:
-    """Return the stages of copies of `model`, each split over `mesh`, and `experts`, as `apply_plan` takes them.
+    """Split copies of `model` into its stages, and each stage over `mesh` and `experts`, as in `apply_plan`.
+
+    Returns:
+        The stages as one model, and the applied plan of each stage.
 
     Raises:
         PlanError: strict application refuses the plan.
     """
     stages = Stages(model, traced, starts_of(len(find_decoder(model).names), options.degrees.pp))
-    made, applied = [], []
-    for number in range(len(stages)):
-        part = copy.deepcopy(model)
-        checked = check(resolve_plan(plan, part, options), part, dist.get_backend(mesh.get_group(0)))
+    built, applied = [], []
+    for index in range(len(stages)):
+        stage_model = copy.deepcopy(model)
+        # The plan is checked on the unsplit model, before the stage loses its modules.
+        checked = check(
+            resolve_plan(plan, stage_model, options), stage_model, dist.get_backend(mesh.get_group(0))
+        )
         unsplit_plan = checked.plan
-        made.append(stages.build_stage(part, number))
-        checked = checked.of_stage(stages.absent[number])
+        built.append(stages.build_stage(stage_model, index))
+        checked = checked.of_stage(stages.absent[index])
         applied.append(split(checked, choose_way(checked, meshes_of(mesh), experts, sum_over_cp=True)))
-    return PipelinedModel(made, stages.shared, unsplit_plan), applied
+    return PipelinedModel(built, stages.shared, unsplit_plan), applied
 
 
-def refuse_stages(model: nn.Module, number: int) -> None:
-    """Refuse a number of stages into which `model` can't be cut.
-
-    Raises:
-        PlanError: it has fewer blocks, or balances its routers.
-    """
+def refuse_stages(model: nn.Module, pp: int) -> None:
+    """Raise PlanError if `model` can't have `pp` stages: it has fewer blocks, or it balances its routers."""
     blocks = len(find_decoder(model, required=False).names)
-    if number > max(blocks, 1):
+    if pp > max(blocks, 1):
         raise PlanError(
-            f"pp = {number}: {type(model).__name__} has {counted(blocks, 'block')}, and each stage needs one: "
+            f"pp = {pp}: {type(model).__name__} has {counted(blocks, 'block')}, and each stage needs one: "
             f"{blocks} stages at most"
         )
-    if number > 1 and (reason := balance_fault(model)) is not None:
-        raise PlanError(f"pp = {number}: {reason}")
+    if pp > 1 and (reason := balance_fault(model)) is not None:
+        raise PlanError(f"pp = {pp}: {reason}")
 
 
-def refuse_unequal_stages(model: nn.Module, number: int, inputs: Mapping[str, Any]) -> None:
-    """Refuse stages that do not compute what `model` computes of `inputs`, keyword arguments of its forward.
+def refuse_unequal_stages(model: nn.Module, pp: int, inputs: Mapping[str, Any]) -> None:
+    """Refuse `pp` stages that do not compute what `model` computes from `inputs`, keyword arguments of its forward.
 
     Raises:
-        PlanError: names the first block that differs, or the model does not run.
+        PlanError: names the first block that differs; or the model does not run.
     """
     decoder = find_decoder(model)
     try:
         with torch.random.fork_rng(), widened(next(model.parameters()).dtype):
             traced = trace(copy.deepcopy(model), decoder, inputs)
-            check_stages(model, Stages(model, traced, starts_of(len(decoder.names), number)), inputs)
+            check_stages(model, Stages(model, traced, starts_of(len(decoder.names), pp)), inputs)
     except ParallelError as error:
-        raise PlanError(
-            f"pp = {number}: {type(model).__name__} can't be split into stages: {error}"
-        ) from error
+        raise PlanError(f"pp = {pp}: {type(model).__name__} can't be split into stages: {error}") from error
     except FAILURES as error:
         raise does_not_run(model, error, "in its first forward") from error
 
 
 def starts_of(blocks: int, stages: int) -> list[int]:
     """Return the index of the first block of each stage in a proof."""
-    return [at * blocks // stages for at in range(stages)]
+    return [index * blocks // stages for index in range(stages)]
 
 
-Place = tuple[int, int]
-"""Numbers of a stage and of a micro batch."""
+StageBatch = tuple[int, int]
+"""Indices of a stage and of a micro batch."""
 
 
 def run_in_order(
@@ -168,31 +171,39 @@ def run_in_order(
     forward: Callable[[int, Stage, Sequence[torch.Tensor]], Any],
     loss: Callable[[int, Any], torch.Tensor],
 ) -> None:
-    """Run forwards and backwards of all stages, in the order that the schedule of this name has with all on one rank.
+    """Run the forwards and backwards of all stages in the order of a schedule with all stages on one rank.
 
-    `forward` takes a micro batch's number, a stage, and what the stage before has made; `loss` the number, and what the last
-    stage has returned.
+    Args:
+        stages: in order.
+        schedule: the name of torch's class without "Schedule".
+        microbatches: their number.
+        forward: runs one forward, from a micro batch's index, a stage, and the tensors received from the stage before.
+        loss: returns the loss from a micro batch's index and the output of the last stage.
     """
-    taken: dict[Place, list[torch.Tensor]] = {}
-    given: dict[Place, list[torch.Tensor]] = {}
-    left: dict[Place, Any] = {}
-    for at, kind, number in merge_orders(orders(schedule, 1, len(stages), microbatches)):
-        here, last = (at, number), at == len(stages) - 1
-        weights = list(stages[at].model.parameters())
+    received: dict[StageBatch, list[torch.Tensor]] = {}
+    outputs: dict[StageBatch, list[torch.Tensor]] = {}
+    saved_for_weights: dict[StageBatch, Any] = {}
+    for index, kind, batch in merge_orders(orders(schedule, 1, len(stages), microbatches)):
+        here, is_last = (index, batch), index == len(stages) - 1
+        weights = list(stages[index].model.parameters())
         if kind == "forward":
-            before = given.get((at - 1, number), [])
-            taken[here] = [x.detach().requires_grad_(x.requires_grad) for x in before]
-            output = forward(number, stages[at], taken[here])
-            given[here] = [loss(number, output)] if last else list(without_views(output))
+            sent = outputs.get((index - 1, batch), [])
+            # Detached, as if they were sent: a backward of this stage ends at them.
+            received[here] = [x.detach().requires_grad_(x.requires_grad) for x in sent]
+            output = forward(batch, stages[index], received[here])
+            outputs[here] = [loss(batch, output)] if is_last else list(without_views(output))
             continue
-        made = given[here]
-        gradients = [torch.ones_like(made[0])] if last else [x.grad for x in taken[at + 1, number]]
-        pairs = list(zip(made, gradients, strict=True))
-        if kind == "backward_input" and at > 0:
+        own_outputs = outputs[here]
+        gradients = (
+            [torch.ones_like(own_outputs[0])] if is_last else [x.grad for x in received[index + 1, batch]]
+        )
+        pairs = list(zip(own_outputs, gradients, strict=True))
+        if kind == "backward_input" and index > 0:
             filled = [torch.zeros_like(x) if gradient is None else gradient for x, gradient in pairs]
-            _, left[here] = backward_of_inputs(made, filled, taken[here], weights)
-        elif kind == "backward_weight" and at > 0:
-            backward_of_weights(weights, left[here])
-        elif kind != "backward_input":  # of the first stage torch leaves all to the backward of its weights
+            _, saved_for_weights[here] = backward_of_inputs(own_outputs, filled, received[here], weights)
+        elif kind == "backward_weight" and index > 0:
+            backward_of_weights(weights, saved_for_weights[here])
+        # As in torch, the first stage's "backward_input" does nothing, and its "backward_weight" is the full backward.
+        elif kind != "backward_input":
             used = [(x, gradient) for x, gradient in pairs if x.requires_grad and gradient is not None]
             torch.autograd.backward([x for x, _ in used], [gradient for _, gradient in used])

@@ -1,4 +1,4 @@
-"""Every module's output and that output's gradient, recorded by hooks in the order of the run."""
+"""`Recorder`: every module's output and the gradient of that output, recorded by hooks."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -12,12 +12,18 @@ from titanplans.split.converted import is_cast
 
 
 class Recorder:
-    """A context that records the outputs of a model's modules, and their gradients, in a step that runs inside.
+    """Context that records the outputs of a model's modules in a forward inside it, and their gradients, also after it.
 
-    `tensors` has "name" for a module's output and "name'" for the gradient of that output, detached;
-    a module that runs again has a number after its name. `order` lists the names as they finished. With several
-    `sequences`, an output [tokens, hidden], such as a router's, is unflattened by sequence, since a rank may hold a shard of
-    each.
+    Args:
+        model: unsplit or split.
+        sequences: number of sequences in the batch. If there are several, an output [tokens, hidden], such as a router's,
+            is recorded as [sequences, tokens of each, hidden], since a rank may hold a shard of each sequence.
+
+    Attributes:
+        tensors: detached, "name" for a module's output and "name'" for its gradient. If a module runs again, its key is
+            "name (run 2)".
+        order: keys of the outputs in the order in which the modules finished.
+        running: modules whose forward has begun and not ended. After an exception, the last of them has raised it.
     """
 
     def __init__(self, model: nn.Module, sequences: int = 1):
@@ -25,14 +31,13 @@ class Recorder:
         self.tensors: dict[str, torch.Tensor] = {}
         self.order: list[str] = []
         self.running: list[str] = []
-        """Modules whose forward has begun and not ended: after an exception, the last has raised it."""
         self.model = model
-        self._times: Counter[str] = Counter()
+        self._runs: Counter[str] = Counter()
         self._handles: list[Any] = []
 
     def __enter__(self) -> "Recorder":
         for name, module in self.model.named_modules():
-            # Before the plan's own hooks at a module's entry, and after those at its exit.
+            # These hooks run before the plan's hooks on a module's inputs, and after those on its output.
             self._handles.append(
                 module.register_forward_pre_hook(
                     lambda *_, name=name: self.running.append(name), prepend=True
@@ -47,51 +52,51 @@ class Recorder:
         self.close()
 
     def close(self) -> None:
-        """Record no more forwards; gradients still come."""
+        """Stop recording forwards. A later backward of recorded outputs is still recorded."""
         for handle in self._handles:
             handle.remove()
 
     @property
     def place(self) -> str:
-        """Where the newest step stopped, in words."""
+        """Where the recorded forward or its backward stopped, in words."""
         if self.running:
-            last = self.running[-1]
-            inside = bool(self.order) and (not last or self.order[-1].startswith(f"{last}."))
-            after = f" after {self.order[-1]}" if inside else ""
-            return f"in {last or 'the model'}{after}"
-        came_back = [key for key in self.order if gradient_key(key) in self.tensors]
-        return f"in the backward of {came_back[0]}" if came_back else "in the loss"
+            innermost = self.running[-1]
+            has_progress = bool(self.order) and (not innermost or self.order[-1].startswith(f"{innermost}."))
+            after = f" after {self.order[-1]}" if has_progress else ""
+            return f"in {innermost or 'the model'}{after}"
+        with_gradient = [key for key in self.order if gradient_key(key) in self.tensors]
+        return f"in the backward of {with_gradient[0]}" if with_gradient else "in the loss"
 
     def _finished(self, name: str, output: Any) -> None:
         self.running.pop()
         tensor = _first_tensor(output)
         if not name or tensor is None or isinstance(tensor, DeferredLogits) or not tensor.is_floating_point():
             return
-        tensor = getattr(tensor, "shard", tensor)  # of a ShardedSequence, this rank's tokens
-        self._times[name] += 1
-        key = name if self._times[name] == 1 else f"{name} (run {self._times[name]})"
+        tensor = getattr(tensor, "shard", tensor)  # of a ShardedSequence, its local tokens
+        self._runs[name] += 1
+        key = name if self._runs[name] == 1 else f"{name} (run {self._runs[name]})"
         self.order.append(key)
         self.tensors[key] = self._by_sequence(tensor.detach())
         if tensor.requires_grad:
-            tensor.register_hook(lambda grad: self._came_back(key, grad))
+            tensor.register_hook(lambda grad: self._record_gradient(key, grad))
 
-    def _came_back(self, key: str, grad: torch.Tensor) -> None:
-        # A float8 gradient was cast on its way; the whole model's is cast later.
+    def _record_gradient(self, key: str, grad: torch.Tensor) -> None:
+        # A split model casts some gradients to float8 before this point, and the unsplit model after it.
         if not is_cast(grad):
             self.tensors[gradient_key(key)] = self._by_sequence(grad.detach())
 
     def _by_sequence(self, x: torch.Tensor) -> torch.Tensor:
-        flat = self._sequences > 1 and x.ndim == 2 and not len(x) % self._sequences
-        return x.unflatten(0, (self._sequences, -1)) if flat else x
+        is_flat = self._sequences > 1 and x.ndim == 2 and not len(x) % self._sequences
+        return x.unflatten(0, (self._sequences, -1)) if is_flat else x
 
 
 def gradient_key(key: str) -> str:
-    """Return the key of the gradient of the output that `key` names."""
+    """Return the key of the gradient of the output with `key`."""
     return f"{key}'"
 
 
 def module_name(key: str) -> str:
-    """Return the module's name behind a key of a Recorder."""
+    """Return the name of the module whose output, or its gradient, has `key`."""
     return key.rstrip("'").partition(" ")[0]
 
 

@@ -1,7 +1,7 @@
-"""The conditions of a batch that the model's own code refuses: a proof leaves them out, and says so.
+"""Conditions of a batch that the model's own code refuses, which a proof leaves out and reports.
 
-A signature is not enough: a model may take an `attention_mask`, and assert that there is none in training. Only an error
-of its own code is a refusal; one of our kernels or of torch ends the proof.
+They are found by running the model, since a signature does not tell: a model may take an `attention_mask`, and assert that
+there is none in training.
 """
 
 import copy
@@ -30,13 +30,16 @@ from titanplans.split.cache import CACHES
 from titanplans.split.stages.trace import logits_of
 
 _REFUSALS = (AssertionError, NotImplementedError, ValueError)
-"""Errors by which code refuses an argument. Any other is a mistake, the model's or ours."""
+"""Errors by which code refuses an argument. Any other error is a mistake of the model or of this project."""
 
 
 def leave_out_what_is_refused(model: nn.Module, sampler: Sampler) -> list[str]:
-    """Let `sampler` make no batch that `model` refuses; return the conditions left out, with the model's own words.
+    """Change `sampler` so that no batch has a condition that `model` refuses; return these conditions with the reasons.
 
-    A keyword without effect is named, too, and stays in the batches.
+    A keyword without effect is also returned, but batches keep it.
+
+    Raises:
+        PlanError: the model fails otherwise than by a refusal.
     """
     batch, left_out = MicroBatch(2, 4), []
     padded, packed = replace(batch, padding="left"), replace(batch, documents=True)
@@ -71,12 +74,12 @@ def why_not_fused(model: nn.Module, sampler: Sampler) -> str | None:
         PlanError: the model does not run.
     """
     model = copy.deepcopy(model).train()
-    given = _moved(model, sampler.tokens(MicroBatch(2, 4), 0))
+    inputs = _moved(model, sampler.tokens(MicroBatch(2, 4), 0))
     try:
         with torch.no_grad():
-            labels = torch.zeros(logits_of(call(model, given)).shape[:-1], dtype=torch.int64)
+            labels = torch.zeros(logits_of(call(model, inputs)).shape[:-1], dtype=torch.int64)
             with FusedLoss(model)(labels):
-                logits = logits_of(call(model, given))
+                logits = logits_of(call(model, inputs))
         cross_entropy(logits, labels, 1)
     except NotFused as error:
         return str(error)
@@ -88,13 +91,13 @@ def why_not_fused(model: nn.Module, sampler: Sampler) -> str | None:
 def _refusal(
     model: nn.Module, sampler: Sampler, batch: MicroBatch, what: str, *, cached: bool = False
 ) -> str | None:
-    """Return the words in which `model` refuses `what` of `batch`, and the line; None if it takes it.
+    """Return the error by which `model` refuses `what` of `batch`, with its source location; None if it runs.
 
     Raises:
-        PlanError: it fails otherwise.
+        PlanError: the model fails otherwise than by a refusal of its own code.
     """
-    model, given = copy.deepcopy(model), sampler.tokens(batch, 0, cached=cached)
-    inputs, token = _moved(model, given), _moved(model, next_token(given, sampler))
+    model, tokens = copy.deepcopy(model), sampler.tokens(batch, 0, cached=cached)
+    inputs, token = _moved(model, tokens), _moved(model, next_token(tokens, sampler))
     try:
         if cached:
             output = evaluate(model, inputs | {"use_cache": True})
@@ -104,6 +107,7 @@ def _refusal(
         else:
             call(model.train(), inputs)
     except FAILURES as error:
+        # An error of our kernels or of torch is a mistake, not a refusal.
         if not isinstance(error, _REFUSALS) or isinstance(error, UserError) or is_ours(error):
             raise does_not_run(model, error, f"with {what}") from error
         return f"its forward refuses {what}: {first_line(error)} ({raised_at(error)})"
@@ -111,15 +115,15 @@ def _refusal(
 
 
 def _has_no_effect(model: nn.Module, sampler: Sampler, batch: MicroBatch, name: str) -> bool:
-    """Whether the logits of `batch` are the same to the last bit without the keyword `name`."""
-    given = _moved(model, sampler.tokens(batch, 0))
-    without = {key: value for key, value in given.items() if key != name}
-    found = []
-    for inputs in (given, without):
-        torch.manual_seed(0)  # of adapters' dropout
+    """Whether the logits of `batch` are the same, bit by bit, without the keyword `name`."""
+    with_keyword = _moved(model, sampler.tokens(batch, 0))
+    without = {key: value for key, value in with_keyword.items() if key != name}
+    logits = []
+    for inputs in (with_keyword, without):
+        torch.manual_seed(0)  # adapters may have dropout
         with torch.no_grad():
-            found.append(logits_of(call(copy.deepcopy(model).train(), inputs)))
-    return torch.equal(*found)
+            logits.append(logits_of(call(copy.deepcopy(model).train(), inputs)))
+    return torch.equal(*logits)
 
 
 def _moved(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:

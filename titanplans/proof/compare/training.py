@@ -1,10 +1,10 @@
-"""A training of a whole model or of a split one, point by point: the same function for both.
+"""A training of an unsplit or of a split model, by the same code, point by point. Start at `TrainingRun.points`.
 
-A point is a moment at which the two are compared: after a micro batch's backward (loss and logits), after all of a
-step (gradients and their norm), after the last step (weights), and after each forward without a backward (logits).
+A point is a moment at which the two models are compared: after a micro batch's backward (loss and logits), after a step's
+backwards (gradients and their norm), after the last step (weights), and after each forward without a backward (logits).
 
-In the last step all forwards run before one backward of all losses, and frozen and trained parameters change places. Stages
-of a pipeline run all steps but the first in the orders of schedules.
+In the last step all forwards run before one backward of all losses, and frozen and trained parameters are exchanged. The
+stages of a pipeline run all steps but the first in the order of a schedule.
 """
 
 import zlib
@@ -41,24 +41,24 @@ from titanplans.split.state import border_of_model
 from titanplans.torch_private.pipelining import SPLITS_BACKWARD
 
 Key = tuple[str, str]
-"""A quantity's kind ("loss", "gradients", …) and its name within the kind: a parameter, or "" for the only one."""
+"""A quantity's kind ("loss", "gradients", …), and a parameter's name, or "" if the kind has one quantity only."""
 
 
 class TrainingRun:
-    """One model's way through a script.
+    """The training of one model with the inputs of a script.
 
     Args:
-        model: whole or split; of no use afterwards.
-        script: its inputs.
-        losses: further losses, compared at the logits.
-        recording: keep each module's output.
-        fused: in the last step the head computes the loss.
+        model: unsplit or split. It is changed, and should not be used afterwards.
+        script: the inputs.
+        losses: further losses by name, compared at the logits.
+        recording: record the modules' outputs and their gradients.
+        fused: the head computes the loss in the last step.
 
     Attributes:
-        records: of each micro batch and each forward, by the name of its point, if recording.
-        raw: gradients of the newest step by name, as the backward left them, Partial ones not yet summed.
-        optimizer: AdamW, fused as torchtitan's; in float64 with torch's defaults.
-        adds_loss: the model has added a loss to that of its logits.
+        records: recorders by the name of a point, one for each micro batch and each forward, if recording.
+        raw: gradients of the newest step by name, as the backward left them: Partial ones are not summed.
+        optimizer: fused AdamW, as in torchtitan; in float64 with torch's defaults.
+        adds_loss: the model has added a loss, such as a router's, to the cross entropy.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class TrainingRun:
         self._point, self.adds_loss = "the first step", False
         self.records: dict[str, Recorder] = {}
         self.raw: dict[str, torch.Tensor] = {}
-        # AdamW acts on the DTensors' shards. Given DTensors, it takes longer to find that out than for the step.
-        self._shards = {p: _shard(p.detach()).requires_grad_() for p in model.parameters() if p.requires_grad}
+        # AdamW gets local tensors, since dispatching its operators on DTensors would take longer than the step itself.
+        self._shards = {p: _local(p.detach()).requires_grad_() for p in model.parameters() if p.requires_grad}
         settings = _settings(next(model.parameters()).dtype)
         self.optimizer = torch.optim.AdamW(self._shards.values(), fused=True, **settings)
 
     def points(self) -> Iterator[tuple[str, dict[Key, torch.Tensor]]]:
-        """Yield the name of each point and its quantities, laid out as in the model."""
+        """Train, and yield the name of each point with its quantities, which have the model's placements."""
         last = len(self.script.steps)
         for number, step in enumerate(self.script.steps, 1):
             self.model.zero_grad()
@@ -106,10 +106,10 @@ class TrainingRun:
             align_gradients(self.model.parameters())
             if isinstance(self.model, PipelinedModel):
                 self.model.shared.sum_gradients()
-            found = {("gradients", n): p.grad for n, p in named.items() if p.grad is not None}
-            yield name, {**found, ("norm", ""): total_norm(named.values())}
+            gradients = {("gradients", n): p.grad for n, p in named.items() if p.grad is not None}
+            yield name, {**gradients, ("norm", ""): total_norm(named.values())}
             for param, shard in self._shards.items():
-                shard.grad = None if param.grad is None else _shard(param.grad, param)
+                shard.grad = None if param.grad is None else _local(param.grad, param)
             self.optimizer.step()
             if number == 1:
                 yield from self._evaluation()
@@ -121,27 +121,27 @@ class TrainingRun:
 
     @property
     def place(self) -> str:
-        """Where the training is, or broke off, in words."""
+        """The point, and the module if recorded, at which the training is or has failed, in words."""
         record = self.records.get(self._point)
         if record is None:
             return f"in {self._point}"
-        plain = sum(map(len, self.script.steps)) == 1 and self._point.startswith("step 1, batch")
-        return record.place if plain else f"in {self._point}, {record.place}"
+        is_only_batch = sum(map(len, self.script.steps)) == 1 and self._point.startswith("step 1, batch")
+        return record.place if is_only_batch else f"in {self._point}, {record.place}"
 
     @property
     def failed_module(self) -> str | None:
-        """The name of the module whose forward broke off; None if none did."""
+        """The name of the module whose forward has failed, if recorded; None if none has."""
         record = self.records.get(self._point)
         return record.running[-1] if record is not None and record.running else None
 
     def _batches(
         self, batches: Mapping[str, Sample], tokens: int
     ) -> Iterator[tuple[str, dict[Key, torch.Tensor]]]:
-        """Yield loss and logits of micro batches, by the names of their points, after one backward of all of them."""
+        """Run all forwards of `batches`, by name of their point, and one backward; yield the loss and logits of each."""
         logits: dict[str, torch.Tensor] = {}
         losses: dict[str, torch.Tensor] = {}
 
-        def take(name: str, output: Any) -> torch.Tensor:
+        def compute_loss(name: str, output: Any) -> torch.Tensor:
             labels = batches[name].labels
             logits[name] = logits_of(output)
             losses[name] = loss_of(logits[name], labels, tokens)
@@ -151,72 +151,73 @@ class TrainingRun:
             return losses[name]
 
         if (schedule := self._schedule(next(iter(batches)))) is not None:
-            self._run_scheduled(schedule, batches, take)
+            self._run_scheduled(schedule, batches, compute_loss)
         else:
             for name, sample in batches.items():
-                if self._draws:
-                    torch.manual_seed(
-                        zlib.crc32(name.encode())
-                    )  # the whole model and each rank draw the same
+                if self._draws:  # let the unsplit model and each rank draw the same numbers
+                    torch.manual_seed(zlib.crc32(name.encode()))
                 with self._recorded(name, len(sample.labels)), self._fusing(name, sample.labels):
-                    # Forwards alone are recorded: a block that is recomputed runs again.
+                    # The backward is outside of this context, since a recomputed block would be recorded again.
                     output = call(self.model, sample.inputs)
-                take(name, output)
+                compute_loss(name, output)
             torch.stack(list(losses.values())).sum().backward()
         for name, sample in batches.items():
-            found: dict[Key, torch.Tensor] = {("loss", ""): self._summed(losses[name].detach())}
+            quantities: dict[Key, torch.Tensor] = {("loss", ""): self._summed(losses[name].detach())}
             if isinstance(logits[name], DeferredLogits):
-                yield name, found
+                yield name, quantities
                 continue
-            left = logits[name].detach()
-            found["logits", ""] = left
-            # In the first step alone: these losses see nothing of the model.
-            compared = self.losses if name.startswith("step 1,") and not self._has_own_tokens else {}
-            for other, function in compared.items():
-                value, gradient = at_logits(left, sample.labels, tokens, function)
-                found |= {(f"{other} loss", ""): value, (f"{other} loss", "its gradient"): gradient}
-            yield name, found
+            detached = logits[name].detach()
+            quantities["logits", ""] = detached
+            # Only in the first step, since these losses depend on the logits alone.
+            compared = self.losses if name.startswith("step 1,") and not self._has_local_tokens else {}
+            for loss_name, function in compared.items():
+                value, gradient = at_logits(detached, sample.labels, tokens, function)
+                quantities |= {
+                    (f"{loss_name} loss", ""): value,
+                    (f"{loss_name} loss", "its gradient"): gradient,
+                }
+            yield name, quantities
 
     def _schedule(self, point: str) -> str | None:
-        """Return the schedule by which a pipeline runs the step of a point; None: as one model, as in the first step."""
+        """Return the schedule by which a pipeline runs the step of `point`; None: it runs as one model, as in step 1."""
         if not isinstance(self.model, PipelinedModel) or self._draws or point.startswith("step 1,"):
             return None
-        last = point.startswith(f"step {len(self.script.steps)},")
-        # A loss in the head has one backward, and not one of inputs and another of weights; nor do jobs with frozen parts.
-        if self.script.freezes or (last and self._fused is not None) or not SPLITS_BACKWARD:
-            return "Interleaved1F1B" if last else "LoopedBFS"
+        is_last = point.startswith(f"step {len(self.script.steps)},")
+        # A loss in the head, and frozen parameters, can't have separate backwards of inputs and of weights.
+        if self.script.freezes or (is_last and self._fused is not None) or not SPLITS_BACKWARD:
+            return "Interleaved1F1B" if is_last else "LoopedBFS"
         return "InterleavedZeroBubble"
 
     def _run_scheduled(
-        self, schedule: str, batches: Mapping[str, Sample], take: Callable[[str, Any], torch.Tensor]
+        self, schedule: str, batches: Mapping[str, Sample], compute_loss: Callable[[str, Any], torch.Tensor]
     ) -> None:
         assert isinstance(self.model, PipelinedModel)
         names, stages = list(batches), self.model.stages
 
-        def forward(number: int, stage: Stage, received: Sequence[torch.Tensor]) -> Any:
-            name = names[number]
+        def forward(index: int, stage: Stage, received: Sequence[torch.Tensor]) -> Any:
+            name = names[index]
             labels = batches[name].labels
             fusing = nullcontext() if stage.gives else self._fusing(name, labels)
             with fusing, self._recorded(name, len(labels)):
                 return stage.run(received, partial(call, stage.model, batches[name].inputs))
 
         run_in_order(
-            stages, schedule, len(names), forward, lambda number, output: take(names[number], output)
+            stages, schedule, len(names), forward, lambda index, output: compute_loss(names[index], output)
         )
 
     def _summed(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss of all tokens, where ranks have their own."""
+        """Return the loss summed over the context-parallel ranks."""
         border = border_of_model(self.model)
         return loss if border is None else border.tokens.total(loss)
 
     @property
-    def _has_own_tokens(self) -> bool:
-        """Whether the logits are this rank's tokens', on which others' losses do not work."""
+    def _has_local_tokens(self) -> bool:
+        """Whether the logits are of this CP rank's local tokens only. Further losses do not support that."""
         border = border_of_model(self.model)
         return border is not None and border.tokens.ranks > 1
 
     def _fusing(self, name: str, labels: torch.Tensor) -> AbstractContextManager[None]:
-        """Return the context of a forward at the point `name`: of the last step the head may compute the loss in chunks."""
+        """Return a context in which the head computes the loss in chunks, if `fused` and `name` is in the last step."""
         if self._fused is None or not name.startswith(f"step {len(self.script.steps)},"):
             return nullcontext()
         self._fused.chunk_tokens = max(1, -(labels.numel() // -3))
@@ -230,7 +231,7 @@ class TrainingRun:
 
     def _continuation(self) -> Iterator[tuple[str, dict[Key, torch.Tensor]]]:
         """Yield the logits of a forward that fills a cache, and of one with it, in evaluation mode."""
-        # Stages of a pipeline have no cache together.
+        # The stages of a pipeline do not support a cache.
         if self.script.cached is not None and not isinstance(self.model, PipelinedModel):
             filled, token = self.script.cached
             name = "the forward that fills a cache"
@@ -249,31 +250,30 @@ class TrainingRun:
         self._point = name
         if not self.recording:
             return nullcontext()
-        if name not in self.records:  # else a later stage goes on with this micro batch
+        if name not in self.records:  # else an earlier stage has recorded this micro batch
             self.records[name] = Recorder(self.model, sequences=sequences)
         return self.records[name]
 
 
-def _shard(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
-    """Return this rank's part of `tensor`, laid out as `like`, in the same memory if it lies so already."""
+def _local(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the local tensor of `tensor` in the placements of `like`, without a copy if it has these already."""
     if isinstance(tensor, DTensor) and isinstance(like, DTensor):
         tensor = tensor.redistribute(placements=like.placements)
     return local_of(tensor)
 
 
 def _settings(dtype: torch.dtype) -> dict[str, Any]:
-    """Return AdamW's settings, where they differ from the defaults.
-
-    AdamW divides a gradient by its own size plus eps = 1e-8. In float64 that is far above rounding. In fewer bits it is
-    below, and a gradient that is mere rounding would make a full step. With eps = 1 rounding changes a step by rounding.
-    """
+    """Return AdamW's settings that differ from torch's defaults."""
+    # AdamW divides a gradient by its own size plus eps = 1e-8. In float64 eps is far above rounding. In fewer bits it is
+    # below, so a gradient that is only rounding would make a full step. With eps = 1 it makes a step of rounding.
     return {} if dtype == torch.float64 else {"lr": 0.1, "eps": 1.0}
 
 
 def recompute(decoder: Decoder) -> None:
-    """Let each block run again in the backward, by torch's checkpointing."""
+    """Let the backward recompute each block, by torch's checkpointing."""
     for block in decoder.blocks:
         dtype = next(block.module.parameters()).dtype
+        # A float64 model is widened in the recomputation, too.
         block.module.forward = partial(
             checkpoint,
             block.module.forward,
