@@ -128,7 +128,7 @@ REFUSED = {
     "ranks hold different values of embed.weight": (FSDP2Config(), None, lambda: build(seed=dist.get_rank())),
     "ranks hold different values of layers.0.scale:": (FSDP2Config(), None, lambda: with_buffer(dist.get_rank())),
     "still on meta": (FSDP2Config(), None, on_meta, tokens_of),
-    "has a model already": (FSDP2Config(), None, build, lambda m, model: m.parallelize(build())),
+    "already has a model": (FSDP2Config(), None, build, lambda m, model: m.parallelize(build())),
     "call parallelize(model) first": (
         FSDP2Config(), None, build, lambda m, model: ParallelManager(FSDP2Config(), device_type="cpu").accumulate(),
     ),

@@ -69,7 +69,7 @@ def _build(config: PretrainedConfig, job: JobConfig, mesh: Any, length: int) -> 
 
 def _whole_names(stage: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters of `stage` by their names in the whole model."""
-    names = record_of(stage).whole_names
+    names = record_of(stage).unsplit_names
     return [
         (names.get(step_comparison.plain(name), step_comparison.plain(name)), p)
         for name, p in stage.named_parameters()

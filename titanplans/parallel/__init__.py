@@ -1,10 +1,10 @@
-"""HOW a model is parallelised: tensor parallelism, activation checkpointing, compile, data parallelism.
+"""Parallelise a model: tensor parallelism, activation checkpointing, compile, data parallelism.
 
     from titanplans.parallel import parallelize                                # in torchtitan's trainer
     from titanplans.parallel import FSDP2Config, ParallelManager
-    from titanplans.parallel import process_group  # in a loop of your own
+    from titanplans.parallel import process_group  # in your own training loop
 
-Imports no trainer: torchtitan's objects are read by their attributes.
+torchtitan is not imported: its ParallelDims and config sections are read by attribute.
 """
 
 from titanplans.adapters.add import Adapters, add_adapters, freeze

@@ -1,14 +1,9 @@
-"""DDP: a whole model on each rank, whose gradients are summed during the backward.
+"""DDP: replicate the model on each rank and sum gradients during the backward. Start at `apply_ddp`.
 
-This is torch's C++ reducer in its composable form: the model is not wrapped, so parameter names, state dicts and
-the model's own methods stay as they are. Three things differ from torch's DDP:
-
-- Gradients are summed, not averaged, because the loss is divided by the tokens of the whole batch. The reducer
-  averages, so each gradient is first multiplied by the number of ranks. A reducer that sums would be wrong where
-  gradients are reduced twice before a step: each rank would add the first sum once more.
-- Blocks are compiled one by one, before DDP, and their gradients are summed while earlier blocks run their backward.
-  torch's DDPOptimizer, which also cuts graphs inside a block, runs only with `split_compiled_blocks`.
-- Buffers take rank 0's values once; with `broadcast_buffers` before each forward in training.
+torch's composable DDP is used, which does not wrap the model: parameter names, state dicts and methods stay. It differs
+from `DistributedDataParallel` in three ways: gradients are summed instead of averaged; graphs of compiled blocks are not
+split unless `split_compiled_blocks` is set; buffers are broadcast once, or before each training forward with
+`broadcast_buffers`.
 """
 
 from collections.abc import Iterator
@@ -33,18 +28,18 @@ from titanplans.torch_private.dispatch import tree_leaves
 
 
 def apply_ddp(model: nn.Module, mesh: DeviceMesh, config: DDPConfig) -> None:
-    """Replicate `model` over `mesh`, in place. Collective: parameters and buffers take rank 0's values.
+    """Replicate `model` over `mesh`, in place. Collective: rank 0 broadcasts parameters and buffers.
 
-    Gradients are summed in their own dtype. Build the optimizer before or after; but no parameter may be
-    replaced, moved or cast from here on.
+    Gradients are summed in their own dtype. The optimizer may be built before or after this call. Afterwards no parameter
+    may be replaced, moved or cast.
 
     Args:
-        model: with its values, on the mesh's device; recomputed and compiled block by block, if at all, before this.
+        model: materialised, on the mesh's device; activation checkpointing and compile are already applied, if at all.
         mesh: 1-D: the ranks that read different data.
-        config: the options; recomputation and compile have been applied already.
+        config: the options of DDP and autocast.
 
     Raises:
-        ParallelError: the model can't be replicated. Before anything is sent.
+        ParallelError: the model can't be replicated. Raised before any communication.
     """
     refuse_model(model, mesh)
     group = mesh.get_group()
@@ -64,12 +59,17 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, config: DDPConfig) -> None:
         gradient_as_bucket_view=config.gradient_as_bucket_view,
     )
     assert isinstance(model, DDP)
+    # The loss is divided by the tokens of the global batch, so gradients are to be summed, but the reducer averages: multiply
+    # each by the number of ranks first. A communication hook that sums would be wrong with gradients that are reduced
+    # twice before a step: the first sum, which every rank holds, would be summed again.
     if mesh.size() > 1:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(partial(torch.mul, other=mesh.size()))
-    # Now, not in the first forward: a copy of the parameters taken before it must hold rank 0's values.
+    # Broadcast now, not in the first forward: a copy of the parameters made before it must have rank 0's values.
     start_ddp(model)
+    # Blocks are compiled one by one, so their gradients are reduced during the backward of earlier blocks without torch's
+    # DDPOptimizer, which would also split the graphs of a block.
     if not config.split_compiled_blocks:
         model.register_forward_pre_hook(hide_ddp_from_compiler)
     model.register_forward_hook(hide_ddp_from_compiler, always_call=True)
@@ -77,12 +77,12 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, config: DDPConfig) -> None:
 
 @contextmanager
 def accumulate(model: nn.Module, *, last: bool, defer: bool = True) -> Iterator[None]:
-    """Run forward and backward of one micro batch; gradients are whole after the last one's backward.
+    """Run the forward and backward of one micro batch; gradients are complete after the last one's backward.
 
     Args:
-        model: a model that `apply_ddp` was given.
+        model: replicated by `apply_ddp`.
         last: whether this is the last micro batch before the optimizer's step.
-        defer: sum gradients in the last micro batch's backward alone, not in each.
+        defer: True: sum gradients only in the last micro batch's backward. False: sum them in every backward.
 
     Raises:
         ParallelError: `model` is not replicated by DDP, or with a static graph, which can't defer.
@@ -91,8 +91,8 @@ def accumulate(model: nn.Module, *, last: bool, defer: bool = True) -> Iterator[
         raise ParallelError(f"{class_name(model)} is not replicated by DDP: call apply_ddp first")
     if defer and not last and has_static_graph(model):
         raise ParallelError(
-            "ddp.static_graph = true: torch loses count of gradients that wait for another micro batch; set it to false, or "
-            "defer nothing"
+            "ddp.static_graph = true: torch's reducer can't defer gradients to a later micro batch; set it to false, or set "
+            "defer_grad_sync to false"
         )
     model.set_requires_gradient_sync(last or not defer)
     try:
@@ -105,7 +105,7 @@ def refuse_model(model: nn.Module, mesh: DeviceMesh) -> None:
     """Refuse a model that DDP can't replicate over `mesh`.
 
     Raises:
-        ParallelError: it is split, replicated, compiled as a whole, frozen, on meta or on another device.
+        ParallelError: it is split, already replicated, compiled as one module, fully frozen, on meta or on another device.
     """
     ddp = f"ddp of {class_name(model)}"
     why = ""
@@ -140,11 +140,11 @@ def _broadcast_in_training(group: dist.ProcessGroup, model: nn.Module, inputs: A
 
 
 def _refuse_hidden_outputs(model: nn.Module, inputs: Any, output: Any) -> None:
-    """Refuse outputs in which torch finds no tensor: it would take every parameter for unused, and sum nothing."""
+    """Refuse outputs in which torch finds no tensor: it would treat every parameter as unused and reduce no gradient."""
     if torch.is_grad_enabled() and not any(
         isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(output)
     ):
         raise ParallelError(
-            f"ddp with find_unused_parameters or static_graph looks for tensors in what {class_name(model)} returns, and "
-            f"finds none in a {type(output).__name__}: return a tensor, tuple, dict or ModelOutput, or set both to false"
+            f"ddp with find_unused_parameters or static_graph needs tensors in the output of {class_name(model)}, and finds "
+            f"none in a {type(output).__name__}: return a tensor, tuple, dict or ModelOutput, or set both to false"
         )

@@ -1,11 +1,11 @@
-"""`ParallelManager`: everything around a plan, for people with a training loop of their own.
+"""`ParallelManager`: meshes, parallelisation, loss and gradients for your own training loop.
 
     with process_group():
         manager = ParallelManager(FSDP2Config(), Degrees(tp=2))
         model = manager.parallelize(model)
 
-It holds the meshes and one model, and adds nothing to them: its steps are in `parallelize`, `gradients`,
-`gradient_sync`, `loss`, `ddp` and `megatron_fsdp`, each of use without it.
+Each method calls a function of `parallelize`, `split.gradients`, `gradient_sync`, `loss`, `ddp` or `megatron_fsdp`, which
+can also be used without a manager.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,19 +40,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ParallelManager:
-    """The meshes of a job and its one model, parallelised as `config` says.
+    """Parallelise one model by `config`, and run its training steps.
 
-    Building one is collective: every rank does so, inside a process group (`process_group`).
+    Construction is collective: every rank constructs one, inside a process group (`process_group`).
 
     Args:
         config: the strategy, with its options.
-        degrees: how many ranks to each axis; None gives all of them to data parallelism.
-        device_type: "cuda", "cpu", …; None for the accelerator that torch sees, if the process group has a
-            backend for it, or else the CPU.
-        dump_folder: the folder for files that a step writes, such as the picture of a memory budget.
+        degrees: the degree of each mesh axis; None: all ranks are data-parallel.
+        device_type: "cuda", "cpu", ...; None: the accelerator that torch sees, if the process group has a backend for it,
+            else the CPU.
+        dump_folder: the folder for files that a training step writes, such as the picture of a memory budget.
 
     Raises:
-        ParallelError: the process group has no such backend; the degrees don't fit the number of ranks, or not the strategy.
+        ParallelError: the process group has no backend for `device_type`, or the degrees do not fit the number of ranks or
+            the strategy.
     """
 
     def __init__(
@@ -65,8 +66,8 @@ class ParallelManager:
     ):
         if not isinstance(config, Strategy):
             raise ParallelError(
-                f"config = {type(config).__name__}: give FSDP2Config, DDPConfig or MegatronFSDPConfig; read_strategy makes "
-                "one of a dict or TOML"
+                f"config = {type(config).__name__}: give FSDP2Config, DDPConfig or MegatronFSDPConfig; read_strategy reads "
+                "one from a dict or TOML"
             )
         if not isinstance(degrees, Degrees | None):
             raise ParallelError(f"degrees = {type(degrees).__name__}: give Degrees(tp=...), or None")
@@ -84,31 +85,32 @@ class ParallelManager:
         return torch.empty(0, device=kind).device
 
     def parallelize(self, model: nn.Module) -> nn.Module:
-        """Return `model` parallelised: itself, changed in place; under Megatron-FSDP its wrapper.
+        """Parallelise `model` in place and return it; under Megatron-FSDP return its wrapper.
 
-        Build the optimizer on the result's parameters, or hand an older one to `prepare_optimizer`. A model on meta has no
-        values yet: give it some (`manager.to_empty()`, then its initialisation or a checkpoint) before its first forward,
-        which is an error otherwise.
+        Build the optimizer on the returned model's parameters, or pass an existing one to `prepare_optimizer`. Materialise
+        a model on meta before its first forward: call `manager.to_empty()`, then initialise it or load a checkpoint.
 
         Args:
-            model: a causal language model, on meta or with the same values on every rank. Under DDP with
-                values, on the ranks' device.
+            model: a causal language model, on meta or with the same values on every rank. Under DDP it must have values,
+                on this rank's device.
 
         Raises:
             PlanError: the plan does not fit the model or the degree.
-            ParallelError: an option can't be honoured; values differ between ranks; the manager has a model
-                already. Before any weight moves.
+            ParallelError: an option can't be honoured, values differ between ranks, or the manager already has a model.
+                All are raised before any weight moves.
         """
         if self._model is not None:
-            raise ParallelError("this manager has a model already: make another manager for another model")
+            raise ParallelError("this manager already has a model: create another manager for another model")
         if not isinstance(model, nn.Module):
             raise ParallelError(f"model is a {class_name(model)}, not an nn.Module")
         config = self.config
         if isinstance(config, MegatronFSDPConfig):
             megatron_fsdp.check_available()
             megatron_fsdp.refuse_mesh(self.mesh.get_mesh(("dp_shard", "cp")))
-        else:  # before the values are read, which takes a while
-            if isinstance(config, DDPConfig):  # a job gives a model its values later; here it has them
+        else:  # before check_equal_values, which takes a while
+            if isinstance(
+                config, DDPConfig
+            ):  # check_compatible allows a model on meta, for jobs; a manager does not
                 ddp.refuse_model(model, self.mesh.get_mesh("loss"))
             check_compatible(model, self.mesh, config)
         check_equal_values(model, self.device)
@@ -125,23 +127,23 @@ class ParallelManager:
         return model
 
     def prepare_loss(self, loss: F) -> F:
-        """Return `loss`, a function or a module, compiled if the strategy says so."""
-        compiled = self._compiled("loss")
-        if compiled is None:
+        """Return `loss`, a function or a module; compiled, if "loss" is one of the strategy's compile components."""
+        options = self._compile_options("loss")
+        if options is None:
             return loss
-        self.mesh.get_mesh(
-            "dp"
-        )  # made now: if the compiled loss made it, its second call would be compiled again
-        return compile_loss(loss, compiled)
+        # Create the mesh now: if the compiled loss created it, its second call would recompile.
+        self.mesh.get_mesh("dp")
+        return compile_loss(loss, options)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return `optimizer` with its step compiled, or managed by Megatron-FSDP, if the strategy says so.
+        """Return `optimizer`, managed by Megatron-FSDP or with its step compiled, if the strategy asks for it.
 
-        One that was made before `parallelize` gets the parameters that there are now; its groups and their options stay.
+        If it was built before `parallelize`, its parameters are replaced by those of the parallelised model; its groups
+        and their options stay.
 
         Raises:
-            ParallelError: it has a state of parameters that were replaced, can't be compiled or managed, or is torch's Muon
-                on sharded weights.
+            ParallelError: it has state of replaced parameters, can't be compiled or managed, or is torch's Muon on sharded
+                weights.
         """
         model = self._parallel()
         if isinstance(self.config, MegatronFSDPConfig):
@@ -153,13 +155,13 @@ class ParallelManager:
         else:
             carry_over(optimizer, model)
             _refuse_muon_on_shards(optimizer)
-        compiled = self._compiled("optimizer")
-        return optimizer if compiled is None else compile_optimizer(optimizer, compiled)
+        options = self._compile_options("optimizer")
+        return optimizer if options is None else compile_optimizer(optimizer, options)
 
     def accumulate(self, *, last: bool = True) -> AbstractContextManager[None]:
-        """Return the context for forward and backward of one micro batch; `last` marks the step's last one.
+        """Return the context manager for the forward and backward of one micro batch; `last`: it is the step's last one.
 
-        What waits for the last is the strategy's (`fsdp_defer_grad_sync`, `defer_grad_sync`).
+        `fsdp_defer_grad_sync` (FSDP2) and `defer_grad_sync` (DDP) decide which reductions wait for the last one.
         """
         model, config = self._parallel(), self.config
         if isinstance(config, FSDP2Config):
@@ -172,22 +174,25 @@ class ParallelManager:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Run forwards without gradients, in evaluation mode; FSDP2 gathers the parameters once for all of them."""
+        """Run forwards in eval mode and without gradients; FSDP2 gathers the parameters once for all of them."""
         model = self._parallel()
         training = {module: module.training for module in model.modules()}
         model.eval()
-        gathered = isinstance(self.config, FSDP2Config)
+        uses_fsdp = isinstance(self.config, FSDP2Config)
         try:
-            with gradient_sync.unsharded(model) if gathered else torch.no_grad():
+            with gradient_sync.unsharded(model) if uses_fsdp else torch.no_grad():
                 yield
         finally:
-            for module, mode in training.items():  # a frozen tower may have been in evaluation mode before
+            for (
+                module,
+                mode,
+            ) in training.items():  # module by module: a frozen tower may have been in eval mode before
                 module.training = mode
 
     def to_empty(self) -> None:
-        """Give a model that was built on meta its memory: under CPU offload parameters on the CPU, buffers on the device.
+        """Allocate a model that was built on meta, uninitialised: initialise it or load a checkpoint next.
 
-        Its values come next, from its initialisation or a checkpoint.
+        Under CPU offload parameters are allocated on the CPU and buffers on the device.
         """
         model = self._parallel()
         offloads = isinstance(self.config, FSDP2Config) and self.config.enable_cpu_offload
@@ -198,7 +203,7 @@ class ParallelManager:
                     module._buffers[name] = buffer.to(self.device)
 
     def forget_gradients(self) -> None:
-        """Drop all gradients of a step that is given up between two micro batches, those that wait to be summed too."""
+        """Drop all gradients of an abandoned step, including those whose reduction waits for a later micro batch."""
         model = self._parallel()
         if isinstance(self.config, FSDP2Config):
             gradient_sync.forget_gradients(model)
@@ -206,7 +211,7 @@ class ParallelManager:
             model.zero_grad()
 
     def count_tokens(self, labels: torch.Tensor) -> torch.Tensor:
-        """Return how many of `labels` count on all ranks, for `cross_entropy`; labels of all micro batches of a step."""
+        """Return the number of `labels` that are not -100, over all ranks; pass those of all micro batches of a step."""
         return count_tokens(labels, self.mesh.get_mesh("dp"))
 
     def cross_entropy(
@@ -218,29 +223,29 @@ class ParallelManager:
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
     ) -> torch.Tensor:
-        """Return this rank's part of the mean cross entropy over the whole batch; see `loss.cross_entropy`.
+        """Return this rank's summand of the mean cross entropy over the global batch; see `loss.cross_entropy`.
 
-        Gradients are summed over ranks, so a loss is divided by the tokens of all of them, not of one's own.
+        Gradients are summed over ranks, so the loss of the local tokens is divided by the token count of all ranks.
 
         Args:
-            logits: [..., vocabulary], sharded over it or not; or a `FusedLoss`'s deferred logits.
-            labels: [...], the next tokens; -100 where one does not count.
-            tokens: `count_tokens` of the step's labels; None where these are all of them.
+            logits: [..., vocabulary], sharded over the vocabulary or not; or a `FusedLoss`'s deferred logits.
+            labels: [...], the next tokens; -100 is ignored.
+            tokens: `count_tokens` of the step's labels; None: `labels` are all labels of the step.
             label_smoothing, z_loss: see `loss.cross_entropy`.
         """
         tokens = self.count_tokens(labels) if tokens is None else tokens
         return cross_entropy(logits, labels, tokens, label_smoothing=label_smoothing, z_loss=z_loss)
 
     def parallelism_report(self) -> ParallelismReport:
-        """Return the report on the model; its `measuring` adds what one step does."""
+        """Return the report on the model; its `measuring` adds the communication of one training step."""
         return ParallelismReport(self._parallel(), self.mesh, self.config)
 
     def clip_gradients(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the model's gradients to `max_norm` and return their norm before, over all ranks; see `gradients`."""
+        """Clip the gradients to `max_norm`, and return their norm over all ranks before clipping."""
         return gradients.clip_gradients(self._parallel().parameters(), max_norm, norm_type)
 
-    def _compiled(self, component: str) -> Compile | None:
-        """Return how `component` is compiled; None if it is not."""
+    def _compile_options(self, component: str) -> Compile | None:
+        """Return the options for compiling `component`; None: it is not compiled."""
         if isinstance(self.config, MegatronFSDPConfig):
             return None
         options = self.config.compile
@@ -248,7 +253,7 @@ class ParallelManager:
 
     def _parallel(self) -> nn.Module:
         if self._model is None:
-            raise ParallelError("the manager has no model yet: call parallelize(model) first")
+            raise ParallelError("this manager has no model yet: call parallelize(model) first")
         return self._model
 
 
@@ -256,14 +261,14 @@ def _refuse_muon_on_shards(optimizer: torch.optim.Optimizer) -> None:
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     if isinstance(optimizer, torch.optim.Muon) and any(map(_is_sharded, parameters)):
         raise ParallelError(
-            "torch.optim.Muon orthogonalises a sharded weight by DTensor's products, whose sums over the ranks are in "
-            "bfloat16, so it steps otherwise than one process: take titanplans.parallel.build_optimizers(model, "
+            "torch.optim.Muon orthogonalises a sharded weight by DTensor matrix products, which are summed over the ranks in "
+            "bfloat16, so its step differs from that of one process: use titanplans.parallel.build_optimizers(model, "
             'Optimizer(name="Muon"))'
         )
 
 
 def _is_sharded(parameter: torch.Tensor) -> bool:
-    """Whether several ranks hold a part of it each: a mesh of one rank shards nothing."""
+    """Whether `parameter` is sharded over a mesh dimension of more than one rank."""
     return isinstance(parameter, DTensor) and any(
         not placement.is_replicate() and parameter.device_mesh.size(dim) > 1
         for dim, placement in enumerate(parameter.placements)
@@ -278,21 +283,21 @@ def _check_at_first_forward(model: nn.Module) -> None:
     handle = model.register_forward_pre_hook(check, prepend=True)
 
 
-def _device_type(asked: str | None) -> str:
-    """Return the type of device that the process group's tensors can have.
+def _device_type(requested: str | None) -> str:
+    """Return `requested`, or by default a device type for which the process group has a backend.
 
     Raises:
-        ParallelError: the group has no backend for `asked`.
+        ParallelError: the process group has no backend for `requested`.
     """
     if not dist.is_initialized():
-        return asked or default_device_type()  # the mesh names the missing backend
-    there = group_device_types()
-    if asked is None:
-        found = default_device_type()
-        return found if found in there else "cpu"
-    if asked not in there:
+        return requested or default_device_type()  # `Mesh` raises the error that there is no process group
+    supported = group_device_types()
+    if requested is None:
+        default = default_device_type()
+        return default if default in supported else "cpu"
+    if requested not in supported:
         raise ParallelError(
-            f"device_type = {asked!r}, but the process group has backends for {', '.join(there)}: initialize it by "
-            f"process_group({asked!r}), or leave device_type out"
+            f"device_type = {requested!r}, but the process group has backends for {', '.join(supported)}: initialize it by "
+            f"process_group({requested!r}), or omit device_type"
         )
-    return asked
+    return requested

@@ -1,4 +1,4 @@
-"""The memory that a device has."""
+"""The memory size of a device."""
 
 import os
 from pathlib import Path
@@ -6,13 +6,13 @@ from pathlib import Path
 import torch
 
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""Of this container, where there is one: cgroups of version 2 and 1. "max", or more than there is, is no limit."""
+"""The memory limit of this container, in cgroups of version 2 and 1. "max", or more than the machine has, is no limit."""
 
 
 def memory(device: torch.device) -> int:
-    """Return the bytes of memory of a GPU; or of the machine, within its container's limit, used ones included."""
+    """Return the total memory in bytes, used or free: of a GPU, or of the machine within its container's limit."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory  # asks without a context on the GPU
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return torch.cuda.get_device_properties(device).total_memory  # creates no CUDA context
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [Path(file).read_text().strip() for file in _LIMITS if Path(file).exists()]
-    return min([there, *(int(limit) for limit in limits if limit != "max")])
+    return min([physical, *(int(limit) for limit in limits if limit != "max")])

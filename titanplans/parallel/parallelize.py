@@ -1,7 +1,6 @@
-"""`parallelize`: how a model becomes a parallel one, top-down: float8, tensor and context parallelism, recomputation,
-compile, data parallelism. The one door: torchtitan's trainer and `ParallelManager` come through here, too.
+"""`parallelize`: the steps that make a model parallel, in order, and the reason for that order.
 
-Each step is a named function in a file of its own. Here is what comes after what, and why.
+Jobs and torchtitan's trainer call `parallelize`, pipeline jobs `parallelize_stage`, `ParallelManager` `apply_steps`.
 """
 
 import logging
@@ -30,7 +29,7 @@ from titanplans.parallel.compile import apply_compile, compile_options, one_grap
 from titanplans.parallel.compile.async_tp import has_nccl
 from titanplans.parallel.ddp import apply_ddp, refuse_model
 from titanplans.parallel.fsdp import check_shard, shard
-from titanplans.parallel.mesh.cuts import fsdp_mesh, meshes_of_experts, meshes_to_cut
+from titanplans.parallel.mesh.cuts import expert_meshes, fsdp_mesh, split_meshes
 from titanplans.parallel.mesh.degrees import refuse_degrees
 from titanplans.parallel.mesh.mesh import mesh_of_one
 from titanplans.parallel.optimizers.roles import find_roles
@@ -57,7 +56,7 @@ Config = FSDP2Config | DDPConfig
 _TORCHTITANS = ActivationCheckpoint(
     mode="selective", selective_ac_option="op", per_op_sac_keep_attention=False
 )
-"""Stands for a policy of torchtitan's where contradictions are looked up: it may recompute attention, and keep operators."""
+"""Stands for any policy of torchtitan's in the compatibility checks: it may recompute attention, and keep operators."""
 
 
 def parallelize(
@@ -73,53 +72,54 @@ def parallelize(
     plan: PlanSource = None,
     loss_parallel: bool = True,
 ) -> nn.Module:
-    """Parallelise `model` in place and return it; torchtitan's `parallelize_fn` convention.
+    """Parallelise `model` in place and return it, by the signature of torchtitan's `parallelize_fn`.
 
-    The options come from `config`, or, where a caller has torchtitan's own, from its sections, which are read by the names
-    that their fields and ours have in common.
+    The options come either from `config`, or from torchtitan's config sections: a field of a section sets the option of
+    the same name.
 
     Args:
-        model: a causal language model (token ids [batch, sequence] in, logits out), normally on meta. Under DDP a model
-            on meta takes every step but the last: call `apply_data_parallelism` once it has values.
+        model: a causal language model (token ids [batch, sequence] in, logits out), normally on meta. Under DDP all steps
+            but the last are applied to a model on meta: call `apply_data_parallelism` once it has values.
         parallel_dims: torchtitan's ParallelDims, of any `spmd_backend`, or a `Mesh`.
         config: the options; instead of the four sections.
         training, parallelism, compile_config: torchtitan's sections of these names.
         ac_config: what to recompute: an `ActivationCheckpoint`, a torchtitan ActivationCheckpointing.Config, or None for
-            what `config` says.
-        dump_folder: folder for what a step writes.
-        plan: with torchtitan's sections: a plan of the user's own; None for the registered one. See `apply_plan`.
+            that of `config`.
+        dump_folder: folder for files that a training step writes, such as the picture of a memory budget.
+        plan: with torchtitan's sections: a custom plan; None for the registered one. See `apply_plan`.
         loss_parallel: with torchtitan's sections: keep the logits sharded over the vocabulary (a DTensor, `Shard(-1)`).
 
     Raises:
         PlanError: the plan does not fit the model or the degree.
-        OptionError: an option can't be honoured; the error has its name.
-        ParallelError: the mesh or the model does not allow it. All before any weight moves.
+        OptionError: an option can't be honoured.
+        ParallelError: the mesh or the model does not allow it. All errors are raised before any weight moves.
     """
     sections = [section for section in (training, parallelism, compile_config) if section is not None]
     if config is not None and (sections or plan is not None or not loss_parallel):
         raise ParallelError(
-            "parallelize was given config, which has the sections, the plan and loss_parallel already: give either config "
-            "or those arguments"
+            "parallelize got config, which already contains the sections, the plan and loss_parallel: give either config or "
+            "those arguments"
         )
     if config is None:
         config = _from_sections(sections, compile_config, plan, loss_parallel)
     if ac_config is not None:
-        ours = isinstance(ac_config, ActivationCheckpoint)
-        config = config.replace(activation_checkpoint=ac_config if ours else _TORCHTITANS)
+        is_ours = isinstance(ac_config, ActivationCheckpoint)
+        config = config.replace(activation_checkpoint=ac_config if is_ours else _TORCHTITANS)
     check_compatible(model, parallel_dims, config)
     apply_steps(model, parallel_dims, config, ac_config, dump_folder)
     return model
 
 
 def parallelize_stage(
-    model: nn.Module, stages: Stages, number: int, parallel_dims: Any, config: Config, dump_folder: str = ""
+    model: nn.Module, stages: Stages, index: int, parallel_dims: Any, config: Config, dump_folder: str = ""
 ) -> None:
-    """Make `model`, a copy of a whole one on meta, the stage of this `number` of a pipeline, and parallelise it, in place.
+    """Turn `model`, an unsplit model on meta, into stage `index` of a pipeline and parallelise it, in place.
 
-    The plan is checked against the whole model. Arguments and errors are those of `parallelize`.
+    The plan is checked against the unsplit model, before the modules of other stages are removed. The other arguments
+    and the errors are those of `parallelize`.
     """
     check_compatible(model, parallel_dims, config, stage=True)
-    apply_steps(model, parallel_dims, config, dump_folder=dump_folder, stage=(stages, number))
+    apply_steps(model, parallel_dims, config, dump_folder=dump_folder, stage=(stages, index))
     stage = record_of(model).stage
     assert stage is not None
     stage.watch()
@@ -133,16 +133,20 @@ def apply_steps(
     dump_folder: str = "",
     stage: tuple[Stages, int] | None = None,
 ) -> None:
-    """Do what `parallelize` does once nothing is to be refused; the arguments are its, and those of `parallelize_stage`."""
+    """Apply the steps of `parallelize` after `check_compatible`; `stage`: the pipeline's stages and the index of this one.
+
+    Raises:
+        PlanError, OptionError, ParallelError: as `parallelize`.
+    """
     record, over = record_of(model), fsdp_mesh(mesh)
-    meshes, experts = meshes_to_cut(mesh), meshes_of_experts(mesh)
+    meshes, experts = split_meshes(mesh), expert_meshes(mesh)
     backend = None if meshes is None else dist.get_backend(meshes.tp_cp.get_group())
     checked = _prepare(model, config, Degrees(tp=mesh.tp, cp=mesh.cp, ep=mesh.ep), over.device_type, backend)
     if (converted := record.float8) is not None:
         if config.float8.enable_fsdp_float8_all_gather:
             plan = None if checked is None else checked.plan
             check_gather(model, plan, converted.converted, over.size(over.ndim - 1), config.float8)
-        _log.info(_words(converted))
+        _log.info(_describe_float8(converted))
     if (adapters := record.adapters) is not None:
         _log.info(
             f"LoRA of rank {config.lora.rank}: {len(adapters.modules)} Linear modules, {len(adapters.left)} left out, "
@@ -150,38 +154,39 @@ def apply_steps(
             + (f", {small} frozen weights in NF4" if (small := len(quantised(model))) else "")
         )
 
-    # Before anything wraps a module: a plan names modules as the model has them, and shards whole parameters.
+    # Splitting comes before any wrapper: a plan names modules as the model does, and shards full parameters.
     recomputed = config.activation_checkpoint if ac_config is None else ac_config
     names = None
     if stage is not None:
-        stages, number = stage
-        every = check_activation_checkpointing(model, config.activation_checkpoint)
-        names = [name for name in every if is_present(name, stages.absent[number])]
-        record.stage, record.whole_names = stages.build_stage(model, number), stages.unsplit_names(number)
-        record.steps.append(f"pipeline parallelism, stage {number} of {len(stages)}")
-        checked = None if checked is None else checked.of_stage(stages.absent[number])
+        stages, index = stage
+        # Found while the model is unsplit: a policy such as "every second block" counts the blocks of all stages.
+        recomputed_names = check_activation_checkpointing(model, config.activation_checkpoint)
+        names = [name for name in recomputed_names if is_present(name, stages.absent[index])]
+        record.stage, record.unsplit_names = stages.build_stage(model, index), stages.unsplit_names(index)
+        record.steps.append(f"pipeline parallelism, stage {index} of {len(stages)}")
+        checked = None if checked is None else checked.of_stage(stages.absent[index])
     if checked is not None:
-        # Data parallelism is over all ranks that see other tokens, and sums their gradients.
-        sharing = None if experts is None else experts.sharing
-        capacity = getattr(config, "expert_capacity_factor", None)  # DDP shares out no experts
-        if meshes is None:  # experts alone
+        ep = None if experts is None else experts.ep
+        capacity = getattr(config, "expert_capacity_factor", None)  # DDP has no expert parallelism
+        if meshes is None:  # expert parallelism alone
             meshes = meshes_of(mesh_of_one(over.device_type))
-        record.plan = split(checked, choose_way(checked, meshes, sharing, capacity, sum_over_cp=False))
+        # sum_over_cp=False: data parallelism includes the context-parallel ranks, and sums their gradients.
+        record.plan = split(checked, choose_way(checked, meshes, ep, capacity, sum_over_cp=False))
         counts = Counter(type(style).__name__ for style in record.plan.styles.values())
         degrees = {
             name: degree
             for name, degree in (("tensor", mesh.tp), ("context", mesh.cp), ("expert", mesh.ep))
             if degree > 1
         }
-        said = ", ".join(f"{name} parallel {degree}" for name, degree in degrees.items()).capitalize()
-        _log.info(f"{said}: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
+        title = ", ".join(f"{name} parallel {degree}" for name, degree in degrees.items()).capitalize()
+        _log.info(f"{title}: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
         record.steps += [f"{name} parallelism" for name in degrees]
 
     # Before compile, so that the compiler sees the recomputation.
     if config.activation_checkpoint.mode != "none":
         apply_activation_checkpointing(model, recomputed, dump_folder, names)
         record.steps.append("activation checkpointing")
-        record.policy = _in_words(recomputed)
+        record.policy = _describe_recomputation(recomputed)
 
     # Before data parallelism, whose hooks on blocks and parameters stay outside the compiled graphs.
     if config.compile.blocks:
@@ -194,9 +199,7 @@ def apply_steps(
 
 
 def dry_run(model: nn.Module, config: Config, degrees: Degrees, device_type: str) -> None:
-    """Take the steps of `parallelize` that need no mesh, on a model on meta, which is of no use afterwards.
-
-    What depends on the meshes is refused in `parallelize`.
+    """Check what `parallelize` checks without a mesh. `model` is on meta, and can't be used afterwards.
 
     Raises:
         PlanError, OptionError, ParallelError: as `parallelize`.
@@ -212,7 +215,7 @@ def _prepare(
     device_type: str,
     backend: str | None = None,
 ) -> Checked | None:
-    """Prepare the modules of `model` and check its plan; None where nothing is split. Nothing is logged."""
+    """Convert to float8, add adapters and freeze; then check the plan against `model`. None if all degrees are 1."""
     record = record_of(model)
     record.float8, record.adapters, frozen = prepare(
         model,
@@ -223,29 +226,30 @@ def _prepare(
         compiled=bool(config.compile.blocks),
         refuse=lambda why: config.error("freeze", why),
     )
-    done = {"float8": record.float8, "LoRA": record.adapters, "freezing": frozen}
-    record.steps += [step for step, change in done.items() if change is not None]
+    changes = {"float8": record.float8, "LoRA": record.adapters, "freezing": frozen}
+    record.steps += [step for step, change in changes.items() if change is not None]
     checked = None
     if degrees != Degrees():
-        options, weights = TPOptions(degrees), None
+        options, weight_dtype = TPOptions(degrees), None
         if isinstance(config, FSDP2Config):
-            weights = dtype(config.mixed_precision_param)
+            weight_dtype = dtype(config.mixed_precision_param)
             options = replace(
                 options,
                 loss_parallel=not config.disable_loss_parallel,
                 sequence_parallel=config.enable_sequence_parallel,
             )
-        checked = check(resolve_plan(config.plan, model, options), model, backend, weights)
+        checked = check(resolve_plan(config.plan, model, options), model, backend, weight_dtype)
 
-    # Parameters lose what a model has marked on them when they are sharded, and modules their numbers when they are split.
+    # Roles are found now: a sharded parameter is a new tensor without the model's marks (`_no_weight_decay`), and split
+    # modules no longer have the full head counts, from which a plan computes packed sections.
     if record.roles is None:
-        known = None if checked is None else checked.plan.styles
-        record.roles = find_roles(model, config.plan, known)
+        styles = None if checked is None else checked.plan.styles
+        record.roles = find_roles(model, config.plan, styles)
     return checked
 
 
 def apply_data_parallelism(model: nn.Module, mesh: Any, config: Config) -> None:
-    """Take the last step: FSDP2 at every size (over one rank it still gives mixed precision), or DDP."""
+    """Apply FSDP2 or DDP, the last step. FSDP2 is applied over one rank too, for its mixed precision."""
     if isinstance(config, DDPConfig):
         record_of(model).replicas = _ddp_mesh(mesh)
         apply_ddp(model, _ddp_mesh(mesh), config)
@@ -255,22 +259,24 @@ def apply_data_parallelism(model: nn.Module, mesh: Any, config: Config) -> None:
     if (autocast := dtype(config.autocast_dtype)) is not None:
         apply_autocast(model, over.device_type, autocast)
         record_of(model).steps.append("autocast")
-    experts = meshes_of_experts(mesh)
+    experts = expert_meshes(mesh)
     for module in model.modules():
         if isinstance(module, StandInModule):
             module.compute_in(dtype(config.mixed_precision_param))
     shard(model, over, config, over if experts is None else experts.fsdp)
-    gathers = config.float8.enable_fsdp_float8_all_gather
-    if gathers:
+    gathers_float8 = config.float8.enable_fsdp_float8_all_gather
+    if gathers_float8:
         gather_in_float8(model)
-    split = mesh.tp_enabled and not gathers and config.float8.recipe_name == "tensorwise"
-    if config.float8.precompute_float8_dynamic_scale_for_fsdp or split:
+    has_tp_scales = mesh.tp_enabled and not gathers_float8 and config.float8.recipe_name == "tensorwise"
+    if config.float8.precompute_float8_dynamic_scale_for_fsdp or has_tp_scales:
         seek_scales_together(model, dtype(config.mixed_precision_param))
     record_of(model).steps.append("FSDP2")
 
 
 def check_compatible(model: nn.Module, mesh: Any, config: Config, *, stage: bool = False) -> None:
-    """Refuse what can't be honoured of `config` for `model` on `mesh`, or for a `stage` of it; nothing is touched.
+    """Refuse options of `config` that can't be honoured for `model` on `mesh`; the model is not changed.
+
+    `stage`: the model will become a pipeline stage, so a pipeline degree above 1 is allowed.
 
     Raises:
         OptionError, ParallelError: as `parallelize`.
@@ -305,43 +311,46 @@ def check_compatible(model: nn.Module, mesh: Any, config: Config, *, stage: bool
 def _from_sections(
     sections: Sequence[Any], compile_config: Any, plan: Any, loss_parallel: bool
 ) -> FSDP2Config:
-    given: dict[str, Any] = {"plan": plan, "disable_loss_parallel": not loss_parallel}
+    options: dict[str, Any] = {"plan": plan, "disable_loss_parallel": not loss_parallel}
     for section in sections:
-        given |= _common(FSDP2Config, section)
+        options |= _common_fields(FSDP2Config, section)
     if compile_config is not None and compile_config.enable:
-        given["compile"] = Compile(**_common(Compile, compile_config))
-    return FSDP2Config(**given)
+        options["compile"] = Compile(**_common_fields(Compile, compile_config))
+    return FSDP2Config(**options)
 
 
-def _common(cls: type[Options], section: Any) -> dict[str, Any]:
-    """Return the fields that a section of torchtitan's and a group of our options have in common, but for nested groups."""
+def _common_fields(cls: type[Options], section: Any) -> dict[str, Any]:
+    """Return the values of the fields that `cls` and `section`, of torchtitan's config, both have, except nested groups."""
     names = [field.name for field in options_of(cls) if not isinstance(field.default, Options)]
     return {name: getattr(section, name) for name in names if hasattr(section, name)}
 
 
 def dtype(name: str | None) -> torch.dtype | None:
-    """Return the dtype called `name`."""
+    """Return torch's dtype of this name; None for None."""
     return None if name is None else getattr(torch, name)
 
 
 def on_meta(model: nn.Module) -> bool:
-    """Whether some parameter or buffer of `model` has no value yet."""
+    """Whether some parameter or buffer of `model` is on meta."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-def _words(done: Conversion) -> str:
-    how = ", emulated" if done.emulated else ""
-    return f"Float8 {done.recipe}{how}: {len(done.converted)} Linear modules, {len(done.filtered)} left out"
+def _describe_float8(conversion: Conversion) -> str:
+    emulated = ", emulated" if conversion.emulated else ""
+    return (
+        f"Float8 {conversion.recipe}{emulated}: {len(conversion.converted)} Linear modules, "
+        f"{len(conversion.filtered)} left out"
+    )
 
 
-def _in_words(recomputed: Any) -> str:
-    """Return the recomputation in words, with the options that are not their defaults."""
-    if not isinstance(recomputed, ActivationCheckpoint):
-        return type(recomputed).__qualname__
-    given = {field.name: getattr(recomputed, field.name) for field in options_of(ActivationCheckpoint)}
-    default = ActivationCheckpoint(mode=recomputed.mode)
-    words = [f"{name} = {show(value)}" for name, value in given.items() if value != getattr(default, name)]
-    return recomputed.mode + (f" ({', '.join(words)})" if words else "")
+def _describe_recomputation(options: Any) -> str:
+    """Return the mode of recomputation and the options that are not at their defaults."""
+    if not isinstance(options, ActivationCheckpoint):
+        return type(options).__qualname__
+    values = {field.name: getattr(options, field.name) for field in options_of(ActivationCheckpoint)}
+    default = ActivationCheckpoint(mode=options.mode)
+    changed = [f"{name} = {show(value)}" for name, value in values.items() if value != getattr(default, name)]
+    return options.mode + (f" ({', '.join(changed)})" if changed else "")
 
 
 def _ddp_mesh(mesh: Any) -> DeviceMesh:

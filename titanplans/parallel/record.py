@@ -1,4 +1,4 @@
-"""What `parallelize` did to a model: one record, kept with the model, that reports and checks read."""
+"""`ParallelRecord`: what `parallelize` did to a model, stored on the model for reports and checks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,28 +18,28 @@ _NAME = "_parallelized"
 
 @dataclass
 class ParallelRecord:
-    """The steps of `parallelize` that a model has been through, and their results."""
+    """The steps of `parallelize` that were applied to a model, and their results."""
 
     steps: list[str] = field(default_factory=list)
-    """In the order in which they were taken."""
+    """Names of the applied steps, in order."""
 
     roles: Roles | None = None
-    """The role of each parameter for an optimizer, read before the first step."""
+    """The role of each parameter for an optimizer, found before the model is split."""
     replicas: DeviceMesh | None = None
     """The ranks over which DDP replicates the model."""
     stage: Stage | None = None
-    """The stage of a pipeline that the model is; None: it is the whole."""
-    whole_names: Mapping[str, str] = field(default_factory=dict)
-    """Of a stage's parameters that other stages hold, too: the name in the whole model, by that in this one."""
+    """The pipeline stage that the model is; None: it is the complete model."""
+    unsplit_names: Mapping[str, str] = field(default_factory=dict)
+    """Names in the unsplit model, by names in this stage, for parameters that other stages hold too."""
     plan: AppliedPlan | None = None
     float8: Conversion | None = None
     adapters: Adapters | None = None
     policy: str | None = None
-    """The policy of recomputation, in words."""
+    """A description of the recomputation policy."""
     image_check: RemovableHandle | None = None
-    """FSDP2's check that each forward has images on all ranks or on none, if it has a tower whose blocks are units."""
+    """The hook of `fsdp.images.check_images`, if blocks of a vision or audio tower are FSDP units over several ranks."""
 
 
 def record_of(model: nn.Module) -> ParallelRecord:
-    """Return the record of `model`, which is empty before `parallelize`."""
+    """Return the record of `model`, and create an empty one before `parallelize`."""
     return model.__dict__.setdefault(_NAME, ParallelRecord())

@@ -1,4 +1,4 @@
-"""The check that every rank built a model with the same values, before it is split."""
+"""Check that every rank built a model with the same values, before it is split."""
 
 import torch
 import torch.distributed as dist
@@ -10,42 +10,43 @@ from titanplans.text import some
 
 
 def check_equal_values(model: nn.Module, device: torch.device) -> None:
-    """Check that parameters and buffers of `model` are the same on every rank; tensors on meta are passed over.
+    """Check that parameters and buffers of `model` are equal on every rank; tensors on meta are skipped.
 
-    FSDP and tensor parallelism keep each rank's part of that rank's own values. If ranks start from different values,
-    the parts do not belong to one model. Collective over all ranks: one all-reduce of two checksums a tensor, of its
-    shape and of its bytes, weighted by their place.
+    FSDP and tensor parallelism take each rank's shard from that rank's values, so shards of different values would not form
+    one model. Collective over all ranks: one all-reduce of the number of tensors, and one of two checksums per tensor, of
+    its shape and of its bytes weighted by position.
 
     Args:
-        model: whole, not yet parallelised.
+        model: not yet parallelised.
         device: where collectives run.
 
     Raises:
-        ParallelError: names what differs.
+        ParallelError: the values, or the numbers of tensors, differ; the error names the tensors.
     """
     if dist.get_world_size() == 1:
         return
     tensors = [*model.named_parameters(), *model.named_buffers()]
     named = {name: tensor for name, tensor in tensors if not tensor.is_meta}
-    number = torch.tensor([len(named), -len(named)], device=device)
-    dist.all_reduce(number, dist.ReduceOp.MAX)
-    if number[0] != -number[1]:
+    # The maxima of x and of -x are opposite only if x is the same on all ranks: one all-reduce compares them.
+    count = torch.tensor([len(named), -len(named)], device=device)
+    dist.all_reduce(count, dist.ReduceOp.MAX)
+    if count[0] != -count[1]:
         raise ParallelError(
-            f"ranks have models of {-number[1]} to {number[0]} tensors with values: build the same model on every rank"
+            f"ranks have models of {-count[1]} to {count[0]} tensors with values: build the same model on every rank"
         )
     if not named:
         return
-    sums = torch.tensor([_of_shape_and_bytes(tensor) for tensor in named.values()], device=device)
+    sums = torch.tensor([_checksums(tensor) for tensor in named.values()], device=device)
     both = torch.stack([sums, -sums])
     dist.all_reduce(both, dist.ReduceOp.MAX)
     differ = (both[0] != -both[1]).any(-1).tolist()
     if any(differ):
-        names = [name for name, other in zip(named, differ, strict=True) if other]
+        names = [name for name, differs in zip(named, differ, strict=True) if differs]
         raise ParallelError(
             f"ranks hold different values of {some(names)}: build the model on meta, load the same weights, "
-            "or call torch.manual_seed with one number on every rank before it is built"
+            "or call torch.manual_seed with the same seed on every rank before it is built"
         )
 
 
-def _of_shape_and_bytes(tensor: torch.Tensor) -> list[int]:
+def _checksums(tensor: torch.Tensor) -> list[int]:
     return [hash(tuple(tensor.shape)) % PRIME, checksum(tensor)]

@@ -1,4 +1,4 @@
-"""The meshes over which a model is cut by weights and tokens, by experts, and sharded by FSDP."""
+"""The meshes of tensor and context parallelism, of expert parallelism and of FSDP, from a `Mesh` or ParallelDims."""
 
 from typing import Any, NamedTuple
 
@@ -9,11 +9,12 @@ from titanplans.split.meshes import SplitMeshes, meshes_of
 from titanplans.torch_private.dtensor import concatenate_meshes, flatten_mesh
 
 
-def meshes_to_cut(mesh: Any) -> SplitMeshes | None:
-    """Return the meshes of tensor and context parallelism of `mesh`; None where both degrees are 1.
+def split_meshes(mesh: Any) -> SplitMeshes | None:
+    """Return the meshes of tensor and context parallelism; None if both degrees are 1.
 
     Args:
-        mesh: a `Mesh`, or torchtitan's ParallelDims, where the first call is collective if both are above 1.
+        mesh: a `Mesh`, or torchtitan's ParallelDims. With the latter the first call is collective if both degrees are
+            above 1.
     """
     names = [name for name in ("cp", "tp") if getattr(mesh, name) > 1]
     if not names:
@@ -23,16 +24,16 @@ def meshes_to_cut(mesh: Any) -> SplitMeshes | None:
 
 
 class ExpertMeshes(NamedTuple):
-    """Neighbouring ranks, those of a layer and then those of a sequence and of data, that hold the experts between them."""
+    """The meshes of expert parallelism."""
 
-    sharing: DeviceMesh
-    """1-D, "ep"."""
+    ep: DeviceMesh
+    """1-D: the neighbouring ranks that experts are distributed over, taken from tp first, then from cp and dp_shard."""
     fsdp: DeviceMesh
-    """The ranks that hold the same experts, over which FSDP shards them: "efsdp", behind "dp_replicate" under HSDP."""
+    """The ranks that hold the same experts, over which FSDP shards them: "efsdp", after "dp_replicate" under HSDP."""
 
 
-def meshes_of_experts(mesh: Any) -> ExpertMeshes | None:
-    """Return the meshes of expert parallelism of `mesh`, a `Mesh` or torchtitan's ParallelDims; None where there is none."""
+def expert_meshes(mesh: Any) -> ExpertMeshes | None:
+    """Return the expert-parallel meshes of `mesh`, a `Mesh` or torchtitan's ParallelDims; None if its ep is 1."""
     if mesh.ep == 1:
         return None
     names = ["dp_replicate", "efsdp"] if mesh.dp_replicate_enabled else ["efsdp"]
@@ -40,7 +41,7 @@ def meshes_of_experts(mesh: Any) -> ExpertMeshes | None:
 
 
 def fsdp_mesh(mesh: Any) -> DeviceMesh:
-    """Return the mesh that FSDP shards over: that of `shard_mesh`, after "dp_replicate" where there are copies (HSDP)."""
+    """Return the mesh of FSDP: `shard_mesh`, preceded by "dp_replicate" if its degree is above 1 (HSDP)."""
     shards = shard_mesh(mesh)
     if not mesh.dp_replicate_enabled:
         return shards
@@ -48,11 +49,11 @@ def fsdp_mesh(mesh: Any) -> DeviceMesh:
 
 
 def shard_mesh(mesh: Any) -> DeviceMesh:
-    """Return the 1-D mesh of the ranks that shard a copy of the weights, dp_shard x cp.
+    """Return the 1-D mesh over which FSDP shards one replica of the weights, dp_shard x cp.
 
     Args:
-        mesh: a `Mesh`, or torchtitan's ParallelDims, which calls it "fsdp" under one of its backends, and has none under
-            its default: there "cp" is flattened into "dp_shard", for which the first call is collective.
+        mesh: a `Mesh`, or torchtitan's ParallelDims. ParallelDims has a mesh "fsdp" only with the backend
+            "partial_dtensor"; with its default "dp_shard" and "cp" are flattened, and the first call is collective.
     """
     if isinstance(mesh, Mesh) or mesh.spmd_backend == "partial_dtensor":
         return mesh.get_mesh("fsdp")

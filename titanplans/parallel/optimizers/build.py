@@ -53,7 +53,7 @@ def group_parameters(model: nn.Module, options: Optimizer) -> list[ParameterGrou
         ConfigError: a group's pattern matches nothing, it has a key that none of its parameters reads, Muon is to have
             what is no matrix, or has nothing.
     """
-    roles, whole = _roles(model), record_of(model).whole_names
+    roles, whole = _roles(model), record_of(model).unsplit_names
     is_stage = record_of(model).stage is not None  # other stages may have what a group is for
     claimed: dict[int, list[tuple[str, nn.Parameter, Role]]] = {}
     frozen = []
@@ -117,7 +117,7 @@ def build_optimizers(model: nn.Module, options: Optimizer, **settings: Any) -> l
 
 def _muon(model: nn.Module, members: list[dict[str, Any]]) -> Muon:
     roles, sections = _roles(model), {}
-    whole = record_of(model).whole_names
+    whole = record_of(model).unsplit_names
     for name, parameter, module in named(model):
         name = whole.get(name, name)
         if (own := roles.of(name, parameter, module).sections) is not None:
