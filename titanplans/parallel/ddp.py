@@ -59,9 +59,9 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, config: DDPConfig) -> None:
         gradient_as_bucket_view=config.gradient_as_bucket_view,
     )
     assert isinstance(model, DDP)
-    # The loss is divided by the tokens of the global batch, so gradients are to be summed, but the reducer averages: multiply
-    # each by the number of ranks first. A communication hook that sums would be wrong with gradients that are reduced
-    # twice before a step: the first sum, which every rank holds, would be summed again.
+    # The loss is divided by the tokens of the global batch, so gradients are to be summed. The reducer averages: multiply
+    # each gradient by the number of ranks first. A communication hook that sums would be wrong with gradients that are
+    # reduced twice before a step: the first sum, which every rank holds, would be summed again.
     if mesh.size() > 1:
         for parameter in model.parameters():
             if parameter.requires_grad:

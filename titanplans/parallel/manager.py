@@ -261,7 +261,7 @@ def _refuse_muon_on_shards(optimizer: torch.optim.Optimizer) -> None:
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     if isinstance(optimizer, torch.optim.Muon) and any(map(_is_sharded, parameters)):
         raise ParallelError(
-            "torch.optim.Muon orthogonalises a sharded weight by DTensor matrix products, which are summed over the ranks in "
+            "torch.optim.Muon orthogonalises a sharded weight by DTensor matrix products, which are summed over ranks in "
             "bfloat16, so its step differs from that of one process: use titanplans.parallel.build_optimizers(model, "
             'Optimizer(name="Muon"))'
         )

@@ -1,1 +1,1 @@
-"""Degrees, the device mesh, process groups and how ranks find each other."""
+"""Parallelism degrees, the device mesh, the process group and its rendezvous."""

@@ -1,30 +1,30 @@
-"""Which degrees can't be honoured."""
+"""Refuse degrees that a strategy or entry point can't honour."""
 
 from typing import Any
 
 from titanplans.errors import ParallelError
 
 NOT_FOR_DDP = (
-    "DDP can't copy split layers; take FSDP2Config with dp_replicate at the number of copies and dp_shard at 1, which sums "
-    "gradients over the copies as DDP does"
+    "DDP can't replicate split layers; take FSDP2Config with dp_replicate at the number of replicas and dp_shard at 1, which "
+    "sums gradients over the replicas as DDP does"
 )
 
 
 def refuse_degrees(degrees: Any, *, ddp: bool = False, stage: bool = False) -> None:
-    """Refuse the degrees that can't be honoured: of a whole model, or by DDP, which copies whole models.
+    """Refuse a pipeline degree except for a stage, and under DDP also tensor-, expert-parallel and sharding degrees.
 
     Args:
-        degrees: `Degrees`, resolved, a `Mesh` or torchtitan's ParallelDims.
+        degrees: resolved `Degrees`, a `Mesh` or torchtitan's ParallelDims.
         ddp: whether the strategy is DDP.
-        stage: it is for a stage of a pipeline.
+        stage: the model is a stage of a pipeline.
 
     Raises:
-        ParallelError: a pipeline degree above 1 for a whole model; under DDP also a tensor, shard or expert degree.
+        ParallelError: one of these degrees is above 1.
     """
     if degrees.pp > 1 and not stage:
         raise ParallelError(
-            f"pp = {degrees.pp}: this entry parallelises whole models, and stages are made by jobs: set it to 1, or start a "
-            f"job with parallelism.pipeline_parallel_degree = {degrees.pp}"
+            f"pp = {degrees.pp}: only jobs build pipeline stages, and this entry parallelises a complete model: set it to 1, "
+            f"or start a job with parallelism.pipeline_parallel_degree = {degrees.pp}"
         )
     if ddp and degrees.ep > 1:
         raise ParallelError(f"ddp with ep = {degrees.ep}: DDP copies whole models; take FSDP2Config")

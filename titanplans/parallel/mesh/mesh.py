@@ -1,22 +1,16 @@
-"""The processes as a mesh of five axes, those of size 1 included, and combinations of axes.
+"""`Mesh`: all ranks as a mesh of five axes, including those of size 1, and flattened combinations of axes.
 
     axis           size                         flattened   combines
     pp             pipeline stages              dp          dp_replicate x dp_shard: the ranks that read different data
-    dp_replicate   copies of the model          fsdp        dp_shard x cp: the ranks that shard parameters
-    dp_shard       shards of a copy             dp_cp       dp_replicate x dp_shard x cp: the ranks that sum the loss
-    cp             parts of a sequence          heads       cp x tp: the ranks that share a mixer's heads
-    tp             parts of a layer
+    dp_replicate   replicas of the model        fsdp        dp_shard x cp: the ranks that shard parameters
+    dp_shard       shards of a replica          dp_cp       dp_replicate x dp_shard x cp: the ranks that sum the loss
+    cp             shards of a sequence         heads       cp x tp: the ranks that a mixer's heads are split over
+    tp             shards of a layer
 
-and, with expert parallelism, the same processes in another order of axes: pp, dp_replicate,
+With expert parallelism a second mesh arranges the same ranks along pp, dp_replicate and
 
     efsdp          ranks that hold the same experts, over which FSDP shards them
-    ep             ranks that share the experts: neighbours, so that efsdp x ep = dp_shard x cp x tp
-
-All are slices of one root mesh, so that FSDP and tensor parallelism can combine theirs. Communicators cost memory,
-so none is made twice: all axes of size 1 share one; a combination in which only one axis is longer than 1 is that
-axis itself, under its own name; and dp_cp is dp or fsdp where it holds the same ranks.
-
-Which degrees are possible is in degrees.py, the process group itself in process_group.py.
+    ep             neighbouring ranks that experts are distributed over; efsdp x ep = dp_shard x cp x tp
 """
 
 import math
@@ -40,21 +34,22 @@ _COMBINED = {
     "heads": ("cp", "tp"),
 }
 _ALIASES = {"batch": "dp", "loss": "dp_cp"}
-"""What torchtitan's ParallelDims calls them."""
+"""Names that torchtitan's ParallelDims has for these meshes."""
 
 
 class Mesh:
-    """The meshes of this process, read like torchtitan's ParallelDims: degrees as attributes, meshes by name.
+    """All device meshes of a job, with the interface of torchtitan's ParallelDims: degrees as attributes, meshes by name.
 
-    Building one is collective: every process of the group does so, with the same degrees, and in the
-    same order as other groups and meshes.
+    Construction is collective: every rank constructs it with the same degrees, and in the same order relative to other
+    groups and meshes. All meshes but those of expert parallelism are slices of one root mesh, so that FSDP2 can combine its
+    mesh with that of tensor parallelism.
 
     Args:
-        degrees: at most one of them -1.
-        device_type: "cpu", "cuda", …, what the meshes' tensors live on.
+        degrees: at most one of them -1, which is computed from the world size.
+        device_type: "cpu", "cuda", ...: the device of the tensors that are communicated.
 
     Raises:
-        ParallelError: no process group is up, or the degrees don't fit its size.
+        ParallelError: no process group is initialized, or the degrees do not fit its size.
     """
 
     pp: int
@@ -63,10 +58,10 @@ class Mesh:
     cp: int
     tp: int
     ep: int
-    """1: all ranks of a layer share the width of each expert."""
+    """1: no expert parallelism; TP splits each expert's width."""
 
     dp_enabled: bool
-    """Whether the size of this combination is above 1; so for every axis and combination."""
+    """Whether the size of the axis or combination is above 1, as for the other names below."""
     dp_replicate_enabled: bool
     dp_shard_enabled: bool
     fsdp_enabled: bool
@@ -87,74 +82,78 @@ class Mesh:
         vars(self).update(sizes, ep=degrees.ep, ep_enabled=degrees.ep > 1)
         for name, axes in ({name: (name,) for name in sizes} | _COMBINED).items():
             setattr(self, f"{name}_enabled", math.prod(sizes[axis] for axis in axes) > 1)
-        self.world_mesh = _root(sizes, device_type)
+        self.world_mesh = _root_mesh(sizes, device_type)
         self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
-        self._of_experts = self._sparse(device_type) if degrees.ep > 1 else None
-        self._combined = self._combine()  # now, not when first asked for: making a group is collective
+        self._expert_mesh = self._make_expert_mesh(device_type) if degrees.ep > 1 else None
+        self._combined = self._combine()  # now, not on first use: creating a group is collective
 
     def get_mesh(self, names: str | Sequence[str]) -> DeviceMesh:
-        """Return the mesh of one axis or combination, or of several, outermost first; of size 1 too.
+        """Return the mesh of one axis or combination, or of several, outermost first; its size may be 1.
+
+        The same names return the same object each time.
 
         Args:
-            names: "pp", "dp_replicate", "dp_shard", "cp", "tp", "dp" (or "batch"), "fsdp", "dp_cp" (or
-                "loss"), "heads", or several of them that don't overlap.
-
-        The same names give the same object each time.
+            names: "pp", "dp_replicate", "dp_shard", "cp", "tp", "dp" (or "batch"), "fsdp", "dp_cp" (or "loss"), "heads", or
+                several of them that don't overlap; with expert parallelism also those that end in "efsdp" or "ep".
 
         Raises:
-            ParallelError: an unknown name, names that overlap, or not in the order of the axes.
+            ParallelError: a name is unknown, names overlap, or they are not in the order of the axes.
         """
         key = tuple(_ALIASES.get(name, name) for name in ([names] if isinstance(names, str) else names))
-        if self._of_experts is not None and key[-1:] in (("ep",), ("efsdp",)):
-            return self._of_experts[key]
+        if self._expert_mesh is not None and key[-1:] in (("ep",), ("efsdp",)):
+            return self._expert_mesh[key]
         if key not in self._meshes:
             self._check(key)
             single = [self._combined.get(name) or self.world_mesh[name] for name in key]
             axes = tuple(name for mesh in single for name in mesh.mesh_dim_names or ())
-            sliced = set(axes) <= set(self.degrees.as_sizes())
-            self._meshes[key] = self.world_mesh[axes] if sliced else concatenate_meshes(single)
+            is_slice = set(axes) <= set(self.degrees.as_sizes())
+            self._meshes[key] = self.world_mesh[axes] if is_slice else concatenate_meshes(single)
         return self._meshes[key]
 
     def get_optional_mesh(self, names: str | Sequence[str]) -> DeviceMesh | None:
-        """Return the mesh as `get_mesh` does; None if one of `names` has size 1 and is not "fsdp".
+        """Return `get_mesh(names)`; None if one of `names` has size 1 and is not "fsdp".
 
-        "fsdp" is always there, as in torchtitan: at size 1 FSDP still gives mixed precision.
+        "fsdp" is always returned, as in torchtitan: FSDP over one rank still applies mixed precision.
         """
         names = [names] if isinstance(names, str) else list(names)
-        there = [name == "fsdp" or self.get_mesh(name).size() > 1 for name in names]
-        return self.get_mesh(names) if all(there) else None
+        exists = [name == "fsdp" or self.get_mesh(name).size() > 1 for name in names]
+        return self.get_mesh(names) if all(exists) else None
 
     @property
     def non_data_parallel_size(self) -> int:
-        """The number of ranks that work on the same batch, as torchtitan calls it."""
+        """The number of ranks that work on the same batch; torchtitan's name."""
         return self.cp * self.tp * self.pp
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Give the groups of all meshes, and the default group, this timeout."""
-        experts = [] if self._of_experts is None else [self._of_experts]
+        """Set the timeout of the groups of all meshes and of the default group."""
+        experts = [] if self._expert_mesh is None else [self._expert_mesh]
         for mesh in (self.world_mesh, *self._combined.values(), *experts):
             for group in mesh.get_all_groups():
                 set_group_timeout(timeout, group)
         set_group_timeout(timeout, None)
 
-    def _sparse(self, device_type: str) -> DeviceMesh:
-        """Return the mesh of the axes of experts."""
+    def _make_expert_mesh(self, device_type: str) -> DeviceMesh:
         d = self.degrees
         sizes = {"pp": d.pp, "dp_replicate": d.dp_replicate}
-        return _root(sizes | {"efsdp": d.dp_shard * d.cp * d.tp // d.ep, "ep": d.ep}, device_type)
+        return _root_mesh(sizes | {"efsdp": d.dp_shard * d.cp * d.tp // d.ep, "ep": d.ep}, device_type)
 
     def _combine(self) -> dict[str, DeviceMesh]:
-        made: dict[tuple[str, ...], DeviceMesh] = {}
+        """Return the mesh of each combination, without a second communicator for the same ranks: they cost memory.
+
+        A combination with at most one axis longer than 1 is the mesh of that axis, under the axis' name. dp_cp is dp or
+        fsdp if it has the same ranks.
+        """
+        by_axes: dict[tuple[str, ...], DeviceMesh] = {}
         combined = {}
         for name, axes in _COMBINED.items():
-            alone = "dp_shard" if "dp_shard" in axes else axes[0]
-            long = tuple(axis for axis in axes if getattr(self, axis) > 1) or (alone,)
-            if long not in made:
-                made[long] = (
+            fallback = "dp_shard" if "dp_shard" in axes else axes[0]
+            long = tuple(axis for axis in axes if getattr(self, axis) > 1) or (fallback,)
+            if long not in by_axes:
+                by_axes[long] = (
                     self.world_mesh[long] if len(long) == 1 else flatten_mesh(self.world_mesh[long], name)
                 )
-                _copy_timeout(made[long])
-            combined[name] = made[long]
+                _copy_timeout(by_axes[long])
+            combined[name] = by_axes[long]
         return combined
 
     def _check(self, key: tuple[str, ...]) -> None:
@@ -175,8 +174,8 @@ class Mesh:
         return f"Mesh({sizes}, {self.world_mesh.device_type!r})"
 
 
-def _root(sizes: dict[str, int], device_type: str) -> DeviceMesh:
-    """Return the mesh of all five axes, whose groups of one rank are one group."""
+def _root_mesh(sizes: dict[str, int], device_type: str) -> DeviceMesh:
+    """Return the mesh of all ranks with axes of `sizes`; axes of size 1 share one group, since groups cost memory."""
     long = {name: size for name, size in sizes.items() if size > 1}
     groups: dict[str, Any] = {}
     if long:
@@ -184,8 +183,8 @@ def _root(sizes: dict[str, int], device_type: str) -> DeviceMesh:
         _copy_timeout(mesh)
         groups = {name: mesh.get_group(name) for name in long}
     if len(long) < len(sizes):
-        alone = _group_of_one()
-        groups |= {name: alone for name in sizes if name not in long}
+        group_of_one = _group_of_one()
+        groups |= {name: group_of_one for name in sizes if name not in long}
     return DeviceMesh.from_group(
         [groups[name] for name in sizes],
         device_type,
@@ -200,19 +199,19 @@ def mesh_of_one(device_type: str) -> DeviceMesh:
 
 
 def _group_of_one() -> dist.ProcessGroup:
-    """Return a group of this rank alone, without the world's other ranks making theirs here too."""
+    """Return a group of only this rank. Collective over all ranks if NCCL is bound to a device."""
     default = dist.group.WORLD
-    assert default is not None  # `Mesh` has seen to it
+    assert default is not None  # `Mesh` has checked it
     if default.size() == 1:
         return default
     if default.bound_device_id is None:
         return cast(dist.ProcessGroup, dist.new_group([dist.get_rank()], use_local_synchronization=True))
-    # NCCL splits a communicator then, in which all ranks have to take part.
+    # Bound to a device, NCCL creates a group by splitting a communicator, in which all ranks take part.
     return cast(dist.ProcessGroup, dist.split_group(split_ranks=[[rank] for rank in range(default.size())]))
 
 
 def _copy_timeout(mesh: DeviceMesh) -> None:
-    """Give the groups of `mesh` the default group's timeout: torch gives them its own."""
+    """Set the default group's timeout on the groups of `mesh`: torch gives new groups its own default."""
     timeout = default_timeout(mesh.device_type)
     if timeout is not None:
         for group in mesh.get_all_groups():

@@ -1,10 +1,7 @@
-"""The process group around a job: brought up from torchrun's variables or for one process, and torn down.
+"""The default process group of a job, with this process' backend, device and CPU threads.
 
-    with process_group() as process:
-        model.to(process.device)
-
-Here are the backend, the device and the CPU threads of this process. How the processes are arranged
-into axes is in mesh.py.
+with process_group() as process:
+    model.to(process.device)
 """
 
 import os
@@ -27,18 +24,18 @@ from titanplans.torchrun import Ranks, read_ranks
 
 @dataclass(frozen=True)
 class Process:
-    """This process among the others."""
+    """The rank and the device of this process."""
 
     device: torch.device
-    """Its own device, with an index unless it is the CPU."""
+    """With an index, unless it is the CPU."""
     rank: int
     """0 to `world_size` - 1."""
     world_size: int
-    """Processes in all."""
+    """Number of processes."""
     local_rank: int
     """0 to `local_world_size` - 1."""
     local_world_size: int
-    """Processes on this machine."""
+    """Number of processes on this machine."""
 
 
 @contextmanager
@@ -49,27 +46,24 @@ def process_group(
     timeout: timedelta = timedelta(minutes=10),
     threads: int | Literal["auto"] = "auto",
 ) -> Iterator[Process]:
-    """Bring the default process group up for the body, and down after it, however it ends.
+    """Initialize the default process group for the body of the `with`, and destroy it afterwards.
 
-    Under torchrun the processes are torchrun's. With none of its variables set there is one process,
-    which needs no address and no port.
+    The ranks are those of torchrun's environment variables. If none is set, the group has one process, which needs no
+    address and no port.
 
-    After an exception, Ctrl-C included, the group is aborted, not closed: nobody waits for a rank that
-    will not come, and ranks that wait for this one get an error. A Ctrl-C that arrives during the
-    tear-down takes effect after it, by the handler that was there before.
+    After an exception, including Ctrl-C, the group is aborted instead of destroyed: this rank does not wait for ranks that
+    have failed, and ranks that wait for this one get an error. A Ctrl-C during the teardown is handled after it.
 
     Args:
-        device_type: "cuda", "cpu", …; None for the accelerator that torch sees, or else the CPU.
-        cpu_offload: also initialize gloo, for tensors on the CPU, next to the accelerator's backend.
-        timeout: of every collective of the default group; `Mesh` gives its groups the same.
-        threads: intra-op CPU threads of this process, until the end of the body. "auto": the cores of
-            this process' affinity mask, shared evenly by the ranks of the machine. With OMP_NUM_THREADS
-            set, "auto" leaves the number as it is; but a 1 that torchrun has set itself, which it does
-            wherever a machine has several ranks, does not count.
+        device_type: "cuda", "cpu", ...; None: the accelerator that torch sees, else the CPU.
+        cpu_offload: also initialize gloo, for tensors on the CPU, in addition to the accelerator's backend.
+        timeout: of every collective of the default group; `Mesh` sets the same for its groups.
+        threads: intra-op CPU threads of this process, until the end of the body. "auto": the cores of this process'
+            affinity mask divided by the number of ranks on this machine; unchanged if the user has set OMP_NUM_THREADS.
 
     Raises:
-        ParallelError: a group is already initialized; torchrun's variables are set in part or make no sense; the
-            device is not there; `threads` or `timeout` is not positive.
+        ParallelError: a group is already initialized; torchrun's variables are incomplete or invalid; the device does not
+            exist; `threads` or `timeout` is not positive.
     """
     if dist.is_initialized():
         raise ParallelError(
@@ -77,16 +71,18 @@ def process_group(
             "use it, or call destroy_process_group() first"
         )
     if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-        raise ParallelError(f"timeout = {timeout}: give a time above 0, as datetime.timedelta(minutes=10)")
+        raise ParallelError(
+            f"timeout = {timeout}: give a positive datetime.timedelta, such as timedelta(minutes=10)"
+        )
     process = _process(device_type or default_device_type(), os.environ)
-    number = _threads(threads, process.local_world_size, os.environ)
+    thread_count = _thread_count(threads, process.local_world_size, os.environ)
     backend = backend_for(process.device.type, cpu_offload=cpu_offload)
     threads_before = torch.get_num_threads()
     try:
         if process.device.type != "cpu":
             torch.accelerator.set_device_index(process.device)
-        if number is not None:
-            torch.set_num_threads(number)
+        if thread_count is not None:
+            torch.set_num_threads(thread_count)
         start_process_group(backend, timeout)
         yield process
     except BaseException:
@@ -103,69 +99,70 @@ def process_group(
 
 
 def start_process_group(backend: str, timeout: timedelta) -> None:
-    """Start the default group of the ranks that torchrun's variables name, or of this process alone.
+    """Initialize the default group of the ranks in torchrun's variables, or of only this process if none is set.
 
     Raises:
-        ParallelError: the ranks of this start do not find each other.
+        ParallelError: not all ranks connect within `timeout`.
     """
     ranks = read_ranks(os.environ) or Ranks()
     arguments: dict[str, Any] = {"backend": backend, "timeout": timeout}
     if (store := own_store(ranks, timeout)) is not None:
         arguments |= {"store": store, "rank": ranks.rank, "world_size": ranks.world_size}
-    # Without device_id: bound to a device, NCCL would make each sub-group a collective of the whole world.
+    # No device_id: bound to a device, NCCL makes the creation of each subgroup a collective over all ranks.
     dist.init_process_group(**arguments)
 
 
 def local_device() -> torch.device:
-    """Return the device that LOCAL_RANK gives this process, and make an accelerator torch's current one.
+    """Return the device with the index LOCAL_RANK, and make it the current one if it is an accelerator.
 
     Raises:
-        ParallelError: this process does not see so many devices.
+        ParallelError: this process sees fewer devices.
     """
-    # Some launchers show each process its own device alone.
-    is_alone = torch.accelerator.device_count() == 1
-    device = _device(default_device_type(), 0 if is_alone else int(os.environ.get("LOCAL_RANK", "0")))
+    # Some launchers let each process see only one device, whatever its LOCAL_RANK.
+    sees_one = torch.accelerator.device_count() == 1
+    device = _device(default_device_type(), 0 if sees_one else int(os.environ.get("LOCAL_RANK", "0")))
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
     return device
 
 
 def default_device_type() -> str:
-    """Return the type of the accelerator that torch sees, or "cpu"; "mps" has no collectives and counts as none."""
+    """Return the type of the accelerator that torch sees, else "cpu"; also for "mps", which has no collectives."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None or accelerator.type == "mps" else accelerator.type
 
 
 def backend_for(device_type: str, *, cpu_offload: bool = False) -> str:
-    """Return the backend as `init_process_group` takes it, e.g. "gloo", "nccl", "cpu:gloo,cuda:nccl".
+    """Return the backend string for `init_process_group`, such as "gloo", "nccl" or "cpu:gloo,cuda:nccl".
 
     Raises:
-        ParallelError: torch knows no collectives for `device_type`.
+        ParallelError: torch has no backend for `device_type`.
     """
     backends = dist.Backend.default_device_backend_map
     if device_type not in backends:
-        raise ParallelError(f"device_type = {device_type!r}: torch has collectives for {', '.join(backends)}")
+        raise ParallelError(f"device_type = {device_type!r}: torch has backends for {', '.join(backends)}")
     if device_type == "cpu" or not cpu_offload:
         return backends[device_type]
     return f"cpu:{backends['cpu']},{device_type}:{backends[device_type]}"
 
 
 def available_cores() -> int:
-    """Return the number of CPU cores that this process may run on (its affinity mask, where there is one)."""
+    """Return the number of CPU cores that this process may run on, by its affinity mask if the platform has one."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def _threads(threads: int | str, ranks: int, environ: Mapping[str, str]) -> int | None:
-    """Return the number of threads to set; None to leave it."""
+def _thread_count(threads: int | str, ranks: int, environ: Mapping[str, str]) -> int | None:
+    """Return the number of threads to set; None: leave torch's number unchanged."""
     if threads != "auto":
         if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
-            raise ParallelError(f"threads = {threads!r}: a whole number, 1 or more, or 'auto'")
+            raise ParallelError(f"threads = {threads!r}: give an integer of 1 or more, or 'auto'")
         return threads
     omp = environ.get("OMP_NUM_THREADS")
-    torchruns_own = omp == "1" and "TORCHELASTIC_RUN_ID" in environ and ranks > 1
-    if omp is not None and not torchruns_own:
+    # torchrun sets a 1 itself if it starts several ranks on a machine: it is not the user's.
+    is_torchruns = omp == "1" and "TORCHELASTIC_RUN_ID" in environ and ranks > 1
+    if omp is not None and not is_torchruns:
         return None
     return max(1, available_cores() // ranks)
 
@@ -182,7 +179,7 @@ def _device(device_type: str, local_rank: int) -> torch.device:
     if accelerator is None or accelerator.type != device_type:
         seen = "none" if accelerator is None else accelerator.type
         raise ParallelError(
-            f"device_type = {device_type!r}, but the accelerator torch sees is {seen}: use 'cpu'"
+            f"device_type = {device_type!r}, but the accelerator that torch sees is {seen}: use 'cpu'"
         )
     count = torch.accelerator.device_count()
     if local_rank >= count:
@@ -195,10 +192,10 @@ def _device(device_type: str, local_rank: int) -> torch.device:
 
 @contextmanager
 def _sigint_deferred() -> Iterator[None]:
-    """Hold a Ctrl-C back until the body is over; then the handler that was there before gets it."""
+    """Defer a Ctrl-C until the end of the body, then pass it to the previous handler."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is None:
-        yield  # signals are the main thread's; a handler that Python did not install can't be put back
+        yield  # only the main thread handles signals; None: a handler not installed by Python, which can't be restored
         return
     arrived: list[int] = []
     signal.signal(signal.SIGINT, lambda number, frame: arrived.append(number))

@@ -1,9 +1,4 @@
-"""How the ranks of a job find each other, again after each restart.
-
-torchrun keeps one store for all restarts of a job, and each rank that starts leaves the address at which it can be reached
-under the same keys. A rank that is started again then reads addresses of ranks that are gone. So the ranks of one start
-agree on a part of the store that is theirs alone.
-"""
+"""The rendezvous of a job's ranks, which also works after torchrun restarts them. Start at `own_store`."""
 
 import hashlib
 import os
@@ -17,45 +12,47 @@ import torch.distributed as dist
 from titanplans.errors import ParallelError
 from titanplans.torchrun import Ranks
 
-_SECONDS = 0.01
+_POLL_SECONDS = 0.01
 
 
 def own_store(ranks: Ranks, timeout: timedelta) -> dist.Store | None:
-    """Return a store that only the ranks of this start write to; None where torch's own is such a one.
+    """Return a store for only the ranks of the current start of a job; None: the store that torch creates is one.
 
-    One process needs no address and no port.
+    torchrun has one store for all restarts of a job, in which each rank publishes its address under the same key. So a
+    restarted rank could read addresses of ranks that no longer run. To avoid it, the ranks of one start agree on a prefix.
 
     Raises:
-        ParallelError: nobody is at the store's address any more.
+        ParallelError: the launcher's store is gone, or not all ranks connect within `timeout`.
     """
     if ranks.world_size == 1:
-        return dist.HashStore()
+        return dist.HashStore()  # needs no address and no port
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None  # rank 0 makes a new one
+        return None  # without torchrun's agent rank 0 creates a new store
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     _refuse_gone(host, port)
     store = dist.TCPStore(host, port, ranks.world_size, is_master=False, timeout=timeout)
-    return dist.PrefixStore(_this_start(store, ranks, timeout), store)
+    return dist.PrefixStore(_agree_on_prefix(store, ranks, timeout), store)
 
 
 def _refuse_gone(host: str, port: int) -> None:
-    """Refuse an address where nobody listens: torch would try it for minutes, and it was there before this rank."""
+    """Raise an error if nothing listens at the address: torch would retry for minutes, but it was there before this rank."""
     try:
         socket.create_connection((host, port), timeout=10.0).close()
     except ConnectionRefusedError as error:
         raise ParallelError(
-            f"MASTER_ADDR = {host}, MASTER_PORT = {port}: the launcher that has started this rank is gone"
+            f"MASTER_ADDR = {host}, MASTER_PORT = {port}: the launcher that has started this rank is gone: start the job again"
         ) from error
     except OSError:
-        pass  # a network that is slow: torch waits for it
+        pass  # the network may be slow: torch retries until its timeout
 
 
-def _this_start(store: dist.Store, ranks: Ranks, timeout: timedelta) -> str:
-    """Return a name that the ranks which run now have agreed upon.
+def _agree_on_prefix(store: dist.Store, ranks: Ranks, timeout: timedelta) -> str:
+    """Return a prefix that all running ranks have agreed on.
 
-    Each leaves a random name of its own, reads the names of all, and says so under their hash. A list with the name of a
-    rank that is gone is never confirmed by all, since its successor has another name. Counting restarts would not do:
-    agents of several machines count apart, and do not count the restarts after a machine has joined.
+    Each rank publishes a random name, reads the names of all ranks, and increments a counter under the hash of that list.
+    The prefix is agreed on when all ranks have counted the same list. A list with the name of a rank that no longer runs
+    never is, since the restarted rank has a new name. A count of restarts would not do: the agents of several machines
+    count separately, and do not count restarts after a machine has joined.
     """
     names = [f"titanplans/names/{rank}" for rank in range(ranks.world_size)]
     store.set(names[ranks.rank], uuid.uuid4().hex[:16])
@@ -69,8 +66,8 @@ def _this_start(store: dist.Store, ranks: Ranks, timeout: timedelta) -> str:
             confirmed.add(start)
             if store.check([f"{start}/all"]):
                 return start
-        time.sleep(_SECONDS)  # a wait of the store's own would log that it has ended
+        time.sleep(_POLL_SECONDS)  # not store.wait, which logs a warning when it times out
     raise ParallelError(
         f"fewer than {ranks.world_size} ranks connected within {timeout.total_seconds():.0f} s: start the missing "
-        "machine, or raise [comm] init_timeout_seconds, for which the others wait"
+        "machine, or raise [comm] init_timeout_seconds, the time that the other ranks wait"
     )
