@@ -1,13 +1,7 @@
-"""Megatron-FSDP: sharding by the package megatron-fsdp (0.6), whose options are handed through. Never run on a GPU.
+"""Sharding by the package megatron-fsdp (0.6). Start at `apply_megatron_fsdp`.
 
-The package needs CUDA. This file works around its known silent errors:
-
-- With a shard group of one rank it doubles gradients in each micro batch (Megatron-LM #6660): refused.
-- When an optimizer is registered, it takes a step with zero gradients, which counts and decays weights (#5974):
-  `register_optimizer` suppresses that step. `megatron_fsdp.fully_shard` also drops parameter groups: not used.
-- Under strategies 0 and 1 each micro batch would reduce the accumulated gradients again: `accumulate`.
-
-Tensor parallelism, HSDP, and checkpointed or compiled blocks are refused: they are untested.
+This code has never run on a GPU, and the package needs CUDA. Tensor parallelism, HSDP, and checkpointed or compiled blocks
+are refused, because they are untested.
 """
 
 import dataclasses
@@ -31,22 +25,22 @@ from titanplans.split.decoder import find_decoder
 from titanplans.torch_private.modules import compiled_call
 
 _SET_HERE = {"init_model_with_meta_device", "sync_model_each_microbatch"}
-"""Switches of the package that `options` may not set: the model and `accumulate` decide them."""
+"""Boolean options of the package that a user may not set, because the model and `accumulate` determine them."""
 
 
 def apply_megatron_fsdp(model: nn.Module, mesh: DeviceMesh, config: MegatronFSDPConfig) -> nn.Module:
-    """Return `model` wrapped in megatron_fsdp.MegatronFSDP, its parameters sharded; `.module` is the model.
+    """Shard the parameters of `model` and return it wrapped in `megatron_fsdp.MegatronFSDP`; `.module` is the model.
 
-    Build the optimizer on the result's parameters, then call `register_optimizer`.
+    Build the optimizer on the wrapper's parameters, then call `register_optimizer`.
 
     Args:
-        model: a decoder on CUDA; or on meta, where each module has a `reset_parameters`.
-        mesh: on CUDA, with named dimensions, all of size 1 but "dp_shard", whose ranks read different data.
-        config: the options.
+        model: a decoder on CUDA, or on meta if each of its modules has `reset_parameters`.
+        mesh: on CUDA, with named dimensions, all of size 1 except "dp_shard", whose ranks read different data.
+        config: the options, which are passed on to the package.
 
     Raises:
-        ParallelError: no CUDA, no package, an option that the package does not take, or a mesh or model that
-            is not supported. Before anything is sharded.
+        ParallelError: CUDA or the package is missing, the package lacks an option, or the mesh or model is not supported.
+            Raised before anything is sharded.
         PlanError: `model` has no list of blocks, and `config` names no classes.
     """
     check_available()
@@ -56,7 +50,7 @@ def apply_megatron_fsdp(model: nn.Module, mesh: DeviceMesh, config: MegatronFSDP
 
 
 def check_available() -> None:
-    """Raise ParallelError unless there are CUDA and the package."""
+    """Raise ParallelError unless CUDA and the package are available."""
     cuda = "" if torch.cuda.is_available() else "CUDA, and torch sees no such device: take FSDP2Config"
     package = "the package megatron-fsdp, which is not installed: pip install '.[megatron-fsdp]' in a clone"
     missing = [cuda, "" if importlib.util.find_spec("megatron_fsdp") else package]
@@ -65,13 +59,13 @@ def check_available() -> None:
 
 
 def refuse_mesh(mesh: DeviceMesh) -> None:
-    """Raise ParallelError unless "dp_shard" is above 1, and all other dimensions of `mesh` are 1."""
+    """Raise ParallelError unless "dp_shard" is above 1 and all other dimensions of `mesh` are 1."""
     for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True):
         why = ""
-        if name == "dp_shard" and size == 1:
+        if name == "dp_shard" and size == 1:  # Megatron-LM #6660
             why = "over one rank it doubles gradients in each micro batch; raise it, or take FSDP2Config"
         elif name != "dp_shard" and size > 1:
-            why = "it is not known to be right but for sharding alone; set it to 1, or take FSDP2Config"
+            why = "only sharding is known to be correct; set it to 1, or take FSDP2Config"
         if why:
             raise ParallelError(f"megatron_fsdp with {name} = {size}: {why}")
 
@@ -88,29 +82,30 @@ def arguments(
     modules = (name for name, m in model.named_modules() if is_recomputed(m) or compiled_call(m))
     for name in (*tensors, *modules):
         raise ParallelError(
-            f"megatron_fsdp: {name or 'the model'} is split, recomputed or compiled, which is not tested; leave it out, or "
+            f"megatron_fsdp: {name or 'the model'} is split, recomputed or compiled, which is untested; switch that off, or "
             "take FSDP2Config"
         )
     parameters = inspect.signature(library.fully_shard_model).parameters.values()
     switches = {p.name for p in parameters if isinstance(p.default, bool)} - _SET_HERE
     dtypes = {item.name for item in dataclasses.fields(library.MixedPrecisionPolicy)}
-    # Gradients are summed over ranks: all loops here divide the loss by the tokens of the whole batch.
-    given, policy = {"calculate_per_token_loss": True}, {}
+    # This option makes the package sum gradients instead of averaging them: the loss is divided by the tokens of the global
+    # batch.
+    options, policy = {"calculate_per_token_loss": True}, {}
     for name, value in config.options.items():
         dtype = None if value == "none" else getattr(torch, str(value), value)
         if name in switches and isinstance(value, bool):
-            given[name] = value
+            options[name] = value
         elif name in dtypes and (dtype is None or isinstance(dtype, torch.dtype)):
             policy[name] = dtype
         else:
-            there = ", ".join(sorted(switches | dtypes))
-            why = f"megatron-fsdp {library.__version__} has no such option; there are {there}"
+            available = ", ".join(sorted(switches | dtypes))
+            why = f"megatron-fsdp {library.__version__} has no such option; there are {available}"
             if name in switches | dtypes:
                 why = (
                     f"expected {'true or false' if name in switches else 'a dtype such as float32, or none'}"
                 )
             raise OptionError(f"options.{name}", value, why)
-    return given | {
+    return options | {
         "module": model,
         "device_mesh": mesh,
         "dp_shard_dim": "dp_shard",
@@ -122,7 +117,7 @@ def arguments(
 
 
 def unit_classes(model: nn.Module, config: MegatronFSDPConfig) -> list[type[nn.Module]]:
-    """Return the classes of the FSDP units: those that `config` names, or those of the decoder's blocks.
+    """Return the classes of the FSDP units: those named in `config`, by default the classes of the decoder's blocks.
 
     Raises:
         ParallelError, PlanError: as `apply_megatron_fsdp`.
@@ -130,28 +125,30 @@ def unit_classes(model: nn.Module, config: MegatronFSDPConfig) -> list[type[nn.M
     if (names := config.fsdp_unit_modules) is None:
         return list(dict.fromkeys(type(block.module) for block in find_decoder(model).blocks))
     classes = dict.fromkeys(type(module) for module in model.modules())
-    there = sorted({cls.__name__ for cls in classes})
-    if missing := [name for name in names if name not in there]:
-        why = f'no module of the model is of class "{missing[0]}"; give one of {", ".join(there)}'
+    class_names = sorted({cls.__name__ for cls in classes})
+    if missing := [name for name in names if name not in class_names]:
+        why = f'no module of the model is of class "{missing[0]}"; give one of {", ".join(class_names)}'
         raise config.error("fsdp_unit_modules", why)
     return [cls for cls in classes if cls.__name__ in names]
 
 
 def register_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Let Megatron-FSDP manage `optimizer`, built on the parameters of what `apply_megatron_fsdp` returned.
+    """Let Megatron-FSDP manage `optimizer`, which was built on the parameters of the model of `apply_megatron_fsdp`.
 
-    Its state is made in its first step, not here. Build a learning-rate schedule afterwards.
+    The optimizer's state is created in its first step. Build a learning-rate scheduler after this call.
 
     Raises:
-        ParallelError: parameters that are not such a model's.
+        ParallelError: Megatron-FSDP does not manage the optimizer's parameters.
     """
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     if not all(hasattr(parameter, "_megatron_fsdp_model") for parameter in parameters):
         raise ParallelError(
             f"{type(optimizer).__name__} holds parameters that megatron-fsdp does not manage: build it on the "
-            "parameters of what apply_megatron_fsdp returned"
+            "parameters of the model that apply_megatron_fsdp returned"
         )
 
+    # `fully_shard_optimizer` takes a step with zero gradients, which is counted and decays weights (Megatron-LM #5974).
+    # `megatron_fsdp.fully_shard`, which shards model and optimizer, would also drop parameter groups.
     def take_no_step() -> None: ...
 
     optimizer.step = take_no_step  # pyrefly: ignore[bad-assignment]
@@ -159,17 +156,18 @@ def register_optimizer(optimizer: torch.optim.Optimizer) -> None:
         importlib.import_module("megatron_fsdp").fully_shard_optimizer(optimizer)
     finally:
         if optimizer.step is take_no_step:
-            del optimizer.step  # uncovers the class's
+            del optimizer.step  # restores the method of the class
 
 
 @contextmanager
 def accumulate(model: Any, *, last: bool) -> Iterator[None]:
-    """Run forward and backward of one micro batch; gradients are whole after the last one's backward.
+    """Run the forward and backward of one micro batch; gradients are complete after the last one's backward.
 
     Args:
-        model: what `apply_megatron_fsdp` returned.
+        model: returned by `apply_megatron_fsdp`.
         last: whether this is the last micro batch before the optimizer's step.
     """
+    # Under the sharding strategies 0 and 1 every micro batch would otherwise reduce the accumulated gradients again.
     model.set_model_auto_sync(last)
     try:
         yield

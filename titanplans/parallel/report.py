@@ -1,12 +1,11 @@
-"""The parallelism report: how a model was made parallel, and how one training step communicated and compiled.
+"""The parallelism report: how a model was parallelised, and what one training step communicated and compiled.
 
-    report = ParallelismReport(model, mesh, config)     # once the model is parallel
+    report = ParallelismReport(model, mesh, config)     # after the model is parallelised
     with report.measuring(step=1):
-        ...                                             # a whole training step
+        ...                                             # one training step
     report.values                                       # plain dicts, lists, numbers: docs/observe.md
 
-Its values are read off the model, counted as they happen, or given by torch. A step with an operator whose bytes can't be
-counted is None, and `reasons` names it. The training loop writes the report; `titanplans.observe.summary` puts it in words.
+The training loop writes the report to a file; `titanplans.observe.summary` formats it as text.
 """
 
 from collections import Counter
@@ -40,25 +39,28 @@ from titanplans.text import class_name
 from titanplans.torch_private.modules import ActivationWrapper, checkpointed
 
 SCHEMA = 2
-"""Of the report: counted up when a key changes its meaning or goes."""
+"""Version of the report's keys: incremented when a key is removed or changes its meaning."""
 
 _DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
-_OF_DATA = ("fsdp", "dp_replicate", "dp", "dp_cp")
-"""Names of meshes over which gradients are summed; of two over the same ranks the first names them."""
+_DATA_MESHES = ("fsdp", "dp_replicate", "dp", "dp_cp")
+"""Names of meshes over which gradients are summed; if two have the same ranks, the report has the first name."""
 
-_OF_MODEL = ("tp", "cp", "ep", "pp")
-"""Names of meshes over which the model's own code communicates."""
+_MODEL_MESHES = ("tp", "cp", "ep", "pp")
+"""Names of meshes over which the model's forward and backward communicate."""
 
-_OF_STEP = ("step", "blocks", "other_modules", "graphs")
+_STEP_KEYS = ("step", "blocks", "other_modules", "graphs")
 
 
 class ParallelismReport:
-    """The report on one model, in `values`; `measuring` fills in the part of a step.
+    """The report on one model, in `values`; `measuring` adds the keys of a training step.
+
+    The keys of a step are None if it was not measured, or if it ran an operator whose bytes can't be counted; `reasons`
+    then says why.
 
     Args:
-        model: parallelised; under DDP with its values. A stage of a pipeline is reported as a model; the "step" counts what
-            the other stages of this process communicate, too, as of no module.
+        model: parallelised; under DDP materialised. A pipeline stage is reported as a model; "step" also counts the
+            communication of other stages in this process, without a module.
         mesh: a `Mesh`, or torchtitan's ParallelDims.
         config: the strategy that was applied.
 
@@ -83,31 +85,31 @@ class ParallelismReport:
             **_plan(record.plan),
             "float8": float8_report(model, record.float8, record.plan.crossings if record.plan else {}),
             "adapters": _adapters(record),
-            "pipeline": None,  # the training loop's, which has all stages
+            "pipeline": None,  # filled in by the training loop, which has all stages
             "recomputation": _recomputation(model, self.blocks, record),
             "compile": _compile(model, self.blocks, config),
             "autocast": getattr(config, "autocast_dtype", None),
             "data_parallel": _data_parallel(model, mesh, config),
         }
         self.values["meshes"] = {
-            name: {"ranks": found.size(), "backend": dist.get_backend(found.get_group())}
-            for name, found in self._named_meshes()
+            name: {"ranks": named.size(), "backend": dist.get_backend(named.get_group())}
+            for name, named in self._named_meshes()
         }
         if self._to_compile("model"):
             check_still_compiled(model, self.blocks)
         self.not_measured("no step was measured yet")
 
     def not_measured(self, why: str) -> None:
-        """State why there is no step in the report."""
-        self.values |= dict.fromkeys(_OF_STEP)
-        unknown = _OF_STEP if self.values["compile"] is not None else _OF_STEP[:-1]
+        """Set the keys of a step to None, and their reason to `why`."""
+        self.values |= dict.fromkeys(_STEP_KEYS)
+        unknown = _STEP_KEYS if self.values["compile"] is not None else _STEP_KEYS[:-1]
         self.values["reasons"] = dict.fromkeys(unknown, why)
 
     @contextmanager
     def measuring(self, step: int) -> Iterator[CollectiveRecord]:
-        """Measure the training step that runs inside, and put it into the report; on every rank, or on none.
+        """Measure the training step in the body, and add it to the report. Measure it on every rank, or on none.
 
-        The step computes the same, a little slower; nothing stays in the model.
+        The results of the step do not change, it is only slower. All hooks are removed afterwards.
 
         Raises:
             ParallelError: a component that was to be compiled ran eagerly.
@@ -127,8 +129,8 @@ class ParallelismReport:
             if self._to_compile("model"):
                 check_compiled(self.blocks, self._towers, record.places, compilation)
             stage = record_of(self.model).stage
-            made = ("loss", "optimizer") if stage is None or not stage.gives else ("optimizer",)
-            components = [name for name in made if self._to_compile(name)]
+            candidates = ("loss", "optimizer") if stage is None or not stage.gives else ("optimizer",)
+            components = [name for name in candidates if self._to_compile(name)]
             check_outside_blocks(compilation, components, self.blocks)
             self.values["graphs"] = self._graphs(record.places, compilation)
 
@@ -136,84 +138,86 @@ class ParallelismReport:
         return component in (self.values["compile"] or {"components": ()})["components"]
 
     def _named_meshes(self) -> list[tuple[str, Any]]:
-        """The 1-D meshes of more than one rank; of several of data over the same ranks, the first."""
-        found: dict[tuple[Any, ...], tuple[str, Any]] = {}
-        for axis in (*_OF_DATA, *_OF_MODEL):
-            # There may be no mesh of experts, and of FSDP one that DDP does not use.
+        """The 1-D meshes of more than one rank; of data-parallel meshes with the same ranks, only the first."""
+        meshes: dict[tuple[Any, ...], tuple[str, Any]] = {}
+        for axis in (*_DATA_MESHES, *_MODEL_MESHES):
+            # A mesh "ep" exists only above degree 1, and DDP does not use the mesh "fsdp".
             if (axis == "ep" and self.mesh.ep == 1) or (axis == "fsdp" and self.values["strategy"] == "ddp"):
                 continue
-            if axis == "pp":  # torchtitan's trainer is told of none
-                one = self.mesh.get_mesh("pp") if self.mesh.pp > 1 else None
+            if axis == "pp":  # ParallelDims may have no mesh "pp" of size 1
+                mesh = self.mesh.get_mesh("pp") if self.mesh.pp > 1 else None
             elif axis == "fsdp":
-                one = shard_mesh(self.mesh)
+                mesh = shard_mesh(self.mesh)
             else:
-                # torchtitan's names of two of them.
-                one = self.mesh.get_optional_mesh({"dp": "batch", "dp_cp": "loss"}.get(axis, axis))
-            if one is not None and one.size() > 1:
-                found.setdefault((_ranks(one), axis in _OF_MODEL and axis), (axis, one))
-        return list(found.values())
+                # ParallelDims' names of two meshes.
+                mesh = self.mesh.get_optional_mesh({"dp": "batch", "dp_cp": "loss"}.get(axis, axis))
+            if mesh is not None and mesh.size() > 1:
+                meshes.setdefault((_ranks(mesh), axis in _MODEL_MESHES and axis), (axis, mesh))
+        return list(meshes.values())
 
     def _communication(self, record: CollectiveRecord) -> dict[str, Any]:
-        """The step's communication: in all (`step`), each kind of block (`blocks`), and `other_modules`."""
+        """The step's communication: total (`step`), by kind of block (`blocks`), and by other module (`other_modules`)."""
         groups = {name: _ranks(mesh) for name, mesh in self._named_meshes()}
         groups["world"] = tuple(range(dist.get_world_size()))
         every_step = [(c, self._group(c, groups)) for c in record.collectives if c.phase != "log"]
         step: dict[str, Any] = _sums(c for c, _ in every_step)
         for key in ("group", "phase", "operation"):
-            held: dict[str, list[Collective]] = {}
+            by_value: dict[str, list[Collective]] = {}
             for c, group in every_step:
-                held.setdefault(group if key == "group" else getattr(c, key), []).append(c)
-            step[f"by_{key}"] = {value: _sums(those) for value, those in held.items()}
+                by_value.setdefault(group if key == "group" else getattr(c, key), []).append(c)
+            step[f"by_{key}"] = {value: _sums(collectives) for value, collectives in by_value.items()}
         step["log"] = _sums(c for c in record.collectives if c.phase == "log")
-        parts: dict[str | None, list[tuple[Collective, str]]] = {block: [] for block in self.blocks}
+        by_module: dict[str | None, list[tuple[Collective, str]]] = {block: [] for block in self.blocks}
         for c, group in every_step:
-            # The block that the module stands in, or else its own name; None for the model itself, and outside.
-            inside = next((b for b in self.blocks if f"{c.module}.".startswith(f"{b}.")), c.module or None)
-            parts.setdefault(inside, []).append((c, group))
+            # The block that contains the module, else the module; None for the model itself and outside of modules.
+            name = next((b for b in self.blocks if f"{c.module}.".startswith(f"{b}.")), c.module or None)
+            by_module.setdefault(name, []).append((c, group))
         kinds: list[dict[str, Any]] = []
         for block in self.blocks:
-            name, rows = self._class(block), _rows(parts.pop(block))
-            same = next((k for k in kinds if (k["class"], k["collectives"]) == (name, rows)), None)
+            cls, table = self._class(block), _count_equal(by_module.pop(block))
+            same = next((k for k in kinds if (k["class"], k["collectives"]) == (cls, table)), None)
             if same is None:
-                kinds.append({"class": name, "names": [block], "collectives": rows})
+                kinds.append({"class": cls, "names": [block], "collectives": table})
             else:
                 same["names"].append(block)
-        others = [{"name": name, "collectives": _rows(issued)} for name, issued in parts.items()]
+        others = [{"name": name, "collectives": _count_equal(issued)} for name, issued in by_module.items()]
         return {"step": step, "blocks": kinds, "other_modules": others}
 
     def _group(self, collective: Collective, groups: Mapping[str, tuple[int, ...]]) -> str:
-        """The name of the mesh for whose sake `collective` is issued, where several have the same ranks."""
+        """The name of the mesh that `collective` communicates over; if several have its ranks, the most likely one."""
         experts = (self.values["expert_parallel"] or {}).get("experts", ())
-        of_experts = any(f"{collective.module}.".startswith(f"{held}.") for held in experts)
-        of_model = [*(["ep"] if of_experts else []), *_OF_MODEL]
-        # DDP sums buckets, outside of any module; no gradient is summed by an all-to-all.
-        by_data = collective.of_unit or (collective.module is None and collective.operation != "all_to_all")
-        order = [*_OF_DATA, *of_model] if by_data else [*of_model, *_OF_DATA]
+        in_experts = any(f"{collective.module}.".startswith(f"{name}.") for name in experts)
+        model_meshes = [*(["ep"] if in_experts else []), *_MODEL_MESHES]
+        # DDP reduces buckets, outside of any module. An all-to-all sums no gradient.
+        is_data_parallel = collective.of_unit or (
+            collective.module is None and collective.operation != "all_to_all"
+        )
+        order = [*_DATA_MESHES, *model_meshes] if is_data_parallel else [*model_meshes, *_DATA_MESHES]
         named = {name: groups[name] for name in (*order, "world") if name in groups}
         ranks = set(collective.group)
-        return next((name for name, held in named.items() if ranks == set(held)), None) or next(
-            f"part of {name}" for name, held in named.items() if ranks <= set(held)
+        return next((name for name, members in named.items() if ranks == set(members)), None) or next(
+            f"part of {name}" for name, members in named.items() if ranks <= set(members)
         )
 
     def _graphs(self, places: ModuleTracker, record: CompileRecord) -> dict[str, Any]:
-        """The compiler's graphs: of the blocks, class by class, and outside of them."""
+        """The compiler's graphs: of the blocks, by class, and outside of blocks."""
         kinds: dict[str, list[str]] = {}
         for block in self.blocks if self._to_compile("model") else ():
             kinds.setdefault(self._class(block), []).append(block)
         tables = []
         for kind, names in kinds.items():
-            made = [record.of(name) for name in names]
-            breaks: Counter[str] = sum((entry.breaks for entry in made), Counter())
+            entries = [record.of(name) for name in names]
+            breaks: Counter[str] = sum((entry.breaks for entry in entries), Counter())
             tables.append(
                 {
                     "class": kind,
                     "blocks": len(names),
                     "ran_compiled": sum(places.calls[name] > 0 for name in names),
-                    "graphs": sum(entry.graphs for entry in made),
+                    "graphs": sum(entry.graphs for entry in entries),
                     "graph_breaks": breaks.total(),
                     "break_reasons": dict(breaks),
-                    "recompilations": sum(entry.recompilations for entry in made),
-                    "left_eager": sorted({why for entry in made for why in entry.failures}),
+                    "recompilations": sum(entry.recompilations for entry in entries),
+                    "left_eager": sorted({why for entry in entries for why in entry.failures}),
                 }
             )
         return {"blocks": tables, "outside_blocks": record.outside(self.blocks).graphs}
@@ -230,27 +234,27 @@ def _ranks(mesh: Any) -> tuple[int, ...]:
 
 
 def _sums(collectives: Iterable[Collective]) -> dict[str, int]:
-    found = list(collectives)
+    counted = list(collectives)
     return {
-        "collectives": len(found),
-        "bytes": sum(c.received or 0 for c in found),
-        "fused": sum(c.fused for c in found),
+        "collectives": len(counted),
+        "bytes": sum(c.received or 0 for c in counted),
+        "fused": sum(c.fused for c in counted),
     }
 
 
-def _rows(collectives: Iterable[tuple[Collective, str]]) -> list[dict[str, Any]]:
-    """Equal collectives as one row, in the order of the first."""
+def _count_equal(collectives: Iterable[tuple[Collective, str]]) -> list[dict[str, Any]]:
+    """Return a table with one row for equal collectives, in order of first occurrence."""
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for c, group in collectives:
-        words = {"phase": c.phase, "operation": c.operation, "group": group, "fused": c.fused}
-        row = rows.setdefault(tuple(words.values()), words | {"count": 0, "bytes": 0})
+        properties = {"phase": c.phase, "operation": c.operation, "group": group, "fused": c.fused}
+        row = rows.setdefault(tuple(properties.values()), properties | {"count": 0, "bytes": 0})
         row["count"] += 1
         row["bytes"] += c.received or 0
     return list(rows.values())
 
 
 def _plan(applied: AppliedPlan | None) -> dict[str, Any]:
-    """The fields of the plan's cuts: by weights, by tokens, by experts; None where it does not cut so."""
+    """The fields of tensor, context and expert parallelism; None if the degree is 1."""
     fields: dict[str, Any] = dict.fromkeys(("tensor_parallel", "context_parallel", "expert_parallel"))
     if applied is None:
         return fields
@@ -271,30 +275,30 @@ def _plan(applied: AppliedPlan | None) -> dict[str, Any]:
 
 
 def _adapters(record: ParallelRecord) -> dict[str, Any] | None:
-    done = record.adapters
-    if done is None:
+    adapters = record.adapters
+    if adapters is None:
         return None
     return {
-        **{name: getattr(done.options, name) for name in ("rank", "alpha", "dropout", "quantize_base")},
-        "modules": list(done.modules),
-        "left_out": dict(done.left),
-        "modules_to_save": list(done.saved),
-        "unfused": list(done.unfused),
-        "trained": done.trained,
-        "frozen": done.frozen,
+        **{name: getattr(adapters.options, name) for name in ("rank", "alpha", "dropout", "quantize_base")},
+        "modules": list(adapters.modules),
+        "left_out": dict(adapters.left),
+        "modules_to_save": list(adapters.saved),
+        "unfused": list(adapters.unfused),
+        "trained": adapters.trained,
+        "frozen": adapters.frozen,
     }
 
 
 def _recomputation(model: nn.Module, blocks: list[str], record: ParallelRecord) -> dict[str, Any] | None:
-    recomputed, kept = set(), 0
+    recomputed, kept_mixers = set(), 0
     for block in blocks:
         for module in model.get_submodule(block).modules():
-            kept += isinstance(module, Kept)
-            wrapped = isinstance(module, ActivationWrapper) and not isinstance(module, Kept)
-            recomputed |= {block} if wrapped or memory_budget(module) is not None else set()
+            kept_mixers += isinstance(module, Kept)
+            is_wrapped = isinstance(module, ActivationWrapper) and not isinstance(module, Kept)
+            recomputed |= {block} if is_wrapped or memory_budget(module) is not None else set()
     if not recomputed:
         return None
-    return {"policy": record.policy, "blocks": len(recomputed), "of": len(blocks), "kept_mixers": kept}
+    return {"policy": record.policy, "blocks": len(recomputed), "of": len(blocks), "kept_mixers": kept_mixers}
 
 
 def _compile(model: nn.Module, blocks: list[str], config: Strategy) -> dict[str, Any] | None:

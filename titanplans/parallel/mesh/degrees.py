@@ -5,8 +5,8 @@ from typing import Any
 from titanplans.errors import ParallelError
 
 NOT_FOR_DDP = (
-    "DDP can't replicate split layers; take FSDP2Config with dp_replicate at the number of replicas and dp_shard at 1, which "
-    "sums gradients over the replicas as DDP does"
+    "DDP can't replicate split layers; take FSDP2Config with dp_replicate at the number of replicas and dp_shard at 1, "
+    "which sums gradients over the replicas as DDP does"
 )
 
 
@@ -23,8 +23,8 @@ def refuse_degrees(degrees: Any, *, ddp: bool = False, stage: bool = False) -> N
     """
     if degrees.pp > 1 and not stage:
         raise ParallelError(
-            f"pp = {degrees.pp}: only jobs build pipeline stages, and this entry parallelises a complete model: set it to 1, "
-            f"or start a job with parallelism.pipeline_parallel_degree = {degrees.pp}"
+            f"pp = {degrees.pp}: only jobs build pipeline stages, and this entry takes a complete model: set it to 1, or "
+            f"start a job with parallelism.pipeline_parallel_degree = {degrees.pp}"
         )
     if ddp and degrees.ep > 1:
         raise ParallelError(f"ddp with ep = {degrees.ep}: DDP copies whole models; take FSDP2Config")

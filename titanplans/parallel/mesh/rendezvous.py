@@ -40,7 +40,7 @@ def _refuse_gone(host: str, port: int) -> None:
         socket.create_connection((host, port), timeout=10.0).close()
     except ConnectionRefusedError as error:
         raise ParallelError(
-            f"MASTER_ADDR = {host}, MASTER_PORT = {port}: the launcher that has started this rank is gone: start the job again"
+            f"MASTER_ADDR = {host}, MASTER_PORT = {port}: the launcher that started this rank is gone: start the job again"
         ) from error
     except OSError:
         pass  # the network may be slow: torch retries until its timeout

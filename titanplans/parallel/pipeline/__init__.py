@@ -1,1 +1,1 @@
-"""Pipelines: how blocks are shared out over stages, when each stage computes, and a picture of it."""
+"""Pipeline parallelism: splitting blocks into stages, the timeline of a schedule, and a picture of it."""

@@ -1,8 +1,6 @@
-"""A pipeline's timeline as a picture: a row a stage, time to the right, and bubbles left white.
+"""Draw a pipeline's timeline, computed or measured: a row per stage, time to the right, bubbles left white.
 
-    print(as_text(timeline(orders("1F1B", ranks=4, stages=4, microbatches=8)), "1F1B"))
-
-Timelines that were measured are drawn as those that were computed.
+print(as_text(timeline(orders("1F1B", ranks=4, stages=4, microbatches=8)), "1F1B"))
 """
 
 from xml.sax.saxutils import escape
@@ -10,7 +8,7 @@ from xml.sax.saxutils import escape
 from titanplans.parallel.pipeline.timeline import Span, Timeline
 
 FILE, MEASURED_FILE = "pipeline.svg", "pipeline_measured.svg"
-"""In a job's dump folder: as the schedule's order has it, and as a step took it."""
+"""Files in a job's dump folder: the timeline computed from the schedule, and that of a measured step."""
 COLOURS = {
     "forward": "#8ab4f8",
     "backward": "#f4a261",
@@ -20,7 +18,7 @@ COLOURS = {
 LETTERS = {"forward": "F", "backward": "B", "backward_input": "B", "backward_weight": "W"}
 LEGEND = {"forward": "forward", "backward": "backward", "backward_weight": "gradients of weights"}
 WIDTH, LEFT, ROW, GAP, TOP = 1000, 110, 24, 8, 44
-"""Of the SVG: the page, its left margin, the height of a row, the gap between ranks, and the top margin."""
+"""In pixels of the SVG: its width, its left margin, the height of a row, the gap between ranks, and the top margin."""
 STYLE = """text { font: 11px system-ui, sans-serif; fill: #1b1f24; text-anchor: middle }
 .left { text-anchor: start; font-size: 13px } rect { stroke: #ffffff }"""
 DIGIT = 7
@@ -28,12 +26,12 @@ DIGIT = 7
 
 
 def title_of(timeline: Timeline, name: str) -> str:
-    """Return the title: the schedule's name and the idle share."""
+    """Return the title: the schedule's name and the fraction of idle time."""
     return f"{name}: {timeline.idle_share:.1%} idle"
 
 
 def as_svg(timeline: Timeline, name: str) -> str:
-    """Return the picture as SVG; `name` is that of the schedule."""
+    """Return the picture as SVG; `name`: of the schedule."""
     scale = (WIDTH - LEFT - GAP) / timeline.duration
     parts, rows = [], rows_of(timeline)
     for row, (rank, stage, spans) in enumerate(rows):
@@ -68,12 +66,12 @@ def as_svg(timeline: Timeline, name: str) -> str:
 def as_text(timeline: Timeline, name: str, width: int = 100) -> str:
     """Return the picture as lines of at most `width` characters, with dots for bubbles.
 
-    F is a forward, B a backward, W its part for weights; the micro batch follows where it fits, and dashes fill the time.
+    F is a forward, B a backward, W the gradients of weights; the index of the micro batch follows if it fits, then dashes.
     """
     rows = [(f"rank {rank} stage {stage} ", spans) for rank, stage, spans in rows_of(timeline)]
     left = max(len(label) for label, _ in rows)
     columns = width - left
-    # A whole number of columns for the shortest computation, where they all fit.
+    # The shortest computation gets an integer number of columns, if the timeline then fits the width.
     shortest = min(span.end - span.start for _, spans in rows for span in spans)
     scale = max(1, int(columns * shortest / timeline.duration)) / shortest
     scale = min(scale, columns / timeline.duration)
@@ -90,7 +88,7 @@ def as_text(timeline: Timeline, name: str, width: int = 100) -> str:
 
 
 def rows_of(timeline: Timeline) -> list[tuple[int, int, list[Span]]]:
-    """Return each rank's stages, in order, with their computations: numbers of rank and stage, and spans."""
+    """Return a row (rank, stage, spans) for each stage of each rank, in order."""
     return [
         (rank, stage, [span for span in spans if span.action.stage == stage])
         for rank, spans in enumerate(timeline.ranks)

@@ -1,8 +1,6 @@
-"""When each computation of a pipeline starts and ends, and the share of their time in which ranks are idle.
+"""Timelines of a pipeline: when each computation starts and ends, and the fraction of time in which ranks are idle.
 
-    timeline(orders("1F1B", ranks=4, stages=4, microbatches=8)).idle_share    # 3 / 11
-
-A timeline is computed from an order, or made of measured times.
+timeline(orders("1F1B", ranks=4, stages=4, microbatches=8)).idle_share    # 3 / 11
 """
 
 from collections.abc import Callable, Sequence
@@ -11,11 +9,11 @@ from typing import NamedTuple
 from titanplans.split.stages.schedules import Action, Kind, Order, completed, merge_orders, needs
 
 UNITS: dict[Kind, float] = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
-"""Durations in those of a forward, by the FLOPs of matrix products."""
+"""Durations relative to a forward, by the FLOPs of matrix products."""
 
 
 class Span(NamedTuple):
-    """A computation and its time."""
+    """A computation, with its start and its end."""
 
     action: Action
     start: float
@@ -23,23 +21,23 @@ class Span(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """The computations of each rank, in order."""
+    """The computations of each rank, in order; computed by `timeline`, or measured."""
 
     ranks: tuple[tuple[Span, ...], ...]
 
     @property
     def start(self) -> float:
-        """When the first rank begins."""
+        """The start of the first computation of all ranks."""
         return min(spans[0].start for spans in self.ranks)
 
     @property
     def duration(self) -> float:
-        """The time from the first start to the last end."""
+        """The time from the first start to the last end of all ranks."""
         return max(spans[-1].end for spans in self.ranks) - self.start
 
     @property
     def idle_share(self) -> float:
-        """The part of the ranks' time in which they compute nothing: the bubble."""
+        """The fraction of the ranks' time in which they compute nothing: the bubble."""
         busy = sum(span.end - span.start for spans in self.ranks for span in spans)
         return 1 - busy / (len(self.ranks) * self.duration)
 
@@ -47,19 +45,21 @@ class Timeline(NamedTuple):
 def timeline(
     orders: Sequence[Order], duration: Callable[[Kind, int], float] = lambda kind, _: UNITS[kind]
 ) -> Timeline:
-    """Return the timeline of `orders` if each computation starts once its rank is free and what it needs is there.
+    """Return the timeline of `orders` if each computation starts as soon as its rank is free and its inputs are computed.
+
+    Sending takes no time.
 
     Args:
-        orders: of each rank.
-        duration: of a kind of computation in a stage, `UNITS` where all are alike; sending takes no time.
+        orders: the order of computations on each rank.
+        duration: returns the duration of a kind of computation in a stage, by its index; default: `UNITS`.
     """
     rank_of = {action.stage: rank for rank, order in enumerate(orders) for action in order}
     spans: list[list[Span]] = [[] for _ in orders]
     ends: dict[Action, float] = {}
     for action in merge_orders(orders):
-        own = spans[rank_of[action.stage]]
+        rank_spans = spans[rank_of[action.stage]]
         start = max([ends[need] for need in needs(action, len(rank_of))], default=0.0)
-        start = max(start, own[-1].end if own else 0.0)
-        own.append(Span(action, start, start + duration(action.kind, action.stage)))
-        ends[completed(action)] = own[-1].end
+        start = max(start, rank_spans[-1].end if rank_spans else 0.0)
+        rank_spans.append(Span(action, start, start + duration(action.kind, action.stage)))
+        ends[completed(action)] = rank_spans[-1].end
     return Timeline(tuple(map(tuple, spans)))
