@@ -16,7 +16,7 @@ from tests.support.paths import ROOT
 from titanplans.errors import ParallelError
 from titanplans.parallel.mesh.process_group import (
     _sigint_deferred,
-    _threads,
+    _thread_count,
     available_cores,
     backend_for,
     process_group,
@@ -196,8 +196,8 @@ AUTO = max(1, available_cores() // 2)
     ],
 )
 def test_threads_of_the_users_own_stay(environ, expected):
-    assert _threads("auto", 2, environ) == expected
-    assert _threads(5, 2, environ) == 5
+    assert _thread_count("auto", 2, environ) == expected
+    assert _thread_count(5, 2, environ) == 5
 
 
 @pytest.mark.thorough
