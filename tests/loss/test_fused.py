@@ -143,7 +143,7 @@ def off_by(config, degrees, options, dtype):
     torch.distributed.all_reduce(evaluated, group=dp.get_group())
     align_gradients(split.parameters())
     found = {
-        step_comparison.plain(name): step_comparison.whole(p.grad)
+        step_comparison.unwrapped_name(name): step_comparison.full_copy(p.grad)
         for name, p in split.named_parameters()
         if p.grad is not None
     }

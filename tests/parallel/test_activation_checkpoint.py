@@ -63,7 +63,7 @@ def gradients(model):
     loss = loss_of(model)
     with OperatorCounts() as count:
         loss.backward()
-    return {step_comparison.plain(name): p.grad for name, p in model.named_parameters()}, count
+    return {step_comparison.unwrapped_name(name): p.grad for name, p in model.named_parameters()}, count
 
 
 EXPECTED = {
@@ -130,7 +130,8 @@ def test_two_models_at_once_do_not_know_of_each_other(policy):
             loss.backward()
         counts.append(count.counts)
         assert all(
-            torch.equal(p.grad, expected[step_comparison.plain(n)]) for n, p in model.named_parameters()
+            torch.equal(p.grad, expected[step_comparison.unwrapped_name(n)])
+            for n, p in model.named_parameters()
         )
     assert counts == [alone.counts] * 2
 
@@ -210,7 +211,7 @@ def test_a_model_that_would_keep_a_cache(policy, tp):
             apply_activation_checkpointing(model, policy)
             assert not model.config.use_cache
             model(torch.arange(16).view(2, 8)).logits.square().mean().backward()
-            return [step_comparison.whole(p.grad) for p in model.parameters()]
+            return [step_comparison.full_copy(p.grad) for p in model.parameters()]
 
         found.append(process_groups.run_on_threads(work, tp))
     torch.testing.assert_close(*found)

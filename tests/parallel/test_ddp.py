@@ -11,7 +11,7 @@ from torch.distributed._composable.replicate import replicate
 from tests.support import process_groups
 from tests.support.operator_counts import OperatorCounts
 from tests.support.refusals import refusal
-from tests.support.step_comparison import plain
+from tests.support.step_comparison import unwrapped_name
 from tests.support.tiny_model import Block, Tiny, TinyPlan
 from titanplans.config import DDPConfig
 from titanplans.parallel import ParallelError
@@ -94,7 +94,10 @@ def mine(rank, part=0, parts=1):
 
 
 def gradients(model):
-    return {plain(name): None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    return {
+        unwrapped_name(name): None if p.grad is None else p.grad.clone()
+        for name, p in model.named_parameters()
+    }
 
 
 def prepared(config, cls=Tiny, seed=0):

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.support import process_groups
 from tests.support.refusals import refusal, refusal_or_none
-from tests.support.step_comparison import whole
+from tests.support.step_comparison import full_copy
 from tests.support.tiny_batches import MICRO, ROWS, batches, build
 from tests.support.tiny_model import Tiny, TinyPlan
 from titanplans.parallel import (
@@ -59,7 +59,7 @@ def plain():
 
 def evaluate(model):
     with torch.no_grad():
-        return whole(model(batches()[0][0]).logits)
+        return full_copy(model(batches()[0][0]).logits)
 
 
 def train(config, degrees, early=False):
@@ -93,7 +93,7 @@ def train(config, degrees, early=False):
         assert not model.training
         seen = evaluate(model)
     assert model.training
-    weights = {name: whole(tensor) for name, tensor in model.state_dict().items()}
+    weights = {name: full_copy(tensor) for name, tensor in model.state_dict().items()}
     return {"losses": losses, "norms": norms, "weights": weights, "eval": seen}
 
 
@@ -260,15 +260,15 @@ def test_loss_and_step_are_compiled_where_the_strategy_says_so():
         model = manager.parallelize(build())
         optimizer = manager.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
         loss_of = manager.prepare_loss(manager.cross_entropy)
-        before = {name: whole(p) for name, p in model.named_parameters()}
+        before = {name: full_copy(p) for name, p in model.named_parameters()}
         tokens, labels = (x[0] for x in batches())
         loss_of(model(tokens).logits, labels).backward()
-        expected = {name: before[name] - 0.01 * whole(p.grad) for name, p in model.named_parameters()}
+        expected = {name: before[name] - 0.01 * full_copy(p.grad) for name, p in model.named_parameters()}
         frames = torch._dynamo.utils.counters["frames"]["ok"]
         optimizer.step()
         assert frames >= 1
         assert torch._dynamo.utils.counters["frames"]["ok"] > frames
-        got = {name: whole(p) for name, p in model.named_parameters()}
+        got = {name: full_copy(p) for name, p in model.named_parameters()}
     # A compiled step has its learning rate as a float32.
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-8)
 

@@ -78,7 +78,7 @@ def split(model, *, tp, replicate=1, ac=None, compile=False, reshard="default", 
         plan=TinyPlan if isinstance(model, Tiny) else None,
     )
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    assert [step_comparison.plain(name) for name, _ in model.named_parameters()] == names
+    assert [step_comparison.unwrapped_name(name) for name, _ in model.named_parameters()] == names
     layers = len(block_list(model))
     assert sum(m._compiled_call_impl is not None for m in model.modules()) == (layers if compile else 0)
     sharded = loss_parallel and tp > 1

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.process_groups import run_on_threads
-from tests.support.step_comparison import whole
+from tests.support.step_comparison import full_copy
 from tests.support.tiny_model import split
 from titanplans.errors import ParallelError
 from titanplans.split.collectives import group_of
@@ -24,7 +24,7 @@ def loss_of(model, tokens=TOKENS):
 
 
 def whole_gradients(model):
-    return {name: whole(param.grad) for name, param in model.named_parameters()}
+    return {name: full_copy(param.grad) for name, param in model.named_parameters()}
 
 
 def holder(world, layouts, **shapes):
@@ -56,7 +56,7 @@ def test_placement_shape_and_memory(layout, size):
             assert grad.to_local().is_contiguous()
             assert grad.to_local().shape == param.to_local().shape
             ranks = 2 if layout.gradient == Partial() else 1
-            assert whole(grad).eq(ranks * (3 if use is not torch.sum else 1)).all()
+            assert full_copy(grad).eq(ranks * (3 if use is not torch.sum else 1)).all()
 
     run_on_threads(work)
 
@@ -112,7 +112,7 @@ def test_a_functional_call_with_other_parameters():
         others = {name: torch.nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
         torch.func.functional_call(model, others, (TOKENS,)).logits.pow(2).sum().backward()
         for name, other in others.items():
-            assert torch.allclose(whole(other.grad), expected[name], rtol=1e-12, atol=0), name
+            assert torch.allclose(full_copy(other.grad), expected[name], rtol=1e-12, atol=0), name
 
     run_on_threads(work)
 
@@ -154,7 +154,7 @@ def test_micro_batches_recomputation_and_reading_twice():
             assert recomputed[name].equal(grad), name
         module = holder(world, {"w": ROWS}, w=8)
         (module.w + module.w * 2).sum().backward()
-        assert whole(module._parameters["w"].grad).eq(3).all()
+        assert full_copy(module._parameters["w"].grad).eq(3).all()
 
     run_on_threads(work)
 
@@ -169,7 +169,7 @@ def test_gradients_that_are_asked_for():
         for (name, param), grad in zip(model.named_parameters(), asked, strict=True):
             assert param.grad is None
             assert type(grad) is DTensor
-            assert whole(grad).equal(expected[name]), name
+            assert full_copy(grad).equal(expected[name]), name
 
     run_on_threads(work)
 
@@ -182,7 +182,7 @@ def test_gradients_of_gradients():
         assert type(first) is DTensor
         assert first.to_local().is_contiguous()
         (second,) = torch.autograd.grad(first.sum().full_tensor(), [param])
-        assert torch.allclose(whole(second), 6 * whole(param.detach()))
+        assert torch.allclose(full_copy(second), 6 * full_copy(param.detach()))
 
     run_on_threads(work)
 
@@ -192,7 +192,8 @@ def test_hooks_change_gradients_and_step_in_the_backward():
         model = split(world, dtype=torch.float64)
         loss_of(model).backward()
         expected = {
-            name: whole(param.detach()) - 0.1 * whole(param.grad) for name, param in model.named_parameters()
+            name: full_copy(param.detach()) - 0.1 * full_copy(param.grad)
+            for name, param in model.named_parameters()
         }
         model.zero_grad()
         for param in model.parameters():
@@ -209,7 +210,7 @@ def test_hooks_change_gradients_and_step_in_the_backward():
         loss_of(model).backward()
         for name, param in model.named_parameters():
             assert param.grad is None
-            assert torch.allclose(whole(param.detach()), expected[name], rtol=1e-12, atol=1e-12), name
+            assert torch.allclose(full_copy(param.detach()), expected[name], rtol=1e-12, atol=1e-12), name
 
     run_on_threads(work)
 

@@ -46,7 +46,7 @@ def backward(model):
 
 
 def gradients_of(model):
-    return {name: step_comparison.whole(param.grad) for name, param in model.named_parameters()}
+    return {name: step_comparison.full_copy(param.grad) for name, param in model.named_parameters()}
 
 
 def split_model(degrees):

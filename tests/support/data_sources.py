@@ -1,4 +1,4 @@
-"""Data sets as tests name them: the options of one source, by keyword."""
+"""Sources of data for tests, with the options of one source as keywords."""
 
 import json
 from dataclasses import replace
@@ -43,7 +43,7 @@ def write_rows(file, rows):
 
 @cache
 def tokenizer():
-    """The tokenizer that jobs have where they name none."""
+    """Return the tokenizer of jobs that name none."""
     return HuggingFaceTokenizer(HuggingFaceTokenizer.Config(), tokenizer_path=default_tokenizer_path())
 
 

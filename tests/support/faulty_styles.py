@@ -1,4 +1,4 @@
-"""Styles with a fault: tensor parallelism installs them in another way; nothing else changes."""
+"""Styles with one fault, in what tensor parallelism installs."""
 
 import copy
 from collections.abc import Callable
@@ -14,18 +14,18 @@ from titanplans.styles.base import Site, Style
 from titanplans.styles.replicated_in_region import ReplicatedInRegion
 
 Install = Callable[[nn.Module, Border], None]
-"""Puts a style's hooks on a module."""
+"""Installs a style's hooks on a module."""
 
 
 def subclassed(style: Style, name: str, **methods: Any) -> Style:
-    """Return a copy of `style` with some methods replaced; they get the copy as `self`."""
+    """Return a copy of `style` with some methods replaced."""
     fault = copy.copy(style)
     fault.__class__ = type(name, (type(style),), methods)
     return fault
 
 
 def installed(style: Any, install: Callable[[Install, nn.Module, Border], None], name: str = "Faulty") -> Any:
-    """Return a copy of `style` that is installed by `install(right, module, border)`; `right` installs as `style` does."""
+    """Return a copy of `style` that `install(right, module, border)` installs; `right` installs it as `style` does."""
 
     def by_weights(_: Any, module: nn.Module, site: Site) -> None:
         def right(module: nn.Module, border: Border) -> None:
@@ -37,7 +37,7 @@ def installed(style: Any, install: Callable[[Install, nn.Module, Border], None],
 
 
 def leaving(style: Any, leave: Callable[[Border, nn.Module, Any], Any]) -> Any:
-    """Return a copy of `style` with one hook only: the output becomes `leave(border, module, output)`."""
+    """Return a copy of `style` that installs only one hook, which returns `leave(border, module, output)`."""
 
     def install(right: Install, module: nn.Module, border: Border) -> None:
         module.register_forward_hook(lambda module, args, output: leave(border, module, output))

@@ -1,4 +1,4 @@
-"""Two computations are one: the same outputs, and the same gradients of what they were computed from."""
+"""Compare two computations: their outputs and the gradients of their inputs."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""The operators that run, noted by name: how often weights are gathered, products computed, tensors made."""
+"""Count the operators that run, by name: gathers of weights, products, new tensors."""
 
 from collections import Counter
 from typing import Any
@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class OperatorCounts(TorchDispatchMode):
-    """Counts operators inside, on a CPU of a backward too, by the name of their schema, as "c10d::allreduce_"."""
+    """Counts operators within the context, on a CPU also those of a backward, by their schema's name: "c10d::allreduce_"."""
 
     supports_higher_order_operators = True
 
@@ -20,10 +20,10 @@ class OperatorCounts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def of(self, *names: str) -> int:
-        """Return how many operators had one of `names`, which are without a namespace."""
+        """Return the count of operators with one of `names`, which are given without namespace."""
         return sum(count for name, count in self.counts.items() if name.partition("::")[2] in names)
 
     def take(self) -> Counter[str]:
-        """Return the counts since the last time."""
+        """Return the counts since the last call, and reset them."""
         counts, self.counts = self.counts, Counter()
         return counts

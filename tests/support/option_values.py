@@ -1,4 +1,4 @@
-"""Values that an option may be given, drawn by its type."""
+"""Strategies of hypothesis for the values of an option, by its type."""
 
 from types import UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
@@ -10,7 +10,13 @@ from titanplans.config.values import is_options, without_none_type
 
 
 def values_of(hint, leaves, constrained=lambda hint, values: values):
-    """Return a strategy: `leaves` has those of plain types, `constrained` changes that of an Annotated one."""
+    """Return a strategy for values of type `hint`.
+
+    Args:
+        hint: the type of an option.
+        leaves: strategies for plain types.
+        constrained: changes the strategy for an Annotated type.
+    """
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Literal:
         return st.sampled_from(parts)

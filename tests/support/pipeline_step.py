@@ -37,11 +37,11 @@ def train(
     align_gradients(parameters)
     own = [(name, parameter) for part in pipeline.model_parts for name, parameter in _whole_names(part.lm)]
     gradients = _of_all(
-        pipeline, [(name, None if p.grad is None else step_comparison.whole(p.grad)) for name, p in own]
+        pipeline, [(name, None if p.grad is None else step_comparison.full_copy(p.grad)) for name, p in own]
     )
     torch.optim.SGD(parameters, lr=1.0).step()
     return step_comparison.Trained(
-        loss, norm, gradients, _of_all(pipeline, [(name, step_comparison.whole(p)) for name, p in own])
+        loss, norm, gradients, _of_all(pipeline, [(name, step_comparison.full_copy(p)) for name, p in own])
     )
 
 
@@ -71,7 +71,7 @@ def _whole_names(stage: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters of `stage` by their names in the whole model."""
     names = record_of(stage).unsplit_names
     return [
-        (names.get(step_comparison.plain(name), step_comparison.plain(name)), p)
+        (names.get(step_comparison.unwrapped_name(name), step_comparison.unwrapped_name(name)), p)
         for name, p in stage.named_parameters()
     ]
 

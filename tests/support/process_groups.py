@@ -1,11 +1,8 @@
-"""Real process groups for tests: `run(fn, ranks)` starts that many fresh processes, which have imported everything.
+"""Run a function on the ranks of a real process group: `run(fn, ranks)`.
 
-`fn(rank)` runs on every rank with the group up; what rank 0 returns is returned. A failure on any rank fails the test
-with that rank's traceback; a rank that hangs prints where each of its threads is, and ends.
-
-Ranks are forked from a server (`multiprocessing`'s forkserver, one for each process that calls `run`) that has imported
-`rank_imports`, and has neither run a tensor operator nor started a thread. Python, torch and the model libraries take a
-process nine seconds to import. A fork can't use CUDA that its parent has seen: where there is a GPU, ranks are spawned.
+Importing Python, torch and the model libraries takes nine seconds, so ranks are forked from a server (`multiprocessing`'s
+forkserver, one per process that calls `run`) that has imported `rank_imports`. The server runs no tensor operator and
+starts no thread, which a fork would not survive.
 """
 
 import contextlib
@@ -30,10 +27,14 @@ from titanplans.torch_private.distributed import fake_store
 from titanplans.torch_private.dtensor import clear_sharding_cache
 
 LIMIT = 540
-"""Seconds that ranks may take: pytest's own limit, which knows nothing of them, is 600."""
+"""Seconds that ranks may take; pytest's own limit, which can't show where a rank hangs, is 600."""
 
 
 def run(fn: Callable[[int], Any], ranks: int, backend: str = "gloo") -> Any:
+    """Return what rank 0 returns of `fn(rank)`, which runs on every rank of a process group.
+
+    A failure on any rank is raised with its traceback. A rank that hangs prints where each of its threads is, and ends.
+    """
     method = start_method()
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
@@ -92,10 +93,10 @@ def run_on_threads(work: Callable[[Any], Any], ranks: int = 2) -> Any:
 
 @contextlib.contextmanager
 def fake_group(ranks: int, rank: int = 0) -> Iterator[None]:
-    """Make this process one rank of several that do not exist: collectives give arbitrary values."""
+    """Make this process a rank of a fake process group, whose collectives return arbitrary values."""
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=ranks)
     try:
-        clear_sharding_cache()  # of an equal mesh, whose group is gone, or on which this was another rank
+        clear_sharding_cache()  # it may have an equal mesh of a destroyed group, or of another rank
         yield
     finally:
         dist.destroy_process_group()
@@ -103,25 +104,25 @@ def fake_group(ranks: int, rank: int = 0) -> Iterator[None]:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Return what each rank calls this with."""
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    """Return the values of all ranks, in order. Collective."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 @functools.cache
 def start_method() -> str:
-    """Start the server that ranks are forked from; "spawn" where there is a GPU."""
-    if torch.cuda.is_available():
+    """Return how ranks are started, after starting the server that they are forked from."""
+    if torch.cuda.is_available():  # a fork can't use CUDA if its parent has
         return "spawn"
     multiprocessing.forkserver.set_forkserver_preload(["tests.support.rank_imports"])
     environment = {
         # The server imports `tests` from here, wherever it was started.
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        # A pool of threads, which OpenBLAS makes when it is loaded, does not survive a fork.
+        # OpenBLAS starts a pool of threads when it is loaded, which does not survive a fork.
         "OPENBLAS_NUM_THREADS": "1",
         "OMP_NUM_THREADS": "1",
-        # Inductor compiles in the rank; each rank's own pool of compiling processes would import torch first.
+        # Inductor compiles in the rank itself: each process of a pool would first import torch.
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
     with mock.patch.dict(os.environ, environment):
@@ -132,11 +133,11 @@ def start_method() -> str:
 def _work(
     rank: int, fn: Callable[[int], Any], ranks: int, folder: str, backend: str, environment: dict[str, str]
 ) -> None:
-    from tests.support import rank_imports  # noqa: F401  the server says nothing where this fails
+    from tests.support import rank_imports  # noqa: F401  the server hides an error of this import
 
-    faulthandler.enable()  # a rank that a signal ends says where it was
+    faulthandler.enable()  # a rank that is ended by a signal prints its traceback
     faulthandler.dump_traceback_later(LIMIT, exit=True)
-    os.environ.clear()  # a fork has that of the server
+    os.environ.clear()  # a fork has the server's
     os.environ.update(
         environment,
         RANK=str(rank),

@@ -1,4 +1,4 @@
-"""What ranks of tests have imported when they start: see worlds.py. Nothing is built here, and no thread is started."""
+"""Modules that ranks have imported when they start: see process_groups.py. This builds nothing and starts no thread."""
 
 import gc
 import importlib
@@ -25,8 +25,8 @@ MODULES = [
 if no_trainer() is None:
     MODULES.append("titanplans.training.trainer.trainer")
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # once for each worker, on a screen that belongs to pytest
+    warnings.simplefilter("ignore")  # they would be printed once per worker, into pytest's output
     for name in MODULES:
         importlib.import_module(name)
-gc.freeze()  # a collection would write to the pages that all ranks share
-gc.set_threshold(50_000)  # compiling makes many objects, nearly all of which stay
+gc.freeze()  # a collection would write to memory pages that forked ranks share
+gc.set_threshold(50_000)  # compiling creates many objects, most of which live on

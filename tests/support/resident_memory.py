@@ -1,4 +1,4 @@
-"""The memory of this process, as the system counts it."""
+"""Measure the resident memory of this process."""
 
 import ctypes
 import gc
@@ -9,20 +9,20 @@ from typing import Any
 
 
 def peak(action: Callable[[], Any]) -> tuple[float, Any]:
-    """Return how many MB the process has grown in `action` at most, and what it returned.
+    """Return by how many MB the resident memory grows at most during `action`, and the result of `action`.
 
-    What is freed of a megabyte or more goes back to the system from now on: glibc would keep some of it.
+    From then on glibc returns freed memory of a megabyte or more to the system at once.
     """
     ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is from now on
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
     before = _resident("VmRSS")
     result = action()
     return _resident("VmHWM") - before, result
 
 
 def peak_without_files(action: Callable[[], Any]) -> float:
-    """The same without the pages of files that are mapped, which the system takes back; looked at each millisecond."""
+    """Return the same without pages of mapped files, which the system can reclaim; sampled every millisecond."""
     ctypes.CDLL(None).mallopt(-3, 2**20)
     gc.collect()
     before, seen, done = _resident("RssAnon"), [0.0], threading.Event()

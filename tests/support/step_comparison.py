@@ -1,10 +1,10 @@
-"""A training step over ranks is that of one process: the one comparison of all tests that say so.
+"""Compare a training step over several ranks with the same step in one process.
 
     CASES = {"tp 4": Case(build, functools.partial(split, tp=4)), …}
-    differences = equals_one_process(CASES, ranks=4)       # {} if all are
+    differences = equals_one_process(CASES, ranks=4)       # {} if all are equal
 
-Every rank trains the whole model on the whole batch, and its part of a second one on its rows. Loss, gradient norm,
-every gradient, and every weight after the step are to be the same, on every rank, but for the order of sums.
+Each rank trains the unsplit model on the full batch, and the parallel model on its sequences. Loss, gradient norm, every
+gradient, and every weight after the step have to be equal on every rank, up to the order of sums.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ ROWS = 4
 
 
 class Tolerance(NamedTuple):
-    """What the order of sums may do, relative to the value; of a gradient, relative to its tensor's largest number."""
+    """Allowed differences, relative to the value; for a gradient, relative to the largest number of its tensor."""
 
     loss: float
     norm: float
@@ -31,11 +31,11 @@ class Tolerance(NamedTuple):
 
 
 FLOAT32 = Tolerance(1e-6, 1e-5, 1e-4)
-"""Sums of a few hundred terms in another order are some tens of epsilons (1.2e-7) off; a gradient that was summed once
-too often, or not at all, is off by 1."""
+"""Sums of a few hundred terms in another order differ by some tens of epsilons (1.2e-7). A gradient that was summed
+twice, or not at all, differs by 1."""
 BFLOAT16 = Tolerance(1e-2, 3e-2, 1e-1)
-"""8 bits of mantissa: a product is off by up to 2^-9, a step of four layers by a few of these, and the smaller numbers
-of a gradient by some tens."""
+"""With 8 bits of mantissa a product is off by up to 2^-9, a step of four layers by a few times that, and the smaller
+numbers of a gradient by some tens of times."""
 
 
 def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -43,10 +43,10 @@ def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
 
 
 def of_sequences(part: torch.Tensor, mesh: Any) -> torch.Tensor:
-    """Return the loss of whole sequences, whose gradient is that of this rank's `part`."""
-    whole = part.detach().clone()
-    dist.all_reduce(whole, group=mesh.get_mesh("cp").get_group())
-    return part + (whole - part.detach())
+    """Return the loss summed over the context-parallel ranks, with the gradient of this rank's `part`."""
+    total = part.detach().clone()
+    dist.all_reduce(total, group=mesh.get_mesh("cp").get_group())
+    return part + (total - part.detach())
 
 
 def clip(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
@@ -54,24 +54,24 @@ def clip(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
 
 
 class Parallel(NamedTuple):
-    """How a rank trains its part; by default, how one process trains the whole."""
+    """A model and how a rank trains it; by default, as one process does."""
 
     model: nn.Module
     group: dist.ProcessGroup | None = None
-    """The ranks that have rows of their own; None where all have the same."""
+    """The data-parallel ranks, which have different sequences; None if all have the same."""
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = summed_cross_entropy
-    """Of logits and labels, the sum over the labels."""
+    """The loss of logits and labels, summed over the labels."""
     context: Callable[[], Any] = contextlib.nullcontext
-    """Around the loss and the backward."""
+    """Entered for the loss and the backward."""
     norm: Callable[[Iterable[nn.Parameter]], torch.Tensor] = clip
-    """Returns the norm of all gradients, and may clip them by it."""
+    """Returns the norm of all gradients, and may clip them."""
 
 
 class Case(NamedTuple):
-    """Both functions, or partials of them, are pickled: they are found in their files by name."""
+    """Both functions are pickled, so they are defined at the top of a file, or partials of such."""
 
     build: Callable[[], nn.Module]
-    """Return the whole model, the same each time and everywhere."""
+    """Returns the unsplit model, with the same values each time and on every rank."""
     parallelise: Callable[[nn.Module], Parallel]
     length: int = 16
     vocabulary: int = 32
@@ -80,17 +80,17 @@ class Case(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What a step left."""
+    """The results of a step."""
 
     loss: torch.Tensor
     norm: torch.Tensor
     gradients: dict[str, torch.Tensor | None]
-    """As the optimizer reads them."""
+    """As the optimizer gets them."""
     weights: dict[str, torch.Tensor]
 
 
 def by_torchtitan(model: nn.Module, tp: int, **options: Any) -> Parallel:
-    """Return `model` over meshes of torchtitan's, in float32 and with gathered logits."""
+    """Return `model` parallelised over torchtitan's meshes, in float32 and with gathered logits."""
     from tests.support.torchtitan_meshes import parallel_dims
     from titanplans.parallel import FSDP2Config, parallelize
 
@@ -116,7 +116,7 @@ def cases_of(
 
 
 def equals_one_process(cases: dict[Any, Case], ranks: int) -> dict[Any, str]:
-    """Return how the step of each case differs from that of one process, where it does, on any rank."""
+    """Return the cases whose step differs from one process's on any rank, and how."""
     found: list[dict[Any, str]] = process_groups.run(functools.partial(_all, cases=cases), ranks)
     return {name: error for errors in found for name, error in errors.items()}
 
@@ -136,51 +136,51 @@ def check(case: Case, expected: Trained) -> float:
     """Return the worst error of a gradient, relative to the largest number of its tensor.
 
     Raises:
-        AssertionError: the step is not that of one process.
+        AssertionError: the step differs from that of one process.
     """
     return compare(train(case.parallelise(case.build()), case), expected, case.tolerance)
 
 
 def compare(found: Trained, expected: Trained, tolerance: Tolerance) -> float:
-    """As `check`, of a step that was trained."""
+    """As `check`, for a step that was trained already."""
     torch.testing.assert_close(found.loss, expected.loss, rtol=tolerance.loss, atol=0, check_dtype=False)
     torch.testing.assert_close(found.norm, expected.norm, rtol=tolerance.norm, atol=0, check_dtype=False)
     assert found.weights.keys() == expected.weights.keys()
     worst = 0.0
     for name, gradient in expected.gradients.items():
         if gradient is None:
-            assert found.gradients[name] is None, f"{name}: a gradient of a weight that has none"
+            assert found.gradients[name] is None, f"{name}: a gradient of a parameter that has none"
             continue
         largest, weight = gradient.abs().max(), expected.weights[name]
         error = ((found.gradients[name] - gradient).abs().max() / largest).item()
         assert error < tolerance.gradient, f"{name}: its gradient is {error:.1e} of its largest number off"
         worst = max(worst, error)
-        # A step of SGD with a learning rate of 1 takes the gradient away, and rounds as the weight does.
+        # SGD with a learning rate of 1 subtracts the gradient, and rounds to the weight's precision.
         off, rounding = (found.weights[name] - weight).abs().max(), torch.finfo(weight.dtype).eps
         assert off < tolerance.gradient * largest + rounding * weight.abs().max(), f"{name}: {off:.1e} off"
     return worst
 
 
 def train(parallel: Parallel, case: Case) -> Trained:
-    """Train one step, by SGD: AdamW's would be the gradient's sign, which hides a wrong length."""
+    """Train one step by SGD: AdamW's first step depends on the gradient's sign alone, which would hide a wrong scale."""
     model, group = parallel.model, parallel.group
     ids, labels = batch(case, group)
     with parallel.context():
         logits = model(input_ids=ids, use_cache=False).logits
         loss = parallel.loss(logits, labels) / (case.rows * case.length)
         loss.backward()
-    loss = whole(loss)
+    loss = full_copy(loss)
     if group:
         dist.all_reduce(loss, group=group)
-    norm = whole(parallel.norm(model.parameters()))
-    parameters = {plain(name): parameter for name, parameter in model.named_parameters()}
-    gradients = {name: None if p.grad is None else whole(p.grad) for name, p in parameters.items()}
+    norm = full_copy(parallel.norm(model.parameters()))
+    parameters = {unwrapped_name(name): parameter for name, parameter in model.named_parameters()}
+    gradients = {name: None if p.grad is None else full_copy(p.grad) for name, p in parameters.items()}
     torch.optim.SGD(model.parameters(), lr=1.0).step()
-    return Trained(loss, norm, gradients, {name: whole(p) for name, p in parameters.items()})
+    return Trained(loss, norm, gradients, {name: full_copy(p) for name, p in parameters.items()})
 
 
 def batch(case: Case, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and labels of this rank's rows, `[rows, length]` each."""
+    """Return ids and labels of this rank's sequences, [sequences, length] each."""
     rank, parts = (group.rank(), group.size()) if group else (0, 1)
     generator = torch.Generator().manual_seed(1)
     rows = torch.randint(case.vocabulary, (case.rows, case.length + 1), generator=generator)
@@ -188,12 +188,12 @@ def batch(case: Case, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, to
     return rows[:, :-1], rows[:, 1:]
 
 
-def plain(name: str) -> str:
-    """Return a parameter's name without what torch's checkpoint wrapper adds."""
+def unwrapped_name(name: str) -> str:
+    """Return a parameter's name without the prefix of torch's checkpoint wrapper."""
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of all of the tensor."""
+def full_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the full tensor."""
     tensor = tensor.detach()
     return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()

@@ -1,4 +1,4 @@
-"""What surrounds a test: installed packages of others, and a disk that is full."""
+"""Change the surroundings of a test: an installed package, a full disk."""
 
 import resource
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def install_entry_point(folder: Path, group: str, name: str, value: str) -> None:
-    """Write what pip does for a package in `folder`, whose entry point of `group` is `name = value`."""
+    """Write the metadata of an installed package into `folder`, with the entry point `name = value` in `group`."""
     info = folder / f"{value.partition('.')[0]}-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {info.stem[:-2]}\nVersion: 1\n")
@@ -16,7 +16,7 @@ def install_entry_point(folder: Path, group: str, name: str, value: str) -> None
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """Let no file grow beyond so many bytes, as on a disk that is full."""
+    """Limit the size of files to so many bytes, which acts like a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

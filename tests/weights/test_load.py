@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from tests import zoo
 from tests.support import process_groups
 from tests.support.refusals import refusal_or_none
-from tests.support.step_comparison import whole
+from tests.support.step_comparison import full_copy
 from titanplans import kernels, load_weights, modeling
 from titanplans.errors import ModelError
 from titanplans.parallel import DDPConfig, Degrees, FSDP2Config, ParallelManager
@@ -47,7 +47,7 @@ def differing(model, folder):
     """Return names of tensors of a split model that are not those of `from_pretrained`."""
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     values = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-    values = {name: whole(value) for name, value in values.items()}
+    values = {name: full_copy(value) for name, value in values.items()}
     theirs = {
         **dict(expected.named_parameters(remove_duplicate=False)),
         **dict(expected.named_buffers()),

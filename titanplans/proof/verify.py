@@ -24,7 +24,7 @@ from titanplans.proof.cases import CONDITIONS, Proof, by_reference
 from titanplans.proof.compare.float8 import exact_float8
 from titanplans.proof.compare.forward import Loss
 from titanplans.proof.compare.patches import unpatched
-from titanplans.proof.compare.pipeline import refuse_unequal_stages, refuse_stages
+from titanplans.proof.compare.pipeline import refuse_stages, refuse_unequal_stages
 from titanplans.proof.compare.tolerance import check_dtype
 from titanplans.proof.ranks.processes import run_in_processes
 from titanplans.proof.ranks.world import Worlds, group_size

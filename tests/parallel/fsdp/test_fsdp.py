@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from tests.support import process_groups
 from tests.support.operator_counts import OperatorCounts
 from tests.support.refusals import refusal_or_none
-from tests.support.step_comparison import whole
+from tests.support.step_comparison import full_copy
 from tests.support.tiny_model import MLP, Block, Tiny, TinyPlan
 from titanplans.parallel import FSDP2Config, ParallelError
 from titanplans.parallel.fsdp import shard
@@ -126,10 +126,10 @@ def prepare(kind, replicate, fsdp, tp, options):
 
 
 def outcome(model):
-    gradients = {name: p.grad is not None and whole(p.grad) for name, p in model.named_parameters()}
+    gradients = {name: p.grad is not None and full_copy(p.grad) for name, p in model.named_parameters()}
     # SGD: AdamW's first step is the gradient's sign, which hides a wrong length.
     torch.optim.SGD(model.parameters(), lr=1.0).step()
-    return gradients, {name: whole(p) for name, p in model.named_parameters()}
+    return gradients, {name: full_copy(p) for name, p in model.named_parameters()}
 
 
 def one_step(kind="tiny", replicate=1, fsdp=4, tp=1, **options):
@@ -137,7 +137,7 @@ def one_step(kind="tiny", replicate=1, fsdp=4, tp=1, **options):
     seen = {}
     model.layers[1].mlp.register_forward_hook(
         lambda module, args, out: seen.update(
-            block=out.dtype, weight=whole(module.gate_proj.weight).dtype, device=out.device
+            block=out.dtype, weight=full_copy(module.gate_proj.weight).dtype, device=out.device
         )
     )
     model.register_forward_hook(

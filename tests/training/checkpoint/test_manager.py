@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.support import process_groups
 from tests.support.job_comparison import SAVES, TP
 from tests.support.refusals import refusal
-from tests.support.step_comparison import whole
+from tests.support.step_comparison import full_copy
 from tests.support.system import largest_file
 from tests.support.trained_jobs import logged_messages, train, write_inputs
 from titanplans.errors import ConfigError, Diverged, NotSaved
@@ -190,7 +190,7 @@ def state_of(trainer) -> dict:
     tensors = {**weights, **states["optimizer"].state_dict(), "rng": rng["cpu"]}
     tensors["step"] = torch.tensor(trainer.step)
     tensors["epoch"] = torch.tensor(trainer.lr_schedulers.schedulers[0].last_epoch)
-    return {name: whole(value) for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+    return {name: full_copy(value) for name, value in tensors.items() if isinstance(value, torch.Tensor)}
 
 
 def resharded(folder: Path, *degrees: str) -> tuple[list[str], dict[int, float]]:

@@ -14,7 +14,7 @@ from tests.support import process_groups
 from tests.support.job_comparison import SAVES, TP
 from tests.support.jobs import Job
 from tests.support.refusals import refusal as said_of
-from tests.support.step_comparison import whole
+from tests.support.step_comparison import full_copy
 from tests.support.trained_jobs import logged_messages, train, write_inputs
 from titanplans import kernels, modeling
 from titanplans.cli.main import main
@@ -37,7 +37,7 @@ def starts(rank: int, folder: Path) -> dict:
 
     def look(trainer):
         trainer.checkpointer.load()
-        found["weights"] = {name: whole(x) for name, x in trainer.model_parts[0].lm.state_dict().items()}
+        found["weights"] = {name: full_copy(x) for name, x in trainer.model_parts[0].lm.state_dict().items()}
 
     job = (folder, "dense", "start", TP, *SAVES, *start)
     found["losses"] = train(*job, "--training.steps=4", prepare=look)[0].losses()
