@@ -1,8 +1,7 @@
 """PyTorch functions in place of FLA's Triton kernels, for CPU tensors: `install("cpu")` before a model is built.
 
-Importing this package imports no part of FLA and changes nothing; `install` does both. What is replaced, and how exact
-and fast it is, stands in docs/kernels.md. Another mixer with a reference of FLA's own is a line in
-`table.py`. `check_cpu` says whether a model has all the functions that it needs.
+Importing this package does not import FLA and changes nothing; `install` does both. `table.py` lists what is replaced, and
+docs/kernels.md describes it. `check_cpu` refuses a model that needs a kernel without a replacement.
 """
 
 from titanplans.errors import KernelError

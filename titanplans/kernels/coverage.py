@@ -1,8 +1,8 @@
-"""Whether a model can run on a CPU: its code must not reach a kernel of flash-linear-attention that needs a GPU.
+"""Check whether a model can run on a CPU, that is, whether its code reaches no kernel of FLA that needs a GPU: `check_cpu`.
 
 The search is static: from the `forward` of each FLA module, through the names in its bytecode, to Triton kernels,
-flash-attn and FlexAttention. It stops at what `install` has replaced. A branch that is never taken counts, too; a
-function in a table or behind `getattr` is missed. Modules of transformers are plain PyTorch, and not searched.
+flash-attn and FlexAttention. It stops at replacements. Branches that are never taken count, too; functions in tables or
+accessed by `getattr` are missed. Modules of transformers are plain PyTorch, and not searched.
 """
 
 import dis
@@ -26,8 +26,8 @@ def check_cpu(model: "PreTrainedModel") -> None:
     """Refuse a model that needs GPU kernels. It may be on the meta device: `check_cpu(titanplans.modeling.build(config))`.
 
     Raises:
-        KernelError: names the first FLA module that leads to a GPU kernel, the kernel, and what would work; or
-            `install("cpu")` has not been called.
+        KernelError: an FLA module reaches a GPU kernel (both are named, with what would work), or `install("cpu")` was not
+            called.
     """
     kind = model.config.model_type
     classes = [cls for cls in dict.fromkeys(map(type, model.modules())) if _of_fla(cls)]
@@ -68,8 +68,8 @@ def _needed(value: Any, cls: type | None, seen: set[int], via: str) -> Iterator[
 
 
 def _gpu_kernel(value: Any) -> str | None:
-    """Return which kernel `value` itself is, in words; None if it is none."""
-    # By name, so that Triton need not be imported. Autotuners and heuristics wrap the kernel.
+    """Return the description of `value` if it is a GPU kernel, else None."""
+    # Compared by name, so that Triton need not be imported. Autotuners and heuristics wrap the kernel.
     if any(cls.__name__ == "KernelInterface" for cls in type(value).__mro__):
         while not hasattr(value, "__name__"):
             value = value.fn
@@ -83,7 +83,7 @@ def _gpu_kernel(value: Any) -> str | None:
 
 
 def _mentioned(function: FunctionType, cls: type | None) -> Iterator[tuple[str, Any, type | None]]:
-    """Yield name, value and owner (None but for methods of `cls`) of what a function's code and closure refer to."""
+    """Yield name, value and class (for methods of `cls`, else None) of everything that a function's code and closure use."""
     for opcode, name in _names(function.__code__):
         if opcode == "LOAD_GLOBAL" and name in function.__globals__:
             yield name, function.__globals__[name], None

@@ -1,8 +1,8 @@
-"""Puts the references of `table.py` where FLA's modules will find them, for calls with CPU tensors.
+"""Install the references of `table.py` in FLA's modules, for calls with CPU tensors. Start at `install`.
 
-One way in for all: the name. FLA imports functions by name, so every module of FLA that holds one gets a function in its
-place that computes CPU tensors by the reference and hands any other call to the original. Of an autograd.Function it is
-`apply` that is replaced, so that torch differentiates the reference.
+All replacements are installed the same way: by name, in every module of FLA that imported the function. The replacement
+calls the reference for CPU tensors, and the original for all others. For an autograd.Function `apply` is replaced, so that
+torch differentiates the reference.
 """
 
 import functools
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 MARK = "cpu_function"
-"""Attribute of installed functions, the reference: a second `install`, and `coverage`, know them by it."""
+"""Attribute of a replacement: its reference. A second `install`, and `coverage`, recognise replacements by it."""
 
 
 _interpreted = False
@@ -39,7 +39,7 @@ _FOR_META = ContextVar("for_meta", default=False)
 
 @contextmanager
 def for_meta() -> Iterator[None]:
-    """Let what stands in for a CPU compute the shapes of tensors on meta, too, where no Triton kernel runs."""
+    """Within the context, replacements also take tensors on meta, for which no Triton kernel runs."""
     token = _FOR_META.set(True)
     try:
         yield
@@ -48,19 +48,19 @@ def for_meta() -> Iterator[None]:
 
 
 def use_interpreter(on: bool = True) -> None:
-    """From here on let CPU tensors go to FLA's Triton kernels, as Triton's interpreter runs them; or no longer.
+    """From now on pass CPU tensors to FLA's Triton kernels, run by Triton's interpreter, or stop doing so.
 
-    What no Triton kernel computes is computed as before. See `titanplans.kernels.interpreted`.
+    Functions that are not Triton kernels stay replaced. See `titanplans.kernels.interpreted`.
     """
     global _interpreted
     _interpreted = on
 
 
 def install(device_type: str) -> None:
-    """On "cpu": PyTorch functions in place of FLA's Triton kernels, for CPU tensors only. Otherwise nothing, by design.
+    """On "cpu", install PyTorch functions in place of FLA's Triton kernels; on any other device type, do nothing.
 
-    Call it before a model is built; twice is as good as once. On a GPU machine it may be called too: calls with
-    CUDA tensors go to FLA's kernels as before.
+    Call it before a model is built; a second call changes nothing. On a machine with GPUs, calls with CUDA tensors still use
+    FLA's kernels.
     """
     if device_type != "cpu":
         return
@@ -73,9 +73,9 @@ def install(device_type: str) -> None:
 
 
 def calls_fla(config: "PretrainedConfig") -> bool:
-    """Whether the code of a model of transformers may call FLA's kernels: its file names the package.
+    """Whether a model of transformers may call FLA's kernels, which is so if its file contains the package's name.
 
-    Such a file takes them when it is imported, so `install` has to come before.
+    Such a file imports them when it is imported itself, so `install` has to be called before.
     """
     module = type(config).__module__
     if not module.startswith("transformers."):
@@ -89,14 +89,14 @@ Names = dict[Any, list[tuple[dict[str, Any], str]]]
 
 
 def _find(place: str) -> tuple[Any, str]:
-    """Return the module, or the class in it, of a place in `REFERENCES`, and the name there."""
+    """Return the module, or the class, of a key of `REFERENCES`, and the name in it."""
     module, _, path = place.partition(":")
     *outer, name = path.split(".")
     return functools.reduce(getattr, outer, importlib.import_module(module)), name
 
 
 def _names() -> Names:
-    """Return what the loaded FLA modules hold, as globals and in their tables. Modules loaded later import replacements."""
+    """Return the globals of the loaded FLA modules and the entries of their tables. Later modules import replacements."""
     found: Names = {}
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] != "fla":
@@ -108,7 +108,7 @@ def _names() -> Names:
 
 
 def _key(value: Any) -> Any:
-    """Return what is equal of one value, however it was got: `apply` is another object at each access, an equal one."""
+    """Return a key that is equal for the same value: each access to `apply` of a Function creates another, equal object."""
     return value if isinstance(value, MethodType) else id(value)
 
 
@@ -121,7 +121,7 @@ def _replace(owner: Any, name: str, reference: Reference, names: Names, *, trito
     elif isinstance(reference, Naive):
         reference = by_naive(original, reference)
     if isinstance(original, type) and issubclass(original, torch.autograd.Function):
-        # Out of every graph of torch.compile, as the kernels behind it are on a GPU.
+        # Outside of every graph of torch.compile, as the kernels are on a GPU.
         replacement = torch.compiler.disable(_on_cpu(reference, original.apply, triton=triton))
         _rebind(original.apply, replacement, names)
         original.apply = staticmethod(replacement)
@@ -134,7 +134,7 @@ def _replace(owner: Any, name: str, reference: Reference, names: Names, *, trito
 
 
 def _rebind(original: Any, replacement: Any, names: Names) -> None:
-    """Every global of a loaded FLA module, and every entry of its tables, that is `original` becomes `replacement`."""
+    """Replace `original` in the globals of loaded FLA modules, and in their tables."""
     for table, name in names.get(_key(original), ()):
         table[name] = replacement
 
@@ -142,13 +142,13 @@ def _rebind(original: Any, replacement: Any, names: Names) -> None:
 def _on_cpu(
     reference: Callable[..., Any], original: Callable[..., Any] | None, *, triton: bool
 ) -> Callable[..., Any]:
-    """`reference` for calls with CPU tensors, `original` (None: not installed) for all others.
+    """Return a function that calls `reference` for CPU tensors and `original` (None: not installed) for all others.
 
-    Where Triton is interpreted, CPU tensors go to an `original` that is `triton`'s, too.
-
-    With documents it is out of graphs, as a kernel is: it takes them apart by their lengths, which a graph can't read.
+    If Triton is interpreted, CPU tensors go to an `original` that is a Triton kernel, too. With packed documents it is
+    outside of graphs, as a kernel is, because it splits them by their lengths, which are values that a graph can't use.
     """
-    out_of_graphs = (torch.compiler.disable(reference),)  # a tuple: without documents it is no such function
+    # In a tuple, where `parallel.compile.graph_breaks` does not find it: without documents the function stays in graphs.
+    out_of_graphs = (torch.compiler.disable(reference),)
 
     @functools.wraps(reference)
     def choose(*args: Any, **kwargs: Any) -> Any:
@@ -167,9 +167,9 @@ def _on_cpu(
 
 
 def _first_is_on_cpu(*args: Any, **kwargs: Any) -> bool:
-    """Whether the first tensor is on a CPU, or in `for_meta` on meta; host copies of lengths may follow CUDA tensors.
+    """Whether the first tensor is on a CPU, or in `for_meta` on meta. Later ones may be host copies of lengths.
 
-    What takes no tensors, such as a mask by lengths, works where there is no GPU.
+    A call without tensors, such as a mask by lengths, counts as one on a CPU if there is no GPU.
     """
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):

@@ -1,7 +1,7 @@
-"""FLA's own references, `fla/ops/*/naive.py`, of attention in all its forms, in place of its kernels.
+"""FLA's own references for all forms of attention, `fla/ops/*/naive.py`, in place of its kernels: `by_naive`.
 
-`recurrence` calls those of a single recurrence. These take nearly the arguments of their kernels; what they lack is added
-here: float64 throughout, packed sequences, fewer queries than keys, and the default of an argument that only the kernel has.
+They lack some features of their kernels, which are added here: float64 throughout, packed sequences, fewer queries than
+keys, and defaults of arguments that only the kernel has. References of recurrences are called by `recurrent`.
 """
 
 import functools
@@ -24,7 +24,7 @@ _WITHOUT_EFFECT = ("cu_seqlens_cpu", "chunk_indices", "checkpoint_level")
 
 
 class Naive(NamedTuple):
-    """A reference by its place, "fla.ops.parallax.naive:naive_parallax", in the table of references."""
+    """A reference by its name, "fla.ops.parallax.naive:naive_parallax"."""
 
     place: str
     check: Callable[[dict[str, Any]], None] | None = None
@@ -34,11 +34,11 @@ class Naive(NamedTuple):
 def by_naive(kernel: Callable[..., Any], reference: Naive) -> Callable[..., Any]:
     """Return a function with the arguments of `kernel` that computes by the `reference`.
 
-    Inputs and outputs are [B, T, ...], states [N, ...] or a tuple of such, N the number of packed sequences, or B. Where
-    there are fewer queries than keys, they are the last. The output has the dtype of v. Torch differentiates it.
+    Inputs and outputs are [B, T, ...], states [N, ...] or tuples of such, with N the number of packed sequences, or B. Fewer
+    queries than keys are the last ones. The output has the dtype of v, and is differentiated by torch.
 
     The function raises:
-        KernelError: an argument that the reference has not, by name.
+        KernelError: an argument is set that the reference does not have.
     """
     module, _, name = reference.place.partition(":")
     signature = inspect.signature(kernel)
@@ -91,7 +91,7 @@ def _compute(kernel: str, naive: Callable[..., Any], given: dict[str, Any]) -> A
 
 
 def _sequences(inputs: dict[str, torch.Tensor], bounds: Any) -> Iterator[tuple[int | None, dict[str, Any]]]:
-    """Yield the number and the inputs of each sequence; `bounds` may be those of the queries and those of the keys."""
+    """Yield index and inputs of each sequence; `bounds` may be a pair, of the queries and of the keys."""
     if not isinstance(bounds, tuple):
         yield from sequences(inputs, bounds)
         return

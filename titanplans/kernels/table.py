@@ -1,8 +1,7 @@
-"""The table of CPU replacements: {place in FLA: reference}. Another mixer is another line.
+"""The table of CPU replacements: "module:name" of a function or autograd.Function of FLA -> its reference.
 
-A place is a function or an autograd.Function; its reference takes the same arguments (for a Function, those of `apply`)
-and is differentiated by torch. A recurrence has a `Recurrence`, a formula that `recurrence` calls; a form of attention has
-a `Naive`, FLA's own reference in `fla/ops/*/naive.py`, which `naive` calls.
+A reference takes the same arguments (for a Function, those of `apply`) and is differentiated by torch. For a recurrence it
+is a `Recurrence`, a formula; for a form of attention a `Naive`, FLA's own reference in `fla/ops/*/naive.py`.
 """
 
 from collections.abc import Callable

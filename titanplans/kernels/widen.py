@@ -1,6 +1,6 @@
-"""`Widen`: a model's own code computes in float64 where it asks for float32.
+"""`Widen` makes a model's code compute in float64 where it asks for float32.
 
-A norm or a softmax in float32 would hide every error below 1e-7.
+A norm or a softmax in float32 would hide every error below 1e-7 from a proof.
 """
 
 from typing import Any
@@ -54,7 +54,7 @@ class Widen(TorchFunctionMode):
         return result
 
     def _of_integers(self, func: Any, args: tuple, kwargs: dict, result: torch.Tensor) -> torch.Tensor:
-        """Return `result` in `dtype` if it became float32 by promotion of integers and Python numbers."""
+        """Return `result` in `dtype` if it is float32 because integers and Python numbers were promoted."""
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
         if not tensors or any(x.is_floating_point() for x in tensors):
             return result
