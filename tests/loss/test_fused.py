@@ -398,7 +398,7 @@ def refusals():
     yield lambda: of(build(), nested), "by a library or by another FusedLoss"
     yield lambda: of(build(), hooked), "a hook has changed the gradient"
     yield lambda: of(build(), masked_behind), "the labels were changed"
-    yield lambda: FusedLoss(build(), chunk_tokens=0), "chunk_tokens = 0: at least 1"
+    yield lambda: FusedLoss(build(), chunk_tokens=0), "chunk_tokens = 0: use 1 or more"
     yield lambda: of(with_head(Scaled(16, 13))), "is a Scaled, which does more"
     yield lambda: of(with_head(nn.Bilinear(16, 16, 13))), "is a Bilinear, and no nn.Linear"
     yield lambda: of(nn.Linear(2, 2)), "Linear has no head"

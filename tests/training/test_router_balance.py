@@ -151,7 +151,7 @@ def test_what_a_model_adds_to_the_loss_is_its_aux_loss_and_no_other():
     with pytest.raises(ModelError, match="Identity returns z_loss"):
         added_loss(model, SimpleNamespace(aux_loss=balance, z_loss=balance))
     model.config = None
-    with pytest.raises(ModelError, match="no weight of it: router_aux_loss_coef"):
+    with pytest.raises(ModelError, match="no weight of it: set router_aux_loss_coef"):
         added_loss(model, SimpleNamespace(aux_loss=balance))
 
 

@@ -1,4 +1,4 @@
-"""The loss of a language model whose vocabulary may be split: of its logits, or of its hidden states and its head."""
+"""The loss of a language model whose vocabulary may be sharded: `cross_entropy` of logits, or `FusedLoss` in the head."""
 
 from titanplans.loss.balance import added_loss
 from titanplans.loss.cross_entropy import count_tokens, cross_entropy

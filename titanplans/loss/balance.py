@@ -1,4 +1,4 @@
-"""The balance of a model's routers as a term of its loss. Biases that keep it: `titanplans.split.experts.loads`."""
+"""`added_loss`: the load-balancing loss of a model's routers. For routers' biases see `titanplans.split.experts.loads`."""
 
 import inspect
 from collections.abc import Mapping
@@ -14,68 +14,68 @@ from titanplans.split.state import border_of_model
 from titanplans.text import class_name
 
 _WEIGHTS = ("router_aux_loss_coef", "aux_loss_scale")
-"""Under these names configs keep the weight of the balance of routers."""
+"""Names of a config's weight of the load-balancing loss."""
 _EXPERTS = ("num_experts", "num_local_experts", "num_memories")
 _EXPERTS_A_TOKEN = ("num_experts_per_tok", "topk")
 
 
 def added_loss(model: nn.Module, output: Any, data: Group | None = None) -> torch.Tensor | None:
-    """Return what `model` adds to the mean cross entropy of its batch: its routers' balance, weighted; a scalar or None.
+    """Return the weighted load-balancing loss to add to the mean cross entropy of a batch: a scalar, None without one.
 
-    With context parallelism, this rank's part of it, as `TPPlan.count_once` makes it: all of them together make the whole.
-
-    A model returns it as `aux_loss`, and its config holds the weight. One that returns its routers' logits, and computes
-    their balance only together with its own loss, gets it by the function of its file that does so.
+    A model returns it as `aux_loss`, and its config has the weight. If a model returns its routers' logits instead, and
+    computes the loss only together with its own cross entropy, it is computed here, by the function in the model's file.
+    With context parallelism it is a term that has to be summed over the CP ranks, as `TPPlan.count_once` makes it.
 
     Args:
         model: split or not.
         output: of its forward.
-        data: the ranks of data parallelism, whose batches have as many tokens: the balance by such a function is that of
-            all their tokens. What a model returns itself is that of this rank's.
+        data: the data-parallel ranks, whose batches have equally many tokens. A loss computed here is over the tokens of
+            all these ranks. None: over this rank's tokens, as an `aux_loss` that the model returns.
 
     Raises:
-        ModelError: it returns another loss, an `aux_loss` without a weight, or a number without a name: training would
-            leave it out.
+        ModelError: the model returns another loss, an `aux_loss` without a weight, or a number without a name, which
+            training would ignore.
     """
-    names = (
-        () if isinstance(output, torch.Tensor) else dir(output)
-    )  # logits that a fused head leaves out have none
+    # A plain tensor, such as DeferredLogits, has no fields.
+    names = () if isinstance(output, torch.Tensor) else dir(output)
     named = [name for name in names if name.endswith(LOSS_FIELDS)]
-    # A value that is set on an output of transformers is an attribute, and no key.
+    # Of a value that a model sets on an output of transformers after its creation, only the attribute exists, not the key.
     fields = {name: getattr(output, name) for name in named} | dict(
         output if isinstance(output, Mapping) else {}
     )
-    given = {name: x for name, x in fields.items() if name.endswith("_loss") and isinstance(x, torch.Tensor)}
-    balance, kind = given.pop("aux_loss", None), class_name(model)
+    losses = {name: x for name, x in fields.items() if name.endswith("_loss") and isinstance(x, torch.Tensor)}
+    balance, kind = losses.pop("aux_loss", None), class_name(model)
     unnamed = output[1:] if type(output) in (tuple, list) else ()
     if any(isinstance(x, torch.Tensor) and x.numel() == 1 and x.is_floating_point() for x in unnamed):
         raise ModelError(
             f"{kind} returns a plain {type(output).__name__} with a number after its logits, a loss perhaps, which nothing "
             "adds: let it return an object that has logits and aux_loss"
         )
-    if given:
+    if losses:
         raise ModelError(
-            f"{kind} returns {next(iter(given))}, which nothing adds to the loss: let it return aux_loss, weighted by "
+            f"{kind} returns {next(iter(losses))}, which nothing adds to the loss: let it return aux_loss, weighted by "
             f"{either(_WEIGHTS)} of its config"
         )
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     weight = _first(config, _WEIGHTS)
-    # This rank's, where the model is split.
+    # Of a split model this is the function that the plan has installed, which returns this rank's term.
     function = getattr(inspect.unwrap(type(model).forward), "__globals__", {}).get("load_balancing_loss_func")
     logits = fields.get("router_logits")
     if weight and function is not None and logits and (balance is None or data is not None):
-        logits = tuple(_of_all(model, one, data) for one in logits)
+        logits = tuple(_gather_tokens(model, layer, data) for layer in logits)
         balance = function(logits, _first(config, _EXPERTS), _first(config, _EXPERTS_A_TOKEN))
     if balance is None:
         return None
     if weight is None:
-        raise ModelError(f"{kind} returns aux_loss, but its config has no weight of it: {either(_WEIGHTS)}")
+        raise ModelError(
+            f"{kind} returns aux_loss, but its config has no weight of it: set {either(_WEIGHTS)}"
+        )
     return weight * balance
 
 
-def _of_all(model: nn.Module, logits: torch.Tensor, data: Group | None) -> torch.Tensor:
-    """Return the logits [tokens, experts] of all ranks of `data`, and of context parallelism; gradients are summed."""
+def _gather_tokens(model: nn.Module, logits: torch.Tensor, data: Group | None) -> torch.Tensor:
+    """Gather a router's logits [tokens, experts] over the ranks of `data` and the CP ranks; the backward sums gradients."""
     if data is None or data[1] == 1:
         return logits
     border = border_of_model(model)

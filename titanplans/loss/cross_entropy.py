@@ -1,6 +1,4 @@
-"""Cross entropy of logits that may be sharded over the vocabulary, as every loop here needs it: a sum over
-tokens, divided by the tokens of the whole batch, so that gradients are summed over ranks and micro batches.
-"""
+"""`cross_entropy` of logits that may be sharded over the vocabulary, and the number of tokens to divide it by."""
 
 from typing import Any, cast
 
@@ -15,9 +13,9 @@ from titanplans.loss.deferred_logits import DeferredLogits
 from titanplans.loss.shares import (
     IGNORED,
     Objective,
-    VocabularyShare,
+    VocabularyShard,
     entropy_and_gradient,
-    share_of,
+    vocabulary_shard,
 )
 from titanplans.split.parameters.shards import local_shard
 
@@ -32,21 +30,22 @@ def cross_entropy(
 ) -> torch.Tensor:
     """Return the cross entropy of this rank's tokens, in nats, divided by `tokens`; a plain scalar, float32 or wider.
 
-    Summed over ranks with other data, and over micro batches, it is the mean over the whole batch.
+    Summed over micro batches and data-parallel ranks, it is the mean over the global batch. So gradients have to be summed
+    over ranks and micro batches, not averaged.
 
-    Logits that are sharded over the vocabulary stay so: one all-gather of two numbers per token and rank, the logarithm of
-    the sum of exponentials and the label's logit; the backward communicates nothing.
+    Logits that are sharded over the vocabulary are not gathered: the ranks all-gather two numbers per token, the logsumexp
+    of their logits and the label's logit (three with label smoothing). The backward communicates nothing.
 
     Args:
-        logits: [..., vocabulary]; a tensor, or a DTensor, replicated, or sharded over the vocabulary, the tokens, or both,
-            evenly or not; or what stands in for them where the head has computed the loss (`FusedLoss`).
-        labels: [...], token ids; -100 where a token does not count. The same on all ranks of the logits' mesh.
-        tokens: how many count in the whole batch: see `count_tokens`.
-        label_smoothing: the share of a label that all tokens of the vocabulary have alike, from 0 to below 1.
-        z_loss: the weight of the squared logarithm of the sum of exponentials, which is added.
+        logits: [..., vocabulary]; a tensor, or a DTensor that is replicated, or sharded over the vocabulary, the tokens, or
+            both, evenly or not; or the `DeferredLogits` of a head that has computed the loss (`FusedLoss`).
+        labels: [...], token ids; -100 for an ignored token. The same on all ranks of the logits' mesh.
+        tokens: number of labels in the global batch that are not ignored, from `count_tokens`.
+        label_smoothing: probability spread evenly over the vocabulary, from 0 to below 1.
+        z_loss: weight of the squared logsumexp of the logits, which is added to the loss.
 
     Raises:
-        ParallelError: the shapes don't match, or the logits have another placement; or the head computed another loss.
+        ParallelError: the shapes don't match, the logits have another placement, or the head computed another loss.
     """
     objective = Objective(label_smoothing, z_loss).checked()
     if isinstance(logits, DeferredLogits):
@@ -56,28 +55,27 @@ def cross_entropy(
             f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}: one label for each "
             "position, the next token's"
         )
-    share: VocabularyShare | None = None
+    shard: VocabularyShard | None = None
     if isinstance(logits, DTensor):
         mesh = logits.device_mesh
-        of_labels: list[Placement] = [Replicate()] * mesh.ndim
+        label_placements: list[Placement] = [Replicate()] * mesh.ndim
         for axis, placement in enumerate(logits.placements):
-            if isinstance(placement, Shard) and placement.dim < labels.ndim:
-                of_labels[axis] = placement
-            elif placement.is_shard() and share is None:
-                over = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[axis]]  # type: ignore[index]
-                share = share_of(logits.shape[-1], over, labels.device)
+            if isinstance(placement, Shard) and placement.dim < labels.ndim:  # of the tokens
+                label_placements[axis] = placement
+            elif placement.is_shard() and shard is None:  # of the vocabulary
+                submesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[axis]]  # type: ignore[index]
+                shard = vocabulary_shard(logits.shape[-1], submesh, labels.device)
             elif not placement.is_replicate():
                 raise ParallelError(
                     f"logits with placements {logits.placements}: give replicated logits, or shards of the vocabulary and "
                     "the tokens"
                 )
-        labels = local_shard(labels, mesh, tuple(of_labels), name="labels")
+        labels = local_shard(labels, mesh, tuple(label_placements), name="labels")
         logits = logits.to_local()
     flat, ids = logits.flatten(0, -2), labels.reshape(-1)
-    if share is not None:
-        return (
-            cast(torch.Tensor, _Sharded.apply(flat, ids, share, objective, torch.is_grad_enabled())) / tokens
-        )
+    if shard is not None:
+        loss = _ShardedCrossEntropy.apply(flat, ids, shard, objective, torch.is_grad_enabled())
+        return cast(torch.Tensor, loss) / tokens
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     total = torch.nn.functional.cross_entropy(
         flat, ids, reduction="sum", ignore_index=IGNORED, label_smoothing=label_smoothing
@@ -88,11 +86,11 @@ def cross_entropy(
 
 
 def count_tokens(labels: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
-    """Return how many labels count, on all ranks of `mesh` together; a scalar on the labels' device, int64.
+    """Return the number of labels that are not ignored, summed over the ranks of `mesh`; int64, on the labels' device.
 
     Args:
         labels: of all micro batches of a step on this rank.
-        mesh: 1-D: the ranks that read different data; None for this rank alone.
+        mesh: 1-D, the ranks that read different data; None: this rank only.
     """
     count = (labels != IGNORED).sum()
     if mesh is not None and mesh.size() > 1:
@@ -100,21 +98,23 @@ def count_tokens(labels: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
     return count
 
 
-class _Sharded(torch.autograd.Function):
-    """The sum of cross entropies of logits [tokens, share of the vocabulary]."""
+class _ShardedCrossEntropy(torch.autograd.Function):
+    """The summed cross entropy of logits [tokens, shard of the vocabulary]."""
 
     @staticmethod
     def forward(
         ctx: Any,
         logits: torch.Tensor,
         labels: torch.Tensor,
-        share: VocabularyShare,
+        shard: VocabularyShard,
         objective: Objective,
-        recorded: bool,
+        grad_enabled: bool,
     ) -> torch.Tensor:
-        wanted = recorded and ctx.needs_input_grad[0]
-        loss, gradient = entropy_and_gradient(logits.clone(), labels, share, objective, wanted)
-        if wanted:
+        # In a Function's forward gradients are off, so the caller passes whether they were on.
+        needs_gradient = grad_enabled and ctx.needs_input_grad[0]
+        # A copy, because the gradient overwrites it, and the model or the user may still use the logits.
+        loss, gradient = entropy_and_gradient(logits.clone(), labels, shard, objective, needs_gradient)
+        if needs_gradient:
             ctx.save_for_backward(gradient)
         return loss
 

@@ -1,8 +1,8 @@
-"""What a head returns where it has computed the loss: a tensor of the logits' shape without their numbers.
+"""`DeferredLogits`: what a head returns instead of logits when it has computed the loss itself.
 
-It carries the loss, and takes its gradient back to the head, through whatever hooks (FSDP2's, DDP's) hang on what modules
-return. What the model's code does to its logits it can't do to them any more: the head has done it before, and here it is
-compared. Whatever else reads the logits is refused.
+It is a tensor with the logits' shape and without their values. It carries the loss to `cross_entropy` and its gradient back
+to the head, through the hooks of FSDP2 and DDP on the outputs of modules. What the model does to its logits after the head
+(a soft cap, a scale) the head has done already, which is checked here. All other uses of the logits are refused.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from titanplans.torch_private.autograd import version
 from titanplans.torch_private.dispatch import without_torch_function
 
 PROBE = torch.linspace(-100, 100, 41, dtype=torch.float64)
-"""Logits on which two functions are the same if they are."""
+"""Values on which the model's function after the head is compared with the head's."""
 
 _ELEMENTWISE = frozenset(
     (
@@ -35,7 +35,7 @@ _ELEMENTWISE = frozenset(
     )
 )
 _CASTS = frozenset(("to", "float", "double", "bfloat16", "half", "contiguous", "type"))
-_ASKS = frozenset(
+_QUERIES = frozenset(
     ("size", "dim", "numel", "stride", "is_floating_point", "register_hook", "is_contiguous", "__len__")
 )
 _FIELDS = frozenset(
@@ -60,7 +60,7 @@ REMEDY = "switch the fused loss off (loss.fused = false)"
 
 
 class NotFused(ParallelError):
-    """The head can't compute the loss for this model, or for this use of its logits: the reason and the remedy."""
+    """The head can't compute the loss for this model, or for this use of its logits."""
 
     def __init__(self, reason: str, remedy: str = REMEDY):
         super().__init__(reason, remedy)
@@ -75,33 +75,34 @@ class Computed(NamedTuple):
 
     labels: torch.Tensor
     version: int
-    """Of the labels: how often they had been changed in place."""
+    """torch's count of the labels' changes in place, when the head read them."""
     objective: Objective
     after_head: Callable[[torch.Tensor], torch.Tensor] | None
-    """What the head has done to its logits on the model's behalf."""
-    recorded: bool
-    """Whether it has computed gradients."""
+    """The function that the head has applied to its logits, in place of the model's code."""
+    has_gradients: bool
+    """The head has computed gradients."""
     probe: torch.Tensor = PROBE
-    """What the model's code has made of these logits since."""
+    """`PROBE` after the operators that the model's code has called on the logits since."""
 
 
 class DeferredLogits(torch.Tensor):
-    """Stands in for logits [..., vocabulary]: `cross_entropy` of it and of the head's labels is the loss."""
+    """Stands in for logits [..., vocabulary]. `cross_entropy` of it and the head's labels returns the loss."""
 
     deferred = True
-    """The head of a split model hands it on as it is."""
+    """Tells the hooks of a split model's head to return this tensor unchanged."""
     of: "Computed"
     collected: torch.Tensor | None = None
+    """The loss, once a call of `loss` has returned it with a gradient."""
 
     def loss(self, labels: torch.Tensor, objective: Objective) -> torch.Tensor:
         """Return the summed loss, a scalar.
 
         Raises:
             NotFused: see `check`.
-            ParallelError: the head was given other labels, or another objective, or has computed no gradients.
+            ParallelError: the head got other labels or another objective, or has computed no gradients.
         """
         self.check()
-        if self.requires_grad and not self.of.recorded:
+        if self.requires_grad and not self.of.has_gradients:
             raise ParallelError(
                 "a gradient is asked for of a loss that the head computed without one: a checkpoint around the model "
                 "with use_reentrant = True computes the forward without gradients; use use_reentrant = False"
@@ -121,46 +122,49 @@ class DeferredLogits(torch.Tensor):
         return self._collect()
 
     def check(self) -> None:
-        """Check that the model's code has done to its logits what the head did on its behalf.
+        """Check that the model's code after the head does to its logits what the head has done in its place.
 
         Raises:
-            NotFused: it has not.
+            NotFused: it does something else.
         """
-        after, probe = self.of.after_head, self.of.probe
-        expected = PROBE if after is None else after(PROBE)
+        after_head, probe = self.of.after_head, self.of.probe
+        expected = PROBE if after_head is None else after_head(PROBE)
         if not torch.allclose(probe, expected, rtol=1e-6, atol=0):
-            at = int((probe - expected).abs().argmax())
+            worst = int((probe - expected).abs().argmax())
             raise NotFused(
-                f"after its head the model makes {probe[at].item():.6g} of a logit of {PROBE[at].item():.6g}, and the "
-                f"head, which computes the loss, {expected[at].item():.6g}, and its config says nothing of that"
+                f"after its head the model makes {probe[worst].item():.6g} of a logit of {PROBE[worst].item():.6g}, but the "
+                f"head, which computes the loss, makes {expected[worst].item():.6g}, as far as the model's config tells"
             )
 
     def _collect(self) -> torch.Tensor:
         with without_torch_function():
             if self.collected is not None and torch.is_grad_enabled():
-                return self.collected  # two losses of the same: their gradients are added as scalars
-            found = cast(torch.Tensor, _SpreadGradient.apply(self))
-            self.collected = found if found.requires_grad else None
-            return found
+                # A second loss is the same tensor, so that the two gradients are added as scalars, not as logits.
+                return self.collected
+            loss = cast(torch.Tensor, _CollapseToScalar.apply(self))
+            self.collected = loss if loss.requires_grad else None
+            return loss
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", str(func)), kwargs or {}
-        if name == "__get__":
+        if name == "__get__":  # of an attribute, whose name the bound object has
             name = getattr(getattr(func, "__self__", None), "__name__", name)
         first = args[0] if args else None
         with without_torch_function():
-            if name in _ASKS or name in _FIELDS:
+            if name in _QUERIES or name in _FIELDS:
                 return func(*args, **kwargs)
             rest = (*args[1:], *kwargs.values())
             if isinstance(first, DeferredLogits) and not any(isinstance(x, torch.Tensor) for x in rest):
                 if name in _CASTS:
                     return first
-                if name == "clone":  # DDP's, which looks for parameters that are not used
-                    return stand_in(_SpreadGradient.apply(first), first.shape, first.of)
+                if name == "clone":  # DDP clones outputs to find unused parameters
+                    return stand_in(_CollapseToScalar.apply(first), first.shape, first.of)
                 if name in _ELEMENTWISE:
                     probe = func(first.of.probe, *args[1:], **kwargs)
-                    return stand_in(_SpreadGradient.apply(first), first.shape, first.of._replace(probe=probe))
+                    return stand_in(
+                        _CollapseToScalar.apply(first), first.shape, first.of._replace(probe=probe)
+                    )
         raise NotFused(
             f"{name} of logits that don't exist, since the head computes the loss chunk by chunk",
             f"leave them to cross_entropy, or {REMEDY}",
@@ -174,50 +178,52 @@ class DeferredLogits(torch.Tensor):
 
 
 def stand_in(loss: torch.Tensor, shape: tuple[int, ...], computed: Computed) -> DeferredLogits:
-    """Return what stands in for logits of `shape`, whose summed loss is the scalar `loss`."""
-    made = cast(DeferredLogits, _Spread.apply(loss, shape))
-    made.of = computed
-    return made
+    """Return the stand-in for logits of `shape`, whose summed loss is the scalar `loss`."""
+    logits = cast(DeferredLogits, _ExpandScalar.apply(loss, shape))
+    logits.of = computed
+    return logits
 
 
 def _same(labels: torch.Tensor, others: torch.Tensor) -> bool:
-    """Whether these are the same labels, also in another view, without reading them."""
+    # By address, since a comparison of values would synchronise with the device. Views of the same labels are the same.
     return labels.data_ptr() == others.data_ptr() and labels.numel() == others.numel()
 
 
-def _repeated(spread: torch.Tensor) -> torch.Tensor:
-    """Return the number that `spread` repeats; 0 where there are no tokens."""
-    return spread[(0,) * spread.ndim] if spread.numel() else spread.sum()
+def _scalar_of(expanded: torch.Tensor) -> torch.Tensor:
+    """Return the scalar that `expanded` repeats; 0 if there are no tokens."""
+    return expanded[(0,) * expanded.ndim] if expanded.numel() else expanded.sum()
 
 
-class _Spread(torch.autograd.Function):
-    """A scalar as a tensor of a shape, in no more memory; no view, since FSDP2 warns of those. Its gradient is repeated."""
+class _ExpandScalar(torch.autograd.Function):
+    """Expands a scalar to a shape without more memory. The backward takes the scalar that its gradient repeats."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        made = torch.empty_strided(shape, (0,) * len(shape), dtype=loss.dtype, device=loss.device)
-        if made.numel():
-            made.as_strided((), ()).copy_(loss)
-        made.__class__ = DeferredLogits  # as_subclass would make a view
-        return made
+        # Not a view of `loss`, since FSDP2 warns about outputs that are views.
+        expanded = torch.empty_strided(shape, (0,) * len(shape), dtype=loss.dtype, device=loss.device)
+        if expanded.numel():
+            expanded.as_strided((), ()).copy_(loss)
+        expanded.__class__ = DeferredLogits  # as_subclass would make a view
+        return expanded
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
+        # A gradient with a stride is not the repeated scalar any more.
         if any(stride for size, stride in zip(grad.shape, grad.stride(), strict=True) if size > 1):
             raise ParallelError(
                 "a hook has changed the gradient of logits that don't exist, since the head computes the loss chunk by "
                 f"chunk: remove the hook, or {REMEDY}"
             )
-        return _repeated(grad), None
+        return _scalar_of(grad), None
 
 
-class _SpreadGradient(torch.autograd.Function):
-    """The scalar that was spread; the backward repeats its gradient, in no more memory."""
+class _CollapseToScalar(torch.autograd.Function):
+    """The inverse of `_ExpandScalar`. The backward expands the scalar's gradient without more memory."""
 
     @staticmethod
-    def forward(ctx: Any, spread: torch.Tensor) -> torch.Tensor:
-        ctx.shape = spread.shape
-        return _repeated(spread).clone()
+    def forward(ctx: Any, expanded: torch.Tensor) -> torch.Tensor:
+        ctx.shape = expanded.shape
+        return _scalar_of(expanded).clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]

@@ -1,14 +1,15 @@
-"""The head and the cross entropy in one, a chunk of tokens at a time: the logits of one chunk exist, and no more.
+"""`fused_cross_entropy`: head and cross entropy in chunks of tokens, so that the logits of only one chunk exist at once.
 
-    forward    logits of a chunk      1 product      tokens x hidden x vocabulary / ranks, as those below
-               their losses           1 all-gather   2 numbers a token and rank (3 with label smoothing)
-               hidden states'         1 product      a gradient, kept for the backward
-               the weight's           1 product      a gradient, summed over the chunks in float32 or wider
-    backward   times what comes in    -
+    forward, per chunk   logits                       matrix product
+                         losses                       all-gather of 2 numbers per token (3 with label smoothing)
+                         gradient of hidden states    matrix product, kept for the backward
+                         gradient of the weight       matrix product, summed over the chunks in float32 or wider
+    backward             gradients x incoming gradient
 
-Three products, as head and loss in sequence have, and a collective a chunk. With one collective for all chunks the logits
-of each would be computed twice, before it and behind: a product more. The gradients are made in the forward, since
-afterwards the logits are gone (Liger Kernel, arXiv 2410.10989, section 3.2, and flash-linear-attention do so on one GPU).
+Each product is of size tokens x hidden x vocabulary / ranks. There are three, as without chunks, and one collective per
+chunk. With one collective for all chunks, the logits would be computed twice, before and after it: a fourth product.
+Gradients are computed in the forward, since afterwards the logits are freed (as in Liger Kernel, arXiv 2410.10989, section
+3.2, and flash-linear-attention, on one GPU).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,29 +19,29 @@ from typing import Any
 import torch
 
 from titanplans.errors import ParallelError
-from titanplans.loss.shares import Objective, VocabularyShare, entropy_and_gradient
+from titanplans.loss.shares import Objective, VocabularyShard, entropy_and_gradient
 
 Elementwise = Callable[[torch.Tensor], torch.Tensor]
-"""What a model does to its logits after its head: a soft cap, a scale."""
+"""A function that a model applies to its logits after the head: a soft cap, a scale."""
 Compute = Callable[
-    [torch.Tensor, torch.Tensor, VocabularyShare | None, Objective, bool], tuple[torch.Tensor, torch.Tensor]
+    [torch.Tensor, torch.Tensor, VocabularyShard | None, Objective, bool], tuple[torch.Tensor, torch.Tensor]
 ]
 """`entropy_and_gradient`, or the same compiled."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a loss is computed; its inputs come apart."""
+    """Settings of `fused_cross_entropy`."""
 
     chunk: int
-    """Tokens."""
-    share: VocabularyShare | None
-    """Which part of the vocabulary this rank holds; None for all of it."""
+    """The largest number of tokens in a chunk."""
+    shard: VocabularyShard | None
+    """This rank's shard of the vocabulary; None: the weight has the full vocabulary."""
     objective: Objective
     after_head: Elementwise | None
     compute: Compute = entropy_and_gradient
     autocast: torch.dtype | None = None
-    """In which the products are, where autocast says so."""
+    """Autocast's dtype, in which the products are computed; None: in the dtype of the hidden states."""
 
 
 def fused_cross_entropy(
@@ -50,19 +51,16 @@ def fused_cross_entropy(
     labels: torch.Tensor,
     settings: Settings,
 ) -> torch.Tensor:
-    """Return the summed loss, a scalar, float32 or wider.
-
-    Its gradients are computed at once, those that something needs: none without a gradient.
+    """Return the summed loss, a scalar, float32 or wider. The gradients that are needed are computed here, too.
 
     Args:
-        hidden: [tokens, width], the same on all ranks; the gradient of each rank is its share's, to be summed over them.
-        weight: [share of the vocabulary, width].
-        bias: [share of the vocabulary].
-        labels: [tokens], the next tokens; -100 where one does not count.
-        settings: the rest.
+        hidden: [tokens, width], the same on all ranks. Its gradient is partial, to be summed over the ranks.
+        weight: [shard of the vocabulary, width].
+        bias: [shard of the vocabulary].
+        labels: [tokens], the next tokens; -100 for an ignored token.
+        settings: of the loss.
     """
-    recorded = torch.is_grad_enabled()
-    return _Fused.apply(hidden, weight, bias, labels, settings, recorded)  # type: ignore[return-value]
+    return _Fused.apply(hidden, weight, bias, labels, settings, torch.is_grad_enabled())  # type: ignore[return-value]
 
 
 class _Fused(torch.autograd.Function):
@@ -74,14 +72,14 @@ class _Fused(torch.autograd.Function):
         bias: torch.Tensor | None,
         labels: torch.Tensor,
         settings: Settings,
-        recorded: bool,
+        grad_enabled: bool,
     ) -> torch.Tensor:
-        # `needs_input_grad` says what a tensor is, not whether gradients are wanted.
-        needed = [recorded and needs for needs in ctx.needs_input_grad[:3]]
+        # `needs_input_grad` is true of a parameter even if gradients are off.
+        needed = [grad_enabled and needs for needs in ctx.needs_input_grad[:3]]
         with torch.autocast(hidden.device.type, enabled=False):
             sums = _Sums(hidden, weight, bias, settings, needed)
-            for rows in _chunks(len(labels), settings.chunk):
-                sums.add(rows, labels[rows])
+            for chunk in _chunks(len(labels), settings.chunk):
+                sums.add(chunk, labels[chunk])
             ctx.gradients = sums.gradients()
         return sums.loss
 
@@ -97,17 +95,17 @@ class _Fused(torch.autograd.Function):
                 "the gradients of a loss that the head computes chunk by chunk are freed after one backward "
                 "(retain_graph = True): add the losses up before their backward, or call the model without FusedLoss"
             )
-        # In place, and kept no longer: the head's is as large as the head.
+        # In place, and freed at once, since the weight's gradient is as large as the head.
         gradients, ctx.gradients = ctx.gradients, None
         return *(g if g is None else g.mul_(grad) for g in gradients), None, None, None
 
 
-def _as_it_is(saved: torch.Tensor) -> torch.Tensor:
+def _unchanged(saved: torch.Tensor) -> torch.Tensor:
     return saved
 
 
 def _chunks(tokens: int, most: int) -> Iterator[slice]:
-    """Yield slices of at most `most` tokens, of one size but for the last."""
+    """Yield slices of at most `most` tokens, all of the same size except the last."""
     size = -(tokens // -max(1, -(tokens // -most)))
     for start in range(0, tokens, size or 1):
         yield slice(start, min(start + size, tokens))
@@ -125,55 +123,61 @@ class _Sums:
         needed: Sequence[bool],
     ):
         dtype = settings.autocast or hidden.dtype
-        self.settings, self.given = settings, (hidden, weight, bias)
-        self.of_hidden, self.of_weight, self.of_bias = needed
+        self.settings, self.inputs = settings, (hidden, weight, bias)
+        self.needs_hidden, self.needs_weight, self.needs_bias = needed
         self.hidden, self.weight = hidden.to(dtype), weight.to(dtype)
         self.bias = None if bias is None else bias.to(dtype)
-        self.wide = torch.promote_types(dtype, torch.float32)
-        self.loss = hidden.new_zeros((), dtype=self.wide)
-        self.hidden_gradient = torch.empty_like(self.hidden) if self.of_hidden else None
+        self.sum_dtype = torch.promote_types(dtype, torch.float32)
+        self.loss = hidden.new_zeros((), dtype=self.sum_dtype)
+        self.hidden_gradient = torch.empty_like(self.hidden) if self.needs_hidden else None
         self.weight_gradient: torch.Tensor | None = None
         self.bias_gradient: torch.Tensor | None = None
 
-    def add(self, rows: slice, labels: torch.Tensor) -> None:
-        """Add the loss of `rows` of the hidden states and its gradients."""
-        hidden, settings = self.hidden[rows], self.settings
+    def add(self, chunk: slice, labels: torch.Tensor) -> None:
+        """Add the loss of a chunk of the tokens, and its gradients."""
+        hidden, settings = self.hidden[chunk], self.settings
         logits = torch.nn.functional.linear(hidden, self.weight, self.bias)
-        given, after = logits, settings.after_head
-        if after is not None:
-            # Hooks on saved tensors are for a later backward: a checkpoint's would compute the model again here.
-            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
-                given = logits.requires_grad_()
-                logits = after(given)
-        # They are overwritten, but not where the gradient of what follows the head reads them.
-        own = logits if after is None else logits.detach().clone()
-        wanted = self.of_hidden or self.of_weight or self.of_bias
-        loss, gradient = settings.compute(own, labels, settings.share, settings.objective, wanted)
+        head_output, after_head = logits, settings.after_head
+        if after_head is not None:
+            # Turn hooks on saved tensors off: they are meant for a later backward, and a checkpoint's hook would recompute
+            # the model here.
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
+                head_output = logits.requires_grad_()
+                logits = after_head(head_output)
+        # `compute` overwrites its logits, which the backward of `after_head` may still need.
+        writable = logits if after_head is None else logits.detach().clone()
+        needs_gradient = self.needs_hidden or self.needs_weight or self.needs_bias
+        loss, gradient = settings.compute(
+            writable, labels, settings.shard, settings.objective, needs_gradient
+        )
         self.loss += loss
-        if not wanted:
+        if not needs_gradient:
             return
-        if after is not None:
-            (gradient,) = torch.autograd.grad(logits, given, gradient)
-        del logits, given, own
+        if after_head is not None:
+            (gradient,) = torch.autograd.grad(logits, head_output, gradient)
+        del logits, head_output, writable  # free the logits before the products
         if self.hidden_gradient is not None:
-            torch.mm(gradient, self.weight, out=self.hidden_gradient[rows])
-        if self.of_weight:
+            torch.mm(gradient, self.weight, out=self.hidden_gradient[chunk])
+        if self.needs_weight:
             self.weight_gradient = self._product(self.weight_gradient, gradient.t(), hidden)
-        if self.of_bias:
-            of_bias = gradient.sum(0, dtype=self.wide)
-            self.bias_gradient = of_bias if self.bias_gradient is None else self.bias_gradient.add_(of_bias)
+        if self.needs_bias:
+            of_chunk = gradient.sum(0, dtype=self.sum_dtype)
+            self.bias_gradient = of_chunk if self.bias_gradient is None else self.bias_gradient.add_(of_chunk)
 
-    def _product(self, so_far: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Return a @ b, or `so_far` + a @ b, in float32 or wider."""
-        if so_far is None:
-            return (a @ b).to(self.wide)
-        return so_far.addmm_(a, b) if so_far.dtype == a.dtype else so_far.add_(a @ b)
+    def _product(self, total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Return `total` + a @ b in float32 or wider; None is 0."""
+        if total is None:
+            return (a @ b).to(self.sum_dtype)
+        return total.addmm_(a, b) if total.dtype == a.dtype else total.add_(a @ b)
 
     def gradients(self) -> tuple[torch.Tensor | None, ...]:
-        """Return those of hidden states, weight and bias, in their dtypes; None where nothing needs one."""
-        found = (self.hidden_gradient, self.weight_gradient, self.bias_gradient)
-        needed = (self.of_hidden, self.of_weight, self.of_bias)
+        """Return the gradients of hidden states, weight and bias in their dtypes; None if one is not needed."""
+        gradients = (self.hidden_gradient, self.weight_gradient, self.bias_gradient)
+        needed = (self.needs_hidden, self.needs_weight, self.needs_bias)
+        # Without tokens there are no chunks, and the gradients are 0.
         return tuple(
-            None if not wanted or x is None else (torch.zeros_like(x) if made is None else made.to(x.dtype))
-            for made, x, wanted in zip(found, self.given, needed, strict=True)
+            None
+            if not is_needed or x is None
+            else (torch.zeros_like(x) if grad is None else grad.to(x.dtype))
+            for grad, x, is_needed in zip(gradients, self.inputs, needed, strict=True)
         )

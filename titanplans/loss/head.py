@@ -1,12 +1,11 @@
-"""`FusedLoss`: for a forward, let the head of a model compute the loss instead of logits.
+"""`FusedLoss`: let the head of a model compute the loss in a forward, instead of logits.
 
     fused = FusedLoss(model)                      # once, of a model that is split, sharded or neither
     with fused(labels):
         logits = model(tokens).logits             # a stand-in
     cross_entropy(logits, labels, tokens).backward()
 
-In the head's own forward, where FSDP2 has gathered its weight and where its input is whole on all ranks of tensor
-parallelism. Outside of the `with` the model is as it was: it gives logits.
+Outside of the `with` the model returns logits.
 """
 
 from collections.abc import Iterator
@@ -23,9 +22,9 @@ from titanplans.loss.deferred_logits import Computed, DeferredLogits, NotFused, 
 from titanplans.loss.fused import Compute, Elementwise, Settings, fused_cross_entropy
 from titanplans.loss.shares import (
     Objective,
-    VocabularyShare,
+    VocabularyShard,
     entropy_and_gradient,
-    share_of,
+    vocabulary_shard,
 )
 from titanplans.split.decoder import HEADS, find_head
 from titanplans.split.module_weight import local_parameter
@@ -35,19 +34,19 @@ from titanplans.torch_private.autograd import version
 from titanplans.torch_private.swapped import swapped
 
 CHUNK = 512
-"""Tokens of a chunk by default; docs/benchmarks.md has the figures."""
+"""Default number of tokens in a chunk; docs/benchmarks.md has the measurements."""
 
 
 class FusedLoss:
     """The cross entropy of a model, computed in its head chunk by chunk.
 
     Args:
-        model: a causal language model with a head, an `nn.Linear`.
-        chunk_tokens: tokens whose logits exist at once, on a rank's share of the vocabulary.
+        model: a causal language model whose head is an `nn.Linear`; split, sharded or neither.
+        chunk_tokens: number of tokens whose logits exist at once.
         compute: `entropy_and_gradient`, or the same compiled.
 
     Raises:
-        NotFused: it has no head, or one that is no plain `nn.Linear`: in float8, with adapters, of a class of its own.
+        NotFused: the model has no head, or one that is no plain `nn.Linear` (float8, adapters, a user's class).
         ParallelError: `chunk_tokens` is below 1.
     """
 
@@ -59,28 +58,31 @@ class FusedLoss:
                 f"{class_name(model)} has no head: its plan gives none vocab_head(), and none is called {either(HEADS)}"
             )
         if chunk_tokens < 1:
-            raise ParallelError(f"chunk_tokens = {chunk_tokens}: at least 1")
+            raise ParallelError(f"chunk_tokens = {chunk_tokens}: use 1 or more")
         self.head, self.chunk_tokens, self.compute = model.get_submodule(name), chunk_tokens, compute
         self._model = class_name(model)
         _refuse_head(self.head, f"{self._model}.{name}")
         self._after_head = _elementwise(getattr(model, "config", None))
         self._border = border_of_model(model)
-        self._share: VocabularyShare | None = None
+        self._shard: VocabularyShard | None = None
 
     @contextmanager
     def __call__(
         self, labels: torch.Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0
     ) -> Iterator[None]:
-        """Let the one forward of the body have the loss of `labels` computed by its head.
+        """Let the head compute the loss of `labels` in the one forward of the body.
+
+        `cross_entropy` has to get the same arguments afterwards.
 
         Args:
-            labels: [...], as many as tokens: the next ones; -100 where one does not count. The same on all ranks that
-                split the model. `cross_entropy` is given the same, and the same numbers below.
-            label_smoothing, z_loss: as for `cross_entropy`.
+            labels: [...], the next token of each position; -100 for an ignored token. The same on all ranks that split the
+                model.
+            label_smoothing: as in `cross_entropy`.
+            z_loss: as in `cross_entropy`.
 
         Raises:
-            NotFused: the forward does not call the head, or not with one token for each label; or the head has a `forward`
-                of its own, set on this module.
+            NotFused: the forward does not call the head once, with one hidden state for each label; or a library has set a
+                `forward` on the head.
         """
         objective = Objective(label_smoothing, z_loss).checked()
         if "forward" in self.head.__dict__:
@@ -88,24 +90,25 @@ class FusedLoss:
                 f"the head of {self._model} has a forward that was set on this module, by a library or by another "
                 f"FusedLoss, which would not be called"
             )
-        called = False
+        is_called = False
 
         def forward(input: torch.Tensor) -> DeferredLogits:
-            nonlocal called
-            if called:
+            nonlocal is_called
+            if is_called:
                 raise NotFused(f"{self._model} calls its head twice in one forward")
-            called = True
+            is_called = True
             return self._loss(input, labels, objective)
 
+        # In the head's own forward, since there FSDP2 has gathered its weight, and its input is full on all TP ranks.
         with swapped(self.head, "forward", forward):
             yield
-        if not called:
+        if not is_called:
             raise NotFused(f"the forward of {self._model} did not call its head")
 
     def _loss(self, hidden: torch.Tensor, labels: torch.Tensor, objective: Objective) -> DeferredLogits:
-        given = labels
+        all_labels = labels
         if self._border is not None and (tokens := self._border.tokens).ranks > 1:
-            # Of sequences packed into one row hidden states are [1, B * L, H].
+            # If documents are packed into one sequence, labels are [B, L] and hidden states are [1, B * L, H].
             labels = tokens.take_local(labels.reshape(*hidden.shape[: tokens.dim], -1))
         if labels.numel() != hidden.shape[:-1].numel():
             raise NotFused(
@@ -118,49 +121,45 @@ class FusedLoss:
         vocabulary = head._parameters["weight"].shape[0]  # type: ignore[union-attr]
         settings = Settings(
             self.chunk_tokens,
-            self._share_of(vocabulary, weight, hidden.device),
+            self._vocabulary_shard(vocabulary, hidden.device),
             objective,
             self._after_head,
             self.compute,
             _autocast(hidden),
         )
         loss = fused_cross_entropy(hidden.flatten(0, -2), weight, bias, labels.reshape(-1), settings)
-        computed = Computed(given, version(given), objective, self._after_head, loss.requires_grad)
+        computed = Computed(all_labels, version(all_labels), objective, self._after_head, loss.requires_grad)
         return stand_in(loss, (*hidden.shape[:-1], vocabulary), computed)
 
-    def _share_of(
-        self, vocabulary: int, weight: torch.Tensor, device: torch.device
-    ) -> VocabularyShare | None:
+    def _vocabulary_shard(self, vocabulary: int, device: torch.device) -> VocabularyShard | None:
         parameter = self.head._parameters["weight"]
         mesh = None if self._border is None else self._border.mesh
         if mesh is None or not isinstance(parameter, DTensor) or not parameter.placements[-1].is_shard(0):
             return None
-        if self._share is None:
-            self._share = share_of(vocabulary, mesh, device)
-        return self._share
+        if self._shard is None:
+            self._shard = vocabulary_shard(vocabulary, mesh, device)
+        return self._shard
 
 
 def _refuse_head(head: nn.Module, name: str) -> None:
-    """Refuse a head that is more than a product with its weight.
-
-    Raises:
-        NotFused: names its class.
-    """
+    """Raise NotFused for a head that is more than a product with its weight."""
     if not isinstance(head, nn.Linear):
         raise NotFused(f"{name} is a {class_name(head)}, and no nn.Linear")
-    own = next(cls for cls in type(head).__mro__ if "forward" in vars(cls) and not _only_localizes(cls))
-    if own is not nn.Linear or head._modules:
+    forward_class = next(
+        cls for cls in type(head).__mro__ if "forward" in vars(cls) and not _only_localizes(cls)
+    )
+    if forward_class is not nn.Linear or head._modules:
         raise NotFused(
-            f"{name} is a {own.__name__}, which does more than multiply by its weight (float8, adapters)"
+            f"{name} is a {forward_class.__name__}, which does more than multiply by its weight (float8, adapters)"
         )
-    if more := head._parameters.keys() - {"weight", "bias"}:
-        raise NotFused(f"{name} has {' and '.join(sorted(more))} in addition to its weight (an adapter)")
+    if others := head._parameters.keys() - {"weight", "bias"}:
+        raise NotFused(f"{name} has {' and '.join(sorted(others))} in addition to its weight (an adapter)")
     weight = head._parameters["weight"]
     if weight is None or not weight.is_floating_point():
-        raise NotFused(f"{name} keeps its weight in another form than numbers")
-    if isinstance(weight, DTensor) and state_of(head) is None and _splits(weight):
+        raise NotFused(f"{name} has a weight that is not floating point (quantized)")
+    if isinstance(weight, DTensor) and state_of(head) is None and _is_tensor_parallel(weight):
         raise NotFused(
-            f"{name} is split by a style that is not a plan's own, which reads its weight as a DTensor"
+            f"{name} is split by a foreign style, under which its weight is a DTensor in the forward"
         )
 
 
@@ -169,22 +168,20 @@ def _only_localizes(cls: Any) -> bool:
     return vars(cls)["forward"].__module__ == local_parameter.__module__
 
 
-def _splits(weight: DTensor) -> bool:
+def _is_tensor_parallel(weight: DTensor) -> bool:
     return "tp" in (weight.device_mesh.mesh_dim_names or ())
 
 
 def _autocast(hidden: torch.Tensor) -> torch.dtype | None:
-    """Return the dtype that autocast computes in; None where it is off, and for float64, which it leaves as it is."""
-    kind = hidden.device.type
-    computes = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
-    return torch.get_autocast_dtype(kind) if computes else None
+    """Return autocast's dtype; None if it is off, or for float64, which it does not cast."""
+    device_type = hidden.device.type
+    is_cast = torch.is_autocast_enabled(device_type) and hidden.dtype != torch.float64
+    return torch.get_autocast_dtype(device_type) if is_cast else None
 
 
 def _elementwise(config: Any) -> Elementwise | None:
-    """Return the function that a model with this config applies to its logits; None: none.
-
-    `DeferredLogits.check` compares it with the model's code at each forward, and refuses a model that does something else.
-    """
+    """Return the function that a model with this config applies to its logits, or None."""
+    # `DeferredLogits.check` compares it with the model's code at each forward, and refuses a model that does something else.
     for name, function in _FUNCTIONS.items():
         if (number := getattr(config, name, None)) is not None:
             return partial(function, number=number)

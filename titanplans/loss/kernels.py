@@ -1,7 +1,7 @@
-"""What `shares` computes of logits, on a GPU: a Triton kernel reads them, another overwrites them by their gradient.
+"""Triton kernels for the softmax statistics of logits and for their gradient. Start at `read`.
 
-They are read twice and written once, in their own dtype; torch's operators pass over them six times, in float32. The sum of
-exponentials is kept with the largest logit so far (Milakov and Gimelshein, arXiv 1805.02867).
+Logits are read twice and written once, in their own dtype; torch's operators pass over them six times, in float32. The sum
+of exponentials is computed online, with the largest logit so far (Milakov and Gimelshein, arXiv 1805.02867).
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ import triton.language as tl
 from titanplans.loss.operators import Statistics
 
 COLUMNS = 4096
-"""Logits that a program has at once."""
+"""Logits that a program processes at once."""
 
 
 @triton.jit
@@ -29,7 +29,9 @@ def _statistics(logits, at, log_sums, own, sums, width, stride, COLUMNS: tl.cons
         columns = start + tl.arange(0, COLUMNS)
         x = tl.load(logits + columns, mask=columns < width, other=float("-inf")).to(wide)
         larger = tl.maximum(largest, tl.max(x, 0))
-        finite = tl.where(larger == float("-inf"), 0.0, larger)  # all are -inf so far
+        finite = tl.where(
+            larger == float("-inf"), 0.0, larger
+        )  # all logits so far are -inf: avoid -inf - -inf
         total = total * tl.exp(largest - finite) + tl.sum(tl.exp(x - finite), 0)
         largest = larger
         if SUM:
@@ -55,7 +57,7 @@ def _gradient(logits, at, log_sums, scales, owns, shifts, width, stride, COLUMNS
 def read(
     logits: torch.Tensor, mine: torch.Tensor, index: torch.Tensor, summed: bool
 ) -> tuple[Statistics, Callable[..., torch.Tensor]]:
-    """Return what `read_by_operators` returns: the arguments are the same, the gradient is in their place in any dtype."""
+    """Compute the same as `read_by_operators`, except that the gradient overwrites `logits` in any dtype."""
     rows, width = logits.shape
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     wide = {"dtype": torch.promote_types(logits.dtype, torch.float32), "device": logits.device}
@@ -72,7 +74,6 @@ def read(
 
 
 def _run(kernel: Any, grid: tuple[int, ...], logits: torch.Tensor, *args: Any, **constants: Any) -> None:
-    """Launch `kernel` on the device of `logits`, if there is anything to do."""
-    if all(grid):
+    if all(grid):  # an empty grid can't be launched
         with torch.cuda.device_of(logits):
             kernel[grid](logits, *args, COLUMNS=COLUMNS, num_warps=8, **constants)

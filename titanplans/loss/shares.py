@@ -1,8 +1,8 @@
-"""Cross entropy of a share of the vocabulary: what every loss here computes of the logits that a rank holds.
+"""Cross entropy of logits of which a rank holds a shard of the vocabulary. Start at `entropy_and_gradient`.
 
-A rank sends two numbers a token, in one all-gather: the logarithm of its sum of exponentials, and its label's logit; and
-the sum of its logits, where labels are smoothed. Of these each rank has the loss of the whole vocabulary, and with it the
-gradient of its own logits, which is made in their place.
+Each rank sends two numbers per token in one all-gather: the logsumexp of its logits, and the label's logit. With label
+smoothing it also sends the sum of its logits. From these each rank computes the loss over the full vocabulary, and the
+gradient of its shard of the logits.
 """
 
 from typing import NamedTuple
@@ -17,105 +17,109 @@ from titanplans.split.layout import shard_size
 from titanplans.torch_private.dispatch import assert_async
 
 IGNORED = -100
-"""The label of a token that does not count: torch's default."""
+"""The label of a token that the loss ignores: torch's default."""
 
 
 class Objective(NamedTuple):
-    """The terms added to the cross entropy of each token that counts."""
+    """Terms that are added to the cross entropy of each token."""
 
     label_smoothing: float = 0.0
-    """The share of a label that all tokens of the vocabulary have alike (Szegedy et al., arXiv 1512.00567): 0 to below 1."""
+    """Probability spread evenly over the vocabulary, from 0 to below 1 (Szegedy et al., arXiv 1512.00567)."""
 
     z_loss: float = 0.0
-    """The weight of the squared logarithm of the sum of exponentials (PaLM, arXiv 2204.02311, has 1e-4)."""
+    """Weight of the squared logsumexp of the logits (PaLM, arXiv 2204.02311, uses 1e-4)."""
 
     def checked(self) -> "Objective":
-        """Return itself.
-
-        Raises:
-            ParallelError: a value that it can't have.
-        """
+        """Return itself, or raise ParallelError if a value is out of range."""
         if not 0 <= self.label_smoothing < 1:
-            raise ParallelError(f"label_smoothing = {self.label_smoothing}: from 0 to below 1")
+            raise ParallelError(f"label_smoothing = {self.label_smoothing}: use a number from 0 to below 1")
         if not 0 <= self.z_loss < float("inf"):
-            raise ParallelError(f"z_loss = {self.z_loss}: 0, or a positive number such as 1e-4")
+            raise ParallelError(f"z_loss = {self.z_loss}: use 0, or a positive number such as 1e-4")
         return self
 
 
-class VocabularyShare(NamedTuple):
-    """Which part of a vocabulary a rank holds."""
+class VocabularyShard(NamedTuple):
+    """The contiguous range of token ids whose logits a rank holds."""
 
     first: torch.Tensor
-    """[1], its first token id."""
+    """[1], the first token id."""
     size: int
-    """Of an even share; the last ranks may hold fewer, or none."""
+    """Size of a full shard. The last ranks may hold fewer token ids, or none."""
     vocabulary: int
+    """Size of the full vocabulary."""
     group: Group
+    """The ranks that the vocabulary is sharded over."""
 
 
-def share_of(vocabulary: int, mesh: DeviceMesh, device: torch.device) -> VocabularyShare:
-    """Return this rank's share of a vocabulary that is sharded over a 1-D `mesh`, evenly or not."""
+def vocabulary_shard(vocabulary: int, mesh: DeviceMesh, device: torch.device) -> VocabularyShard:
+    """Return this rank's shard of a vocabulary of this size over a 1-D `mesh`, evenly sharded or not."""
     size = shard_size(vocabulary, mesh.size())
     firsts = torch.arange(mesh.size(), device=device) * size
-    return VocabularyShare(firsts.narrow(0, mesh.get_local_rank(), 1), size, vocabulary, group_of(mesh))
+    return VocabularyShard(firsts.narrow(0, mesh.get_local_rank(), 1), size, vocabulary, group_of(mesh))
 
 
 def entropy_and_gradient(
     logits: torch.Tensor,
     labels: torch.Tensor,
-    share: VocabularyShare | None,
+    shard: VocabularyShard | None,
     objective: Objective,
-    wanted: bool,
+    needs_gradient: bool,
     read: Read | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed loss of some tokens, float32 or wider, and its gradient with respect to `logits`, of their dtype.
+    """Return the summed loss of all tokens, float32 or wider, and its gradient at `logits`, in their dtype.
 
     Args:
-        logits: [tokens, share of the vocabulary]; may be overwritten.
-        labels: [tokens], token ids; -100 where a token does not count.
-        share: which part of the vocabulary; None for all of it.
+        logits: [tokens, shard of the vocabulary]; may be overwritten.
+        labels: [tokens], token ids, the same on all ranks; -100 for an ignored token.
+        shard: of the vocabulary; None: `logits` have the full vocabulary.
         objective: the added terms.
-        wanted: whether the gradient is needed; if not, the tensor returned in its place means nothing.
-        read: None for Triton's kernels on a GPU, and torch's operators elsewhere, and where a compiler sees them.
+        needs_gradient: compute the gradient. If not, an arbitrary tensor is returned in its place.
+        read: computes statistics and gradient. None: Triton kernels on a GPU, and torch operators on other devices and
+            under torch.compile.
     """
-    vocabulary = logits.shape[-1] if share is None else share.vocabulary
-    counts = labels != IGNORED
-    valid = ~counts | ((labels >= 0) & (labels < vocabulary))
-    assert_async(valid.all(), "a label outside of the vocabulary")
-    # Counted labels are below `vocabulary`: that the last shares have fewer columns needs no test.
-    mine = counts if share is None else counts & (labels >= share.first) & (labels < share.first + share.size)
-    index = torch.where(mine, labels if share is None else labels - share.first, 0)
-    smooth = objective.label_smoothing
-    (log_sum, own, sums), gradient = (read or _reader(logits))(logits, mine, index, smooth > 0)
-    if share is not None:
-        log_sum, own, sums = _over_ranks(log_sum, own, sums, share.group)
-    losses = log_sum - (1 - smooth) * own
+    vocabulary = logits.shape[-1] if shard is None else shard.vocabulary
+    is_counted = labels != IGNORED
+    is_valid = ~is_counted | ((labels >= 0) & (labels < vocabulary))
+    # On the device, since a check on the host would synchronise with it.
+    assert_async(is_valid.all(), "a label outside of the vocabulary")
+    # The last shards may have fewer than `size` columns, but valid labels are below `vocabulary` anyway.
+    is_local = (
+        is_counted
+        if shard is None
+        else is_counted & (labels >= shard.first) & (labels < shard.first + shard.size)
+    )
+    index = torch.where(is_local, labels if shard is None else labels - shard.first, 0)
+    smoothing = objective.label_smoothing
+    (log_sum, label_logit, sums), gradient = (read or _reader(logits))(logits, is_local, index, smoothing > 0)
+    if shard is not None:
+        log_sum, label_logit, sums = _over_ranks(log_sum, label_logit, sums, shard.group)
+    losses = log_sum - (1 - smoothing) * label_logit
     if objective.z_loss:
         losses = losses + objective.z_loss * log_sum.square()
     if sums is not None:
-        losses = losses - smooth / vocabulary * sums
-    loss = torch.where(counts, losses, 0).sum()
-    if not wanted:
+        losses = losses - smoothing / vocabulary * sums
+    loss = torch.where(is_counted, losses, 0).sum()
+    if not needs_gradient:
         return loss, logits
-    counted = counts.to(log_sum.dtype)
+    counted = is_counted.to(log_sum.dtype)
     scale = counted * (1 + 2 * objective.z_loss * log_sum) if objective.z_loss else counted
-    of_label = mine.to(log_sum.dtype) * (1 - smooth)
-    return loss, gradient(log_sum, scale, of_label, counted * (smooth / vocabulary))
+    at_label = is_local.to(log_sum.dtype) * (1 - smoothing)
+    return loss, gradient(log_sum, scale, at_label, counted * (smoothing / vocabulary))
 
 
 def _reader(logits: torch.Tensor) -> Read:
     if not logits.is_cuda or type(logits) is not torch.Tensor or torch.compiler.is_compiling():
         return read_by_operators
-    from titanplans.loss import kernels
+    from titanplans.loss import kernels  # imports triton, which a CPU may not have
 
     return kernels.read
 
 
 def _over_ranks(
-    log_sum: torch.Tensor, own: torch.Tensor, sums: torch.Tensor | None, group: Group
+    log_sum: torch.Tensor, label_logit: torch.Tensor, sums: torch.Tensor | None, group: Group
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the same of the whole vocabulary, by one all-gather of what the ranks have of each token."""
-    mine = torch.stack([log_sum, own] if sums is None else [log_sum, own, sums])
-    ranks = all_gather(mine[None], 0, group[1], group)
-    rest = ranks[:, 1:].sum(0)
-    return ranks[:, 0].logsumexp(0), rest[0], rest[1] if sums is not None else None
+    """Combine the statistics of all shards into those of the full vocabulary, by one all-gather."""
+    local = torch.stack([log_sum, label_logit] if sums is None else [log_sum, label_logit, sums])
+    by_rank = all_gather(local[None], 0, group[1], group)  # [ranks, statistics, tokens]
+    totals = by_rank[:, 1:].sum(0)
+    return by_rank[:, 0].logsumexp(0), totals[0], totals[1] if sums is not None else None
