@@ -1,6 +1,6 @@
-"""Fine-tuning: low-rank adapters on any plan, and frozen parts.
+"""Fine-tuning: low-rank adapters (LoRA) with any plan, and frozen parameters. Start at `add.add_adapters`.
 
-`names` says what a name or a pattern of the options matches, `targets` which modules that are, and `add` gives them their
-adapters and freezes the rest. How an adapter computes, and how it is split, is in `titanplans.adapters.low_rank`,
-peft's files and the sum of adapters and weights in `titanplans.weights`.
+`names` matches names and patterns of the options, `targets` selects the modules, and `low_rank` has an adapter's forward.
+Placements of adapters are in `titanplans.split.adapted`; peft's files, and merging adapters into weights, in
+`titanplans.weights`.
 """

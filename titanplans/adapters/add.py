@@ -1,4 +1,4 @@
-"""Adapters of Linear modules, added to a model that is not split yet, and frozen parts."""
+"""Add adapters to the Linear modules of an unsplit model (`add_adapters`), and freeze parameters (`freeze`)."""
 
 from dataclasses import dataclass
 
@@ -21,46 +21,46 @@ _BYPASS_CHECK = "_bypass_check"
 
 @dataclass(frozen=True)
 class Adapters:
-    """What an adapter was added to."""
+    """The result of `add_adapters`."""
 
     options: LoRA
     modules: tuple[str, ...]
-    """Fully qualified names."""
+    """Fully qualified names of the modules with an adapter."""
 
     left: dict[str, str]
-    """Linear modules without one, and why."""
+    """Linear modules without an adapter, and why."""
 
     saved: tuple[str, ...]
-    """Parameters of the modules that train as they are."""
+    """Parameters that train without an adapter (`modules_to_save`)."""
 
     trained: int
-    """Numbers that train."""
+    """Number of trained elements."""
 
     frozen: int
-    """Numbers that don't; of a weight in NF4 those that it stands for."""
+    """Number of frozen elements; a weight in NF4 counts with its original shape."""
 
     unfused: tuple[str, ...]
-    """Modules that called a fused kernel on the weight of one with an adapter, and now call the module."""
+    """Modules that called a fused kernel on the weight of a module with an adapter, and now call that module."""
 
 
 def add_adapters(model: nn.Module, options: LoRA, *, seed: int = 0) -> Adapters:
-    """Give Linear modules of `model` low-rank adapters, in place, and freeze all else.
+    """Add low-rank adapters to Linear modules of `model`, in place, and freeze all other parameters.
 
-    After a conversion to float8, before a plan, compile and data parallelism. `module.weight` keeps its name; the
-    module gains `module.lora_A` [rank, inputs] and `module.lora_B` [outputs, rank], of its dtype.
+    Call it after a conversion to float8, and before a plan, compile and data parallelism. `module.weight` keeps its name,
+    and the module gets `module.lora_A` [rank, inputs] and `module.lora_B` [outputs, rank] in the weight's dtype.
 
     Args:
-        model: any module, on meta or not. On meta the adapters get values where all parameters do
+        model: any module, on meta or not. On meta, the adapters get their values together with the other parameters
             (`titanplans.modeling.initialize`).
         options: rank, alpha, dropout, and which modules.
-        seed: of the adapters' initial values, which are peft's: uniform lora_A, zero lora_B.
+        seed: of the adapters' initial values, which are distributed as peft's: uniform lora_A, zero lora_B.
 
     Raises:
         OptionError: a name or pattern matches nothing, or something that takes no adapter.
-        ParallelError: the model is split already, or has adapters. All before anything is changed.
+        ParallelError: the model is split already, or has adapters already. Errors are raised before the model is changed.
     """
     if options.rank is None:
-        raise options.error("rank", "give one, such as 8: it is what switches adapters on")
+        raise options.error("rank", "set one, such as 8, to switch adapters on")
     if any(isinstance(param, DTensor) for param in model.parameters()):
         raise ParallelError(
             "the model is split already: add adapters before apply_plan, parallelize and FSDP"
@@ -73,7 +73,7 @@ def add_adapters(model: nn.Module, options: LoRA, *, seed: int = 0) -> Adapters:
     saved = modules_to_save(model, options, chosen)
     low_rank = LowRank(options.rank, (options.alpha or options.rank) / options.rank)
     unfused = unfuse(model, chosen)
-    kept = to_quantise(model, options, chosen)
+    quantised = to_quantise(model, options, chosen)
     model.requires_grad_(False)
     for name in chosen:
         module = model.get_submodule(name)
@@ -84,11 +84,12 @@ def add_adapters(model: nn.Module, options: LoRA, *, seed: int = 0) -> Adapters:
             if not param.is_meta:
                 with torch.no_grad():
                     param.copy_(draw_factor(f"{name}.{factor}", param.shape, seed))
-    parameters = dict(model.named_parameters())
-    for name in kept:
+    parameters = dict(model.named_parameters())  # before weights are quantised, for the counts
+    for name in quantised:
         keep_quantised(model.get_submodule(name))  # type: ignore[arg-type]
     for name in saved:
         parameters[name].requires_grad_(True)
+    # A parent that uses the weight without calling the module would skip the adapter: this is checked in a forward.
     model.__dict__[_BYPASS_CHECK] = BypassCheck(model, chosen, _bypassed_error)
     counts = {True: 0, False: 0}
     for param in parameters.values():
@@ -98,11 +99,12 @@ def add_adapters(model: nn.Module, options: LoRA, *, seed: int = 0) -> Adapters:
 
 
 def check_before_compile(model: nn.Module) -> None:
-    """Refuse an adapter whose Linear's weight its parent reads, by the source: a compiled block can't be watched as it runs.
+    """Refuse adapters that a parent module skips, since it uses the Linear's weight without calling it.
 
     Raises:
         ParallelError: names the modules.
     """
+    # By the parent's source code, since the forwards of a compiled block can't be checked while they run.
     if (check := model.__dict__.get(_BYPASS_CHECK)) is not None:
         check.remove()
     if bypassed := find_bypassed(model, adapted(model)):
@@ -114,30 +116,30 @@ def _bypassed_error(bypassed: list[Bypassed]) -> ParallelError:
     ends = dict.fromkeys(end_of(linear.name) for linear in bypassed)
     return ParallelError(
         f"{name} has an adapter, and its parent {owner} ({type(parent).__name__}) does not call it but reads its weight, "
-        "without the adapter: switch the fused kernel off in the model's config, or leave it out by "
+        "without the adapter: switch the fused kernel off in the model's config, or exclude it with "
         f"lora.exclude_modules = {show(list(ends))}"
     )
 
 
 def freeze(model: nn.Module, patterns: tuple[str, ...], refuse=ParallelError) -> int:
-    """Let the parameters that `patterns` name keep their values; return how many numbers they are.
+    """Freeze the parameters that `patterns` match, and return the number of frozen elements in the model.
 
     Args:
         model: any module, before data parallelism.
-        patterns: names of parameters or of modules, their ends, or patterns of whole names.
+        patterns: as in `names.matches`, of names of parameters or of modules, whose parameters are all frozen.
         refuse: makes the error from the reason.
 
     Raises:
         ParallelError: a pattern matches nothing, or nothing is left to train.
     """
-    every = dict(model.named_parameters(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     of_modules = {
-        name: [p for p in every if p.startswith(f"{name}.")] for name, _ in model.named_modules() if name
+        name: [p for p in parameters if p.startswith(f"{name}.")] for name, _ in model.named_modules() if name
     }
-    names = [*of_modules, *every]
-    for found in select(patterns, names, refuse, "module and no parameter"):
-        for name in of_modules.get(found, [found]):
-            every[name].requires_grad_(False)
-    if not any(param.requires_grad for param in every.values()):
+    names = [*of_modules, *parameters]
+    for match in select(patterns, names, refuse, "module and no parameter"):
+        for name in of_modules.get(match, [match]):
+            parameters[name].requires_grad_(False)
+    if not any(param.requires_grad for param in parameters.values()):
         raise refuse("nothing is left to train: freeze less")
     return sum(param.numel() for param in model.parameters() if not param.requires_grad)

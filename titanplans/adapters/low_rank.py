@@ -1,9 +1,9 @@
-"""A Linear with a low-rank adapter (LoRA, arXiv:2106.09685): two more parameters of the module, and how ranks hold them.
+"""A Linear with a low-rank adapter (LoRA, arXiv:2106.09685), and the adapter's dropout. Start at `add_factors`.
 
     y = base(x) + scaling * lora_B lora_A dropout(x)          lora_A [rank, inputs], lora_B [outputs, rank]
 
-The base keeps its class, its forward and the names of its parameters; a hook behind its forward adds the rest. How the two
-lie on the ranks is in `titanplans.split.adapted`.
+The base keeps its class, its forward and the names of its parameters, and a forward hook adds the update. The placements of
+both factors are in `titanplans.split.adapted`.
 """
 
 import math
@@ -28,12 +28,12 @@ def adapted(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def takes_adapter(module: nn.Module) -> bool:
-    """Whether `module` is a Linear, or GPT-2's Conv1D, which is one with its weight transposed."""
+    """Whether `module` is a Linear, or GPT-2's Conv1D, a Linear with a transposed weight."""
     return isinstance(module, nn.Linear) or (class_name(module) == "Conv1D" and hasattr(module, "nf"))
 
 
 def add_factors(module: nn.Module, low_rank: LowRank, dropout: float) -> None:
-    """Give `module`, a Linear or a Conv1D that is not split, an adapter whose values `draw_factor` gives."""
+    """Add an adapter to `module`, an unsplit Linear or Conv1D, without initial values (see `draw_factor`)."""
     weight = module._parameters["weight"]
     assert weight is not None
     outputs, inputs = reversed(weight.shape) if is_transposed(module) else weight.shape
@@ -45,16 +45,16 @@ def add_factors(module: nn.Module, low_rank: LowRank, dropout: float) -> None:
     if dropout > 0:
         module.add_module("lora_dropout", LowRankDropout(dropout))
     module.__dict__["_low_rank"] = low_rank
-    module.register_forward_hook(_add, with_kwargs=True)
+    module.register_forward_hook(_add_update, with_kwargs=True)
 
 
 def draw_factor(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
-    """Return the initial values of a factor, as peft's: lora_A uniform in 1/sqrt(inputs), lora_B zeros; float32, on the CPU.
+    """Return the initial values of a factor as in peft: lora_A uniform within 1/sqrt(inputs), lora_B zeros; float32, CPU.
 
     Args:
-        name: its full name, from which and from `seed` its values follow, so that they are those of any layout.
-        shape: of the whole factor.
-        seed: equal on all ranks.
+        name: fully qualified. The values depend on it and on `seed` alone, and so are the same with any parallelism.
+        shape: of the full factor.
+        seed: the same on all ranks.
     """
     if name.endswith("lora_B"):
         return torch.zeros(shape)
@@ -63,7 +63,7 @@ def draw_factor(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
     return nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
 
 
-def _add(module: Any, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
+def _add_update(module: Any, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
     if not isinstance(output, torch.Tensor):
         raise PlanError(
             f"{class_name(module)} returns a {type(output).__name__} and not a tensor, so it takes no adapter: leave it "
@@ -75,19 +75,19 @@ def _add(module: Any, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Ten
         x = dropout(x)
     a, b = module.lora_A, module.lora_B
     if not torch.is_autocast_enabled(x.device.type):
-        x = x.to(a.dtype)  # an adapter may be kept in more bits than the model
+        x = x.to(a.dtype)  # an adapter may have more bits than the model
     update = nn.functional.linear(nn.functional.linear(x, a), b)
     return output + (update * module._low_rank.scaling).to(output.dtype)
 
 
 class LowRankDropout(nn.Module):
-    """Dropout of an adapter's input, equal however the model is split.
+    """Dropout of an adapter's input, with the same mask as in the unsplit model.
 
-    Every rank draws the mask of the whole input, with the same generator state, and uses its part: its columns where the
-    base is split by inputs.
+    Every rank draws the mask of the full input, from the same generator state, and takes the slice for its local tokens,
+    and for its shard of the inputs if the base is split by inputs.
 
     Args:
-        p: the probability with which a number of the input is set to zero.
+        p: the probability that an element is set to zero.
     """
 
     is_split_invariant = True
@@ -96,45 +96,45 @@ class LowRankDropout(nn.Module):
         super().__init__()
         self.p = p
         self.split: tuple[int, int, int] | None = None
-        """This rank's columns: the first, how many there are, and how many on all ranks together; None: all."""
+        """This rank's shard of the inputs: the first, their number, and the number of all inputs. None: not sharded."""
         self.border: Border | None = None
-        """That of the stream, once the model is split."""
+        """The border of the split model; None: the model is not split."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training:
             return x
-        first, own, width = self.split or (0, x.shape[-1], x.shape[-1])
+        first, local_width, width = self.split or (0, x.shape[-1], x.shape[-1])
         shape, border = [*x.shape[:-1], width], self.border
         tokens = None if border is None or border.stream.runs_in_full else border.tokens
         if border is not None and tokens is not None and tokens.ranks > 1:
-            own_tokens = border.stream.tokens_of_cp_rank
-            if own_tokens is not None and x.shape[tokens.dim] != own_tokens:
+            expected = border.stream.tokens_of_cp_rank
+            if expected is not None and x.shape[tokens.dim] != expected:
                 raise PlanError(
-                    f"the dropout of an adapter got {x.shape[tokens.dim]} tokens where its rank of context parallelism has "
-                    f"{own_tokens}: the mixer's code has changed the sequence before its projection; "
+                    f"the dropout of an adapter got {x.shape[tokens.dim]} tokens, but its context-parallel rank has "
+                    f"{expected}, since the mixer's code has changed the sequence before its projection: "
                     "set lora.dropout to 0, or leave the module out by lora.exclude_modules"
                 )
             shape[tokens.dim] *= tokens.ranks
-        kept = torch.rand(shape, device=x.device) >= self.p
+        is_kept = torch.rand(shape, device=x.device) >= self.p
         if tokens is not None:
-            kept = tokens.take_local(kept)
-        return x * kept.narrow(-1, first, own) / (1 - self.p)
+            is_kept = tokens.take_local(is_kept)
+        return x * is_kept.narrow(-1, first, local_width) / (1 - self.p)
 
 
 def draws(model: nn.Module) -> bool:
-    """Whether an adapter of `model` has a dropout."""
+    """Whether an adapter of `model` draws random numbers, for its dropout."""
     return any(isinstance(module, LowRankDropout) for module in model.modules())
 
 
 def place_dropout(module: nn.Module, layouts: Mapping[str, Layout], border: Border) -> None:
-    """Tell the dropout of the adapter of `module`, if it has one, which part of its input this rank has."""
+    """Set `split` and `border` of the dropout of the adapter of `module`, if it has one."""
     dropout: Any = module._modules.get("lora_dropout")
     if dropout is None:
         return
     dropout.border = border
     if "lora_A" not in layouts or layouts["lora_A"].placement != Shard(1):
         return
-    whole = module._parameters["lora_A"].shape[1]  # type: ignore[union-attr]
+    width = module._parameters["lora_A"].shape[1]  # type: ignore[union-attr]
     rank, ranks = border.rank, border.group[1]
-    size = -(whole // -ranks)
-    dropout.split = (min(rank * size, whole), max(0, min(size, whole - rank * size)), whole)
+    size = -(width // -ranks)  # rounded up, so the last shards may be smaller
+    dropout.split = (min(rank * size, width), max(0, min(size, width - rank * size)), width)

@@ -1,4 +1,4 @@
-"""The modules and parameters that an option names, by names and patterns; one that matches none is an error."""
+"""Names and patterns of options, matched against names of modules and parameters. Start at `select`."""
 
 from collections.abc import Callable, Collection
 from fnmatch import fnmatchcase
@@ -9,34 +9,34 @@ Refusal = Callable[[str], UserError]
 """Makes the error of an option from the reason."""
 
 
-def matches(word: str, name: str) -> bool:
-    """Whether `word` is a dotted suffix of `name`, or a pattern that matches all of it."""
-    if any(sign in word for sign in "*?["):
-        return fnmatchcase(name, word)
-    return name == word or name.endswith(f".{word}")
+def matches(pattern: str, name: str) -> bool:
+    """Whether `pattern` is a dotted suffix of `name` ("attn.q_proj"), or a wildcard that matches all of it ("*.q_proj")."""
+    if any(sign in pattern for sign in "*?["):
+        return fnmatchcase(name, pattern)
+    return name == pattern or name.endswith(f".{pattern}")
 
 
 def end_of(name: str) -> str:
-    """Return a name from its last part that is no number: "gk_proj.0"."""
-    parts = name.split(".")
-    words = [at for at, part in enumerate(parts) if not part.isdigit()]
-    return ".".join(parts[words[-1] :]) if words else name
+    """Return the end of a dotted name, from its last component that is no index, for example "gk_proj.0"."""
+    components = name.split(".")
+    words = [index for index, component in enumerate(components) if not component.isdigit()]
+    return ".".join(components[words[-1] :]) if words else name
 
 
-def select(words: Collection[str], names: Collection[str], refuse: Refusal, what: str) -> list[str]:
-    """Return those of `names` that some word matches, in order.
+def select(patterns: Collection[str], names: Collection[str], refuse: Refusal, what: str) -> list[str]:
+    """Return the `names` that at least one pattern matches, in their order.
 
     Args:
-        words: of the option.
-        names: what there is.
+        patterns: as in `matches`.
+        names: to choose from.
         refuse: makes the error.
-        what: their kind, in the singular: "Linear module".
+        what: the kind of the names, in the singular, for the error: "Linear module".
 
     Raises:
-        UserError: a word matches none.
+        UserError: a pattern is empty or matches no name.
     """
-    for word in words:
-        if not word or not any(matches(word, name) for name in names):
+    for pattern in patterns:
+        if not pattern or not any(matches(pattern, name) for name in names):
             ends = list(dict.fromkeys(map(end_of, names)))
-            raise refuse(f"{word!r} matches no {what}; there are {', '.join(ends) or 'none'}")
-    return [name for name in names if any(matches(word, name) for word in words)]
+            raise refuse(f"{pattern!r} matches no {what}; there are {', '.join(ends) or 'none'}")
+    return [name for name in names if any(matches(pattern, name) for pattern in patterns)]

@@ -1,4 +1,4 @@
-"""Which modules get an adapter, keep their weight in NF4, or train as they are, by the options; what can't is refused."""
+"""The modules that get an adapter, are quantised to NF4, or train without an adapter. Start at `target_modules`."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ from titanplans.split.converted import is_float8
 from titanplans.split.decoder import find_decoder
 
 ALL = "all-linear"
-"""A word among target_modules, peft's: every Linear but the head, and classes with a forward of their own."""
+"""peft's value of target_modules for every Linear, except the head and subclasses that override `forward`."""
 
 
 def target_modules(model: nn.Module, options: LoRA) -> list[str]:
     """Return the names of the modules that get an adapter.
 
     Raises:
-        OptionError: as `add_adapters`.
+        OptionError: as in `add_adapters`.
     """
     linears = {name: module for name, module in model.named_modules() if takes_adapter(module)}
     left = left_out(model, options)
@@ -28,24 +28,24 @@ def target_modules(model: nn.Module, options: LoRA) -> list[str]:
     def refuse(option: str):
         return lambda why: options.error(option, why)
 
-    words = [word for word in options.target_modules if word != ALL]
-    for word in words:
-        _refuse_others(model, word, linears, options)
-    found = set(select(words, list(linears), refuse("target_modules"), "Linear module"))
+    patterns = [pattern for pattern in options.target_modules if pattern != ALL]
+    for pattern in patterns:
+        _refuse_others(model, pattern, linears, options)
+    targets = set(select(patterns, list(linears), refuse("target_modules"), "Linear module"))
     if ALL in options.target_modules:
-        found |= {name for name in linears if name not in left}
+        targets |= {name for name in linears if name not in left}
     excluded = set(select(options.exclude_modules, list(linears), refuse("exclude_modules"), "Linear module"))
-    chosen = [name for name in linears if name in found and name not in excluded]
+    chosen = [name for name in linears if name in targets and name not in excluded]
     if not chosen:
         raise options.error("target_modules", "no module is left for an adapter: name more, or exclude fewer")
     return chosen
 
 
 def to_quantise(model: nn.Module, options: LoRA, chosen: list[str]) -> list[str]:
-    """Return the modules among `chosen` whose weights are kept in NF4: all but the head.
+    """Return the names among `chosen` whose weights are quantised to NF4: none without the option, else all but the head.
 
     Raises:
-        OptionError: a weight can't be.
+        OptionError: a weight can't be quantised.
     """
     if options.quantize_base is None:
         return []
@@ -53,8 +53,8 @@ def to_quantise(model: nn.Module, options: LoRA, chosen: list[str]) -> list[str]
         find_decoder(model, required=False).head,
         {n for group in tied_parameters(model) for n in group},
     )
-    kept = [name for name in chosen if name != head]
-    for name in kept:
+    quantised = [name for name in chosen if name != head]
+    for name in quantised:
         module: Any = model.get_submodule(name)
         if type(module) is not nn.Linear:
             why = f"is a {type(module).__name__}, and weights in NF4 are of plain Linear modules"
@@ -65,16 +65,16 @@ def to_quantise(model: nn.Module, options: LoRA, chosen: list[str]) -> list[str]
         else:
             continue
         raise options.error("quantize_base", f"{name} {why}: leave it out by lora.exclude_modules")
-    return kept
+    return quantised
 
 
 def left_out(model: nn.Module, options: LoRA) -> dict[str, str]:
-    """Return the Linear modules that "all-linear" does not stand for, and why."""
+    """Return the Linear modules, by name, that "all-linear" does not select, and why."""
     head, left = find_decoder(model, required=False).head, {}
     for name, module in model.named_modules():
         if not takes_adapter(module):
             continue
-        own = (
+        overrides_forward = (
             isinstance(module, nn.Linear)
             and type(module).forward is not nn.Linear.forward
             and not is_float8(module)
@@ -83,19 +83,19 @@ def left_out(model: nn.Module, options: LoRA) -> dict[str, str]:
             left[name] = "not among target_modules"
         elif name == head:
             left[name] = "the head"
-        elif own:
+        elif overrides_forward:
             left[name] = f"{type(module).__name__} has a forward of its own"
-        elif any(matches(word, name) for word in options.exclude_modules):
+        elif any(matches(pattern, name) for pattern in options.exclude_modules):
             left[name] = "among exclude_modules"
     return left
 
 
-def _refuse_others(model: nn.Module, word: str, linears: dict[str, nn.Module], options: LoRA) -> None:
-    """Refuse a word for something that is there and takes no adapter."""
-    if any(matches(word, name) for name in linears):
+def _refuse_others(model: nn.Module, pattern: str, linears: dict[str, nn.Module], options: LoRA) -> None:
+    """Raise OptionError if `pattern` matches modules or parameters that take no adapter, and no Linear."""
+    if any(matches(pattern, name) for name in linears):
         return
     for name, module in model.named_modules():
-        if matches(word, name):
+        if matches(pattern, name):
             inner = [other for other in linears if other.startswith(f"{name}.")]
             instead = f'; it holds such: "{name}.*"' if inner else ""
             raise options.error(
@@ -103,7 +103,7 @@ def _refuse_others(model: nn.Module, word: str, linears: dict[str, nn.Module], o
                 f"{name} is a {type(module).__name__}, and adapters are of Linear modules{instead}",
             )
     for name, param in model.named_parameters():
-        if matches(word, name):
+        if matches(pattern, name):
             owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
             raise options.error(
                 "target_modules",
@@ -114,10 +114,10 @@ def _refuse_others(model: nn.Module, word: str, linears: dict[str, nn.Module], o
 
 
 def modules_to_save(model: nn.Module, options: LoRA, chosen: list[str]) -> list[str]:
-    """Return the names of the parameters that train as they are.
+    """Return the names of the parameters that train without an adapter.
 
     Raises:
-        OptionError: a name or pattern matches no module with parameters, or one with an adapter; or a tied weight.
+        OptionError: a name or pattern matches no module with parameters, a module with an adapter, or a tied weight.
     """
     if not options.modules_to_save:
         return []
@@ -128,13 +128,13 @@ def modules_to_save(model: nn.Module, options: LoRA, chosen: list[str]) -> list[
     def refuse(why: str):
         return options.error("modules_to_save", why)
 
-    found = select(options.modules_to_save, modules, refuse, "module with parameters")
-    for name in found:
-        inside = next((other for other in chosen if f"{other}.".startswith(f"{name}.")), None)
-        if inside is not None:
-            raise refuse(f"{inside} gets an adapter already: leave it out of one of the two")
-    every = dict(model.named_parameters(remove_duplicate=False))
-    names = [name for name in every if any(name.startswith(f"{module}.") for module in found)]
+    saved = select(options.modules_to_save, modules, refuse, "module with parameters")
+    for name in saved:
+        adapted = next((other for other in chosen if f"{other}.".startswith(f"{name}.")), None)
+        if adapted is not None:
+            raise refuse(f"{adapted} gets an adapter already: leave it out of one of the two")
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    names = [name for name in parameters if any(name.startswith(f"{module}.") for module in saved)]
     for group in tied_parameters(model):
         if any(name in names for name in group):
             raise refuse(
