@@ -1,12 +1,8 @@
-"""The collectives of inductor's finished graphs, and which of them were fused or overlapped with matrix products.
+"""Records the collectives of inductor's graphs, and which of them are fused or overlapped with matrix products.
 
-    record = install_record()
-    ...  # compile, run forward and backward
-    record.graphs[0]
-
-A graph is read in inductor's last hook for passes of one's own, after the pass that fuses (`micro_pipeline_tp_pass`).
-A graph that comes out of a compile cache never passes there. So while a record is installed inductor leaves out its
-cache of graphs, and AOTAutograd's with it. `fusible` reads the operators between a collective and its product.
+record = install_record()
+...  # compile, run forward and backward
+record.graphs[0]
 """
 
 from typing import Any
@@ -20,30 +16,35 @@ from titanplans.torch_private.compile import LAST_PASSES, graph_pass, own_passes
 
 
 def is_backward(graph: torch.fx.Graph) -> bool:
-    """Whether `graph` is a backward: AOTAutograd calls the gradients that come in "tangents"."""
+    """Whether `graph` is a backward, whose incoming gradients AOTAutograd names "tangents"."""
     return any(node.name.startswith("tangents") for node in graph.find_nodes(op="placeholder"))
 
 
 class GraphRecord(graph_pass()):  # pyrefly: ignore[invalid-inheritance]
-    """A hook of inductor's that changes nothing, and records each graph. Made by `install_record`."""
+    """A custom pass of inductor that records each graph and does not change it. Made by `install_record`.
+
+    It is the last custom pass, after the pass that fuses collectives (`micro_pipeline_tp_pass`).
+    """
 
     def __init__(self) -> None:
         self.graphs: list[tuple[Collective, ...]] = []
-        """The collectives of each, in the order in which inductor finished them."""
+        """The collectives of each graph, in the order in which inductor finished the graphs."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        phase, found = "backward" if is_backward(graph) else "forward", []
+        phase, collectives = "backward" if is_backward(graph) else "forward", []
         for node in graph.nodes:
             if operation(node) is not None:
                 args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), _value)
                 collective = describe(node.target, args, kwargs, node.meta.get("val"))
                 assert collective is not None  # it has an operation
-                meanwhile = not collective.fused and bool(overlapped(node))
-                found.append(collective._replace(phase=phase, overlapped=meanwhile))
-        self.graphs.append(tuple(found))
+                is_overlapped = not collective.fused and bool(overlapped(node))
+                collectives.append(collective._replace(phase=phase, overlapped=is_overlapped))
+        self.graphs.append(tuple(collectives))
 
     def uuid(self) -> Any:
-        return None  # inductor caches no graph that has passed a hook without one
+        # A graph from a compile cache would not pass here. Without an id, inductor does not use its cache of graphs, nor
+        # AOTAutograd's.
+        return None
 
     def collectives(self, group: tuple[int, ...]) -> list[Collective]:
         """Return the collectives of all graphs over the process group of these ranks."""
@@ -51,7 +52,7 @@ class GraphRecord(graph_pass()):  # pyrefly: ignore[invalid-inheritance]
 
 
 def install_record() -> GraphRecord:
-    """Record inductor's graphs from now on, behind the user's own hooks; a record that is installed stays the one."""
+    """Record inductor's graphs from now on, after the user's custom passes; return the installed record if there is one."""
     record = installed_record()
     if record is None:
         record = GraphRecord()
@@ -60,12 +61,13 @@ def install_record() -> GraphRecord:
 
 
 def installed_record() -> GraphRecord | None:
-    """Return the record that is installed in this process."""
+    """Return the record that is installed in this process, or None."""
     return next((p for p in own_passes(LAST_PASSES) if isinstance(p, GraphRecord)), None)
 
 
 def _value(node: torch.fx.Node) -> Any:
-    """A node's value; those that a pass puts in have none yet, and the size of their first input."""
+    """Return the fake tensor of `node`."""
+    # A node that a pass has inserted has none yet; it has the size of its first input.
     while "val" not in node.meta:
         node = node.all_input_nodes[0]
     return node.meta["val"]

@@ -1,13 +1,12 @@
-"""The recorder: which collectives are issued, in which module and phase, over which ranks, how large.
+"""Records the collectives of a step: in which module and phase, over which ranks, and how large.
 
     with record_collectives(model) as record:
         ...                     # one step
     record.collectives
 
-A passive look at the dispatcher, on a process group, on ranks that are threads, and, ten times as fast, on one rank
-whose peers do not exist; under a `FakeTensorMode` no size is too large. The collectives of a compiled block are seen,
-too: inductor's code calls the operators as eager code does. `places` tells where the step is at that moment, `operators`
-describes an operator. The collectives of a replayed CUDA graph are not seen.
+It is a dispatch mode, and works on a process group, on ranks that are threads, and, ten times as fast, on a fake process
+group; under a `FakeTensorMode` a model of any size can be recorded. Collectives of compiled blocks are recorded, too, since
+inductor's code calls the operators as eager code does. Collectives of a replayed CUDA graph are not.
 """
 
 from collections.abc import Iterator
@@ -24,19 +23,19 @@ from titanplans.torch_private.dispatch import FakeTensor, TorchDispatchMode, fak
 
 @dataclass
 class CollectiveRecord:
-    """The issued collectives, in order."""
+    """The recorded collectives of a step."""
 
     places: ModuleTracker
-    """Where the step is."""
+    """Tells the module and the phase that run now."""
     collectives: list[Collective] = field(default_factory=list)
-    """Those over more than one rank."""
+    """Collectives over more than one rank, in order."""
     failure: str | None = None
-    """The operator that `operators` does not know; the record is then incomplete."""
+    """Names an operator that `operators.describe` does not know, so the record is incomplete; None: it is complete."""
 
 
 @contextmanager
 def record_collectives(model: nn.Module) -> Iterator[CollectiveRecord]:
-    """Record the collectives of what runs inside, by the modules of `model`. Not to be entered twice at a time."""
+    """Record the collectives that are issued in the body, with the modules of `model`. It can't be nested."""
     with ExitStack() as stack:
         record = CollectiveRecord(follow(model, stack))
         stack.enter_context(_Mode(record))
@@ -49,7 +48,7 @@ class _Mode(TorchDispatchMode):
     def __init__(self, record: CollectiveRecord):
         super().__init__()
         self.record = record
-        # Otherwise fake tensors are those of DTensor, which asks for shapes, and of a compiler.
+        # Outside of a fake mode, fake tensors are of DTensor's shape propagation and of a compiler, and are not counted.
         self.counted = (
             torch.Tensor,
             nn.Parameter,
@@ -58,15 +57,16 @@ class _Mode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compile as if this were not here, and see the calls of the compiled code."""
-        return True
+        return True  # compile as without this mode, and record the calls of the compiled code
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if FakeTensor in types and FakeTensor not in self.counted:
             return func(*args, **kwargs)
         if any(kind not in self.counted for kind in types):
-            return NotImplemented  # subclasses first: they issue collectives on what they hold
+            return (
+                NotImplemented  # tensor subclasses first, since they issue collectives on their inner tensors
+            )
         result = func(*args, **kwargs)
         if getattr(func, "namespace", None) in NAMESPACES:
             try:
