@@ -1,7 +1,7 @@
-"""What a model that is cut by tokens sends for it: exchanges of tokens for heads, and what code reads of all tokens.
+"""The communication of a model that is split by tokens: exchanges of tokens for heads, and gathers of all tokens.
 
-A mixer needs one exchange in and one out. Its code may read the sequence before its products, as a token shift does, and
-other code may count over all tokens, as a balance loss does: that is gathered, which no plan avoids, and it is named.
+A mixer needs one exchange before its kernel and one after it. Some code needs all tokens: a mixer's token shift before its
+products, or a load-balancing loss. They are gathered for it, which no plan avoids, and the report names that code.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,29 +24,34 @@ Calls = Mapping[str, Sequence[Call]]
 
 
 class ReadWhole(NamedTuple):
-    """Which collectives bring code what it reads of all tokens, or back."""
+    """Tells which collectives gather all tokens for code that needs them, or scatter their gradients.
+
+    Attributes:
+        ranks: the context-parallel ranks; () without context parallelism.
+        mixers: names of the mixers.
+        blocks: names of the blocks.
+        hidden: number of elements of the hidden states of full sequences.
+    """
 
     ranks: tuple[int, ...] = ()
-    """Those that share a sequence; () without context parallelism."""
     mixers: tuple[str, ...] = ()
     blocks: tuple[str, ...] = ()
     hidden: int = 0
-    """Elements of the hidden states of whole sequences."""
 
     def mixer_of(self, collective: Collective) -> str | None:
-        """Return the mixer in which `collective` is issued."""
+        """Return the mixer in which `collective` is issued; None if it is in none."""
         return holder(collective.module, self.mixers)
 
     def holds(self, collective: Collective) -> bool:
-        """Return whether `collective` is one of those."""
+        """Whether `collective` gathers all tokens, or scatters their gradients."""
         if collective.group != self.ranks or collective.operation not in ("all_gather", "reduce_scatter"):
             return False
-        # Between mixers a block has no use for hidden states of whole sequences; the model's own code may.
-        least = 1 if holder(collective.module, self.blocks) else 0
-        return self.mixer_of(collective) is not None or (collective.elements or 0) <= self.hidden - least
+        # A block needs no full hidden states outside of its mixer, but the model's code outside of blocks may.
+        margin = 1 if holder(collective.module, self.blocks) else 0
+        return self.mixer_of(collective) is not None or (collective.elements or 0) <= self.hidden - margin
 
     def lines(self, collectives: Sequence[Collective]) -> list[str]:
-        """Return in words for which modules `collectives` are, all of them in this."""
+        """Return lines on `collectives` of this kind: the modules that they are for, and the bytes."""
         if not collectives:
             return []
         sent = (
@@ -61,27 +66,29 @@ class ReadWhole(NamedTuple):
 
 
 def read_whole(applied: AppliedPlan, calls: Calls) -> ReadWhole:
-    """Return which collectives of a split model are what its code reads of all tokens; `calls` of one forward."""
+    """Return which collectives of a split model gather all tokens, from the `calls` of one forward."""
     border, decoder = applied.border, applied.decoder
     if border.tokens.mesh is None:
         return ReadWhole()
     mixers = tuple(dict.fromkeys((*within_mixers(applied).values(), *decoder.mixers)))
-    entered = [call.elements for name in mixers for call in calls.get(name, ())]
+    local_elements = [call.elements for name in mixers for call in calls.get(name, ())]
     ranks = tuple(dist.get_process_group_ranks(border.tokens.mesh.get_group()))
-    return ReadWhole(ranks, mixers, tuple(decoder.names), border.tokens.ranks * max(entered, default=0))
+    return ReadWhole(
+        ranks, mixers, tuple(decoder.names), border.tokens.ranks * max(local_elements, default=0)
+    )
 
 
 def within_mixers(applied: AppliedPlan) -> Mapping[str, str]:
-    """Return the mixer of each module that stands in one which is cut by tokens; of that itself, its own name."""
+    """Return, for each mixer that is split by tokens and each module inside of it, the name of the mixer."""
     plan = applied.resolved
     if applied.border.tokens.ranks == 1:
         return {}
-    found = {entry.path: plan.token_region_of(entry) for entry in plan.entries}
-    return {path: region for path, region in found.items() if region}
+    regions = {entry.path: plan.token_region_of(entry) for entry in plan.entries}
+    return {path: region for path, region in regions.items() if region}
 
 
 def own_shape(x: torch.Tensor, border: Border, whole_ids: bool) -> torch.Size:
-    """Return the shape of this rank's tokens of `x`, which may be ids of whole sequences, or look like a whole one."""
+    """Return the shape of the local tokens of `x`: ids of full sequences (`whole_ids`), a ShardedSequence, or local tokens."""
     shape, tokens = x.shape, border.tokens
     if isinstance(x, ShardedSequence):
         return x.shard.shape
@@ -91,13 +98,13 @@ def own_shape(x: torch.Tensor, border: Border, whole_ids: bool) -> torch.Size:
 
 
 def of_all_tokens(call: Call, applied: AppliedPlan) -> Call:
-    """Return the call of a mixer as what works inside of it sees it: with all tokens, among all that share the heads."""
-    whole = torch.Size((call.tokens * applied.border.tokens.ranks, call.shapes[0][-1]))
-    return Call((whole,), None, applied.mesh.size())
+    """Return the call of a mixer with the tokens of all CP ranks, over all ranks that the heads are split over."""
+    shape = torch.Size((call.tokens * applied.border.tokens.ranks, call.shapes[0][-1]))
+    return Call((shape,), None, applied.mesh.size())
 
 
 def exchanged_rows(module: nn.Module, border: Border) -> int:
-    """Return the rows of all ranks that the running call of `module`, a product, exchanges; 0 if it exchanges none."""
+    """Return the rows that the running call of the product `module` exchanges, on all CP ranks; 0 if it exchanges none."""
     state = state_of(module)
     if state is None or state.heads is None or not state.uses_all_rows:
         return 0
@@ -105,11 +112,11 @@ def exchanged_rows(module: nn.Module, border: Border) -> int:
 
 
 def exchanges(applied: AppliedPlan, calls: Calls) -> Iterator[tuple[str, int]]:
-    """Yield each exchange of tokens for heads that is needed, or back: the mixer, and the elements."""
+    """Yield each exchange of tokens for heads, or back, that is needed: the mixer and the number of elements."""
     for path, mixer in within_mixers(applied).items():
         yield from ((mixer, exchanged_elements(call)) for call in calls.get(path, ()) if call.exchanged_rows)
 
 
 def holder(module: str | None, names: Iterable[str | None]) -> str | None:
-    """Return which of the modules `names` is `module`, or holds it."""
+    """Return the first of `names` that is `module` or contains it; None if none does."""
     return next((name for name in names if name and f"{module}.".startswith(f"{name}.")), None)

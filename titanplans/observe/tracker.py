@@ -1,14 +1,12 @@
-"""Where a training step is: in which module, and whether forward, backward or recomputation.
+"""Tells the module and the phase (forward, backward, recomputation) that a training step is in.
 
     with ExitStack() as stack:
         places = follow(model, stack)
         ...                     # one step; at any moment in it:
         places.now()
 
-Nothing is hooked: forward hooks would be traced into a compiled block, which would be compiled once more when they go.
-Instead the call of each module is wrapped where `nn.Module.__call__` looks for a compiled one, and FSDP2's units where
-they gather and reduce. Compiled code is left untouched. torch's `CommDebugMode` is not used: it knows no
-sizes, and books a collective of the backward on the module whose outputs' gradients came last.
+torch's `CommDebugMode` is not used, since it records no sizes, and assigns a collective of the backward to the module whose
+outputs' gradients were computed last.
 """
 
 from bisect import bisect_right
@@ -30,17 +28,17 @@ from titanplans.torch_private.modules import CHECKPOINTED, COMPILED_CALL, compil
 
 
 class ModuleTracker:
-    """Where the step is. Made by `follow`.
+    """The module and the phase that a step is in. Made by `follow`.
 
-    Autograd numbers its nodes in the order in which the forward makes them. Remembering at which number each module was
-    entered and left, the node that runs in the backward names the module in whose forward it was made. What an
-    FSDP2 unit gathers and reduces belongs to the unit, however early it is prefetched.
+    Autograd numbers its nodes in the order in which the forward creates them. The number is noted whenever a module is
+    entered or left, so in the backward the number of the running node tells in which module's forward it was created.
+    All-gathers and reduce-scatters of an FSDP module belong to that module, even if they are prefetched.
 
     Attributes:
         module: the innermost module whose forward runs; None outside of the model.
-        calls: how often each module was called, by its name; recomputations included.
-        compiled_calls: how often the compiled form of it was.
-        on_change: called with `module` before another module runs.
+        calls: number of calls of each module by name, with recomputations.
+        compiled_calls: the number of these that ran compiled.
+        on_change: is called with `module` before it changes.
     """
 
     def __init__(self, model: nn.Module):
@@ -49,8 +47,8 @@ class ModuleTracker:
         self.compiled_calls: Counter[str] = Counter()
         self.on_change: Callable[[str | None], None] = lambda module: None
         self._owners = {id(p): plain(name).rpartition(".")[0] for name, p in model.named_parameters()}
-        # The reducer sums buckets, of many modules' gradients: in whose backward it does so says nothing.
-        self._buckets = isinstance(model, DDP)
+        # DDP's reducer sums buckets of many modules' gradients, so the running backward does not tell whose they are.
+        self._has_buckets = isinstance(model, DDP)
         self._stack: list[str] = []
         self._units: list[str] = []
         self._outside: Phase = "forward"
@@ -60,7 +58,8 @@ class ModuleTracker:
         self._note()
 
     def now(self) -> tuple[str | None, Phase]:
-        """Return the module and the phase; a compiled graph's recomputation counts as backward, as one graph does both."""
+        """Return the module (None outside of the model) and the phase that run now."""
+        # A compiled graph's recomputation counts as backward, since one graph does both.
         backward = in_backward()
         if backward:
             self._outside = "update"
@@ -71,20 +70,20 @@ class ModuleTracker:
         if self._stack:
             return self._stack[-1], "recomputed" if backward else "forward"
         if backward:
-            return None if self._buckets else self._of_node(), "backward"
+            return None if self._has_buckets else self._module_of_node(), "backward"
         return None, self._outside
 
     @property
     def in_unit(self) -> bool:
-        """Whether a unit of FSDP2 gathers or reduces."""
+        """Whether an FSDP module gathers or reduces now."""
         return bool(self._units)
 
     def log_begins(self) -> None:
-        """From now on collectives are for the log alone, and not in every step."""
+        """Assign all later collectives to the log, which is not written in every step."""
         self._logging = True
 
     def enter(self, name: str, compiled: bool) -> None:
-        """A module is called."""
+        """Note that a module is called."""
         if not in_backward():
             self._outside = "forward"
         self.calls[name] += 1
@@ -93,30 +92,34 @@ class ModuleTracker:
         self._note()
 
     def leave(self) -> None:
-        """The innermost call ends."""
+        """Note that the innermost call ends."""
         self._stack.pop()
         self._note()
 
     def _note(self) -> None:
         self.on_change(self.module)
         self.module = self._stack[-1] if self._stack else None
-        if not in_backward():  # nodes of a recomputation are never run backward
+        if not in_backward():  # nodes that a recomputation creates never run
             self._numbers.append(sequence_number())
             self._modules.append(self.module)
 
-    def _of_node(self) -> str | None:
+    def _module_of_node(self) -> str | None:
         node = running_node()
         if node is None:
             return None
-        if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
+        if isinstance(
+            leaf := getattr(node, "variable", None), torch.Tensor
+        ):  # accumulates a parameter's gradient
             return self._owners.get(id(leaf))
-        place = bisect_right(self._numbers, number_of_node(node))
-        return self._modules[place - 1] if place else None
+        index = bisect_right(self._numbers, number_of_node(node))
+        return self._modules[index - 1] if index else None
 
 
 def follow(model: nn.Module, stack: ExitStack) -> ModuleTracker:
     """Follow the forwards and backwards of `model`, split or not, compiled or not, until `stack` closes."""
     places = ModuleTracker(model)
+    # Forward hooks would be traced into a compiled block, which would be compiled again when they are removed. So the call
+    # of a module is wrapped where `nn.Module.__call__` looks for a compiled call, and compiled code stays as it is.
     for name, module in list(_outside_of_graphs(model)):
         compiled = compiled_call(module)
         enter = partial(places.enter, name, compiled is not None)
@@ -146,13 +149,13 @@ def plain(name: str) -> str:
 
 
 def _outside_of_graphs(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Each module once, with its name, but for those within compiled ones."""
-    inside: set[int] = set()
+    """Yield each module once, with its name, except for modules inside of compiled ones."""
+    in_graphs: set[int] = set()
     for name, module in model.named_modules():
-        if id(module) not in inside:
+        if id(module) not in in_graphs:
             yield plain(name), module
             if compiled_call(module) is not None:
-                inside |= {id(inner) for inner in module.modules()}
+                in_graphs |= {id(inner) for inner in module.modules()}
 
 
 def _wrap(
@@ -163,7 +166,7 @@ def _wrap(
     enter: Callable[[], object],
     leave: Callable[[], object],
 ) -> None:
-    """Until `stack` closes, let `owner` have an attribute `name` of its own: `call` between `enter` and `leave`."""
+    """Set the attribute `name` of `owner` to `call` between `enter` and `leave`, until `stack` closes."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         enter()
@@ -172,9 +175,9 @@ def _wrap(
         finally:
             leave()
 
-    own = owner.__dict__
-    if name in own:
-        stack.callback(own.__setitem__, name, own[name])
+    attributes = owner.__dict__
+    if name in attributes:
+        stack.callback(attributes.__setitem__, name, attributes[name])
     else:
-        stack.callback(own.pop, name, None)
-    own[name] = wrapped
+        stack.callback(attributes.pop, name, None)
+    attributes[name] = wrapped
