@@ -88,7 +88,7 @@ def within_mixers(applied: AppliedPlan) -> Mapping[str, str]:
 
 
 def own_shape(x: torch.Tensor, border: Border, whole_ids: bool) -> torch.Size:
-    """Return the shape of the local tokens of `x`: ids of full sequences (`whole_ids`), a ShardedSequence, or local tokens."""
+    """Return the shape of the local tokens of `x`: ids of full sequences (`whole_ids`), a ShardedSequence, or local."""
     shape, tokens = x.shape, border.tokens
     if isinstance(x, ShardedSequence):
         return x.shard.shape
