@@ -1,7 +1,7 @@
-"""The collectives of a split model, compared with the fewest that it needs, part by part, forward and backward.
+"""Compares the collectives of a split model with the fewest that it needs. Start at `count_communication`.
 
-`recorder` records the issued ones, `bound` gives the needed ones. Numbers of elements are of whole tensors,
-as the published formulas count; bytes are what one rank receives on a ring.
+`recorder` records the issued collectives, and `bound` computes the needed ones. Elements are of full tensors, as in
+published formulas, and bytes are what one rank receives on a ring.
 """
 
 import itertools
@@ -36,18 +36,18 @@ class Communication:
     """In the order in which they were issued."""
 
     bounds: Mapping[str, Allowances]
-    """By part: see `titanplans.observe.bound`."""
+    """The needed collectives of each part of the model, such as a block, by name (see `titanplans.observe.bound`)."""
 
     gradients: Mapping[str, int]
-    """Bytes of each replicated parameter whose gradient is reduced once a step, by name."""
+    """By name, the bytes of each replicated parameter whose gradient is summed over the ranks once a step."""
 
     decoder: Decoder
 
     read_whole: ReadWhole
-    """What code reads of all tokens where those are cut: in addition to the bound."""
+    """Tells which collectives gather all tokens under context parallelism, in addition to the bound."""
 
     def of(self, part: str, direction: str) -> list[Collective]:
-        """Return the collectives of a part, "forward" or "backward", in the order of issue."""
+        """Return the collectives of a part in "forward" or "backward", in the order in which they were issued."""
         return [
             c
             for c in self.collectives
@@ -55,25 +55,25 @@ class Communication:
         ]
 
     def needed(self, part: str, direction: str) -> tuple[Allowance, ...]:
-        """Return the collectives that a part needs, "forward" or "backward"."""
+        """Return the collectives that a part needs in "forward" or "backward"."""
         return self.bounds.get(part, Allowances())[_DIRECTIONS.index(direction)]
 
     def exceeding(self, part: str, direction: str) -> list[Collective]:
-        """Return those of a part's collectives that are more, or larger, than it needs."""
-        return [c for c in self._beside(part, direction) if not self.read_whole.holds(c)]
+        """Return the collectives of a part that exceed what it needs, in number or in size."""
+        return [c for c in self._beyond_bound(part, direction) if not self.read_whole.holds(c)]
 
     @property
     def gathered(self) -> list[Collective]:
-        """The collectives that bring code what it reads of all tokens where those are cut, or back."""
+        """The collectives that gather all tokens for code that needs them, or scatter their gradients."""
         parts = itertools.product(self.parts, _DIRECTIONS)
-        return [c for part in parts for c in self._beside(*part) if self.read_whole.holds(c)]
+        return [c for part in parts for c in self._beyond_bound(*part) if self.read_whole.holds(c)]
 
-    def _beside(self, part: str, direction: str) -> list[Collective]:
+    def _beyond_bound(self, part: str, direction: str) -> list[Collective]:
         return exceeding(self.of(part, direction), self.needed(part, direction))
 
     @property
     def parts(self) -> list[str]:
-        """Blocks, then the ends, then whatever else issues a collective."""
+        """Names of the parts that have a bound, then of the others that issue a collective."""
         issuers = (part_of(c.module, self.decoder) for c in self.collectives)
         return list(dict.fromkeys([*self.bounds, *issuers]))
 
@@ -83,25 +83,25 @@ class Communication:
         return not any(self.exceeding(part, direction) for part in self.parts for direction in _DIRECTIONS)
 
     def lines(self) -> list[str]:
-        """Return a table, two lines for each kind of block and each end, and what exceeds the bound and where."""
+        """Return a table with a forward and a backward line for each group of equal parts, and what exceeds the bound."""
         rows = [("", "", "collectives", "needed", "received by a rank")]
-        over = []
-        for label, (part, *_) in self._alike():
+        excess = []
+        for label, (part, *_) in self._groups():
             for direction in _DIRECTIONS:
-                held, needed = self.of(part, direction), self.needed(part, direction)
-                if held or needed:
-                    received = format_bytes(sum(c.received or 0 for c in held)) if held else ""
-                    what = _numbers([c.operation] for c in held), _numbers(a.operations for a in needed)
-                    rows.append(("" if rows[-1][0] == label else label, direction, *what, received))
-                over += [
+                issued, needed = self.of(part, direction), self.needed(part, direction)
+                if issued or needed:
+                    received = in_bytes(sum(c.received or 0 for c in issued)) if issued else ""
+                    counts = _counts([c.operation] for c in issued), _counts(a.operations for a in needed)
+                    rows.append(("" if rows[-1][0] == label else label, direction, *counts, received))
+                excess += [
                     f"more than is needed: {direction} {_dashed(c.operation)} of {c.elements:,} elements "
                     f"{'outside of the model' if c.module is None else f'at {c.module}' if c.module else 'in the model'}"
                     for c in self.exceeding(part, direction)
                 ]
-        return [*columns(rows), *over, *self.read_whole.lines(self.gathered), *self._gradient_line()]
+        return [*columns(rows), *excess, *self.read_whole.lines(self.gathered), *self._gradient_line()]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the count as JSON has it: of parts that are alike, the first one's collectives."""
+        """Return the count as JSON types, with the collectives of the first part of each group of equal parts."""
         return {
             "minimal": self.minimal,
             "parts": [
@@ -114,14 +114,14 @@ class Communication:
                     }
                     for direction in _DIRECTIONS
                 }
-                for label, parts in self._alike()
+                for label, parts in self._groups()
             ],
             "gathered": [_as_json(c) for c in self.gathered],
             "gradients": dict(self.gradients),
         }
 
-    def _alike(self) -> Iterator[tuple[str, list[str]]]:
-        """Yield blocks of one kind that issue the same together, every other part by itself."""
+    def _groups(self) -> Iterator[tuple[str, list[str]]]:
+        """Yield groups of parts with a label: blocks of one kind with equal collectives together, other parts alone."""
         groups: dict[Any, list[str]] = {}
         kinds = {block.name: block.kind for block in self.decoder.blocks}
         for part in self.parts:
@@ -145,21 +145,21 @@ def count_communication(
     """Count the collectives of one forward, loss and backward of a split model.
 
     Args:
-        model: a causal language model that `apply_plan` has split, before FSDP, whose collectives would
-            count as too many; where it may run is said in `recorder`.
+        model: a causal language model that `apply_plan` has split. Without FSDP, whose collectives would exceed the bound.
+            `recorder` lists the process groups on which it can run.
         applied: what `apply_plan` returned.
-        run: does one forward, the loss and its backward. With loss parallelism, a loss that
-            gathers the logits is counted too, and exceeds the bound.
-        options: those of the bound; as a rule `applied.plan.options`.
+        run: runs one forward, the loss and its backward. With loss parallelism, a loss that gathers the logits exceeds the
+            bound.
+        options: of the bound, usually those of the applied plan.
 
     Raises:
-        PlanError: its activations are checkpointed.
-        NotImplementedError: an operator that communicates is not in the table.
+        PlanError: activations are checkpointed.
+        NotImplementedError: an operator that communicates is not in the table of `operators`.
     """
     with record_collectives(model) as record, noted_calls(model, applied) as calls:
         run()
     if record.failure is not None:
-        raise NotImplementedError(record.failure)  # a proof is not to rest on part of a record
+        raise NotImplementedError(record.failure)  # an incomplete record proves nothing
     if (again := next((c.module for c in record.collectives if c.phase == "recomputed"), None)) is not None:
         raise PlanError(
             f"{again} is called again in the backward: count the "
@@ -175,10 +175,7 @@ def count_communication(
 
 
 def summed_gradients(model: nn.Module) -> dict[str, int]:
-    """Return the bytes of each parameter whose gradient is a sum over ranks that hold the same part, by name.
-
-    FSDP or the optimizer, which reduces the gradients, sums them once a step: see `partial_gradients`.
-    """
+    """Return the bytes of each parameter whose gradient is Partial and summed over the ranks once a step, by name."""
     partial = {
         join(path, name)
         for path, module in model.named_modules()
@@ -201,8 +198,8 @@ def _as_json(collective: Collective) -> dict[str, Any]:
     return {name: getattr(collective, name) for name in names}
 
 
-def _numbers(operations: Iterable[Iterable[str]]) -> str:
-    """Return how many there are of each, as words, where several names are alternatives."""
+def _counts(operations: Iterable[Iterable[str]]) -> str:
+    """Return the number of each operation in words. Several names in one item are alternatives."""
     counts = Counter(" or ".join(map(_dashed, names)) for names in operations)
     return ", ".join(f"{number} {names}" for names, number in sorted(counts.items())) or "none"
 
