@@ -1,4 +1,4 @@
-"""The parallelism report (`report`) in words, for a log: a few lines at start, a few after the measured step."""
+"""The parallelism report as lines of a log: at the start (`at_start`) and after the measured step (`after_step`)."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,26 +12,26 @@ def at_start(report: Report) -> list[str]:
     """Return the static part of the report as lines."""
     meshes = [f"{name} {mesh['ranks']} ({mesh['backend']})" for name, mesh in report["meshes"].items()]
     where = ", ".join([f"{report['strategy']} on {counted(report['world_size'], 'rank')}", *meshes])
-    parts = ("tensor_parallel", "recomputation", "compile", "float8")
-    absent = [f"no {name.replace('_', ' ')}" for name in parts if report[name] is None]
+    features = ("tensor_parallel", "recomputation", "compile", "float8")
+    absent = [f"no {name.replace('_', ' ')}" for name in features if report[name] is None]
     lines = [
         f"Parallelism: {where}; applied in order: {', '.join(report['steps_taken']) or 'nothing'}",
-        f"Parallelism: {'; '.join([*_done(report), *absent])}",
+        f"Parallelism: {'; '.join([*_features(report), *absent])}",
     ]
     if (compiled := report["compile"]) is not None:
-        parts = ", ".join("blocks" if name == "model" else name for name in compiled["components"])
+        components = ", ".join("blocks" if name == "model" else name for name in compiled["components"])
         lines.append(
-            f"compiling {parts} by {compiled['backend']} in the first step, which may take minutes: its line comes then"
+            f"compiling {components} by {compiled['backend']} in the first step, which may take minutes: its line comes then"
         )
     return lines
 
 
-def _done(report: Report) -> Iterator[str]:
+def _features(report: Report) -> Iterator[str]:
     if (pipeline := report["pipeline"]) is not None:
         yield f"rank 0 has {_stages(pipeline)}"
     if (tp := report["tensor_parallel"]) is not None:
-        on = [name.replace("_", " ") for name in ("sequence_parallel", "loss_parallel") if tp[name]]
-        yield " with ".join([tp["plan"], *([" and ".join(on)] if on else [])])
+        options = [name.replace("_", " ") for name in ("sequence_parallel", "loss_parallel") if tp[name]]
+        yield " with ".join([tp["plan"], *([" and ".join(options)] if options else [])])
     if (context := report["context_parallel"]) is not None:
         yield f"{context['plan']} over tokens, exchanged for heads in {counted(len(context['regions']), 'mixer')}"
     if (experts := report["expert_parallel"]) is not None:
@@ -66,51 +66,52 @@ def after_step(report: Report) -> list[str]:
             lines.append(f"{kind['class']}, {name}: {_phases(kind['collectives'])}, {format_bytes(size)}")
     graphs = report["graphs"] or {"blocks": (), "outside_blocks": 0}
     for kind in graphs["blocks"]:
-        parts = [counted(kind["graphs"], "graph"), counted(kind["graph_breaks"], "graph break")]
+        counts = [counted(kind["graphs"], "graph"), counted(kind["graph_breaks"], "graph break")]
         if kind["recompilations"]:
-            parts.append(counted(kind["recompilations"], "recompilation"))
+            counts.append(counted(kind["recompilations"], "recompilation"))
         ran = f"{kind['ran_compiled']} of {counted(kind['blocks'], kind['class'])} ran compiled"
-        lines.append(f"{ran}: {', '.join(parts)}")
+        lines.append(f"{ran}: {', '.join(counts)}")
     if outside := graphs["outside_blocks"]:
         lines.append(f"{counted(outside, 'graph')} outside the blocks: the loss or the optimizer's step")
     return lines
 
 
 def pipeline_after_step(report: Report) -> list[str]:
-    """Return what was measured of a pipeline as lines."""
-    pipeline, found = report["pipeline"], report["pipeline"]["measured"]
+    """Return the measurement of a pipeline's step as lines."""
+    pipeline, measured = report["pipeline"], report["pipeline"]["measured"]
     return [
-        f"Step {found['step']}: the pipeline took {found['seconds']:.3f} s, ranks idle for {found['idle_share']:.1%} of it "
+        f"Step {measured['step']}: the pipeline took {measured['seconds']:.3f} s, ranks idle for "
+        f"{measured['idle_share']:.1%} of it "
         f"(computed: {pipeline['idle_share']:.1%})"
     ]
 
 
 def _stages(pipeline: Report) -> str:
     """Return the stages of rank 0 in words."""
-    own = [(at, stage["blocks"]) for at, stage in enumerate(pipeline["stages"]) if stage["rank"] == 0]
-    words = ", ".join(f"{at} ({' to '.join(dict.fromkeys(blocks))})" for at, blocks in own)
-    return f"stage{'' if len(own) == 1 else 's'} {words} of {len(pipeline['stages'])}"
+    stages = [
+        (index, stage["blocks"]) for index, stage in enumerate(pipeline["stages"]) if stage["rank"] == 0
+    ]
+    words = ", ".join(f"{index} ({' to '.join(dict.fromkeys(blocks))})" for index, blocks in stages)
+    return f"stage{'' if len(stages) == 1 else 's'} {words} of {len(pipeline['stages'])}"
 
 
-def _data_parallel(found: Report) -> str:
-    if "units" in found:
-        kind = (
-            f"{found['kind']} in {counted(found['units'], 'unit')}, {counted(found['shards'], 'shard')} each"
-        )
-    else:
-        kind = found["kind"]
-    return kind + (f", {found['copies']} copies" if found["copies"] > 1 else "")
+def _data_parallel(section: Report) -> str:
+    kind = section["kind"]
+    if "units" in section:
+        kind += f" in {counted(section['units'], 'unit')}, {counted(section['shards'], 'shard')} each"
+    return kind + (f", {section['copies']} copies" if section["copies"] > 1 else "")
 
 
-def _float8(found: Report) -> str:
-    how = f"{found['recipe']}, emulated" if found["emulated"] else found["recipe"]
+def _float8(section: Report) -> str:
+    recipe = f"{section['recipe']}, emulated" if section["emulated"] else section["recipe"]
     words = (
-        f"{counted(len(found['converted']), 'Linear')} in float8 ({how}), {len(found['filtered'])} left out"
+        f"{counted(len(section['converted']), 'Linear')} in float8 ({recipe}), "
+        f"{len(section['filtered'])} left out"
     )
-    sides = [side for border in found["borders"].values() for side in border.values()]
+    sides = [side for border in section["borders"].values() for side in border.values()]
     if sides:
         words += f", {sides.count('in float8')} of {len(sides)} crossings of regions' borders in float8"
-    if found["fsdp_all_gather"]:
+    if section["fsdp_all_gather"]:
         words += ", weights gathered in float8"
     return words
 
@@ -122,4 +123,4 @@ def _phases(rows: Iterable[Report]) -> str:
         phases.setdefault(row["phase"], []).append(
             f"{row['count']} {row['operation']}{fused} over {row['group']}"
         )
-    return "; ".join(f"{phase} {', '.join(found)}" for phase, found in phases.items())
+    return "; ".join(f"{phase} {', '.join(collectives)}" for phase, collectives in phases.items())
