@@ -269,7 +269,7 @@ REFUSALS = {
     "frozen": (lambda model, line: model.requires_grad_(False), "all parameters are frozen"),
     "whole": (lambda model, line: model.compile(), "compile its blocks one by one"),
     "wrapped": (lambda model, line: torch.compile(model), "compile its blocks one by one"),
-    "deferred": (deferred, "can.t defer gradients"),
+    "deferred": (deferred, "defer gradients"),
     "hidden, unused": (lambda model, line: run(model, line, LOOKED_FOR), "a SimpleNamespace"),
     "hidden, static": (lambda model, line: run(model, line, STATIC), "a SimpleNamespace"),
 }

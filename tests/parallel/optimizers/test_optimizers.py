@@ -122,7 +122,7 @@ def test_the_first_pattern_that_is_found_has_the_parameter():
 
 REFUSED = {
     "(pattern = \"q_prj\"): it matches no parameter": [{"pattern": "q_prj", "lr": 1.0}],
-    "table 2 (pattern = \"q_proj\"): groups before it": [
+    "table 2 (pattern = \"q_proj\"): earlier groups have": [
         {"pattern": "proj", "lr": 1.0}, {"pattern": "q_proj", "lr": 2.0}
     ],
     "momentum = 0.5 does nothing": [{"pattern": "norm", "momentum": 0.5}],
@@ -130,7 +130,7 @@ REFUSED = {
     "model.norm.weight is of 1 dimension in a LlamaRMSNorm": [
         {"pattern": r"model\.norm", "name": "Muon"}
     ],
-    "it matches frozen parameters alone": [{"pattern": "embed", "lr": 1.0}],
+    "it matches only frozen parameters": [{"pattern": "embed", "lr": 1.0}],
 }  # fmt: skip
 
 

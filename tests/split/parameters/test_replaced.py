@@ -141,10 +141,10 @@ def test_a_manager_s_model_with_an_optimizer_that_was_not_prepared(results):
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("state", "AdamW was made before the model was parallelised"),
-        ("adagrad", "Adagrad was made before the model was parallelised"),
-        ("lora", "AdamW was made before adapters were added"),
-        ("lora, ddp", "AdamW was made before adapters were added"),
+        ("state", "AdamW was built before the model was parallelised"),
+        ("adagrad", "Adagrad was built before the model was parallelised"),
+        ("lora", "AdamW was built before adapters were added"),
+        ("lora, ddp", "AdamW was built before adapters were added"),
         ("no model", "call parallelize(model) first"),
     ],
 )

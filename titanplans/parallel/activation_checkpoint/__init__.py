@@ -1,7 +1,7 @@
-"""Activation checkpointing: which activations are recomputed in the backward, by an `ActivationCheckpoint` of the options.
+"""Activation checkpointing with torch's checkpoint wrapper, by the options of `ActivationCheckpoint`.
 
-`apply` finds the modules and wraps them; `operators` keeps the outputs of some operators of a recomputed block;
-`keep_mixer` keeps a whole module. All of it is torch's own recomputation.
+`apply` finds and wraps modules; `operators` keeps outputs of some operators of a recomputed block; `keep_mixer` keeps the
+activations of a module.
 """
 
 from titanplans.parallel.activation_checkpoint.apply import (

@@ -1,8 +1,4 @@
-"""Which modules of a model an `ActivationCheckpoint` recomputes, and how it is applied to them.
-
-Modules are wrapped in place in torch's non-reentrant checkpoint, under their own names in state dicts. What is kept inside
-of a recomputed block is in `operators` (outputs of operators) and `keep_mixer` (a module).
-"""
+"""Find the modules that an `ActivationCheckpoint` recomputes, and wrap them in torch's non-reentrant checkpoint."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,36 +17,36 @@ from titanplans.torch_private.modules import ActivationWrapper, checkpoint_wrapp
 
 _BUDGET = "_activation_memory_budget"
 
-_NOTHING = {
+_WHY_NOTHING = {
     "selective": "every one of its lists of blocks is shorter than that",
     "mlp": "none of its blocks has an MLP under one of the usual names",
     "keep_mixer": "none of its blocks has a token mixer under one of the usual names",
 }
-"""Why a mode may find no module to recompute, in a model that has blocks."""
+"""Why a mode may find no module to recompute in a model that has blocks."""
 
 
 def apply_activation_checkpointing(
     model: nn.Module, options: Any, dump_folder: str = "", names: Sequence[str] | None = None
 ) -> None:
-    """Let the blocks of `model` recompute what `options` say, in place.
-
-    The model's config gets `use_cache = False`: a block that is computed again would put its keys into the cache twice.
+    """Apply activation checkpointing to the blocks of `model`, in place; names in state dicts stay.
 
     Args:
         model: the model, before it is compiled.
-        options: an `ActivationCheckpoint`, or a torchtitan ActivationCheckpointing.Config, whose policies treat the
-            children of `layers`.
+        options: an `ActivationCheckpoint`, or a torchtitan ActivationCheckpointing.Config.
         dump_folder: folder for the picture of a memory budget.
-        names: of a pipeline's stage, the modules that are recomputed: the numbers of blocks are those in the whole model.
+        names: the modules to recompute, for a pipeline stage: they were found in the unsplit model, because a policy counts
+            blocks. None: find them in `model`.
 
     Raises:
-        PlanError, ParallelError: as `check_activation_checkpointing`; nothing is touched then.
+        PlanError, ParallelError: as `check_activation_checkpointing`, before `model` is changed.
     """
     if names is None:
-        ours = isinstance(options, ActivationCheckpoint)
-        names = check_activation_checkpointing(model, options) if ours else []
+        is_ours = isinstance(options, ActivationCheckpoint)
+        names = check_activation_checkpointing(model, options) if is_ours else []
+    # A recomputed block would append its keys and values to the cache a second time.
     _switch_cache_off(model)
     if not isinstance(options, ActivationCheckpoint):
+        # torchtitan's policies wrap the children of an attribute `layers`.
         for layers in dict.fromkeys(name.rpartition(".")[0] for name in find_decoder(model).names):
             blocks = nn.Module()
             blocks.layers = model.get_submodule(layers)
@@ -67,7 +63,7 @@ def apply_activation_checkpointing(
             continue
         if options.mode == "keep_mixer":
             mixer = find_block(module, name).mixer
-            assert mixer is not None  # it would not be recomputed
+            assert mixer is not None  # blocks without a mixer are not in `names`
             _replace(model, mixer, partial(Kept, preserve_rng_state=options.preserve_rng_state))
             wrapped["context_fn"] = keep_modules
         elif keeps_operators(options):
@@ -76,10 +72,10 @@ def apply_activation_checkpointing(
 
 
 def check_activation_checkpointing(model: nn.Module, options: ActivationCheckpoint) -> list[str]:
-    """Return the names of the modules that `options` recompute; nothing is touched.
+    """Return the names of the modules that are recomputed with `options`; `model` is not changed.
 
     Raises:
-        ParallelError: there is nothing to recompute, an operator or a Linear is not found, or the model recomputes already.
+        ParallelError: no module is to be recomputed, an operator or a Linear is not found, or `model` already recomputes.
         PlanError: `model` has no list of blocks.
     """
     if options.mode == "none":
@@ -97,7 +93,7 @@ def check_activation_checkpointing(model: nn.Module, options: ActivationCheckpoi
         if options.mode == "selective" and not keeps_operators(options)
         else 1
     )
-    found = []
+    recomputed = []
     for names in lists[options.scope]:
         for index, name in enumerate(names, start=1):
             block = find_block(model.get_submodule(name), name)
@@ -106,37 +102,37 @@ def check_activation_checkpointing(model: nn.Module, options: ActivationCheckpoi
                     f"{class_name(model)} already has activation checkpointing: build the model again"
                 )
             if options.mode == "mlp":
-                found.append(block.mlp)
+                recomputed.append(block.mlp)
             elif index % every == 0 and (options.mode != "keep_mixer" or block.mixer is not None):
-                found.append(name)
-    # transformers'; its name until version 5.
-    own = "is_activation_checkpointing"
-    if getattr(model, own if hasattr(model, own) else "is_gradient_checkpointing", False):
+                recomputed.append(name)
+    # Attributes of transformers' models: the name since version 5, and the one before.
+    flag = "is_activation_checkpointing"
+    if getattr(model, flag if hasattr(model, flag) else "is_gradient_checkpointing", False):
         raise ParallelError(
             f"{class_name(model)} recomputes its blocks itself: call gradient_checkpointing_disable() before "
             "activation_checkpoint"
         )
-    if not any(found):
-        why = _NOTHING.get(options.mode, "its lists of blocks are empty")
+    if not any(recomputed):
+        why = _WHY_NOTHING.get(options.mode, "its lists of blocks are empty")
         raise options.error(
             "selective_ac_option" if every > 1 else "mode",
             f"it recomputes nothing of {class_name(model)}: {why}",
         )
-    return [name for name in found if name is not None]
+    return [name for name in recomputed if name is not None]
 
 
 def keeps_operators(options: ActivationCheckpoint) -> bool:
-    """Whether each block is recomputed but the outputs of some operators."""
+    """Whether blocks are recomputed except for the outputs of some operators."""
     return options.mode == "selective" and options.selective_ac_option == "op"
 
 
 def memory_budget(block: nn.Module) -> dict[str, Any] | None:
-    """Return AOTAutograd's settings for the budget that was given to `block`; None if it has none."""
+    """Return AOTAutograd's settings for the memory budget of `block`; None if it has no budget."""
     return block.__dict__.get(_BUDGET)
 
 
 def is_recomputed(module: nn.Module) -> bool:
-    """Whether `module` was wrapped, or given a budget."""
+    """Whether `module` is wrapped in a checkpoint or has a memory budget."""
     return isinstance(module, ActivationWrapper) or memory_budget(module) is not None
 
 
@@ -157,6 +153,6 @@ def _budget_settings(options: ActivationCheckpoint, dump_folder: str) -> dict[st
 
 
 def _replace(model: nn.Module, name: str, wrapper: Callable[[nn.Module], nn.Module]) -> None:
-    """Put `wrapper(module)` in the place of the module called `name`."""
+    """Replace the module called `name` by `wrapper(module)`."""
     parent, _, child = name.rpartition(".")
     model.get_submodule(parent).register_module(child, wrapper(model.get_submodule(name)))

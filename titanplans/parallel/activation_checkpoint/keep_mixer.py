@@ -1,8 +1,6 @@
-"""A module inside of a recomputed block that is kept, whatever kernels it is made of: the block's token mixer.
+"""`Kept`: a module inside a recomputed block, its token mixer, that is not recomputed, whatever its kernels.
 
-It runs once; the recomputation around it gets the output that the forward kept. Works where operators can't be told
-apart (Triton kernels, autograd.Functions), but not in a compiled block. A kept output belongs to one checkpointed call,
-whose forward runs on one thread and whose recomputation on one thread, too.
+Unlike `operators`, it also works for Triton kernels and autograd.Functions, but not in a compiled block.
 """
 
 import threading
@@ -22,31 +20,33 @@ from titanplans.torch_private.modules import ActivationWrapper, checkpointed
 
 
 class _Call:
-    """What one checkpointed call keeps of its `Kept` modules, in the order in which they ran."""
+    """The outputs of the `Kept` modules of one checkpointed call, in the order in which they ran."""
 
     def __init__(self) -> None:
         self.outputs: list[tuple[Any, list[int], Any]] = []
+        """For each: the output, the versions of its tensors, and the random state after the module."""
         self.next = 0
 
 
 class _Running(threading.local):
-    """The call that runs on this thread, and whether it recomputes; the innermost one last."""
+    """The checkpointed calls that run on this thread, innermost last. A forward, or a recomputation, runs on one thread."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[_Call, bool]] = []
+        """Each with whether it recomputes."""
 
 
 _running = _Running()
 
 
 def keep_modules() -> tuple["_Run", "_Run"]:
-    """A `context_fn` for `torch.utils.checkpoint`: the `Kept` modules within are not recomputed."""
+    """Return the contexts for forward and recomputation: a `context_fn` of `torch.utils.checkpoint` for `Kept` modules."""
     call = _Call()
     return _Run(call, recomputes=False), _Run(call, recomputes=True)
 
 
 class _Run(AbstractContextManager[None]):
-    """One run of a call's function; the recomputation's may be entered again, when a graph is retained."""
+    """The context of a call's forward or recomputation; the latter may be entered again, if a graph is retained."""
 
     def __init__(self, call: _Call, recomputes: bool):
         self.call, self.recomputes = call, recomputes
@@ -60,14 +60,12 @@ class _Run(AbstractContextManager[None]):
 
 
 class Kept(ActivationWrapper):
-    """A module that runs once, in the forward: its activations are kept, although those around it are not.
-
-    In the recomputation it returns the output of the forward, and leaves the random generators as it
-    left them then, so that dropout after it drops the same.
+    """Run a module only in the forward, and return the forward's output in the recomputation of the block around it.
 
     Args:
-        module: the module; names in state dicts stay its own.
-        preserve_rng_state: whether to bring back the generators' state.
+        module: the module; its names in state dicts stay.
+        preserve_rng_state: in the recomputation, set the random generators to their state after the module's forward, so
+            that later dropout drops the same elements.
     """
 
     def __init__(self, module: nn.Module, preserve_rng_state: bool):
@@ -75,7 +73,7 @@ class Kept(ActivationWrapper):
         self.preserve_rng_state = preserve_rng_state
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, or return its output of the forward."""
+        """Call the module; in a recomputation return the output of the forward."""
         call, recomputes = _running.calls[-1] if _running.calls else (None, False)
         if call is None:
             return checkpointed(self)(*args, **kwargs)
@@ -85,11 +83,11 @@ class Kept(ActivationWrapper):
             if _versions(output) != versions:
                 raise ParallelError(
                     f"the output of {class_name(checkpointed(self))} was changed in place after the "
-                    "forward kept it: recompute the mixer too (mode full), or change a copy"
+                    "forward kept it: recompute the mixer too (mode full), or change a clone"
                 )
             _set_random_state(state)
             return output
-        # The checkpoint's hooks would note every tensor saved here and drop it; these hooks hide them from it.
+        # The checkpoint's hooks would drop every tensor that is saved here; these hooks shadow them.
         with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             output = checkpointed(self)(*args, **kwargs)
         state = _random_state(args, kwargs) if self.preserve_rng_state else None

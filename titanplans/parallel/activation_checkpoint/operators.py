@@ -1,10 +1,8 @@
-"""The operators of a recomputed block whose outputs are kept: selective activation checkpointing.
+"""Selective activation checkpointing: keep the outputs of some operators of a recomputed block. Start at `keep_operators`.
 
-Only what torch's dispatcher sees can be kept: aten, functional collectives, `torch.library` operators. A Triton kernel
-launched from Python and the body of a `torch.autograd.Function` are not operators; eager mode always runs them again:
-give the kernel an operator of its own (`torch.library.triton_op`, `custom_op`), or take `keep_mixer`. Attention that
-drops (dropout above 0) is recomputed: kept, it would leave the random generator behind. Products are counted within
-one checkpointed call.
+Only operators that torch's dispatcher sees can be kept: aten, functional collectives, `torch.library` operators. In eager
+mode a Triton kernel that is launched from Python and the body of a `torch.autograd.Function` are always recomputed: wrap
+the kernel in an operator (`torch.library.triton_op`, `custom_op`), or use `keep_mixer`.
 """
 
 from collections.abc import Callable
@@ -20,12 +18,12 @@ from titanplans.torch_private.dispatch import schema
 
 
 def _present(namespace: str, *names: str) -> frozenset[Any]:
-    """Return the default overloads of those operators that this torch and this build have."""
+    """Return the default overloads of the operators of these names that this build of torch has."""
     packets = (getattr(getattr(torch.ops, namespace), name, None) for name in names)
     return frozenset(packet.default for packet in packets if packet is not None)
 
 
-# Products of activations with weights. Not bmm: attention's scores, whose size is the length squared.
+# Products of activations and weights. Not bmm, which computes attention scores, whose size grows with the length squared.
 MATMULS = _present("aten", "mm", "addmm", "linear", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")
 ATTENTION = _present(
     "aten",
@@ -35,7 +33,7 @@ ATTENTION = _present(
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_fused_attention_overrideable",
 ) | {torch.ops.higher_order.flex_attention}
-# Both halves: what `wait_tensor` returns is the collective's own storage, so keeping it costs nothing.
+# wait_tensor too: its output has the storage of the collective's output, so keeping it takes no memory.
 COLLECTIVES = _present(
     "_c10d_functional",
     "all_gather_into_tensor",
@@ -44,7 +42,7 @@ COLLECTIVES = _present(
     "all_to_all_single",
     "wait_tensor",
 )
-# Quantisation scales. Not topk, though it is small: routers of transformers divide its values in place.
+# Quantisation scales. Not topk, although its output is small: routers of transformers divide its values in place.
 SMALL = _present("aten", "max")
 
 
@@ -52,51 +50,54 @@ _OPERATORS = "per_op_sac_keep_operators"
 
 
 def check_operators(model: nn.Module, options: ActivationCheckpoint) -> None:
-    """Refuse operators to keep that can't be, and names that are no Linear's.
+    """Check the operators and the names of Linears in `options`.
 
     Raises:
-        OptionError: an operator is not registered or a product of matrices, or a name is in no Linear's.
+        OptionError: an operator is not registered, draws random numbers or is a matrix product, or no Linear has the name.
     """
     if _find(options) & MATMULS:
         raise options.error(
-            _OPERATORS, "one is a product of matrices, which per_op_sac_matmuls decides: leave it out"
+            _OPERATORS, "one is a matrix product, for which per_op_sac_matmuls decides: leave it out"
         )
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    for part in options.per_op_sac_force_recompute_mm_shapes_by_fqns:
-        if not any(part in name for name in linears):
+    for substring in options.per_op_sac_force_recompute_mm_shapes_by_fqns:
+        if not any(substring in name for name in linears):
             raise options.error(
                 "per_op_sac_force_recompute_mm_shapes_by_fqns",
-                f'"{part}" is in no name of a Linear of the model',
+                f'"{substring}" is in no name of a Linear of the model',
             )
 
 
 def keep_operators(
     block: nn.Module, name: str, options: ActivationCheckpoint
 ) -> Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]:
-    """Return a `context_fn` for `torch.utils.checkpoint` of `block`, called `name`, that keeps outputs of operators."""
+    """Return a `context_fn` of `torch.utils.checkpoint` for `block`, the module `name`, that keeps operators' outputs."""
     keep = SMALL | _find(options)
     keep |= ATTENTION if options.per_op_sac_keep_attention else frozenset()
     keep |= COLLECTIVES if options.per_op_sac_keep_collectives else frozenset()
     matmuls = options.per_op_sac_matmuls
-    # Sizes (in, out) as the products see them: read from the module, a weight that is split over ranks is the rank's own.
-    never = {
+    # (inputs, outputs) as the matrix products see them: `module.weight` returns the local tensor of a split weight.
+    never_kept = {
         (module.weight.shape[1], module.weight.shape[0])
         for inner, module in block.named_modules(prefix=name)
         if isinstance(module, nn.Linear)
-        and any(part in inner for part in options.per_op_sac_force_recompute_mm_shapes_by_fqns)
+        and any(substring in inner for substring in options.per_op_sac_force_recompute_mm_shapes_by_fqns)
     }
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        count = {False: 0, True: 0}  # torch before 2.12 asks again in the recomputation
+        # Matrix products are counted per checkpointed call, and again in the recomputation: torch before 2.12 calls the
+        # policy there too.
+        count = {False: 0, True: 0}
 
         def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            kept = op in keep and not _draws(op, args, kwargs)
-            if op in MATMULS and _weight_size(op, args) not in never:
+            # If attention with dropout were kept, the recomputation would not advance the random generator.
+            is_kept = op in keep and not _draws(op, args, kwargs)
+            if op in MATMULS and _weight_size(op, args) not in never_kept:
                 count[ctx.is_recompute] += 1
-                kept = matmuls == "all" or (matmuls == "every second" and count[ctx.is_recompute] % 2 == 1)
+                is_kept = matmuls == "all" or (matmuls == "every second" and count[ctx.is_recompute] % 2 == 1)
             elif op is torch.ops.aten._to_copy.default and _leaves_device(args, kwargs):
-                kept = True
-            return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+                is_kept = True
+            return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
         return create_selective_checkpoint_contexts(policy)
 
@@ -104,8 +105,8 @@ def keep_operators(
 
 
 def _find(options: ActivationCheckpoint) -> frozenset[Any]:
-    """Return every overload of the operators to keep, named "namespace::name" or "namespace::name.overload"."""
-    found: set[Any] = set()
+    """Return the overloads of the user's operators to keep, "namespace::name" or "namespace::name.overload"."""
+    operators: set[Any] = set()
     for name in options.per_op_sac_keep_operators:
         namespace, _, rest = name.partition("::")
         packet_name, _, overload = rest.partition(".")
@@ -120,11 +121,11 @@ def _find(options: ActivationCheckpoint) -> frozenset[Any]:
         if any(torch.Tag.nondeterministic_seeded in op.tags for op in ops):
             raise options.error(
                 _OPERATORS,
-                f'"{name}" draws random numbers: kept, it would not draw them again, and later operators would draw other '
-                "numbers in the recomputation than in the forward; leave it out",
+                f'"{name}" draws random numbers: if it were kept, the recomputation would not draw them, and later '
+                "operators would draw other numbers than in the forward; leave it out",
             )
-        found |= ops
-    return frozenset(found)
+        operators |= ops
+    return frozenset(operators)
 
 
 def _weight_size(op: Any, args: tuple[Any, ...]) -> tuple[int, ...] | None:
@@ -134,7 +135,7 @@ def _weight_size(op: Any, args: tuple[Any, ...]) -> tuple[int, ...] | None:
 
 
 def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call of an attention operator drops something, and so moves the random generator."""
+    """Whether this call of an attention operator has dropout, and so advances the random generator."""
     signature = schema(op)
     for index, argument in enumerate(signature.arguments if signature is not None else ()):
         if argument.name == "dropout_p":

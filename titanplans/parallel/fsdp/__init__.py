@@ -1,8 +1,7 @@
-"""FSDP2, and HSDP over a 2-D mesh.
+"""FSDP2, and HSDP over a 2-D mesh. Start at `shard`.
 
-`units` finds which modules are gathered together; `sharding` shards a decoder by them, and `conditions` any model by
-conditions of the caller's; `prefetch` gathers units ahead; `construction` keeps the cost of
-sharding independent of the world size; `gradient_sync` is for accumulation and evaluation.
+`units` finds the modules that are gathered together; `sharding` shards a decoder by these units, and `conditions` any model
+by the caller's conditions; `gradient_sync` is for gradient accumulation and evaluation.
 """
 
 from titanplans.parallel.fsdp.conditions import shard_model

@@ -1,4 +1,4 @@
-"""FSDP units by a user's conditions, for models that are not decoders or need other units."""
+"""Shard a model by the caller's conditions, for models that are not decoders or need other FSDP units."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -24,29 +24,29 @@ def shard_model(
 ) -> list[FSDPUnit]:
     """Shard, in place, each module of `model` for which a condition holds, and the root with the rest.
 
-    Units may be nested; the outer one then holds only the rest. Modules without parameters are no units. With
-    fsdp_reshard_after_forward = "default" every unit is resharded after its forward but the root and, if blocks
-    are found, the last one.
+    Units may be nested; the outer one then has only the parameters that are in no inner one. Modules without parameters are
+    skipped. With fsdp_reshard_after_forward = "default" every unit is resharded after its forward, except the root and, if
+    the model has a list of blocks, the last block.
 
     Args:
         model: any module, before its first forward, on meta or not.
-        conditions: functions of a module's fully qualified name and the module; a mapping names them
-            for errors.
+        conditions: functions of a module's fully qualified name and the module; the keys of a mapping are their names in
+            errors.
         mesh: as for `fsdp.shard`.
         config: the options, as for `fsdp.shard`; None: the defaults. Prefetch and towers are refused: they need the
             order of execution.
 
     Returns:
-        The units, the root first, then in the order in which the model names them.
+        The units: the root, then the others in the order of `named_modules`.
 
     Raises:
-        ParallelError: no conditions; one that holds for no module with parameters, or for a container
-            that is never called; or what `fsdp.shard` refuses. Before anything is sharded.
+        ParallelError: there are no conditions; a condition holds for no module with parameters, or for a container that is
+            never called; or an error of `fsdp.shard`. Raised before anything is sharded.
     """
     config = FSDP2Config() if config is None else config
     for option in ("fsdp_forward_prefetch", "fsdp_backward_prefetch", "fsdp_towers"):
         if getattr(config, option) != getattr(FSDP2Config(), option):
-            raise config.error(option, "conditions say nothing of the order of execution: leave it out")
+            raise config.error(option, "conditions do not define the order of execution: leave it out")
     check_unsharded(model)
     check_mesh(mesh, config)
     if not conditions:

@@ -1,9 +1,4 @@
-"""`fully_shard` at a cost that does not grow with the number of ranks.
-
-For each parameter FSDP2 of torch 2.13 chunks the tensor for all ranks, to take one chunk; and for a parameter that is
-split over tensor-parallel ranks it makes a mesh of both dimensions, which holds a tuple of all ranks (150 kB at 4,096).
-Here a chunk is made when it is asked for, and one mesh serves all parameters. docs/benchmarks.md has the figures.
-"""
+"""Make the cost of `fully_shard` independent of the number of ranks. docs/benchmarks.md has measurements."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +13,12 @@ from titanplans.torch_private.swapped import swapped
 
 @contextmanager
 def independent_of_world() -> Iterator[None]:  # private: torch chunks all shards
-    """Let `fully_shard` do the work of one rank inside; the shards and meshes are equal."""
+    """Make calls of `fully_shard` in the body do only this rank's work; the shards and meshes they make are equal.
+
+    FSDP2 of torch 2.13 chunks each parameter for all ranks, to take one chunk. For each parameter that is split over
+    tensor-parallel ranks it creates a mesh of both dimensions, which has a tuple of all ranks (150 kB at 4,096 ranks).
+    So its function for chunks is swapped for a lazy one, and equal meshes are created once.
+    """
     concatenate = DeviceMesh._concatenate
     once = cache(lambda meshes: concatenate(list(meshes)))
     cached = staticmethod(lambda meshes: once(tuple(meshes)))
@@ -27,7 +27,7 @@ def independent_of_world() -> Iterator[None]:  # private: torch chunks all shard
 
 
 class Chunks(Sequence[torch.Tensor]):
-    """What `torch.chunk(tensor, number, dim)` returns, filled up to `number` with empty tensors; made one by one."""
+    """The chunks of `torch.chunk(tensor, number, dim)`, padded to `number` by empty tensors, each created when indexed."""
 
     def __init__(self, tensor: torch.Tensor, number: int, dim: int):
         self.tensor, self.number, self.dim = tensor, number, dim

@@ -1,7 +1,4 @@
-"""Units inside units, for parameters with another dtype, or compute dtype, than the rest of a unit.
-
-FSDP2 gathers a unit in one dtype and reduces its gradients in one dtype.
-"""
+"""Split FSDP units by dtype: FSDP2 gathers a unit in one dtype and reduces its gradients in one dtype."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -18,19 +15,20 @@ from titanplans.split.decoder import join
 from titanplans.text import class_name
 
 Kind = Hashable | None
-"""The properties that the parameters of a unit share; None for a parameter that fits any unit."""
+"""A property that all parameters of a unit have in common, such as the dtype; None: the parameter fits in any unit."""
 
 
 def split_dtypes(
     model: nn.Module, units: Sequence[FSDPUnit], param_dtype: torch.dtype | None = None
 ) -> list[FSDPUnit]:
-    """Return `units`, each with the parts of it whose parameters have another dtype as units inside.
+    """Return `units` with inner units for the modules whose parameters have another dtype than the rest of the unit.
 
-    The dtype of most elements stays. Frozen parameters of any dtype may stay, since they have no gradients to reduce. What
-    the model keeps in float32 where FSDP casts to `param_dtype` has units of its own (`FSDPUnit.kept`), frozen or not.
+    The dtype of most elements stays in the outer unit. Frozen parameters of any dtype may stay too, since they have no
+    gradients to reduce. Parameters that the model keeps in float32 while FSDP casts to `param_dtype` get inner units
+    (`FSDPUnit.kept`), frozen or not.
 
     Raises:
-        ParallelError: a module itself holds parameters of two kinds; a parameter has no dimension.
+        ParallelError: one module directly holds parameters of two dtypes, or a parameter has no dimension.
     """
     for name, param in model.named_parameters():
         if param.ndim == 0:
@@ -47,18 +45,21 @@ def split_dtypes(
             )
 
         split = _split(model, split, lambda name, param: keeps(name), refuse_kept)
-    parts = iter(
+    by_dtype = iter(
         _split(model, list(flat(split)), lambda _, p: p.dtype if p.requires_grad else None, _refuse_dtypes)
     )
-    done = []
+    result = []
     for unit in split:
-        whole = next(parts)
+        outer = next(by_dtype)
+        # Inner units are one list, innermost first: an inner unit's own inner units come before it.
         inner = [
-            part for own in islice(parts, len(unit.inner)) for part in (*own.inner, replace(own, inner=()))
+            each
+            for kept in islice(by_dtype, len(unit.inner))
+            for each in (*kept.inner, replace(kept, inner=()))
         ]
-        done.append(replace(whole, inner=(*inner, *whole.inner)))
-    refuse_ties(model, done)
-    return done
+        result.append(replace(outer, inner=(*inner, *outer.inner)))
+    refuse_ties(model, result)
+    return result
 
 
 def _refuse_dtypes(named: dict[Kind, str], module: str) -> ParallelError:
@@ -75,17 +76,17 @@ def _split(
     kind: Callable[[str, nn.Parameter], Kind],
     refuse: Callable[[dict[Kind, str], str], ParallelError],
 ) -> list[FSDPUnit]:
-    """Return `units`, each with the parts of another kind as units inside, those first that stand inside others.
+    """Return `units` with inner units for the modules of another kind than most elements of the unit, innermost first.
 
-    `kind` is asked of each parameter; `refuse` makes the error of a module that has one of each kind.
+    `kind` returns the kind of a parameter; `refuse` returns the error for a module that holds parameters of two kinds.
     """
     taken = {name for unit in units for name in unit.names}
 
     def of_module(name: str) -> tuple[Kind, int, list[tuple[str, Kind]]]:
-        """Return the kind that stays with the module, its number of elements, and what to split off, inner first."""
+        """Return the kind that stays in the module, its number of elements, and the modules to split off, inner first."""
         numels: Counter[Kind] = Counter()
         named: dict[Kind, str] = {}
-        for key, param in _own(model, name).items():
+        for key, param in _direct_parameters(model, name).items():
             if (its := kind(key, param)) is not None:
                 numels[its] += param.numel()
                 named[its] = key
@@ -112,7 +113,7 @@ def _split(
 
 
 def _inner_units(parts: Sequence[tuple[str, Kind]]) -> list[tuple[tuple[str, ...], Kind]]:
-    """Return one unit a kind, or one a part where a part stands inside another, which goes last."""
+    """Return one unit for each kind; if a module is inside another one, one unit for each module."""
     if any(name.startswith(f"{other}.") for name, _ in parts for other, _ in parts):
         return [((name,), its) for name, its in parts]
     return [
@@ -129,18 +130,18 @@ def _most(numels: Sequence[tuple[Kind, int]]) -> Kind:
     return totals.most_common(1)[0][0] if totals else None
 
 
-def _own(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
-    """Return the parameters that the module holds itself, or in a container that has no forward."""
+def _direct_parameters(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
+    """Return the parameters that the module holds directly, or in a child without a forward, such as a ParameterList."""
     module = model.get_submodule(name)
     params = {join(name, key): param for key, param in module._parameters.items() if param is not None}
     for key, child in module.named_children():
         if not has_forward(child):
-            params |= _own(model, join(name, key))
+            params |= _direct_parameters(model, join(name, key))
     return params
 
 
 def _children(model: nn.Module, name: str) -> Iterator[str]:
-    """Yield the children that can be called, through containers that can't."""
+    """Yield the names of the nearest modules below `name` that have a forward."""
     for key, child in model.get_submodule(name).named_children():
         if has_forward(child):
             yield join(name, key)

@@ -1,6 +1,6 @@
-"""When FSDP communicates outside of one plain step: over accumulated micro batches, and in evaluation.
+"""Control FSDP2's communication in gradient accumulation (`accumulate`) and in evaluation (`unsharded`).
 
-Both are context managers that leave every flag as the model was sharded with, whatever happens inside.
+Both context managers restore the flags of FSDP2, also after an exception.
 """
 
 from collections.abc import Iterator
@@ -24,38 +24,38 @@ Defer = Literal["all", "replicas", "nothing"]
 def accumulate(
     model: nn.Module, *, last: bool, defer: Defer = "all", keep_gathered: bool = False
 ) -> Iterator[None]:
-    """Run forward and backward of one micro batch; gradients are whole after the last one's backward.
+    """Run the forward and backward of one micro batch; gradients are complete after the last one's backward.
 
         for i, batch in enumerate(batches):
             with accumulate(model, last=i == len(batches) - 1):
                 loss_of(model, batch).backward()
 
-    Memory: with "all" every rank holds a whole copy of the gradients until the last backward, in
-    `reduce_dtype` (4 bytes a parameter in float32), instead of one unit's; `keep_gathered` adds a whole
-    copy of the parameters in `param_dtype`. "replicas" holds shards only.
+    Memory: with "all" every rank holds full gradients until the last backward, in `reduce_dtype` (4 bytes per parameter in
+    float32), instead of those of one unit. "replicas" holds only shards. `keep_gathered` adds full parameters in
+    `param_dtype`.
 
-    An exception inside drops the gradients of the whole step (`forget_gradients`), which a step that is given up
-    between two micro batches has to do itself.
+    An exception in the body drops all gradients of the step (`forget_gradients`). To abandon a step between two micro
+    batches, call that function.
 
     Args:
-        model: a model sharded by FSDP2, the root.
+        model: the root of a model sharded by FSDP2.
         last: whether this is the last micro batch before the optimizer's step.
-        defer: what waits for the last micro batch. "all": every reduction, so that `.grad` is unchanged
-            until then; "replicas": under HSDP, the sum over the copies, while shards are reduced at
-            once; "nothing": gradients are summed in each backward. Only the last backward waits for its
-            reductions: before it, `.grad` may be incomplete on a device with streams.
-        keep_gathered: keep parameters gathered from one micro batch to the next, so that later forwards
-            gather only the units that are freed between forward and backward.
+        defer: which reductions wait for the last micro batch. "all": every reduction, so `.grad` is unchanged until then.
+            "replicas": under HSDP only the all-reduce over replicas; the reduce-scatter runs in every backward. "nothing":
+            none. Only the last backward waits for its reductions: before it, `.grad` may be incomplete on a device with
+            streams.
+        keep_gathered: keep parameters gathered from one micro batch to the next, so that later forwards gather only the
+            units that are resharded between forward and backward.
 
     Raises:
-        ParallelError: `model` is not sharded by FSDP, or is a part of a model that is, or `defer` can't be honoured.
+        ParallelError: `model` is not the root of a model sharded by FSDP, or `defer` can't be honoured.
     """
     root = _root(model)
     if defer not in ("all", "replicas", "nothing"):
         raise ParallelError(f"defer = {defer!r}: take 'all', 'replicas' or 'nothing'")
     if defer == "replicas" and not _is_replicated(model):
         raise ParallelError(
-            "defer = 'replicas', and the model has one copy: give FSDP a 2-D mesh, or defer 'all'"
+            "defer = 'replicas', but the model has one replica: give FSDP a 2-D mesh, or defer 'all'"
         )
     root.set_requires_gradient_sync(last or defer != "all")
     root.set_requires_all_reduce(last or defer == "nothing")
@@ -71,14 +71,14 @@ def accumulate(
         root.set_requires_gradient_sync(True)
         root.set_reshard_after_backward(True)
         root.set_is_last_backward(True)
-        for unit in _units(model):  # FSDP2 does so itself only where it waits
+        for unit in _units(model):  # FSDP2 does this itself only after a backward that waits for reductions
             _forget_forwards(fsdp_group(unit))
 
 
 def forget_gradients(model: nn.Module) -> None:
-    """Drop all gradients, also those that wait for the last micro batch, of a step that is given up before it.
+    """Drop all gradients of an abandoned step, including those whose reduction waits for the last micro batch.
 
-    `zero_grad` sees the former alone: FSDP2 holds the latter outside of `.grad`, and would add them to the next step's.
+    `zero_grad` does not drop the latter: FSDP2 holds them outside of `.grad`, and would add them to the next step's.
 
     Args:
         model: a model sharded by FSDP2.
@@ -90,23 +90,24 @@ def forget_gradients(model: nn.Module) -> None:
 
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """Gather all parameters once, for any number of forwards without gradients; free them at the end.
+    """Gather all parameters once for any number of forwards without gradients, and reshard them at the end.
 
-    Afterwards, also if a forward raised, each unit frees the same parameters between forward and backward
-    as before. Memory: a whole copy of the parameters in `param_dtype`. An optimizer's step or a state dict
-    loaded inside would not be seen by the forwards; saving a state dict inside frees the saved parameters.
+    Memory: the full parameters in `param_dtype`. Forwards do not see an optimizer's step or a state dict that is loaded in
+    the body; saving a state dict in the body reshards the saved parameters.
 
     Args:
-        model: a model sharded by FSDP2, the root.
+        model: the root of a model sharded by FSDP2.
 
     Raises:
-        ParallelError: `model` is not sharded by FSDP, or is a part of a model that is.
+        ParallelError: `model` is not the root of a model sharded by FSDP.
     """
     root = _root(model)
     units = _units(model)
-    # FSDP2 has a setter, but it takes no number of ranks, and there is no getter.
+    # These are private: FSDP2's setter takes no number of ranks, and it has no getter.
     before = [fsdp_group(unit).post_forward_mesh_info for unit in units]
-    seek_scales(model)  # each forward does so before it gathers; here that is now
+    seek_scales(
+        model
+    )  # a forward does this before it gathers; here parameters are gathered before the forward
     try:
         with torch.no_grad():
             for unit in units:
@@ -115,7 +116,7 @@ def unsharded(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         if _is_in_forward(root):
-            _reset_forward(root)  # an exception left it
+            _reset_forward(root)  # an exception interrupted it
         for unit, info in zip(units, before, strict=True):
             unit.reshard()
             fsdp_group(unit).post_forward_mesh_info = info
@@ -124,11 +125,9 @@ def unsharded(model: nn.Module) -> Iterator[None]:
 
 def _root(model: nn.Module) -> FSDPModule:
     root = fsdp_module(model, "")
-    # Also settles that the root is not freed after the forward unless that was asked for.
+    # This also applies FSDP2's default for the root: it is not resharded after the forward unless the user asked for it.
     if not settle_fsdp_root(root):
-        raise ParallelError(
-            f"{class_name(model)} is a module inside a sharded model: give the model itself, whose forward gathers it"
-        )
+        raise ParallelError(f"{class_name(model)} is a module inside a sharded model: pass the root module")
     return root
 
 
@@ -146,12 +145,12 @@ def _units(model: nn.Module) -> list[FSDPModule]:
 
 
 def _is_in_forward(root: FSDPModule) -> bool:  # private: torch FSDPState
-    """Whether a forward of `root` has begun and not ended, because an exception left it."""
+    """Whether an exception has interrupted a forward of `root`."""
     return root._get_fsdp_state()._state_ctx.iter_forward_root is not None
 
 
 def _reset_forward(root: FSDPModule) -> None:  # private: torch FSDPState
-    """Let a forward of `root` that an exception left be as if it had not begun."""
+    """Reset FSDP2's state after an interrupted forward of `root`."""
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
         return
@@ -160,7 +159,7 @@ def _reset_forward(root: FSDPModule) -> None:  # private: torch FSDPState
         each._modules_to_run_forward.clear()
         each._training_state = type(each._training_state).IDLE
         if (group := each._fsdp_param_group) is not None:
-            group.wait_for_unshard()  # a gather may be under way
+            group.wait_for_unshard()  # an all-gather may still run
             group._training_state = type(group._training_state).IDLE
             group.reshard()
     state._comm_ctx.all_gather_state = None
@@ -168,16 +167,18 @@ def _reset_forward(root: FSDPModule) -> None:  # private: torch FSDPState
 
 
 def _forget_forwards(group: Any) -> None:  # private: torch FSDPParamGroup
-    """Drop the forwards that `group` has recorded: the next backward would gather one unit for them."""
+    """Drop the forwards recorded in `group`, which have no backward: the next backward would prefetch a unit for them."""
     group.comm_ctx.post_forward_order.clear()
     group._post_forward_indices.clear()
 
 
 def _drop_waiting_gradients(group: Any) -> None:  # private: torch FSDPParamGroup
-    """Drop the gradients that `group` holds outside of `.grad`, for a later micro batch."""
+    """Drop the gradients that `group` holds outside of `.grad` until a later micro batch."""
     group._partial_reduce_output = None
     for param in group.fsdp_params:
         param.unsharded_accumulated_grad = None
-        whole = getattr(param, "_unsharded_param", None)  # exists from the first gather on
-        if whole is not None:
-            whole.grad = None
+        unsharded_param = getattr(
+            param, "_unsharded_param", None
+        )  # does not exist before the first all-gather
+        if unsharded_param is not None:
+            unsharded_param.grad = None

@@ -1,8 +1,4 @@
-"""Images on some ranks of FSDP and none on others: found out before the ranks wait for each other.
-
-A tower whose blocks are units of FSDP is gathered by those who run it. A rank whose batch has no image goes on to the
-decoder's units, and its collectives meet the tower's of another rank: they hang, or mix up their tensors.
-"""
+"""Check that each forward has images on all FSDP ranks or on none."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,26 +14,32 @@ from titanplans.split.arguments import positional
 from titanplans.torch_private.dispatch import dispatch_is_watched
 
 _FOR_TOWERS = ("pixel", "image", "video", "vision", "audio", "feature")
-"""In the names of arguments that a tower sees, in transformers' models and others."""
+"""Substrings in the names of arguments of a forward that are inputs of a vision or audio tower."""
 
 
 def check_images(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config) -> RemovableHandle:
-    """Check, before each forward of `model`, that every rank of `mesh` gives it images, or none does.
+    """Check before each forward of `model` that either all ranks of `mesh` pass images to it, or none does.
 
-    One all-reduce of two numbers, for which the host waits. An image is an argument of the forward that is called so.
+    Only ranks with images run a tower, and all-gather its FSDP units. The collectives of a rank without images, which goes
+    on to the decoder's units, would be matched with them: they would hang, or exchange wrong tensors.
+
+    The check is an all-reduce of two integers per mesh dimension, for which the host waits. Images are recognised by the
+    name of the argument.
 
     Returns:
-        The handle that takes the check away, for a loop that never gives images.
+        The handle that removes the check, for a loop that never passes images.
     """
 
     def check(module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
         if torch.compiler.is_compiling() or dispatch_is_watched():
             return
-        given = dict(zip(names, args, strict=False)) | dict(kwargs)
-        sees = any(
-            value is not None and any(word in name for word in _FOR_TOWERS) for name, value in given.items()
+        arguments = dict(zip(names, args, strict=False)) | dict(kwargs)
+        has_images = any(
+            value is not None and any(word in name for word in _FOR_TOWERS)
+            for name, value in arguments.items()
         )
-        both = torch.tensor([int(sees), -int(sees)], device=device)
+        # The maxima of x and of -x are opposite only if x is the same on all ranks.
+        both = torch.tensor([int(has_images), -int(has_images)], device=device)
         for dim in range(mesh.ndim):
             dist.all_reduce(both, dist.ReduceOp.MAX, mesh.get_group(dim))
         if both[0] != -both[1]:

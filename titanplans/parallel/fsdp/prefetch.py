@@ -1,7 +1,4 @@
-"""Explicit prefetch: which units each unit of FSDP gathers ahead, in the order of execution.
-
-Embedding, blocks and ends are one chain, begun by the root, in the forward and in the backward.
-"""
+"""Explicit prefetch: set the FSDP units that each unit gathers ahead, in the order of execution."""
 
 from collections.abc import Sequence
 
@@ -12,18 +9,18 @@ from titanplans.parallel.fsdp.units import FSDPUnit, fsdp_module, managed
 
 
 def check_depth(config: FSDP2Config, option: str, units: int, ranks: int) -> None:
-    """Raise OptionError unless the prefetch that `option` asks for does something, of `units` sharded over `ranks`."""
+    """Raise OptionError if the prefetch depth of `option` has no effect for this number of units or of ranks."""
     depth = getattr(config, option)
     if depth >= units:
-        raise config.error(option, f"the model has {units} units, so at most {units - 1} lie ahead of one")
+        raise config.error(option, f"the model has {units} units, so a unit can prefetch at most {units - 1}")
     if depth and ranks == 1:
         raise config.error(option, "parameters are sharded over 1 rank, so nothing is gathered: set it to 0")
 
 
 def chain_units(model: nn.Module, units: Sequence[FSDPUnit], forward: int, backward: int) -> None:
-    """Let each unit of `find_units` gather the next `forward` and `backward` ones; 0 leaves it to torch.
+    """Let each unit of `find_units` prefetch the next `forward` units, in the backward `backward`; 0: torch's default.
 
-    Towers are chains of their own: a batch may come without images.
+    The root, embedding, blocks and ends are one chain. Each tower is another one, since a batch may have no images.
     """
     if not forward and not backward:
         return
@@ -36,18 +33,21 @@ def chain_units(model: nn.Module, units: Sequence[FSDPUnit], forward: int, backw
     for stack in (decoder, *towers.values()):
         # The root runs first, forward and backward.
         first = [root] if stack is decoder else []
-        # Nothing flows back into what lies before the first trainable parameter.
+        # The backward does not reach units before the first trainable parameter.
         trained = [any(p.requires_grad for p in _params(model, unit, units)) for unit in stack]
         back = list(reversed(stack[trained.index(True) :] if any(trained) else []))
-        for depth, chain, ahead in ((forward, [*first, *stack], True), (backward, [*first, *back], False)):
+        for depth, chain, is_forward in (
+            (forward, [*first, *stack], True),
+            (backward, [*first, *back], False),
+        ):
             for i, unit in enumerate(chain if depth else []):
                 targets = [
                     fsdp_module(model, part.names[0])
                     for later in chain[i + 1 : i + 1 + depth]
-                    for part in ((later, *later.inner) if ahead else (later, *reversed(later.inner)))
+                    for part in ((later, *later.inner) if is_forward else (later, *reversed(later.inner)))
                 ]
                 module = fsdp_module(model, unit.names[0])
-                if ahead:
+                if is_forward:
                     module.set_modules_to_forward_prefetch(targets)
                 else:
                     module.set_modules_to_backward_prefetch(targets)

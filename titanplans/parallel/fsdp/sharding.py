@@ -1,8 +1,6 @@
-"""FSDP2 on a decoder: for each unit, its dtypes, its mesh and whether it stays gathered.
+"""Shard a decoder by FSDP2: for each unit, set its dtypes, its mesh and whether it is resharded after the forward.
 
-`units` decides which modules are units, `prefetch` which are gathered ahead. A mesh of one rank shards nothing; mixed
-precision and offload work there, too. Gradients are summed, not averaged: the loss is divided by the number of tokens
-of the whole batch before the backward.
+FSDP2 is also applied over a mesh of one rank, for mixed precision and offload.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,26 +40,26 @@ def shard(
 ) -> list[FSDPUnit]:
     """Shard `model` over the data-parallel `mesh`, in place, and return its units.
 
-    Parameters may be DTensors on a TP mesh that comes from the same root mesh as `mesh`. Gradients
-    are summed over the mesh.
+    Parameters may be DTensors on a TP mesh of the same root mesh as `mesh`. Gradients are summed over the mesh, not
+    averaged: the loss is divided by the number of tokens of the global batch.
 
     Args:
         model: a decoder (`titanplans.split.decoder`), before its first forward, on meta or not.
         mesh: 1-D; or 2-D, replicated over the first dimension and sharded over the second (HSDP).
         config: the options of FSDP2, mixed precision and offload.
-        of_experts: the mesh of the ranks that hold the same experts, where experts are shared out; as `mesh`.
+        of_experts: under expert parallelism the mesh of the ranks that hold the same experts, 1-D or 2-D as `mesh`.
 
     Raises:
         PlanError: `model` has no list of blocks.
         OptionError: an option can't be honoured for this model or mesh.
-        ParallelError: the parameters can't be grouped. All before anything is sharded.
+        ParallelError: the parameters can't be grouped. All are raised before anything is sharded.
     """
     units = check_shard(model, mesh, config)
     units = split_experts(model, units)
     apply_units(model, units, mesh, config, of_experts)
     chain_units(model, units, config.fsdp_forward_prefetch, config.fsdp_backward_prefetch)
     if config.fsdp_towers == "root":
-        # A rank without images has no gradient for the tower, and must still join the others' sum.
+        # A rank without images has no gradient for the tower, and must still take part in the reduce-scatter.
         fsdp_module(model, "").set_reduce_scatter_unused_params(True, recurse=False)
     elif mesh.size() > 1 and any(unit.role == "tower" for unit in units):
         record_of(model).image_check = check_images(model, mesh, config)
@@ -69,7 +67,7 @@ def shard(
 
 
 def check_shard(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config) -> list[FSDPUnit]:
-    """Return the units that `shard` would make, with nothing touched; raises what `shard` does."""
+    """Return the units that `shard` would create, without changing `model`; raises the errors of `shard`."""
     check_unsharded(model)
     units = split_dtypes(model, find_units(model, config.fsdp_towers), param_dtype(config))
     check_mesh(mesh, config)
@@ -79,7 +77,7 @@ def check_shard(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config) -> list
 
 
 def check_unsharded(model: nn.Module) -> None:
-    """Raise ParallelError if `model`, or a part of it, is already sharded."""
+    """Raise ParallelError if `model`, or a module in it, is already sharded by FSDP."""
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             raise ParallelError(
@@ -91,11 +89,11 @@ _TORCH_2_13 = (
     ("fsdp_towers", "root", "set_reduce_scatter_unused_params"),
     ("enable_fsdp_symm_mem", True, "set_symm_mem_for_comm"),
 )
-"""Options, values, and the method of FSDP2's that they need and torch 2.11 lacks."""
+"""Options, their values, and the method of FSDPModule that they need and torch 2.11 lacks."""
 
 
 def check_mesh(mesh: DeviceMesh, config: FSDP2Config) -> None:
-    """Raise OptionError if `mesh`, or this torch's FSDP2, can't do what `config` says."""
+    """Raise OptionError if `mesh` or this version of torch does not support an option of `config`."""
     for option, value, method in _TORCH_2_13:
         if getattr(config, option) == value and not hasattr(FSDPModule, method):
             raise config.error(
@@ -110,7 +108,7 @@ def check_mesh(mesh: DeviceMesh, config: FSDP2Config) -> None:
                 f"parameters are sharded over {size} ranks: {either(divisors)} of them can hold a copy",
             )
         if ranks not in (1, size) and mesh.size() != dist.get_world_size():
-            # FSDP2 makes the smaller groups rank by rank, under one name for all: they wait for each other for ever.
+            # FSDP2 creates the smaller groups with one name on all ranks, so creating several of them deadlocks.
             raise config.error(
                 "fsdp_reshard_after_forward",
                 f"torch can reshard to some ranks only where data parallelism covers all {dist.get_world_size()} ranks, "
@@ -127,12 +125,12 @@ def check_mesh(mesh: DeviceMesh, config: FSDP2Config) -> None:
 
 
 def param_dtype(config: FSDP2Config) -> torch.dtype | None:
-    """Return what FSDP2 casts parameters to for the forward and the backward, if it does."""
+    """Return the dtype to which FSDP2 casts parameters for forward and backward; None: it does not cast them."""
     return None if config.mixed_precision_param is None else getattr(torch, config.mixed_precision_param)
 
 
 def shard_size(mesh: DeviceMesh) -> int:
-    """Return the number of ranks that share one copy of the parameters: the last dimension's size."""
+    """Return the number of ranks over which a replica of the parameters is sharded: the size of the last dimension."""
     if mesh.ndim > 2:
         raise ParallelError(
             f"FSDP over a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names}: give one dimension to "
@@ -148,7 +146,7 @@ def apply_units(
     config: FSDP2Config,
     of_experts: DeviceMesh | None = None,
 ) -> None:
-    """Shard the given units, the root among them, innermost first; those of experts over the mesh `of_experts`."""
+    """Shard `units`, including the root, innermost first; units of experts over the mesh `of_experts`."""
     param = param_dtype(config)
     reduce, output = (
         None if name is None else getattr(torch, name)
@@ -160,16 +158,15 @@ def apply_units(
     if config.enable_cpu_offload:
         pin = config.pin_cpu_memory
         offload = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available() if pin is None else pin)
-    shared: Any = None
-    split = any(isinstance(param, DTensor) for param in model.parameters())
+    post_forward_mesh: Any = None
+    is_split = any(isinstance(param, DTensor) for param in model.parameters())
     with independent_of_world():
         for unit in sorted(units, key=_depth, reverse=True):
             for part in (*unit.inner, unit):
                 modules = [model.get_submodule(name) for name in part.names]
-                reshard = _reshards(
-                    unit, config, record_of(model).stage is not None
-                )  # an inner unit lives as long as its outer one
-                to_some = not isinstance(reshard, bool)
+                # By `unit`, not by `part`: an inner unit stays gathered as long as the outer one.
+                reshard = _reshards(unit, config, record_of(model).stage is not None)
+                reshards_to_some = not isinstance(reshard, bool)
                 policy = outside if part.role == "root" else inside
                 if part.kept:  # the model casts its inputs itself, as it does without FSDP
                     policy = replace(policy, param_dtype=torch.float32, cast_forward_inputs=False)
@@ -179,21 +176,23 @@ def apply_units(
                         mesh=of_experts if part.role == "experts" else mesh,
                         mp_policy=policy,
                         offload_policy=offload,
-                        reshard_after_forward=True if to_some and shared else reshard,
+                        reshard_after_forward=True if reshards_to_some and post_forward_mesh else reshard,
                     )
                 group = fsdp_group(fsdp_module(model, part.names[0]))
                 if group is None:
                     continue
-                if split:
-                    _before_reducing(group, sum_partial)  # FSDP2 sums Partial gradients one by one
-                if to_some:
-                    # One smaller mesh for all units: FSDP2 would make two process groups for each.
-                    shared = shared or group.post_forward_mesh_info
-                    _reshard_to(group, shared)
+                if is_split:
+                    _before_reducing(
+                        group, sum_partial
+                    )  # FSDP2 would all-reduce Partial gradients one by one
+                if reshards_to_some:
+                    # One smaller mesh for all units: FSDP2 would create two process groups for each unit.
+                    post_forward_mesh = post_forward_mesh or group.post_forward_mesh_info
+                    _reshard_to(group, post_forward_mesh)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            # Otherwise a factor of 1 is a PREMUL_SUM, which gloo lacks.
+            # Otherwise FSDP2 uses PREMUL_SUM for a factor of 1, which gloo does not support.
             module.set_force_sum_reduction_for_comms(True)
             if config.enable_fsdp_symm_mem:
                 module.set_symm_mem_for_comm()
@@ -201,21 +200,21 @@ def apply_units(
 
 
 def _depth(unit: FSDPUnit) -> int:
-    # The modules of one unit have one depth, outside of every other unit but the root.
+    # The root, which contains all other units, comes last in the order of sharding.
     return 0 if unit.role == "root" else max(name.count(".") for name in unit.names) + 1
 
 
 def _reshards(unit: FSDPUnit, config: FSDP2Config, stage: bool) -> bool | int:
-    """Return `fully_shard`'s reshard_after_forward for `unit`, in a `stage` of a pipeline or not."""
+    """Return the argument reshard_after_forward of `fully_shard` for `unit`; `stage`: of a pipeline stage."""
     match config.fsdp_reshard_after_forward:
-        case "default" if stage:  # else each micro batch would gather again
+        case "default" if stage:  # otherwise each micro batch would gather it again
             return False
         case "always":
             return True
-        case "never" | 1:  # 1 rank holds a whole copy; FSDP2 takes a 1 for a mistake
+        case "never" | 1:  # resharding to 1 rank is not resharding; FSDP2 refuses a 1
             return False
         case ranks:
-            if unit.last or unit.role in ("ends", "root"):  # the backward needs them at once
+            if unit.last or unit.role in ("ends", "root"):  # the backward needs them first
                 return False
             return True if ranks == "default" else ranks
 
@@ -223,21 +222,23 @@ def _reshards(unit: FSDPUnit, config: FSDP2Config, stage: bool) -> bool | int:
 def _before_reducing(
     group: Any, change: Callable[[list[torch.Tensor]], list[torch.Tensor]]
 ) -> None:  # private: torch FSDPParamGroup
-    """Let `change` replace the unsharded gradients of `group`, all together, each time before FSDP2 reduces them."""
+    """Replace the list of unsharded gradients of `group` by `change(gradients)`, before each reduction of FSDP2."""
     reduce = group.post_backward
 
     def post_backward(*unused: Any) -> None:
         if group.reduce_grads:
-            held = []
+            attributes = []
             for param in group.fsdp_params:
                 param.accumulate_unsharded_grad_if_needed()
-                whole = getattr(param, "_unsharded_param", None)  # exists from the first gather on
+                unsharded = getattr(
+                    param, "_unsharded_param", None
+                )  # does not exist before the first all-gather
                 if param.unsharded_accumulated_grad is not None:
-                    held.append((param, "unsharded_accumulated_grad"))
-                elif whole is not None and whole.grad is not None:
-                    held.append((whole, "grad"))
-            changed = change([getattr(owner, name) for owner, name in held])
-            for (owner, name), grad in zip(held, changed, strict=True):
+                    attributes.append((param, "unsharded_accumulated_grad"))
+                elif unsharded is not None and unsharded.grad is not None:
+                    attributes.append((unsharded, "grad"))
+            changed = change([getattr(owner, name) for owner, name in attributes])
+            for (owner, name), grad in zip(attributes, changed, strict=True):
                 setattr(owner, name, grad)
         reduce(*unused)
 
@@ -245,8 +246,8 @@ def _before_reducing(
 
 
 def _reshard_to(group: Any, mesh_info: Any) -> None:  # private: torch FSDPParamGroup
-    """Let the parameters of `group` reshard after the forward to a mesh that another group has made."""
+    """Set the mesh to which the parameters of `group` are resharded after the forward, created by another group."""
     for holder in (group, *group.fsdp_params):
         holder.post_forward_mesh_info = mesh_info
-    for param in group.fsdp_params:  # its sizes are those of the group's own mesh
+    for param in group.fsdp_params:  # its sizes are still those of the mesh before
         param._init_sharded_post_forward_param_metadata(torch.empty(param._orig_size, device="meta"))

@@ -1,9 +1,7 @@
-"""The units of FSDP: which modules are gathered, and whose gradients are reduced, in one collective.
+"""FSDP units: modules whose parameters are gathered, and whose gradients are reduced, in one collective.
 
-A unit is a module, or several that share one, with all parameters below it that no unit inside it
-takes. Found by structure, before anything is sharded, so that what FSDP2 would refuse at the first
-forward (a parameter tied across units) is settled or refused here. Units inside units, for another dtype, are in
-`dtypes`; how units are sharded is in `sharding`, and units by a user's own conditions are in `conditions`.
+`find_units` finds those of a decoder before it is sharded; `dtypes` adds inner units, `sharding` applies them, and
+`conditions` finds units by the caller's conditions.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -23,16 +21,19 @@ Role = Literal["tower", "embedding", "block", "ends", "condition", "dtype", "exp
 
 @dataclass(frozen=True)
 class FSDPUnit:
-    """Modules, by fully qualified name, whose parameters are communicated together."""
+    """One or several modules, by fully qualified names, whose parameters below them are communicated together.
+
+    Parameters of other units below them are not included.
+    """
 
     names: tuple[str, ...]
     role: Role
     last: bool = False
-    """The last block of the decoder: its backward comes first, while it is still gathered."""
+    """It is the decoder's last block, whose backward comes first: it stays gathered until then."""
     inner: tuple["FSDPUnit", ...] = field(default=())
-    """Units inside this one, of parameters with another dtype, compute dtype or mesh, innermost first."""
+    """Units inside this one, for parameters with another dtype, compute dtype or mesh; innermost first."""
     kept: bool = False
-    """Its parameters compute in float32, since the model keeps them so, whatever the others' dtype."""
+    """The model keeps these parameters in float32: FSDP does not cast them to its `param_dtype`."""
 
     def __str__(self) -> str:
         return " + ".join(name or "the root" for name in self.names)
@@ -41,13 +42,16 @@ class FSDPUnit:
 def find_units(model: nn.Module, towers: Literal["units", "root"] = "units") -> list[FSDPUnit]:
     """Return the units of a decoder in the order of its forward: root, towers, embedding, blocks, ends.
 
-    The ends are norm and head. An embedding tied to the head joins them, at its own place in the
-    order. The decoder's towers are left to the root with "root". The root is always there, and holds
-    what no other unit does.
+    The ends are the final norm and the head. An embedding that is tied to the head is in one unit with them, at the
+    embedding's position. The root has all parameters of no other unit.
+
+    Args:
+        model: a decoder, not yet sharded.
+        towers: "units": each block of a tower is a unit; "root": towers belong to the root.
 
     Raises:
         PlanError: `model` has no list of blocks.
-        ParallelError: a parameter is tied between two units that can't be one.
+        ParallelError: a parameter is tied between two units that can't be joined.
     """
     decoder = find_decoder(model)
     units = [FSDPUnit(("",), "root")]
@@ -63,7 +67,7 @@ def find_units(model: nn.Module, towers: Literal["units", "root"] = "units") -> 
 
 
 def managed(model: nn.Module, unit: FSDPUnit, units: Sequence[FSDPUnit]) -> dict[str, nn.Parameter]:
-    """Return the parameters of `unit` by name: all below it that no other of `units` takes."""
+    """Return the parameters of `unit` by name: those below its modules that are in no other of `units`."""
     others = {name for other in flat(units) if other.names != unit.names for name in other.names}
     params: dict[str, nn.Parameter] = {}
     for name in unit.names:
@@ -87,15 +91,15 @@ def _below(module: nn.Module, name: str, others: Collection[str]) -> dict[str, n
 
 
 def _join_tied(model: nn.Module, units: list[FSDPUnit]) -> list[FSDPUnit]:
-    """Make embedding and head one unit if they share a weight, and leave to the root what shares with it."""
+    """Join embedding and ends if they share a parameter; dissolve either into the root if it shares one with the root."""
     while tie := _first_tie(model, units):
         (first, name), (second, other) = tie
         kept = [unit for unit in units if unit not in (first, second)]
         roles = {first.role, second.role}
         if roles == {"embedding", "ends"}:
             embedding, ends = sorted((first, second), key=lambda unit: unit.role == "ends")
-            at = units.index(embedding)
-            kept.insert(at, FSDPUnit(embedding.names + ends.names, "ends"))
+            position = units.index(embedding)
+            kept.insert(position, FSDPUnit(embedding.names + ends.names, "ends"))
         elif roles in ({"root", "embedding"}, {"root", "ends"}):
             kept.insert(0, first if first.role == "root" else second)
         else:
@@ -131,10 +135,10 @@ def _first_tie(
 
 
 def fsdp_module(model: nn.Module, name: str) -> FSDPModule:
-    """Return the module called `name`, which FSDP2 has made one of its own.
+    """Return the module called `name` as an FSDPModule.
 
     Raises:
-        ParallelError: it has not.
+        ParallelError: it is not sharded by FSDP2.
     """
     module = model.get_submodule(name)
     if not isinstance(module, FSDPModule):
@@ -150,23 +154,24 @@ def has_parameters(module: nn.Module) -> bool:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether `module` can be called; a ModuleList, which FSDP can't hook, can't."""
+    """Whether `module` has a forward. A ModuleList has none, so FSDP can't hook it."""
     return type(module).forward is not nn.Module.forward
 
 
 def split_experts(model: nn.Module, units: Sequence[FSDPUnit]) -> list[FSDPUnit]:
-    """Return `units`, each with the modules in it that hold experts of an expert-parallel mesh as units inside."""
-    experts = [name for name, module in model.named_modules() if _is_shared_out(module)]
-    done, left = [], dict.fromkeys(experts)
+    """Return `units` with inner units for the modules that hold experts of expert parallelism, which have another mesh."""
+    experts = [name for name, module in model.named_modules() if _is_expert_parallel(module)]
+    result, unassigned = [], dict.fromkeys(experts)
+    # Deepest units first: a module of experts belongs to the innermost unit around it.
     for unit in sorted(units, key=lambda unit: -max(name.count(".") for name in unit.names)):
-        own = [name for name in left if any(within(name, outer) for outer in unit.names)]
-        for name in own:
-            del left[name]
-        inside = tuple(FSDPUnit((name,), "experts", unit.last) for name in own)
-        done.append(replace(unit, inner=(*inside, *unit.inner)))
-    return sorted(done, key=lambda unit: [u.names for u in units].index(unit.names))
+        names = [name for name in unassigned if any(within(name, outer) for outer in unit.names)]
+        for name in names:
+            del unassigned[name]
+        inside = tuple(FSDPUnit((name,), "experts", unit.last) for name in names)
+        result.append(replace(unit, inner=(*inside, *unit.inner)))
+    return sorted(result, key=lambda unit: [u.names for u in units].index(unit.names))
 
 
-def _is_shared_out(module: nn.Module) -> bool:
-    held = [param for param in module._parameters.values() if isinstance(param, DTensor)]
-    return any("ep" in (param.device_mesh.mesh_dim_names or ()) for param in held)
+def _is_expert_parallel(module: nn.Module) -> bool:
+    dtensors = [param for param in module._parameters.values() if isinstance(param, DTensor)]
+    return any("ep" in (param.device_mesh.mesh_dim_names or ()) for param in dtensors)

@@ -1,1 +1,1 @@
-"""Optimizers of split and sharded parameters: their groups, and Muon."""
+"""Optimizers for split and sharded parameters: parameter groups, Muon, load balancing of experts."""

@@ -1,4 +1,4 @@
-"""Which optimizer each parameter has, with which settings: [optimizer] and [[optimizer.groups]] on a model."""
+"""Build the optimizers of a model from [optimizer] and [[optimizer.groups]]. Start at `build_optimizers`."""
 
 import difflib
 import logging
@@ -24,16 +24,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class ParameterGroup:
-    """Parameters that are updated alike."""
+    """Parameters with the same optimizer and settings."""
 
     optimizer: str
     """Adam, AdamW or Muon."""
     settings: dict[str, Any]
-    """What the optimizer's class takes for a group."""
+    """The options of the optimizer's param group."""
     where: str
-    """Which parameters these are, in words."""
+    """A description of the parameters, for the log."""
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
-    """By the names that they have in state dicts."""
+    """By their names in state dicts."""
 
     def __str__(self) -> str:
         count = sum(parameter.numel() for parameter in self.parameters.values())
@@ -43,41 +43,41 @@ class ParameterGroup:
 
 
 def group_parameters(model: nn.Module, options: Optimizer) -> list[ParameterGroup]:
-    """Return the trainable parameters of `model` in groups, in the order of the groups of `options`, the rest last.
+    """Return the trainable parameters of `model` in groups, in the order of `options.groups`, all other parameters last.
 
     Args:
         model: as built, or parallelised by `parallelize`; on any device, meta included.
-        options: what [optimizer] says.
+        options: of [optimizer].
 
     Raises:
-        ConfigError: a group's pattern matches nothing, it has a key that none of its parameters reads, Muon is to have
-            what is no matrix, or has nothing.
+        ConfigError: a group's pattern matches no parameter, a group has an option that none of its optimizers reads, a
+            group gives Muon a parameter that is no matrix, or Muon has no parameter.
     """
-    roles, whole = _roles(model), record_of(model).unsplit_names
-    is_stage = record_of(model).stage is not None  # other stages may have what a group is for
-    claimed: dict[int, list[tuple[str, nn.Parameter, Role]]] = {}
+    roles, unsplit_names = _roles(model), record_of(model).unsplit_names
+    is_stage = record_of(model).stage is not None  # a group's parameters may all be in other stages
+    members_by_group: dict[int, list[tuple[str, nn.Parameter, Role]]] = {}
     frozen = []
-    for own, parameter, module in named(model):
-        name = whole.get(own, own)
+    for local_name, parameter, module in named(model):
+        name = unsplit_names.get(local_name, local_name)
         if not parameter.requires_grad:
             frozen.append(name)
             continue
-        found = (at for at, group in enumerate(options.groups) if re.search(group.pattern, name))
-        claimed.setdefault(next(found, len(options.groups)), []).append(
+        matches = (index for index, group in enumerate(options.groups) if re.search(group.pattern, name))
+        members_by_group.setdefault(next(matches, len(options.groups)), []).append(
             (name, parameter, roles.of(name, parameter, module))
         )
-    names = [name for members in claimed.values() for name, _, _ in members]
-    for at, group in enumerate(options.groups):
-        elsewhere = is_stage and any(re.search(group.pattern, name) for name in roles)
-        if at not in claimed and not elsewhere:
-            raise ConfigError(f"{_where(at, group)}: {_unmatched(group, names, frozen)}")
+    names = [name for members in members_by_group.values() for name, _, _ in members]
+    for index, group in enumerate(options.groups):
+        is_elsewhere = is_stage and any(re.search(group.pattern, name) for name in roles)
+        if index not in members_by_group and not is_elsewhere:
+            raise ConfigError(f"{_where(index, group)}: {_unmatched(group, names, frozen)}")
     groups: list[ParameterGroup] = []
-    for at in sorted(claimed):
-        own = options.groups[at] if at < len(options.groups) else None
-        groups += _split(own, at, claimed[at], options, of_stage=is_stage)
+    for index in sorted(members_by_group):
+        group_options = options.groups[index] if index < len(options.groups) else None
+        groups += _split(group_options, index, members_by_group[index], options, of_stage=is_stage)
     if options.name == "Muon" and not is_stage and all(group.optimizer != "Muon" for group in groups):
         raise ConfigError(
-            'optimizer.name = "Muon": no parameter that trains is a matrix of a hidden layer, so all would have AdamW: '
+            'optimizer.name = "Muon": no trainable parameter is a matrix of a hidden layer, so AdamW would update all: '
             'set optimizer.name = "AdamW"; or let a group name matrices, as adapters\': [[optimizer.groups]] pattern = '
             '"lora_", name = "Muon"'
         )
@@ -85,11 +85,11 @@ def group_parameters(model: nn.Module, options: Optimizer) -> list[ParameterGrou
 
 
 def build_optimizers(model: nn.Module, options: Optimizer, **settings: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers of `model`, one of each kind; the log says what each group of parameters has.
+    """Return the optimizers of `model`, one of each class, and log the settings of each group of parameters.
 
     Args:
-        model: parallelised by `parallelize`, or whole; it may still be on meta.
-        options: what [optimizer] says.
+        model: parallelised by `parallelize`, or not; it may be on meta.
+        options: of [optimizer].
         settings: further arguments of Adam and AdamW, such as capturable=True.
 
     Raises:
@@ -98,11 +98,11 @@ def build_optimizers(model: nn.Module, options: Optimizer, **settings: Any) -> l
     kinds: dict[str, list[dict[str, Any]]] = {}
     for group in group_parameters(model, options):
         _log.info(f"Optimizer {group}")
-        own: dict[str, Any] = {
+        parameters: dict[str, Any] = {
             "params": list(group.parameters.values()),
             "param_names": list(group.parameters),
         }
-        kinds.setdefault(group.optimizer, []).append(own | group.settings)
+        kinds.setdefault(group.optimizer, []).append(parameters | group.settings)
     adam = {
         "fused": options.implementation.startswith("fused"),
         "foreach": options.implementation == "foreach",
@@ -117,17 +117,18 @@ def build_optimizers(model: nn.Module, options: Optimizer, **settings: Any) -> l
 
 def _muon(model: nn.Module, members: list[dict[str, Any]]) -> Muon:
     roles, sections = _roles(model), {}
-    whole = record_of(model).unsplit_names
+    unsplit_names = record_of(model).unsplit_names
     for name, parameter, module in named(model):
-        name = whole.get(name, name)
-        if (own := roles.of(name, parameter, module).sections) is not None:
-            sections[parameter] = own
+        name = unsplit_names.get(name, name)
+        if (packed_sections := roles.of(name, parameter, module).sections) is not None:
+            sections[parameter] = packed_sections
     packed = sum(parameter in sections for member in members for parameter in member["params"])
     if packed:
-        _log.info(f"Muon: the matrices that {packed} packed parameters hold are orthogonalised one by one")
-    if roles.whole is not None:
+        _log.info(f"Muon: the matrices packed in {packed} parameters are orthogonalised one by one")
+    if roles.sections_unknown is not None:
         _log.info(
-            f"Muon: packed parameters are orthogonalised whole, for no plan says what they hold: {roles.whole}"
+            f"Muon: a packed parameter is orthogonalised as one matrix, since no plan has its sections: "
+            f"{roles.sections_unknown}"
         )
     return Muon(members, sections=sections, replicas=record_of(model).replicas)
 
@@ -139,33 +140,33 @@ def _roles(model: nn.Module) -> Roles:
 
 def _split(
     group: OptimizerGroup | None,
-    at: int,
+    index: int,
     members: list[tuple[str, nn.Parameter, Role]],
     options: Optimizer,
     *,
     of_stage: bool,
 ) -> Iterator[ParameterGroup]:
-    """Yield the parameters of one group of the options by optimizer, and by whether they decay."""
+    """Split the parameters of one group of the options by optimizer, by whether they have weight decay, and by mesh."""
 
     def value(key: str) -> Any:
-        own = None if group is None else getattr(group, key)
-        return getattr(options, key) if own is None else own
+        group_value = None if group is None else getattr(group, key)
+        return getattr(options, key) if group_value is None else group_value
 
-    found: dict[tuple[str, bool, Any], ParameterGroup] = {}
+    groups: dict[tuple[str, bool, Any], ParameterGroup] = {}
     for name, parameter, role in members:
         kind = value("name")
         if group is None or group.name is None:
             kind = "AdamW" if kind == "Muon" and not role.hidden else kind
         elif kind == "Muon" and role.fault is not None:
             raise ConfigError(
-                f"{_where(at, group)}: {name} is {role.fault}, and Muon takes matrices and stacks of experts'; let the "
+                f"{_where(index, group)}: {name} is {role.fault}, and Muon takes matrices and stacks of experts'; let the "
                 "pattern leave it out"
             )
-        own_decay = group is not None and group.weight_decay is not None
-        decays = own_decay or options.decay_all or role.decays
-        # A fused operator takes DTensors of one mesh.
+        sets_decay = group is not None and group.weight_decay is not None
+        decays = sets_decay or options.decay_all or role.decays
+        # One group per mesh: a fused operator takes only DTensors of the same mesh.
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        if (kind, decays, mesh) not in found:
+        if (kind, decays, mesh) not in groups:
             decay = value("weight_decay") if decays else 0.0
             settings: dict[str, Any] = {"lr": value("lr"), "weight_decay": decay}
             if kind == "Muon":
@@ -175,30 +176,30 @@ def _split(
             where = ("all others" if options.groups else "all") if group is None else f'"{group.pattern}"'
             if not decays:
                 where += ": what does not decay (vectors, biases, norms, marked _no_weight_decay)"
-            found[kind, decays, mesh] = ParameterGroup(kind, settings, where)
-        found[kind, decays, mesh].parameters[name] = parameter
-    if group is not None and not of_stage:  # of the whole model this has been looked at
-        kinds = {kind for kind, *_ in found}
-        for keys, read in ((OF_ADAM, kinds - {"Muon"}), (OF_MUON, kinds & {"Muon"})):
-            given = [key for key in keys if getattr(group, key) is not None]
-            if given and not read:
-                has = " and ".join(sorted(kinds))
+            groups[kind, decays, mesh] = ParameterGroup(kind, settings, where)
+        groups[kind, decays, mesh].parameters[name] = parameter
+    if group is not None and not of_stage:  # a stage may lack the parameters that read an option
+        kinds = {kind for kind, *_ in groups}
+        for keys, readers in ((OF_ADAM, kinds - {"Muon"}), (OF_MUON, kinds & {"Muon"})):
+            unused = [key for key in keys if getattr(group, key) is not None]
+            if unused and not readers:
+                optimizers = " and ".join(sorted(kinds))
                 raise ConfigError(
-                    f"{_where(at, group)}: {given[0]} = {show(getattr(group, given[0]))} does nothing, for all of its "
-                    f"parameters have {has}; leave it out"
+                    f"{_where(index, group)}: {unused[0]} = {show(getattr(group, unused[0]))} does nothing, since all its "
+                    f"parameters have {optimizers}; leave it out"
                 )
-    yield from found.values()
+    yield from groups.values()
 
 
-def _where(at: int, group: OptimizerGroup) -> str:
-    return f'optimizer.groups, table {at + 1} (pattern = "{group.pattern}")'
+def _where(index: int, group: OptimizerGroup) -> str:
+    return f'optimizer.groups, table {index + 1} (pattern = "{group.pattern}")'
 
 
 def _unmatched(group: OptimizerGroup, names: list[str], frozen: list[str]) -> str:
     if taken := [name for name in names if re.search(group.pattern, name)]:
-        return f"groups before it have all that it matches, such as {taken[0]}: the first match counts, so put it first"
-    if still := [name for name in frozen if re.search(group.pattern, name)]:
-        return f"it matches frozen parameters alone, such as {still[0]}; leave it out"
+        return f"earlier groups have all that it matches, such as {taken[0]}: the first match counts, so put it first"
+    if matching := [name for name in frozen if re.search(group.pattern, name)]:
+        return f"it matches only frozen parameters, such as {matching[0]}; leave it out"
     plain = re.sub(r"\\(.)|[\^$]", r"\1", group.pattern)
     kinds = {re.sub(r"\.\d+\.", ".0.", name): name for name in reversed(names)}
     close = difflib.get_close_matches(

@@ -1,4 +1,4 @@
-"""Moves an optimizer that was made before `parallelize` to the parameters that have replaced its own."""
+"""Update an optimizer that was built before `parallelize` to the parameters of the parallelised model."""
 
 import torch
 from torch import nn
@@ -10,31 +10,31 @@ from titanplans.split.parameters.replaced import successor_of
 
 
 def carry_over(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Replace the parameters in the groups of `optimizer` by their successors; the options of the groups stay.
+    """Replace each parameter in the groups of `optimizer` by the one that replaced it in `model`; group options stay.
 
     Args:
-        optimizer: any; before its first step, if it was made before `parallelize`.
-        model: as `parallelize` returned it.
+        optimizer: any optimizer; before its first step, if it was built before `parallelize`.
+        model: returned by `parallelize`.
 
     Raises:
-        ParallelError: it has state of the replaced parameters; or adapters were added after it was made.
+        ParallelError: it has state of replaced parameters, or adapters were added after it was built.
     """
-    name, instead = (
+    name, remedy = (
         type(optimizer).__name__,
-        "make it on the parameters of the model that parallelize returned",
+        "build it on the parameters of the model that parallelize returned",
     )
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    replaced = {parameter for parameter in held if successor_of(parameter) is not parameter}
-    if record_of(model).adapters and (replaced or not any(p.requires_grad for p in held)):
-        raise ParallelError(f"{name} was made before adapters were added, and holds none of them: {instead}")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    replaced = {parameter for parameter in parameters if successor_of(parameter) is not parameter}
+    if record_of(model).adapters and (replaced or not any(p.requires_grad for p in parameters)):
+        raise ParallelError(f"{name} was built before adapters were added, and has none of them: {remedy}")
     if any(optimizer.state.get(parameter) for parameter in replaced):
         raise ParallelError(
-            f"{name} was made before the model was parallelised, and its state is of the parameters before: {instead}, and "
-            "load its state from a checkpoint"
+            f"{name} was built before the model was parallelised, and has state of parameters that were replaced: {remedy}, "
+            "and load its state from a checkpoint"
         )
     for parameter in replaced:
         optimizer.state.pop(parameter, None)
     for group in optimizer.param_groups:
         group["params"][:] = [successor_of(parameter) for parameter in group["params"]]
     if isinstance(optimizer, Muon):
-        optimizer.sections = {successor_of(parameter): own for parameter, own in optimizer.sections.items()}
+        optimizer.sections = {successor_of(parameter): s for parameter, s in optimizer.sections.items()}

@@ -1,7 +1,7 @@
-"""The role of each parameter for an optimizer: whether it decays, whether it is a matrix, and its packed sections.
+"""`Role` of a parameter for an optimizer: whether it decays, whether Muon can update it, and its packed sections.
 
-It is read off the model as it was built, before anything wraps, splits or shards it: a parameter that becomes a DTensor,
-or leaves the meta device, is a new one, and what a model has marked on the old one is gone.
+Roles are found before the model is wrapped, split or sharded: a parameter that becomes a DTensor or leaves meta is a new
+tensor, without the attributes that the model set on the old one (`_no_weight_decay`).
 """
 
 import re
@@ -27,49 +27,50 @@ _WRAPPED = re.compile(rf"(^|\.){CHECKPOINTED}(?=\.|$)")
 
 
 class Sections(NamedTuple):
-    """Matrices that one parameter holds side by side: queries, keys and values, or gate and up."""
+    """Matrices packed in one parameter along `dim`: queries, keys and values, or gate and up projections."""
 
     dim: int
     sizes: tuple[int, ...]
 
 
 class Role(NamedTuple):
-    """What a parameter is to an optimizer."""
+    """The properties of a parameter that an optimizer needs."""
 
     decays: bool = True
-    """Whether weight decay is for it: not for vectors, biases, norms, and what the model marks `_no_weight_decay`."""
+    """Whether it has weight decay: not vectors, biases, norms and parameters marked `_no_weight_decay`."""
     hidden: bool = False
-    """Whether it is a matrix of a hidden layer, or a stack of them: what Muon is for."""
+    """Whether it is a matrix of a hidden layer, or a stack of them, which Muon updates by default."""
     fault: str | None = None
-    """Why Muon can't take it: its kind."""
+    """Why Muon can't update it: a description of its kind. None: it can."""
     sections: Sections | None = None
+    """None: it is one matrix, or no plan has its sections."""
 
 
 class Roles(dict[str, Role]):
-    """The role of each parameter, by the name that it has in state dicts."""
+    """The role of each parameter, by its name in state dicts."""
 
-    whole: str | None = None
-    """Why it is not known which parameters have sections; None: it is."""
+    sections_unknown: str | None = None
+    """Why sections are not known; None: they are."""
 
     def of(self, name: str, parameter: nn.Parameter, module: nn.Module) -> Role:
-        """Return the role of `parameter`; one that has been added since is judged by itself."""
+        """Return the role of `parameter` of `module`, also if it was added after the roles were found."""
         return self[name] if name in self else _role(name, parameter, module)
 
 
 def find_roles(model: nn.Module, plan: PlanSource = None, styles: Plan | None = None) -> Roles:
-    """Return the roles of the parameters of `model`, which nothing has wrapped or split yet.
+    """Return the roles of the parameters of `model`, before it is wrapped or split.
 
     Args:
         model: on any device, meta included.
-        plan: the user's own plan, which knows the sections of packed weights; None for the registered one.
-        styles: that plan as it was resolved against `model`, where that has been done already.
+        plan: a custom plan, whose styles have the sections of packed weights; None for the registered one.
+        styles: the styles of the plan for `model`, if they are resolved already.
     """
     ends = {id(parameter) for module in _ends(model) for parameter in module.parameters()}
     roles = Roles()
     try:
         sections = _sections(model, _styles(model, plan) if styles is None else styles)
     except PlanError as error:
-        sections, roles.whole = {}, str(error)
+        sections, roles.sections_unknown = {}, str(error)
     for name, parameter, module in named(model):
         role = _role(name, parameter, module)
         if id(parameter) in ends:
@@ -79,7 +80,7 @@ def find_roles(model: nn.Module, plan: PlanSource = None, styles: Plan | None = 
 
 
 def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
-    """Yield each parameter once, with the name that it has in state dicts and the module that holds it."""
+    """Yield each parameter once, as (name in state dicts, parameter, module that holds it)."""
     seen = set()
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -89,36 +90,36 @@ def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
 
 
 def _role(name: str, parameter: nn.Parameter, module: nn.Module) -> Role:
-    own, kind = name.rpartition(".")[2], class_name(module)
-    # Mixing weights such as RWKV's are vectors of the shape [1, 1, width].
-    dims = parameter.ndim if own.endswith("weight") else sum(size > 1 for size in parameter.shape)
+    last_name, kind = name.rpartition(".")[2], class_name(module)
+    # Dimensions of size 1 do not count: mixing weights such as RWKV's are vectors of the shape [1, 1, width].
+    dims = parameter.ndim if last_name.endswith("weight") else sum(size > 1 for size in parameter.shape)
     norm, convolution = "Norm" in kind, isinstance(module, _CONVOLUTIONS)
     marked = getattr(parameter, "_no_weight_decay", False)
     experts = parameter.ndim == 3 and "Experts" in kind
-    what = (
+    fault = (
         "a convolution's" if convolution
         else None if parameter.ndim == 2 or experts
         else f"of {parameter.ndim} dimension{'s' * (parameter.ndim != 1)} in a {kind}"
     )  # fmt: skip
-    bias = "bias" in own
-    matrix = not bias and (experts or (parameter.ndim == 2 and own.endswith("weight") and not norm))
+    bias = "bias" in last_name
+    matrix = not bias and (experts or (parameter.ndim == 2 and last_name.endswith("weight") and not norm))
     return Role(
         decays=not (dims < 2 or bias or norm or marked),
-        hidden=matrix and what is None and not marked and not isinstance(module, nn.Embedding),
-        fault=what,
+        hidden=matrix and fault is None and not marked and not isinstance(module, nn.Embedding),
+        fault=fault,
     )
 
 
 def _ends(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield embedding and head."""
+    """Yield the embedding and the head, by the decoder's structure and by transformers' getters."""
     decoder = find_decoder(model, required=False)
     for name in (decoder.embedding, decoder.head):
         if name is not None:
             yield model.get_submodule(name)
     for getter in ("get_input_embeddings", "get_output_embeddings"):
-        found = getattr(model, getter, lambda: None)()
-        if found is not None:
-            yield found
+        module = getattr(model, getter, lambda: None)()
+        if module is not None:
+            yield module
 
 
 def _styles(model: nn.Module, plan: PlanSource) -> Plan:
@@ -130,11 +131,11 @@ def _styles(model: nn.Module, plan: PlanSource) -> Plan:
 
 
 def _sections(model: nn.Module, styles: Plan) -> dict[str, Sections]:
-    found = {}
+    sections = {}
     modules = dict(model.named_modules())
     for key, style in native_styles(styles).items():
         if style.sections:
             sizes = tuple(section if isinstance(section, int) else section.size for section in style.sections)
             names = [join(key, name) for name in direct_parameters(modules[key])] if key in modules else [key]
-            found |= {name: Sections(style.dim, sizes) for name in names}  # type: ignore[attr-defined]
-    return found
+            sections |= {name: Sections(style.dim, sizes) for name in names}  # type: ignore[attr-defined]
+    return sections
