@@ -1,7 +1,7 @@
-"""torch.compile: the blocks of a model, the loss and the optimizer's step.
+"""torch.compile for the blocks of a model, the loss and the optimizer's step. Start at `components`.
 
-`components` compiles them; `limits` refuses what torch would run eagerly without an error; `graph_breaks` ends graphs at
-FLA's kernels and where tokens go to other ranks; `async_tp` switches async tensor parallelism on and checks it.
+`limits` raises errors where torch would silently run eagerly; `graph_breaks` places graph breaks at FLA's kernels and where
+tokens are sent to other ranks; `async_tp` enables and checks async tensor parallelism.
 """
 
 from titanplans.parallel.compile.components import (

@@ -1,11 +1,8 @@
-"""Async tensor parallelism: its requirements, its switch, and a check that something was fused.
+"""Enable async tensor parallelism, and check that collectives were fused.
 
-inductor's pass `micro_pipeline_tp` replaces an all-gather and the matrix products that read it, or a product and
-the reduce-scatter of it, by one operator that works in pieces, so that a piece is sent while another is
-multiplied. Where it finds no such pair it leaves the graph unchanged and says nothing. `overlap` lets it
-find more, and overlaps the remaining collectives with products that do not wait for them. Both are
-counted in the finished graphs (`titanplans.observe.graphs`), and nothing fused is an error. Which collectives
-of which model can be fused is decided without a GPU by `titanplans async-tp`.
+inductor's pass `micro_pipeline_tp` fuses an all-gather with the matrix products of its output, or a matrix product with the
+reduce-scatter of its output, into one operator that sends one chunk while it multiplies another. If it finds no such pair
+it leaves the graph unchanged without a message, so `check_fused` counts fused collectives in the compiled graphs.
 """
 
 import logging
@@ -31,11 +28,11 @@ _log = logging.getLogger(__name__)
 
 
 class Fused(NamedTuple):
-    """Gathers and scatters of the TP group in the compiled graphs, equal blocks counted once."""
+    """Counts of all-gathers and reduce-scatters of the TP group in the compiled graphs; equal blocks count once."""
 
     fused: int
     overlapped: int
-    """Not fused, and independent products run meanwhile."""
+    """Not fused, but independent matrix products run at the same time."""
     total: int
 
 
@@ -51,8 +48,8 @@ def has_nccl(mesh: Any) -> bool:
 def enable(model: nn.Module, mesh: Any) -> None:
     """Let inductor overlap the TP group's collectives with matrix products in the blocks of `model`.
 
-    Before the blocks first run. The settings are the process's: inductor's pass, and a record of the finished graphs,
-    for which inductor's compile cache is left out.
+    Call it before the blocks first run. It changes settings of the process: inductor's passes and a record of the compiled
+    graphs, for which inductor's cache is disabled.
 
     Args:
         model: split by its plan.
@@ -65,11 +62,8 @@ def enable(model: nn.Module, mesh: Any) -> None:
 
 
 def install_passes() -> None:
-    """Let inductor's pass find more products, overlap the remaining collectives, and record the finished graphs.
-
-    The user's own hooks run before.
-    """
-    # Not at the top: their class is inductor's, which takes two seconds to import.
+    """Add the passes of `overlap` and the record of the compiled graphs to inductor's hooks, after the user's hooks."""
+    # Imported here: their base class is inductor's, which takes two seconds to import.
     from titanplans.observe.graphs import GraphRecord, install_record
     from titanplans.parallel.compile.overlap import Expose, Overlap
 
@@ -81,11 +75,10 @@ def install_passes() -> None:
 
 
 def prepare(model: nn.Module) -> None:
-    """Let the MLPs of flash-linear-attention in `model` compute their last product by itself.
+    """Switch off `fuse_swiglu` in the MLPs of flash-linear-attention, so that their last matrix product can be fused.
 
-    With `fuse_swiglu` it is one function with the activation, and out of every graph. One after the other they
-    give the same numbers; the activation's result is kept for the backward. That the gathers of such blocks are in
-    one graph with their products is `titanplans.parallel.compile.graph_breaks`' matter.
+    With `fuse_swiglu` the activation and that product are one function outside of every graph. Computed separately they
+    return the same values, but the output of the activation is saved for the backward.
     """
     apart = [
         m for m in model.modules() if getattr(m, "fuse_swiglu", None) is True and hasattr(m, "down_proj")
@@ -99,14 +92,14 @@ def prepare(model: nn.Module) -> None:
 
 
 def check_fused(mesh: Any, unfused: str = "error") -> Fused:
-    """Count fused and overlapped collectives in the graphs compiled so far; after the first forward and backward.
+    """Count fused and overlapped collectives in the compiled graphs. Call it after the first forward and backward.
 
     Args:
         mesh: a `Mesh`, or torchtitan's ParallelDims.
-        unfused: "warn" logs a warning where nothing was fused, instead of raising.
+        unfused: "warn": log a warning if nothing was fused, instead of raising an error.
 
     Raises:
-        ParallelError: nothing was fused; or it can't be known.
+        ParallelError: nothing was fused, or the graphs were not recorded.
     """
     from titanplans.observe.graphs import installed_record
 
@@ -118,8 +111,10 @@ def check_fused(mesh: Any, unfused: str = "error") -> Fused:
             "replacing it"
         )
     group = tuple(dist.get_process_group_ranks(mesh.get_mesh("tp").get_group()))
-    found = [c for c in record.collectives(group) if c.operation in ("all_gather", "reduce_scatter")]
-    result = Fused(sum(c.fused for c in found), sum(c.overlapped for c in found), len(found))
+    collectives = [c for c in record.collectives(group) if c.operation in ("all_gather", "reduce_scatter")]
+    result = Fused(
+        sum(c.fused for c in collectives), sum(c.overlapped for c in collectives), len(collectives)
+    )
     if result.fused:
         _log.info(
             f"Async TP: of {result.total} gathers and scatters in the compiled graphs (equal blocks count once) "
@@ -127,10 +122,12 @@ def check_fused(mesh: Any, unfused: str = "error") -> Fused:
             "says why not the others"
         )
         return result
-    there = f"none of {result.total} gathers and scatters" if found else "no gather and no scatter"
+    unfused_collectives = (
+        f"none of {result.total} gathers and scatters" if collectives else "no gather and no scatter"
+    )
     message = (
-        f"enable_async_tensor_parallel: {there} in {len(record.graphs)} compiled graphs was fused with a matrix product; "
-        "titanplans async-tp names each obstacle: remove it, drop the option, or set "
+        f"enable_async_tensor_parallel: {unfused_collectives} in {len(record.graphs)} compiled graphs was fused with a "
+        "matrix product; titanplans async-tp names each obstacle: remove it, drop the option, or set "
         'async_tensor_parallel_unfused to "warn"'
     )
     if unfused == "error":
@@ -140,7 +137,7 @@ def check_fused(mesh: Any, unfused: str = "error") -> Fused:
 
 
 def check_at_second_forward(model: nn.Module, mesh: Any, unfused: str = "error") -> None:
-    """Call `check_fused` where `model` begins its second training step, for a loop of somebody's own."""
+    """Call `check_fused` at the second forward of `model` in training, for training loops that don't call it."""
     forwards = 0
 
     def check(module: nn.Module, inputs: Any) -> None:

@@ -1,8 +1,4 @@
-"""torch.compile: the blocks of a model, the loss, the optimizer's step. Nothing here is compiled before it runs.
-
-Modules are compiled in place, so that the module that trains is the compiled one and names stay. Equal
-blocks share one compiled artefact, because the compiler sees one function with other parameters.
-"""
+"""Compile the blocks of a model, the loss and the optimizer's step; compilation happens at their first call."""
 
 import functools
 from collections.abc import Callable
@@ -55,18 +51,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 def apply_compile(
     model: nn.Module, compile_config: Compile, parallel_dims: Any, *, async_tensor_parallel: bool = False
 ) -> None:
-    """Compile each block in place; names and parameters stay as they are.
+    """Compile each block in place; names and parameters stay. Equal blocks share compiled code.
 
-    A block must become one graph, and it is an error if it does not, unless its routers' logits are recorded
-    (`output_router_logits`), which a graph can't, or it holds modules of flash-linear-attention, whose kernels take
-    themselves out of every graph, or it sends tokens to other ranks (`graph_breaks`). Such a block is
-    compiled inside of the checkpoint around it, so that a recomputation runs the compiled graphs again, and can't keep
-    operators. A kind of block that is compiled more often than `RECOMPILATIONS` is an error, too.
+    By default a block must compile to one graph, else its first call raises an error. Blocks with graph breaks are allowed
+    in three cases: their routers' logits are recorded (`output_router_logits`), which a graph can't do; they have modules of
+    flash-linear-attention, whose kernels are excluded from graphs; or they send tokens to other ranks. Such a block is
+    compiled inside its checkpoint: a recomputation then runs the compiled graphs again, and can't keep operators' outputs.
+    It is also an error if a kind of block is compiled more than `RECOMPILATIONS` times.
 
     Args:
-        model: the model, its policy of activation checkpointing applied.
-        compile_config: the options, as torch.compile has them; `fullgraph` None is the rule above.
-        parallel_dims: the mesh "tp", for async tensor parallelism.
+        model: the model, with activation checkpointing applied.
+        compile_config: the options of torch.compile; `fullgraph` None: the rule above.
+        parallel_dims: has the mesh "tp", for async tensor parallelism.
         async_tensor_parallel: overlap the collectives of the TP group with matrix products.
 
     Raises:
@@ -91,25 +87,26 @@ def apply_compile(
                 f"compile.fullgraph = true, but {name} calls kernels of flash-linear-attention, which take "
                 "themselves out of every graph: leave fullgraph out"
             )
-    recorded = _records_routers(model)
-    if fullgraph and recorded:
+    records_routers = _records_routers(model)
+    if fullgraph and records_routers:
         raise ParallelError(
             "compile.fullgraph = true, but with output_router_logits = true the logits of routers are recorded, which ends "
             "a graph: leave fullgraph out"
         )
     if async_tensor_parallel:
         async_tp.enable(model, parallel_dims)
-    # Under checkpointing the recomputation would replay Python side effects that a graph can't. The setting
-    # is the process's, read when a block first runs.
+    # Otherwise dynamo refuses Python side effects in a checkpointed block, since the recomputation would repeat them. The
+    # setting is the process's, and is read when a block first runs.
     dynamo_config().skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    # One backend for all blocks with a budget, which is one: blocks with different backends are compiled apart.
+    # One backend object for all blocks with a memory budget, which all have the same one: blocks with different backends do
+    # not share compiled code.
     budget = next(filter(None, (memory_budget(block) for _, block in blocks)), None)
     within_budget = backend if budget is None else _budgeted(backend, budget)
     limit = RECOMPILATIONS * count_kinds(block for _, block in blocks)
     border = border_of_model(model)
     for name, block in blocks:
-        several = recorded or calls_kernels(block) or sends_tokens(block)
-        one_graph = not several if fullgraph is None else fullgraph
+        has_breaks = records_routers or calls_kernels(block) or sends_tokens(block)
+        one_graph = not has_breaks if fullgraph is None else fullgraph
         if (
             one_graph
             and isinstance(block, ActivationWrapper)
@@ -120,21 +117,18 @@ def apply_compile(
                 f"activation checkpointing in a compiled block that tensor parallelism splits ({name}) needs torch 2.13, "
                 f"and this is torch {torch.__version__}: switch one of the two off"
             )
-        # A checkpoint is compiled as one graph or not at all: where there are several, it stays outside.
-        inside = block if one_graph or not isinstance(block, ActivationWrapper) else checkpointed(block)
+        # torch compiles a checkpoint only as one graph: with graph breaks, compile the module inside the checkpoint.
+        target = block if one_graph or not isinstance(block, ActivationWrapper) else checkpointed(block)
         if not one_graph and calls_kernels(block):
             end_graphs_at_kernels(block)
         if sends_tokens(block):
             end_graphs_where_tokens_leave(block)
         chosen = backend if memory_budget(block) is None else within_budget
-        _compile_module(inside, name, limit, backend=chosen, fullgraph=one_graph, **options)
+        _compile_module(target, name, limit, backend=chosen, fullgraph=one_graph, **options)
 
 
 def compile_loss(fn: F, compile_config: Compile) -> F:
-    """Return the loss function `fn` compiled; options as for `apply_compile`, `fullgraph` None is False.
-
-    A module is compiled in place and returned.
-    """
+    """Return the loss function `fn` compiled; a module is compiled in place and returned. `fullgraph` None is False."""
     options = compile_options(compile_config) | {"fullgraph": bool(compile_config.fullgraph)}
     if isinstance(fn, nn.Module):
         _compile_module(fn, "the loss", RECOMPILATIONS, **options)
@@ -145,11 +139,11 @@ def compile_loss(fn: F, compile_config: Compile) -> F:
 def compile_optimizer(optimizer: torch.optim.Optimizer, compile_config: Compile) -> torch.optim.Optimizer:
     """Compile the step of `optimizer` in place and return it; options as for `compile_loss`.
 
-    Learning rates become tensors: a number would be part of the compiled step, and each change of it a
-    compilation. Schedulers may be attached before or after.
+    Learning rates become tensors: a float would be a constant of the compiled step, which every change of it would
+    recompile. Schedulers may be attached before or after.
 
     Raises:
-        ParallelError: the step is a fused kernel, foreach's in a form that takes no tensor, or Muon's.
+        ParallelError: the optimizer is fused, is Muon, or is foreach with capturable=False, which takes no tensor as lr.
     """
     if isinstance(optimizer, Muon):
         raise ParallelError(
@@ -177,7 +171,7 @@ def compile_optimizer(optimizer: torch.optim.Optimizer, compile_config: Compile)
         check_optimizer_state(optimizer)
         return compiled(*args, **kwargs)
 
-    # A method, as schedulers expect: they bind what they find.
+    # A bound method, since schedulers wrap `optimizer.step.__func__`.
     optimizer.step = MethodType(step, optimizer)  # pyrefly: ignore[bad-assignment]
     return optimizer
 
@@ -192,11 +186,11 @@ def _compile(fn: F, what: str, limit: int, **options: Any) -> F:
 
 
 def compile_options(compile_config: Compile) -> dict[str, Any]:
-    """Return torch.compile's arguments, all but `fullgraph`.
+    """Return the arguments of torch.compile except `fullgraph`.
 
     Raises:
-        OptionError: no such backend or setting of inductor, or a value that is not of its type.
-        ParallelError: torch.compile is switched off from outside.
+        OptionError: a backend or setting of inductor does not exist, or its value has another type.
+        ParallelError: torch.compile is disabled by the environment.
     """
     check_switched_on()
     options: dict[str, Any] = {"backend": compile_config.backend}
@@ -237,8 +231,8 @@ def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _budgeted(backend: Any, budget: dict[str, Any]) -> Callable[..., Any]:
-    """Return `backend` as it compiles under AOTAutograd's settings in `budget`: they hold while it works, and no longer."""
-    # What can't be weighed in a graph of ours is a device mesh, which has no activations.
+    """Return a backend that runs `backend` with AOTAutograd's settings in `budget`, which are restored afterwards."""
+    # The only objects of unknown size in these graphs are device meshes, which are no activations.
     settings = budget | opaque_objects_weigh_nothing()
 
     def compile_within(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:

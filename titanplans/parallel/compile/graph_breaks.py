@@ -1,14 +1,4 @@
-"""Where the graphs of a compiled block end: at FLA's kernels, and where tokens go to other ranks.
-
-FLA takes its kernels out of every graph (`torch.compiler.disable`), but one call too deep: inside of autograd
-Functions, where a graph can't be taken up again. The code around a kernel there (a guard of its inputs, a
-reshape) would become graphs of an operator or two, each with guards to check at every call and with a place among the
-compilations of one function that torch counts. So the module around such a kernel leaves the graph whole.
-
-Mixers and experts that send tokens leave it, too: a mixer's code is given a `ShardedSequence` (`titanplans.split.tokens`), a
-subclass of tensor that is not for a graph, and how many rows come to experts is known on the host alone. What lies between
-them works on own tokens, and is compiled.
-"""
+"""Place the graph breaks of a compiled block: at FLA's kernels, and where tokens are sent to other ranks."""
 
 import inspect
 from collections.abc import Iterator
@@ -26,27 +16,30 @@ from titanplans.torch_private.compile import break_graphs_in_calls, is_disabled
 
 
 def calls_kernels(block: nn.Module) -> bool:
-    """Whether `block` holds modules of flash-linear-attention, or others, as of transformers, that call its kernels."""
+    """Whether `block` has modules of flash-linear-attention, or of other libraries that call its kernels."""
     return has_fla_module(block) or any(_calls_disabled(type(module)) for module in block.modules())
 
 
 @cache
 def _calls_disabled(cls: type[nn.Module]) -> bool:
-    """Whether the forward of `cls` calls a function that is out of every graph, or one that chose such a function."""
+    """Whether the forward of `cls` calls a function that torch.compile is disabled for, directly or from a closure."""
     forward = inspect.unwrap(cls.forward)
     called = (forward.__globals__.get(name) for name in _names(forward.__code__))
     functions = [value for value in called if isinstance(value, FunctionType)]
-    chosen = (cell.cell_contents for f in functions for cell in f.__closure__ or ())
-    return any(map(is_disabled, [*functions, *filter(callable, chosen)]))
+    enclosed = (cell.cell_contents for f in functions for cell in f.__closure__ or ())
+    return any(map(is_disabled, [*functions, *filter(callable, enclosed)]))
 
 
 def end_graphs_at_kernels(block: nn.Module) -> None:
-    """Take the modules of `block` out of its graphs that are nothing but calls of kernels that FLA takes out.
+    """Exclude FLA's leaf modules that call its kernels from the graphs of `block`.
 
-    The rest of the block then is one graph from kernel to kernel, whatever modules lie between: a collective at
-    a region's border stands in one graph with the product that reads it. That needs torch's setting
-    `nested_graph_breaks`, which is the process's and read when a block first runs. On torch 2.11, where that setting is
-    broken, each module is a graph of its own.
+    FLA disables torch.compile for its kernels inside autograd Functions, where a graph can't be resumed. The code around a
+    kernel (a check of its inputs, a reshape) would become graphs of one or two operators, each with guards to check at
+    every call, which count towards torch's limit of recompilations. So the module around the kernel is excluded instead.
+
+    The rest of the block then is one graph from kernel to kernel, across modules, so a collective at a region's border is in
+    one graph with the matrix product of its output. That needs torch's setting `nested_graph_breaks`, which is the
+    process's and is read when a block first runs. On torch 2.11, where that setting is broken, each module is one graph.
     """
     for module in block.modules():
         cls = type(module)
@@ -60,23 +53,23 @@ def end_graphs_at_kernels(block: nn.Module) -> None:
 
 @cache
 def _leads_out(cls: type[nn.Module]) -> bool:
-    """Whether the forward of `cls` leads to a function that is out of every graph, by the names that its code mentions."""
+    """Whether the forward of `cls` reaches a function that torch.compile is disabled for, by the names in its code."""
     if is_disabled(cls.forward):
-        return False  # as it is
+        return False  # it is excluded already
     seen: set[int] = set()
-    waiting: list[Any] = [cls.forward]
-    while waiting:
-        value = waiting.pop()
+    pending: list[Any] = [cls.forward]
+    while pending:
+        value = pending.pop()
         if id(value) in seen:
             continue
         seen.add(id(value))
         if is_disabled(value):
             return True
         if isinstance(value, type) and issubclass(value, torch.autograd.Function):
-            waiting.append(value.forward)
+            pending.append(value.forward)
         function = inspect.unwrap(value) if callable(value) else value
         if isinstance(function, FunctionType) and function.__module__.startswith("fla."):
-            waiting += [
+            pending += [
                 function.__globals__[name]
                 for name in _names(function.__code__)
                 if name in function.__globals__
@@ -92,12 +85,16 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def sends_tokens(block: nn.Module) -> bool:
-    """Whether in `block` tokens are exchanged for heads, or sent to experts."""
+    """Whether `block` exchanges tokens for heads between ranks, or sends tokens to experts on other ranks."""
     return any(map(_sends, block.modules()))
 
 
 def end_graphs_where_tokens_leave(block: nn.Module) -> None:
-    """Take such modules of `block` out of its graphs, with their hooks; the rest is a graph before and one behind each."""
+    """Exclude modules that send tokens, with their hooks, from the graphs of `block`; the code between them is compiled.
+
+    A mixer gets a `ShardedSequence` (`titanplans.split.tokens`), a tensor subclass that can't be traced, and the number of
+    tokens that experts receive is known only on the host.
+    """
     for module in block.modules():
         if _sends(module):
             specialise(module, _out_of_graphs(type(module), "__call__", "it sends tokens to other ranks"))
@@ -111,7 +108,7 @@ def _sends(module: nn.Module) -> bool:
 
 @cache
 def _out_of_graphs(cls: type[nn.Module], method: str, reason: str) -> type[nn.Module]:
-    """Return a subclass of `cls` whose `method` stays out of graphs; blocks share it."""
+    """Return a subclass of `cls` with torch.compile disabled for `method`; cached, so that equal modules share a class."""
     return subclass(
         cls, {method: torch.compiler.disable(getattr(cls, method), reason=reason)}, "outside_of_graphs"
     )

@@ -1,8 +1,4 @@
-"""Where torch.compile would go on without compiling: refused at the start, or made an error when it happens.
-
-It is switched off by a variable of the environment, told to swallow its errors, given an option that a device has
-no use for, or it has compiled one function too often. By itself torch then runs the model as it is, eagerly.
-"""
+"""Raise errors where torch.compile would silently run eagerly: disabled, errors suppressed, or too many recompilations."""
 
 import functools
 import inspect
@@ -19,12 +15,13 @@ from titanplans.torch_private.compile import dynamo_config, dynamo_errors
 F = TypeVar("F", bound=Callable[..., Any])
 
 RECOMPILATIONS = 8
-"""How often one kind of block, the loss or the optimizer's step may be compiled: torch's own limit for one function. The
-first time, for evaluation, for another length, from then on for any; and as much again."""
+"""How often one kind of block, the loss or the optimizer's step may be compiled: torch's limit for one function.
+
+Four compilations are normal (the first one, evaluation, a second length, dynamic lengths); this is twice as many."""
 
 
 def check_switched_on() -> None:
-    """Raise ParallelError if something outside of the options makes torch.compile do nothing, or hide its errors."""
+    """Raise ParallelError if the environment or torch's config disables torch.compile or suppresses its errors."""
     if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         raise ParallelError(
             "compile.enable = true, but TORCHDYNAMO_DISABLE=1 in the environment switches torch.compile off: unset it, or "
@@ -37,16 +34,16 @@ def check_switched_on() -> None:
         )
     if dynamo_config().suppress_errors:
         raise ParallelError(
-            "compile.enable = true, but errors of the compiler are suppressed, and what fails would run eagerly "
-            "(TORCHDYNAMO_SUPPRESS_ERRORS in the environment, or torch._dynamo.config.suppress_errors): unset it"
+            "compile.enable = true, but errors of the compiler are suppressed, and code that fails to compile would run "
+            "eagerly (TORCHDYNAMO_SUPPRESS_ERRORS in the environment, or torch._dynamo.config.suppress_errors): unset it"
         )
 
 
 def count_kinds(blocks: Iterable[nn.Module]) -> int:
     """Return the number of kinds of blocks; blocks of one kind share compiled code.
 
-    Blocks are of one kind if their modules are of the same classes, have the same flags and names of variants (a
-    layer's number is neither), and parameters of the same shapes.
+    Blocks are of one kind if their modules have the same classes, the same public attributes of type bool and str, and
+    parameters of the same shapes.
     """
     return len({_kind(block) for block in blocks})
 
@@ -67,9 +64,12 @@ def _kind(block: nn.Module) -> Any:
 
 
 def compile_at_most(function: Callable[..., Any], limit: int, **options: Any) -> Callable[..., Any]:
-    """Return what `torch.compile(function, **options)` returns, which then compiles `limit` times at most."""
+    """Return `torch.compile(function, **options)`, with a recompilation limit of `limit`."""
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        arguments: Any = {**options, "recompile_limit": limit}  # torch's overloads leave it out
+        arguments: Any = {
+            **options,
+            "recompile_limit": limit,
+        }  # missing in the type hints of torch's overloads
         return torch.compile(function, **arguments)
     compiled = torch.compile(function, **options)
 
@@ -82,14 +82,14 @@ def compile_at_most(function: Callable[..., Any], limit: int, **options: Any) ->
 
 
 def limited(compiled: F, what: str, limit: int) -> F:
-    """Return `compiled`, a result of torch.compile, such that a limit that is reached is an error in one line.
+    """Return `compiled`, wrapped so that reaching the recompilation limit raises a ParallelError.
 
     Args:
-        compiled: to be called.
-        what: its name, for the error.
-        limit: that was given to `compile_at_most`.
+        compiled: a result of `compile_at_most`.
+        what: its name in the error.
+        limit: the argument of `compile_at_most`.
     """
-    # The setting is the process's: without it torch runs a function eagerly from the limit on.
+    # Without this setting, which is the process's, torch runs a function eagerly once the limit is reached.
     dynamo_config().fail_on_recompile_limit_hit = True
 
     @functools.wraps(compiled)

@@ -1,17 +1,5 @@
-"""Two passes over a graph: what torch's `micro_pipeline_tp` can't fuse is written so that it can, or overlapped.
-
-That pass takes a product over a matrix, made of the gathered sequence and made a sequence again: reshape, mm, reshape. A
-mixture of experts works on tokens in a row, and leaves the last reshape out; a product with a bias is one operator with
-it, addmm. `Expose` writes both out, by the same products and sums.
-
-The gradient of a region's input is a sum over its projections, and torch's pass `micro_pipeline_tp` fuses no scatter of
-a sum. But the projections' weight gradients need nothing of it. So in a finished graph each collective that was not
-fused is issued as soon as its input is there, products that are independent of it follow, and the wait stands behind
-them, as in Megatron-LM's Linear (Korthikanti et al. 2022, "Reducing Activation Recomputation", section 4.2.2). The
-same operators give the same numbers, in another order.
-
-Inductor's `aten_distributed_optimizations.enable_overlap_scheduling` orders by estimated times, for which it asks a GPU's
-driver. Here the order is a matter of the graph alone, and is decided without a GPU.
+"""Two graph passes around inductor's `micro_pipeline_tp`: `Expose` rewrites products so that it can fuse them, and
+`Overlap` overlaps collectives that it did not fuse with independent products.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -35,14 +23,14 @@ from titanplans.observe.operators import is_fused
 from titanplans.torch_private.compile import graph_pass, keep_order
 
 _BORDERS = ("all_gather", "reduce_scatter")
-"""Collectives between which a region lies."""
+"""Collectives at the borders of a region."""
 
 _LAYOUTS = (*VIEWS, "permute", "t", "transpose", "clone", "convert_element_type", "_to_copy")
-"""Operators that lay the same numbers out for a product."""
+"""Operators that change only the layout or dtype of the input of a product."""
 
 
 class Overlap(graph_pass()):  # pyrefly: ignore[invalid-inheritance]
-    """A hook of inductor's that reorders a graph, after its pass that fuses."""
+    """An inductor pass that runs `overlap` after `micro_pipeline_tp`."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         overlap(graph)
@@ -52,7 +40,16 @@ class Overlap(graph_pass()):  # pyrefly: ignore[invalid-inheritance]
 
 
 def overlap(graph: torch.fx.Graph) -> None:
-    """Let products stand between each plain collective of `graph` and its wait, where any is independent of it."""
+    """Reorder `graph` so that independent products run between each collective that was not fused and its wait.
+
+    The gradient of a region's input is a sum over its projections, and `micro_pipeline_tp` fuses no reduce-scatter of a sum.
+    But the weight gradients of the projections are independent of it. So each collective is issued as soon as its input
+    is computed, independent products follow, then the wait, as in Megatron-LM's Linear (Korthikanti et al. 2022, "Reducing
+    Activation Recomputation", section 4.2.2). Only the order of operators changes, not their results.
+
+    Inductor's `aten_distributed_optimizations.enable_overlap_scheduling` uses estimated times, which need a GPU. This order
+    depends only on the graph.
+    """
     windows: list[tuple[torch.fx.Node, torch.fx.Node]] = []
     for start in [node for node in graph.nodes if operation(node) is not None and not is_fused(node.target)]:
         if (wait := wait_of(start)) is not None:
@@ -61,34 +58,34 @@ def overlap(graph: torch.fx.Graph) -> None:
             windows.append((start, wait))
     after: dict[torch.fx.Node, list[torch.fx.Node]] = {}
     for start, wait in windows:
-        if held := overlapped(start):
-            # The first and the last hold the others between them.
-            after.setdefault(held[0], []).append(start)
-            after[wait] = [held[-1]]
+        if products := overlapped(start):
+            # Ordering the first and the last product is enough: the others stay between them.
+            after.setdefault(products[0], []).append(start)
+            after[wait] = [products[-1]]
     keep_order(graph, after)
 
 
 def _sink(start: torch.fx.Node, wait: torch.fx.Node) -> None:
-    """Wait where the result is first read; where no product needs it, and none stands before, at the end."""
+    """Move `wait` before the first use of the result; to the end, if no product uses or overlaps it yet."""
     order = _order(wait.graph)
     min(wait.users, key=order.__getitem__).prepend(wait)
-    made = reached(wait, "users")
-    if overlapped(start) or any(is_long(node) or operation(node) for node in made):
+    descendants = reached(wait, "users")
+    if overlapped(start) or any(is_long(node) or operation(node) for node in descendants):
         return
     (output,) = wait.graph.find_nodes(op="output")
-    for node in (wait, *sorted(made - {output}, key=order.__getitem__)):
+    for node in (wait, *sorted(descendants - {output}, key=order.__getitem__)):
         output.prepend(node)
 
 
 def _fill(start: torch.fx.Node, windows: Sequence[tuple[torch.fx.Node, torch.fx.Node]]) -> None:
-    """Bring products behind `start`: let it begin before those that stand before it, or delay them.
+    """Place independent products after `start`: issue it earlier, or delay the products.
 
-    Where a sum of gradients is scattered, they are the weight gradients of the same projections; else any of the same
-    region. None is delayed over the border of a region, since its inputs would be kept that long.
+    If a sum of gradients is reduce-scattered, these are the weight gradients of the same projections, else any products of
+    the same region. No product is delayed beyond the region's border, since its inputs would stay in memory until then.
 
     Args:
-        start: issues a collective.
-        windows: other collectives, each with its wait, between which products stand already.
+        start: the node that issues a collective.
+        windows: the collectives that are overlapped already, each with its wait.
     """
     order, needed, held = _order(start.graph), reached(start, "all_input_nodes"), overlapped(start)
     before = [node for node in order if order[node] < order[start]]
@@ -98,11 +95,11 @@ def _fill(start: torch.fx.Node, windows: Sequence[tuple[torch.fx.Node, torch.fx.
             _advance(start, needed, free, order)
         return
     border = max((order[node] for node in before if operation(node) in _BORDERS), default=-1)
-    # What hides another collective stays before the wait for that.
-    bound = {
+    # A product that overlaps another collective stays before the wait of that collective.
+    taken = {
         product for other, wait in windows if order[wait] < order[start] for product in overlapped(other)
     }
-    free = [node for node in free if order[node] > border and node not in bound]
+    free = [node for node in free if order[node] > border and node not in taken]
     nearest = chains(start.all_input_nodes, "all_input_nodes")
     read = {source for chain in nearest for source in _sources(chain.product)}
     same = [product for product in free if read & _sources(product)]
@@ -127,15 +124,15 @@ def _advance(
 def _delay(
     start: torch.fx.Node, products: Collection[torch.fx.Node], order: Mapping[torch.fx.Node, int]
 ) -> None:
-    """Move `products`, and their descendants before `start`, behind `start`."""
-    made = {*products, *(node for product in products for node in reached(product, "users"))}
-    for node in sorted(made, key=order.__getitem__, reverse=True):
+    """Move `products`, and their descendants that precede `start`, after `start`."""
+    moved = {*products, *(node for product in products for node in reached(product, "users"))}
+    for node in sorted(moved, key=order.__getitem__, reverse=True):
         if order[node] < order[start]:
             start.append(node)
 
 
 def _sources(product: torch.fx.Node) -> set[torch.fx.Node]:
-    """Return the inputs of a product, before operators that change their layout alone."""
+    """Return the inputs of a product, before operators that only change their layout or dtype."""
 
     def source(node: torch.fx.Node) -> torch.fx.Node:
         while name_of(node) in _LAYOUTS:
@@ -153,27 +150,32 @@ _aten = torch.ops.aten
 
 
 class Expose(graph_pass()):  # pyrefly: ignore[invalid-inheritance]
-    """A hook of inductor's that writes products out, before its pass that fuses them."""
+    """An inductor pass that rewrites products of gathered sequences before `micro_pipeline_tp`, which fuses more of them.
+
+    That pass matches reshape, mm, reshape: from the gathered sequence to a matrix and back. A mixture of experts works on
+    flattened tokens, without the last reshape, and a product with a bias is one operator, addmm. Both are rewritten by the
+    same products and sums.
+    """
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         for gather in [node for node in graph.nodes if operation(node) == "all_gather"]:
-            whole = edge(gather)
-            for rows in [user for user in whole.users if name_of(user) == "reshape"]:
-                for product in list(rows.users):
-                    _expose(product, rows, whole)
+            full = edge(gather)
+            for tokens in [user for user in full.users if name_of(user) == "reshape"]:
+                for product in list(tokens.users):
+                    _expose(product, tokens, full)
 
     def uuid(self) -> Any:
         return None  # graphs are not cached under async tensor parallelism
 
 
-def _expose(product: torch.fx.Node, rows: torch.fx.Node, whole: torch.fx.Node) -> None:
-    """Write `product` out if it multiplies `rows`, the tokens of `whole` in a row."""
+def _expose(product: torch.fx.Node, tokens: torch.fx.Node, full: torch.fx.Node) -> None:
+    """Rewrite `product` if it multiplies `tokens`, the flattened tokens of the gathered sequence `full`."""
     bias, *factors = product.args if name_of(product) == "addmm" else (None, *product.args)
-    if name_of(product) not in ("mm", "addmm") or factors[0] is not rows or product.kwargs:
+    if name_of(product) not in ("mm", "addmm") or factors[0] is not tokens or product.kwargs:
         return
-    sequence, matrix = whole.meta["val"].shape, product.meta["val"].shape
+    sequence, matrix = full.meta["val"].shape, product.meta["val"].shape
     shape = [*sequence[:-1], matrix[-1]]
-    if list(rows.meta["val"].shape) != [matrix[0], sequence[-1]]:
+    if list(tokens.meta["val"].shape) != [matrix[0], sequence[-1]]:
         return
     if bias is None and any(
         name_of(u) == "reshape" and list(u.meta["val"].shape) == shape for u in product.users
@@ -188,9 +190,9 @@ def _expose(product: torch.fx.Node, rows: torch.fx.Node, whole: torch.fx.Node) -
 
     sequences = product.meta["val"].new_empty(shape)
     with graph.inserting_before(product):
-        made = put(_aten.reshape.default, put(_aten.mm.default, *factors), shape, like=sequences)
+        result = put(_aten.reshape.default, put(_aten.mm.default, *factors), shape, like=sequences)
         if bias is not None:
-            made = put(_aten.add.Tensor, made, bias, like=sequences)
-        made = put(_aten.reshape.default, made, list(matrix))
-    product.replace_all_uses_with(made)
+            result = put(_aten.add.Tensor, result, bias, like=sequences)
+        result = put(_aten.reshape.default, result, list(matrix))
+    product.replace_all_uses_with(result)
     graph.erase_node(product)
