@@ -167,7 +167,7 @@ def test_muon_without_a_matrix_is_refused():
     model = meta("llama")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("norm" in name)
-    with pytest.raises(ConfigError, match=r'optimizer.name = "Muon": no parameter that trains'):
+    with pytest.raises(ConfigError, match=r'optimizer.name = "Muon": no trainable parameter'):
         group_parameters(model, Optimizer(name="Muon"))
 
 

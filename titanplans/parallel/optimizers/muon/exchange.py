@@ -1,10 +1,10 @@
-"""Whole matrices out of their shards, each on one rank, and back: the communication of a step of Muon.
+"""The communication of Muon's step: gather each matrix on one rank, its owner, and scatter the result.
 
-The ranks of a mesh take turns at owning matrices: in a round each rank owns one. All shards of a matrix go to its owner by
-one all-to-all, and the owner's result goes back by another. So no rank holds more than a matrix or two, the work is
-shared, and each rank sends and gets about as much as its shards, in bfloat16, which Muon's products are computed in.
+In a round each rank of a mesh owns at most one matrix. One all-to-all sends all shards of a round's matrices to their
+owners, another one sends the results back. So a rank holds one or two full matrices at a time, the computation is
+distributed, and each rank sends and receives about the size of its shards, in bfloat16, the dtype of Muon's products.
 
-A stack of matrices (experts) is dealt out in blocks. Where it is sharded by expert over all ranks, nothing is sent.
+A stack of matrices (experts) is distributed in blocks. If it is sharded by expert over all ranks, nothing is sent.
 """
 
 import math
@@ -20,57 +20,63 @@ from titanplans.split.parameters.shards import sharding_axes
 from titanplans.torch_private.dtensor import flatten_mesh
 
 Box = tuple[tuple[int, int], ...]
-"""A part of a tensor: of each dimension the first index, and how many."""
+"""A rectangular part of a tensor: for each dimension (first index, size)."""
 Placements = tuple[Placement, ...]
 
 
-class MatrixShare(NamedTuple):
-    """What one rank makes whole in a round: some or all matrices of one parameter."""
+class Assignment(NamedTuple):
+    """The matrices of one parameter that one rank, their owner, gathers and orthogonalises in a round."""
 
     index: int
-    """Which parameter it is of."""
+    """The parameter's index."""
     shape: tuple[int, ...]
-    """The parameter's."""
+    """The parameter's full shape."""
     placements: Placements
     box: Box
-    """Its part of the parameter: the whole, except of a stack."""
+    """The assigned part of the parameter: all of a matrix, some matrices of a stack."""
 
 
-Round = dict[int, MatrixShare]
-"""The matrices that are gathered at the same time, by their owner's place in the mesh."""
+Round = dict[int, Assignment]
+"""The assignments that are gathered at the same time, by their owner's position in the flattened mesh."""
 
 
 def rounds_of(parameters: Mapping[int, tuple[tuple[int, ...], Placements]], ranks: int) -> list[Round]:
-    """Deal parameters out to the ranks of a mesh, by their shapes and placements.
+    """Assign parameters, given by full shape and placements, to the ranks of a mesh.
 
-    A stack is one round, in blocks; single matrices are dealt out from the costliest on.
+    A stack takes one round, in which each rank gets a block of matrices. Single matrices are assigned in order of cost, the
+    costliest first, so that the matrices of a round cost about the same.
     """
     rounds: list[Round] = []
     single = []
     for index, (shape, placements) in parameters.items():
-        whole = tuple((0, size) for size in shape)
+        full_box = tuple((0, size) for size in shape)
         if len(shape) == 2:
-            single.append(MatrixShare(index, shape, placements, whole))
+            single.append(Assignment(index, shape, placements, full_box))
             continue
         blocks = ((rank, _chunk(shape[0], ranks, rank)) for rank in range(ranks))
         rounds.append(
-            {p: MatrixShare(index, shape, placements, (block, *whole[1:])) for p, block in blocks if block[1]}
+            {
+                rank: Assignment(index, shape, placements, (block, *full_box[1:]))
+                for rank, block in blocks
+                if block[1]
+            }
         )
-    single.sort(key=lambda share: -(min(share.shape) ** 2) * max(share.shape))  # stable: alike on all ranks
-    return rounds + [dict(enumerate(single[at : at + ranks])) for at in range(0, len(single), ranks)]
+    # The sort is stable, so its result is the same on all ranks.
+    single.sort(key=lambda matrix: -(min(matrix.shape) ** 2) * max(matrix.shape))
+    return rounds + [dict(enumerate(single[i : i + ranks])) for i in range(0, len(single), ranks)]
 
 
 class Exchange:
     """The all-to-alls of the ranks of one mesh. Every rank takes part in every call.
 
     Args:
-        mesh: that the parameters lie on; None: this rank has them whole, and sends nothing.
+        mesh: the mesh of the parameters; None: this rank has full parameters, and sends nothing.
     """
 
     def __init__(self, mesh: DeviceMesh | None):
         self.mesh = mesh
-        self._held: dict[tuple[tuple[int, ...], Placements, int], Box] = {}
-        # Under CPU offload shards lie elsewhere than collectives and products.
+        self._shard_boxes: dict[tuple[tuple[int, ...], Placements, int], Box] = {}
+        # Under CPU offload the shards are on another device than collectives and products.
         self._device = None if mesh is None else torch.empty(0, device=mesh.device_type).device
         if mesh is None or mesh.size() == 1:
             self.size, self.me, self._sizes = 1, 0, (1,) * (1 if mesh is None else mesh.ndim)
@@ -78,112 +84,125 @@ class Exchange:
         ranks: list[int] = mesh.mesh.flatten().tolist()
         self._group = _group_of(mesh)
         self.size, self.me, self._sizes = len(ranks), ranks.index(dist.get_rank()), tuple(mesh.shape)
-        places = {dist.get_group_rank(self._group, rank): place for place, rank in enumerate(ranks)}
-        self._order = [places[rank] for rank in range(self.size)]  # the mesh may count ranks otherwise
+        positions = {dist.get_group_rank(self._group, rank): p for p, rank in enumerate(ranks)}
+        # The mesh position of each rank of the group, which may order ranks differently.
+        self._order = [positions[rank] for rank in range(self.size)]
 
-    def held(self, share: MatrixShare, place: int | None = None) -> Box:
-        """Return the box of a share's parameter that the rank at `place` of the mesh, or this one, holds."""
-        key = share.shape, share.placements, self.me if place is None else place
-        if key not in self._held:
-            box, at = [(0, size) for size in share.shape], self._at(key[2])
-            cuts = [] if self.mesh is None else sharding_axes(self.mesh, share.placements, name="a matrix")
-            for axis, dim in cuts:
-                first, size = _chunk(box[dim][1], self._sizes[axis], at[axis])
+    def shard_box(self, assignment: Assignment, position: int | None = None) -> Box:
+        """Return the part of the parameter that the rank at `position` of the mesh, by default this rank, holds."""
+        key = assignment.shape, assignment.placements, self.me if position is None else position
+        if key not in self._shard_boxes:
+            box, coordinate = [(0, size) for size in assignment.shape], self._coordinate(key[2])
+            axes = (
+                [] if self.mesh is None else sharding_axes(self.mesh, assignment.placements, name="a matrix")
+            )
+            for axis, dim in axes:
+                first, size = _chunk(box[dim][1], self._sizes[axis], coordinate[axis])
                 box[dim] = box[dim][0] + first, size
-            self._held[key] = tuple(box)
-        return self._held[key]
+            self._shard_boxes[key] = tuple(box)
+        return self._shard_boxes[key]
 
-    def own(self, share: MatrixShare, place: int | None = None) -> Box:
-        """Return the box of a share that the rank at `place` of the mesh, or this one, holds."""
-        return tuple(map(_overlap, self.held(share, place), share.box))
+    def overlap_box(self, assignment: Assignment, position: int | None = None) -> Box:
+        """Return the part of `assignment.box` that the rank at `position` of the mesh, by default this rank, holds."""
+        return tuple(map(_overlap, self.shard_box(assignment, position), assignment.box))
 
-    def gather(self, part: Round, pieces: Mapping[int, torch.Tensor]) -> "Gathering":
-        """Begin to send each share of a round to its owner.
-
-        Args:
-            part: the round.
-            pieces: this rank's shard of each share's parameter, by the parameter's index.
-        """
-        to = {}
-        for owner, share in part.items():
-            if self.me in self._sources(share, owner):
-                piece = view(pieces[share.index], self.held(share), self.own(share))
-                to[owner] = piece.reshape(-1).to(self._device, torch.bfloat16)
-        mine = part.get(self.me)
-        boxes = {p: self.own(mine, p) for p in self._sources(mine, self.me)} if mine else {}
-        return Gathering(mine, boxes, *self._all_to_all(to, boxes))
-
-    def scatter(self, part: Round, whole: torch.Tensor | None) -> Iterator[tuple[MatrixShare, torch.Tensor]]:
-        """Send each owner's result back; yield this rank's part of each share, with that share.
+    def gather(self, round_: Round, shards: Mapping[int, torch.Tensor]) -> "Gathering":
+        """Start to send the shards of each assignment of a round to its owner.
 
         Args:
-            part: the round.
-            whole: this rank's share, if it owns one.
+            round_: the round.
+            shards: this rank's shard of each assigned parameter, by the parameter's index.
         """
-        mine = part.get(self.me)
         to = {}
-        if mine is not None and whole is not None:
-            to = {p: view(whole, mine.box, self.own(mine, p)).reshape(-1) for p in range(self.size)}
-        boxes = {owner: self.own(share) for owner, share in part.items()}
-        parts, work = self._all_to_all(to, boxes)
+        for owner, assignment in round_.items():
+            if self.me in self._sources(assignment, owner):
+                shard = view(
+                    shards[assignment.index], self.shard_box(assignment), self.overlap_box(assignment)
+                )
+                to[owner] = shard.reshape(-1).to(self._device, torch.bfloat16)
+        own = round_.get(self.me)
+        boxes = {p: self.overlap_box(own, p) for p in self._sources(own, self.me)} if own else {}
+        return Gathering(own, boxes, *self._all_to_all(to, boxes))
+
+    def scatter(self, round_: Round, full: torch.Tensor | None) -> Iterator[tuple[Assignment, torch.Tensor]]:
+        """Send each owner's result to the other ranks; yield each assignment with this rank's shard of its result.
+
+        Args:
+            round_: the round.
+            full: the result of this rank's assignment, if it has one.
+        """
+        own = round_.get(self.me)
+        to = {}
+        if own is not None and full is not None:
+            to = {p: view(full, own.box, self.overlap_box(own, p)).reshape(-1) for p in range(self.size)}
+        boxes = {owner: self.overlap_box(assignment) for owner, assignment in round_.items()}
+        shards, work = self._all_to_all(to, boxes)
         if work is not None:
             work.wait()
         for owner, box in boxes.items():
-            yield part[owner], parts[owner].view([size for _, size in box])
+            yield round_[owner], shards[owner].view([size for _, size in box])
 
-    def _sources(self, share: MatrixShare, owner: int) -> list[int]:
-        """Return which ranks send to the owner: of those that hold copies the ones on its own side."""
-        copies = [axis for axis, placement in enumerate(share.placements) if isinstance(placement, Replicate)]
-        side = [self._at(owner)[axis] for axis in copies]
-        return [p for p in range(self.size) if [self._at(p)[axis] for axis in copies] == side]
+    def _sources(self, assignment: Assignment, owner: int) -> list[int]:
+        """Return the positions of the ranks that send to `owner`: of replicas only the one that contains `owner`."""
+        replicated = [
+            axis for axis, placement in enumerate(assignment.placements) if isinstance(placement, Replicate)
+        ]
+        replica = [self._coordinate(owner)[axis] for axis in replicated]
+        return [p for p in range(self.size) if [self._coordinate(p)[axis] for axis in replicated] == replica]
 
     def _all_to_all(
         self, to: Mapping[int, torch.Tensor], boxes: Mapping[int, Box]
     ) -> tuple[dict[int, torch.Tensor], Any]:
-        """Send a flat tensor to each rank; return the received ones, each the numbers of a box, and the work to wait for."""
+        """Send the flat tensors `to` ranks by position; return received ones with the sizes of `boxes`, and the work."""
         if self.size == 1:
             return dict(to), None
         empty = torch.empty(0, dtype=torch.bfloat16, device=self._device)
-        sent = [to.get(place, empty) for place in self._order]
-        sizes = [_count(boxes[place]) if place in boxes else 0 for place in self._order]
+        sent = [to.get(position, empty) for position in self._order]
+        sizes = [_numel(boxes[position]) if position in boxes else 0 for position in self._order]
         received = empty.new_empty(sum(sizes))
         work = dist.all_to_all_single(
-            received, torch.cat(sent), sizes, [part.numel() for part in sent], self._group, async_op=True
+            received, torch.cat(sent), sizes, [shard.numel() for shard in sent], self._group, async_op=True
         )
         return dict(zip(self._order, received.split(sizes), strict=True)), work
 
-    def _at(self, place: int) -> tuple[int, ...]:
-        at = []
+    def _coordinate(self, position: int) -> tuple[int, ...]:
+        """Return the coordinate in the mesh of a position in the flattened mesh."""
+        coordinate = []
         for size in reversed(self._sizes):
-            place, index = divmod(place, size)
-            at.append(index)
-        return tuple(reversed(at))
+            position, index = divmod(position, size)
+            coordinate.append(index)
+        return tuple(reversed(coordinate))
 
 
 class Gathering:
-    """Shards on their way to this rank."""
+    """A running all-to-all that gathers this rank's assignment."""
 
     def __init__(
-        self, mine: MatrixShare | None, boxes: Mapping[int, Box], parts: Mapping[int, torch.Tensor], work: Any
+        self,
+        assignment: Assignment | None,
+        boxes: Mapping[int, Box],
+        shards: Mapping[int, torch.Tensor],
+        work: Any,
     ):
-        self._mine, self._boxes, self._parts, self._work = mine, boxes, parts, work
+        self._assignment, self._boxes, self._shards, self._work = assignment, boxes, shards, work
 
-    def whole(self) -> torch.Tensor | None:
-        """Wait, and return this rank's share, in bfloat16; None if it owns none in this round."""
+    def wait(self) -> torch.Tensor | None:
+        """Wait, and return the gathered assignment in bfloat16; None if this rank has none in this round."""
         if self._work is not None:
             self._work.wait()
-        if self._mine is None:
+        if self._assignment is None:
             return None
-        whole = next(iter(self._parts.values())).new_empty([size for _, size in self._mine.box])
-        for place, box in self._boxes.items():
-            view(whole, self._mine.box, box).copy_(self._parts[place].view([size for _, size in box]))
-        return whole
+        full = next(iter(self._shards.values())).new_empty([size for _, size in self._assignment.box])
+        for position, box in self._boxes.items():
+            shard = self._shards[position].view([size for _, size in box])
+            view(full, self._assignment.box, box).copy_(shard)
+        return full
 
 
 def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     world = dist.group.WORLD
     if world is not None and mesh.size() == dist.get_world_size():
-        return world  # a group of its own for the same ranks would cost memory
+        return world  # another group of the same ranks would cost memory
     flat = (
         mesh if mesh.ndim == 1 else flatten_mesh(mesh, "muon_" + "_".join(mesh.mesh_dim_names or ("mesh",)))
     )
@@ -191,14 +210,14 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def view(tensor: torch.Tensor, origin: Box, box: Box) -> torch.Tensor:
-    """Return the part `box` of `tensor`, which is itself the part `origin` of a larger one."""
+    """Return the view `box` of `tensor`; `tensor` is the part `origin` of a larger tensor, and `box` is a part of that."""
     for dim, ((start, _), (first, size)) in enumerate(zip(origin, box, strict=True)):
         tensor = tensor.narrow(dim, first - start if size else 0, size)
     return tensor
 
 
 def _chunk(size: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Return which part of `size` the rank has by `torch.chunk`."""
+    """Return (first index, size) of the chunk of `rank`, as `torch.chunk` splits a dimension of `size`."""
     each = -(-size // ranks)
     first = min(rank * each, size)
     return first, min(each, size - first)
@@ -209,5 +228,5 @@ def _overlap(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
     return first, max(0, min(sum(one), sum(other)) - first)
 
 
-def _count(box: Sequence[tuple[int, int]]) -> int:
+def _numel(box: Sequence[tuple[int, int]]) -> int:
     return math.prod(size for _, size in box)

@@ -1,7 +1,8 @@
-"""Muon for the matrices of a model, however they are sharded: torch.optim.Muon's update, of whole matrices.
+"""Muon for sharded matrices: the update of torch.optim.Muon, computed from full matrices.
 
-The momentum is sharded as its parameter is. In a step each rank updates its part of the momentum; the matrices are made
-whole, orthogonalised once each, and sent back (`exchange`). So the update is the same at any degree of any parallelism.
+The momentum has the sharding of its parameter. In a step each rank updates its shard of the momentum; each matrix is
+gathered on one rank, orthogonalised there, and the result is scattered (`exchange`). So the update does not depend on how
+the model is parallelised.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,21 +28,22 @@ from titanplans.split.gradients import align_gradients, local_of
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised, with decoupled weight decay.
+    """Muon (orthogonalised momentum) with decoupled weight decay, for DTensors with any sharding.
 
-    Collective: each rank of the parameters' meshes calls `step`, with gradients of the same parameters.
+    `step` is collective: each rank of the parameters' meshes calls it, with gradients of the same parameters.
 
     Args:
         params: parameters, or groups of them: matrices [rows, columns], or stacks [matrices, rows, columns], each matrix of
             which is orthogonalised by itself. DTensors of any Shard and Replicate placements, or plain tensors.
         lr: learning rate; `weight_decay` is multiplied by it, as AdamW's is.
-        momentum: share of the momentum that a step keeps.
-        nesterov: look one step ahead, as Nesterov's momentum does.
+        momentum: decay rate of the momentum.
+        nesterov: use Nesterov's momentum.
         ns_steps: steps of the Newton-Schulz iteration.
-        adjust_lr_fn: the factor of the update of a matrix [A, B]: "match_rms_adamw", 0.2 sqrt(max(A, B)), by which it is as
-            large as AdamW's (arxiv.org/abs/2502.16982), or "original", sqrt(max(1, A / B)).
-        sections: of the parameters that hold several matrices side by side, which are orthogonalised one by one.
-        replicas: 1-D mesh of ranks that each have all of the plain tensors, and share the work; None: this rank alone.
+        adjust_lr_fn: the factor of the update of a matrix [A, B]: "match_rms_adamw", 0.2 sqrt(max(A, B)), which matches the
+            RMS of AdamW's update (arxiv.org/abs/2502.16982), or "original", sqrt(max(1, A / B)).
+        sections: for parameters that pack several matrices, which are orthogonalised one by one.
+        replicas: 1-D mesh of ranks that each have all plain tensors, and that the work is distributed over. None: this rank
+            computes all updates of plain tensors.
 
     Raises:
         ParallelError: a parameter is neither a matrix nor a stack of them.
@@ -70,7 +72,7 @@ class Muon(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
         self.sections, self._replicas = dict(sections or {}), replicas
-        self._dealt: list[tuple[Exchange, list[Round]]] | None = None
+        self._schedule: list[tuple[Exchange, list[Round]]] | None = None
         for param in (param for group in self.param_groups for param in group["params"]):
             if param.ndim not in (2, 3):
                 raise ParallelError(
@@ -88,15 +90,17 @@ class Muon(torch.optim.Optimizer):
         members: list[_Member] = [(param, group) for group in self.param_groups for param in group["params"]]
         params = [param for param, _ in members]
         align_gradients(params)
-        if self._dealt is None:
-            self._dealt = self._deal_out(params)
-        for exchange, rounds in self._dealt:
-            trained = [{p: s for p, s in r.items() if params[s.index].grad is not None} for r in rounds]
-            self._run(exchange, [part for part in trained if part], members)
+        if self._schedule is None:
+            self._schedule = self._make_schedule(params)
+        for exchange, rounds in self._schedule:
+            with_gradients = [
+                {p: s for p, s in r.items() if params[s.index].grad is not None} for r in rounds
+            ]
+            self._run(exchange, [round_ for round_ in with_gradients if round_], members)
         return loss
 
-    def _deal_out(self, params: list[torch.Tensor]) -> list[tuple[Exchange, list[Round]]]:
-        """Return who makes what whole, by mesh."""
+    def _make_schedule(self, params: list[torch.Tensor]) -> list[tuple[Exchange, list[Round]]]:
+        """Return for each mesh the rounds, which assign each matrix to the rank that orthogonalises it."""
         by_mesh: dict[DeviceMesh | None, dict[int, tuple[tuple[int, ...], Placements]]] = {}
         for index, param in enumerate(params):
             sharded = isinstance(param, DTensor)
@@ -104,31 +108,33 @@ class Muon(torch.optim.Optimizer):
             placements = tuple(param.placements) if sharded else (Replicate(),)
             by_mesh.setdefault(mesh, {})[index] = tuple(param.shape), placements
         return [
-            (Exchange(mesh), rounds_of(found, 1 if mesh is None else mesh.size()))
-            for mesh, found in by_mesh.items()
+            (Exchange(mesh), rounds_of(parameters, 1 if mesh is None else mesh.size()))
+            for mesh, parameters in by_mesh.items()
         ]
 
     def _run(self, exchange: Exchange, rounds: list[Round], members: list["_Member"]) -> None:
-        begun = self._begin(exchange, rounds, members)
-        # The shards of a round are on their way while those of the round before are computed.
-        for part, updates, gathering in _one_ahead(begun) if exchange.size > 1 else begun:
-            mine, whole = part.get(exchange.me), gathering.whole()
-            if mine is not None and whole is not None:
-                whole = self._orthogonal(whole, *members[mine.index])
-            boxes = {share.index: exchange.held(share) for share in part.values()}
-            for share, piece in exchange.scatter(part, whole):
-                view(updates[share.index], boxes[share.index], exchange.own(share)).copy_(piece)
+        started = self._start(exchange, rounds, members)
+        # The next round's shards are sent while the matrices of this round are orthogonalised.
+        for round_, updates, gathering in _one_ahead(started) if exchange.size > 1 else started:
+            assignment, full = round_.get(exchange.me), gathering.wait()
+            if assignment is not None and full is not None:
+                full = self._orthogonal(full, *members[assignment.index])
+            boxes = {each.index: exchange.shard_box(each) for each in round_.values()}
+            for each, shard in exchange.scatter(round_, full):
+                view(updates[each.index], boxes[each.index], exchange.overlap_box(each)).copy_(shard)
             for index, update in updates.items():
                 self._apply(*members[index], update, boxes[index])
 
-    def _begin(self, exchange: Exchange, rounds: list[Round], members: list["_Member"]) -> Iterator["_Begun"]:
-        for part in rounds:
-            indices = dict.fromkeys(share.index for share in part.values())
+    def _start(
+        self, exchange: Exchange, rounds: list[Round], members: list["_Member"]
+    ) -> Iterator["_StartedRound"]:
+        for round_ in rounds:
+            indices = dict.fromkeys(assignment.index for assignment in round_.values())
             directions = {index: self._direction(*members[index]) for index in indices}
-            yield part, directions, exchange.gather(part, directions)
+            yield round_, directions, exchange.gather(round_, directions)
 
     def _direction(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """Update the momentum of `param`; return this rank's part of the matrix to orthogonalise, a new tensor."""
+        """Update the momentum of `param`; return this rank's shard of the matrix to orthogonalise, a new tensor."""
         grad, state = param.grad, self.state[param]
         assert grad is not None
         if "momentum_buffer" not in state:
@@ -137,26 +143,27 @@ class Muon(torch.optim.Optimizer):
         momentum.lerp_(local, 1 - group["momentum"])
         return local.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum.clone()
 
-    def _orthogonal(self, whole: torch.Tensor, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    def _orthogonal(self, full: torch.Tensor, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         steps, sections = group["ns_steps"], self.sections.get(param)
         if sections is None:
-            return orthogonalize(whole, steps)
-        parts = whole.split(sections.sizes, sections.dim)
-        return torch.cat([orthogonalize(part, steps) for part in parts], sections.dim)
+            return orthogonalize(full, steps)
+        matrices = full.split(sections.sizes, sections.dim)
+        return torch.cat([orthogonalize(matrix, steps) for matrix in matrices], sections.dim)
 
-    def _apply(self, param: torch.Tensor, group: dict[str, Any], update: torch.Tensor, held: Box) -> None:
-        """Decay this rank's part of `param`, `held` of it, and subtract the update."""
+    def _apply(self, param: torch.Tensor, group: dict[str, Any], update: torch.Tensor, box: Box) -> None:
+        """Apply weight decay and the scaled update to this rank's shard of `param`, which is `box` of it."""
         scale, sections = SCALES[group["adjust_lr_fn"]], self.sections.get(param)
         shape = list(param.shape)
         dim, sizes = (param.ndim - 1, (shape[-1],)) if sections is None else sections
-        first, last = held[dim][0], sum(held[dim])
-        at = 0
+        first, last = box[dim][0], sum(box[dim])
+        start = 0
+        # The scale depends on the shape of each packed matrix.
         for size in sizes:
             shape[dim] = size
-            begin, end = max(at, first), min(at + size, last)
+            begin, end = max(start, first), min(start + size, last)
             if begin < end:
                 update.narrow(dim, begin - first, end - begin).mul_(scale(*shape[-2:]))
-            at += size
+            start += size
         local, lr = local_of(param), float(group["lr"])
         local.mul_(1 - lr * group["weight_decay"])
         local.add_(update, alpha=-lr)
@@ -164,16 +171,16 @@ class Muon(torch.optim.Optimizer):
 
 _Member = tuple[torch.Tensor, dict[str, Any]]
 """A parameter and its group."""
-_Begun = tuple[Round, dict[int, torch.Tensor], Gathering]
-"""A round, this rank's parts of its parameters' directions, and the shards on their way."""
+_StartedRound = tuple[Round, dict[int, torch.Tensor], Gathering]
+"""A round, this rank's shards of its parameters' directions, and the running gather."""
 
 
-def _one_ahead(begun: Iterator[_Begun]) -> Iterator[_Begun]:
-    """Yield each when the next has begun."""
-    before = next(begun, None)
-    for each in begun:
-        assert before is not None
-        yield before
-        before = each
-    if before is not None:
-        yield before
+def _one_ahead(rounds: Iterator[_StartedRound]) -> Iterator[_StartedRound]:
+    """Yield each round after the next one has been started."""
+    previous = next(rounds, None)
+    for current in rounds:
+        assert previous is not None
+        yield previous
+        previous = current
+    if previous is not None:
+        yield previous

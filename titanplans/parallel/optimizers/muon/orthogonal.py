@@ -1,7 +1,7 @@
-"""The Newton-Schulz iteration of Muon on stacks of matrices, and how its update is scaled.
+"""Muon's Newton-Schulz iteration for a matrix or a stack of matrices, and the scales of its update.
 
-torch.optim.Muon has it for one matrix at a time (Keller Jordan, kellerjordan.github.io/posts/muon); the arithmetic is the
-same here, in bfloat16, so a matrix may also be sent in bfloat16 without losing anything.
+The arithmetic is that of torch.optim.Muon, which takes one matrix at a time (Keller Jordan,
+kellerjordan.github.io/posts/muon). It is in bfloat16, so sending a matrix in bfloat16 does not change the result.
 """
 
 import math
@@ -16,15 +16,15 @@ SCALES: dict[str, Callable[[int, int], float]] = {
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
     "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
 }
-"""By the names of torch's `adjust_lr_fn`: the factor by which the update of a matrix [rows, columns] is multiplied."""
+"""The factor of the update of a matrix [rows, columns], by the values of torch's `adjust_lr_fn`."""
 
 
 def orthogonalize(matrices: torch.Tensor, steps: int) -> torch.Tensor:
-    """Return U S V^T of each matrix for its U D V^T, in bfloat16; S is 1 but for about a half (of five steps).
+    """Orthogonalise each matrix: from U D V^T to U S V^T, where S is about 0.5 to 1.5 after five steps. In bfloat16.
 
     Args:
         matrices: [rows, columns], or a stack [matrices, rows, columns].
-        steps: of the iteration.
+        steps: the number of iterations.
     """
     a, b, c = _COEFFICIENTS
     fused = torch.addmm if matrices.ndim == 2 else torch.baddbmm
@@ -32,7 +32,7 @@ def orthogonalize(matrices: torch.Tensor, steps: int) -> torch.Tensor:
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT
-    # The largest singular value is then 1 at most. A new tensor: what came may be the momentum itself.
+    # Afterwards the largest singular value is at most 1. Not in place, since `matrices` may be the momentum buffer.
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=_EPS)
     for _ in range(steps):
         gram = x @ x.mT
