@@ -90,7 +90,7 @@ class Communication:
             for direction in _DIRECTIONS:
                 issued, needed = self.of(part, direction), self.needed(part, direction)
                 if issued or needed:
-                    received = in_bytes(sum(c.received or 0 for c in issued)) if issued else ""
+                    received = format_bytes(sum(c.received or 0 for c in issued)) if issued else ""
                     counts = _counts([c.operation] for c in issued), _counts(a.operations for a in needed)
                     rows.append(("" if rows[-1][0] == label else label, direction, *counts, received))
                 excess += [
