@@ -1,8 +1,6 @@
-"""Which model: named flavors and config files, building on the meta device, initial weights, FLOPs, and
-models and inputs for a proof.
+"""Models: configs by flavor or from a file, construction on meta, initial weights, FLOPs, and models and inputs for a proof.
 
-How a model is split is in the plans and `titanplans.split`; no plan is imported here. PyTorch functions in place
-of FLA's GPU kernels are in `titanplans.kernels`.
+No plan is imported here.
 """
 
 from titanplans.errors import ModelError

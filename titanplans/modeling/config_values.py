@@ -1,7 +1,7 @@
-"""The values of a config.json, before a config class and a model's constructor see them.
+"""Check the values of a config.json before a config class is constructed. Start at `check_values`.
 
-The classes of `transformers` check the types of their fields, those of `fla` don't, and neither checks a sign: what passes
-them ends in a constructor, by an error that names no field. A rule goes by a field's name, which the families share.
+Config classes of `transformers` check the types of their fields, those of `fla` do not, and neither checks ranges: without
+this check a wrong value would fail in a model's constructor, in an error that does not name the field.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from titanplans.config.values import Constraint, Mismatch, describe, fit
 from titanplans.errors import ModelError
 
 _MOST = 2**31 - 1
-"""What a size can be: the indices of many kernels have 32 bits."""
+"""The largest size: many kernels have 32-bit indices."""
 
 _LAYERS = 10_000
 
@@ -38,22 +38,22 @@ _RULES = {
     r".*_eps|epsilon|initializer_range|.*_std": Constraint("at least 0", lambda value: value >= 0),
     r".*(dropout|pdrop)": Constraint("from 0 to 1", lambda value: 0 <= value <= 1),
 }
-"""What numbers of a name have to be; the first that matches counts."""
+"""Ranges of numbers by patterns of field names, which model families have in common; the first match counts."""
 
 _NO_FIELD = inspect.Parameter("_", inspect.Parameter.KEYWORD_ONLY)
-"""Stands for a key that the class has no field of."""
+"""Stands for the field of an unknown key."""
 
 
 def check_values(values: Mapping[str, Any], config_class: type[PretrainedConfig], where: str) -> None:
-    """Refuse a value of another type than its field takes, a size that none can be, and a quantised model.
+    """Refuse values of a wrong type or out of range, and quantised models.
 
     Args:
-        values: what the config.json holds.
+        values: the content of the config.json.
         config_class: the class of its model_type.
-        where: the file, for messages.
+        where: a description of the file, for errors.
 
     Raises:
-        ModelError: the first such value, with its key and the expected kind.
+        ModelError: for the first such value, with its key and the expected type or range.
     """
     _check_table(values, config_class, where, "")
 
@@ -64,9 +64,9 @@ def _check_table(values: Mapping[str, Any], config_class: Any, where: str, prefi
     if (quantised := values.get("quantization_config")) is not None:
         method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
         raise ModelError(
-            f"{where}: {prefix}quantization_config (quant_method = {_json(method)}): a quantised model can't be trained, "
-            "and without it another model would be: take the config.json of the model that was quantised, or remove "
-            "quantization_config to train new weights in training.dtype"
+            f"{where}: {prefix}quantization_config (quant_method = {_json(method)}): a quantised model can't be trained: "
+            "take the config.json of the model that was quantised, or remove quantization_config to train new weights in "
+            "training.dtype"
         )
     for key, value in values.items():
         said = f"{where}: {prefix}{key} = {_json(value)}"
@@ -100,7 +100,7 @@ def unread_keys(
 ) -> Iterator[tuple[str, PretrainedConfig]]:
     """Yield each key of a config.json that is no field of its config class, such as a misspelt one, with the config.
 
-    transformers keeps them as attributes, which a model's own code may read; mostly nothing does.
+    transformers stores them as attributes, which the model's code rarely reads.
     """
     known = {*inspect.signature(type(config)).parameters, *config.attribute_map, "auto_map"}
     for key, value in values.items():
@@ -108,16 +108,16 @@ def unread_keys(
         if isinstance(inner, PretrainedConfig):
             yield from unread_keys(value or {}, inner)  # null: the class's default
         elif key not in known and not key.startswith("_") and not hasattr(type(config), key):
-            # What the class has made into other fields is no attribute any more, and some it asks for by name.
-            asks = re.search(rf"""['"]{re.escape(key)}['"]""", inspect.getsource(type(config)))
-            if key in vars(config) and not asks:
+            # A key that the class converts to other fields is no attribute. Others it reads by name, as from `kwargs`.
+            is_read = re.search(rf"""['"]{re.escape(key)}['"]""", inspect.getsource(type(config)))
+            if key in vars(config) and not is_read:
                 yield key, config
 
 
 def _is_number(hint: Any) -> bool:
-    """Whether a type is that of numbers or truth values, None included."""
-    parts = [part for part in typing.get_args(hint) if part is not NoneType] or [hint]
-    return typing.get_origin(hint) is not tuple and all(part in (bool, int, float) for part in parts)
+    """Whether `hint` is int, float, bool or a union of these, which may include None."""
+    members = [member for member in typing.get_args(hint) if member is not NoneType] or [hint]
+    return typing.get_origin(hint) is not tuple and all(member in (bool, int, float) for member in members)
 
 
 def _json(value: Any) -> str:

@@ -1,7 +1,6 @@
-"""From a name and a flavor, or from a config.json, to a `transformers` config object.
+"""Create a `transformers` config from a model's name and flavor (`load_config`), or from a config.json (`load_config_file`).
 
-The sizes come from `titanplans.config.families`. Nothing here reaches for the network: a model that is not in the
-installed `transformers` or `fla` is refused, remote code included.
+The network is not used: models that are not in the installed `transformers` or `fla`, and remote code, are refused.
 """
 
 import copy
@@ -24,8 +23,8 @@ from titanplans.modeling.config_values import check_values, unread_keys
 from titanplans.modeling.own import own_config
 from titanplans.text import show
 
-# What a config class raises for a value it does not take: its own checks, those of the typed config dataclasses of
-# transformers 5, and what it comes upon where it computes one field from another.
+# Errors of a config class for a wrong value: of its own checks, of the typed config dataclasses of transformers 5, and of
+# computing one field from another.
 _BAD_VALUE = (
     *(TypeError, ValueError, AssertionError, StrictDataclassError),
     *(ArithmeticError, AttributeError, LookupError),
@@ -33,16 +32,16 @@ _BAD_VALUE = (
 
 
 def available() -> dict[str, tuple[str, ...]]:
-    """The named models and their flavors: `{"gla": ("debug", "340M", ...), ...}`."""
+    """Return the named models and their flavors: `{"gla": ("debug", "340M", ...), ...}`."""
     return {name: tuple(family.flavors) for name, family in families().items()}
 
 
 def load_config(name: str, flavor: str, **overrides: Any) -> PretrainedConfig:
-    """The config of a named model, with `overrides` of its fields.
+    """Return the config of a named model, with `overrides` of its fields.
 
-    Of a model with a text and a vision config (gemma3), a field of the text config is given by its own name, and
-    reaches the outer config too where both have it; `text_config={...}` and `vision_config={...}` change the
-    fields that they name and leave the others.
+    If the config has a nested text and vision config (gemma3), a field of the text config is overridden by its plain name,
+    also in the outer config if both have it. `text_config={...}` and `vision_config={...}` override the named fields and
+    keep the others.
 
     >>> load_config("gla", "debug", vocab_size=8192).vocab_size
     8192
@@ -51,31 +50,31 @@ def load_config(name: str, flavor: str, **overrides: Any) -> PretrainedConfig:
     (8192, 1)
 
     Raises:
-        ModelError: unknown `name`, `flavor` or field, or a value the config class refuses.
+        ModelError: `name`, `flavor` or a field is unknown, or the config class refuses a value.
     """
     family = find_flavor(name, flavor)
     fields = family.flavors[flavor]
     if family.own_class is not None:
         return own_config(family.own_class, fields | overrides, f"{family.source}, flavor {flavor!r}")
     config_class, source = _config_class(family), f"{family.source}, flavor {flavor!r}"
-    # Copies throughout: config classes write defaults into the mappings they are given.
-    config = _made(config_class, fields, source)
+    # `_construct` copies the fields: config classes write defaults into nested mappings.
+    config = _construct(config_class, fields, source)
     try:
         _check_fields(config, fields, also=family.undeclared)
     except ModelError as error:
         raise ModelError(f"{source}: {error}") from error
     values = _overridden(config, fields, overrides)
-    return _made(config_class, values, f"model {name!r}, flavor {flavor!r}, {overrides}")
+    return _construct(config_class, values, f"model {name!r}, flavor {flavor!r}, {overrides}")
 
 
 def load_config_file(path: str | PathLike[str]) -> PretrainedConfig:
-    """The config in a Hugging Face config.json, or in the folder that holds one.
+    """Return the config in a Hugging Face config.json, or in a folder that has one.
 
-    Every `model_type` of the installed `transformers` and `fla` is known.
+    Every `model_type` of the installed `transformers` and `fla` is supported.
 
     Raises:
-        ModelError: no such file, not a JSON object, `model_type` missing or unknown, a value of another type or out of
-            its range, a quantised model, or what the config class refuses.
+        ModelError: the file does not exist or is not a JSON object, `model_type` is missing or unknown, a value has a wrong
+            type or is out of range, the model is quantised, or the config class refuses a value.
     """
     where = f"model config {str(path)!r}"
     try:
@@ -83,7 +82,7 @@ def load_config_file(path: str | PathLike[str]) -> PretrainedConfig:
             path = path / "config.json"
             where = f"model config {str(path)!r}"
         if path.exists() and not path.is_file():
-            raise ModelError(f"{where} is no file")  # a pipe, which would be waited for
+            raise ModelError(f"{where} is no file")  # reading a pipe would block
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{where} can't be read: {error.strerror}") from error
@@ -106,9 +105,9 @@ def load_config_file(path: str | PathLike[str]) -> PretrainedConfig:
     try:
         config = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(values))
     except _BAD_VALUE as error:
-        raise ModelError(f"{where}: {_line(error)}") from error
+        raise ModelError(f"{where}: {_one_line(error)}") from error
     for key, owner in unread_keys(values, config):
-        _tell(
+        _log_once(
             f"{where}: {key} is no field of {type(owner).__name__}, and does nothing unless the model's "
             f"code asks for it; {did_you_mean(key, _fields(owner), 'remove it if it does not')}"
         )
@@ -116,10 +115,10 @@ def load_config_file(path: str | PathLike[str]) -> PretrainedConfig:
 
 
 def adjusted(config: PretrainedConfig, overrides: Mapping[str, Any]) -> PretrainedConfig:
-    """The same config, or the text config in it, with other values of fields; a table keeps the keys that it does not name.
+    """Return a copy of `config` with `overrides` of fields, also of its text config's; nested tables are merged.
 
     Raises:
-        ModelError: no such field, or a value that it can't have.
+        ModelError: a field does not exist, or its value is refused.
     """
     text = config.get_text_config()
     fields = {key: _merged(getattr(text, key, None), value) for key, value in overrides.items()}
@@ -127,7 +126,7 @@ def adjusted(config: PretrainedConfig, overrides: Mapping[str, Any]) -> Pretrain
         check_values(overrides, type(text), "its table")
         return type(config).from_dict(_overridden(config, config.to_dict(), fields))
     except _BAD_VALUE as error:
-        raise ModelError(f"model.config_overrides = {show(overrides)}: {_line(error)}") from error
+        raise ModelError(f"model.config_overrides = {show(overrides)}: {_one_line(error)}") from error
 
 
 def _merged(old: Any, new: Any) -> Any:
@@ -137,8 +136,8 @@ def _merged(old: Any, new: Any) -> Any:
 
 
 @cache
-def _tell(note: str) -> None:
-    """Log `note`, once in a process and those that it forks."""
+def _log_once(note: str) -> None:
+    """Log `note` once per process, not again in forked processes."""
     logging.getLogger(__name__).info(note)
 
 
@@ -146,7 +145,7 @@ def _config_class(family: Family) -> type[PretrainedConfig]:
     assert family.config_class is not None
     module, _, name = family.config_class.rpartition(".")
     try:
-        # Only when one is asked for: `fla.models` imports Triton and every FLA model.
+        # Imported here: `fla.models` imports Triton and every FLA model.
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ModelError(
@@ -154,45 +153,45 @@ def _config_class(family: Family) -> type[PretrainedConfig]:
         ) from error
 
 
-def _made(config_class: type[PretrainedConfig], fields: dict[str, Any], what: str) -> PretrainedConfig:
+def _construct(config_class: type[PretrainedConfig], fields: dict[str, Any], what: str) -> PretrainedConfig:
     try:
         return config_class(**copy.deepcopy(fields))
     except _BAD_VALUE as error:
-        raise ModelError(f"{what}: {_line(error)}") from error
+        raise ModelError(f"{what}: {_one_line(error)}") from error
 
 
 def _overridden(
     config: PretrainedConfig, fields: dict[str, Any], overrides: dict[str, Any]
 ) -> dict[str, Any]:
-    """`fields`, which made `config`, with `overrides` put where they belong."""
+    """Return `fields`, from which `config` was constructed, with `overrides` in the outer or the nested configs."""
     text = config.get_text_config()
-    of_text = [] if text is config else _fields(text)
+    text_fields = [] if text is config else _fields(text)
     values = dict(fields)
     for key, value in overrides.items():
         if key in config.sub_configs and isinstance(value, Mapping):
             _check_fields(getattr(config, key), value)
             values[key] = {**values.get(key, {}), **value}
             continue
-        _check_fields(config, {key: value}, also=of_text)
+        _check_fields(config, {key: value}, also=text_fields)
         if key in _fields(config):
             values[key] = value
-        if key in of_text:
+        if key in text_fields:
             values["text_config"] = {**values.get("text_config", {}), key: value}
     return values
 
 
 def _check_fields(config: PretrainedConfig, fields: Mapping[str, Any], also: Iterable[str] = ()) -> None:
     """Refuse keys that are neither a field of `config` (or, in a nested table, of that config) nor in `also`."""
-    known = list(dict.fromkeys([*_fields(config), *also]))
+    allowed = list(dict.fromkeys([*_fields(config), *also]))
     for key, value in fields.items():
-        if key not in known:
-            raise ModelError(f"{type(config).__name__} has no field {key!r}; {did_you_mean(key, known)}")
+        if key not in allowed:
+            raise ModelError(f"{type(config).__name__} has no field {key!r}; {did_you_mean(key, allowed)}")
         if key in config.sub_configs and isinstance(value, Mapping):
             _check_fields(getattr(config, key), value, also)
 
 
 def _fields(config: PretrainedConfig) -> list[str]:
-    """The fields that describe the architecture: not those that every config has (dtype, labels, outputs)."""
+    """Return the fields of the architecture, without those that every config has (dtype, labels, outputs)."""
     common, fields = inspect.signature(PretrainedConfig).parameters, []
     for kind in type(config).__mro__:
         if kind is PretrainedConfig:
@@ -200,10 +199,9 @@ def _fields(config: PretrainedConfig) -> list[str]:
         parameters = inspect.signature(kind).parameters
         fields += [key for key in parameters if key not in common and key != "kwargs"]
         if "kwargs" not in parameters:
-            break  # others go to the class that this one extends
+            break  # with **kwargs a class also takes the fields of its base class
     return list(dict.fromkeys(fields))
 
 
-def _line(error: Exception) -> str:
-    """An error's message on one line."""
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())

@@ -1,8 +1,7 @@
-"""Initial weights for a model that is already split: the same values however it is split.
+"""`initialize`: set the initial weights of a split model, with values that do not depend on how it is split.
 
-Where the values come from is `titanplans.modeling.reference`; here each rank keeps its part of them. Of the split
-model nothing but the tables of parameters and buffers is touched, so hooks, swapped classes and wrappers
-on its modules don't matter.
+`titanplans.modeling.reference` computes full tensors, and each rank keeps its shards. Only the tables `_parameters` and
+`_buffers` of the split model are used, so its hooks, replaced classes and wrappers have no effect.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,97 +20,96 @@ from titanplans.split.parameters.shards import copy_shard
 
 
 def initialize(model: PreTrainedModel, *, seed: int, only: Collection[str] | None = None) -> None:
-    """Give every parameter and buffer its initial value, in place, and tie again what the config ties.
+    """Set every parameter and buffer to its initial value, in place, and tie the parameters that the config ties.
 
-    Call it after the model was parallelised and `model.to_empty(device=...)`. Values are those of the
-    model's own initialisation (constructor, then `_init_weights`), drawn in float32 and rounded to each
-    parameter's dtype; adapters get those of `low_rank.draw_factor`. They depend on `seed`, the config and
-    the kind of device, and not on ranks, placements or dtype. One unit (a decoder layer, the embedding, the
-    head) is in memory in full at a time. No communication; the random state of the CPU and of the model's
-    device is left as it was.
+    Call it after the model is parallelised and after `model.to_empty(device=...)`. Values are those of the model's
+    constructor and `_init_weights`, drawn in float32 and rounded to each parameter's dtype; adapters have those of
+    `low_rank.draw_factor`. They depend on `seed`, the config and the type of device, not on ranks, placements or dtype.
+    Memory: one full unit at a time (a decoder layer, the embedding, the head). No communication. The random states of the
+    CPU and of the model's device are restored.
 
     Args:
-        model: as `titanplans.modeling.build` made it; parameters are plain tensors or DTensors with any placements. It
-            may lack modules (a pipeline stage) but not have others.
+        model: built by `titanplans.modeling.build`; parameters are plain tensors or DTensors with any placements. It may
+            lack modules of the config's model (a pipeline stage), but not have others.
         seed: the same on every rank.
-        only: if given, these buffers alone get values, and parameters keep theirs.
+        only: if given, only these buffers are initialised, and parameters keep their values.
 
     Raises:
-        ModelError: a tensor is still on the meta device, is initialised neither by its module's
-            constructor nor by `_init_weights`, or is not in the model that the config describes.
+        ModelError: a tensor is on the meta device, is initialised neither by its module's constructor nor by
+            `_init_weights`, or is not in the config's model.
     """
-    todo = named_tensors(model)
+    remaining = named_tensors(model)
     owners = None
     if only is not None:
-        todo = {name: tensor for name, tensor in todo.items() if name in only}
-    for name in [name for name in todo if is_factor(name)]:
-        factor = todo.pop(name)
+        remaining = {name: tensor for name, tensor in remaining.items() if name in only}
+    for name in [name for name in remaining if is_factor(name)]:
+        factor = remaining.pop(name)
         copy_shard(factor, draw_factor(name, factor.shape, seed), name=name)
     if only is not None:
-        paths = {name.rpartition(".")[0] for name in todo}
+        paths = {name.rpartition(".")[0] for name in remaining}
         owners = [module for path, module in model.named_modules() if without_wrappers(path) in paths]
-        if not todo:
+        if not remaining:
             return
     reference = Reference(model, next(model.parameters()).device, seed, owners)
-    writer = Writer(model, todo, reference.tied)
+    writer = Writer(model, remaining, reference.tied)
     for unit in reference.units():
         module = writer.modules.get(unit.path)
         if isinstance(module, AbsentModule) and not any(_is_of(name, unit) for name in writer.alone):
             continue
-        if module is not None and (only is None or any(_is_of(name, unit) for name in todo)):
+        if module is not None and (only is None or any(_is_of(name, unit) for name in remaining)):
             for name, value in reference.values(unit).items():
                 writer.write(name, value)
     tie(model, reference.tied)
-    for name in todo.keys() - reference.tied.keys():
+    for name in remaining.keys() - reference.tied.keys():
         raise ModelError(f"{name} is not in the model that its config describes: nothing initialises it")
 
 
 class Writer:
-    """Writes whole tensors of a model into one that has it: split in any way, in NF4, or as a stage of a pipeline.
+    """Write full tensors into the parameters of a model that is split in any way, in NF4, or a pipeline stage.
 
     Args:
-        model: it.
-        left: tensors of it, by name; what is written is taken out.
-        tied: each tied parameter, and the one that it is tied to.
+        model: the model to write into.
+        left: its tensors that are to be written, by name; each is removed when it is written.
+        tied: the source of each tied parameter.
     """
 
     def __init__(self, model: nn.Module, left: dict[str, torch.Tensor], tied: Mapping[str, str]):
         self.modules = {without_wrappers(path): module for path, module in model.named_modules()}
         self.left = left
-        # In a stage of a pipeline the one that it is tied to may be another stage's.
+        # In a pipeline stage the source of a tied parameter may be in another stage: write the value to the tied one.
         self.alone = {source: name for name, source in tied.items() if name in left and source not in left}
 
     @torch.no_grad()
     def write(self, name: str, value: torch.Tensor) -> None:
-        """Write this rank's part of `value`, if the tensor of this name is left."""
-        owner, _, own = name.rpartition(".")
+        """Write this rank's shard of `value` into the tensor `name`, if it is still to be written."""
+        owner, _, attribute = name.rpartition(".")
         codes, scales = f"{owner}.{nf4.CODES}", f"{owner}.{nf4.SCALES}"
-        if own == "weight" and codes in self.left:
+        if attribute == "weight" and codes in self.left:
             nf4.write(self.modules[owner], value, owner)
             del self.left[codes], self.left[scales]
-        elif (here := self.alone.get(name, name)) in self.left:
-            copy_shard(self.left.pop(here), value, name=here)
+        elif (local_name := self.alone.get(name, name)) in self.left:
+            copy_shard(self.left.pop(local_name), value, name=local_name)
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a model's own parameters and buffers by their names in the module tree; a tied one is there by each name.
+    """Return parameters and buffers by their names in the module tree; a tied one under each of its names.
 
     Raises:
-        ModelError: one is still on the meta device.
+        ModelError: one is on the meta device.
     """
-    found = {
+    named = {
         join(without_wrappers(path), name): tensor
         for path, module in model.named_modules()
         for name, tensor in tensors(module).items()
     }
-    for name, tensor in found.items():
+    for name, tensor in named.items():
         if tensor.is_meta:
             raise ModelError(f"{name} has no memory yet: call model.to_empty(device=...) first")
-    return found
+    return named
 
 
 def tie(model: nn.Module, tied: Mapping[str, str]) -> None:
-    """Make each tied parameter the same object as its source; `to_empty` has made them two."""
+    """Make each tied parameter the same object as its source again, after `to_empty` has separated them."""
     targets = {without_wrappers(path): module for path, module in model.named_modules()}
     for target, source in tied.items():
         path, _, name = target.rpartition(".")
@@ -125,7 +123,7 @@ def tie(model: nn.Module, tied: Mapping[str, str]) -> None:
 
 
 def _is_of(name: str, unit: InitUnit) -> bool:
-    """Whether `unit` gives the tensor its value."""
+    """Whether `unit` initialises the tensor `name`."""
     if unit.make is None:
         return name.rpartition(".")[0] == unit.path
     return name.startswith(f"{unit.path}.")

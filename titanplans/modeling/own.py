@@ -1,13 +1,13 @@
-"""A model of one's own, which transformers does not know: an nn.Module by the name of its class.
+"""User models: an nn.Module that is not in transformers, by the name of its class.
 
     [model]
     class = "my_package.model:MyModel"
     arguments = { width = 512, layers = 8 }
 
-Its forward takes `input_ids` [batch, sequence] and returns logits [batch, sequence, vocabulary], or an object or dict that
-has them as `logits`, or a tuple that begins with them. Its constructor gives every parameter its value. It may have a
-`config`, a transformers PretrainedConfig; otherwise it gets one, whose `model_type` is the class's own `model_type` or its
-name, by which a plan is registered.
+Its forward takes `input_ids` [batch, sequence] and returns logits [batch, sequence, vocabulary], an object or dict with
+`logits`, or a tuple whose first element is the logits. Its constructor initialises every parameter. It may have a `config`,
+a transformers PretrainedConfig. Otherwise it gets one, whose `model_type` is the attribute `model_type` of the class or the
+name of the class; plans are registered under it.
 """
 
 import inspect
@@ -24,19 +24,19 @@ from titanplans.split.decoder import find_decoder
 from titanplans.user_code import as_user_error, check_keywords, load_attribute
 
 _CLASS, _ARGUMENTS = "own_class", "own_arguments"
-"""Fields of the config that say how the model is made again."""
+"""Fields of the config from which the model is constructed again."""
 
 
 class OwnConfig(PretrainedConfig):
-    """The config of a model that has none: which class it is, and the keywords of its constructor."""
+    """The config of a user model that has none: its class and the arguments of its constructor."""
 
 
 class OwnModel(nn.Module):
-    """The attributes of a transformers model that the engine reads, for a model of one's own."""
+    """Add the attributes of a transformers model that titanplans reads to a user model."""
 
     @property
     def all_tied_weights_keys(self) -> dict[str, str]:
-        """Each parameter that is tied, and the one that it is tied to."""
+        """The source of each tied parameter, by name."""
         first: dict[int, str] = {}
         named = self.named_parameters(remove_duplicate=False)
         return {name: first[id(p)] for name, p in named if first.setdefault(id(p), name) != name}
@@ -46,29 +46,27 @@ class OwnModel(nn.Module):
         return sorted({type(block.module).__name__ for block in find_decoder(self, required=False).blocks})
 
     def is_custom_code(self) -> bool:
-        """No: transformers loads nothing of it."""
+        """Return False: the code was not loaded by transformers."""
         return False
 
     def _initialize_weights(self, module: nn.Module, custom: bool) -> None:
-        """Nothing: its own constructor has done it."""
+        """Do nothing: the constructor has initialised the parameters."""
 
 
 def own_config(source: str, arguments: Mapping[str, Any], sizes: str | None = None) -> PretrainedConfig:
-    """Return the config of the model that the class `source`, "module:Class", makes of these keywords.
-
-    It is made once, on meta.
+    """Construct a user model on meta and return its config.
 
     Args:
-        source: the class.
-        arguments: keywords of its constructor.
-        sizes: where they stand, if not in a job.
+        source: its class, "module:Class".
+        arguments: the keyword arguments of its constructor.
+        sizes: the file and flavor that they are from, for errors; None: a job.
 
     Raises:
-        ModelError: there is no such class, it fails, its config is no PretrainedConfig, it has no embedding, or its forward
-            takes no `input_ids`.
+        ModelError: the class does not exist, its constructor fails, its config is no PretrainedConfig, it has neither a
+            config nor an embedding, or its forward takes no `input_ids`.
     """
     with torch.device("meta"):
-        model = _made(source, arguments, sizes)
+        model = _construct(source, arguments, sizes)
     try:
         inspect.signature(model.forward).bind(input_ids=None)
     except TypeError as error:
@@ -90,7 +88,7 @@ def own_config(source: str, arguments: Mapping[str, Any], sizes: str | None = No
     elif not isinstance(config, PretrainedConfig):
         raise ModelError(
             f"model.class = {source!r}: its config is a {type(config).__name__}: make it a transformers PretrainedConfig, "
-            "or call it otherwise"
+            "or give the attribute another name"
         )
     setattr(config, _CLASS, source)
     setattr(config, _ARGUMENTS, dict(arguments))
@@ -98,21 +96,21 @@ def own_config(source: str, arguments: Mapping[str, Any], sizes: str | None = No
 
 
 def is_own(config: PretrainedConfig) -> bool:
-    """Whether `config` is that of a model of one's own."""
+    """Whether `config` is the config of a user model."""
     return hasattr(config, _CLASS)
 
 
 def construct_own(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Run the class's constructor with `device` and `dtype` as defaults, and give the model `config`.
+    """Construct the user model of `config` with `device` and `dtype` as defaults, and set its `config`.
 
     Raises:
-        ModelError: it fails.
+        ModelError: the constructor fails.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with device:
-            model: Any = _made(getattr(config, _CLASS), getattr(config, _ARGUMENTS))
+            model: Any = _construct(getattr(config, _CLASS), getattr(config, _ARGUMENTS))
     finally:
         torch.set_default_dtype(before)
     cls = type(model)
@@ -121,14 +119,14 @@ def construct_own(config: PretrainedConfig, device: torch.device, dtype: torch.d
     return model
 
 
-def _made(source: str, arguments: Mapping[str, Any], sizes: str | None = None) -> nn.Module:
+def _construct(source: str, arguments: Mapping[str, Any], sizes: str | None = None) -> nn.Module:
     what = f"model.class = {source!r}" if sizes is None else f"{sizes}: class = {source!r}"
     cls = load_attribute(source, what, ModelError, _is_module)
     if not _is_module(cls):
         raise ModelError(f"{what}: it is not a class of nn.Module; name one")
-    given = f"{what}, {'model.arguments' if sizes is None else 'arguments'} = {dict(arguments)}"
-    check_keywords(cls, arguments, given, ModelError)
-    with as_user_error(given, ModelError):
+    call = f"{what}, {'model.arguments' if sizes is None else 'arguments'} = {dict(arguments)}"
+    check_keywords(cls, arguments, call, ModelError)
+    with as_user_error(call, ModelError):
         return cls(**arguments)
 
 

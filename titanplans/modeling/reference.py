@@ -1,13 +1,9 @@
-"""The unsplit model, one unit at a time: what the model's own code would initialise, in bounded memory.
+"""`Reference`: initialise the unsplit model by its own code, one unit at a time, so that memory is bounded.
 
-A unit is a decoder layer, or a single module outside of the layers (embedding, norm, head). Layers are
-made by their own constructor when it is their turn, from the arguments the model's constructor gave
-them; then the model's `_init_weights` runs on them, with the marks (`_is_hf_initialized`) that a
-constructor may have set. Outside of the layers a parameter that its constructor wrote keeps its value,
-and one that is still unwritten memory stays on the meta device until its turn.
-
-Unwritten memory reads as NaN throughout, so that a parameter that nobody initialises is found.
-How the values get into a split model is `titanplans.modeling.initialize`.
+A unit is a decoder layer, or a single module outside of the layers (embedding, norm, head). Each layer is constructed when
+its values are needed, with the arguments that the model's constructor passed to it; then the model's `_init_weights` runs
+on it. Outside of the layers a parameter that its constructor initialised keeps its value, and an uninitialised one stays
+on meta until then. Uninitialised memory is filled with NaN, so that a parameter that no code initialises is detected.
 """
 
 import copy
@@ -33,25 +29,24 @@ from titanplans.torch_private.swapped import swapped
 
 
 class InitUnit(NamedTuple):
-    """A part of the reference that is initialised, and held in memory, by itself."""
+    """A module whose tensors are initialised and in memory together."""
 
     path: str
     module: nn.Module
     owner: PreTrainedModel
-    """The innermost model around it, whose `_init_weights` is the one that counts."""
+    """The innermost PreTrainedModel around it, whose `_init_weights` transformers calls."""
     make: Callable[[], nn.Module] | None
-    """For a layer: its constructor with its arguments. None: the module initialises its own parameters only."""
+    """For a layer: its constructor with its arguments. None: the unit is only the direct parameters of the module."""
 
 
 class Reference:
-    """The model that `model.config` describes, without weights; `units` and `values` give them part by part.
+    """The unsplit model of `model.config`; `units` and `values` return its initial values one unit at a time.
 
     Args:
-        model: the model to be initialised. Only its config and its classes are read.
+        model: the model to initialise; only its config and its classes are used.
         device: where values are drawn.
-        seed: the values depend on it, on the config and on the kind of device; on nothing else.
-        buffers_of: if given, only the buffers of these modules of `model` get values, and nothing takes the memory of a
-            parameter.
+        seed: of the values, which otherwise depend only on the config and the type of device.
+        buffers_of: if given, only the buffers of these modules of `model` get values, and no parameter is allocated.
     """
 
     def __init__(
@@ -74,20 +69,19 @@ class Reference:
             device = torch.device("meta")
         self._calls: dict[nn.Module, Callable[[], nn.Module]] = {}
         with self._seeded("constructor"), _constructing(device), ExitStack() as stack:
-            if not is_own(
-                model.config
-            ):  # whose modules write their parameters after they have registered them
+            # Not for user models, whose modules may register a parameter before they initialise it.
+            if not is_own(model.config):
                 stack.enter_context(_to_meta(lambda parameter: bool(parameter.isnan().any())))
-            # Only the constructors' own marks are to be on the modules.
+            # Otherwise it would mark modules as initialised (`_is_hf_initialized`); only marks of constructors count.
             stack.enter_context(swapped(PreTrainedModel, "init_weights", lambda self: None))
             for kind in kinds:
                 stack.enter_context(_recorded(kind, self._calls))
             self.model = construct(copy.deepcopy(model.config), device, torch.float32)
         self.tied: dict[str, str] = self.model.all_tied_weights_keys
-        """Tied parameter -> the parameter it is tied to."""
+        """The source of each tied parameter, by name."""
 
     def units(self) -> Iterator[InitUnit]:
-        """All units, children before parents."""
+        """Return all units, children before parents."""
         seen: set[nn.Module] = set()
 
         def walk(path: str, module: nn.Module, owner: PreTrainedModel) -> Iterator[InitUnit]:
@@ -106,31 +100,33 @@ class Reference:
         return walk("", self.model, self.model)
 
     def values(self, unit: InitUnit) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of a unit by full name, in full, on the device; tied ones are left out.
+        """Return full parameters and buffers of a unit, by full name, on the device; without tied parameters.
 
         Raises:
-            ModelError: a tensor that neither its constructor nor `_init_weights` gives a value, or an
-                `_init_weights` that writes into another unit.
+            ModelError: neither a constructor nor `_init_weights` initialises a tensor, or `_init_weights` changes a
+                parameter of another unit.
         """
         with self._seeded(unit.path):
             if unit.make is None:
-                own = dict(unit.module._parameters)
+                parameters_before = dict(unit.module._parameters)
                 self._fill_with_nan(unit)
                 members = {unit.path: unit.module}
             else:
-                own = {}
+                parameters_before = {}
                 with ExitStack() as stack:
                     stack.enter_context(_constructing(self.device, fill=not self._buffers_only))
                     if self._buffers_only:
                         stack.enter_context(_to_meta(lambda parameter: True))
-                    made = unit.make()
-                _give_later_buffers(made, unit.module)
-                members = dict(reversed(list(made.named_modules(prefix=unit.path))))  # children first
+                    layer = unit.make()
+                _add_later_buffers(layer, unit.module)
+                members = dict(reversed(list(layer.named_modules(prefix=unit.path))))  # children first
             try:
                 self._run_init_weights(unit, members)
                 return self._checked(unit, members)
             finally:
-                unit.module._parameters.update(own)  # the values now live in the answer only
+                unit.module._parameters.update(
+                    parameters_before
+                )  # only the returned dict keeps the values in memory
 
     def _fill_with_nan(self, unit: InitUnit) -> None:
         for name, parameter in unit.module._parameters.items():
@@ -139,9 +135,9 @@ class Reference:
                 unit.module._parameters[name] = _like(parameter, full)
 
     def _run_init_weights(self, unit: InitUnit, members: dict[str, nn.Module]) -> None:
-        """Do as `PreTrainedModel.initialize_weights`, on the modules of one unit."""
-        own = {id(p) for module in members.values() for p in module._parameters.values()}
-        others = {name: p for name, p in self.model.named_parameters() if id(p) not in own}
+        """Do the work of `PreTrainedModel.initialize_weights` for the modules of one unit."""
+        unit_ids = {id(p) for module in members.values() for p in module._parameters.values()}
+        others = {name: p for name, p in self.model.named_parameters() if id(p) not in unit_ids}
         versions = {name: version(p) for name, p in others.items()}
         with torch.no_grad(), guard_torch_init_functions():
             for module in members.values():
@@ -170,7 +166,7 @@ class Reference:
 
     @contextmanager
     def _seeded(self, name: str) -> Iterator[None]:
-        """Random state that depends on the seed and `name` only; the state before is restored."""
+        """Seed the random generators by the seed and `name` in the body, and restore their states afterwards."""
         digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
         devices = [] if self.device.type == "cpu" else [self.device]
         with torch.random.fork_rng(devices, device_type=self.device.type):
@@ -180,9 +176,9 @@ class Reference:
 
 @contextmanager
 def _constructing(device: torch.device, *, fill: bool = True) -> Iterator[None]:
-    """For constructors: float32 on `device`, and memory that is not written yet reads as NaN, unless `fill` is False.
+    """Set the defaults float32 and `device` in the body, and fill uninitialised memory with NaN unless `fill` is False.
 
-    The NaN are what torch offers against reading memory that nobody wrote: deterministic mode.
+    torch fills it in deterministic mode.
     """
     guard = torch.utils.deterministic
     dtype = torch.get_default_dtype()
@@ -201,16 +197,16 @@ def _constructing(device: torch.device, *, fill: bool = True) -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
-def _give_later_buffers(made: nn.Module, layer: nn.Module) -> None:
-    """Give `made`, a layer made anew, the buffers that the model has registered in `layer` after its constructor."""
-    for path, module in layer.named_modules():
-        buffers = made.get_submodule(path)._buffers
+def _add_later_buffers(layer: nn.Module, original: nn.Module) -> None:
+    """Add to `layer` the buffers that the model registered in `original` after the layer's constructor."""
+    for path, module in original.named_modules():
+        buffers = layer.get_submodule(path)._buffers
         buffers.update({name: value for name, value in module._buffers.items() if name not in buffers})
 
 
 @contextmanager
 def _recorded(layer: type[nn.Module], calls: dict[nn.Module, Callable[[], nn.Module]]) -> Iterator[None]:
-    """Instances of `layer` are made on meta, and how to make them again is noted in `calls`."""
+    """Construct instances of `layer` on meta in the body, and store in `calls` how to construct each of them again."""
     original = layer.__init__
 
     @functools.wraps(original)
@@ -226,7 +222,7 @@ def _recorded(layer: type[nn.Module], calls: dict[nn.Module, Callable[[], nn.Mod
 
 @contextmanager
 def _to_meta(moves: Callable[[nn.Parameter], bool]) -> Iterator[None]:
-    """A parameter for which `moves` is true moves to the meta device when its module gets it."""
+    """Move a parameter to the meta device when a module registers it in the body, if `moves(parameter)`."""
 
     def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta or not moves(parameter):
@@ -241,15 +237,15 @@ def _to_meta(moves: Callable[[nn.Parameter], bool]) -> Iterator[None]:
 
 
 def tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers that a module holds itself, from its tables.
+    """Return the direct parameters and buffers of a module, by name.
 
-    Not by attribute access, which a parallelised module may answer with a view of its shard.
+    They are from its tables, since attribute access on a split module returns local tensors.
     """
     return {n: t for n, t in [*module._parameters.items(), *module._buffers.items()] if t is not None}
 
 
 def _like(parameter: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
-    """A parameter of `value` with the marks that were put on `parameter`, such as `_no_reinit`."""
+    """Return a parameter of `value` with the attributes that were set on `parameter`, such as `_no_reinit`."""
     new = nn.Parameter(value, requires_grad=parameter.requires_grad)
     new.__dict__.update(parameter.__dict__)
     return new

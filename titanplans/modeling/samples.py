@@ -1,7 +1,4 @@
-"""Models with weights, and inputs for them, as a proof takes them.
-
-How a split model is compared with the whole one is in `titanplans.proof`.
-"""
+"""Initialised models and sample inputs for a proof."""
 
 from typing import Any
 
@@ -16,19 +13,19 @@ from titanplans.modeling.initialize import initialize
 def build_real(
     config: PretrainedConfig, *, dtype: torch.dtype = torch.float64, seed: int = 0, noise: float = 0.1
 ) -> PreTrainedModel:
-    """The whole model of `config` on the CPU, initialised, in training mode.
+    """Return the unsplit model of `config` on the CPU, initialised, in training mode.
 
     FLA's models need `kernels.install("cpu")` first.
 
-    Initial values hide faults: with a bias of zero one that is added twice, with norm weights that are all
-    one a swapped pair, behind Gemma 3's projector of zeros every gradient of its vision tower. So each parameter
-    that starts with one value throughout gets normal noise.
+    Normal noise is added to each parameter whose elements are all equal, since such values hide faults: if biases are 0, a
+    bias that is added twice; if norm weights are 1, two norms that are swapped; with Gemma 3's projector of zeros, every
+    gradient of its vision tower.
 
     Args:
-        config: as `models.load_config` returns it. The attention implementation it names is used.
+        config: returned by `load_config`; its attention implementation is used.
         dtype: of the parameters. Rotary frequencies of transformers stay float32.
-        seed: the parameters depend on it and on `config`; in another dtype they are the same, rounded.
-        noise: standard deviation; 0 leaves the initial values as they are.
+        seed: of the parameters; in another dtype they have the same values, rounded.
+        noise: the standard deviation; 0: none.
 
     Raises:
         ModelError: as `titanplans.modeling.build` and `titanplans.modeling.initialize`.
@@ -53,21 +50,21 @@ def build_real(
 def sample_inputs(
     config: PretrainedConfig, *, batch_size: int, seq_len: int, seed: int, device: torch.device | str = "cpu"
 ) -> dict[str, torch.Tensor]:
-    """Keyword arguments for a forward pass, drawn from `seed`.
+    """Return random keyword arguments of a forward.
 
     For every model:
-        input_ids [B, T], int64: tokens from the whole vocabulary but for padding and image tokens.
+        input_ids [B, T], int64: tokens of the full vocabulary except padding and image tokens.
 
-    For `gemma3` also one image for each sequence:
-        input_ids: in row b a run of `mm_tokens_per_image` image tokens, with text on both sides. Runs of two
-            tokens and more lie across the middle of the sequence, so that no split of it in an even number of
-            shards leaves an image whole, and begin at different places in neighbouring rows.
+    For `gemma3` also one image per sequence:
+        input_ids: each sequence has a run of `mm_tokens_per_image` image tokens, with text on both sides. Runs of two and
+            more tokens contain the middle of the sequence, so that sharding it over an even number of ranks splits the
+            image, and neighbouring sequences have them at different positions.
         pixel_values [B, channels, height, width], float32, standard normal.
-        token_type_ids [B, T], int64: 1 at image tokens, else 0; with it the tokens of an image see each other.
+        token_type_ids [B, T], int64: 1 at image tokens, else 0; the tokens of an image then attend to each other.
 
     Raises:
-        ModelError: `seq_len` leaves no room for an image, no token is left to draw, or the model takes inputs of
-            another modality that is not known here.
+        ModelError: `seq_len` is too short for an image, the vocabulary has only special tokens, or the model has inputs of
+            another modality that is not supported.
     """
     generator = torch.Generator().manual_seed(seed)
     text = config.get_text_config()
@@ -84,13 +81,13 @@ def sample_inputs(
     elif text is not config:
         raise ModelError(
             f"model_type {config.model_type!r} takes more than tokens, and such inputs are known for gemma3 only; "
-            "call the model with inputs of your own"
+            "call the model with your own inputs"
         )
     return {name: tensor.to(device) for name, tensor in inputs.items()}
 
 
 def _with_images(config: Any, input_ids: torch.Tensor, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """The three inputs of gemma3, with an image written over the text of each row."""
+    """Return the inputs of gemma3, with image tokens written over the text of each sequence."""
     batch_size, seq_len = input_ids.shape
     run = config.mm_tokens_per_image
     if seq_len < run + 2:
