@@ -1,6 +1,6 @@
-"""`titanplans async-tp`: what async tensor parallelism would fuse, decided without a GPU.
+"""`titanplans async-tp`: find without a GPU which collectives async tensor parallelism would fuse.
 
-Exit status: 0 all is fused or overlapped that can be, 1 not all.
+Exit status: 0 if all collectives that can be are fused or overlapped, else 1.
 """
 
 import inspect
@@ -38,7 +38,7 @@ from titanplans.text import columns, counted
 from titanplans.torch_private.compile import dynamo_errors, is_disabled
 
 _TOKENS = 128
-"""In a sequence: more than the 64 up to which FLA's mixers take another kernel."""
+"""The minimal sequence length: up to 64 tokens FLA's mixers take another kernel."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Blocks:
     title: str
     names: tuple[str, ...]
     graphs: int
-    """Graphs that each becomes, forward."""
+    """Number of forward graphs of each block."""
     collectives: tuple[Verdict, ...]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What would be fused at one degree."""
+    """The collectives that would be fused at one degree."""
 
     subject: str
     degree: int
@@ -63,18 +63,18 @@ class Decision:
     notes: tuple[str, ...]
     blocks: tuple[Blocks, ...]
     graph_breaks: Mapping[str, int]
-    """Where graphs end, and how often, over the captured blocks."""
+    """The number of graph breaks in the captured blocks, by function."""
     seconds: float
 
     def count(self, *, backward: bool) -> dict[str, int]:
-        """Return how many collectives are fused and overlapped, of how many, in one block of each kind together."""
-        those = [v for blocks in self.blocks for v in blocks.collectives if v.backward == backward]
-        fused = sum(v.fused for v in those)
-        return {"fused": fused, "overlapped": sum(v.hidden for v in those) - fused, "total": len(those)}
+        """Return the numbers of fused, of overlapped and of all collectives, over one block of each kind."""
+        verdicts = [v for blocks in self.blocks for v in blocks.collectives if v.backward == backward]
+        fused = sum(v.fused for v in verdicts)
+        return {"fused": fused, "overlapped": sum(v.hidden for v in verdicts) - fused, "total": len(verdicts)}
 
     @property
     def complete(self) -> bool:
-        """Whether everything is fused or overlapped, but for what no other graph could hide."""
+        """Whether all collectives that can be are fused or overlapped."""
         return all(v.hidden or not v.possible for b in self.blocks for v in b.collectives)
 
     def text(self) -> str:
@@ -113,7 +113,7 @@ class Decision:
         return "\n".join([*lines, "", f"{all_or_not}: {', '.join(counts)}; {self.seconds:.1f} s"])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the decision as JSON has it."""
+        """Return the decision as a dict for JSON."""
         return asdict(self) | {
             "torch": torch.__version__,
             "complete": self.complete,
@@ -133,20 +133,24 @@ def _outcome(verdict: Verdict) -> str:
 
 
 def main(request: Namespace) -> int:
-    """Decide what `request` asks, or raise a UserError, and print it; return the exit status."""
+    """Print the decision for each model and degree of `request`; return the exit status.
+
+    Raises:
+        UserError: as `decide`, unless all models are requested.
+    """
     kernels.install("cpu")
     decisions, failures = [], {}
     for name in every_model() if request.all else [request.subject or ""]:
         try:
             subject = find_subject(name, request)
-            for cut in subject.degrees or (Degrees(tp=2),):
-                if max(cut.cp, cut.ep, cut.pp) > 1:
+            for degrees in subject.degrees or (Degrees(tp=2),):
+                if max(degrees.cp, degrees.ep, degrees.pp) > 1:
                     raise VerifyError(
-                        f"async-tp {name}: {cut}: with context or expert parallelism a part of each block runs outside of "
-                        "its graph, and is not decided here; set both degrees to 1 in the job"
+                        f"async-tp {name}: {degrees}: with context or expert parallelism a part of each block runs "
+                        "outside of its graph, and is not decided here; set both degrees to 1 in the job"
                     )
                 with redirect_stdout(sys.stderr), progress(name, shown=True) as show:
-                    decisions.append(decide(subject, request, cut.tp, show))
+                    decisions.append(decide(subject, request, degrees.tp, show))
                 if not request.json:
                     print(decisions[-1].text(), end="\n\n", flush=True)
         except UserError as error:
@@ -155,9 +159,9 @@ def main(request: Namespace) -> int:
             failures[name] = str(error)
             print(f"error: {error}", file=sys.stderr)
     if request.json:
-        found = [decision.to_dict() for decision in decisions]
-        several = {"decisions": found} | ({"errors": failures} if failures else {})
-        print(json.dumps(found[0] if len(found) == 1 and not request.all else several))
+        dicts = [decision.to_dict() for decision in decisions]
+        all_decisions = {"decisions": dicts} | ({"errors": failures} if failures else {})
+        print(json.dumps(dicts[0] if len(dicts) == 1 and not request.all else all_decisions))
     return 0 if not failures and all(decision.complete for decision in decisions) else 1
 
 
@@ -165,7 +169,7 @@ def decide(subject: Subject, request: Namespace, degree: int, progress: Callable
     """Decide what async tensor parallelism would fuse in `subject` at one degree.
 
     Raises:
-        UserError: it can't be asked as written; the plan does not fit the model or the degree.
+        UserError: the request can't be decided, or the plan does not fit the model or the degree.
     """
     start = time.perf_counter()
     if subject.sequence_parallel is False:
@@ -181,19 +185,19 @@ def decide(subject: Subject, request: Namespace, degree: int, progress: Callable
         raise VerifyError(
             f"async-tp {request.subject}: {type(model).__name__} has no list of blocks to compile"
         )
-    alike: dict[Any, list[str]] = {}
+    names_by_kind: dict[Any, list[str]] = {}
     for block in decoder.blocks:
-        alike.setdefault((kind(block.module), block.kind), []).append(block.name)
+        names_by_kind.setdefault((kind(block.module), block.kind), []).append(block.name)
     inputs = prepared.inputs(prepared.batch_size, prepared.seq_len, 0)
     with fake_ranks(degree) as mesh:
         apply_plan(model, mesh, plan=subject.plan, loss_parallel=False)
         if any(p.is_meta for p in model.parameters()):
-            # Collectives of ranks that don't exist give any values.
+            # Its values don't matter: the collectives of fake ranks return arbitrary values.
             model.to_empty(device="cpu")
             modeling.initialize(model, seed=0)  # pyrefly: ignore[bad-argument-type]  `modeling.build` made it
         async_tp.prepare(model)
         progress("the graphs")
-        firsts, group = [names[0] for names in alike.values()], mesh.get_group().group_name
+        firsts, group = [names[0] for names in names_by_kind.values()], mesh.get_group().group_name
 
         def run() -> None:
             logits_of(model(**inputs)).float().sum().backward()
@@ -207,28 +211,28 @@ def decide(subject: Subject, request: Namespace, degree: int, progress: Callable
                 f"async-tp {request.subject}: the blocks can't be compiled as in training: {reason}; leave out what is "
                 "special, such as float8, or see TORCH_LOGS=+dynamo"
             ) from error
-    found: dict[Any, Blocks] = {}
-    for (_, title), names in alike.items():
+    blocks_by_verdicts: dict[Any, Blocks] = {}
+    for (_, title), names in names_by_kind.items():
         graphs = captured[names[0]]
         verdicts = tuple(verdict for graph in graphs for verdict in graph.verdicts)
-        number = sum(not graph.backward for graph in graphs)
-        held = found.get((title, verdicts), Blocks(title, (), number, verdicts))
-        found[title, verdicts] = replace(held, names=(*held.names, *names))
+        forward_graphs = sum(not graph.backward for graph in graphs)
+        blocks = blocks_by_verdicts.get((title, verdicts), Blocks(title, (), forward_graphs, verdicts))
+        blocks_by_verdicts[title, verdicts] = replace(blocks, names=(*blocks.names, *names))
     return Decision(
         subject.words,
         degree,
         prepared.batch_size,
         prepared.seq_len,
         prepared.notes,
-        tuple(found.values()),
+        tuple(blocks_by_verdicts.values()),
         graph_breaks(),
         time.perf_counter() - start,
     )
 
 
 def _prepare(subject: Subject, request: Namespace, degree: int) -> Prepared:
-    """Prepare the model as for a proof, in float32, with enough tokens for what depends on their number."""
-    # The products that a GPU has.
+    """Prepare the model as for a proof, in float32, with sequences of `_TOKENS` or more unless a length is requested."""
+    # Without emulation, so that graphs have the float8 products of a GPU.
     unemulated = replace(subject, float8=subject.float8.replace(emulate=False))
     prepared = prepare(unemulated, request, torch.device("cpu"), torch.float32)
     keep_plain_between_graphs(prepared.model)
@@ -238,15 +242,15 @@ def _prepare(subject: Subject, request: Namespace, degree: int) -> Prepared:
 
 
 def prepare_block(block: nn.Module) -> bool:
-    """Let the graphs of a block end at the kernels of flash-linear-attention; return whether it is one graph."""
-    if several := calls_kernels(block):
+    """Place graph breaks at the block's kernels of flash-linear-attention; return whether it is one graph."""
+    if has_breaks := calls_kernels(block):
         end_graphs_at_kernels(block)
-    return not several
+    return not has_breaks
 
 
 @contextmanager
 def graphs_end_as_on_a_gpu() -> Iterator[None]:
-    """Take the CPU's functions out of every graph whose originals FLA takes out, inside of the context alone."""
+    """In the body, exclude the CPU replacements of functions from graphs if FLA excludes the original functions."""
     with ExitStack() as stack:
         for name, module in list(sys.modules.items()):
             for key, value in list(vars(module).items()) if name.partition(".")[0] == "fla" else ():

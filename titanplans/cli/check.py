@@ -1,7 +1,4 @@
-"""`titanplans check`: whether checkpoints are as they were written, file by file, by the checksums in their manifests.
-
-Needs no torch.
-"""
+"""`titanplans check`: verify the files of checkpoints by the checksums in their manifests. Needs no torch."""
 
 import argparse
 import sys
@@ -29,13 +26,17 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Check what `argv` names; return 0, or 1 if something is damaged; a UserError if there is nothing to check."""
-    found = {
+    """Check the checkpoints named in `argv`; return 0, or 1 if a file is damaged or missing.
+
+    Raises:
+        UserError: there is no checkpoint.
+    """
+    damages = {
         checkpoint.name: damage(checkpoint)
         for checkpoint in _checkpoints(Path(parser().parse_args(argv).folder))
     }
-    print("\n".join(columns([(name, wrong or "whole") for name, wrong in found.items()])))
-    if any(found.values()):
+    print("\n".join(columns([(name, reason or "whole") for name, reason in damages.items()])))
+    if any(damages.values()):
         print("remove the damaged ones: the job resumes from the newest that is left", file=sys.stderr)
         return 1
     return 0
@@ -46,9 +47,9 @@ def _checkpoints(folder: Path) -> list[Path]:
         return [folder]
     if not folder.is_dir():
         raise ConfigError(f"check {folder}: there is no such folder")
-    found = [checkpoint_path(folder, step) for step in steps(folder)]
-    if not found:
+    checkpoints = [checkpoint_path(folder, step) for step in steps(folder)]
+    if not checkpoints:
         raise ConfigError(
             f"check {folder}: there is no step-N folder with a {MANIFEST} in it; name a job's dump_folder/checkpoint"
         )
-    return found
+    return checkpoints

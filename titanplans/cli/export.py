@@ -1,6 +1,7 @@
-"""`titanplans export` and `titanplans import`: a distributed checkpoint to a Hugging Face folder, and back.
+"""`titanplans export` and `titanplans import`: convert a distributed checkpoint to a Hugging Face folder, and back.
 
-What they do is in `titanplans.training.checkpoint`, `export` and `convert`. Options need no torch.
+The conversions are in `titanplans.training.checkpoint`, `export` and `convert`, and are imported after the options are
+checked, which needs no torch.
 """
 
 import argparse
@@ -23,14 +24,18 @@ _COMMANDS = {
         {"folder": "a folder of safetensors", "checkpoint": "the new folder"},
     ),
 }
-"""Of each command its description, and its source and target with their words of help."""
+"""For each command its description, and the names and help of its source and target."""
 
 
 def main(argv: list[str]) -> int:
-    """Do what `argv`, which begins with the command, says; return 0, or raise a UserError or a RunError."""
+    """Run the command `argv[0]` with the arguments after it; return 0.
+
+    Raises:
+        UserError, RunError: the conversion can't be done, or it fails.
+    """
     command, *rest = argv
     arguments = parser(command).parse_args(rest)
-    with redirect_stdout(sys.stderr):  # whatever libraries log
+    with redirect_stdout(sys.stderr):  # logs go to stderr: stdout is for the result
         init_logging(0)
     with stop_on_signals():
         _check_folders(command, arguments)
@@ -43,12 +48,12 @@ def main(argv: list[str]) -> int:
 
 
 def _check_folders(command: str, arguments: argparse.Namespace) -> None:
-    """Refuse what needs no torch: a source that is not there, and a target that is."""
+    """Refuse a source that does not exist and a target that exists, before torch is imported."""
     source, target = (getattr(arguments, name) for name in _COMMANDS[command][1])
     if not source.is_dir():
-        beside = sorted(path.name for path in source.parent.glob("*/"))
-        instead = did_you_mean(source.name, beside, "name one that is there")
-        raise ConfigError(f"{command} {source}: there is no such folder; {instead}")
+        siblings = sorted(path.name for path in source.parent.glob("*/"))
+        remedy = did_you_mean(source.name, siblings, "name one that is there")
+        raise ConfigError(f"{command} {source}: there is no such folder; {remedy}")
     if is_taken(target):
         raise ConfigError(f"{command}: {target} already exists and is not overwritten; name a new folder")
 

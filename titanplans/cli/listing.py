@@ -1,4 +1,4 @@
-"""`titanplans list`: the registered plans; of model types, what each rank has a part of and the largest degrees."""
+"""`titanplans list`: the registered plans; for model types, what is split over the ranks and the largest degrees."""
 
 import inspect
 import itertools
@@ -20,7 +20,7 @@ from titanplans.styles.base import native_styles
 from titanplans.text import columns, fitted
 
 _DEGREES = (2, 4, 8, 16, 32, 64)
-"""Those that are tried."""
+"""The tensor-parallel degrees that are tried."""
 
 
 class Architecture(NamedTuple):
@@ -30,15 +30,15 @@ class Architecture(NamedTuple):
     plan: str
     """The file of its plan's class."""
     lines: int
-    """Of that class."""
+    """The number of lines of that class."""
     split: dict[str, str]
-    """What each rank has a part of, by the class of the mixer."""
+    """A description of what is split over the ranks, by the class of the mixer."""
     degrees: dict[str, int]
     """The largest degree of each size, among powers of two up to 64."""
 
 
 def listing() -> str:
-    """Return a table of the registered plans: class, module, model types, token mixers, and the unit of their split."""
+    """Return a table of the registered plans: class, model types, token mixers, and what they split (heads, for most)."""
     by_plan: dict[type[TPPlan], tuple[list[str], list[str]]] = {}
     for column, table in enumerate((registered_plans(), registered_mixers())):
         for name, plan in table.items():
@@ -46,15 +46,15 @@ def listing() -> str:
     rows = [("plan", "model types", "token mixers", "split by")]
     for plan, (types, mixers) in by_plan.items():
         by = "heads" if plan.head_names == TPPlan.head_names else ", ".join(plan.head_names)
-        place = f"{plan.__module__}:{plan.__qualname__}"
-        rows.append((place, ", ".join(types) or "-", ", ".join(mixers) or "-", by or "nothing"))
+        name = f"{plan.__module__}:{plan.__qualname__}"
+        rows.append((name, ", ".join(types) or "-", ", ".join(mixers) or "-", by or "nothing"))
     return "\n".join(
         [*columns(rows), *map(fitted, _not_loaded()), "titanplans list MODEL_TYPE ...: each rank's part"]
     )
 
 
 def long_listing(model_types: Sequence[str]) -> str:
-    """Return some lines about each architecture, or about those in `model_types`.
+    """Return a few lines about each registered architecture, or each of `model_types`.
 
     Raises:
         VerifyError: one of them has no plan, or no debug flavor to build.
@@ -68,15 +68,15 @@ def long_listing(model_types: Sequence[str]) -> str:
 
 
 def architectures(model_types: Sequence[str]) -> Iterator[Architecture]:
-    """Yield the registered architectures that have a debug flavor, or those in `model_types`; all are built on meta."""
-    from titanplans import kernels, modeling  # which import all model libraries
+    """Yield the registered architectures with a debug flavor, or those in `model_types`; their models are built on meta."""
+    from titanplans import kernels, modeling  # imported here: they import all model libraries
 
-    kernels.install("cpu")  # some models can't be built without; on meta they run on nothing
+    kernels.install("cpu")  # without them some models can't be built on a machine without a GPU
     plans, flavors = registered_plans(), modeling.available()
-    known = [name for name in plans if "debug" in flavors.get(name, ())]
-    for name in model_types or known:
-        if name not in known:
-            raise not_listed(name, known)
+    listed = [name for name in plans if "debug" in flavors.get(name, ())]
+    for name in model_types or listed:
+        if name not in listed:
+            raise not_listed(name, listed)
         model, plan = modeling.build(modeling.load_config(name, "debug")), plans[name]
         yield Architecture(
             name,
@@ -88,7 +88,7 @@ def architectures(model_types: Sequence[str]) -> Iterator[Architecture]:
 
 
 def place(plan: type[TPPlan]) -> str:
-    """Return the file of a plan, as its module names it: plans/fla/gla.py."""
+    """Return the file of a plan, relative to titanplans, such as plans/fla/gla.py."""
     return f"{plan.__module__.removeprefix('titanplans.').replace('.', '/')}.py"
 
 
@@ -110,29 +110,31 @@ def _not_loaded() -> list[str]:
 
 
 def split_by(model: nn.Module, plan: type[TPPlan], styles: Mapping[str, ParallelStyle]) -> dict[str, str]:
-    """Return in words, for each class of mixer in a whole `model`, what ranks share out by these styles of `plan`."""
-    found = {}
+    """Describe for each class of mixer in the unsplit `model` what the `styles` of `plan` split over the ranks."""
+    descriptions = {}
+    all_styles = native_styles(styles)
     for key, mixer in find_decoder(model).mixers.items():
         kind = type(mixer).__name__
-        if kind in found:
+        if kind in descriptions:
             continue
-        every = native_styles(styles)
-        own = {k.removeprefix(f"{key}."): style for k, style in every.items() if k.startswith(f"{key}.")}
-        if not any(style.splits_weights for style in own.values()):
-            unsplit = key in every and every[key].runs_unsplit
-            found[kind] = "nothing: whole on every rank" if unsplit else "nothing"
+        mixer_styles = {
+            k.removeprefix(f"{key}."): style for k, style in all_styles.items() if k.startswith(f"{key}.")
+        }
+        if not any(style.splits_weights for style in mixer_styles.values()):
+            is_unsplit = key in all_styles and all_styles[key].runs_unsplit
+            descriptions[kind] = "nothing: whole on every rank" if is_unsplit else "nothing"
             continue
         words = [_quoted(plan(TPOptions(Degrees(tp=2))).plan_of(mixer).heads(mixer))]
-        parts: dict[str, list[str]] = {}
-        for k, style in own.items():
+        keys_by_title: dict[str, list[str]] = {}
+        for k, style in mixer_styles.items():
             if style.listed_as:
-                parts.setdefault(style.listed_as, []).append(k)
-        parts["numbers of its own"] = [
-            k for k, s in own.items() if s.splits_weights and k in mixer._parameters
+                keys_by_title.setdefault(style.listed_as, []).append(k)
+        keys_by_title["numbers of its own"] = [
+            k for k, s in mixer_styles.items() if s.splits_weights and k in mixer._parameters
         ]
-        words += [f"{what}: {_quoted(keys)}" for what, keys in parts.items() if keys]
-        found[kind] = "; ".join(words)
-    return found
+        words += [f"{title}: {_quoted(keys)}" for title, keys in keys_by_title.items() if keys]
+        descriptions[kind] = "; ".join(words)
+    return descriptions
 
 
 def _quoted(names: Iterable[str]) -> str:

@@ -49,25 +49,27 @@ COMMANDS = {
     "export": "cli.export",
     "import": "cli.export",
 }
-"""The module of each, whose `main` takes the rest of the command line; with the command, if it has several."""
+"""The module of each command. Its `main` gets the arguments, after the command if the module has several commands."""
 
 
 def run(argv: list[str] | None = None) -> NoReturn:
-    """Do what this process was started for, or what `argv` says, and end the process with the exit status."""
+    """Run the command of `argv`, by default of the command line, and end the process with its exit status."""
     argv = sys.argv[1:] if argv is None else argv
     silence(training=argv[:1] in (["train"], ["evaluate"]))
     if not sys.flags.safe_path:
-        sys.path.append("")  # the folder where the user's plans lie: an installed command sees its own
+        sys.path.append(
+            ""
+        )  # the current folder, for the user's plans: an installed command has its own folder instead
     proves = argv[:1] in (["verify"], ["list"], ["async-tp"])
-    # These are read when torch and Triton are imported.
+    # These variables are read when torch and Triton are imported.
     if proves and {"real", "--kernels=real"} & set(argv):
         os.environ["TRITON_INTERPRET"] = "1"
     if proves and {"cuda", "--device=cuda", "--process-group"} & set(argv):
-        # Triton's dot products round float32 to TF32 otherwise, 10 bits of 23.
+        # Otherwise Triton's dot products round float32 to TF32, which has 10 mantissa bits instead of 23.
         os.environ["TRITON_F32_DEFAULT"] = "ieee"
-    # async-tp captures what the compiler makes.
+    # A proof runs eagerly, and functions that libraries compile at import time would import the compiler for nothing.
+    # async-tp needs the compiler's graphs.
     if proves and argv[0] != "async-tp" and "--process-group" not in argv:
-        # A proof runs eagerly. What a library compiles at import time would only import the compiler.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     sys.excepthook = _report
     try:
@@ -81,17 +83,17 @@ def run(argv: list[str] | None = None) -> NoReturn:
     except OSError as error:
         if not is_refusal(error):
             raise
-        mute_stdout()  # which is flushed again at the end
+        mute_stdout()  # Python flushes it again at exit
         print(f"error: {error.filename or 'stdout'} can't be written ({reason(error)})", file=sys.stderr)
         status = 1
     if proves:
         exit_now(status)
-    writes = any(
+    has_writers = any(
         not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()
     )
-    if status == 0 or not writes:
+    if status == 0 or not has_writers:
         finish(status)
-    sys.exit(status)  # which waits for the threads that write a checkpoint
+    sys.exit(status)  # waits for threads that write a checkpoint
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -101,16 +103,16 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
 
 
 def _stdout_is_closed() -> bool:
-    """Whether who read the output has closed it, as `| head` does."""
+    """Whether the reader of stdout has closed it, as `| head` does."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
-    return bool(poll.poll(0))  # errors are reported unasked
+    return bool(poll.poll(0))  # poll always reports errors, whatever events are registered
 
 
 def main(argv: list[str]) -> int:
-    """Do what `argv`, without the program's name, says; return the exit status.
+    """Run the command `argv[0]` with the arguments after it; return the exit status.
 
-    Nothing above a command's own module is imported, so that `--help` and a misspelled word need no torch.
+    Only the module of that command is imported, so that `--help` and a misspelled command need no torch.
     """
     command, *rest = argv or ["--help"]
     if command in ("-h", "--help"):
@@ -122,8 +124,8 @@ def main(argv: list[str]) -> int:
     if command in COMMANDS:
         try:
             module = import_module(f"titanplans.{COMMANDS[command]}")
-            several = list(COMMANDS.values()).count(COMMANDS[command]) > 1
-            return module.main(argv if several else rest)
+            has_several = list(COMMANDS.values()).count(COMMANDS[command]) > 1
+            return module.main(argv if has_several else rest)
         except (UserError, RunError) as error:
             return refuse(error, int(os.environ.get("RANK", "0")))
         except KeyboardInterrupt as error:
