@@ -1,4 +1,4 @@
-"""`titanplans data JOB`: print the sequences that a job's model will see, and count tokens and padding."""
+"""`titanplans data JOB`: print the first sequences of a job's training data, and count tokens and padding."""
 
 import argparse
 import itertools
@@ -26,7 +26,7 @@ _MASKED, _END = "\x1b[2;33m", "\x1b[0m"
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of this command's own options."""
+    """Return the parser of the command's options; all other arguments are those of the job."""
     parser = argparse.ArgumentParser(
         prog="titanplans data",
         usage="titanplans data JOB.toml [--sequences 3] [--section.key value ...]\n       titanplans data --clean",
@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--sequences", default="3", metavar="N", help="how many sequences are printed")
-    parser.add_argument("--rows", help=argparse.SUPPRESS)  # until 2026-11, and refused with today's name
+    parser.add_argument("--rows", help=argparse.SUPPRESS)  # the name until 2026-11, refused with the new one
     parser.add_argument(
         "--clean",
         action="store_true",
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
 
 
 def _copies() -> tuple[Path, int]:
-    """Return the folder of the copies of corpora in the cache, and their bytes."""
+    """Return the folder of the corpora's copies in the cache of datasets, and its size in bytes."""
     from titanplans.training.data.corpus.rows import cache_folder
 
     return cache_folder(), sum(file.stat().st_size for file in cache_folder().rglob("*") if file.is_file())
@@ -119,23 +119,23 @@ def _show(job: Any, count: int) -> None:
 
 
 def _all_read(loader: "TextDataLoader") -> bool:
-    """Return whether each source was read once at least."""
+    """Return whether each source was read to its end at least once."""
     return all(epochs >= 1 for epochs, _ in loader.epochs_read().values())
 
 
 def _sequence_lines(
     tokenizer: Any, batch: "StepBatch", index: int, title: str, names: list[str], has_answers: bool
 ) -> list[str]:
-    """Return a line for each document of a sequence; for conversations another one, with the last token of each answer."""
+    """Return a line for each document of a sequence, and for conversations a second one with each answer's last token."""
     tokens, labels, positions = (
         each[index].tolist() for each in (batch.tokens, batch.labels, batch.positions)
     )
     source, length = batch.lengths[index]
-    starts = [at for at in range(length) if at == 0 or positions[at] == 0]
+    starts = [i for i in range(length) if i == 0 or positions[i] == 0]  # positions restart with each document
     padding = f", {counted(len(tokens) - length, 'token')} of padding" if len(tokens) > length else ""
     lines = [f"{title}: {names[source]}, {counted(len(starts), 'document')}, {length} tokens{padding}"]
     for number, (first, last) in enumerate(itertools.pairwise([*starts, length]), 1):
-        # A token counts if it is the label of the token before it. The last label is no input of this sequence.
+        # A token counts in the loss if it is the label of its predecessor. The last label is not among the tokens.
         seen = tokens[first:last] + [label for label in labels[last - 1 : last] if label >= 0]
         counts = [
             False,
@@ -157,7 +157,7 @@ def _sequence_lines(
 
 def _runs(values: list[bool]) -> Iterator[tuple[int, int]]:
     """Yield the start and the end of each run of equal values."""
-    edges = [at for at in range(1, len(values)) if values[at] != values[at - 1]]
+    edges = [i for i in range(1, len(values)) if values[i] != values[i - 1]]
     return itertools.pairwise([0, *edges, len(values)])
 
 
@@ -172,7 +172,7 @@ def _shown(text: str, counts: bool) -> str:
 def _table(
     sequences: list[tuple["StepBatch", int]], names: list[str], epochs: list[str], apart: bool, seconds: float
 ) -> list[str]:
-    """Return a table of the sequences by source, and a line about padding and speed."""
+    """Return the lines of a table of the sequences by source, and a line about padding and speed."""
     tokens, count, documents = Counter[int](), Counter[int](), Counter[int]()
     tokens_and_padding = sum(batch.tokens.shape[1] for batch, _ in sequences)
     for batch, index in sequences:

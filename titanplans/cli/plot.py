@@ -1,4 +1,4 @@
-"""`titanplans plot`: losses, norms and tokens/s of runs, as they were logged, in the terminal or as a picture."""
+"""`titanplans plot`: draw the logged losses, gradient norms and tokens/s of runs in the terminal or as a picture."""
 
 import argparse
 import os
@@ -22,18 +22,18 @@ PANELS = {
     "norm of the gradient": ("grad_norm",),
     "tokens/s": (TOKENS,),
 }
-"""What is drawn of a run: panels, each with the figures of metrics.jsonl in it."""
+"""The panels, by title, and the keys of metrics.jsonl that are drawn in each."""
 _MARKERS = ("*o", "+x", "#@", "%&", "=~")
-"""Characters of each run's curves in a terminal, the second for its validation."""
+"""Characters of each run's training and validation curves in a terminal."""
 _COLORS = ("blue", "orange", "green", "red", "magenta")
 
 
 class Curve(NamedTuple):
-    """A figure of a run over its steps, as it was logged."""
+    """A logged metric of a run over its steps."""
 
     name: str
     run: int
-    """Which of the runs, from 0: one colour in all panels."""
+    """The run's index, which determines its colour in all panels."""
     is_validation: bool
     steps: list[int]
     values: list[float]
@@ -55,7 +55,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Draw what `argv` names; return the exit status, or raise a UserError."""
+    """Draw the runs named in `argv`; return the exit status.
+
+    Raises:
+        UserError: the runs can't be drawn, or the picture can't be written.
+    """
     arguments = parser().parse_args(argv)
     if (path := arguments.output) is not None:
         if path.suffix not in FORMATS:
@@ -75,10 +79,10 @@ def main(argv: list[str]) -> int:
 
 
 def read(folders: Sequence[str]) -> tuple[dict[str, list[Curve]], list[str]]:
-    """Return the curves of runs by panel, from their dump_folders, and a line for each value that is not finite.
+    """Return the curves of the runs in these dump_folders by panel, and a note for each metric that is not always finite.
 
     Raises:
-        ConfigError: no metrics are there, a file is damaged, or nothing in it can be drawn.
+        ConfigError: a run has no metrics file, a file is damaged, or no metric is logged that can be drawn.
     """
     panels: dict[str, list[Curve]] = {title: [] for title in PANELS}
     notes = []
@@ -91,8 +95,9 @@ def read(folders: Sequence[str]) -> tuple[dict[str, list[Curve]], list[str]]:
                 values = {row["step"]: row[key] for row in rows if row.get(key) is not None}
                 if values:
                     panels[title].append(Curve(name, run, is_validation, [*values], [*values.values()]))
-                if lost := [str(row["step"]) for row in rows if key in row and row[key] is None]:
-                    notes.append(f"{name}: {title} is not finite at step {some(lost)}")
+                # Values that are not finite are logged as null.
+                if steps := [str(row["step"]) for row in rows if key in row and row[key] is None]:
+                    notes.append(f"{name}: {title} is not finite at step {some(steps)}")
     panels = {title: curves for title, curves in panels.items() if curves}
     if not panels:
         raise ConfigError(f"plot {' '.join(folders)}: no figure is logged there yet")
@@ -100,7 +105,7 @@ def read(folders: Sequence[str]) -> tuple[dict[str, list[Curve]], list[str]]:
 
 
 def _metrics(folder: Path) -> Path:
-    """Return a run's file of metrics; of runs that have one for each rank, rank 0's."""
+    """Return the metrics file of a run; if it has one per rank, that of rank 0."""
     for file in (folder / FILE_NAME, folder / "rank_0" / FILE_NAME):
         if file.is_file():
             return file
@@ -111,7 +116,7 @@ def _metrics(folder: Path) -> Path:
 
 
 def draw_text(panels: Mapping[str, list[Curve]], *, width: int, has_colors: bool) -> str:
-    """Return `panels`, one below the other, as lines of `width` characters."""
+    """Draw `panels` one below the other as text, `width` characters wide."""
     import plotext
 
     def marker(curve: Curve) -> str:
@@ -129,13 +134,13 @@ def draw_text(panels: Mapping[str, list[Curve]], *, width: int, has_colors: bool
             plotext.plot(curve.steps, curve.values, marker=marker(curve), color=color)
         steps = [step for curve in curves for step in curve.steps]
         first, last = min(steps), max(steps)
-        plotext.xticks(sorted({first + (last - first) * part // 5 for part in range(6)}))
+        plotext.xticks(sorted({first + (last - first) * i // 5 for i in range(6)}))
         lines.append(plotext.build())
     return "\n".join(lines if has_colors else map(plotext.uncolorize, lines))
 
 
 def draw_picture(panels: Mapping[str, list[Curve]], path: Path) -> None:
-    """Write `panels`, one below the other, as a picture."""
+    """Draw `panels` one below the other as a picture, and write it to `path`."""
     from matplotlib.figure import Figure
 
     picture = Figure(figsize=(9, 3.2 * len(panels)), layout="constrained")
@@ -153,7 +158,7 @@ def draw_picture(panels: Mapping[str, list[Curve]], path: Path) -> None:
 
 
 def draw_bars(rows: Sequence[Mapping[str, Any]], formats: Mapping[str, str], path: Path) -> None:
-    """Write the table of a sweep as a picture: for each column of `formats` a panel with a bar for each cell."""
+    """Draw the table of a sweep as a picture: a panel for each column of `formats`, with a bar for each cell."""
     from matplotlib.figure import Figure
 
     titles = [title for title in formats if any(row[title] != "" for row in rows)]
