@@ -62,7 +62,7 @@ def _verify(request: Namespace, rank: int, alone: bool) -> int:
 
         from titanplans import kernels
         from titanplans.cli.verify.proof import Outcome, prove
-        from titanplans.cli.verify.screen import SoFar, news, progress
+        from titanplans.cli.verify.screen import Results, progress, subject_result
         from titanplans.cli.verify.subject import every_model, find_subject
         from titanplans.parallel.mesh.process_group import available_cores
         from titanplans.proof.ranks.processes import OnUpdate, run_in_processes
@@ -79,7 +79,7 @@ def _verify(request: Namespace, rank: int, alone: bool) -> int:
 
                 def watch(outcome: Outcome, at: int = at) -> None:
                     if rank == 0:
-                        tell(news(at, outcome))
+                        tell(subject_result(at, outcome))
 
                 shown = rank == 0 and processes == 1
                 with redirect_stdout(sys.stderr), progress(names[at], shown=shown) as show:
@@ -93,15 +93,15 @@ def _verify(request: Namespace, rank: int, alone: bool) -> int:
             return found
 
         with progress("verify", shown=rank == 0) as show:
-            so_far = SoFar(request, names, rank, show)
+            results = Results(request, names, rank, show)
             # One model's cases are proved side by side, or else several models.
             try:
-                so_far.write()
-                parts = run_in_processes(proved, len(names), processes, so_far.heard)
+                results.write()
+                parts = side_by_side(proved, len(names), processes, results.update)
             except Stopped:
-                so_far.end(stopped=True)
+                results.end(stopped=True)
                 raise
-    so_far.end()
+    results.end()
     return 0 if all(itertools.chain(*parts)) else 1
 
 

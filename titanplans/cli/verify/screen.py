@@ -137,65 +137,65 @@ def _number(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else " and ".join(map(str, value))
 
 
-class News(NamedTuple):
-    """News of a subject: a further case, or the end. Plain data: it comes from another process."""
+class SubjectResult(NamedTuple):
+    """The result of a subject after one more case, or at its end. Plain data, since it is sent from another process."""
 
-    at: int
-    """The subject's number."""
-    found: dict[str, Any]
-    """The outcome as JSON."""
+    index: int
+    """The subject's index."""
+    json: dict[str, Any]
+    """The outcome for JSON."""
     text: str
     row: str
-    """The newest case, on one line."""
-    finished: bool
+    """The latest case, on one line."""
+    is_finished: bool
 
 
-def news(at: int, outcome: Outcome) -> News:
-    """Return the news of `outcome`, of the subject with the number `at`."""
-    return News(at, outcome.to_dict(), text(outcome), row(outcome), not outcome.of)
+def subject_result(index: int, outcome: Outcome) -> SubjectResult:
+    """Return the result of the subject `index` from its `outcome`."""
+    return SubjectResult(index, outcome.to_dict(), text(outcome), row(outcome), not outcome.of)
 
 
-class SoFar:
-    """The newest outcome of each subject of a command, which rank 0 writes and prints; `show` is of `screen.progress`."""
+class Results:
+    """The latest result of each subject of a command, which rank 0 writes and prints; `show` is from `progress`."""
 
     def __init__(self, request: Namespace, names: list[str], rank: int, show: Callable[..., None]):
         self.request, self.names, self.rank, self.show = request, names, rank, show
-        self.newest: dict[int, News] = {}
+        self.latest: dict[int, SubjectResult] = {}
         self._start = time.perf_counter()
 
-    def heard(self, one: News) -> None:
-        """Take the news, and print a finished subject."""
-        self.newest[one.at] = one
-        if one.finished:
-            self._print(one.text + "\n" * self.request.all)
+    def update(self, result: SubjectResult) -> None:
+        """Store the result, write the output file, and print the text of a finished subject."""
+        self.latest[result.index] = result
+        if result.is_finished:
+            self._print(result.text + "\n" * self.request.all)
         elif not self.request.all:
-            self.show(one.row, above=True)
+            self.show(result.row, above=True)
         if self.request.all:
-            done = sum(each.finished for each in self.newest.values())
-            self.show(f"{done} of {len(self.names)} models; {self.names[one.at]}: {one.row}")
+            done = sum(each.is_finished for each in self.latest.values())
+            self.show(f"{done} of {len(self.names)} models; {self.names[result.index]}: {result.row}")
         self.write()
 
     def end(self, *, stopped: bool = False) -> None:
-        """Print the end; of a stopped command the unfinished subjects, too."""
+        """Print the summary, or JSON; if the command was stopped, the unfinished subjects."""
         if self.rank != 0:
             return
         if self.request.json:
-            print(self._so_far(), end="")
+            print(self._output(), end="")
         elif self.request.all:
-            finished = [one.found for _, one in sorted(self.newest.items()) if one.finished]
+            finished = [result.json for _, result in sorted(self.latest.items()) if result.is_finished]
             missing = len(self.names) - len(finished)
             words = summary(finished, time.perf_counter() - self._start, missing)
             self._print(words)
             self.write(f"{words}\n")
         elif stopped:
-            unfinished = [one.text for one in self.newest.values() if not one.finished]
+            unfinished = [result.text for result in self.latest.values() if not result.is_finished]
             self._print("\n".join(unfinished) or "stopped before the first case")
 
     def write(self, last: str = "") -> None:
-        """Replace the content of the file, if one was asked for; a VerifyError if it can't be written."""
+        """Write all results, and `last` after them, to the file of --output, if any; VerifyError if it can't be written."""
         if self.request.output is not None and self.rank == 0:
             try:
-                Path(self.request.output).write_text(self._so_far() + last)
+                Path(self.request.output).write_text(self._output() + last)
             except OSError as error:
                 raise VerifyError(
                     f"--output {self.request.output}: {error.strerror}: name a file in a folder that is there"
@@ -206,9 +206,9 @@ class SoFar:
             self.show("")
             print("\n".join(map(fitted, words.split("\n"))), flush=True)
 
-    def _so_far(self) -> str:
-        every = [one for _, one in sorted(self.newest.items())]
+    def _output(self) -> str:
+        results = [result for _, result in sorted(self.latest.items())]
         if not self.request.json:
-            return "".join(f"{one.text}\n" + "\n" * self.request.all for one in every)
-        found = [one.found for one in every]
-        return json.dumps({"subjects": found} if self.request.all else found[0]) + "\n" if found else ""
+            return "".join(f"{result.text}\n" + "\n" * self.request.all for result in results)
+        dicts = [result.json for result in results]
+        return json.dumps({"subjects": dicts} if self.request.all else dicts[0]) + "\n" if dicts else ""
