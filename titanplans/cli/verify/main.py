@@ -97,7 +97,7 @@ def _verify(request: Namespace, rank: int, alone: bool) -> int:
             # One model's cases are proved side by side, or else several models.
             try:
                 results.write()
-                parts = side_by_side(proved, len(names), processes, results.update)
+                parts = run_in_processes(proved, len(names), processes, results.update)
             except Stopped:
                 results.end(stopped=True)
                 raise
