@@ -514,7 +514,7 @@ REFUSED = {
     "layers.0.mlp.up_proj.weight and layers.1.mlp.up_proj.weight are one parameter": dict(kind="shared"),
     "layers.0.mlp.up_proj.weight is float64, layers.0.mlp.up_proj.bias is float32": dict(kind="one module"),
     "FSDP over a mesh of 3 dimensions": dict(fsdp=None),
-    "defer = 'replicas', and": dict(call=lambda m: accumulate(m, last=False, defer="replicas")),
+    "defer = 'replicas', but": dict(call=lambda m: accumulate(m, last=False, defer="replicas")),
     "defer = 'some'": dict(call=lambda m: accumulate(m, last=False, defer="some")),
     "Linear is not sharded by FSDP": dict(call=lambda m: unsharded(m.layers[0].mlp.up_proj)),
     "FSDPBlock is a module inside a sharded model": dict(call=lambda m: unsharded(m.layers[0])),
