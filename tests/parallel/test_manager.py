@@ -284,5 +284,7 @@ def test_torchs_muon_is_for_weights_that_are_not_sharded(degrees):
             assert manager.prepare_optimizer(muon) is muon
         else:
             said = refusal(manager.prepare_optimizer, muon)
-            assert said.startswith("torch.optim.Muon orthogonalises a sharded weight by DTensor matrix products")
+            assert said.startswith(
+                "torch.optim.Muon orthogonalises a sharded weight by DTensor matrix products"
+            )
             assert said.endswith('use titanplans.parallel.build_optimizers(model, Optimizer(name="Muon"))')
