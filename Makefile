@@ -1,5 +1,5 @@
 # make train   install into .venv and train GLA tensor-parallel on two CPU ranks
-# make test    install into .venv and run the tests that a contributor needs: 5 minutes on 2 cores; ARGS="-k gla" picks some
+# make test    install into .venv and run the tests that a contributor needs: 9 minutes on 2 cores; ARGS="-k gla" picks some
 # make test-all  all tests but the exhaustive ones, before a merge; 25 minutes
 # make test-exhaustive  those, too: more cases of what the others prove; hours
 # make test-kernels  FLA's own Triton kernels, interpreted on a CPU, against what stands in for them
