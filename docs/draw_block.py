@@ -34,6 +34,10 @@ STYLE = """text { font: 13px system-ui, sans-serif; fill: #1b1f24; text-anchor: 
 .comm { font-size: 12px; fill: #9a3412 }
 line, path { stroke: #57606a; stroke-width: 1.5; fill: none; marker-end: url(#tip) }
 .bar { stroke: #2f6f4f; stroke-width: 7; marker-end: none }"""
+ARROW_TIP = (
+    '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+    'orient="auto"><path d="M0 0 8 4 0 8z" style="fill:#57606a;stroke:none;marker-end:none"/></marker></defs>'
+)
 
 
 def picture() -> str:
@@ -43,8 +47,7 @@ def picture() -> str:
         "<title>A block on the residual stream: two regions, entered by an all-gather and left by a "
         "reduce-scatter</title>",
         f"<style>{STYLE}</style>",
-        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
-        'orient="auto"><path d="M0 0 8 4 0 8z" style="fill:#57606a;stroke:none;marker-end:none"/></marker></defs>',
+        ARROW_TIP,
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
         f'<line class="bar" x1="12" y1="{STREAM}" x2="{WIDTH - 12}" y2="{STREAM}"/>',
         f'<text class="left stream" x="14" y="{STREAM - 22}">residual stream: each rank holds its shard of the '

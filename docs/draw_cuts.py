@@ -7,7 +7,7 @@ The styles are those of the plan; only their places on the page stand here.
 
 from pathlib import Path
 
-from draw_block import COLOURS, STYLE, box, of_block
+from draw_block import ARROW_TIP, COLOURS, STYLE, box, of_block
 
 PICTURE = Path(__file__).parent / "cuts.svg"
 WIDTH, HEIGHT, TOP, LANE = 1240, 490, 74, 220
@@ -36,8 +36,7 @@ def picture() -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
         "<title>A mixer cut by weights, and by tokens</title>",
         f"<style>{STYLE}</style>",
-        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
-        'orient="auto"><path d="M0 0 8 4 0 8z" style="fill:#57606a;stroke:none;marker-end:none"/></marker></defs>',
+        ARROW_TIP,
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
     ]
     for number, (title, (enters, does, leaves, between)) in enumerate(CUTS.items()):

@@ -8,7 +8,7 @@ from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
-from draw_block import STYLE
+from draw_block import ARROW_TIP, STYLE
 
 from tests.support.imports import package_imports
 
@@ -33,9 +33,8 @@ def picture() -> str:
     def below(name: str) -> frozenset[str]:
         return frozenset(imports[name]).union(*map(below, imports[name]))
 
-    columns: defaultdict[int, set[tuple[str, int]]] = defaultdict(
-        set
-    )  # (package, column) each: a box or a passing line
+    # The points of each column: (package, column) is its box, or a line to it that passes the column.
+    columns: defaultdict[int, set[tuple[str, int]]] = defaultdict(set)
     lines: set[tuple[tuple[str, int], tuple[str, int]]] = set()
     for name in imports:
         columns[column(name)].add((name, column(name)))
@@ -73,8 +72,7 @@ def picture() -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:g}" role="img">',
         "<title>The packages of titanplans; an arrow leads from a package to one that it imports</title>",
         f"<style>{STYLE}\n.through {{ marker-end: none }}</style>",
-        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
-        'orient="auto"><path d="M0 0 8 4 0 8z" style="fill:#57606a;stroke:none;marker-end:none"/></marker></defs>',
+        ARROW_TIP,
         f'<rect width="{width}" height="{height:g}" fill="#ffffff"/>',
     ]
     for start, end in sorted(lines):

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.support.pages.combinations import ALL, PAGE, cover, page, refusal, run_in_worlds
+from tests.support.pages.combinations import ALL, PAGE, cover, page, refusal, run_on_ranks
 
 pytestmark = pytest.mark.thorough
 
@@ -29,7 +29,7 @@ def results(verdicts):
     run = [c for c, why in verdicts.items() if why is None and c.ranks <= 8]
     # Seconds each: every option once, and of GLA, whose graphs test_architectures.py runs, none.
     compiled = [c for c in run if c.compiled and c.ranks < 8 and c.kind != "gla"]
-    return run_in_worlds(
+    return run_on_ranks(
         [*cover([c for c in run if not c.compiled], pairs), *cover(compiled, lambda c: set(options(c)))]
     )
 

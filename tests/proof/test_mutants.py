@@ -1,6 +1,6 @@
 """Every single-style mutant of the registered plans: refused, killed and placed, or listed with the reason why not.
 
-What is made is said in tests/mutants: the models in architectures.py, the mistakes in operators.py, what counts
+What is made is said in tests/support/mutants: the models in architectures.py, the mistakes in operators.py, what counts
 as the right module in place.py, what may survive in equivalent.py. That the plans
 themselves are right, over the same ranks, is test_threads.py's.
 """

@@ -21,6 +21,7 @@ from titanplans.errors import ParallelError
 from titanplans.parallel.mesh.mesh import Mesh
 from titanplans.plan.degrees import Degrees
 from titanplans.split.gradients import check_no_meta, clip_gradients, skip_nonfinite, total_norm
+from titanplans.split.objects import gather_objects
 
 NORMS = (1.0, 2.0, 3.0, math.inf)
 MODELS = {
@@ -199,7 +200,7 @@ def everything(rank):
         "stages": stages(),
         "missing": missing_on_one_rank(mesh),
     }
-    return models, process_groups.gather_objects(rest)
+    return models, gather_objects(rest)
 
 
 result = process_groups.module_fixture(everything, 4)

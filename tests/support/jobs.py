@@ -1,4 +1,4 @@
-"""Jobs of the command line, each started in a process that has imported everything already (worlds.py), and what they say.
+"""Jobs of the command line and their output, each started in a process that has imported everything (process_groups.py).
 
 job = Job(tmp_path)                      # a folder with a tiny job of two ranks
 process = job.start("--training.steps=8")

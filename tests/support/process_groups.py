@@ -51,7 +51,9 @@ def module_fixture(fn: Callable[[int], Any], ranks: int) -> Any:
 class CaseResults(dict[Any, Any]):
     """What rank 0 returned for each case. Getting a case that failed raises its failure."""
 
-    failures: dict[Any, Exception]
+    def __init__(self, results: dict[Any, Any]):
+        super().__init__(results)
+        self.failures: dict[Any, Exception] = {}
 
     def __missing__(self, case: Any) -> Any:
         raise self.failures[case]
@@ -68,8 +70,7 @@ def case_fixture(cases: Callable[[int], dict[Any, Callable[[], Any]]], ranks: in
         try:
             return CaseResults(run(functools.partial(_run_cases, cases=cases), ranks))
         except mp.ProcessRaisedException:
-            results = CaseResults()
-        results.failures = {}
+            results = CaseResults({})
         for case in cases(0):
             try:
                 results |= run(functools.partial(_run_cases, cases=cases, only=case), ranks)
@@ -101,13 +102,6 @@ def fake_group(ranks: int, rank: int = 0) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         clear_sharding_cache()
-
-
-def gather_objects(value: Any) -> list[Any]:
-    """Return the values of all ranks, in order. Collective."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.support import process_groups
+from titanplans.split.objects import gather_objects
 
 ROWS = 4
 
@@ -129,7 +130,7 @@ def _all(rank: int, cases: dict[Any, Case]) -> list[dict[Any, str]]:
             check(case, train(Parallel(case.build()), case))
         except AssertionError as error:
             errors[name] = f"rank {rank}: {error}"
-    return process_groups.gather_objects(errors)
+    return gather_objects(errors)
 
 
 def check(case: Case, expected: Trained) -> float:

@@ -1,6 +1,6 @@
 """Kill a training job at random moments, break what it has left behind, start it again: are the losses the same?
 
-    python tests/support/survival.py --faults 1000 --seed 7      as `make survive N=1000`; the seed repeats the faults
+    python -m tests.support.survival --faults 1000 --seed 7     # make survive N=1000; the seed repeats the faults
 
 A job on two ranks of a CPU, of some milliseconds a step, saves every second step, at random in the thread of training or
 in another. It is killed (a rank, all processes, the launcher, a worker of a loader) while it starts, trains or saves;

@@ -13,6 +13,7 @@ from tests.support.refusals import refusal_or_none
 from tests.support.resident_memory import peak
 from titanplans import DDPConfig, Degrees, FSDP2Config, ParallelManager
 from titanplans.errors import ModelError
+from titanplans.split.objects import gather_objects
 from titanplans.weights.full import (
     gather_full_optimizer_state_dict,
     gather_full_state_dict,
@@ -91,7 +92,7 @@ def refusals(rank):
         said["meta"] = refused(nn.Linear(2, 2), {"weight": torch.ones(2, 2), "bias": torch.ones(2)})
     only = gather_full_state_dict(model, only=lambda name: "norm" in name)
     assert len(only) == (0 if rank else 9)
-    assert all(others == said for others in process_groups.gather_objects(said))
+    assert all(others == said for others in gather_objects(said))
     return said
 
 
@@ -103,7 +104,7 @@ def memory(rank):
     fully_shard(model)
     gathered, state = peak(lambda: gather_full_state_dict(model))
     loaded, _ = peak(lambda: load_full_state_dict(model, state or None))
-    return process_groups.gather_objects((gathered, loaded))
+    return gather_objects((gathered, loaded))
 
 
 def there_and_back(rank):

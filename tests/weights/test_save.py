@@ -16,6 +16,7 @@ from tests.support import process_groups
 from tests.support.system import largest_file
 from titanplans import Degrees, FSDP2Config, ParallelManager, UserError
 from titanplans.errors import NotSaved
+from titanplans.split.objects import gather_objects
 from titanplans.weights.files import refuse_full
 from titanplans.weights.save import save_weights
 
@@ -81,7 +82,7 @@ def save_all(rank):
     model = split("qwen2", SPLITS["tp 2"])
     with largest_file(20_000):
         said["full"] = refused(partial(save_weights, model, folder / "new"))
-    assert all(others == said for others in process_groups.gather_objects(said))
+    assert all(others == said for others in gather_objects(said))
     return said
 
 

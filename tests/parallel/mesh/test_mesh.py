@@ -15,6 +15,7 @@ from titanplans.errors import ParallelError
 from titanplans.parallel.mesh.cuts import fsdp_mesh
 from titanplans.parallel.mesh.mesh import Mesh
 from titanplans.plan.degrees import Degrees
+from titanplans.split.objects import gather_objects
 
 POSITIONS = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 """The arguments of ParallelDims, in order."""
@@ -127,7 +128,7 @@ def _shards(rank):
         ]
         meshes.append(Mesh(Degrees(**dict(zip(POSITIONS, degrees, strict=True))), "cpu"))
         found[degrees] = [fsdp_mesh(mesh).mesh.tolist() for mesh in meshes]
-    return process_groups.gather_objects(found)
+    return gather_objects(found)
 
 
 def test_fsdp_has_the_same_ranks_over_every_backend_of_parallel_dims():
@@ -199,7 +200,7 @@ def sums_over_every_mesh(rank):
             result.append(
                 (degrees, name, ranks == expected, timeout.total_seconds() if len(ranks) > 1 else 123)
             )
-    return process_groups.gather_objects(result)
+    return gather_objects(result)
 
 
 def test_over_gloo():

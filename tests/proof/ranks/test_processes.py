@@ -7,6 +7,7 @@ from tests.support.faulty_styles import Unsummed, tiny_plan_with
 from tests.support.plain_proofs import verify_plainly
 from tests.support.refusals import refusal_or_none
 from tests.support.tiny_model import Tiny, TinyPlan
+from titanplans.split.objects import gather_objects
 
 
 def prove(rank):
@@ -29,7 +30,7 @@ def prove(rank):
         for case in report["cases"]:
             case.pop("seconds")
     refused = refusal_or_none(verify_plainly, Tiny, TinyPlan, ranks="process_group", degrees=[4])
-    return process_groups.gather_objects(reports), refused, wrong.table()
+    return gather_objects(reports), refused, wrong.table()
 
 
 def test_two_processes():

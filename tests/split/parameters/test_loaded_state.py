@@ -11,6 +11,7 @@ from tests.support import process_groups
 from tests.support.refusals import refusal_or_none
 from titanplans import Degrees, FSDP2Config, ParallelManager
 from titanplans.errors import ModelError
+from titanplans.split.objects import gather_objects
 
 SPLITS = {"tp 2": Degrees(tp=2), "fsdp 2": Degrees(), "two copies": Degrees(dp_replicate=2, dp_shard=1)}
 
@@ -36,7 +37,7 @@ def weights(model):
 
 def loads(rank):
     """Per split, the errors of loading the own files and those of rank 0, on each rank; what loads goes on alike."""
-    folder = Path(process_groups.gather_objects(tempfile.mkdtemp())[0])
+    folder = Path(gather_objects(tempfile.mkdtemp())[0])
     found = {}
     for split, degrees in SPLITS.items():
         model, optimizer = trained(degrees)
@@ -54,7 +55,7 @@ def loads(rank):
             if said[-2:] == [None, None]:
                 equal = all(torch.equal(*pair) for pair in zip(weights(model), right, strict=True))
                 assert equal, (split, name)
-        found[split] = process_groups.gather_objects(said)
+        found[split] = gather_objects(said)
         full = zoo.build("qwen3", dtype=torch.float32).state_dict()
         model.load_state_dict({name: tensor + 1 for name, tensor in full.items()})
         for name, tensor in model.state_dict().items():

@@ -1,7 +1,7 @@
 """Every combination of the options that affect each other: what is refused, what runs, and the page that says so.
 
-    PYTHONPATH=. python tests/support/pages/combinations.py            # runs what is not refused; half an hour on 2 cores
-    PYTHONPATH=. python tests/support/pages/combinations.py --page     # writes docs/generated/combinations.md
+    python -m tests.support.pages.combinations            # runs what is not refused; half an hour on 2 cores
+    python -m tests.support.pages.combinations --page     # writes docs/generated/combinations.md
 
 A combination runs one step of a tiny model over real process groups, and is compared with one process:
 loss, gradient norm, and every gradient.
@@ -23,6 +23,7 @@ from tests.support import process_groups, step_comparison
 from tests.support.paths import GENERATED
 from titanplans.errors import UserError
 from titanplans.proof.ranks.fake import fake_ranks
+from titanplans.split.objects import gather_objects
 
 PAGE = GENERATED / "combinations.md"
 LENGTH = 16
@@ -305,16 +306,11 @@ def run_all(rank, combinations, ranks, progress):
         if progress and rank == 0:
             line = f"{time.time() - begin:7.1f} s  {number}: {combination}: {results[combination]}"
             print(line, flush=True)
-    wrong = {
-        c: why
-        for found in process_groups.gather_objects(results)
-        for c, why in found.items()
-        if isinstance(why, str)
-    }
+    wrong = {c: why for found in gather_objects(results) for c, why in found.items() if isinstance(why, str)}
     return results | wrong
 
 
-def run_in_worlds(combinations, progress=False):
+def run_on_ranks(combinations, progress=False):
     """Return what `run_one` does for each combination, or the text of its failure."""
     results = {}
     for ranks in sorted({c.ranks for c in combinations}):
@@ -400,7 +396,7 @@ def main():
     accepted = [c for c, why in verdicts.items() if why is None]
     slow = [c for c in accepted if c.compiled and c.ranks >= 8]
     chosen = [*(c for c in accepted if c not in slow), *cover(slow, recomputed_by_kind)]
-    results = run_in_worlds(chosen, progress=True)
+    results = run_on_ranks(chosen, progress=True)
     wrong = {c: result for c, result in results.items() if isinstance(result, str)}
     for combination, error in wrong.items():
         print(f"WRONG {combination}: {error}")
