@@ -24,7 +24,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
-from titanplans.training.checkpoint.card import Manifest, damage
+from titanplans.training.checkpoint.manifest import Manifest, damage
 from titanplans.training.checkpoint.storage import CheckpointReader, CheckpointWriter, Planner
 from titanplans.training.launch.exit_status import finish
 

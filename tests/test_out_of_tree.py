@@ -100,11 +100,11 @@ def test_it_trains_on_two_ranks(installed):
 
 @pytest.fixture
 def own(installed, monkeypatch):
-    """Return `own_config`, where the example's package is installed."""
-    from titanplans.modeling import own_config
+    """Return `user_model_config`, where the example's package is installed."""
+    from titanplans.modeling import user_model_config
 
     monkeypatch.syspath_prepend(installed / "site")
-    return own_config
+    return user_model_config
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from titanplans.loss.operators import read_by_operators
-from titanplans.loss.shares import IGNORED, Objective, entropy_and_gradient
+from titanplans.loss.sharded_logits import IGNORED, Objective, entropy_and_gradient
 
 OBJECTIVES = {
     "plain": Objective(),

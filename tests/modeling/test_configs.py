@@ -10,7 +10,7 @@ from tests.support import process_groups
 from tests.support.refusals import refusal
 from titanplans import modeling
 from titanplans.modeling import ModelError
-from titanplans.modeling.own import is_own
+from titanplans.modeling.user_model import is_user_model
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
@@ -52,7 +52,7 @@ def test_a_nested_override_changes_what_it_names_and_leaves_the_rest():
 )
 def test_an_adjusted_config_differs_in_what_is_named_alone(name):
     config = modeling.load_config(name, "debug")
-    if is_own(config):
+    if is_user_model(config):
         return
     before, text = config.to_dict(), config.get_text_config()
     of_text = before if text is config else before["text_config"]

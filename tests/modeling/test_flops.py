@@ -7,7 +7,7 @@ from torch import nn
 from transformers import GPT2Config, LlamaConfig, Qwen3MoeConfig
 
 from titanplans import find_decoder, modeling
-from titanplans.modeling.own import own_config
+from titanplans.modeling.user_model import user_model_config
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
@@ -129,7 +129,7 @@ class Own(nn.Module):
 
 
 def test_experts_of_which_the_config_says_nothing_count_all_and_the_log_says_so(caplog):
-    config = own_config(f"{__name__}:Own", {})
+    config = user_model_config(f"{__name__}:Own", {})
     with caplog.at_level(logging.INFO, "titanplans"):
         total, flops = _count(config, 64)
     assert flops == 6 * (total - 16 * 32 + 4 * 2 * 8 * 64)

@@ -60,7 +60,7 @@ def test_shared_heads_are_sent_once_to_each_rank():
 def test_no_mixer_sends_more_than_it_needs(name, degree):
     communication = count(name, degree)
     assert communication.minimal, communication.lines()
-    assert not any(communication.read_whole.mixer_of(c) for c in communication.gathered)
+    assert not any(communication.full_sequence_gathers.mixer_of(c) for c in communication.gathered)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_what_code_reads_before_its_products_is_named(name, mixers):
     assert communication.minimal
     gathered = communication.gathered
     assert {c.operation for c in gathered} == {"all_gather", "reduce_scatter"}
-    assert {communication.read_whole.mixer_of(c) for c in gathered} >= set(mixers)
+    assert {communication.full_sequence_gathers.mixer_of(c) for c in gathered} >= set(mixers)
     (line,) = [line for line in communication.lines() if all(mixer in line for mixer in mixers)]
     assert "gathers and sums" in line
     assert communication.to_dict()["gathered"]

@@ -11,7 +11,7 @@ from tests.support.plain_proofs import verify_sharded
 from titanplans import Degrees, registered_plans
 from titanplans.errors import PlanError
 from titanplans.split.collectives import gather_replicated
-from titanplans.split.own_tokens import LocalTokens
+from titanplans.split.local_tokens import LocalTokens
 
 PLANS = registered_plans()
 

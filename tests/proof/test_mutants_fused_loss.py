@@ -8,7 +8,7 @@ import torch
 from tests.support.mutants.architectures import ARCHITECTURES
 from tests.support.process_groups import run_on_threads
 from titanplans import Degrees, TPOptions
-from titanplans.loss import IGNORED, FusedLoss, entropy_and_gradient, fused, shares
+from titanplans.loss import IGNORED, FusedLoss, entropy_and_gradient, fused, sharded_logits
 from titanplans.proof.batches.conditions import MicroBatch, Scenario
 from titanplans.proof.batches.sample import Sampler, randomise
 from titanplans.proof.case import prove_case
@@ -37,7 +37,7 @@ def test_it_is_right(reference):
 
 def one_rank_alone(monkeypatch):
     """The ranks' sums of exponentials are not put together."""
-    monkeypatch.setattr(shares, "_over_ranks", lambda log_sum, own, sums, group: (log_sum, own, sums))
+    monkeypatch.setattr(sharded_logits, "_over_ranks", lambda log_sum, own, sums, group: (log_sum, own, sums))
 
 
 def no_cap(monkeypatch):

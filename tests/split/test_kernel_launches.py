@@ -19,7 +19,7 @@ from titanplans.styles.base import direct_parameters
 from titanplans.styles.rowwise import Rowwise
 from titanplans.styles.rowwise_in_region import RowwiseInRegion
 from titanplans.styles.split_norm import SplitNorm
-from titanplans.styles.whole import Whole
+from titanplans.styles.unsplit import Whole
 
 DEGREE = 2
 

@@ -13,7 +13,7 @@ from titanplans.modeling.samples import build_real, sample_inputs
 from titanplans.proof.batches.conditions import MicroBatch
 from titanplans.proof.batches.sample import Sampler
 from titanplans.proof.ranks import threads
-from titanplans.split.own_tokens import GatherPermission
+from titanplans.split.local_tokens import GatherPermission
 
 CONTEXT = 2
 UNPADDED = ("cat", "path_attn")

@@ -13,7 +13,7 @@ from tests import zoo
 from titanplans import apply_plan
 from titanplans.loss import cross_entropy
 from titanplans.proof.ranks.fake import fake_ranks
-from titanplans.split.own_tokens import GatherPermission, LocalTokens
+from titanplans.split.local_tokens import GatherPermission, LocalTokens
 from titanplans.split.tokens.sharded_sequence import ShardedSequence, sharded_sequence
 
 LENGTH, CONTEXT = 24, 2

@@ -214,7 +214,7 @@ class Survival:
     def look(self, life: Life) -> None:
         """Collect the losses; check every checkpoint, and note where training has to go on."""
         from titanplans.training.checkpoint import folder
-        from titanplans.training.checkpoint.card import damage
+        from titanplans.training.checkpoint.manifest import damage
         from titanplans.training.trainer.jsonl import read_metrics
 
         # Of a start that has logged no step, the file is the one before's.

@@ -17,7 +17,7 @@ from tests.support import process_groups
 from tests.support.trained_jobs import train, write_inputs
 from titanplans.cli.main import main
 from titanplans.config import load_job, strategy_of
-from titanplans.training.checkpoint.card import damage
+from titanplans.training.checkpoint.manifest import damage
 from titanplans.training.checkpoint.storage import CheckpointReader
 from titanplans.training.data.vocabulary import default_tokenizer_path
 

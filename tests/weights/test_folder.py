@@ -308,7 +308,7 @@ def test_a_part_of_a_tensor_is_read_alone(single, values):
 
 def test_a_model_of_ones_own(tmp_path):
     """Its names are in no table of renamed weights."""
-    config = modeling.own_config(f"{__name__}:Own", {})
+    config = modeling.user_model_config(f"{__name__}:Own", {})
     built = modeling.build(config)
     tied = built.all_tied_weights_keys
     built.to_empty(device="cpu")

@@ -23,7 +23,7 @@ from titanplans.split.meshes import SplitMeshes
 from titanplans.split.module_weight import MixerSlice, ParameterMemo, ParameterMesh, localize
 from titanplans.split.state import make_state
 from titanplans.split.tokens.exchange import RowAssignment, RowRanges, ranges_within, row_count
-from titanplans.split.tokens.products import HeadSplit, is_product
+from titanplans.split.tokens.projections import HeadSplit, is_product
 from titanplans.styles.base import Site, Style
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from titanplans.errors import ConfigError
 from titanplans.text import columns
-from titanplans.training.checkpoint.card import MANIFEST, damage
 from titanplans.training.checkpoint.folder import checkpoint_path, steps
+from titanplans.training.checkpoint.manifest import MANIFEST, damage
 
 
 def parser() -> argparse.ArgumentParser:

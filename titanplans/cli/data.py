@@ -77,7 +77,7 @@ def _show(job: Any, count: int) -> None:
     prepare_device()
     from titanplans.training.job import resolve
     from titanplans.training.job.checks import check_data
-    from titanplans.training.job.parts import open_training_data
+    from titanplans.training.job.loaders import open_training_data
     from titanplans.training.trainer import documents
 
     config = resolve.hf_config(job)

@@ -37,7 +37,7 @@ from titanplans.config.values import FilePath, NaturalInt, PositiveFloat
 from titanplans.disk import write_atomically
 from titanplans.errors import ConfigError, OptionError, UserError
 from titanplans.text import columns, show
-from titanplans.training.checkpoint.card import describe_changes
+from titanplans.training.checkpoint.manifest import describe_changes
 from titanplans.training.launch.orphans import end_with_parent
 from titanplans.training.launch.signals import stop_on_signals
 from titanplans.training.trainer.jsonl import FILE_NAME, read_metrics

@@ -4,7 +4,7 @@ from titanplans.loss.balance import added_loss
 from titanplans.loss.cross_entropy import count_tokens, cross_entropy
 from titanplans.loss.deferred_logits import DeferredLogits
 from titanplans.loss.head import FusedLoss, NotFused
-from titanplans.loss.shares import IGNORED, Objective, entropy_and_gradient
+from titanplans.loss.sharded_logits import IGNORED, Objective, entropy_and_gradient
 
 __all__ = [
     "IGNORED",

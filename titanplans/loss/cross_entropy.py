@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from titanplans.errors import ParallelError
 from titanplans.loss.deferred_logits import DeferredLogits
-from titanplans.loss.shares import (
+from titanplans.loss.sharded_logits import (
     IGNORED,
     Objective,
     VocabularyShard,

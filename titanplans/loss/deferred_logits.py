@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from titanplans.errors import ParallelError
-from titanplans.loss.shares import Objective
+from titanplans.loss.sharded_logits import Objective
 from titanplans.torch_private.autograd import version
 from titanplans.torch_private.dispatch import without_torch_function
 

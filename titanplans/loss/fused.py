@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from titanplans.errors import ParallelError
-from titanplans.loss.shares import Objective, VocabularyShard, entropy_and_gradient
+from titanplans.loss.sharded_logits import Objective, VocabularyShard, entropy_and_gradient
 
 Elementwise = Callable[[torch.Tensor], torch.Tensor]
 """A function that a model applies to its logits after the head: a soft cap, a scale."""

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from titanplans.errors import ParallelError, either
 from titanplans.loss.deferred_logits import Computed, DeferredLogits, NotFused, stand_in
 from titanplans.loss.fused import Compute, Elementwise, Settings, fused_cross_entropy
-from titanplans.loss.shares import (
+from titanplans.loss.sharded_logits import (
     Objective,
     VocabularyShard,
     entropy_and_gradient,

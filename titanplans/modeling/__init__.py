@@ -8,8 +8,8 @@ from titanplans.modeling.build import build
 from titanplans.modeling.configs import adjusted, available, load_config, load_config_file
 from titanplans.modeling.flops import count_flops, flops_of_blocks
 from titanplans.modeling.initialize import initialize
-from titanplans.modeling.own import own_config
 from titanplans.modeling.samples import build_real, sample_inputs
+from titanplans.modeling.user_model import user_model_config
 
 __all__ = [
     "ModelError",
@@ -22,6 +22,6 @@ __all__ = [
     "initialize",
     "load_config",
     "load_config_file",
-    "own_config",
     "sample_inputs",
+    "user_model_config",
 ]

@@ -11,7 +11,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from titanplans.errors import ModelError
-from titanplans.modeling.own import construct_own, is_own
+from titanplans.modeling.user_model import construct_user_model, is_user_model
 from titanplans.precision.kept_dtypes import keeps_float32
 
 
@@ -36,8 +36,8 @@ def build(config: PretrainedConfig) -> PreTrainedModel:
 def construct(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """Run the constructor of the model with `device` and `dtype` as defaults. Sets `config.dtype`."""
     kind = config.model_type
-    if is_own(config):
-        return construct_own(config, device, dtype)  # type: ignore[return-value]
+    if is_user_model(config):
+        return construct_user_model(config, device, dtype)  # type: ignore[return-value]
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
             f"model_type {kind!r} has no causal language model, only such a model can be trained"

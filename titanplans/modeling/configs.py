@@ -20,7 +20,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from titanplans.config.families import Family, families, find_flavor
 from titanplans.errors import ModelError, did_you_mean
 from titanplans.modeling.config_values import check_values, unread_keys
-from titanplans.modeling.own import own_config
+from titanplans.modeling.user_model import user_model_config
 from titanplans.text import show
 
 # Errors of a config class for a wrong value: of its own checks, of the typed config dataclasses of transformers 5, and of
@@ -55,7 +55,7 @@ def load_config(name: str, flavor: str, **overrides: Any) -> PretrainedConfig:
     family = find_flavor(name, flavor)
     fields = family.flavors[flavor]
     if family.own_class is not None:
-        return own_config(family.own_class, fields | overrides, f"{family.source}, flavor {flavor!r}")
+        return user_model_config(family.own_class, fields | overrides, f"{family.source}, flavor {flavor!r}")
     config_class, source = _config_class(family), f"{family.source}, flavor {flavor!r}"
     # `_construct` copies the fields: config classes write defaults into nested mappings.
     config = _construct(config_class, fields, source)

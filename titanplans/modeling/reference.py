@@ -22,7 +22,7 @@ from transformers.initialization import guard_torch_init_functions
 
 from titanplans.errors import ModelError
 from titanplans.modeling.build import construct
-from titanplans.modeling.own import is_own
+from titanplans.modeling.user_model import is_user_model
 from titanplans.split.decoder import join
 from titanplans.torch_private.autograd import version
 from titanplans.torch_private.swapped import swapped
@@ -70,7 +70,7 @@ class Reference:
         self._calls: dict[nn.Module, Callable[[], nn.Module]] = {}
         with self._seeded("constructor"), _constructing(device), ExitStack() as stack:
             # Not for user models, whose modules may register a parameter before they initialise it.
-            if not is_own(model.config):
+            if not is_user_model(model.config):
                 stack.enter_context(_to_meta(lambda parameter: bool(parameter.isnan().any())))
             # Otherwise it would mark modules as initialised (`_is_hf_initialized`); only marks of constructors count.
             stack.enter_context(swapped(PreTrainedModel, "init_weights", lambda self: None))

@@ -46,8 +46,8 @@ from titanplans.observe.by_tokens import (
     exchanged_rows,
     exchanges,
     holder,
-    of_all_tokens,
-    own_shape,
+    local_shape,
+    with_all_tokens,
     within_mixers,
 )
 from titanplans.observe.operators import Collective
@@ -106,7 +106,7 @@ def noted_calls(model: nn.Module, applied: AppliedPlan) -> Iterator[Calls]:
             given = [x for x in kwargs.values() if isinstance(x, torch.Tensor)][:1]
         is_sharded = stream.is_sharded
         sharded = stream.dim if is_sharded and not style.is_inside_region else None
-        shapes = tuple(own_shape(x, border, is_sharded and style.takes_token_ids) for x in given)
+        shapes = tuple(local_shape(x, border, is_sharded and style.takes_token_ids) for x in given)
         # Regions are entered over the ranks of tensor parallelism, and inside all that share the heads compute.
         degree = applied.mesh.size() if name in inside and not style.enters_full else border.group[1]
         calls.setdefault(name, []).append(Call(shapes, sharded, degree, exchanged_rows(module, border)))
@@ -146,7 +146,7 @@ def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Cal
         part, module = part_of(path, decoder), home if style.enters_full else path
         around = () if own else next((c for name, c in regions.items() if within(key, name)), ())
         if around and path in inside:
-            around = [of_all_tokens(call, applied) for call in around]
+            around = [with_all_tokens(call, applied) for call in around]
         for call in own or around:
             if call.degree == 1:
                 continue  # nothing is cut by weights

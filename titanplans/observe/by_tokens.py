@@ -23,7 +23,7 @@ Calls = Mapping[str, Sequence[Call]]
 """The calls of modules in one forward, by fully qualified name."""
 
 
-class ReadWhole(NamedTuple):
+class FullSequenceGathers(NamedTuple):
     """Tells which collectives gather all tokens for code that needs them, or scatter their gradients.
 
     Attributes:
@@ -65,15 +65,15 @@ class ReadWhole(NamedTuple):
         ]
 
 
-def read_whole(applied: AppliedPlan, calls: Calls) -> ReadWhole:
+def full_sequence_gathers(applied: AppliedPlan, calls: Calls) -> FullSequenceGathers:
     """Return which collectives of a split model gather all tokens, from the `calls` of one forward."""
     border, decoder = applied.border, applied.decoder
     if border.tokens.mesh is None:
-        return ReadWhole()
+        return FullSequenceGathers()
     mixers = tuple(dict.fromkeys((*within_mixers(applied).values(), *decoder.mixers)))
     local_elements = [call.elements for name in mixers for call in calls.get(name, ())]
     ranks = tuple(dist.get_process_group_ranks(border.tokens.mesh.get_group()))
-    return ReadWhole(
+    return FullSequenceGathers(
         ranks, mixers, tuple(decoder.names), border.tokens.ranks * max(local_elements, default=0)
     )
 
@@ -87,7 +87,7 @@ def within_mixers(applied: AppliedPlan) -> Mapping[str, str]:
     return {path: region for path, region in regions.items() if region}
 
 
-def own_shape(x: torch.Tensor, border: Border, whole_ids: bool) -> torch.Size:
+def local_shape(x: torch.Tensor, border: Border, whole_ids: bool) -> torch.Size:
     """Return the shape of the local tokens of `x`: ids of full sequences (`whole_ids`), a ShardedSequence, or local."""
     shape, tokens = x.shape, border.tokens
     if isinstance(x, ShardedSequence):
@@ -97,7 +97,7 @@ def own_shape(x: torch.Tensor, border: Border, whole_ids: bool) -> torch.Size:
     return torch.Size((*shape[: tokens.dim], shape[tokens.dim] // tokens.ranks, *shape[tokens.dim + 1 :]))
 
 
-def of_all_tokens(call: Call, applied: AppliedPlan) -> Call:
+def with_all_tokens(call: Call, applied: AppliedPlan) -> Call:
     """Return the call of a mixer with the tokens of all CP ranks, over all ranks that the heads are split over."""
     shape = torch.Size((call.tokens * applied.border.tokens.ranks, call.shapes[0][-1]))
     return Call((shape,), None, applied.mesh.size())

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from titanplans.apply.apply import AppliedPlan
 from titanplans.errors import PlanError
 from titanplans.observe.bound import Allowance, Allowances, bound, exceeding, noted_calls, part_of
-from titanplans.observe.by_tokens import ReadWhole, read_whole
+from titanplans.observe.by_tokens import FullSequenceGathers, full_sequence_gathers
 from titanplans.observe.operators import Collective
 from titanplans.observe.recorder import record_collectives
 from titanplans.plan.options import TPOptions
@@ -43,7 +43,7 @@ class Communication:
 
     decoder: Decoder
 
-    read_whole: ReadWhole
+    full_sequence_gathers: FullSequenceGathers
     """Tells which collectives gather all tokens under context parallelism, in addition to the bound."""
 
     def of(self, part: str, direction: str) -> list[Collective]:
@@ -60,13 +60,13 @@ class Communication:
 
     def exceeding(self, part: str, direction: str) -> list[Collective]:
         """Return the collectives of a part that exceed what it needs, in number or in size."""
-        return [c for c in self._beyond_bound(part, direction) if not self.read_whole.holds(c)]
+        return [c for c in self._beyond_bound(part, direction) if not self.full_sequence_gathers.holds(c)]
 
     @property
     def gathered(self) -> list[Collective]:
         """The collectives that gather all tokens for code that needs them, or scatter their gradients."""
         parts = itertools.product(self.parts, _DIRECTIONS)
-        return [c for part in parts for c in self._beyond_bound(*part) if self.read_whole.holds(c)]
+        return [c for part in parts for c in self._beyond_bound(*part) if self.full_sequence_gathers.holds(c)]
 
     def _beyond_bound(self, part: str, direction: str) -> list[Collective]:
         return exceeding(self.of(part, direction), self.needed(part, direction))
@@ -98,7 +98,12 @@ class Communication:
                     f"{'outside of the model' if c.module is None else f'at {c.module}' if c.module else 'in the model'}"
                     for c in self.exceeding(part, direction)
                 ]
-        return [*columns(rows), *excess, *self.read_whole.lines(self.gathered), *self._gradient_line()]
+        return [
+            *columns(rows),
+            *excess,
+            *self.full_sequence_gathers.lines(self.gathered),
+            *self._gradient_line(),
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the count as JSON types, with the collectives of the first part of each group of equal parts."""
@@ -170,7 +175,7 @@ def count_communication(
         bound(model, applied, options, calls),
         summed_gradients(model),
         applied.decoder,
-        read_whole(applied, calls),
+        full_sequence_gathers(applied, calls),
     )
 
 

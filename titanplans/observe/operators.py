@@ -74,7 +74,7 @@ class Collective(NamedTuple):
 
     phase: Phase = "forward"
 
-    of_unit: bool = False
+    is_fsdp: bool = False
     """Issued by an FSDP module."""
 
     overlapped: bool = False

@@ -76,6 +76,6 @@ class _Mode(TorchDispatchMode):
                 return result
             if collective is not None and collective.ranks > 1:
                 module, phase = self.record.places.now()
-                placed = collective._replace(module=module, phase=phase, of_unit=self.record.places.in_unit)
+                placed = collective._replace(module=module, phase=phase, is_fsdp=self.record.places.in_unit)
                 self.record.collectives.append(placed)
         return result

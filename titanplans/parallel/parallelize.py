@@ -29,9 +29,9 @@ from titanplans.parallel.compile import apply_compile, compile_options, one_grap
 from titanplans.parallel.compile.async_tp import has_nccl
 from titanplans.parallel.ddp import apply_ddp, refuse_model
 from titanplans.parallel.fsdp import check_shard, shard
-from titanplans.parallel.mesh.cuts import expert_meshes, fsdp_mesh, split_meshes
 from titanplans.parallel.mesh.degrees import refuse_degrees
 from titanplans.parallel.mesh.mesh import mesh_of_one
+from titanplans.parallel.mesh.submeshes import expert_meshes, fsdp_mesh, split_meshes
 from titanplans.parallel.optimizers.roles import find_roles
 from titanplans.parallel.record import record_of
 from titanplans.plan.custom import PlanSource, resolve_plan

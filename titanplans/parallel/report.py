@@ -31,7 +31,7 @@ from titanplans.observe.operators import Collective
 from titanplans.observe.recorder import CollectiveRecord, record_collectives
 from titanplans.observe.tracker import ModuleTracker, fsdp_units
 from titanplans.parallel.activation_checkpoint import Kept, memory_budget
-from titanplans.parallel.mesh.cuts import shard_mesh
+from titanplans.parallel.mesh.submeshes import shard_mesh
 from titanplans.parallel.record import ParallelRecord, record_of
 from titanplans.precision.float8.report import float8_report
 from titanplans.split.decoder import find_decoder
@@ -189,7 +189,7 @@ class ParallelismReport:
         in_experts = any(f"{collective.module}.".startswith(f"{name}.") for name in experts)
         model_meshes = [*(["ep"] if in_experts else []), *_MODEL_MESHES]
         # DDP reduces buckets, outside of any module. An all-to-all sums no gradient.
-        is_data_parallel = collective.of_unit or (
+        is_data_parallel = collective.is_fsdp or (
             collective.module is None and collective.operation != "all_to_all"
         )
         order = [*_DATA_MESHES, *model_meshes] if is_data_parallel else [*model_meshes, *_DATA_MESHES]

@@ -24,9 +24,9 @@ from titanplans.styles.replicated_on_stream import ReplicatedOnStream
 from titanplans.styles.rowwise import Rowwise
 from titanplans.styles.rowwise_in_region import RowwiseInRegion
 from titanplans.styles.split_norm import SplitNorm
+from titanplans.styles.unsplit import Whole
 from titanplans.styles.vocab_embedding import VocabEmbedding
 from titanplans.styles.vocab_head import VocabHead
-from titanplans.styles.whole import Whole
 
 Plan = dict[str, ParallelStyle]
 

@@ -26,8 +26,8 @@ import torch
 
 from titanplans.split.collectives import Group, gather, group_of, scatter_sum, sum_gradients, sum_ranks
 from titanplans.split.layout import StreamLayout
+from titanplans.split.local_tokens import LocalTokens
 from titanplans.split.meshes import SplitMeshes
-from titanplans.split.own_tokens import LocalTokens
 from titanplans.split.stream import Stream
 
 

@@ -25,7 +25,7 @@ from titanplans.errors import PlanError
 from titanplans.split.arguments import positional
 from titanplans.split.collectives import Group, gather_replicated, take_shard
 from titanplans.split.layout import StreamLayout
-from titanplans.split.own_tokens import LocalTokens
+from titanplans.split.local_tokens import LocalTokens
 from titanplans.text import class_name
 from titanplans.torch_private.autograd import in_backward
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard
 from titanplans.split.convolution import check_groups
 from titanplans.split.layout import Layout
 from titanplans.split.state import specialise, subclass
-from titanplans.split.tokens.products import is_product, to_heads_after
+from titanplans.split.tokens.projections import is_product, to_heads_after
 from titanplans.styles.base import Operands, ParameterStyle, Site, SplitOver, direct_parameters
 
 

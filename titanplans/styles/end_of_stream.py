@@ -7,7 +7,7 @@ from torch import nn
 
 from titanplans.split.border import Border
 from titanplans.split.costs import Call, ExpectedCollective
-from titanplans.split.own_tokens import GatherPermission
+from titanplans.split.local_tokens import GatherPermission
 from titanplans.split.state import key_of
 from titanplans.split.tokens.sharded_sequence import sharded_sequence
 from titanplans.styles.base import Site, Style, map_output

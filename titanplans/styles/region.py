@@ -9,7 +9,7 @@ from torch import nn
 
 from titanplans.split.border import Border
 from titanplans.split.costs import Call, ExpectedCollective, cost_of_enter, cost_of_leave
-from titanplans.split.own_tokens import GatherPermission
+from titanplans.split.local_tokens import GatherPermission
 from titanplans.split.state import key_of, make_state
 from titanplans.split.tokens.sharded_sequence import ShardedSequence, sharded_sequence
 from titanplans.styles.base import Site, Style, map_input, map_output

@@ -6,7 +6,7 @@ from torch.distributed.tensor import Partial, Replicate
 from titanplans.split.layout import Layout
 from titanplans.split.root_mean_square import EPSILONS
 from titanplans.split.state import specialise
-from titanplans.split.tokens.products import is_product, on_local_tokens
+from titanplans.split.tokens.projections import is_product, on_local_tokens
 from titanplans.styles.base import Operands, ParameterStyle, Site, SplitOver
 
 

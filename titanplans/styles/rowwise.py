@@ -11,7 +11,7 @@ from titanplans.split.border import Border
 from titanplans.split.layout import Layout
 from titanplans.split.module_weight import add_deferred_bias
 from titanplans.split.state import specialise
-from titanplans.split.tokens.products import is_product, to_tokens_before
+from titanplans.split.tokens.projections import is_product, to_tokens_before
 from titanplans.styles.base import Operands, Site, SplitOver, Style
 
 

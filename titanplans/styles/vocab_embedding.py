@@ -11,8 +11,8 @@ from torch.distributed.tensor import Shard
 from titanplans.split.collectives import sum_ranks
 from titanplans.split.costs import Call, ExpectedCollective
 from titanplans.split.layout import Layout, shard_size
+from titanplans.split.local_tokens import GatherPermission
 from titanplans.split.module_weight import with_locals_in_forward
-from titanplans.split.own_tokens import GatherPermission
 from titanplans.split.state import make_state, specialise, subclass
 from titanplans.split.tokens.sharded_sequence import sharded_sequence
 from titanplans.styles.base import Site, SplitOver, Style, direct_parameters

@@ -22,7 +22,7 @@ from transformers.core_model_loading import (
 )
 
 from titanplans.errors import ModelError
-from titanplans.modeling.own import is_own
+from titanplans.modeling.user_model import is_user_model
 from titanplans.weights.lazy import LazyTensor
 
 
@@ -45,7 +45,7 @@ def from_hf_names(
         ModelError: tensors that form one parameter don't fit together, or two tensors are the same parameter.
     """
     names: dict[str, Any] = model.state_dict()
-    if is_own(model.config):
+    if is_user_model(model.config):
         known = {name: tensor for name, tensor in folder_tensors.items() if name in names}
         return known, [name for name in folder_tensors if name not in names], []
     conversions = get_model_conversion_mapping(model)
@@ -98,7 +98,7 @@ def to_hf_names(model: PreTrainedModel, tensors: Mapping[str, LazyTensor]) -> di
         model: as for `from_hf_names`.
         tensors: parameter name -> tensor.
     """
-    if is_own(model.config):
+    if is_user_model(model.config):
         return dict(tensors)
     return revert_weight_conversion(model, dict(tensors))  # pyrefly: ignore[bad-argument-type,bad-return]
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.support import process_groups
 from titanplans.errors import ParallelError
-from titanplans.parallel.mesh.cuts import fsdp_mesh
 from titanplans.parallel.mesh.mesh import Mesh
+from titanplans.parallel.mesh.submeshes import fsdp_mesh
 from titanplans.plan.degrees import Degrees
 from titanplans.split.objects import gather_objects
 

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from titanplans.errors import ParallelError
-from titanplans.parallel.mesh.rendezvous import own_store
+from titanplans.parallel.mesh.rendezvous import rendezvous_store
 from titanplans.torchrun import Ranks
 
 TIMEOUT = timedelta(seconds=60)
@@ -24,7 +24,7 @@ def server(monkeypatch):
 
 
 def stores(pool, ranks, size):
-    return [pool.submit(own_store, Ranks(rank, size, rank, size), TIMEOUT) for rank in ranks]
+    return [pool.submit(rendezvous_store, Ranks(rank, size, rank, size), TIMEOUT) for rank in ranks]
 
 
 @pytest.mark.usefixtures("server")
@@ -44,16 +44,16 @@ def test_a_start_reads_nothing_of_the_one_before_and_waits_for_all_of_its_own():
 def test_a_launcher_that_is_gone_is_not_waited_for(server, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "1")
     with pytest.raises(ParallelError, match=r"MASTER_PORT = 1: the launcher .*gone"):
-        own_store(Ranks(0, 2, 0, 2), TIMEOUT)
+        rendezvous_store(Ranks(0, 2, 0, 2), TIMEOUT)
 
 
 @pytest.mark.usefixtures("server")
 def test_a_rank_that_is_missing_is_waited_for_so_long():
     with pytest.raises(ParallelError, match=r"fewer than 2 ranks .*within 1 s"):
-        own_store(Ranks(0, 2, 0, 2), timedelta(seconds=1))
+        rendezvous_store(Ranks(0, 2, 0, 2), timedelta(seconds=1))
 
 
 def test_other_ways_are_torchs_own(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    assert own_store(Ranks(0, 2, 0, 2), TIMEOUT) is None
-    assert isinstance(own_store(Ranks(), TIMEOUT), dist.HashStore)
+    assert rendezvous_store(Ranks(0, 2, 0, 2), TIMEOUT) is None
+    assert isinstance(rendezvous_store(Ranks(), TIMEOUT), dist.HashStore)

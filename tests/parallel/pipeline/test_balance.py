@@ -8,7 +8,7 @@ import pytest
 from titanplans import find_decoder, modeling
 from titanplans.errors import ParallelError
 from titanplans.modeling import flops_of_blocks
-from titanplans.parallel.pipeline.balance import balance, starts_of_names
+from titanplans.parallel.pipeline.balance import balance, stage_starts
 
 NAMES = [f"model.layers.{number}" for number in range(12)]
 
@@ -54,8 +54,8 @@ def test_more_stages_than_blocks():
 
 
 def test_stages_begin_at_named_blocks():
-    assert starts_of_names(NAMES, []) == (0,)
-    assert starts_of_names(NAMES, ["model.layers.5", "model.layers.11"]) == (0, 5, 11)
+    assert stage_starts(NAMES, []) == (0,)
+    assert stage_starts(NAMES, ["model.layers.5", "model.layers.11"]) == (0, 5, 11)
 
 
 @pytest.mark.parametrize(
@@ -73,4 +73,4 @@ def test_stages_begin_at_named_blocks():
 )
 def test_what_is_no_place_to_begin_is_refused_by_name(points, message):
     with pytest.raises(ParallelError, match=f"pipeline_parallel_split_points: {message}"):
-        starts_of_names(NAMES, points)
+        stage_starts(NAMES, points)

@@ -10,7 +10,7 @@ from tests.support import pipeline_models
 from tests.support.stage_comparison import check
 from titanplans.config import JobConfig
 from titanplans.errors import ParallelError
-from titanplans.modeling.own import construct_own, own_config
+from titanplans.modeling.user_model import construct_user_model, user_model_config
 from titanplans.training.pipeline.stage import check_stages_on_meta, stages_of
 
 
@@ -21,12 +21,12 @@ def parallelism(starts):
 
 def job_stages(name, starts):
     """The stages that a job has of the model `name`, after its checks; and the model, as the job wraps it."""
-    config = own_config(f"tests.support.pipeline_models:{name}", {})
-    on_meta = construct_own(config, torch.device("meta"), torch.float32)
+    config = user_model_config(f"tests.support.pipeline_models:{name}", {})
+    on_meta = construct_user_model(config, torch.device("meta"), torch.float32)
     stages = stages_of(on_meta, parallelism(starts), len(starts) + 1, 8)
     check_stages_on_meta(on_meta, stages, 8)
     torch.manual_seed(0)
-    return stages, construct_own(config, torch.device("cpu"), torch.float64)
+    return stages, construct_user_model(config, torch.device("cpu"), torch.float64)
 
 
 @pytest.mark.parametrize("starts", [(2,), (1, 3)], ids=str)

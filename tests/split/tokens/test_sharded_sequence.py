@@ -9,7 +9,7 @@ from torch.overrides import get_overridable_functions, get_testing_overrides, re
 from torch.utils._pytree import tree_leaves
 
 from titanplans import PlanError
-from titanplans.split.own_tokens import GatherPermission, LocalTokens
+from titanplans.split.local_tokens import GatherPermission, LocalTokens
 from titanplans.split.tokens import sharded_sequence as rules
 from titanplans.split.tokens.sharded_sequence import ShardedSequence, sharded_sequence
 

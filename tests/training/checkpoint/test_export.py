@@ -21,7 +21,7 @@ from tests.support.system import largest_file
 from titanplans import kernels, modeling
 from titanplans.cli.main import main
 from titanplans.config.schema import build_job
-from titanplans.training.checkpoint.card import chat_templates_of, damage, read_manifest
+from titanplans.training.checkpoint.manifest import chat_templates_of, damage, read_manifest
 from titanplans.training.checkpoint.storage import CheckpointReader, Planner
 from titanplans.training.data.vocabulary import default_tokenizer_path
 from titanplans.training.job.outputs import locked

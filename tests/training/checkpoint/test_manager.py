@@ -18,7 +18,7 @@ from tests.support.step_comparison import full_copy
 from tests.support.system import largest_file
 from tests.support.trained_jobs import logged_messages, train, write_inputs
 from titanplans.errors import ConfigError, Diverged, NotSaved
-from titanplans.training.checkpoint.card import damage
+from titanplans.training.checkpoint.manifest import damage
 
 pytestmark = pytest.mark.thorough
 

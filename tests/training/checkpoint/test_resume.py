@@ -10,7 +10,7 @@ from tests.support.refusals import refusal
 from titanplans.config.schema import build_job
 from titanplans.errors import ConfigError
 from titanplans.training.checkpoint import folder
-from titanplans.training.checkpoint.card import MANIFEST, Manifest, damage, write_manifest
+from titanplans.training.checkpoint.manifest import MANIFEST, Manifest, damage, write_manifest
 from titanplans.training.checkpoint.resume import FOLDER_OPTION, Resume, decide_resume
 
 

@@ -16,7 +16,13 @@ from titanplans.cli.main import main
 from titanplans.config.schema import build_job
 from titanplans.errors import ConfigError
 from titanplans.training.checkpoint import folder
-from titanplans.training.checkpoint.card import MANIFEST, Manifest, damage, describe_changes, read_manifest
+from titanplans.training.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    damage,
+    describe_changes,
+    read_manifest,
+)
 from titanplans.training.checkpoint.match import check_finished, job_values
 from titanplans.training.checkpoint.storage import CheckpointReader, CheckpointWriter, Planner
 

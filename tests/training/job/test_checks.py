@@ -15,7 +15,7 @@ from tests.support import refusals
 from titanplans import modeling
 from titanplans.config import JobConfig, load_job
 from titanplans.errors import OptionError
-from titanplans.training.checkpoint.card import Manifest, describe_changes
+from titanplans.training.checkpoint.manifest import Manifest, describe_changes
 from titanplans.training.checkpoint.match import compared_fields, describe_model_changes
 from titanplans.training.checkpoint.storage import CheckpointWriter
 from titanplans.training.job.checks import check_job

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from titanplans import modeling
 from titanplans.cli.verify.subject import Subject
 from titanplans.errors import PlanError, VerifyError
-from titanplans.modeling.own import is_own
+from titanplans.modeling.user_model import is_user_model
 from titanplans.proof.verify import accepted_cases, degrees_to_prove
 from titanplans.split.decoder import find_decoder
 
@@ -35,7 +35,7 @@ def cut(
     """
     assert source.config is not None
     config, model, notes = source.config, modeling.build(source.config), []
-    if is_own(config):
+    if is_user_model(config):
         for option, value in (("layers", layers), ("vocab-size", vocab_size)):
             if value is not None:
                 raise VerifyError(

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from titanplans.errors import ParallelError
-from titanplans.parallel.mesh.rendezvous import own_store
+from titanplans.parallel.mesh.rendezvous import rendezvous_store
 from titanplans.torch_private.distributed import abort_process_group
 from titanplans.torchrun import Ranks, read_ranks
 
@@ -106,7 +106,7 @@ def start_process_group(backend: str, timeout: timedelta) -> None:
     """
     ranks = read_ranks(os.environ) or Ranks()
     arguments: dict[str, Any] = {"backend": backend, "timeout": timeout}
-    if (store := own_store(ranks, timeout)) is not None:
+    if (store := rendezvous_store(ranks, timeout)) is not None:
         arguments |= {"store": store, "rank": ranks.rank, "world_size": ranks.world_size}
     # No device_id: bound to a device, NCCL makes the creation of each subgroup a collective over all ranks.
     dist.init_process_group(**arguments)

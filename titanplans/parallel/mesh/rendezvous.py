@@ -1,4 +1,4 @@
-"""The rendezvous of a job's ranks, which also works after torchrun restarts them. Start at `own_store`."""
+"""The rendezvous of a job's ranks, which also works after torchrun restarts them. Start at `rendezvous_store`."""
 
 import hashlib
 import os
@@ -15,8 +15,8 @@ from titanplans.torchrun import Ranks
 _POLL_SECONDS = 0.01
 
 
-def own_store(ranks: Ranks, timeout: timedelta) -> dist.Store | None:
-    """Return a store for only the ranks of the current start of a job; None: the store that torch creates is one.
+def rendezvous_store(ranks: Ranks, timeout: timedelta) -> dist.Store | None:
+    """Open a store for the ranks of the current start of a job alone; None if the store that torch creates is such a store.
 
     torchrun has one store for all restarts of a job, in which each rank publishes its address under the same key. So a
     restarted rank could read addresses of ranks that no longer run. To avoid it, the ranks of one start agree on a prefix.

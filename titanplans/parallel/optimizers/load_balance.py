@@ -11,8 +11,8 @@ from titanplans.split.objects import gather_objects
 
 _COUNTS = ("experts/idle", "experts/dropped")
 
-PUBLISHED = 1e-3
-"""The default coefficient: that of DeepSeek-V3 and torchtitan."""
+DEEPSEEK_V3_STEP_SIZE = 1e-3
+"""The default of torchtitan, too."""
 
 
 class LoadBalancer:
@@ -21,7 +21,7 @@ class LoadBalancer:
     Args:
         model: parallelised and materialised.
         dims: a `Mesh`, or torchtitan's ParallelDims.
-        coefficient: the change of a bias in one step; None: `PUBLISHED`. 0: count only.
+        coefficient: the change of a bias in one step; None: `DEEPSEEK_V3_STEP_SIZE`. 0: count only.
         stages: the group of the pipeline's ranks, if `model` is a stage.
     """
 
@@ -29,7 +29,7 @@ class LoadBalancer:
         self, model: nn.Module, dims: Any, coefficient: float | None, stages: dist.ProcessGroup | None = None
     ):
         self.loads, self._stages = Loads(model), stages
-        self._coefficient = PUBLISHED if coefficient is None else coefficient
+        self._coefficient = DEEPSEEK_V3_STEP_SIZE if coefficient is None else coefficient
         meshes = [dims.get_optional_mesh(name) for name in ("batch", "cp", "tp")]
         # Tensor-parallel ranks count the same tokens, but each sends, and drops, only some of them.
         self._groups = [mesh.get_group() for mesh in meshes[:2] if mesh is not None and mesh.size() > 1]

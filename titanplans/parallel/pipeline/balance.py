@@ -68,7 +68,7 @@ def _best_split(
     return best[blocks]
 
 
-def starts_of_names(names: Sequence[str], split_points: Sequence[str]) -> tuple[int, ...]:
+def stage_starts(names: Sequence[str], split_points: Sequence[str]) -> tuple[int, ...]:
     """Return the index of each stage's first block.
 
     Args:

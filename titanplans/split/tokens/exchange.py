@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from titanplans.split.collectives import all_to_all
-from titanplans.split.own_tokens import LocalTokens
+from titanplans.split.local_tokens import LocalTokens
 from titanplans.torch_private.autograd import is_view
 
 RowRanges = tuple[tuple[int, int], ...]

@@ -1,7 +1,7 @@
 """`ShardedSequence`: a tensor with the shape of a full sequence that holds only this rank's tokens.
 
 The code of a mixer gets one under context parallelism. It asks for `hidden_states.shape`, and calls the projections of
-its plan, which take the local tokens (`products`). Functions that apply to each token by itself and need no other
+its plan, which take the local tokens (`projections`). Functions that apply to each token by itself and need no other
 operand also work on the local tokens: casts, scaling by a number, a view in the same shape. Any other function needs
 the tokens of other ranks. They are gathered, once for all functions, if the plan permits it
 (`attn_region(gathers=True)`); otherwise it raises.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from titanplans.errors import PlanError
-from titanplans.split.own_tokens import GatherPermission, LocalTokens
+from titanplans.split.local_tokens import GatherPermission, LocalTokens
 from titanplans.torch_private.dispatch import (
     schema,
     tree_leaves,

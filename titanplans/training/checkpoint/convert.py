@@ -15,7 +15,7 @@ from titanplans import disk, kernels, modeling
 from titanplans.errors import ConfigError, NotSaved
 from titanplans.precision.kept_dtypes import keeps_float32
 from titanplans.training.checkpoint import folder as folders
-from titanplans.training.checkpoint.card import Manifest
+from titanplans.training.checkpoint.manifest import Manifest
 from titanplans.training.checkpoint.match import compared_fields
 from titanplans.training.checkpoint.storage import CheckpointWriter, cause_of
 from titanplans.training.checkpoint.weights import hf_folder_weights

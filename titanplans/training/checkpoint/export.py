@@ -16,17 +16,17 @@ from titanplans import kernels, modeling
 from titanplans.adapters.add import add_adapters
 from titanplans.config import LoRA
 from titanplans.errors import ConfigError
-from titanplans.modeling.own import own_config
+from titanplans.modeling.user_model import user_model_config
 from titanplans.precision.nf4 import is_quantised
 from titanplans.split.adapted import is_factor
-from titanplans.training.checkpoint.card import (
+from titanplans.training.checkpoint.convert import describe_size
+from titanplans.training.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     chat_templates_of,
     initial_weights_folder,
     read_manifest,
 )
-from titanplans.training.checkpoint.convert import describe_size
 from titanplans.training.checkpoint.match import describe_model_changes
 from titanplans.training.checkpoint.weights import (
     adapter_weights,
@@ -201,7 +201,7 @@ def _config_and_manifest(config_path: str | None, folder: Path) -> tuple[Pretrai
         return config, manifest
     values = dict(manifest.model)
     if "own_class" in values:
-        return own_config(values["own_class"], values["own_arguments"]), manifest
+        return user_model_config(values["own_class"], values["own_arguments"]), manifest
     return CONFIG_MAPPING[values["model_type"]].from_dict(values), manifest
 
 

@@ -1,6 +1,6 @@
 """The folder of a job's checkpoints: which of its subfolders are checkpoints, and how they are added and removed.
 
-    step-N              a complete checkpoint, with a manifest (titanplans/training/checkpoint/card.py)
+    step-N              a complete checkpoint, with a manifest (titanplans/training/checkpoint/manifest.py)
     .step-N.writing     a checkpoint that is being written; it is renamed when it is complete
     .step-N.replaced    an older checkpoint of the same step, until the new one has its name
     .step-N.removed     a checkpoint that is being removed
@@ -17,7 +17,7 @@ from pathlib import Path
 from titanplans.config import JobConfig
 from titanplans.disk import sync
 from titanplans.errors import ConfigError
-from titanplans.training.checkpoint.card import MANIFEST, damage, read_manifest
+from titanplans.training.checkpoint.manifest import MANIFEST, damage, read_manifest
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _INCOMPLETE = re.compile(r"\.(step-(?:0|[1-9][0-9]*))\.(writing|replaced|removed)")

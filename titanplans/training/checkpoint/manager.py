@@ -31,7 +31,8 @@ from titanplans.split.objects import broadcast_object, gather_objects
 from titanplans.text import counted, some
 from titanplans.torchrun import restarted
 from titanplans.training.checkpoint import folder
-from titanplans.training.checkpoint.card import (
+from titanplans.training.checkpoint.hf_folder import ADAPTER, save_hf_folder
+from titanplans.training.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     chat_templates_of,
@@ -40,7 +41,6 @@ from titanplans.training.checkpoint.card import (
     read_manifest,
 )
 from titanplans.training.checkpoint.match import compared_fields, job_values, parameters_with_state
-from titanplans.training.checkpoint.published import ADAPTER, save_hf_folder
 from titanplans.training.checkpoint.resume import FOLDER_OPTION, Resume, decide_resume
 from titanplans.training.checkpoint.storage import CheckpointReader, CheckpointWriter, Planner, cause_of
 from titanplans.training.job import resolve

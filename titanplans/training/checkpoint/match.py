@@ -21,7 +21,7 @@ from titanplans.config.translate import flatten
 from titanplans.parallel.optimizers.build import ParameterGroup
 from titanplans.split.adapted import is_factor
 from titanplans.training.checkpoint import folder
-from titanplans.training.checkpoint.card import (
+from titanplans.training.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     damage,

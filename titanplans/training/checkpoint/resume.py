@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 from titanplans.config import ConfigError, JobConfig
 from titanplans.training.checkpoint import folder as folders
-from titanplans.training.checkpoint.card import damage, read_manifest
+from titanplans.training.checkpoint.manifest import damage, read_manifest
 from titanplans.training.job import resolve
 
 FOLDER_OPTION = "checkpoint.folder"

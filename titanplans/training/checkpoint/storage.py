@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from titanplans.disk import sync
 from titanplans.errors import ConfigError, UserError
 from titanplans.training.checkpoint import folder
-from titanplans.training.checkpoint.card import Manifest, write_manifest
+from titanplans.training.checkpoint.manifest import Manifest, write_manifest
 
 
 class CheckpointWriter(FileSystemWriter):

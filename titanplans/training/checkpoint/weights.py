@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from titanplans import modeling
 from titanplans.errors import ConfigError
 from titanplans.precision.nf4 import CODES, SCALES, is_quantised, quantise
-from titanplans.training.checkpoint.card import MANIFEST, damage, read_manifest
+from titanplans.training.checkpoint.manifest import MANIFEST, damage, read_manifest
 from titanplans.training.checkpoint.match import (
     compared_fields,
     describe_model_changes,

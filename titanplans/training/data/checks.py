@@ -10,7 +10,7 @@ from titanplans.config.sections.data import Corpus
 from titanplans.errors import DataError
 from titanplans.training.data.chat.chat import ChatFormat
 from titanplans.training.data.corpus.sources import open_source
-from titanplans.training.data.reading import as_data_error
+from titanplans.training.data.data_errors import as_data_error
 from titanplans.training.data.vocabulary import load_tokenizer
 
 CONVERSATIONS_TO_STOP = 1000

@@ -13,9 +13,9 @@ from titanplans.errors import DataError
 from titanplans.text import counted
 from titanplans.training.data.chat.chat import ChatFormat, Tokens
 from titanplans.training.data.corpus.sources import Source
+from titanplans.training.data.data_errors import as_data_error
 from titanplans.training.data.packing import TokenSequence, pack, pack_best_fit, pack_conversations
 from titanplans.training.data.positions import SourcePosition
-from titanplans.training.data.reading import as_data_error
 
 
 class PackedSource:

@@ -10,9 +10,9 @@ import xxhash
 
 from titanplans.errors import DataError
 from titanplans.text import show, some
+from titanplans.training.data.data_errors import as_data_error
 from titanplans.training.data.packed_source import PackedSource
 from titanplans.training.data.positions import DataPosition, SourcePosition
-from titanplans.training.data.reading import as_data_error
 
 VERSION = 2
 """Version of a loader's state."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from titanplans.errors import DataError
-from titanplans.training.data.reading import as_data_error
+from titanplans.training.data.data_errors import as_data_error
 
 
 def default_tokenizer_path() -> str:

@@ -28,10 +28,10 @@ from titanplans.config import (
 )
 from titanplans.errors import DataError
 from titanplans.loss import FusedLoss
-from titanplans.modeling.own import is_own
+from titanplans.modeling.user_model import is_user_model
 from titanplans.parallel.mesh.process_group import default_device_type
 from titanplans.parallel.optimizers.build import group_parameters
-from titanplans.parallel.optimizers.load_balance import PUBLISHED
+from titanplans.parallel.optimizers.load_balance import DEEPSEEK_V3_STEP_SIZE
 from titanplans.parallel.parallelize import dry_run
 from titanplans.plan.degrees import Degrees
 from titanplans.split.decoder import has_fla_module, is_present
@@ -41,8 +41,8 @@ from titanplans.split.stages.schedules import check_schedule
 from titanplans.split.stages.stages import Stages
 from titanplans.text import show
 from titanplans.torchrun import restarted
-from titanplans.training.checkpoint.card import damage
 from titanplans.training.checkpoint.folder import checkpoint_folder
+from titanplans.training.checkpoint.manifest import damage
 from titanplans.training.checkpoint.match import (
     check_finished,
     check_optimizer,
@@ -266,7 +266,7 @@ def check_experts(job: JobConfig, model: PreTrainedModel) -> None:
             "bias that keeps its experts equally busy; leave it out"
         )
     if biases:
-        step_size = PUBLISHED if coefficient is None else coefficient
+        step_size = DEEPSEEK_V3_STEP_SIZE if coefficient is None else coefficient
         change = (
             f"move by {step_size:g} a step (optimizer.load_balance_coeff)"
             if step_size
@@ -304,7 +304,7 @@ def check_checkpoint(job: JobConfig, model: PreTrainedModel, world_size: int) ->
 def _check_resumed(job: JobConfig, model: PreTrainedModel, world_size: int, saved: Path, key: str) -> None:
     """Refuse a checkpoint whose position in the data, or whose optimizer state, the job can't continue from."""
     if "dataloader" not in job.checkpoint.exclude_from_loading:
-        from titanplans.training.job.parts import open_training_data  # which imports torchtitan
+        from titanplans.training.job.loaders import open_training_data  # which imports torchtitan
 
         apart = documents.are_apart(job, documents.document_keyword(job, model.config))
         try:
@@ -333,7 +333,7 @@ def check_hf_folder(folder: str, model: PreTrainedModel, overrides: Collection[s
         ConfigError: its config.json differs from the job's.
         ModelError: names the tensors whose names, shapes or dtypes differ.
     """
-    if not is_own(model.config) and os.path.exists(os.path.join(folder, "config.json")):
+    if not is_user_model(model.config) and os.path.exists(os.path.join(folder, "config.json")):
         folder_fields = compared_fields(modeling.load_config_file(folder))
         if differences := describe_model_changes(folder_fields, model.config, overrides, token_ids=False):
             raise ConfigError(

@@ -49,7 +49,7 @@ def hf_config(job: JobConfig) -> PretrainedConfig:
             the model's built-in loss (use_l2warp), which a job does not use.
     """
     if job.model.class_ is not None:
-        return modeling.own_config(job.model.class_, job.model.arguments or {})
+        return modeling.user_model_config(job.model.class_, job.model.arguments or {})
     name, flavor = model_name(job)
     config = modeling.load_config_file(name) if flavor == "config" else modeling.load_config(name, flavor)
     if job.model.config_overrides:

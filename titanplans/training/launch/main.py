@@ -66,7 +66,7 @@ def _run(job: JobConfig, torchrun: Ranks | None, restarts: int) -> int:
     """Check the job and train, as the launcher of its ranks or as one of them; return the exit status."""
     # Not at the top: a mistake in the TOML is refused before torch and the model libraries are imported.
     from titanplans import kernels
-    from titanplans.training.checkpoint.card import damage
+    from titanplans.training.checkpoint.manifest import damage
     from titanplans.training.checkpoint.resume import decide_resume
     from titanplans.training.job.checks import check_job
     from titanplans.training.job.outputs import locked

@@ -12,7 +12,7 @@ from titanplans.config.sections.parallelism import PipelineParallel
 from titanplans.errors import ParallelError
 from titanplans.kernels import for_meta
 from titanplans.modeling import flops_of_blocks
-from titanplans.parallel.pipeline.balance import balance, starts_of_names
+from titanplans.parallel.pipeline.balance import balance, stage_starts
 from titanplans.split.decoder import find_decoder
 from titanplans.split.stages.compare import check_stages
 from titanplans.split.stages.schedules import Action, Kind, stage_count
@@ -135,7 +135,7 @@ def stages_of(model: Any, options: PipelineParallel, ranks: int, seq_len: int) -
     """
     decoder = find_decoder(model)
     if options.pipeline_parallel_split_points:
-        starts = starts_of_names(decoder.names, options.pipeline_parallel_split_points)
+        starts = stage_starts(decoder.names, options.pipeline_parallel_split_points)
     else:
         schedule, layers = options.pipeline_parallel_schedule, options.pipeline_parallel_layers_per_stage
         stages = stage_count(schedule, ranks, len(decoder.names), layers)

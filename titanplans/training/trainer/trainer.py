@@ -35,7 +35,7 @@ from titanplans.training.checkpoint.manager import CheckpointManager
 from titanplans.training.checkpoint.match import job_values
 from titanplans.training.data.loader import TextDataLoader
 from titanplans.training.data.text_tokenizer import TextTokenizer
-from titanplans.training.job import parts, resolve
+from titanplans.training.job import loaders, resolve
 from titanplans.training.launch.processes import lower_timeouts, start_processes
 from titanplans.training.trainer import documents
 from titanplans.training.trainer.loss import CrossEntropyLoss
@@ -164,7 +164,7 @@ class Trainer:
             "tokenizer": TextTokenizer.Config().build(tokenizer_path=resolve.tokenizer_path(job)),
         }
         self._documents_apart = documents.are_apart(job, self.model_parts[0].document_keyword)
-        config = parts.training_loader(job, self.mesh.world_size, documents_apart=self._documents_apart)
+        config = loaders.training_loader(job, self.mesh.world_size, documents_apart=self._documents_apart)
         self.dataloader = TextDataLoader(
             config, seq_len=job.training.seq_len, local_batch_size=local_batch_size, **self._loader_args
         )
@@ -176,7 +176,7 @@ class Trainer:
         )
 
     def _validation_loader(self, data: resolve.DataSettings) -> TextDataLoader.Config:
-        return parts.validation_loader(
+        return loaders.validation_loader(
             self.job, data, self.mesh.world_size, documents_apart=self._documents_apart
         )
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from titanplans.config.sections.data import Chat
 from titanplans.errors import DataError
 from titanplans.text import show
-from titanplans.training.data.reading import expect
+from titanplans.training.data.data_errors import expect
 
 _REMEDY = "repair the row or leave it out"
 TRAINED_KEYS = ("weight", "loss", "train")

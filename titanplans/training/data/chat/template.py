@@ -13,7 +13,7 @@ from typing import Any
 from titanplans.config.sections.data import Chat
 from titanplans.errors import DataError
 from titanplans.training.data.chat.messages import OTHER_CONTENT_KEYS, Conversation
-from titanplans.training.data.reading import as_data_error
+from titanplans.training.data.data_errors import as_data_error
 
 _MARKS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from titanplans.errors import DataError
-from titanplans.training.data.reading import expect
+from titanplans.training.data.data_errors import expect
 
 FRAGMENT_BYTES = 64 * 1024
 """The approximate maximum of bytes in a document; longer text files and rows are cut."""

@@ -15,7 +15,7 @@ from titanplans.errors import DataError
 from titanplans.training.data.corpus.column import FRAGMENT_BYTES
 from titanplans.training.data.corpus.local import FORMATS, walk
 from titanplans.training.data.corpus.rows import RowFormat, quiet_datasets, read_json, read_table
-from titanplans.training.data.reading import as_data_error
+from titanplans.training.data.data_errors import as_data_error
 
 if TYPE_CHECKING:
     import pyarrow

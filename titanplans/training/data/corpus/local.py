@@ -15,7 +15,7 @@ import numpy as np
 
 from titanplans.errors import DataError
 from titanplans.training.data.corpus.column import FRAGMENT_BYTES, boundary
-from titanplans.training.data.reading import as_data_error
+from titanplans.training.data.data_errors import as_data_error
 
 FORMATS = {"text": (".txt", ".md", ".py"), "json": (".jsonl", ".json"), "parquet": (".parquet",)}
 """Format -> the extensions of its files. The names are those of the `datasets` library's builders."""

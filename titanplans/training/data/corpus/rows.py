@@ -18,7 +18,7 @@ import numpy as np
 from titanplans.training.data.chat.chat import ChatFormat, Tokens
 from titanplans.training.data.corpus.column import TextColumn
 from titanplans.training.data.corpus.local import in_split
-from titanplans.training.data.reading import as_data_error
+from titanplans.training.data.data_errors import as_data_error
 
 if TYPE_CHECKING:
     import pyarrow

@@ -27,11 +27,11 @@ _CLASS, _ARGUMENTS = "own_class", "own_arguments"
 """Fields of the config from which the model is constructed again."""
 
 
-class OwnConfig(PretrainedConfig):
+class UserModelConfig(PretrainedConfig):
     """The config of a user model that has none: its class and the arguments of its constructor."""
 
 
-class OwnModel(nn.Module):
+class UserModel(nn.Module):
     """Add the attributes of a transformers model that titanplans reads to a user model."""
 
     @property
@@ -53,7 +53,9 @@ class OwnModel(nn.Module):
         """Do nothing: the constructor has initialised the parameters."""
 
 
-def own_config(source: str, arguments: Mapping[str, Any], sizes: str | None = None) -> PretrainedConfig:
+def user_model_config(
+    source: str, arguments: Mapping[str, Any], sizes: str | None = None
+) -> PretrainedConfig:
     """Construct a user model on meta and return its config.
 
     Args:
@@ -82,7 +84,7 @@ def own_config(source: str, arguments: Mapping[str, Any], sizes: str | None = No
                 f"model.class = {source!r}: {type(model).__name__} has no nn.Embedding outside its blocks, so its "
                 "vocabulary is not known: give it a config, a transformers PretrainedConfig with vocab_size"
             )
-        config = OwnConfig()
+        config = UserModelConfig()
         config.model_type = model_type_of(model)  # type: ignore[assignment]
         config.vocab_size = model.get_submodule(embedding).num_embeddings
     elif not isinstance(config, PretrainedConfig):
@@ -95,12 +97,12 @@ def own_config(source: str, arguments: Mapping[str, Any], sizes: str | None = No
     return config
 
 
-def is_own(config: PretrainedConfig) -> bool:
+def is_user_model(config: PretrainedConfig) -> bool:
     """Whether `config` is the config of a user model."""
     return hasattr(config, _CLASS)
 
 
-def construct_own(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def construct_user_model(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Construct the user model of `config` with `device` and `dtype` as defaults, and set its `config`.
 
     Raises:
@@ -114,7 +116,7 @@ def construct_own(config: PretrainedConfig, device: torch.device, dtype: torch.d
     finally:
         torch.set_default_dtype(before)
     cls = type(model)
-    model.__class__ = type(cls.__name__, (OwnModel, cls), {"__module__": cls.__module__})
+    model.__class__ = type(cls.__name__, (UserModel, cls), {"__module__": cls.__module__})
     model.config = config
     return model
 

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from titanplans.adapters.low_rank import adapted
 from titanplans.disk import sync
 from titanplans.training.checkpoint import folder
-from titanplans.training.checkpoint.card import (
+from titanplans.training.checkpoint.manifest import (
     Manifest,
     file_checksum,
     initial_weights_folder,

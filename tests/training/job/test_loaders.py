@@ -11,7 +11,7 @@ from titanplans.config.compatibility.groups import OF_MUON
 from titanplans.config.compatibility.job import schedule_steps
 from titanplans.config.schema import build_job, keys
 from titanplans.config.values import describe
-from titanplans.training.job import parts, resolve
+from titanplans.training.job import loaders, resolve
 from titanplans.training.trainer import documents
 
 ENGINE = ROOT / "titanplans" / "training"
@@ -37,8 +37,8 @@ def acting(job: JobConfig, world_size: int = 1) -> dict[str, Any]:
         "strategy": strategy_of(job),
         "shard_degree": job.parallelism.shard_degree,
         "model": (config.to_dict(), keyword, resolve.model_name(job), resolve.tokenizer_path(job)),
-        "data": parts.training_loader(job, world_size, documents_apart=apart),
-        "validation": parts.validation_loader(
+        "data": loaders.training_loader(job, world_size, documents_apart=apart),
+        "validation": loaders.validation_loader(
             job, resolve.validation_data(job), world_size, documents_apart=apart
         ),
         "sizes": (resolve.validation_data(job), resolve.training_data(job)),
@@ -215,7 +215,9 @@ def test_validation_is_as_training_where_nothing_else_is_said():
     mixed = configured(
         data__sources=({"dataset_path": "a", "weight": 2.0}, {"dataset_path": "b", "text_column": "x"})
     )
-    of = parts.validation_loader(mixed, resolve.validation_data(mixed), 1, documents_apart=False).data.sources
+    of = loaders.validation_loader(
+        mixed, resolve.validation_data(mixed), 1, documents_apart=False
+    ).data.sources
     assert [(s.dataset_path, s.dataset_split, s.text_column) for s in of] == [
         ("a", "validation", "text"),
         ("b", "validation", "x"),
