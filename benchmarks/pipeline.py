@@ -68,7 +68,7 @@ def computed(asked: argparse.Namespace) -> None:
     print("| schedule | v | idle, m = 8 | idle, m = 16 | formula |\n|---|---:|---:|---:|---|")
     for name, formula in FORMULAS.items():
         each = SCHEDULES[name].stages_per_rank[0]
-        shares = [timeline(orders(name, 4, 4 * each, number)).idle_share for number in (8, 16)]
+        shares = [timeline(orders(name, 4, 4 * each, number)).idle_fraction for number in (8, 16)]
         words = " | ".join(f"{share:.1%}" for share in shares)
         print(f"| {name} | {each} | {words} | {formula} |")
 
@@ -108,11 +108,11 @@ def work(rank: int, steps: int, folder: str) -> None:
                 made.run(tokens, tokens, positions, microbatches=MICRO_BATCHES, valid_tokens=count)
             if turn >= WARM_UP:
                 taken = times.gather()
-                found[name][1].append((replayed(name, taken), taken.idle_share, taken.duration))
+                found[name][1].append((replayed(name, taken), taken.idle_fraction, taken.duration))
             for part in made.model_parts:
                 part.lm.zero_grad()
     if rank == 0:
-        known = {name: (report.values["idle_share"], rows) for name, (report, rows) in found.items()}
+        known = {name: (report.values["idle_fraction"], rows) for name, (report, rows) in found.items()}
         torch.save(known, Path(folder) / "found.pt")
     dist.destroy_process_group()
 
@@ -146,7 +146,7 @@ def replayed(schedule: str, taken: Timeline) -> float:
         times.setdefault((action.kind, action.stage), []).append(end - start)
     stages = 1 + max(span.action.stage for span in spans)
     order = orders(schedule, RANKS, stages, MICRO_BATCHES)
-    return timeline(order, lambda kind, stage: statistics.median(times[kind, stage])).idle_share
+    return timeline(order, lambda kind, stage: statistics.median(times[kind, stage])).idle_fraction
 
 
 def host(asked: argparse.Namespace) -> None:

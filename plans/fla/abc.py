@@ -10,4 +10,4 @@ class ABCPlan(MixerPlan):
     """Each head has its own slots."""
 
     by_head = ("q_proj", "k_proj", "v_proj", "q_conv1d", "k_conv1d", "v_conv1d", "s_proj", "g_proj")
-    for_all_heads = ("g_norm",)
+    replicated = ("g_norm",)

@@ -14,4 +14,4 @@ class BitNetPlan(TransformerPlan):
     head_names = ()
 
     def attn_plan(self, attn: nn.Module) -> Plan:
-        return self.whole(attn)
+        return self.unsplit(attn)

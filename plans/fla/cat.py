@@ -16,7 +16,7 @@ class CATPlan(MixerPlan):
 
     by_head = ("q_proj",)
     by_shared_head = ("k_proj", "v_proj")
-    for_all_heads = ("q_norm", "k_norm")
+    replicated = ("q_norm", "k_norm")
     counts = ("num_heads", "hidden_size")
 
     def model_plan(self, model: nn.Module) -> Plan:
@@ -35,7 +35,7 @@ class CATPlan(MixerPlan):
             **self.each_of(model, f"{base}.compressor", self.replicated_off_stream()),
             **{name: self.replicated_off_stream() for name in separators},
             **{name: self.vocab_embedding() for name in embeddings},
-            f"{base}.norm": self.end_of_stream(gathers=True),
+            f"{base}.norm": self.end_of_stream(may_gather=True),
         }
 
     def local_attributes(self, attn: nn.Module) -> dict[str, int]:

@@ -9,10 +9,10 @@ from .mixer import MixerPlan
 class CyclicFlowAttentionPlan(MixerPlan):
     """FLA concatenates the weights of queries, keys and values, and splits their product by `key_dim` and `value_dim`."""
 
-    gathers = True
+    may_gather = True
     by_head = (
         *("q_proj", "k_proj", "v_proj", "q_conv1d", "k_conv1d", "v_conv1d", "g_proj.1"),
         *("a_proj", "b_proj", "d_proj", "A_log", "dt_bias", "readout"),
     )
-    for_all_heads = ("q_norm", "k_norm", "g_proj.0", "o_norm")
+    replicated = ("q_norm", "k_norm", "g_proj.0", "o_norm")
     counts = ("key_dim", "value_dim")

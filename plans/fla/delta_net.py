@@ -9,6 +9,6 @@ from .mixer import MixerPlan
 class DeltaNetPlan(MixerPlan):
     """Every parameter belongs to a head, except the output norm's weight, which all heads share."""
 
-    gathers = True
+    may_gather = True
     by_head = ("q_proj", "k_proj", "v_proj", "q_conv1d", "k_conv1d", "v_conv1d", "b_proj", "g_proj")
-    for_all_heads = ("o_norm",)
+    replicated = ("o_norm",)

@@ -12,7 +12,7 @@ class DeltaFormerPlan(MixerPlan):
     """Softmax attention to values from which each token has removed the content of earlier ones; `b_proj` says how much."""
 
     by_head = ("q_proj", "k_proj", "v_proj", "b_proj")
-    for_all_heads = ("q_norm", "k_norm")
+    replicated = ("q_norm", "k_norm")
 
     def attn_plan(self, attn: Any) -> Plan:
         if attn.num_kv_heads != attn.num_heads:

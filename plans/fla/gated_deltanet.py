@@ -12,11 +12,11 @@ class GatedDeltaNetPlan(MixerPlan):
     Its fused convolution concatenates the three, and splits its output by `key_dim` and `value_dim`.
     """
 
-    gathers = True
+    may_gather = True
     head_names = ("num_v_heads",)
     shared_head_names = ("num_heads",)
     by_head = ("v_proj", "v_conv1d", "a_proj", "b_proj", "g_proj", "A_log", "dt_bias")
     by_shared_head = ("q_proj", "k_proj", "q_conv1d", "k_conv1d")
-    for_all_heads = ("o_norm",)
+    replicated = ("o_norm",)
     counts = ("num_v_heads", "value_dim")
     shared_counts = ("num_heads", "key_dim")

@@ -17,7 +17,7 @@ class GatedDeltaProductPlan(GatedDeltaNetPlan):
 
     def attn_plan(self, attn: nn.Module) -> Plan:
         steps: int = attn.num_householder  # type: ignore[assignment]
-        keys = self.packed(*[self.shared(attn.key_dim, attn.num_heads)] * steps)  # type: ignore[arg-type]
+        keys = self.packed(*[self.shared_heads(attn.key_dim, attn.num_heads)] * steps)  # type: ignore[arg-type]
         values, betas = (self.packed(*[size] * steps) for size in (attn.value_dim, attn.num_v_heads))  # type: ignore[list-item]
         packed = {"k_proj": keys, "k_conv1d": keys, "v_proj": values, "v_conv1d": values, "b_proj": betas}
         return super().attn_plan(attn) | {name: style for name, style in packed.items() if has(attn, name)}

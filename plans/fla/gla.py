@@ -14,7 +14,7 @@ class GLAPlan(MixerPlan):
     its head counts from its tensors, so `counts` is empty.
     """
 
-    gathers = True
+    may_gather = True
     by_head = ("q_proj", "q_conv1d", "g_proj")
     by_shared_head = ("k_proj", "v_proj", "k_conv1d", "v_conv1d", "gk_proj.1")
-    for_all_heads = ("gk_proj.0", "g_norm", "g_norm_swish_gate")
+    replicated = ("gk_proj.0", "g_norm", "g_norm_swish_gate")

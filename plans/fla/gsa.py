@@ -14,13 +14,13 @@ from .mixer import MixerPlan
 class GSAPlan(MixerPlan):
     """RMSNorm over all heads, fused with `o_proj`: ranks sum one number per token."""
 
-    gathers = True
+    may_gather = True
     by_head = ("q_proj", "q_conv1d")
     by_shared_head = ("k_proj", "v_proj", "k_conv1d", "v_conv1d", "f_proj")
-    for_all_heads = ("feature_map.layer",)
+    replicated = ("feature_map.layer",)
 
     def attn_plan(self, attn: nn.Module) -> Plan:
         return super().attn_plan(attn) | {"g_norm": self.split_norm()}
 
     def local_functions(self, attn: nn.Module) -> Mapping[str, Callable[..., Any]]:
-        return {"rms_norm_linear": self.over_all_ranks}
+        return {"rms_norm_linear": self.full_width_norm}

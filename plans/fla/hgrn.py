@@ -27,9 +27,9 @@ class HGRNPlan(MixerPlan):
 class HGRN2Plan(HGRNPlan):
     """Split by heads. The norm over the full width is fused with `o_proj`."""
 
-    gathers = True
+    may_gather = True
     head_names = ("num_heads",)
     by_head = ("q_proj", "f_proj", "i_proj", "q_conv1d", "f_conv1d", "i_conv1d")
 
     def local_functions(self, attn: nn.Module):
-        return {"rms_norm_linear": self.over_all_ranks}
+        return {"rms_norm_linear": self.full_width_norm}

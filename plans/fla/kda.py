@@ -13,4 +13,4 @@ class KDAPlan(GatedDeltaNetPlan):
     """
 
     by_head = ("v_proj", "v_conv1d", "f_proj.1", "b_proj", "g_proj.1", "A_log", "dt_bias")
-    for_all_heads = ("f_proj.0", "g_proj.0", "o_norm")
+    replicated = ("f_proj.0", "g_proj.0", "o_norm")

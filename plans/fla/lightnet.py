@@ -14,12 +14,12 @@ from .mixer import MixerPlan
 class LightNetPlan(MixerPlan):
     """Gated RMSNorm over all heads, fused with `o_proj`: ranks sum one number per token."""
 
-    gathers = True
+    may_gather = True
     by_head = ("q_proj", "k_proj", "v_proj", "q_conv1d", "k_conv1d", "v_conv1d", "g_proj.1")
-    for_all_heads = ("g_proj.0",)
+    replicated = ("g_proj.0",)
 
     def attn_plan(self, attn: nn.Module) -> Plan:
         return super().attn_plan(attn) | {"g_norm": self.split_norm()}
 
     def local_functions(self, attn: nn.Module) -> Mapping[str, Callable[..., Any]]:
-        return {"rms_norm_swish_gate_linear": self.over_all_ranks}
+        return {"rms_norm_swish_gate_linear": self.full_width_norm}

@@ -9,10 +9,10 @@ from .mixer import MixerPlan
 class LinearAttentionPlan(MixerPlan):
     """Feature maps act on each head; all heads share their weights."""
 
-    gathers = True
+    may_gather = True
     by_head = ("q_proj",)
     by_shared_head = ("k_proj", "v_proj")
-    for_all_heads = (
+    replicated = (
         "norm",
         *(f"feature_map_{x}.{layer}" for x in "qk" for layer in ("layer", "layer1", "layer2")),
     )

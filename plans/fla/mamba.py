@@ -30,7 +30,7 @@ class MambaPlan(TransformerPlan):
         }
 
     def local_attributes(self, attn: Any) -> dict[str, int]:
-        return self.divided(attn, "intermediate_size", "conv1d.groups")
+        return self.divide_by_degree(attn, "intermediate_size", "conv1d.groups")
 
 
 @register_plan("samba")

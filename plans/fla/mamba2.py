@@ -20,11 +20,11 @@ class Mamba2Plan(TransformerPlan):
 
     def attn_plan(self, attn: Any) -> Plan:
         width, groups = attn.intermediate_size, attn.n_groups
-        shared = self.shared(groups * attn.ssm_state_size, groups)
+        shared = self.shared_heads(groups * attn.ssm_state_size, groups)
         statistic = None if attn.norm_before_gate else gated_input
         norm = {"norm": self.split_norm(statistic=statistic, groups=groups)} if attn.rmsnorm else {}
         return {
-            **self.attn_region(arguments=UNFUSED, gathers=True),
+            **self.attn_region(arguments=UNFUSED, may_gather=True),
             "in_proj": self.packed(width, width, shared, shared, *self.rows_by_head(attn)),
             "conv1d": self.packed(width, shared, shared),
             "A_log": self.colwise(),
@@ -40,7 +40,7 @@ class Mamba2Plan(TransformerPlan):
 
     def local_attributes(self, attn: Any) -> dict[str, int]:
         groups = self.heads_per_rank(attn.n_groups)
-        local = self.divided(attn, "num_heads", "intermediate_size") | {"n_groups": groups}
+        local = self.divide_by_degree(attn, "num_heads", "intermediate_size") | {"n_groups": groups}
         channels = local["intermediate_size"] + 2 * groups * attn.ssm_state_size
         norm = {"norm.group_size": local["intermediate_size"] // groups} if attn.rmsnorm else {}
         return local | norm | {"conv_dim": channels, "conv1d.groups": channels}

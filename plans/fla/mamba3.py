@@ -14,11 +14,11 @@ class Mamba3Plan(TransformerPlan):
 
     def attn_plan(self, attn: Any) -> Plan:
         width, groups, heads = attn.intermediate_size, attn.n_groups, attn.num_heads
-        b_and_c = [self.shared(groups * attn.ssm_state_size, groups)] * (2 * attn.mimo_rank)
-        angles = self.shared(attn.num_rope_angles)
+        b_and_c = [self.shared_heads(groups * attn.ssm_state_size, groups)] * (2 * attn.mimo_rank)
+        angles = self.shared_heads(attn.num_rope_angles)
         by_head = ("dt_bias", "B_bias", "C_bias", "D", "mimo_x", "mimo_z", "mimo_o", "norm")
         return {
-            **self.attn_region(gathers=True),
+            **self.attn_region(may_gather=True),
             "in_proj": self.packed(width, width, *b_and_c, heads, heads, heads, angles),
             **{name: self.colwise() for name in by_head if has(attn, name)},
             **{name: self.replicated_in_region() for name in ("B_norm", "C_norm")},
@@ -26,6 +26,6 @@ class Mamba3Plan(TransformerPlan):
         }
 
     def local_attributes(self, attn: Any) -> dict[str, int]:
-        return self.divided(attn, "num_heads", "intermediate_size") | {
+        return self.divide_by_degree(attn, "num_heads", "intermediate_size") | {
             "n_groups": self.heads_per_rank(attn.n_groups)
         }

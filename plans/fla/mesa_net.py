@@ -9,10 +9,10 @@ from .mixer import MixerPlan
 class MesaNetPlan(MixerPlan):
     """Every parameter belongs to a head, except the output norm's weight, which all heads share."""
 
-    gathers = True
+    may_gather = True
     by_head = (
         *("q_proj", "k_proj", "v_proj", "q_conv1d", "k_conv1d"),
         *("a_proj", "b_proj", "g_proj", "lambda_params"),
     )
-    for_all_heads = ("o_norm",)
+    replicated = ("o_norm",)
     counts = ("num_heads",)

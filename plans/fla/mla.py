@@ -14,9 +14,9 @@ class MLAPlan(MixerPlan):
     Without a rank for the queries, `q_proj` is one Linear.
     """
 
-    gathers = True
+    may_gather = True
     by_head = ("q_proj.2", "kv_proj.2")
-    for_all_heads = ("q_proj.0", "q_proj.1", "kv_proj.0", "kv_proj.1", "k_rope")
+    replicated = ("q_proj.0", "q_proj.1", "kv_proj.0", "kv_proj.1", "k_rope")
     counts = ("num_heads",)
 
     def attn_plan(self, attn: nn.Module) -> Plan:

@@ -11,4 +11,4 @@ class MoBAPlan(MixerPlan):
 
     by_head = ("q_proj", "g_proj.1")
     by_shared_head = ("k_proj", "v_proj")
-    for_all_heads = ("q_norm", "k_norm", "g_proj.0", "o_norm")
+    replicated = ("q_norm", "k_norm", "g_proj.0", "o_norm")

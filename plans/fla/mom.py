@@ -17,7 +17,7 @@ class MomPlan(MixerPlan):
         *("q_proj", "q_conv1d", "k_conv1d", "v_conv1d", "g_proj", "A_log", "dt_bias"),
         *("shared_k", "shared_v", "shared_b", "shared_a"),
     )
-    for_all_heads = ("gate", "o_norm")
+    replicated = ("gate", "o_norm")
     counts = ("num_heads",)
 
     def attn_plan(self, attn: nn.Module) -> Plan:
@@ -28,7 +28,7 @@ class MomPlan(MixerPlan):
             if has(attn, name)
         }
         # Its code gathers the tokens of each memory out of the input.
-        return super().attn_plan(attn) | self.attn_region(float8_input=False, gathers=True) | memories
+        return super().attn_plan(attn) | self.attn_region(float8_input=False, may_gather=True) | memories
 
     def model_functions(self, model: nn.Module) -> dict[str, Any]:
         return {"load_balancing_loss_func": self.count_once}

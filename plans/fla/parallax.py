@@ -11,4 +11,4 @@ class ParallaxPlan(MixerPlan):
 
     by_head = ("q_proj", "r_proj")
     by_shared_head = ("k_proj", "v_proj")
-    for_all_heads = ("q_norm", "r_norm", "k_norm")
+    replicated = ("q_norm", "r_norm", "k_norm")

@@ -13,7 +13,7 @@ class PaTHAttentionPlan(MixerPlan):
 
     by_head = ("q_proj", "g_proj")
     by_shared_head = ("k_proj", "v_proj", "bt_proj", "w_conv1d")
-    for_all_heads = ("w_proj.0", "maybe_q_norm.weight", "maybe_k_norm.weight")
+    replicated = ("w_proj.0", "maybe_q_norm.weight", "maybe_k_norm.weight")
 
     def attn_plan(self, attn: nn.Module) -> Plan:
         low_rank = isinstance(attn.w_proj, nn.Sequential)

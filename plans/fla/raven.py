@@ -11,10 +11,10 @@ from .mixer import MixerPlan
 class RavenPlan(MixerPlan):
     """A router gives each token some slots of each key/value head. `g_norm` is over all heads, `o_norm` over each."""
 
-    gathers = True
+    may_gather = True
     by_head = ("q_proj", "o_gate_proj")
     by_shared_head = ("k_proj", "v_proj", "a_proj", "f_proj", "A_log", "dt_bias", "r_bias")
-    for_all_heads = ("q_norm", "k_norm", "o_norm", "feature_map.layer")
+    replicated = ("q_norm", "k_norm", "o_norm", "feature_map.layer")
 
     def attn_plan(self, attn: nn.Module) -> Plan:
         if attn.add_gumbel_noise and self.options.degrees.tp_cp > 1:
@@ -31,4 +31,4 @@ class RavenPlan(MixerPlan):
 
     def local_functions(self, attn: nn.Module):
         is_fused = attn.fuse_norm and not attn.use_output_gate
-        return {"rms_norm_linear": self.over_all_ranks} if is_fused else {}
+        return {"rms_norm_linear": self.full_width_norm} if is_fused else {}

@@ -15,10 +15,10 @@ from .mixer import MixerPlan
 class RetNetPlan(MixerPlan):
     """A head's decay depends on its index among all heads, so each rank's kernel gets the decays of its heads."""
 
-    gathers = True
+    may_gather = True
     by_head = ("q_proj", "q_conv1d", "g_proj")
     by_shared_head = ("k_proj", "v_proj", "k_conv1d", "v_conv1d")
-    for_all_heads = ("g_norm", "g_norm_swish_gate")
+    replicated = ("g_norm", "g_norm_swish_gate")
 
     def local_functions(self, attn: nn.Module) -> Mapping[str, Callable[..., Any]]:
         kinds = ("chunk", "fused_chunk", "fused_recurrent", "parallel")

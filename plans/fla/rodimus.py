@@ -28,7 +28,7 @@ class RodimusPlan(TransformerPlan):
         by_channel = ("gate_proj", "up_proj", "short_conv", "residual_weight", "i_gate_proj.1")
         uncalled = ("g_gate_proj", "tau_gate_proj")  # the mixer's own code multiplies by their weights
         return {
-            **self.attn_region(gathers=True),
+            **self.attn_region(may_gather=True),
             **{name: self.colwise() for name in by_channel if has(attn, name)},
             **{name: self.rowwise_in_region() for name in ("q_proj", "k_proj", "i_gate_proj.0")},
             **{f"{name}.weight": self.rowwise_in_region() for name in uncalled},
@@ -38,18 +38,18 @@ class RodimusPlan(TransformerPlan):
         }
 
     def local_functions(self, attn: Any):
-        return {"F.linear": self.summed}
+        return {"F.linear": self.sum_over_ranks}
 
     def model_attributes(self, model: nn.Module) -> dict[str, int]:
         attentions = (name for name, _ in model.named_modules() if name.endswith(".ska_attn"))
-        return self.divided(model, *(f"{name}.num_heads" for name in attentions))
+        return self.divide_by_degree(model, *(f"{name}.num_heads" for name in attentions))
 
 
 @register_plan(mixer="fla.layers.rodimus.SlidingWindowSharedKeyAttention")
 class SharedKeyPlan(MixerPlan):
     """Queries and values have heads; all heads share one key head."""
 
-    gathers = True
+    may_gather = True
     by_head = ("q_proj", "v_proj")
-    for_all_heads = ("k_proj", "q_norm", "k_norm")
+    replicated = ("k_proj", "q_norm", "k_norm")
     counts = ("num_heads",)

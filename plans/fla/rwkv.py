@@ -24,16 +24,16 @@ class RWKV7Plan(MixerPlan):
         "g_lora.lora.2",
     )
     by_head += ("k_k", "k_a", "r_k", "g_norm")
-    for_all_heads = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g")
-    for_all_heads += ("w_lora.lora.0", "v_lora.lora.0", "a_lora.lora.0", "g_lora.lora.0")
+    replicated = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g")
+    replicated += ("w_lora.lora.0", "v_lora.lora.0", "a_lora.lora.0", "g_lora.lora.0")
     counts = ("g_norm.num_groups",)
 
     def attn_plan(self, attn: nn.Module) -> Plan:
-        return super().attn_plan(attn) | self.attn_region(float8_input=False, gathers=True)
+        return super().attn_plan(attn) | self.attn_region(float8_input=False, may_gather=True)
 
     def mlp_plan(self, mlp: nn.Module) -> Plan:
         return {
-            **self.attn_region("x", float8_input=False, gathers=True),
+            **self.attn_region("x", float8_input=False, may_gather=True),
             "x_k": self.replicated_in_region(),
             "key": self.colwise(),
             "value": self.rowwise(reduce_output=False),
@@ -46,15 +46,15 @@ class RWKV6Plan(MixerPlan):
 
     by_head = ("r_proj.linear", "w_proj.linear.lora.2", "k_proj.linear", "v_proj.linear", "g_proj.linear")
     by_head += ("bonus", "g_norm")
-    for_all_heads = ("x_proj.0", "x_proj.0.linear", "x_proj.2", "x_bias", "w_proj.linear.lora.0")
+    replicated = ("x_proj.0", "x_proj.0.linear", "x_proj.2", "x_bias", "w_proj.linear.lora.0")
     counts = ("g_norm.num_groups",)
 
     def attn_plan(self, attn: nn.Module) -> Plan:
-        return super().attn_plan(attn) | self.attn_region(float8_input=False, gathers=True)
+        return super().attn_plan(attn) | self.attn_region(float8_input=False, may_gather=True)
 
     def mlp_plan(self, mlp: nn.Module) -> Plan:
         return {
-            **self.attn_region("x", float8_input=False, gathers=True),
+            **self.attn_region("x", float8_input=False, may_gather=True),
             "key": self.replicated_in_region(),
             "key.linear": self.colwise(),
             "value": self.rowwise(reduce_output=False),

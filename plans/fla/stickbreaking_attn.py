@@ -9,7 +9,7 @@ from .mixer import MixerPlan
 class StickBreakingPlan(MixerPlan):
     """As the transformer's attention, except for the computation on the scores."""
 
-    gathers = True
+    may_gather = True
     by_head = ("q_proj",)
     by_shared_head = ("k_proj", "v_proj")
-    for_all_heads = ("q_norm", "k_norm")
+    replicated = ("q_norm", "k_norm")

@@ -14,7 +14,7 @@ from .mixer import MixerPlan, has
 class GatedRetentionPlan(MixerPlan):
     """Blocks of the first half that have neither Gated DeltaNet nor window attention."""
 
-    gathers = True
+    may_gather = True
     by_head = ("q_proj", "k_proj", "v_proj", "g_proj", "gk_proj")
 
 
@@ -23,7 +23,7 @@ class YOCOPlan(MixerPlan):
     """Blocks of the second half, and the module that computes the keys and values for all of them."""
 
     by_head = ("q_proj",)
-    for_all_heads = ("q_norm",)
+    replicated = ("q_norm",)
 
     def heads(self, attn: nn.Module) -> dict[str, int]:
         counts = super().heads(attn)

@@ -24,7 +24,7 @@ class DeepseekPlan(ExpertsPlan):
             latent = dict.fromkeys(("q_a_proj", "q_a_layernorm"), self.replicated_in_region())
             queries = {**latent, "q_b_proj": self.colwise()}
         return {
-            **self.attn_input(gathers=True),  # its code splits the latents of keys and values
+            **self.attn_input(may_gather=True),  # its code splits the latents of keys and values
             **queries,
             "kv_a_proj_with_mqa": self.replicated_in_region(),
             "kv_a_layernorm": self.replicated_in_region(),

@@ -14,12 +14,14 @@ class FalconPlan(GPTNeoXPlan):
     def attn_plan(self, attn: Any) -> Plan:
         plan = super().attn_plan(attn)
         if attn.num_kv_heads == 1 and not attn.new_decoder_architecture:
-            shared = self.shared(attn.head_dim)
+            shared = self.shared_heads(attn.head_dim)
             plan["query_key_value"] = self.packed(attn.hidden_size, shared, shared)
         return plan
 
     def local_attributes(self, attn: Any) -> dict[str, int]:
-        return self.divided(attn, "num_heads") | {"num_kv_heads": self.heads_per_rank(attn.num_kv_heads)}
+        return self.divide_by_degree(attn, "num_heads") | {
+            "num_kv_heads": self.heads_per_rank(attn.num_kv_heads)
+        }
 
     def model_functions(self, model: Any):
         return {"transformer.build_alibi_tensor": local_alibi} if model.config.alibi else {}

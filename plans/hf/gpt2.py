@@ -27,10 +27,10 @@ class GPT2Plan(TPPlan):
         }
 
     def local_attributes(self, attn: Any) -> dict[str, int]:
-        return self.divided(attn, "num_heads", "split_size", "c_attn.nf")
+        return self.divide_by_degree(attn, "num_heads", "split_size", "c_attn.nf")
 
     def mlp_plan(self, mlp: nn.Module) -> Plan:
         return {**self.mlp_input(), "c_fc": self.colwise(dim=1), "c_proj": self.rowwise(dim=0)}
 
     def mlp_attributes(self, mlp: nn.Module) -> dict[str, int]:
-        return self.divided(mlp, "c_fc.nf")
+        return self.divide_by_degree(mlp, "c_fc.nf")

@@ -17,4 +17,4 @@ class GptOssPlan(ExpertsPlan):
         return super().attn_plan(attn) | {"sinks": self.colwise()}
 
     def mlp_attributes(self, mlp: nn.Module) -> dict[str, int]:
-        return {} if self.options.degrees.ep > 1 else self.divided(mlp, "experts.intermediate_size")
+        return {} if self.options.degrees.ep > 1 else self.divide_by_degree(mlp, "experts.intermediate_size")

@@ -26,7 +26,7 @@ class Phi3Plan(Glm4Plan):
 
     def attn_plan(self, attn: Any) -> Plan:
         kv = attn.num_key_value_heads
-        shared = self.shared(kv * attn.head_dim, kv)
+        shared = self.shared_heads(kv * attn.head_dim, kv)
         queries = attn.config.num_attention_heads * attn.head_dim
         return {
             **self.attn_input(),
@@ -36,4 +36,4 @@ class Phi3Plan(Glm4Plan):
 
     def local_attributes(self, attn: Any) -> dict[str, int]:
         kv = {"num_key_value_heads": self.heads_per_rank(attn.num_key_value_heads)}
-        return self.divided(attn, "config.num_attention_heads") | kv
+        return self.divide_by_degree(attn, "config.num_attention_heads") | kv

@@ -22,7 +22,7 @@ class Qwen3NextPlan(Qwen2MoePlan):
             norms = {"q_norm": self.replicated_in_region(), "k_norm": self.replicated_in_region()}
             return super().attn_plan(attn) | norms | {"q_proj": by_head}
         return {
-            **self.attn_input(gathers=True),  # its code sets padding to zero
+            **self.attn_input(may_gather=True),  # its code sets padding to zero
             "in_proj_qkvz": by_head,
             "in_proj_ba": by_head,
             "conv1d": self.packed(attn.key_dim, attn.key_dim, attn.value_dim),
@@ -36,4 +36,4 @@ class Qwen3NextPlan(Qwen2MoePlan):
         counts = (
             ("num_k_heads", "num_v_heads", "key_dim", "value_dim") if hasattr(attn, "in_proj_qkvz") else ()
         )
-        return self.divided(attn, *counts)
+        return self.divide_by_degree(attn, *counts)

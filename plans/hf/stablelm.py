@@ -28,4 +28,4 @@ class StableLmPlan(LlamaPlan):
 
     def local_attributes(self, attn: Any) -> dict[str, int]:
         kv = {"num_key_value_heads": self.heads_per_rank(attn.num_key_value_heads)}
-        return self.divided(attn, "num_heads") | kv
+        return self.divide_by_degree(attn, "num_heads") | kv

@@ -453,3 +453,12 @@ def test_names_are_taken_once():
     with pytest.raises(PlanError, match=r"taken by titanplans.plans.fla.transformer.TransformerPlan"):
         register_plan("transformer")(TinyPlan)
     assert registered_plans()["transformer"] is TransformerPlan
+
+
+def test_former_names_of_plan_methods_are_refused_with_the_new_names():
+    class FormerPlan(TinyPlan):
+        def local_attributes(self, attn):
+            return self.divided(attn, "num_heads")
+
+    with pytest.raises(PlanError, match=r"uses self\.divided, which is now called self\.divide_by_degree"):
+        check_plan(Tiny(), Degrees(tp=2), plan=FormerPlan)

@@ -140,7 +140,7 @@ MISUSED = {
     "a convolution of sections split as one": (
         StateSpace, changed(StateSpacePlan, lambda plan: {"conv1d": plan.colwise()}),
         "its 36 rows look like sections of layers.0.attn.in_proj packed into one projection, 24 + 6 + 6, which even shards "
-        "would split across section boundaries: write self.packed(24, self.shared(6, 2), self.shared(6, 2))",
+        "would split across section boundaries: write self.packed(24, self.shared_heads(6, 2), self.shared_heads(6, 2))",
     ),
     "sections that don't add up": (
         GateUp, changed(GateUpPlan, mlp=lambda plan: {"gate_up_proj": plan.packed(24, 12)}),
@@ -154,7 +154,7 @@ MISUSED = {
         "its plan's local_attributes name 'num_head', but QKV has no 'num_head'",
     ),
     "a count that the mixer does not have": (
-        QKV, changed(QKVPlan, local_attributes=lambda self, attn: self.divided(attn, "n_heads")),
+        QKV, changed(QKVPlan, local_attributes=lambda self, attn: self.divide_by_degree(attn, "n_heads")),
         "QKV has no n_heads, which Changed divides",
     ),
     "a block that calls its mixer otherwise": (
@@ -162,7 +162,7 @@ MISUSED = {
         "return the keys of 'token_mixer' from layer_plan(layer)",
     ),
     "a count that the degree does not divide": (
-        QKV, changed(QKVPlan, local_attributes=lambda self, attn: self.divided(attn, "odd")),
+        QKV, changed(QKVPlan, local_attributes=lambda self, attn: self.divide_by_degree(attn, "odd")),
         "QKV.odd = 3 is not a multiple of tensor_parallel_degree = 2",
     ),
     "a function that is not called": (
@@ -221,7 +221,7 @@ def norm_linear(x, norm_weight, norm_bias, linear_weight, linear_bias, residual=
 
 @pytest.mark.parametrize("bias", ["norm_bias", "linear_bias"])
 def test_a_bias_in_the_kernel_of_norm_and_projection_is_refused(bias):
-    function = TPPlan.over_all_ranks(norm_linear, HeadRanks(0, 2, ("none", 2), None, (0, 1)))
+    function = TPPlan.full_width_norm(norm_linear, HeadRanks(0, 2, ("none", 2), None, (0, 1)))
     given = {"norm_bias": None, "linear_bias": None} | {bias: torch.ones(4)}
     with pytest.raises(PlanError, match=rf"norm_linear: .*takes no {bias}"):
         function(torch.ones(1, 4), norm_weight=torch.ones(4), linear_weight=torch.ones(2, 4), **given)

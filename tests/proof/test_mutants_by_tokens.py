@@ -54,7 +54,7 @@ WRONG = {
     "a norm whose statistic is not shared": (
         ("olmo2", changed(PLANS["olmo2"], q_norm=lambda plan, style: plan.colwise()), {}),
         "model.layers.0.self_attn.q_norm",
-        "healthy beside it: model.layers.0.self_attn.q_proj",
+        "correct nearby: model.layers.0.self_attn.q_proj",
     ),
     "a balance that each rank counts by itself": (
         ("mixtral", without("mixtral", "balance", None), {}),

@@ -266,7 +266,7 @@ def test_alike_cases_are_told_once():
     report = verify_plainly(Tiny, tiny_plan_with(q_norm=lambda p: Unsummed()), degrees=[2])
     assert len(report.cases) == 4
     text = report.table()
-    assert text.count("first off at") == 1
+    assert text.count("first wrong at") == 1
     assert "4 of 4 cases WRONG" in text
 
 

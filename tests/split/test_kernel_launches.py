@@ -19,7 +19,7 @@ from titanplans.styles.base import direct_parameters
 from titanplans.styles.rowwise import Rowwise
 from titanplans.styles.rowwise_in_region import RowwiseInRegion
 from titanplans.styles.split_norm import SplitNorm
-from titanplans.styles.unsplit import Whole
+from titanplans.styles.unsplit import Unsplit
 
 DEGREE = 2
 
@@ -99,7 +99,7 @@ EXTRAS = (
     ),
     Extra(
         "a mixer that is whole on every rank: a shard taken, with nothing sent",
-        lambda split: 2 * sum(type(style) is Whole for style in split.plan.styles.values()),
+        lambda split: 2 * sum(type(style) is Unsplit for style in split.plan.styles.values()),
     ),
     Extra(
         "the balance of routers that every rank has whole: its gradient divided by the ranks",

@@ -79,15 +79,15 @@ def test_without_the_embeddings_of_all_tokens_its_code_is_refused(name):
         threads.run(CONTEXT, torch.device("cpu"), lambda world: run(world, name, zoo.fields(name), OwnTokens))
 
 
-@pytest.mark.parametrize("words", ["attn_region", "attn_region(gathers=True)"])
+@pytest.mark.parametrize("words", ["attn_region", "attn_region(may_gather=True)"])
 def test_a_plan_given_as_a_dict_permits_by_the_words_of_the_error(words):
     model = zoo.build("gla", dtype=torch.float32)
     plan = GLAPlan(TPOptions(Degrees(cp=CONTEXT))).full_plan(model)
     plan |= {key: words for key, style in plan.items() if style.may_gather}
-    if words.endswith("(gathers=True)"):
+    if words.endswith("(may_gather=True)"):
         threads.run(CONTEXT, torch.device("cpu"), lambda world: run(world, "gla", zoo.fields("gla"), plan))
     else:  # its layer takes out padding
-        with pytest.raises(PlanError, match=r"model.layers.0.attn the style attn_region\(gathers=True\)"):
+        with pytest.raises(PlanError, match=r"model.layers.0.attn the style attn_region\(may_gather=True\)"):
             threads.run(
                 CONTEXT, torch.device("cpu"), lambda world: run(world, "gla", zoo.fields("gla"), plan)
             )
@@ -97,7 +97,7 @@ def test_a_plan_given_as_a_dict_permits_by_the_words_of_the_error(words):
 def test_what_the_error_says_to_write_can_be_written(method):
     plan = GLAPlan(TPOptions(Degrees(cp=CONTEXT)))
     assert not getattr(plan, method)()[""].may_gather
-    assert getattr(plan, method)(gathers=True)[""].may_gather
+    assert getattr(plan, method)(may_gather=True)[""].may_gather
 
 
 def test_an_embedding_of_all_tokens_that_begins_the_stream_is_refused():

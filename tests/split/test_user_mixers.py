@@ -72,7 +72,7 @@ class Mixer(nn.Module):
 class Plan(TinyPlan):
     def attn_plan(self, attn):
         plan = {
-            **self.attn_input(gathers=attn.kind in ("saved", "vmapped", "typed")),
+            **self.attn_input(may_gather=attn.kind in ("saved", "vmapped", "typed")),
             **{f"{name}_proj": self.colwise() for name in "qkv"},
             "o_proj": self.rowwise(),
         }

@@ -85,7 +85,7 @@ class StateSpace(nn.Module):
 
 class StateSpacePlan(TinyPlan):
     def attn_plan(self, attn):
-        group = self.shared(attn.groups * attn.state, attn.groups)
+        group = self.shared_heads(attn.groups * attn.state, attn.groups)
         return {
             **self.attn_region(),
             "in_proj": self.packed(WIDTH, WIDTH, group, group, HEADS),
@@ -100,7 +100,10 @@ class StateSpacePlan(TinyPlan):
     def local_attributes(self, attn):
         groups = max(1, attn.groups // self.degree)
         channels = WIDTH // self.degree + 2 * groups * attn.state
-        return self.divided(attn, "num_heads", "width") | {"groups": groups, "conv1d.groups": channels}
+        return self.divide_by_degree(attn, "num_heads", "width") | {
+            "groups": groups,
+            "conv1d.groups": channels,
+        }
 
 
 class Packed(nn.Module):
@@ -127,7 +130,7 @@ class PackedPlan(TinyPlan):
         kv = attn.num_kv_heads
         return {
             **self.attn_input(),
-            "c_attn": self.packed(WIDTH, *[self.shared(kv * SIZE, kv)] * 2, dim=1),
+            "c_attn": self.packed(WIDTH, *[self.shared_heads(kv * SIZE, kv)] * 2, dim=1),
             "q_norm": self.split_norm(),
             "k_norm": self.split_norm(heads=kv, rows=kv * SIZE),
             "o_norm": self.gathered_in_region(),
@@ -136,7 +139,7 @@ class PackedPlan(TinyPlan):
 
     def local_attributes(self, attn):
         kv = max(1, attn.num_kv_heads // self.degree)
-        return self.divided(attn, "num_heads") | {"num_kv_heads": kv}
+        return self.divide_by_degree(attn, "num_heads") | {"num_kv_heads": kv}
 
 
 class Transposed(nn.Module):
@@ -225,7 +228,7 @@ def decays_of_rank(decays, place):
 class RetentionPlan(TinyPlan):
     def attn_plan(self, attn):
         return {
-            **self.attn_input(gathers=True),  # its code scales hidden states by a vector
+            **self.attn_input(may_gather=True),  # its code scales hidden states by a vector
             "scale": self.replicated_in_region(),
             "q_proj": self.colwise(),
             "k_proj": self.packed(WIDTH, WIDTH),
@@ -241,7 +244,7 @@ class WholePlan(TinyPlan):
     """The mixer whole on every rank, the MLP split."""
 
     def attn_plan(self, attn):
-        return self.whole(attn)
+        return self.unsplit(attn)
 
 
 class Router(nn.Module):

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from titanplans.adapters.low_rank import place_dropout
 from titanplans.apply.check import Checked, check
-from titanplans.apply.ways import ByExperts, ByTokens, ByWeights, Unsplit, Way
+from titanplans.apply.ways import ByExperts, ByTokens, ByWeights, NoSplit, Way
 from titanplans.config.compatibility.strategy import NO_CAPACITY
 from titanplans.errors import PlanError
 from titanplans.plan.custom import PlanSource, resolve_plan
@@ -196,7 +196,7 @@ def choose_way(
     if meshes.cp is not None:
         way = ByTokens(checked.plan, meshes, sum_over_cp=sum_over_cp)
     elif meshes.tp_cp.size() == 1 and experts is not None:
-        way = Unsplit(meshes.tp_cp)
+        way = NoSplit(meshes.tp_cp)
     else:
         way = ByWeights(meshes, checked.plan.source.options.stream)
     if capacity is not None and not capacity > 0:

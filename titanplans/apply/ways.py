@@ -223,7 +223,7 @@ class ByExperts:
             self._others.install(entry, border)
 
 
-class Unsplit:
+class NoSplit:
     """Leave modules and parameters unchanged. `alone`: a mesh of this rank only, which works on its own batch."""
 
     distributes, sum_over_cp = False, True

@@ -16,7 +16,7 @@ def parser() -> argparse.ArgumentParser:
         prog="titanplans check",
         description="Read every file of the checkpoints in a folder, and compare it with the checksum that was taken as "
         "it was written.",
-        epilog="exit status: 0 all are whole, 1 a file is damaged or gone, 2 no checkpoint is there",
+        epilog="exit status: 0 all are intact, 1 a file is damaged or gone, 2 no checkpoint is there",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
         checkpoint.name: damage(checkpoint)
         for checkpoint in _checkpoints(Path(parser().parse_args(argv).folder))
     }
-    print("\n".join(columns([(name, reason or "whole") for name, reason in damages.items()])))
+    print("\n".join(columns([(name, reason or "intact") for name, reason in damages.items()])))
     if any(damages.values()):
         print("remove the damaged ones: the job resumes from the newest that is left", file=sys.stderr)
         return 1

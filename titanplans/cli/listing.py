@@ -122,14 +122,14 @@ def split_by(model: nn.Module, plan: type[TPPlan], styles: Mapping[str, Parallel
         }
         if not any(style.splits_weights for style in mixer_styles.values()):
             is_unsplit = key in all_styles and all_styles[key].runs_unsplit
-            descriptions[kind] = "nothing: whole on every rank" if is_unsplit else "nothing"
+            descriptions[kind] = "nothing: unsplit on every rank" if is_unsplit else "nothing"
             continue
         words = [_quoted(plan(TPOptions(Degrees(tp=2))).plan_of(mixer).heads(mixer))]
         keys_by_title: dict[str, list[str]] = {}
         for k, style in mixer_styles.items():
             if style.listed_as:
                 keys_by_title.setdefault(style.listed_as, []).append(k)
-        keys_by_title["numbers of its own"] = [
+        keys_by_title["the mixer's own parameters"] = [
             k for k, s in mixer_styles.items() if s.splits_weights and k in mixer._parameters
         ]
         words += [f"{title}: {_quoted(keys)}" for title, keys in keys_by_title.items() if keys]

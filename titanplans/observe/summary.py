@@ -81,8 +81,8 @@ def pipeline_after_step(report: Report) -> list[str]:
     pipeline, measured = report["pipeline"], report["pipeline"]["measured"]
     return [
         f"Step {measured['step']}: the pipeline took {measured['seconds']:.3f} s, ranks idle for "
-        f"{measured['idle_share']:.1%} of it "
-        f"(computed: {pipeline['idle_share']:.1%})"
+        f"{measured['idle_fraction']:.1%} of it "
+        f"(computed: {pipeline['idle_fraction']:.1%})"
     ]
 
 
@@ -97,9 +97,10 @@ def _stages(pipeline: Report) -> str:
 
 def _data_parallel(section: Report) -> str:
     kind = section["kind"]
-    if "units" in section:
-        kind += f" in {counted(section['units'], 'unit')}, {counted(section['shards'], 'shard')} each"
-    return kind + (f", {section['copies']} copies" if section["copies"] > 1 else "")
+    if "fsdp_modules" in section:
+        modules, shards = section["fsdp_modules"], section["shards"]
+        kind += f" in {counted(modules, 'FSDP module')}, {counted(shards, 'shard')} each"
+    return kind + (f", {section['replicas']} replicas" if section["replicas"] > 1 else "")
 
 
 def _float8(section: Report) -> str:

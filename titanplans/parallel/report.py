@@ -315,7 +315,7 @@ def _compile(model: nn.Module, blocks: list[str], config: Strategy) -> dict[str,
 
 
 def _data_parallel(model: nn.Module, mesh: Any, config: Strategy) -> dict[str, Any]:
-    common = {"shards": mesh.dp_shard * mesh.cp, "copies": mesh.dp_replicate}
+    common = {"shards": mesh.dp_shard * mesh.cp, "replicas": mesh.dp_replicate}
     if isinstance(config, DDPConfig):
         return {"kind": "DDP", **common, "bucket_cap_mb": config.bucket_cap_mb}
     units = fsdp_units(model)
@@ -325,8 +325,8 @@ def _data_parallel(model: nn.Module, mesh: Any, config: Strategy) -> dict[str, A
     return {
         "kind": "FSDP2",
         **common,
-        "units": len(units),
-        "unit_names": [name for name, _ in units],
+        "fsdp_modules": len(units),
+        "fsdp_module_names": [name for name, _ in units],
         "param_dtype": _dtype(policy.param_dtype),
         "reduce_dtype": _dtype(policy.reduce_dtype or policy.param_dtype),
         "cpu_offload": getattr(config, "enable_cpu_offload", False),

@@ -28,8 +28,8 @@ PlanSource = str | type[TPPlan] | Mapping[str, str | ParallelStyle] | None
 STYLES: Mapping[str, Callable[[TPPlan, nn.Module | None], ParallelStyle]] = {
     "attn_input": lambda plan, mixer: plan.attn_input()[""],
     "attn_region": lambda plan, mixer: plan.attn_region()[""],
-    "attn_input(gathers=True)": lambda plan, mixer: plan.attn_input(gathers=True)[""],
-    "attn_region(gathers=True)": lambda plan, mixer: plan.attn_region(gathers=True)[""],
+    "attn_input(may_gather=True)": lambda plan, mixer: plan.attn_input(may_gather=True)[""],
+    "attn_region(may_gather=True)": lambda plan, mixer: plan.attn_region(may_gather=True)[""],
     "mlp_input": lambda plan, mixer: plan.mlp_input()[""],
     "mlp_region": lambda plan, mixer: plan.mlp_region()[""],
     "colwise": lambda plan, mixer: plan.colwise(),
@@ -44,7 +44,7 @@ STYLES: Mapping[str, Callable[[TPPlan, nn.Module | None], ParallelStyle]] = {
     "replicated_on_stream": lambda plan, mixer: plan.replicated_on_stream(),
     "replicated_off_stream": lambda plan, mixer: plan.replicated_off_stream(),
     "end_of_stream": lambda plan, mixer: plan.end_of_stream(),
-    "end_of_stream(gathers=True)": lambda plan, mixer: plan.end_of_stream(gathers=True),
+    "end_of_stream(may_gather=True)": lambda plan, mixer: plan.end_of_stream(may_gather=True),
     "vocab_embedding": lambda plan, mixer: plan.vocab_embedding(),
     "vocab_embedding_begins_stream": lambda plan, mixer: plan.vocab_embedding(begins_stream=True),
     "vocab_embedding(all_tokens=True)": lambda plan, mixer: plan.vocab_embedding(all_tokens=True),
@@ -57,6 +57,9 @@ RENAMED = {
     "sequence_parallel": "replicated_on_stream",
     "no_parallel": "replicated_off_stream",
     "replicated_before_stream": "replicated_off_stream",
+    "attn_input(gathers=True)": "attn_input(may_gather=True)",
+    "attn_region(gathers=True)": "attn_region(may_gather=True)",
+    "end_of_stream(gathers=True)": "end_of_stream(may_gather=True)",
 }
 """Maps former names of styles to current ones."""
 

@@ -6,6 +6,7 @@ its MLP (`mlp_plan`). A subclass overrides only what differs. `checks` checks th
 
 import copy
 from collections.abc import Mapping
+from typing import NoReturn
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -15,11 +16,20 @@ from titanplans.plan.options import TPOptions
 from titanplans.plan.plan_styles import Plan, PlanStyles
 from titanplans.plan.registry import mixer_plan_of, plan_for_mixer
 from titanplans.split.decoder import expand_keys, find_block, find_decoder, join
-from titanplans.split.local_code import Functions, count_once, over_all_ranks, summed
+from titanplans.split.local_code import Functions, count_once, full_width_norm, sum_over_ranks
 from titanplans.styles.kv_colwise import KVColwise
 
 _GROUPS = ("num_kv_groups", "num_key_value_groups")
 """The names under which flash-linear-attention and transformers store the query heads per key/value head."""
+
+_RENAMED = {
+    "whole": "unsplit",
+    "shared": "shared_heads",
+    "divided": "divide_by_degree",
+    "summed": "sum_over_ranks",
+    "over_all_ranks": "full_width_norm",
+}
+"""Maps former names of methods to current ones."""
 
 
 class TPPlan(PlanStyles):
@@ -45,6 +55,13 @@ class TPPlan(PlanStyles):
 
     def __init__(self, options: TPOptions):
         self.options, self.degree = options, options.degrees.tp
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in _RENAMED:
+            raise PlanError(
+                f"{type(self).__name__} uses self.{name}, which is now called self.{_RENAMED[name]}"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def counting_for(self, degree: int) -> "TPPlan":
         """Return a copy of this plan whose `degree` is `degree`, so that it returns the counts of one of so many ranks."""
@@ -121,7 +138,7 @@ class TPPlan(PlanStyles):
             return {}
         return {name: queries[0] // self.degree for name in _GROUPS if hasattr(attn, name)}
 
-    def divided(self, attn: nn.Module, *names: str) -> dict[str, int]:
+    def divide_by_degree(self, attn: nn.Module, *names: str) -> dict[str, int]:
         """Return attributes of a mixer that count heads or widths, by dotted name, divided by the degree.
 
         Raises:
@@ -154,8 +171,8 @@ class TPPlan(PlanStyles):
         """Return by name the makers of local functions that replace functions which a mixer's code calls.
 
         For functions that depend on a head's index among all heads, such as a decay. A maker gets the function and the
-        `HeadRanks`, and returns the function to call instead. `self.over_all_ranks` is a maker for a norm over the full
-        width that is fused with the next product, `self.summed` one for a product whose result is partial.
+        `HeadRanks`, and returns the function to call instead. `self.full_width_norm` is a maker for a norm over the full
+        width that is fused with the next product, `self.sum_over_ranks` one for a product whose result is partial.
         """
         return {}
 
@@ -176,8 +193,8 @@ class TPPlan(PlanStyles):
         return {}
 
     count_once = staticmethod(count_once)
-    over_all_ranks = staticmethod(over_all_ranks)
-    summed = staticmethod(summed)
+    full_width_norm = staticmethod(full_width_norm)
+    sum_over_ranks = staticmethod(sum_over_ranks)
 
     def kv_colwise(self, attn: nn.Module) -> ParallelStyle:
         """Shard a projection to the keys or values of `attn` by heads; ranks share heads if there are fewer than ranks.

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.plan.options import TPOptions
-from titanplans.split.layout import Shared
+from titanplans.split.layout import SharedHeads
 from titanplans.styles.added_to_sum import AddedToSum
 from titanplans.styles.by_expert import ByExpert
 from titanplans.styles.colwise import Colwise
@@ -24,7 +24,7 @@ from titanplans.styles.replicated_on_stream import ReplicatedOnStream
 from titanplans.styles.rowwise import Rowwise
 from titanplans.styles.rowwise_in_region import RowwiseInRegion
 from titanplans.styles.split_norm import SplitNorm
-from titanplans.styles.unsplit import Whole
+from titanplans.styles.unsplit import Unsplit
 from titanplans.styles.vocab_embedding import VocabEmbedding
 from titanplans.styles.vocab_head import VocabHead
 
@@ -37,13 +37,13 @@ class PlanStyles:
     options: TPOptions
 
     def attn_input(
-        self, input_name: str = "hidden_states", *, float8_input: bool = True, gathers: bool = False
+        self, input_name: str = "hidden_states", *, float8_input: bool = True, may_gather: bool = False
     ) -> Plan:
         """Gather the sequence once, before all projections of a mixer; a `rowwise` inside reduces.
 
-        `gathers`: see `attn_region`.
+        `may_gather`: see `attn_region`.
         """
-        return self._region(input_name, False, float8_input, gathers=gathers)
+        return self._region(input_name, False, float8_input, may_gather=may_gather)
 
     def attn_region(
         self,
@@ -51,17 +51,17 @@ class PlanStyles:
         *,
         float8_input: bool = True,
         arguments: Mapping[str, Any] | None = None,
-        gathers: bool = False,
+        may_gather: bool = False,
     ) -> Plan:
         """Gather at a mixer's entry and reduce at its exit; its `rowwise` has `reduce_output=False`.
 
         Args:
             input_name, float8_input: as in `Region`.
             arguments: keyword arguments that override the caller's, to select a code path that can be split.
-            gathers: under context parallelism its code may gather the hidden states of all tokens when it needs them:
+            may_gather: under context parallelism its code may gather the hidden states of all tokens when it needs them:
                 for a token shift, a convolution over them, removing padding by a mask.
         """
-        return self._region(input_name, True, float8_input, arguments, gathers=gathers)
+        return self._region(input_name, True, float8_input, arguments, may_gather=may_gather)
 
     def mlp_input(self, input_name: str = "x", *, float8_input: bool = True) -> Plan:
         """Gather the sequence once, before gate and up; a `rowwise` inside reduces. The module works token by token."""
@@ -76,13 +76,13 @@ class PlanStyles:
         return self._region(input_name, True, float8_input, mixes_tokens=False)
 
     def shared_region(
-        self, input_name: str = "hidden_states", *, float8_input: bool = True, gathers: bool = False
+        self, input_name: str = "hidden_states", *, float8_input: bool = True, may_gather: bool = False
     ) -> Plan:
         """Gather at the entry of a module whose output only other regions use: keys and values for several blocks.
 
-        `gathers`: see `attn_region`.
+        `may_gather`: see `attn_region`.
         """
-        return self._region(input_name, False, float8_input, shared=True, gathers=gathers)
+        return self._region(input_name, False, float8_input, shared=True, may_gather=may_gather)
 
     def _region(
         self,
@@ -92,7 +92,7 @@ class PlanStyles:
         arguments: Mapping[str, Any] | None = None,
         mixes_tokens: bool = True,
         shared: bool = False,
-        gathers: bool = False,
+        may_gather: bool = False,
     ) -> Plan:
         region = Region(
             reduce_output=reduce_output,
@@ -101,14 +101,14 @@ class PlanStyles:
             mixes_tokens=mixes_tokens,
             shared=shared,
             arguments=arguments,
-            gathers=gathers,
+            may_gather=may_gather,
         )
         return {"": region}
 
     # Classes: `self.rowwise(reduce_output=False)` makes a style.
     colwise = Colwise
     packed = Packed
-    shared = Shared
+    shared_heads = SharedHeads
     by_expert = ByExpert
     rowwise = Rowwise
     rowwise_in_region = RowwiseInRegion
@@ -125,10 +125,10 @@ class PlanStyles:
         """Shard the vocabulary of the head; `loss_parallel` decides whether the logits stay sharded."""
         return VocabHead(loss_parallel=self.options.loss_parallel)
 
-    def whole(self, module: nn.Module, input_name: str = "hidden_states") -> Plan:
+    def unsplit(self, module: nn.Module, input_name: str = "hidden_states") -> Plan:
         """Run `module` unsplit on every rank, on the full sequence, because it can't be split."""
         inside = self.each_of(module, "", self.replicated_off_stream())
-        return inside | {"": Whole(input_name=input_name)}
+        return inside | {"": Unsplit(input_name=input_name)}
 
     def each_of(self, model: nn.Module, name: str, style: ParallelStyle) -> Plan:
         """Give `style` to the module `name` of `model` and to each module inside it, if it has direct parameters."""

@@ -62,7 +62,7 @@ class Proof:
         self.losses, self.worlds, self.progress = losses, worlds, progress
         self.ranks = 1
         """The largest number of ranks, tp x cp, of any case."""
-        self.unreached = list(sampler.unreached)
+        self.uncovered = list(sampler.uncovered)
         """Conditions and quantities that no case covers, in words."""
 
     def cases(
@@ -71,21 +71,21 @@ class Proof:
         """Return the cases that cover the `conditions` of this model, and their trainings."""
         self.ranks = max(options.degrees.tp_cp for options in accepted)
         if conditions == "plain":
-            self.unreached = [
+            self.uncovered = [
                 "any condition: one plain step was asked for",
                 *self._missing_modalities([plain]),
             ]
             return [(options, _fitting(plain, options)) for options in accepted], (plain,)
         dtypes = [plain.dtype, *(name for name in _FURTHER_DTYPES if name != plain.dtype)]
         if float8_linears(self.model):
-            self.unreached.append(f"{' and '.join(dtypes[1:])}: float8 is proved in {plain.dtype} only")
+            self.uncovered.append(f"{' and '.join(dtypes[1:])}: float8 is proved in {plain.dtype} only")
             del dtypes[1:]
         has_blocks = bool(find_decoder(self.model, required=False).blocks)
         if not has_blocks:
-            self.unreached.append("recomputed blocks: no list of blocks was found")
-        self.unreached += leave_out_what_is_refused(self.model, self.sampler)
+            self.uncovered.append("recomputed blocks: no list of blocks was found")
+        self.uncovered += leave_out_what_is_refused(self.model, self.sampler)
         if (fusion_refusal := why_not_fused(self.model, self.sampler)) is not None:
-            self.unreached.append(f"a loss that the head computes: {fusion_refusal}")
+            self.uncovered.append(f"a loss that the head computes: {fusion_refusal}")
         if self.sampler.fixed:
             steps = (plain.steps[0] * 2,) * STEPS[0]
             trained = shared = (replace(plain, steps=steps, evaluated=plain.steps[0], cached=True),)
@@ -94,12 +94,12 @@ class Proof:
             trained = trainings(batch, block)
             shared = trainings(batch, block, math.lcm(*(options.shards for options in accepted)))
         if quick := conditions == "each":
-            self.unreached.append(
+            self.uncovered.append(
                 "pairs of conditions, other degrees and dtypes: each condition once was asked for"
             )
             trained, shared, dtypes = trained[:1], shared[:1], dtypes[:1]
         all_trainings = tuple(dict.fromkeys((*trained, *shared)))
-        self.unreached += self._missing_modalities(all_trainings)
+        self.uncovered += self._missing_modalities(all_trainings)
         fuse = fusion_refusal is None
         cases = cover(accepted, trained, shared, dtypes, recompute=has_blocks, fuse=fuse, quick=quick)
         return cases, all_trainings
@@ -112,7 +112,7 @@ class Proof:
     def _block(self) -> int:
         block = longest_block(self.model)
         if block > _LONGEST:
-            self.unreached.append(
+            self.uncovered.append(
                 f"more than {_LONGEST} tokens: a window or a chunk has {block:,}, so every sequence fits into one"
             )
         return min(block, _LONGEST)
@@ -137,7 +137,7 @@ class Proof:
         Returns:
             The results by the cases' indices, and the limits of these proofs in words.
         """
-        unreached: list[str] = []
+        uncovered: list[str] = []
         results: dict[int, CaseResult] = {}
         for members in map(groups.__getitem__, group_indices):
             unsplit = cases[members[0]][1].unsplit
@@ -148,7 +148,7 @@ class Proof:
                 on_result((index, results[index]))
             # Only now, since any case of the group may have needed more perturbed runs.
             if reference.draws > DRAWS:
-                unreached.append(
+                uncovered.append(
                     f"{unsplit.dtype}, some trainings: differences smaller than in {reference.draws} perturbed runs of the "
                     f"unsplit model: a few runs differ much more than others, so {DRAWS} perturbed runs told too little"
                 )
@@ -161,7 +161,7 @@ class Proof:
             index: result if result.passed else blame.explain(result)
             for index, result in sorted(results.items())
         }
-        return explained, unreached
+        return explained, uncovered
 
     def _reference(self, scenario: Scenario, **settings: bool) -> ReferenceRun:
         return ReferenceRun(

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from titanplans.proof.batches.conditions import PLAIN, Scenario
-from titanplans.proof.result import CaseResult, Refusal, epsilons, options_as_json
+from titanplans.proof.result import CaseResult, Refusal, epsilons, options_as_json, sharded_or_replicated
 from titanplans.text import columns
 
 CHECKS = ("loss", "logits", "gradients", "replicas", "norm", "AdamW")
@@ -23,7 +23,7 @@ class Report:
     refused: tuple[Refusal, ...] = ()
     trainings: tuple[Scenario, ...] = ()
     """The trainings of the cases, without the settings frozen, recomputed, …. The table calls them A, B, C."""
-    unreached: tuple[str, ...] = ()
+    uncovered: tuple[str, ...] = ()
     """Conditions that no case covers, in words."""
     ranks: str = "threads"
     """threads or process_group."""
@@ -61,8 +61,8 @@ class Report:
             *columns(rows, right=(*range(len(dims)), *range(first_check, len(head) - 2))),
             "",
         ]
-        unreached = [f"not reached: {words}" for words in self.unreached]
-        return "\n".join([*lines, *_failures(self), *map(str, self.refused), *unreached, _legend(self)])
+        uncovered = [f"not covered: {words}" for words in self.uncovered]
+        return "\n".join([*lines, *_failures(self), *map(str, self.refused), *uncovered, _legend(self)])
 
 
 def _json_value(value: Any) -> Any:
@@ -89,8 +89,8 @@ def _row(case: CaseResult, checks: Sequence[str], training: str, dims: Sequence[
         errors["gradients"] = "missing"
     return (
         *(str(getattr(case.options.degrees, name)) for name in dims),
-        "sharded" if case.options.loss_parallel else "whole",
-        "sharded" if case.options.sequence_parallel else "whole",
+        sharded_or_replicated(case.options.loss_parallel),
+        sharded_or_replicated(case.options.sequence_parallel),
         training,
         *(errors.get(what, "-") for what in checks),
         "right" if case.passed else "WRONG",

@@ -62,7 +62,7 @@ class Finding:
     direction: str
     """forward or backward."""
     first: Location
-    healthy: tuple[Location, ...]
+    correct: tuple[Location, ...]
     """Correct tensors near it, the nearest first."""
     reason: str = ""
     """The fault, if the numbers leave no doubt, for example "exactly 2 times too large"."""
@@ -75,9 +75,9 @@ class Finding:
         reason = f", {self.reason}" if self.reason else ""
         reason += f"; {self.remedy} sums it" if self.remedy else ""
         reason += f"; {self.hint}" if self.hint else ""
-        healthy = f"; healthy beside it: {', '.join(map(str, self.healthy))}" if self.healthy else ""
+        correct = f"; correct nearby: {', '.join(map(str, self.correct))}" if self.correct else ""
         error = epsilons(self.first.error)
-        return f"{self.direction}: first off at {self.first.name}: {error} epsilons{reason}{healthy}"
+        return f"{self.direction}: first wrong at {self.first.name}: {error} epsilons{reason}{correct}"
 
 
 @dataclass(frozen=True)
@@ -138,13 +138,18 @@ class Refusal:
 
 
 def case_name(*cases: TPOptions) -> str:
-    """Return the options that cases of one degree have in common, in words: "tp 2, loss sharded, sequence whole"."""
+    """Return the options that cases of one degree have in common, in words: "tp 2, loss sharded, sequence replicated"."""
     words = [str(cases[0].degrees)]
     losses, sequences = {case.loss_parallel for case in cases}, {case.sequence_parallel for case in cases}
     for what, values in (("loss", losses), ("sequence", sequences)):
         if len(values) == 1:
-            words.append(f"{what} {'sharded' if values.pop() else 'whole'}")
+            words.append(f"{what} {sharded_or_replicated(values.pop())}")
     return ", ".join(words)
+
+
+def sharded_or_replicated(is_sharded: bool) -> str:
+    """Return the layout of the logits or of the sequence, in a word."""
+    return "sharded" if is_sharded else "replicated"
 
 
 def keywords(options: TPOptions) -> dict[str, Any]:

@@ -161,13 +161,13 @@ def verify(
             if watch is not None:
                 watch(replace(report, cases=tuple(results.values())), len(cases))
 
-        for explained, unreached in run_in_processes(
+        for explained, uncovered in run_in_processes(
             partial(proof.run, cases, groups, plain), len(groups), processes, on_result
         ):
             results |= explained
-            proof.unreached += unreached
+            proof.uncovered += uncovered
     in_order = tuple(results[index] for index in range(len(cases)))
-    return replace(report, cases=in_order, unreached=tuple(dict.fromkeys(proof.unreached)))
+    return replace(report, cases=in_order, uncovered=tuple(dict.fromkeys(proof.uncovered)))
 
 
 def _with_equal_stages(

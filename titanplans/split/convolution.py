@@ -30,7 +30,7 @@ def _check(style: ParallelStyle, channels_per_group: int, module: Any, args: Any
         name = f"{key.rpartition('.')[2]}.groups"
         raise PlanError(
             f"its groups = {module.groups} count the channels of all ranks, but this rank's input has {channels} channels: "
-            f"name '{name}' in local_attributes (mlp_attributes in an MLP), as self.divided(attn, '{name}') does",
+            f"name '{name}' in local_attributes (mlp_attributes in an MLP), as self.divide_by_degree(attn, '{name}') does",
             key=key,
             style=style,
             module=module,

@@ -33,7 +33,7 @@ class StreamLayout(NamedTuple):
         return repr(self.placement)
 
 
-class Shared(NamedTuple):
+class SharedHeads(NamedTuple):
     """A section of a packed parameter whose heads neighbouring ranks share if there are fewer heads than ranks.
 
     With one head, every rank uses the full section.
@@ -45,8 +45,8 @@ class Shared(NamedTuple):
     """Number of heads (groups, experts) in these rows."""
 
 
-Section = int | Shared
-"""A section of a packed parameter. int: its rows are split over the ranks. `Shared`: ranks may share its heads."""
+Section = int | SharedHeads
+"""A section of a packed parameter. int: its rows are split over the ranks. `SharedHeads`: ranks may share its heads."""
 
 
 class Run(NamedTuple):

@@ -186,7 +186,7 @@ def count_once(function: Callable[..., Any], ranks: HeadRanks) -> Callable[..., 
     return computed
 
 
-def summed(function: Callable[..., torch.Tensor], ranks: HeadRanks) -> Callable[..., torch.Tensor]:
+def sum_over_ranks(function: Callable[..., torch.Tensor], ranks: HeadRanks) -> Callable[..., torch.Tensor]:
     """Wrap `function`, whose result is partial, to return the sum on every rank; the region continues.
 
     For a product that a mixer's code computes itself, with a weight that is sharded by inputs.
@@ -199,7 +199,7 @@ def summed(function: Callable[..., torch.Tensor], ranks: HeadRanks) -> Callable[
     return computed
 
 
-def over_all_ranks(function: Callable[..., Any], ranks: HeadRanks) -> Callable[..., torch.Tensor]:
+def full_width_norm(function: Callable[..., Any], ranks: HeadRanks) -> Callable[..., torch.Tensor]:
     """Wrap a root-mean-square norm fused with a product of its output, for a width that is split over the ranks.
 
     `function` takes `x` [..., width] and `eps`, and may gate after the norm, as FLA's `rms_norm_linear` and
@@ -218,7 +218,7 @@ def over_all_ranks(function: Callable[..., Any], ranks: HeadRanks) -> Callable[.
         for name in ("norm_bias", "linear_bias", "residual", "prenorm"):
             if (value := arguments.get(name)) is not None and value is not False:
                 raise PlanError(
-                    f"{function.__name__}: over_all_ranks takes no {name}, since the output would not be proportional to "
+                    f"{function.__name__}: full_width_norm takes no {name}, since the output would not be proportional to "
                     "the norm: separate the norm and the product, by split_norm() or gathered_in_region()"
                 )
         output = function(*args, **kwargs)

@@ -23,14 +23,14 @@ class EndOfStream(ReplicatedOffStream):
     For a final norm whose output the model's code reshapes to the shape of the token ids.
 
     Args:
-        gathers: under context parallelism later code that needs all tokens may gather them. Nothing is gathered until
+        may_gather: under context parallelism later code that needs all tokens may gather them. Nothing is gathered until
             code needs it.
     """
 
     ends_stream = True
 
-    def __init__(self, *, gathers: bool = False):
-        self.may_gather = gathers
+    def __init__(self, *, may_gather: bool = False):
+        self.may_gather = may_gather
 
     def parameter_refusal(self, name: str, param: nn.Parameter) -> str | None:
         return Style.parameter_refusal(self, name, param)
@@ -41,7 +41,7 @@ class EndOfStream(ReplicatedOffStream):
     def by_tokens(self, module: nn.Module, site: Site) -> None:
         """Install hooks that keep the local tokens; later code sees a `ShardedSequence` of the full shape."""
         module.register_forward_pre_hook(partial(_end_with_local_tokens, site.border))
-        permission = GatherPermission(self.may_gather, "end_of_stream(gathers=True)", key_of(module))
+        permission = GatherPermission(self.may_gather, "end_of_stream(may_gather=True)", key_of(module))
         module.register_forward_hook(partial(_wrap_output, site.border, permission))
 
     def sends(self, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate
 
-from titanplans.split.layout import Layout, Shared, rows_of
+from titanplans.split.layout import Layout, SharedHeads, rows_of
 from titanplans.styles.base import Operands, SplitOver
 from titanplans.styles.colwise import Colwise
 
@@ -31,7 +31,7 @@ class KVColwise(Colwise):
     def layout(self, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:
         if over.degree <= self.heads:
             return super().layout(name, param, over)
-        rows = rows_of(0, [Shared(param.shape[0], self.heads)], over.degree)
+        rows = rows_of(0, [SharedHeads(param.shape[0], self.heads)], over.degree)
         return Layout(Replicate(), Partial(), rows=rows)
 
     def sizes(self) -> Mapping[str, tuple[int, bool]]:

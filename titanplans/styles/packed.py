@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from titanplans.split.converted import is_float8
-from titanplans.split.layout import Layout, Section, Shared, rows_of
+from titanplans.split.layout import Layout, Section, SharedHeads, rows_of
 from titanplans.styles.base import SplitOver, direct_parameters
 from titanplans.styles.colwise import Colwise
 
@@ -24,7 +24,7 @@ class Packed(Colwise):
 
     Args:
         sections: the rows of each section, in order. An int is split evenly over the ranks, though the last rank may have
-            fewer rows; a `Shared` is split by heads that ranks may share.
+            fewer rows; a `SharedHeads` is split by heads that ranks may share.
         dim: as for `colwise()`.
     """
 
@@ -37,7 +37,7 @@ class Packed(Colwise):
 
     @property
     def shares_heads(self) -> bool:  # type: ignore[override]
-        return any(isinstance(section, Shared) for section in self.sections)
+        return any(isinstance(section, SharedHeads) for section in self.sections)
 
     def layout(self, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:
         dim = min(self.dim, param.ndim - 1)

@@ -31,7 +31,7 @@ class Region(Style):
             sequence. False for an MLP or a mixture of experts, which works token by token on the local tokens.
         shared: only other regions use the output, such as keys and values for several blocks; it is not reduced.
         arguments: keyword arguments of each call that override the caller's, to select a code path that can be split.
-        gathers: under context parallelism a mixer's code may gather the hidden states of all tokens: for a token shift, a
+        may_gather: under context parallelism a mixer's code may gather the hidden states of all tokens: for a token shift, a
             convolution over them, removing padding by a mask. Nothing is gathered until code needs it.
     """
 
@@ -51,11 +51,11 @@ class Region(Style):
         mixes_tokens: bool = True,
         shared: bool = False,
         arguments: Mapping[str, Any] | None = None,
-        gathers: bool = False,
+        may_gather: bool = False,
     ):
         self.reduce_output, self.input_name = reduce_output, input_name
         self.float8_input, self.mixes_tokens = float8_input, mixes_tokens
-        self.shared, self.arguments, self.may_gather = shared, arguments or {}, gathers
+        self.shared, self.arguments, self.may_gather = shared, arguments or {}, may_gather
 
     @property
     def closes(self) -> bool:  # type: ignore[override]
@@ -72,7 +72,9 @@ class Region(Style):
             self.by_weights(module, site)
             return
         make_state(module).exchanges = True
-        permission = GatherPermission(self.may_gather, f"{self._plan_method()}(gathers=True)", key_of(module))
+        permission = GatherPermission(
+            self.may_gather, f"{self._plan_method()}(may_gather=True)", key_of(module)
+        )
         enter = partial(self._enter_with_local_tokens, site.border, permission)
         module.register_forward_pre_hook(enter, with_kwargs=True)
         if self.reduce_output:

@@ -21,7 +21,7 @@ class RowwiseInRegion(Style):
         backward  dy_BLR is partial: all-reduce; dW_Rf is sharded as W
 
     For a small projection that every rank needs in full, such as Mamba's `x_proj`. A key may name the weight alone if a
-    mixer's own code multiplies by it; `TPPlan.local_functions` then has to sum the product: `self.summed`.
+    mixer's own code multiplies by it; `TPPlan.local_functions` then has to sum the product: `self.sum_over_ranks`.
     """
 
     is_inside_region = splits_weights = True

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from titanplans.split.collectives import Group
 from titanplans.split.costs import Call, ExpectedCollective, cost_of_gather, cost_of_sum
-from titanplans.split.layout import Layout, Rows, Shared, rows_of
+from titanplans.split.layout import Layout, Rows, SharedHeads, rows_of
 from titanplans.split.module_weight import add_deferred_bias
 from titanplans.split.root_mean_square import EPSILONS, root_ratio
 from titanplans.styles.base import Site, SplitOver, Style
@@ -57,7 +57,7 @@ class SplitNorm(Style):
         """Return the rows of the weight that each rank uses if ranks share heads; None if the shards are even."""
         if self.heads is None or self.heads >= degree:
             return None
-        return rows_of(0, [Shared(self.rows, self.heads)], degree)
+        return rows_of(0, [SharedHeads(self.rows, self.heads)], degree)
 
     def refusal(self, module: nn.Module, over: SplitOver) -> str | None:
         if not any(hasattr(module, name) for name in EPSILONS):

@@ -1,4 +1,4 @@
-"""`whole()`: a mixer that can't be split by heads runs unsplit on every rank, on the full sequence."""
+"""`unsplit()`: a mixer that can't be split by heads runs unsplit on every rank, on the full sequence."""
 
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from titanplans.styles.base import Site, Style, map_input, map_output
 from titanplans.styles.replicated_off_stream import ReplicatedOffStream
 
 
-class Whole(ReplicatedOffStream):
+class Unsplit(ReplicatedOffStream):
     """Run a module unsplit on every rank: gather the full sequence, and keep this rank's shard of the output.
 
         forward   all-gather over L, y = module(x_BLD), this rank's shard of y

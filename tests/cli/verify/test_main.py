@@ -39,7 +39,7 @@ class Unregistered(Qwen3Plan):
 
 class Whole(TPPlan):
     def attn_plan(self, attn):
-        return self.whole(attn)
+        return self.unsplit(attn)
 
 def rebased():
     from fla.layers.rebased import ReBasedLinearAttention
@@ -166,14 +166,19 @@ def test_the_whole_grid_as_text(command):
     ]
     rows = [line.split()[:4] for line in lines if line.lstrip()[:1].isdigit() and " right " in line]
     rows = [row for at, row in enumerate(rows) if row not in rows[:at]]
-    choices = [["sharded", "sharded"], ["sharded", "whole"], ["whole", "sharded"], ["whole", "whole"]]
+    choices = [
+        ["sharded", "sharded"],
+        ["sharded", "replicated"],
+        ["replicated", "sharded"],
+        ["replicated", "replicated"],
+    ]
     # Degree 4 shares key/value heads; where nothing is cut by weights, their options change nothing.
     by_weights = [[tp, cp, *c] for tp, cp in (("2", "1"), ("4", "1"), ("2", "2")) for c in choices]
     assert sorted(rows) == sorted([*by_weights, ["1", "2", "sharded", "sharded"]])
     assert "not proved: tp 8: tensor_parallel_degree = 8 does not divide num_attention_heads = 4" in out
     assert "1 x Qwen3DecoderLayer (Qwen3Attention, Qwen3MLP)" in out
     assert "2 all-gather, 2 reduce-scatter  2 all-gather, 2 reduce-scatter" in out
-    assert "collectives, tp 2, loss whole, sequence whole: no more than is needed" in out
+    assert "collectives, tp 2, loss replicated, sequence replicated: no more than is needed" in out
     assert re.match("proved: 2. cases, worst ", lines[-1])
     assert "; 1 refusal above; " in lines[-1]
 
@@ -273,7 +278,7 @@ def test_list_names_plans_model_types_mixers_and_what_these_are_split_by(command
     assert "llama, mistral" in out
     by = {line.split()[0].rpartition(":")[2]: line.split()[-1] for line in out.splitlines()[1:-1]}
     assert by["HGRNPlan"] == "input_dim"  # channels
-    assert [name for name, what in by.items() if what == "nothing"] == ["BitNetPlan"]  # whole on every rank
+    assert [name for name, what in by.items() if what == "nothing"] == ["BitNetPlan"]  # unsplit on every rank
 
 
 def test_list_says_what_is_split_of_each_mixer_of_a_model_type(command):
@@ -283,7 +288,7 @@ def test_list_says_what_is_split_of_each_mixer_of_a_model_type(command):
     assert lines[0].startswith("gla: plans/fla/gla.py, ")
     assert lines[1].startswith("  GatedLinearAttention: split by 'num_heads'")
     assert "ranks may share heads of: 'k_proj', 'v_proj', 'gk_proj.1'" in lines[1]
-    assert "  BitAttention: split by nothing: whole on every rank" in lines
+    assert "  BitAttention: split by nothing: unsplit on every rank" in lines
     mixers = [line.partition(";")[0] for line in lines[-3:-1]]
     assert mixers == [
         "  Qwen3NextGatedDeltaNet: split by 'num_k_heads'",

@@ -66,9 +66,9 @@ def test_a_wrong_plan_of_the_users_own_exits_1_and_is_named(tmp_path):
     status, out, err = run(tmp_path, "titanplans", "verify", "my_plans:MyPlan", *options)
     assert (status, err) == (1, "")  # no library's warnings either
     assert "the first 2 of 4 blocks" in out
-    first = "backward: first off at model.layers.1.self_attn.q_norm.weight"
+    first = "backward: first wrong at model.layers.1.self_attn.q_norm.weight"
     assert first in out
-    assert "each rank has its own share: not summed over the ranks" in out
+    assert "the gradient is partial: not summed over the ranks" in out
     assert out.splitlines()[-1].startswith(
         "WRONG: 2 of 2 cases, the first at tp 2, loss sharded, sequence sharded: "
         "backward, model.layers.1.self_attn.q_norm.weight; "

@@ -506,7 +506,7 @@ def test_ranks_without_images_join_the_sum(results):
 
 
 def test_units_refuse_images_on_some_ranks_only(results):
-    words = 'fsdp_towers = "units": some ranks\' batches have images'
+    words = 'fsdp_towers = "blocks": some ranks\' batches have images'
     assert [error.startswith(words) for error in results["only some, units"]] == [True, True]
 
 

@@ -18,7 +18,7 @@ from titanplans.split.stages.schedules import Action, orders
 
 
 def idle(schedule, ranks, each, microbatches):
-    return timeline(orders(schedule, ranks, ranks * each, microbatches)).idle_share
+    return timeline(orders(schedule, ranks, ranks * each, microbatches)).idle_fraction
 
 
 @pytest.mark.parametrize("microbatches", [4, 7, 16])
@@ -50,7 +50,7 @@ def test_a_slow_stage_sets_the_pace():
     found = timeline(orders("1F1B", 2, 2, 8), lambda kind, stage: times[kind][stage])
     assert [span.start for span in found.ranks[1][:3]] == [1, 3, 7]
     assert found.duration == 1 + 8 * 6 + 2
-    assert found.idle_share == pytest.approx(1 - (24 + 48) / (2 * 51))
+    assert found.idle_fraction == pytest.approx(1 - (24 + 48) / (2 * 51))
 
 
 def test_a_computation_starts_when_what_it_needs_is_there():

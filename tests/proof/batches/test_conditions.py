@@ -200,7 +200,7 @@ def test_batches_are_what_they_say():
             return super().forward(input_ids)
 
     sampler = Sampler(Masked(), None, 1, seed=0)
-    assert list(sampler.unreached) == ["a forward with a cache: its forward takes no use_cache"]
+    assert list(sampler.uncovered) == ["a forward with a cache: its forward takes no use_cache"]
     for padding, side in (("left", 0), ("right", -1)):
         sample = sampler.sample(MicroBatch(3, 15, padding=padding, ignored=True), 1, None)
         mask = sample.inputs["attention_mask"]
@@ -256,7 +256,7 @@ def test_what_a_model_asserts_is_left_out_and_said():
         "(tests.proof.batches.test_conditions)",
         "padding with a cache: its forward refuses use_cache: AssertionError: no mask beside a cache "
         "(tests.proof.batches.test_conditions)",
-    } <= lines_aside(report.unreached)
+    } <= lines_aside(report.uncovered)
 
     report = verify_sharded(Careful, TinyPlan, conditions="each")
     assert report.passed, report.table()
@@ -265,7 +265,7 @@ def test_what_a_model_asserts_is_left_out_and_said():
         "(tests.proof.batches.test_conditions)",
         "a forward with a cache: its forward refuses use_cache: AssertionError: no cache "
         "(tests.proof.batches.test_conditions)",
-    } <= lines_aside(report.unreached)
+    } <= lines_aside(report.uncovered)
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values", "cache_params", "memory"])
@@ -290,7 +290,7 @@ def test_a_cache_has_one_of_three_names(name, make):
     report = verify_sharded(Cached, TinyPlan, conditions="each")
     assert report.passed, report.table()
     unknown = "a forward with a cache: its forward takes none called cache, past_key_values or cache_params"
-    assert (["state"] in seen) is (unknown not in report.unreached) is (name != "memory")
+    assert (["state"] in seen) is (unknown not in report.uncovered) is (name != "memory")
 
 
 def test_a_cache_that_needs_a_mask_is_filled_with_one():
@@ -349,20 +349,20 @@ def test_images_that_no_batch_has_are_named():
         def forward(self, input_ids, pixel_values=None):
             return super().forward(input_ids)
 
-    def unreached(inputs, conditions):
+    def uncovered(inputs, conditions):
         report = verify_sharded(Seeing, TinyPlan, inputs=inputs, conditions=conditions)
-        return [words for words in report.unreached if "pixel_values" in words]
+        return [words for words in report.uncovered if "pixel_values" in words]
 
     named = ["images: no batch has pixel_values, which verify(inputs=...) would give"]
     tokens = torch.arange(16)[None]
-    assert unreached(None, "plain") == unreached({"input_ids": tokens}, "each") == named
-    assert unreached({"input_ids": tokens, "pixel_values": torch.zeros(1)}, "plain") == []
+    assert uncovered(None, "plain") == uncovered({"input_ids": tokens}, "each") == named
+    assert uncovered({"input_ids": tokens, "pixel_values": torch.zeros(1)}, "plain") == []
 
 
 def test_inputs_of_the_callers_are_every_batch():
     sampler = Sampler(Tiny(), {"input_ids": None}, 1, seed=0)
     assert sampler.tokens(MicroBatch(3, 15), 1) == sampler.tokens(MicroBatch(), 0)
-    assert "the inputs are fixed" in next(iter(sampler.unreached))
+    assert "the inputs are fixed" in next(iter(sampler.uncovered))
 
 
 def test_conditions_that_are_not_there():

@@ -74,7 +74,7 @@ def test_what_a_rounding_moves_over_an_edge_is_rounding():
     for seed in range(400):
         report = verify_sharded(quantised, TinyPlan, dtype=torch.float32, seed=seed)
         assert report.passed, report.table()
-        if any("3 perturbed runs told too little" in words for words in report.unreached):
+        if any("3 perturbed runs told too little" in words for words in report.uncovered):
             break
     else:
         raise AssertionError("no seed moves a number over an edge")

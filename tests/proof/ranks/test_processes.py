@@ -43,6 +43,6 @@ def test_two_processes():
     finding = wrong["cases"][0]["finding"]
     assert finding["first"]["name"] == "layers.1.attn.q_norm.weight"
     assert "not summed over the ranks" in finding["reason"]
-    assert "first off at layers.1.attn.q_norm.weight" in table
+    assert "first wrong at layers.1.attn.q_norm.weight" in table
     assert breaking["cases"][0]["checks"][0]["where"] == "in layers.0.attn.q_proj"
     assert "has 2 ranks and proves degree 2 only" in refusal

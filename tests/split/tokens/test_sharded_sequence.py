@@ -14,7 +14,7 @@ from titanplans.split.tokens import sharded_sequence as rules
 from titanplans.split.tokens.sharded_sequence import ShardedSequence, sharded_sequence
 
 LENGTH, RANKS, WIDTH = 6, 2, 4
-GRANTED = GatherPermission(True, "attn_region(gathers=True)", "layers.0.attn")
+GRANTED = GatherPermission(True, "attn_region(may_gather=True)", "layers.0.attn")
 NOT_GRANTED = GRANTED._replace(granted=False)
 WHOLE = torch.linspace(-0.9, 1.3, 2 * LENGTH * WIDTH, dtype=torch.float64).sin().view(2, LENGTH, WIDTH)
 LEFT_OUT = """
@@ -186,7 +186,7 @@ def test_without_a_permission_it_answers_casts_scales_and_views_of_its_shape():
         with pytest.raises(
             PlanError,
             match=r"in test_sharded_sequence.py, line \d+, needs all tokens of the hidden states at layers.0.attn, .*"
-            r"give layers.0.attn the style attn_region\(gathers=True\)",
+            r"give layers.0.attn the style attn_region\(may_gather=True\)",
         ):
             needs()
     assert not x.gathered

@@ -114,7 +114,7 @@ def test_a_job_states_its_parallelism(two, case):
     measured = ("measured_after_step", "step", "blocks", "other_modules", "graphs", "reasons")
     if (pipeline := start["pipeline"]) is not None:
         assert pipeline.pop("measured") is None
-        assert end["pipeline"].pop("measured").keys() == {"step", "idle_share", "seconds"}
+        assert end["pipeline"].pop("measured").keys() == {"step", "idle_fraction", "seconds"}
     assert {key: end[key] for key in start if key not in measured} == {
         key: value for key, value in start.items() if key not in measured
     }
@@ -179,13 +179,13 @@ def test_a_pipeline_is_described_measured_and_drawn(two):
     assert (first["rank"], first["blocks"], first["tensors_received"]) == (0, ["model.layers.0"] * 2, 0)
     assert (last["rank"], last["blocks"], last["tensors_received"]) == (1, ["model.layers.1"] * 2, 1)
     assert first["flops_per_token"] < last["flops_per_token"], "which has the head, too"
-    assert 0 < report["pipeline"]["idle_share"] < 1
+    assert 0 < report["pipeline"]["idle_fraction"] < 1
     assert report["meshes"] == {"pp": {"ranks": 2, "backend": "gloo"}}
     assert report["step"]["by_group"].keys() == {"pp"}
     counts = {name: sums["collectives"] for name, sums in report["step"]["by_operation"].items()}
     assert (counts["send"], counts["receive"]) == (4, 4), "each micro batch, and its gradient"
     title = next(line for line in lines if line.startswith("1F1B, 4 micro batches: "))
-    assert f"{report['pipeline']['idle_share']:.1%} idle" in title
+    assert f"{report['pipeline']['idle_fraction']:.1%} idle" in title
     row = lines[lines.index(title) + 1]
     assert row.startswith("rank 0 stage 0 F")
     assert lines[-1].startswith("Step 3: the pipeline took ")

@@ -152,8 +152,8 @@ def test_learning_rate_warms_up_and_decays(one):
 def test_first_every_nth_and_last_step_are_logged(one):
     rows = [row for row in one["everything"] if "grad_norm" in row]
     assert [row["step"] for row in rows] == [1, 3, 6, 8]
-    assert "time_metrics/left(s)" not in rows[0]
-    assert rows[-1]["time_metrics/left(s)"] == 0
+    assert "time_metrics/remaining(s)" not in rows[0]
+    assert rows[-1]["time_metrics/remaining(s)"] == 0
     for row in rows:
         assert row["memory/peak_rss(GiB)"] > 0.05
         assert row["tflops"] > 0

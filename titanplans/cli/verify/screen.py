@@ -64,8 +64,8 @@ def verdict(outcome: Outcome) -> str:
     parts = [
         f"proved: {counted(len(cases), 'case')}, worst {epsilons(worst.error)} epsilons of {worst.tolerance:,.0f} allowed"
     ]
-    if outcome.report.unreached:
-        parts.append(f"{counted(len(outcome.report.unreached), 'condition')} not reached")
+    if outcome.report.uncovered:
+        parts.append(f"{counted(len(outcome.report.uncovered), 'condition')} not covered")
     if outcome.report.refused:
         parts.append(f"{counted(len(outcome.report.refused), 'refusal')} above")
     if wasteful := sum(not communication.minimal for _, communication in outcome.counts):
@@ -94,8 +94,8 @@ def summary(found: Sequence[Mapping[str, Any]], seconds: float, missing: int) ->
         )
     if wrong:
         return f"WRONG: {', '.join(wrong)}; {len(found)} models, {cases} cases; {seconds:.0f} s"
-    unreached = sum(len(one["report"]["unreached"]) for one in found)
-    return f"proved: {len(found)} models, {cases} cases; {counted(unreached, 'condition')} not reached; {seconds:.0f} s"
+    uncovered = sum(len(one["report"]["uncovered"]) for one in found)
+    return f"proved: {len(found)} models, {cases} cases; {counted(uncovered, 'condition')} not covered; {seconds:.0f} s"
 
 
 def _header(outcome: Outcome) -> list[str]:

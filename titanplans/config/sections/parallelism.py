@@ -124,8 +124,8 @@ class FSDP2(Options):
     fsdp_backward_prefetch: NaturalInt = 0
     """FSDP modules that are gathered ahead in the backward; 0: torch's own rule, which is one."""
 
-    fsdp_towers: Literal["units", "root"] = "units"
-    """Whether each block of a vision tower is an FSDP module ("units"), or the tower belongs to the root ("root"), as
+    fsdp_towers: Literal["blocks", "root"] = "blocks"
+    """Whether each block of a vision tower is an FSDP module ("blocks"), or the tower belongs to the root ("root"), as
     batches need in which some ranks have images and others none."""
 
     fsdp_defer_grad_sync: Literal["all", "replicas", "nothing"] = "nothing"

@@ -39,7 +39,7 @@ class FSDPUnit:
         return " + ".join(name or "the root" for name in self.names)
 
 
-def find_units(model: nn.Module, towers: Literal["units", "root"] = "units") -> list[FSDPUnit]:
+def find_units(model: nn.Module, towers: Literal["blocks", "root"] = "blocks") -> list[FSDPUnit]:
     """Return the units of a decoder in the order of its forward: root, towers, embedding, blocks, ends.
 
     The ends are the final norm and the head. An embedding that is tied to the head is in one unit with them, at the
@@ -47,7 +47,7 @@ def find_units(model: nn.Module, towers: Literal["units", "root"] = "units") -> 
 
     Args:
         model: a decoder, not yet sharded.
-        towers: "units": each block of a tower is a unit; "root": towers belong to the root.
+        towers: "blocks": each block of a tower is a unit; "root": towers belong to the root.
 
     Raises:
         PlanError: `model` has no list of blocks.
@@ -55,7 +55,7 @@ def find_units(model: nn.Module, towers: Literal["units", "root"] = "units") -> 
     """
     decoder = find_decoder(model)
     units = [FSDPUnit(("",), "root")]
-    if towers == "units":
+    if towers == "blocks":
         blocks = (name for names in decoder.towers for name in names)
         units += [FSDPUnit((name,), "tower") for name in blocks if has_parameters(model.get_submodule(name))]
     if decoder.embedding is not None:

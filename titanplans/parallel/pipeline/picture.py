@@ -27,7 +27,7 @@ DIGIT = 7
 
 def title_of(timeline: Timeline, name: str) -> str:
     """Return the title: the schedule's name and the fraction of idle time."""
-    return f"{name}: {timeline.idle_share:.1%} idle"
+    return f"{name}: {timeline.idle_fraction:.1%} idle"
 
 
 def as_svg(timeline: Timeline, name: str) -> str:

@@ -1,6 +1,6 @@
 """Timelines of a pipeline: when each computation starts and ends, and the fraction of time in which ranks are idle.
 
-timeline(orders("1F1B", ranks=4, stages=4, microbatches=8)).idle_share    # 3 / 11
+timeline(orders("1F1B", ranks=4, stages=4, microbatches=8)).idle_fraction    # 3 / 11
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ class Timeline(NamedTuple):
         return max(spans[-1].end for spans in self.ranks) - self.start
 
     @property
-    def idle_share(self) -> float:
+    def idle_fraction(self) -> float:
         """The fraction of the ranks' time in which they compute nothing: the bubble."""
         busy = sum(span.end - span.start for spans in self.ranks for span in spans)
         return 1 - busy / (len(self.ranks) * self.duration)

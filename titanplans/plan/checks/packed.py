@@ -95,7 +95,7 @@ def _attention(
 
 
 def _advice(rows: int, sections: Sequence[Section], what: str, dim: int = 0) -> str:
-    sizes = [str(s) if isinstance(s, int) else f"self.shared({s.size}, {s.heads})" for s in sections]
+    sizes = [str(s) if isinstance(s, int) else f"self.shared_heads({s.size}, {s.heads})" for s in sections]
     return (
         f"its {rows} rows look like {what} packed into one projection, "
         f"{' + '.join(str(s if isinstance(s, int) else s.size) for s in sections)}, which even shards "

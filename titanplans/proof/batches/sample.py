@@ -42,7 +42,7 @@ class Sampler:
         seed: of tokens and labels.
 
     Attributes:
-        unreached: conditions that this model or these inputs exclude, each with the reason.
+        uncovered: conditions that this model or these inputs exclude, each with the reason.
         padded: batches in training may be padded.
         caches: the paddings ("" for no padding) of batches that may fill a cache.
         documents: the keyword that packs several documents into a sequence; None: the model has none.
@@ -67,7 +67,7 @@ class Sampler:
         self.modalities = [name for name in _MODALITIES if name in parameters]
 
     @property
-    def unreached(self) -> Iterator[str]:
+    def uncovered(self) -> Iterator[str]:
         if self.fixed:
             yield "batches of other sizes and lengths, padding, documents, repeated tokens: the inputs are fixed"
             return

@@ -31,7 +31,7 @@ from titanplans.proof.result import CaseResult, Finding, Location, epsilons
 from titanplans.split.decoder import within
 from titanplans.styles.base import Style
 
-_UNSUMMED = "each rank has its own share: not summed over the ranks"
+_UNSUMMED = "the gradient is partial: not summed over the ranks"
 
 HEALTHY = 2
 """Number of correct tensors that are named next to a wrong one."""
@@ -202,7 +202,7 @@ class _Search:
             if right and direction == "backward" and _parent(comparison.location.name) == parent
         ]
         before = [comparison.location for comparison in reversed(comparisons[:index])]
-        healthy = [*before[: HEALTHY - bool(after)], *after][:HEALTHY]
+        correct = [*before[: HEALTHY - bool(after)], *after][:HEALTHY]
         allowed = first.unit * tolerance
         reason = diagnose(first.value, first.partials, first.expected, allowed, self.world.mesh.size())
         remedy, name = "", first.location.name
@@ -211,7 +211,7 @@ class _Search:
             remedy = summing_style(name, self.plan.styles, order, self.plan.decoder, self.options)
         needs_hint = direction == "forward" and not reason
         hint = sections_to_check(module_name(name), self.plan.styles) if needs_hint else ""
-        return Finding(direction, replace(first.location, note=""), tuple(healthy), reason, remedy, hint)
+        return Finding(direction, replace(first.location, note=""), tuple(correct), reason, remedy, hint)
 
 
 def diagnose(

@@ -81,7 +81,7 @@ class PipelineReport:
         self._pictures = {FILE: (self._computed, self._title)}
         self.values = description | {
             "micro_batches": micro_batches,
-            "idle_share": self._computed.idle_share,
+            "idle_fraction": self._computed.idle_fraction,
             "measured": None,
         }
 
@@ -106,7 +106,7 @@ class PipelineReport:
         measured = times.gather()
         self.values["measured"] = {
             "step": step,
-            "idle_share": measured.idle_share,
+            "idle_fraction": measured.idle_fraction,
             "seconds": measured.duration,
         }
         self._pictures[MEASURED_FILE] = measured, f"{self._title}, measured in step {step}"

@@ -141,7 +141,7 @@ class MetricsProcessor:
             fields.append((self.color.magenta, f"MFU {mfu:.1f}%"))
         remaining = self._remaining_seconds(step, now)
         if remaining is not None:
-            scalars["time_metrics/left(s)"] = remaining
+            scalars["time_metrics/remaining(s)"] = remaining
             fields.append((self.color.white, f"left {format_seconds(remaining)}"))
 
         extra = {**(extra_metrics or {}), **self.data_metrics(), **self.balancer.figures()}
