@@ -27,7 +27,7 @@ class Adapters:
     modules: tuple[str, ...]
     """Fully qualified names of the modules with an adapter."""
 
-    left: dict[str, str]
+    left_out: dict[str, str]
     """Linear modules without an adapter, and why."""
 
     saved: tuple[str, ...]

@@ -54,7 +54,7 @@ def initialize(model: PreTrainedModel, *, seed: int, only: Collection[str] | Non
     writer = Writer(model, remaining, reference.tied)
     for unit in reference.units():
         module = writer.modules.get(unit.path)
-        if isinstance(module, AbsentModule) and not any(_is_of(name, unit) for name in writer.alone):
+        if isinstance(module, AbsentModule) and not any(_is_of(name, unit) for name in writer.tied_to_absent):
             continue
         if module is not None and (only is None or any(_is_of(name, unit) for name in remaining)):
             for name, value in reference.values(unit).items():
@@ -69,26 +69,28 @@ class Writer:
 
     Args:
         model: the model to write into.
-        left: its tensors that are to be written, by name; each is removed when it is written.
+        unwritten: its tensors that are to be written, by name; each is removed when it is written.
         tied: the source of each tied parameter.
     """
 
-    def __init__(self, model: nn.Module, left: dict[str, torch.Tensor], tied: Mapping[str, str]):
+    def __init__(self, model: nn.Module, unwritten: dict[str, torch.Tensor], tied: Mapping[str, str]):
         self.modules = {without_wrappers(path): module for path, module in model.named_modules()}
-        self.left = left
-        # In a pipeline stage the source of a tied parameter may be in another stage: write the value to the tied one.
-        self.alone = {source: name for name, source in tied.items() if name in left and source not in left}
+        self.unwritten = unwritten
+        # In a pipeline stage the source of a tied parameter may be in another stage: its value goes to the tied one.
+        self.tied_to_absent = {
+            source: name for name, source in tied.items() if name in unwritten and source not in unwritten
+        }
 
     @torch.no_grad()
     def write(self, name: str, value: torch.Tensor) -> None:
         """Write this rank's shard of `value` into the tensor `name`, if it is still to be written."""
         owner, _, attribute = name.rpartition(".")
         codes, scales = f"{owner}.{nf4.CODES}", f"{owner}.{nf4.SCALES}"
-        if attribute == "weight" and codes in self.left:
+        if attribute == "weight" and codes in self.unwritten:
             nf4.write(self.modules[owner], value, owner)
-            del self.left[codes], self.left[scales]
-        elif (local_name := self.alone.get(name, name)) in self.left:
-            copy_shard(self.left.pop(local_name), value, name=local_name)
+            del self.unwritten[codes], self.unwritten[scales]
+        elif (local_name := self.tied_to_absent.get(name, name)) in self.unwritten:
+            copy_shard(self.unwritten.pop(local_name), value, name=local_name)
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -124,6 +126,6 @@ def tie(model: nn.Module, tied: Mapping[str, str]) -> None:
 
 def _is_of(name: str, unit: InitUnit) -> bool:
     """Whether `unit` initialises the tensor `name`."""
-    if unit.make is None:
+    if unit.constructor is None:
         return name.rpartition(".")[0] == unit.path
     return name.startswith(f"{unit.path}.")

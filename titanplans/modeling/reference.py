@@ -35,7 +35,7 @@ class InitUnit(NamedTuple):
     module: nn.Module
     owner: PreTrainedModel
     """The innermost PreTrainedModel around it, whose `_init_weights` transformers calls."""
-    make: Callable[[], nn.Module] | None
+    constructor: Callable[[], nn.Module] | None
     """For a layer: its constructor with its arguments. None: the unit is only the direct parameters of the module."""
 
 
@@ -107,7 +107,7 @@ class Reference:
                 parameter of another unit.
         """
         with self._seeded(unit.path):
-            if unit.make is None:
+            if unit.constructor is None:
                 parameters_before = dict(unit.module._parameters)
                 self._fill_with_nan(unit)
                 members = {unit.path: unit.module}
@@ -117,7 +117,7 @@ class Reference:
                     stack.enter_context(_constructing(self.device, fill=not self._buffers_only))
                     if self._buffers_only:
                         stack.enter_context(_to_meta(lambda parameter: True))
-                    layer = unit.make()
+                    layer = unit.constructor()
                 _add_later_buffers(layer, unit.module)
                 members = dict(reversed(list(layer.named_modules(prefix=unit.path))))  # children first
             try:

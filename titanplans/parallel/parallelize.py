@@ -149,7 +149,7 @@ def apply_steps(
         _log.info(_describe_float8(converted))
     if (adapters := record.adapters) is not None:
         _log.info(
-            f"LoRA of rank {config.lora.rank}: {len(adapters.modules)} Linear modules, {len(adapters.left)} left out, "
+            f"LoRA of rank {config.lora.rank}: {len(adapters.modules)} Linear modules, {len(adapters.left_out)} left out, "
             f"{adapters.trained:,} of {adapters.trained + adapters.frozen:,} parameters train"
             + (f", {small} frozen weights in NF4" if (small := len(quantised(model))) else "")
         )

@@ -281,7 +281,7 @@ def _adapters(record: ParallelRecord) -> dict[str, Any] | None:
     return {
         **{name: getattr(adapters.options, name) for name in ("rank", "alpha", "dropout", "quantize_base")},
         "modules": list(adapters.modules),
-        "left_out": dict(adapters.left),
+        "left_out": dict(adapters.left_out),
         "modules_to_save": list(adapters.saved),
         "unfused": list(adapters.unfused),
         "trained": adapters.trained,

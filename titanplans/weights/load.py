@@ -94,7 +94,7 @@ def load_weights(
     for name, lazy in match.tensors.items():
         writer.write(name, cast(torch.Tensor, lazy))  # its functions on tensors accept lazy ones
     # Buffers that are in no folder, and adapters. Codes and scales of NF4 are written with their weight.
-    others = writer.left.keys() - match.tied.keys() - set(match.missing)
+    others = writer.unwritten.keys() - match.tied.keys() - set(match.missing)
     others = {name for name in others if not name.endswith((nf4.CODES, nf4.SCALES))}
     initialize(model, seed=seed, only=others)
     tie(model, match.tied)

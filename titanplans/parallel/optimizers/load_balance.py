@@ -34,7 +34,7 @@ class LoadBalancer:
         # Tensor-parallel ranks count the same tokens, but each sends, and drops, only some of them.
         self._groups = [mesh.get_group() for mesh in meshes[:2] if mesh is not None and mesh.size() > 1]
         self._senders = [mesh.get_group() for mesh in meshes if mesh is not None and mesh.size() > 1]
-        self.newest: torch.Tensor | None = None
+        self.token_counts: torch.Tensor | None = None
         """Tokens routed to each expert in the latest step, over all ranks: [mixtures, experts]."""
         self.dropped: torch.Tensor | None = None
         """Number of them that were dropped; None without a capacity."""
@@ -43,14 +43,14 @@ class LoadBalancer:
         """Take the counts of the step, and adjust the biases unless the step is `skipped`. Collective."""
         if not self.loads.mixtures:
             return
-        self.newest = self.loads.take(self._groups)
-        self.dropped = None if self.newest is None else self.loads.take_dropped(self._senders)
-        if self.newest is not None and not skipped and self._coefficient:
-            self.loads.move_biases(self.newest, self._coefficient)
+        self.token_counts = self.loads.take(self._groups)
+        self.dropped = None if self.token_counts is None else self.loads.take_dropped(self._senders)
+        if self.token_counts is not None and not skipped and self._coefficient:
+            self.loads.move_biases(self.token_counts, self._coefficient)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return metrics of the latest loads and the largest bias, over all stages. Collective over the stages."""
-        by_stage = [self._figures()]
+        by_stage = [self._stage_metrics()]
         if self._stages is not None:
             by_stage = gather_objects(by_stage[0], self._stages)
         return {
@@ -58,13 +58,13 @@ class LoadBalancer:
             for name in dict.fromkeys(name for metrics in by_stage for name in metrics)
         }
 
-    def _figures(self) -> dict[str, float]:
-        if self.newest is None:
+    def _stage_metrics(self) -> dict[str, float]:
+        if self.token_counts is None:
             return {}
-        busiest = self.newest.amax(1) / self.newest.mean(1).clamp_min(1)
+        busiest = self.token_counts.amax(1) / self.token_counts.mean(1).clamp_min(1)
         metrics = {
             "experts/busiest_to_mean": busiest.amax().item(),
-            "experts/idle": float((self.newest == 0).sum().item()),
+            "experts/idle": float((self.token_counts == 0).sum().item()),
         }
         if self.dropped is not None:
             metrics["experts/dropped"] = float(self.dropped.item())
@@ -75,6 +75,6 @@ class LoadBalancer:
 
     def picture(self) -> torch.Tensor | None:
         """Return the latest loads as an image [1, mixtures, experts]: black is 0, white is the mixture's largest load."""
-        if self.newest is None:
+        if self.token_counts is None:
             return None
-        return (self.newest / self.newest.amax(1, keepdim=True).clamp_min(1))[None].cpu()
+        return (self.token_counts / self.token_counts.amax(1, keepdim=True).clamp_min(1))[None].cpu()

@@ -144,7 +144,7 @@ class MetricsProcessor:
             scalars["time_metrics/remaining(s)"] = remaining
             fields.append((self.color.white, f"left {format_seconds(remaining)}"))
 
-        extra = {**(extra_metrics or {}), **self.data_metrics(), **self.balancer.figures()}
+        extra = {**(extra_metrics or {}), **self.data_metrics(), **self.balancer.metrics()}
         self._write_image(self.balancer.picture(), step)
         self._write(scalars | extra, step)
         self._print(fields)
