@@ -143,8 +143,8 @@ def test_is_rejected_and_found(name):
     assert (finding.direction, finding.first.name) == (direction, place)
     assert reason in finding.reason
     assert bool(finding.reason) == bool(reason)
-    assert finding.healthy
-    assert all(place.error < case.checks[0].tolerance for place in finding.healthy)
+    assert finding.correct
+    assert all(place.error < case.checks[0].tolerance for place in finding.correct)
     assert place in report.table()
 
 
