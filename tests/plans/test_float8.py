@@ -69,8 +69,10 @@ own_scale_of_the_shard = partial(own_scales, module=titanplans.precision.float8.
 
 
 def summands_cast_apart(monkeypatch):
-    monkeypatch.setattr(titanplans.precision.float8.linear, "_summed", lambda grad, split: grad)
-    monkeypatch.setattr(titanplans.precision.float8.linear, "_share", lambda result, split: result)
+    monkeypatch.setattr(titanplans.precision.float8.linear, "_sum_partial", lambda grad, split: grad)
+    monkeypatch.setattr(
+        titanplans.precision.float8.linear, "_divide_replicated", lambda result, split: result
+    )
 
 
 @pytest.mark.parametrize("fault", [own_scales, own_scale_of_the_shard, summands_cast_apart])
@@ -182,7 +184,7 @@ def test_torchaos_styles_are_held_to_the_recipe(recipe, words):
     model = meta("llama", recipe) if recipe else modeling.build(modeling.load_config("llama", "debug"))
     with pytest.raises(PlanError, match=f"mlp.gate_proj' \\(Float8ColwiseParallel on \\w+\\): .*{words}"):
         check_plan(model, Degrees(tp=2), plan=theirs)
-    with pytest.raises(PlanError, match=r"which gloo can't: use NCCL"):
+    with pytest.raises(PlanError, match=r"which gloo does not support: use NCCL"):
         check(theirs(TPOptions(Degrees(tp=2), float8="tensorwise")), meta("llama"), backend="gloo")
 
 
@@ -237,9 +239,9 @@ def test_a_region_whose_projections_are_all_float8_is_entered_and_left_in_float8
 
 def test_what_is_not_float8_says_why():
     found = crossings("gla", unconverted=("gk_proj", "down_proj"))
-    why = "model.layers.0.attn.gk_proj.0 is not converted, and reads it too"
+    why = "model.layers.0.attn.gk_proj.0 is not converted, and uses the input, too"
     assert found["attn"] == {"activations": why, "gradients": None}
-    why = "model.layers.0.mlp.down_proj is not converted, and gives it"
+    why = "model.layers.0.mlp.down_proj is not converted, and computes the output"
     assert found["mlp"] == {"activations": None, "gradients": why}
     found = crossings("qwen3", "rowwise")
     assert all(

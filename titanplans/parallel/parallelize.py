@@ -41,7 +41,7 @@ from titanplans.precision.autocast import apply_autocast
 from titanplans.precision.float8.all_gather import gather_in_float8
 from titanplans.precision.float8.checks import check_gather
 from titanplans.precision.float8.conversion import Conversion, check_float8_options
-from titanplans.precision.float8.scales import seek_scales_together
+from titanplans.precision.float8.scales import compute_scales_together
 from titanplans.precision.nf4 import quantised
 from titanplans.split.decoder import is_present
 from titanplans.split.meshes import meshes_of
@@ -269,7 +269,7 @@ def apply_data_parallelism(model: nn.Module, mesh: Any, config: Config) -> None:
         gather_in_float8(model)
     has_tp_scales = mesh.tp_enabled and not gathers_float8 and config.float8.recipe_name == "tensorwise"
     if config.float8.precompute_float8_dynamic_scale_for_fsdp or has_tp_scales:
-        seek_scales_together(model, dtype(config.mixed_precision_param))
+        compute_scales_together(model, dtype(config.mixed_precision_param))
     record_of(model).steps.append("FSDP2")
 
 

@@ -1,1 +1,1 @@
-"""Numbers of fewer bits: float8, NF4, autocast, and what a model keeps in float32."""
+"""Low precision: float8, NF4, autocast, and the tensors that a 16-bit model keeps in float32."""

@@ -1,8 +1,7 @@
-"""What a model keeps in float32 where the rest of it has 16 bits: norms, routers, biases of experts.
+"""Parameters and buffers that stay in float32 in a 16-bit model, such as norms, routers and biases of experts.
 
-transformers' classes say it by `_keep_in_fp32_modules` (of float16) and `_keep_in_fp32_modules_strict` (of bfloat16, too),
-and `from_pretrained` honours it. Which dtypes they hold for is asked of the model, by transformers' own method. A model of
-one's own, or a module in it, says it by the same attributes.
+Classes of transformers list them in `_keep_in_fp32_modules` (for float16) and `_keep_in_fp32_modules_strict` (for float16
+and bfloat16), which `from_pretrained` honours. A user's model, or a module in it, may have the same attributes.
 """
 
 import re
@@ -17,23 +16,27 @@ from titanplans.split.decoder import without_wrappers
 
 
 def keeps_float32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], bool]:
-    """Return what says of a parameter's or persistent buffer's name whether it stays in float32 where `model` has `dtype`.
+    """Return a predicate: whether the parameter or persistent buffer of a name stays in float32 in a `model` of `dtype`.
 
-    The patterns are matched as transformers matches them when it loads. Names are those of the module tree, perhaps with
-    what checkpointing and compile add to them. Of a model that says nothing, and of None, none stays.
+    Patterns are matched as in transformers' `from_pretrained`. Names may contain the prefixes that activation checkpointing
+    and torch.compile add. The predicate is always False if the model declares no patterns or `dtype` is None.
     """
-    of: Any = getattr(model, "_get_dtype_plan", partial(_said, model))
-    patterns = [] if dtype is None else [each.replace("*", ".*") for each in of(dtype)]
+    # A method of transformers' models, which knows the dtypes that each of the two attributes applies to.
+    patterns_for: Any = getattr(model, "_get_dtype_plan", partial(_declared_patterns, model))
+    patterns = [] if dtype is None else [pattern.replace("*", ".*") for pattern in patterns_for(dtype)]
     if not patterns:
         return lambda name: False
     kept = re.compile("|".join(patterns))
     return lambda name: kept.search(without_wrappers(name)) is not None
 
 
-def _said(model: nn.Module, dtype: torch.dtype) -> list[str]:
-    """Return the patterns for `dtype` of a model that is none of transformers', and of its modules."""
+def _declared_patterns(model: nn.Module, dtype: torch.dtype) -> list[str]:
+    """Return the patterns that a model from outside transformers and its modules declare for `dtype`."""
     strict = "_keep_in_fp32_modules_strict"
-    names = {torch.float16: ("_keep_in_fp32_modules", strict), torch.bfloat16: (strict,)}.get(dtype, ())
+    attributes = {torch.float16: ("_keep_in_fp32_modules", strict), torch.bfloat16: (strict,)}.get(dtype, ())
     return [
-        each for module in model.modules() for name in names for each in getattr(module, name, None) or ()
+        pattern
+        for module in model.modules()
+        for attribute in attributes
+        for pattern in getattr(module, attribute, None) or ()
     ]

@@ -1,14 +1,12 @@
-"""Frozen weights of Linear modules in NF4 (QLoRA, arXiv:2305.14314), as two parameters of ordinary kinds.
+"""Frozen weights of Linear modules in NF4 (QLoRA, arXiv:2305.14314): 4.25 bits per weight, in two ordinary parameters.
 
-    nf4_codes   [outputs, inputs / 2]      uint8       two codes a byte, the first in the upper four bits
-    nf4_scales  [outputs, inputs / 64]     bfloat16    the largest number of each block of 64 inputs
+    nf4_codes   [outputs, inputs / 2]      uint8       two codes per byte, the first in the upper four bits
+    nf4_scales  [outputs, inputs / 64]     bfloat16    the absolute maximum of each block of 64 inputs
 
-That is 4.25 bits a weight. Each parameter is split, sharded, gathered and saved as any other: a row is a row of the weight,
-and a column stands for 2 or 64 inputs. So a part of them is the quantised part of the weight, and a split model multiplies
-by the same numbers as the whole one, as long as no block is cut (`nf4_faults`). The weight is cast for its product alone.
-
-Codes and blocks are those of torchao and bitsandbytes. The scales are not quantised again, and they are rounded before the
-codes are sought, so that no cast to bfloat16 changes a weight.
+Both are sharded, gathered and saved like other parameters: a row belongs to one row of the weight, a column to 2 or 64
+inputs. A shard of them is the quantised shard of the weight, so a split model has the weights of the unsplit model, provided
+that no block is divided between ranks (`nf4_faults`). The codes and block size are those of torchao and bitsandbytes, but
+the scales are not quantised a second time.
 """
 
 from collections.abc import Iterator
@@ -24,7 +22,7 @@ from titanplans.split.parameters.shards import copy_shard, local_shard
 from titanplans.split.state import specialise, subclass
 
 BLOCK = 64
-"""Weights that share a scale, in a row."""
+"""Number of consecutive weights of a row that share a scale."""
 CODES, SCALES = "nf4_codes", "nf4_scales"
 LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
@@ -38,7 +36,7 @@ LEVELS = (
         1.0,
     ),
 )
-"""The sixteen numbers of NF4: appendix E of the paper."""
+"""The sixteen values of NF4: appendix E of the paper."""
 
 
 def is_quantised(module: nn.Module) -> bool:
@@ -52,29 +50,30 @@ def quantised(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes and scales of `weight` [outputs, inputs], of whose inputs a block divides the number."""
+    """Return the codes and scales of `weight` [outputs, inputs]; `inputs` is a multiple of `BLOCK`."""
     blocks = weight.detach().float().unflatten(-1, (-1, BLOCK))
     scales = blocks.abs().amax(-1).bfloat16()
     levels = torch.tensor(LEVELS, device=weight.device)
-    between = (levels[1:] + levels[:-1]) / 2
+    midpoints = (levels[1:] + levels[:-1]) / 2
+    # The divisor is the rounded scale, so the codes are the nearest ones for the scales that are stored.
     divisor = scales.float().where(scales != 0, 1.0)
-    nearest = torch.bucketize(blocks / divisor.unsqueeze(-1), between).to(torch.uint8).flatten(-2)
-    return nearest[..., ::2] << 4 | nearest[..., 1::2], scales
+    codes = torch.bucketize(blocks / divisor.unsqueeze(-1), midpoints).to(torch.uint8).flatten(-2)
+    return codes[..., ::2] << 4 | codes[..., 1::2], scales
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weight [outputs, inputs] that codes and scales stand for, rounded to `dtype` once."""
+    """Return the weight [outputs, inputs], computed in float32 at least and rounded once to `dtype`."""
     wide = torch.promote_types(scales.dtype, torch.float32)
     levels = torch.tensor(LEVELS, device=codes.device, dtype=wide)
-    both = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], -1)  # of each byte
-    pairs = nn.functional.embedding(codes.int(), both)
+    pair_of_byte = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], -1)  # [256, 2]
+    pairs = nn.functional.embedding(codes.int(), pair_of_byte)
     return (
         (pairs.flatten(-2).unflatten(-1, (-1, BLOCK)) * scales.to(wide).unsqueeze(-1)).flatten(-2).to(dtype)
     )
 
 
 def keep_quantised(module: nn.Linear) -> None:
-    """Keep the weight of `module`, a plain Linear that is not split, in NF4 from now on; in place, on meta or not."""
+    """Replace the weight of `module`, an unsplit Linear, by NF4 codes and scales, in place. It may be on meta."""
     weight = module._parameters.pop("weight")
     assert weight is not None
     outputs, inputs = weight.shape
@@ -83,55 +82,55 @@ def keep_quantised(module: nn.Linear) -> None:
         scales = torch.empty(outputs, inputs // BLOCK, dtype=torch.bfloat16, device="meta")
     else:
         codes, scales = quantise(weight)
-    own = {CODES: nn.Parameter(codes, requires_grad=False), SCALES: nn.Parameter(scales, requires_grad=False)}
-    module._parameters = own | module._parameters  # first, as the weight was
-    specialise(module, _multiplying(type(module)))
+    nf4 = {CODES: nn.Parameter(codes, requires_grad=False), SCALES: nn.Parameter(scales, requires_grad=False)}
+    module._parameters = nf4 | module._parameters  # before the bias, where the weight was
+    specialise(module, _nf4_class(type(module)))
 
 
 def write(module: nn.Module, weight: torch.Tensor, name: str) -> None:
-    """Quantise a `weight`, and write this rank's parts of codes and scales into those of `module`, called `name`.
+    """Quantise the full `weight` and write this rank's shards of its codes and scales into `module`, in place.
 
     Args:
-        module: whose weight is in NF4, split in any way or not at all.
-        weight: whole; of one that is read part by part, this rank's part is read alone, where codes and scales are split
-            alike.
-        name: for errors.
+        module: a Linear in NF4, split or not.
+        weight: the full tensor. If it is loaded lazily, a rank reads only its shard, provided that codes and scales have
+            the same placements.
+        name: the module's name, for errors.
     """
     codes: Any = module._parameters[CODES]
     scales: Any = module._parameters[SCALES]
-    alike = (
+    is_sharded_alike = (
         isinstance(codes, DTensor) and isinstance(scales, DTensor) and codes.placements == scales.placements
     )
-    if alike:
+    if is_sharded_alike:
         weight = local_shard(weight, codes.device_mesh, codes.placements, name=f"{name}.weight")
     values = quantise(torch.empty(weight.shape, device=codes.device).copy_(weight))
-    for own, param, value in zip((CODES, SCALES), (codes, scales), values, strict=True):
-        if alike:
+    for param_name, param, value in zip((CODES, SCALES), (codes, scales), values, strict=True):
+        if is_sharded_alike:
             param.to_local().copy_(value)  # type: ignore[attr-defined]
         else:
-            copy_shard(param, value, name=f"{name}.{own}")
+            copy_shard(param, value, name=f"{name}.{param_name}")
 
 
 def nf4_faults(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
-    """Yield each plan key whose parts of a weight in NF4 would cut blocks, and why."""
+    """Yield each plan key that would divide a block of an NF4 weight between ranks, and an explanation."""
     for entry in plan.entries:
         codes = entry.layouts.get(CODES)
         if codes is None or codes.rows is not None or codes.placement != Shard(1):
             continue
-        outputs, halves = entry.module._parameters[CODES].shape  # type: ignore[union-attr]
-        inputs = 2 * halves
+        outputs, bytes_per_row = entry.module._parameters[CODES].shape  # type: ignore[union-attr]
+        inputs = 2 * bytes_per_row
         if inputs // BLOCK % plan.degree:
             yield (
                 entry.key,
-                f"its weight [{outputs}, {inputs}] is in NF4, and a rank would hold [{outputs}, "
-                f"{inputs / plan.degree:g}], and blocks of {BLOCK} inputs share a scale: take a degree that divides "
-                f"{inputs // BLOCK}, or leave the module out by lora.exclude_modules",
+                f"its weight [{outputs}, {inputs}] is in NF4, where blocks of {BLOCK} inputs share a scale, but a rank "
+                f"would hold [{outputs}, {inputs / plan.degree:g}]: use a degree that divides {inputs // BLOCK}, or exclude "
+                "the module by lora.exclude_modules",
             )
 
 
 @cache
-def _multiplying(cls: type[nn.Module]) -> type[nn.Module]:
-    """Subclass a Linear with a weight that is cast for each product."""
+def _nf4_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of a Linear class that dequantises its weight for each product."""
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         if torch.is_autocast_enabled(input.device.type):
@@ -147,7 +146,7 @@ def _multiplying(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 class _NF4Product(torch.autograd.Function):
-    """x W^T. The backward casts the weight again: a copy kept from the forward would take the memory that NF4 saves."""
+    """x W^T. The backward dequantises W again, because saving it in the forward would take the memory that NF4 saves."""
 
     @staticmethod
     def forward(ctx: Any, x, codes, scales):

@@ -67,8 +67,8 @@ def test_what_is_not_aligned_is_refused_or_left_out_if_asked():
     done = convert(two_blocks(24), filter_unaligned=True)
     assert done.converted == ("0.up_proj", "0.down_proj")
     assert done.filtered == {
-        "1.up_proj": "24 out: no multiple of 16",
-        "1.down_proj": "24 in: no multiple of 16",
+        "1.up_proj": "24 out: not a multiple of 16",
+        "1.down_proj": "24 in: not a multiple of 16",
     }
 
 
@@ -117,10 +117,10 @@ REFUSED = {
     "held twice": (held_twice, {}, "0.up_proj has two names"),
     "no such part": (two_blocks, {"filter_fqns": ["output"]}, r"'output' is part of no .* up_proj, down"),
     "an empty part": (two_blocks, {"filter_fqns": [""]}, "'' is part of no Linear's name"),
-    "nothing left": (two_blocks, {"filter_fqns": ["proj"]}, "no Linear of Sequential is left by the filters"),
-    "no Linear": (lambda: nn.Sequential(nn.ReLU()), {}, "no Linear of Sequential is left"),
-    "no figures": (two_blocks, {"recipe": "rowwise_with_gw_hp", "filter_fqns": [SMALL]}, "torchao has no figures for"),
-    "own forward": (lambda: nn.Sequential(OwnForward(16, 16)), {}, "0 is a OwnForward, whose own forward"),
+    "nothing left": (two_blocks, {"filter_fqns": ["proj"]}, "no Linear of Sequential remains after the filters"),
+    "no Linear": (lambda: nn.Sequential(nn.ReLU()), {}, "no Linear of Sequential remains"),
+    "no figures": (two_blocks, {"recipe": "rowwise_with_gw_hp", "filter_fqns": [SMALL]}, "torchao has no measurements for"),
+    "own forward": (lambda: nn.Sequential(OwnForward(16, 16)), {}, "0 is a OwnForward, whose forward"),
     "hooks": (hooked, {}, "0.up_proj has hooks"),
     "twice": (converted, {}, "0.up_proj is converted to float8 already"),
 }  # fmt: skip

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanplans.errors import ParallelError
 from titanplans.parallel.fsdp.units import fsdp_module
-from titanplans.precision.float8.scales import seek_scales
+from titanplans.precision.float8.scales import compute_scales
 from titanplans.text import class_name
 from titanplans.torch_private.fsdp import fsdp_group, settle_fsdp_root
 
@@ -105,7 +105,7 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     units = _units(model)
     # These are private: FSDP2's setter takes no number of ranks, and it has no getter.
     before = [fsdp_group(unit).post_forward_mesh_info for unit in units]
-    seek_scales(
+    compute_scales(
         model
     )  # a forward does this before it gathers; here parameters are gathered before the forward
     try:

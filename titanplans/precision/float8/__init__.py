@@ -1,6 +1,5 @@
-"""Float8 products by torchao.
+"""Float8 training with torchao. Start at `conversion`, which selects and converts Linear modules.
 
-`conversion` says which Linear modules are converted, and checks that they are used; `all_gather` lets FSDP2 gather
-their weights in float8; `scales` computes the scales of all weights in one reduction. How a converted module is split
-is in `titanplans.precision.float8.linear`.
+`linear` splits a converted module over ranks. `border` gathers activations in float8, and `all_gather` lets FSDP2 gather
+weights in float8. `scales` computes the scales of all weights in one reduction.
 """

@@ -1,7 +1,7 @@
-"""FSDP2 that gathers weights in float8: a quarter of float32's bytes, half of bfloat16's.
+"""All-gather of FSDP2 in float8, with a quarter of the bytes of float32 and half of those of bfloat16.
 
-torchao makes each converted weight a tensor that FSDP2 casts before its all-gather, and hands to the product as it
-arrives. Its scale must be the whole weight's: computed before (`scales`), or reduced in each gather.
+torchao wraps each converted weight in a tensor subclass that FSDP2 casts before its all-gather. Its scale is that of the
+full weight, computed before the forward (`scales`) or reduced in each gather.
 """
 
 from typing import Any
@@ -19,13 +19,14 @@ from titanplans.torch_private.torchao import is_float8_gathered, stored_weight
 
 
 def gather_in_float8(model: nn.Module) -> None:
-    """Let `model`, sharded by `fsdp.shard` and converted with `enable_fsdp_float8_all_gather`, gather its weights in float8.
+    """Make every FSDP module of `model` gather in float8. The state dict holds plain tensors in high precision.
 
-    Its state dict has the weights as they are stored, in high precision, as tensors that anybody can read.
+    Args:
+        model: converted with `enable_fsdp_float8_all_gather`, then sharded by `fsdp.shard`.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(_Bytes())
+            module.set_custom_all_gather(_ByteAllGather())
     on_state_dict(model, _unwrap)
 
 
@@ -35,8 +36,8 @@ def _unwrap(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
             state[name] = as_shard_of(tensor, stored_weight(local_tensor(tensor)))
 
 
-class _Bytes(DefaultAllGather):
-    """An all-gather of bytes, which every backend knows; gloo has no float8."""
+class _ByteAllGather(DefaultAllGather):
+    """All-gather of float8 tensors as bytes, since gloo does not support float8."""
 
     def __call__(
         self,

@@ -1,10 +1,10 @@
-"""A border that the sequence crosses in float8: it is cast once, with the scale of the whole, and gathered as bytes.
+"""The border of a region that is crossed in float8: tensors are cast once with the scale of the full tensor, then gathered.
 
 For the recipe tensorwise, where a tensor has one scale. torchao's float8 parallel styles do the same for DTensors.
 
-    border   in float8                                                   in high precision, because it is summed
-    enter    the activations in the forward, for all projections inside  their gradients
-    leave    the gradients of the output in the backward                 the output
+    border   in float8                                      in high precision, because it is summed over the ranks
+    enter    activations, used by all projections inside    their gradients
+    leave    gradients of the output                        the output
 """
 
 from typing import Any
@@ -29,13 +29,13 @@ from titanplans.torch_private.torchao import float8_data
 
 
 class Float8Border(Border):
-    """A border that is crossed in float8 in one direction, or both.
+    """A border whose activations, gradients, or both are gathered in float8.
 
     Args:
         of: the border in high precision.
-        module: the module of the region or of the head; it holds converted modules.
-        enter: the sequence enters in float8: `module` is called with a `Float8TrainingTensor`.
-        leave: gradients of what leaves come back in float8, as a `Float8TrainingTensor`.
+        module: the region's module, or the head; it contains converted modules.
+        enter: gather activations in float8; `module` is called with a `Float8TrainingTensor`.
+        leave: gather the output's gradients in float8; the backward of `module` gets a `Float8TrainingTensor`.
     """
 
     def __init__(self, of: Border, module: nn.Module, *, enter: bool, leave: bool):
@@ -45,7 +45,7 @@ class Float8Border(Border):
         self.mm_config = linear.linear_mm_config
         self.dtype = linear.config.cast_config_input.target_dtype
         self.gradient_dtype = linear.config.cast_config_grad_output.target_dtype
-        # gloo has no float8, but it has bytes. Async tensor parallelism looks for NCCL's gather in float8.
+        # gloo does not support float8. NCCL gathers float8, because async tensor parallelism matches a float8 gather.
         assert of.mesh is not None
         self.as_bytes = dist.get_backend(of.mesh.get_group()) == "gloo"
 
@@ -60,18 +60,19 @@ class Float8Border(Border):
         return self._cast(x, None) if self.casts_input else super().enter_full(x)
 
     def _cast(self, x: torch.Tensor, dim: int | None) -> torch.Tensor:
-        if torch.is_autocast_enabled():  # on CUDA; torchao's modules do the same before they cast
+        if torch.is_autocast_enabled():  # on CUDA, as in torchao's modules
             x = x.to(torch.get_autocast_dtype("cuda"))
-        where = dim, self.group
-        return _Enter.apply(x, *where, self.as_bytes, self.mm_config, self.dtype)
+        return _Enter.apply(x, dim, self.group, self.as_bytes, self.mm_config, self.dtype)
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         if not self.casts_gradient or self.stream.dim is None or not comes_from_product(x):
             return super().leave(x)
-        where = self.stream.dim, self.group
-        return _Leave.apply(x, *where, self.as_bytes, self.mm_config, self.gradient_dtype)
+        return _Leave.apply(
+            x, self.stream.dim, self.group, self.as_bytes, self.mm_config, self.gradient_dtype
+        )
 
 
+# As for torchao's functions: only AOTAutograd traces into this one, Dynamo does not.
 @torch.compiler.allow_in_graph
 class _Enter(torch.autograd.Function):
     @staticmethod
@@ -81,7 +82,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
-        _refuse_another_backward()
+        _refuse_double_backward()
         summed = all_reduce(grad, ctx.group) if ctx.dim is None else reduce_scatter(grad, ctx.dim, ctx.group)
         return summed, None, None, None, None, None
 
@@ -96,17 +97,17 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
-        _refuse_another_backward()
-        where = ctx.dim, ctx.group, ctx.as_bytes
-        cast = _cast_and_gather(grad, *where, ctx.mm_config, ctx.dtype, GemmInputRole.GRAD_OUTPUT)
-        return cast, None, None, None, None, None
+        _refuse_double_backward()
+        gathered = _cast_and_gather(
+            grad, ctx.dim, ctx.group, ctx.as_bytes, ctx.mm_config, ctx.dtype, GemmInputRole.GRAD_OUTPUT
+        )
+        return gathered, None, None, None, None, None
 
 
-def _refuse_another_backward() -> None:
+def _refuse_double_backward() -> None:
     if torch.is_grad_enabled():
         raise PlanError(
-            "the gradient of a model in float8 can't be differentiated again (create_graph = True) where it is split: leave "
-            "float8 out"
+            "the gradient of a split float8 model can't be differentiated again (create_graph = True): train without float8"
         )
 
 
@@ -119,10 +120,10 @@ def _cast_and_gather(
     dtype: torch.dtype,
     role: GemmInputRole,
 ) -> Float8TrainingTensor:
-    """Cast `x` and gather it along `dim`; None: every rank has it in full."""
+    """Cast `x` and all-gather it along `dim`. None: `x` is replicated, so it is only cast."""
     scale = tensor_to_scale(x, dtype)
     if dim is not None:
-        scale = all_reduce(scale, group, "min")  # of the largest number on any rank
+        scale = all_reduce(scale, group, "min")  # a larger maximum has a smaller scale
     data = float8_data(hp_tensor_and_scale_to_float8(x, scale, dtype, mm_config, role))
     if dim is not None:
         data = all_gather(

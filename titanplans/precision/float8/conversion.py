@@ -1,9 +1,7 @@
-"""Conversion of Linear modules to float8: torchao's, made strict.
+"""Strict conversion of Linear modules to torchao's `Float8Linear`. Start at `convert_to_float8`.
 
-torchao swaps each `nn.Linear` for a `Float8Linear`. It does not report modules that were filtered out, a filter
-that matches none, or a parent whose fused kernel reads the weight in high precision. Here
-each of these is reported or refused. How plans split a converted module is in `linear`; how FSDP2
-gathers its weights is in `all_gather`.
+torchao is silent about modules that were filtered out, a filter that matches no module, and a parent that passes the weight
+to a fused kernel in high precision. Here each of these is reported or refused.
 """
 
 import dataclasses
@@ -31,15 +29,15 @@ from titanplans.torch_private.modules import hooks_of
 from titanplans.torch_private.torchao import gains_by_float8
 
 SMALL = "auto_filter_small_kn"
-"""torchtitan's special filter: leave out modules that by torchao's figures are slower in float8 than in bfloat16."""
+"""torchtitan's special filter: do not convert modules that torchao's measurements show to be slower in float8."""
 
 _CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0), "rowwise_with_gw_hp": (9, 0)}
-"""Lowest CUDA capability for the kernels of each recipe: Ada for cuBLAS's, Hopper for CUTLASS's."""
+"""Lowest CUDA capability by recipe: tensorwise uses cuBLAS (Ada), the rowwise recipes CUTLASS (Hopper)."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What became of each Linear of a model."""
+    """Which Linear modules of a model were converted, and why the others were not."""
 
     recipe: Recipe
     emulated: bool
@@ -47,28 +45,28 @@ class Conversion:
     """Fully qualified names."""
 
     filtered: dict[str, str]
-    """Those not converted, and why."""
+    """Names of modules that were not converted, each with the reason."""
 
     unfused: tuple[str, ...]
-    """Parents that passed a converted module's weight to a fused kernel, and now call the module."""
+    """Parents whose fused kernel, which used a converted module's weight, was switched off: they call the module now."""
 
 
 def convert_to_float8(model: nn.Module, options: Float8, device_type: str = "cpu") -> Conversion:
-    """Convert the Linear modules of `model` to float8; in place, before a plan, compile and FSDP.
+    """Convert the Linear modules of `model` to float8, in place. Call it before a plan, torch.compile and FSDP2 are applied.
 
-    Names and parameters stay as they are, on meta or not.
+    Names and parameters do not change. Parameters may be on meta.
 
     Args:
         model: any module.
-        options: the recipe, which modules stay as they are, and how FSDP2 will gather weights.
-        device_type: where it will run.
+        options: the recipe, the filters, and whether FSDP2 will gather in float8.
+        device_type: the device type that the model will run on.
 
     Raises:
-        ParallelError: an option can't be honoured; nothing would be converted. Before anything is changed.
+        ParallelError: an option can't be honoured, or no module would be converted. The model is unchanged.
     """
     check_float8_options(options, device_type)
-    if found := float8_linears(model):
-        raise ParallelError(f"{next(iter(found))} is converted to float8 already: build the model again")
+    if converted := float8_linears(model):
+        raise ParallelError(f"{next(iter(converted))} is converted to float8 already: build the model again")
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     kept = keeps_float32(model, torch.bfloat16)
     filtered = {name: "the model keeps it in float32" for name in linears if kept(f"{name}.weight")}
@@ -81,22 +79,22 @@ def convert_to_float8(model: nn.Module, options: Float8, device_type: str = "cpu
             if not options.filter_unaligned:
                 raise options.error(
                     "filter_fqns",
-                    f"{name} (Linear, {reason}) is not left out, and float8 products need multiples of {ALIGNMENT}: add "
-                    f"{name.rpartition('.')[2]!r}, or leave out all such modules by filter_unaligned = true "
+                    f"{name} (Linear, {reason}) is not filtered, and float8 products need multiples of {ALIGNMENT}: add "
+                    f"{name.rpartition('.')[2]!r}, or filter all such modules by filter_unaligned = true "
                     "(--float8-filter-unaligned)",
                 )
-            filtered[name] = f"{reason}: no multiple of {ALIGNMENT}"
+            filtered[name] = f"{reason}: not a multiple of {ALIGNMENT}"
             continue
         _check_plain(name, module, options)
         chosen[name] = module
-    holders = Counter(child for parent in model.modules() for child in parent._modules.values())
-    if twice := next((name for name, module in chosen.items() if holders[module] > 1), None):
+    parent_counts = Counter(child for parent in model.modules() for child in parent._modules.values())
+    if shared := next((name for name, module in chosen.items() if parent_counts[module] > 1), None):
         raise options.error(
-            "filter_fqns", f"{twice} has two names, and torchao would convert it under one: add it"
+            "filter_fqns", f"{shared} has two names, and torchao would convert it only under one: add it"
         )
     if not chosen:
         raise ParallelError(
-            f"float8: no Linear of {type(model).__name__} is left by the filters: drop one, or float8"
+            f"float8: no Linear of {type(model).__name__} remains after the filters: remove one, or train without float8"
         )
     if options.enable_fsdp_float8_all_gather:
         _check_untied(model, chosen)
@@ -107,48 +105,48 @@ def convert_to_float8(model: nn.Module, options: Float8, device_type: str = "cpu
 
 
 def check_float8_options(options: Float8, device_type: str) -> None:
-    """Refuse options that can't be honoured on this machine.
+    """Check that this machine can honour `options`.
 
     Raises:
-        ParallelError: torchao is missing; there is no recipe; the GPU has no float8 kernels for it.
+        ParallelError: torchao is not installed, `recipe_name` is not set, or the GPU has no kernels for the recipe.
     """
     if importlib.util.find_spec("torchao") is None:
         raise options.error("recipe_name", "it needs torchao, which is not installed: pip install torchao")
     if options.recipe_name is None:
-        raise options.error("recipe_name", f"take one of {', '.join(RECIPES)}")
+        raise options.error("recipe_name", f"set it to one of {', '.join(RECIPES)}")
     if device_type == "cuda" and not options.emulate and torch.version.hip is None:
         has, needs = torch.cuda.get_device_capability(), _CAPABILITY[options.recipe_name]
         if has < needs:
             raise options.error(
                 "recipe_name",
                 f"it needs CUDA capability {needs[0]}.{needs[1]}, and {torch.cuda.get_device_name()} has {has[0]}.{has[1]}: "
-                "set emulate to true to try it out, or leave float8 out",
+                "set emulate to true to try it out, or train without float8",
             )
 
 
 def _filtered(linears: dict[str, nn.Linear], options: Float8) -> dict[str, str]:
-    """Return the names that filters match, and the filter of each."""
+    """Return the names that `filter_fqns` matches, each with the filter that matched."""
     filtered = {}
-    for part in options.filter_fqns:
-        if part == SMALL:
+    for pattern in options.filter_fqns:
+        if pattern == SMALL:
             if options.recipe_name == "rowwise_with_gw_hp":
                 raise options.error(
                     "filter_fqns",
-                    f"torchao has no figures for {SMALL} under {options.recipe_name}: name the small modules, or "
-                    "take another recipe",
+                    f"torchao has no measurements for {SMALL} with {options.recipe_name}: list the small modules by name, "
+                    "or use another recipe",
                 )
             gains = gains_by_float8(str(options.recipe_name))
             small = {n: _unaligned(m) or "too small to gain" for n, m in linears.items() if not gains(m, n)}
             filtered |= {name: f"{SMALL}: {why}" for name, why in small.items()}
             continue
-        matched = [name for name in linears if part in name]
-        if not matched or not part:
-            ends = list(dict.fromkeys(name.rpartition(".")[2] for name in linears))
+        matched = [name for name in linears if pattern in name]
+        if not matched or not pattern:
+            last_names = list(dict.fromkeys(name.rpartition(".")[2] for name in linears))
             raise options.error(
                 "filter_fqns",
-                f"{part!r} is part of no Linear's name; there are {', '.join(ends)}, and {SMALL}",
+                f"{pattern!r} is part of no Linear's name; there are {', '.join(last_names)}, and {SMALL}",
             )
-        filtered |= {name: f"filter_fqns has {part!r}" for name in matched}
+        filtered |= {name: f"filter_fqns has {pattern!r}" for name in matched}
     return filtered
 
 
@@ -158,11 +156,11 @@ def _unaligned(module: nn.Linear) -> str:
 
 
 def _check_plain(name: str, module: nn.Linear, options: Float8) -> None:
-    """Refuse a module whose own forward or hooks the conversion would drop."""
+    """Refuse a module with hooks or a forward that is not `nn.Linear`'s, which the conversion would drop."""
     if type(module).forward is not nn.Linear.forward:
         raise options.error(
             "filter_fqns",
-            f"{name} is a {type(module).__name__}, whose own forward float8 would replace: add "
+            f"{name} is a {type(module).__name__}, whose forward float8 would replace: add "
             f"{name.rpartition('.')[2]!r}",
         )
     if hooks_of(module):
@@ -176,8 +174,8 @@ def _check_untied(model: nn.Module, chosen: dict[str, nn.Linear]) -> None:
         converted = [name for name in names if name.rpartition(".")[0] in chosen]
         if converted:
             raise ParallelError(
-                f"{' and '.join(names)} are one tensor, which FSDP's float8 all-gather would take apart: leave "
-                f"'{converted[0].split('.')[-2]}' out by filter_fqns, or set enable_fsdp_float8_all_gather to false"
+                f"{' and '.join(names)} are one tensor, which FSDP2's float8 all-gather would untie: add "
+                f"'{converted[0].split('.')[-2]}' to filter_fqns, or set enable_fsdp_float8_all_gather to false"
             )
 
 
@@ -189,27 +187,28 @@ def _swap(model: nn.Module, chosen: dict[str, nn.Linear], options: Float8) -> No
         emulate=options.emulate,
         enable_fsdp_float8_all_gather=options.enable_fsdp_float8_all_gather,
     )
-    modes = {name: module.training for name, module in chosen.items()}
+    # torchao's new modules are in training mode.
+    is_training = {name: module.training for name, module in chosen.items()}
     convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: name in chosen)
-    for name, mode in modes.items():
+    for name, mode in is_training.items():
         model.get_submodule(name).training = mode
 
 
 def check_calls(model: nn.Module) -> None:
-    """Let the first forward of `model` raise a ParallelError if a converted module is not called where its parent is.
+    """Make the first forward of `model` raise a ParallelError if a parent runs without calling its converted module.
 
-    A parent that passes its weight to a fused kernel instead computes in high precision, silently.
+    Such a parent passes the weight to a fused kernel, which silently computes in high precision.
     """
     BypassCheck(model, float8_linears(model), _bypassed_error)
 
 
 def refuse_read_weights(model: nn.Module) -> None:
-    """Refuse converted modules whose weight is read in the forward of their parent, by its source.
+    """Refuse converted modules whose parent uses their weight instead of calling them, by the source of its forward.
 
-    For compiled blocks, which can't be watched as `check_calls` does.
+    For compiled blocks, whose calls `check_calls` can't observe.
 
     Raises:
-        ParallelError: naming the module and its parent.
+        ParallelError: names the module and its parent.
     """
     if bypassed := find_bypassed(model, float8_linears(model)):
         raise _bypassed_error(bypassed)
@@ -217,23 +216,23 @@ def refuse_read_weights(model: nn.Module) -> None:
 
 def _bypassed_error(bypassed: list[Bypassed]) -> ParallelError:
     name, owner, parent = bypassed[0]
-    own = name.rpartition(".")[2]
+    last_name = name.rpartition(".")[2]
     return ParallelError(
-        f"{name} is converted to float8, and its parent {owner} ({type(parent).__name__}) does not call it but reads its "
-        "weight, in high precision: switch the fused kernel off in the model's config, or leave it out by "
-        f'filter_fqns = ["{own}"]'
+        f"{name} is converted to float8, but its parent {owner} ({type(parent).__name__}) uses its weight in high precision "
+        "instead of calling it: switch the fused kernel off in the model's config, or leave the module out by "
+        f'filter_fqns = ["{last_name}"]'
     )
 
 
 def keep_plain_between_graphs(model: nn.Module) -> None:
-    """Let plans gather in high precision in FLA's blocks, which are compiled into several graphs.
+    """Make plans gather in high precision in blocks with FLA modules, which are compiled into several graphs.
 
-    A float8 tensor that one graph hands to another has a gradient in high precision, which the compiler does not
-    expect: GLA's `g_proj` reads the sequence after the graph break at its kernel.
+    The gradient of a float8 tensor that one graph passes to another is in high precision, and the compiler does not expect
+    that. For example, GLA's `g_proj` uses the hidden states after the graph break at its kernel.
     """
     for block in find_decoder(model, required=False).blocks:
         if has_fla_module(block.module):
-            for part in filter(None, (block.mixer, block.mlp)):
+            for name in filter(None, (block.mixer, block.mlp)):
                 keep_border_plain(
-                    block.child(part), "its compiled graphs can't hand a float8 tensor to each other"
+                    block.child(name), "its compiled graphs can't pass a float8 tensor to each other"
                 )

@@ -1,17 +1,16 @@
-"""The float8 product of a Linear that is split over ranks, with the scales of the whole Linear.
+"""The float8 product of a Linear that is split over tensor-parallel ranks, with the scales of the unsplit Linear.
 
-torchao scales a tensor, or each row, by its absolute maximum. Where a tensor is sharded, the maximum is reduced over the
-ranks, so each element becomes the same float8 number as in the whole model. Only the order of sums differs.
+torchao scales a tensor, or each row, by its absolute maximum. If a tensor is sharded, the maximum is reduced over the ranks,
+so each element is cast to the same float8 value as in the unsplit model. Only the order of summation differs.
 
-How the tensors of the product of x [tokens, inputs] and w [inputs, outputs] lie on the ranks:
+Placements in the product of x [tokens, inputs] and w [inputs, outputs]:
 
-                    split by outputs       split by inputs     replicated in a region
-    x               whole                  part of inputs      whole
-    w               part of outputs        part of inputs      whole
-    gradient        part of outputs        whole               a summand of it
+                            split by outputs          split by inputs          replicated in a region
+    x                       replicated                sharded over inputs      replicated
+    w                       sharded over outputs      sharded over inputs      replicated
+    gradient of output      sharded over outputs      replicated               partial
 
-The recipes, the casts and the products are torchao's (`torchao.float8`); on one rank the result is bitwise that of its
-`Float8Linear`.
+Recipes, casts and products are torchao's. On one rank the result is bitwise equal to that of its `Float8Linear`.
 """
 
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from titanplans.styles.base import Operands, Style
 
 @dataclass(frozen=True)
 class Split:
-    """How the product of one Linear lies on the ranks, in values that a compiled graph can hold."""
+    """How the product of one Linear is split over the ranks. A compiled graph can hold these values."""
 
     group: Group
     rank: int
@@ -41,10 +40,10 @@ class Split:
 
 
 def split_linear(module: nn.Module, style: Style, ranks: HeadRanks) -> None:
-    """Let `module`, a Float8Linear that `style` cuts by weights, use the scales of the whole one; in place.
+    """Make `module`, a Float8Linear whose weight `style` splits, use the scales of the unsplit Linear, in place.
 
-    With the recipe tensorwise, `SplitState.weight_scale` may be set to the scale of the whole weight; otherwise each
-    product seeks it.
+    With the recipe tensorwise, `SplitState.weight_scale` may hold the scale of the full weight. If it is None, each product
+    computes it.
     """
     if (operands := style.operands(ranks.degree)) is not None:
         make_state(module).product = Split(ranks.group, ranks.rank, operands)
@@ -52,9 +51,9 @@ def split_linear(module: nn.Module, style: Style, ranks: HeadRanks) -> None:
 
 
 def comes_from_product(x: torch.Tensor) -> bool:
-    """Whether the backward of `x` is a split product, which alone takes a gradient in float8.
+    """Whether `x` is the direct result of a split product, the only function whose backward takes a float8 gradient.
 
-    Not behind a bias, whose gradient is a sum, nor behind an index. While a graph is traced it is taken to be so.
+    False after a bias was added, whose gradient is a sum, and after indexing. Assumed True while torch.compile traces.
     """
     return torch.compiler.is_compiling() or isinstance(getattr(x.grad_fn, "split", None), Split)
 
@@ -62,7 +61,7 @@ def comes_from_product(x: torch.Tensor) -> bool:
 @cache
 def _with_split_product(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-        if torch.is_autocast_enabled():  # on CUDA, as torchao's
+        if torch.is_autocast_enabled():  # on CUDA, as in torchao's Float8Linear
             input = input.to(torch.get_autocast_dtype("cuda"))
         state = self._split
         output = _SplitProduct.apply(
@@ -73,25 +72,27 @@ def _with_split_product(cls: type[nn.Module]) -> type[nn.Module]:
     return subclass(cls, {"forward": forward}, "float8_product")
 
 
+# As for torchao's functions: only AOTAutograd traces into this one, Dynamo does not.
 @torch.compiler.allow_in_graph
 class _SplitProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x, w, w_scale, mm_config, config: Float8LinearConfig, split: Split):
         cast = _Cast(mm_config, config, split.group)
-        shape, rows = x.shape, config.cast_config_input.scaling_granularity is ScalingGranularity.AXISWISE
+        shape = x.shape
+        is_rowwise = config.cast_config_input.scaling_granularity is ScalingGranularity.AXISWISE
         flat = x.reshape(-1, shape[-1])
-        # With one scale it is cast unflattened: async tensor parallelism looks for that around the product.
+        # A tensor with one scale is cast before it is flattened, the pattern that async tensor parallelism matches.
         x8, x_scale = cast(
-            flat if rows else x,
+            flat if is_rowwise else x,
             config.cast_config_input,
             GemmInputRole.INPUT,
             -1,
             1 if split.operands.inputs else None,
         )
-        held = 0 if split.operands.inputs else 1 if split.operands.outputs else None
-        w8, w_scale = cast(w, config.cast_config_weight, GemmInputRole.WEIGHT, 0, held, w_scale)
+        w_dim = 0 if split.operands.inputs else 1 if split.operands.outputs else None
+        w8, w_scale = cast(w, config.cast_config_weight, GemmInputRole.WEIGHT, 0, w_dim, w_scale)
         ctx.save_for_backward(flat, w, x_scale, w_scale)
-        ctx.cast, ctx.config, ctx.split, ctx.held, ctx.shape = cast, config, split, held, shape
+        ctx.cast, ctx.config, ctx.split, ctx.w_dim, ctx.shape = cast, config, split, w_dim, shape
         return torch.mm(x8.reshape(-1, shape[-1]), w8).reshape(*shape[:-1], w.shape[-1])
 
     @staticmethod
@@ -100,25 +101,25 @@ class _SplitProduct(torch.autograd.Function):
         cast, c, split = ctx.cast, ctx.config, ctx.split
         grad = grad.reshape(-1, grad.shape[-1])
         if split.operands.replicas > 1:
-            grad = _summed(grad, split)
-        g_held = 1 if split.operands.outputs else None
+            grad = _sum_partial(grad, split)
+        g_dim = 1 if split.operands.outputs else None
         grad_x = grad_w = g_scale = None
         if ctx.needs_input_grad[0]:
-            g8, g_scale = cast(grad, c.cast_config_grad_output, GemmInputRole.GRAD_OUTPUT, -1, g_held)
-            w8, _ = cast(w, c.cast_config_weight_for_grad_input, GemmInputRole.WEIGHT, -1, ctx.held, w_scale)
-            grad_x = _share(torch.mm(g8, w8.t()), split).reshape(ctx.shape)
+            g8, g_scale = cast(grad, c.cast_config_grad_output, GemmInputRole.GRAD_OUTPUT, -1, g_dim)
+            w8, _ = cast(w, c.cast_config_weight_for_grad_input, GemmInputRole.WEIGHT, -1, ctx.w_dim, w_scale)
+            grad_x = _divide_replicated(torch.mm(g8, w8.t()), split).reshape(ctx.shape)
         if ctx.needs_input_grad[1]:
-            x_held = 1 if split.operands.inputs else None
+            x_dim = 1 if split.operands.inputs else None
             role = GemmInputRole.GRAD_OUTPUT
-            g8, _ = cast(grad, c.cast_config_grad_output_for_grad_weight, role, 0, g_held, g_scale)
+            g8, _ = cast(grad, c.cast_config_grad_output_for_grad_weight, role, 0, g_dim, g_scale)
             role = GemmInputRole.INPUT
-            x8, _ = cast(x, c.cast_config_input_for_grad_weight, role, 0, x_held, x_scale)
-            grad_w = _share(torch.mm(g8.t(), x8), split).t()
+            x8, _ = cast(x, c.cast_config_input_for_grad_weight, role, 0, x_dim, x_scale)
+            grad_w = _divide_replicated(torch.mm(g8.t(), x8), split).t()
         return grad_x, grad_w, None, None, None, None
 
 
 class _Cast:
-    """Casts of one product's tensors to float8."""
+    """Casts the operands of one product to float8."""
 
     def __init__(self, mm_config: Any, config: Float8LinearConfig, group: Group):
         self.mm_config, self.config, self.group = mm_config, config, group
@@ -128,53 +129,54 @@ class _Cast:
         tensor: torch.Tensor,
         cast: CastConfig,
         role: GemmInputRole,
-        over: int,
-        held: int | None,
-        known: torch.Tensor | None = None,
+        reduced_dim: int,
+        sharded_dim: int | None,
+        scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return a tensor in float8, or as it is where the recipe leaves it so, and its scale, if it has just one.
+        """Return `tensor` in float8, and its scale if the recipe has one scale per tensor, else None.
+
+        A tensor that is cast already, or that the recipe keeps in high precision, is returned unchanged.
 
         Args:
-            tensor: cast already, or not; 2-D if its rows have scales.
-            cast: what the recipe says of it.
-            role: in the product.
-            over: the dimension whose numbers share a scale where rows or columns have their own.
-            held: the dimension that is sharded over the ranks.
-            known: the scale of the whole tensor, if it has one scale.
+            tensor: 2-D if the recipe has one scale per row or column.
+            cast: the recipe's config for this operand.
+            role: of the operand in the product.
+            reduced_dim: with a scale per row or column, the dimension whose elements share a scale.
+            sharded_dim: the dimension that is sharded over the ranks, if any.
+            scale: the scale of the full tensor, if it was computed before; ignored with scales per row or column.
         """
         if tensor_already_casted_to_fp8(tensor) or cast.scaling_type is ScalingType.DISABLED:
             return tensor, None
         dtype = cast.target_dtype
         assert dtype is not None  # a config fills it in
-        rows = cast.scaling_granularity is ScalingGranularity.AXISWISE
-        scale = None if rows else known
-        if scale is None:
+        is_axiswise = cast.scaling_granularity is ScalingGranularity.AXISWISE
+        if is_axiswise or scale is None:
             scale = tensor_to_scale(
                 tensor,
                 dtype,
                 scaling_granularity=cast.scaling_granularity,
-                axiswise_dim=over if rows else None,
+                axiswise_dim=reduced_dim if is_axiswise else None,
                 round_scales_to_power_of_2=self.config.round_scales_to_power_of_2,
             )
-            if held is not None and (not rows or over % 2 == held):
-                # The largest number has the smallest scale.
+            if sharded_dim is not None and (not is_axiswise or reduced_dim % 2 == sharded_dim):
+                # A larger maximum has a smaller scale.
                 scale = all_reduce(scale, self.group, "min")
-        whole = hp_tensor_and_scale_to_float8(
-            tensor, scale, dtype, self.mm_config, role, over if rows else None
+        tensor8 = hp_tensor_and_scale_to_float8(
+            tensor, scale, dtype, self.mm_config, role, reduced_dim if is_axiswise else None
         )
-        return whole, None if rows else scale
+        return tensor8, None if is_axiswise else scale
 
 
-def _summed(grad: torch.Tensor, split: Split) -> torch.Tensor:
-    """Sum the gradients of the ranks that share outputs, before they are cast: float8 numbers don't add up."""
+def _sum_partial(grad: torch.Tensor, split: Split) -> torch.Tensor:
+    """Sum the partial gradients of the ranks that compute the same outputs, before the cast: a sum of casts would differ."""
     ranks = split.group[1]
     if split.operands.replicas == ranks:
         return all_reduce(grad, split.group)
-    every = all_gather(grad, 0, len(grad) * ranks, split.group)
-    shared = every.view(ranks // split.operands.replicas, split.operands.replicas, *grad.shape).sum(1)
-    return shared.narrow(0, split.rank // split.operands.replicas, 1).squeeze(0)
+    gathered = all_gather(grad, 0, len(grad) * ranks, split.group)
+    sums = gathered.view(ranks // split.operands.replicas, split.operands.replicas, *grad.shape).sum(1)
+    return sums.narrow(0, split.rank // split.operands.replicas, 1).squeeze(0)
 
 
-def _share(result: torch.Tensor, split: Split) -> torch.Tensor:
-    """Divide what all ranks that share outputs have computed alike, since it is summed over them later."""
+def _divide_replicated(result: torch.Tensor, split: Split) -> torch.Tensor:
+    """Divide a gradient that several ranks computed by their number, because it is summed over the ranks later."""
     return result if split.operands.replicas == 1 else result / split.operands.replicas

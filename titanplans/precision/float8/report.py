@@ -1,4 +1,4 @@
-"""What became of each Linear of a model in float8, and what crosses the borders of its regions so, as JSON has it."""
+"""The part of `parallelism.json` about float8."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,16 +12,16 @@ from titanplans.torch_private.torchao import is_float8_gathered
 
 
 def float8_report(
-    model: nn.Module, done: Conversion | None, crossings: Mapping[str, Crossing]
+    model: nn.Module, conversion: Conversion | None, crossings: Mapping[str, Crossing]
 ) -> dict[str, Any] | None:
-    """Return what became of each Linear of `model` as JSON has it; None if nothing is float8.
+    """Return `conversion` and the state of the parallelized `model` as values for JSON; None if nothing was converted.
 
-    The `borders` are those of tensor-parallel regions, by plan key: what crosses them "in float8", or why not. Calls with
-    a mask [batch, sequence] enter in high precision (docs/float8.md). `done` is what `convert_to_float8` returned.
+    "borders" says for each tensor-parallel region, by plan key, whether activations and gradients cross its border in
+    float8, or why not. Calls with a mask [batch, sequence] enter in high precision nevertheless (docs/float8.md).
     """
-    if done is None:
+    if conversion is None:
         return None
-    return dataclasses.asdict(done) | {
+    return dataclasses.asdict(conversion) | {
         "fsdp_all_gather": any(
             is_float8_gathered(m._parameters["weight"]) for m in float8_linears(model).values()
         ),

@@ -1,7 +1,6 @@
-"""The scales of all weights, for the recipe tensorwise: sought at once before each forward, instead of one by one.
+"""Float8 scales of all weights, computed with one all-reduce before each forward, for the recipe tensorwise.
 
-The scale of a weight is that of its largest number, on whichever rank that is. Each product, or each gather, would
-ask all ranks for its own: latency, and nothing else. Here one reduction asks for all of them.
+Otherwise each product, or each gather of FSDP2, all-reduces the absolute maximum of one weight, which costs only latency.
 """
 
 from typing import Any
@@ -18,60 +17,67 @@ from titanplans.torch_private.dtensor import local_tensor
 from titanplans.torch_private.torchao import is_float8_gathered, set_gather_scale, stored_weight
 
 
-def seek_scales_together(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Let each forward of `model`, split or sharded and converted by tensorwise, begin with the scales of its weights.
+def compute_scales_together(model: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Compute the scales of all weights of `model` before each forward.
 
     Args:
-        model: after `fsdp.shard`, so that this comes before FSDP gathers.
-        dtype: in which products see the weights (mixed precision); None: as stored.
+        model: converted by the recipe tensorwise, and split or sharded. Call this after `fsdp.shard`.
+        dtype: dtype of the weights in products (mixed precision); None: the dtype in which they are stored.
     """
     scales = model.__dict__["_float8_scales"] = _Scales(model, dtype)
-    model.register_forward_pre_hook(lambda module, args: scales.seek(), prepend=True)
+    # Prepended, so that it runs before FSDP2's hook, which gathers.
+    model.register_forward_pre_hook(lambda module, args: scales.compute(), prepend=True)
 
 
-def seek_scales(model: nn.Module) -> None:
-    """Seek the scales now, before weights are gathered outside of a forward; nothing where each is sought by itself."""
+def compute_scales(model: nn.Module) -> None:
+    """Compute the scales now, before weights are gathered outside of a forward.
+
+    Does nothing if `compute_scales_together` was not called.
+    """
     scales = model.__dict__.get("_float8_scales")
     if scales is not None:
-        scales.seek()
+        scales.compute()
 
 
 class _Scales:
     def __init__(self, model: nn.Module, dtype: torch.dtype | None):
         self.linears = list(float8_linears(model).values())
-        self.wrapped = any(is_float8_gathered(linear._parameters["weight"]) for linear in self.linears)
+        self.is_gathered_in_float8 = any(
+            is_float8_gathered(linear._parameters["weight"]) for linear in self.linears
+        )
         self.dtype = dtype
 
     @torch.no_grad()
-    def seek(self) -> None:
-        # Weights that are still gathered lie on another mesh than sharded ones; wrapped, they have their scale.
+    def compute(self) -> None:
+        # Weights that FSDP2 has not resharded yet are on another mesh than sharded ones. If weights are gathered in float8,
+        # those are skipped, since they are cast already.
         by_mesh: dict[DeviceMesh, list[Any]] = {}
         for linear in self.linears:
             weight = linear._parameters["weight"]
-            if is_float8_gathered(weight) if self.wrapped else isinstance(weight, DTensor):
+            if is_float8_gathered(weight) if self.is_gathered_in_float8 else isinstance(weight, DTensor):
                 by_mesh.setdefault(weight.device_mesh, []).append(linear)
         for mesh, linears in by_mesh.items():
-            self._seek(mesh, linears)
+            self._compute_on(mesh, linears)
 
-    def _seek(self, mesh: DeviceMesh, linears: list[Any]) -> None:
+    def _compute_on(self, mesh: DeviceMesh, linears: list[Any]) -> None:
         from torchao.float8.float8_utils import amax_to_scale
 
         weights: list[DTensor] = [linear._parameters["weight"] for linear in linears]
         stored: list[Any] = [local_tensor(weight) for weight in weights]
-        if self.wrapped:
+        if self.is_gathered_in_float8:
             stored = [stored_weight(tensor) for tensor in stored]
-        # A rank may hold no row of a small weight.
-        each = [t.abs().amax() if t.numel() else t.new_zeros(()) for t in stored]
-        largest = torch.stack(each).to(mesh.device_type)
+        # A rank's shard of a small weight may be empty.
+        maxima = [t.abs().amax() if t.numel() else t.new_zeros(()) for t in stored]
+        amax = torch.stack(maxima).to(mesh.device_type)
         for dim in range(mesh.ndim):
             if any(weight.placements[dim].is_shard() for weight in weights):
                 group = mesh.get_group(dim)
-                largest = all_reduce(largest, (group.group_name, group.size()), "max")
-        if not self.wrapped and self.dtype is not None:
-            largest = largest.to(self.dtype)  # of the cast weight: rounding keeps the order
-        scales = amax_to_scale(largest, linears[0].config.cast_config_weight.target_dtype)
+                amax = all_reduce(amax, (group.group_name, group.size()), "max")
+        if not self.is_gathered_in_float8 and self.dtype is not None:
+            amax = amax.to(self.dtype)  # the maximum of the cast weight, since rounding is monotonic
+        scales = amax_to_scale(amax, linears[0].config.cast_config_weight.target_dtype)
         for linear, weight, scale in zip(linears, weights, scales, strict=True):
-            if self.wrapped:
+            if self.is_gathered_in_float8:
                 set_gather_scale(weight, scale)
             else:
                 if (state := state_of(linear)) is not None:
