@@ -167,6 +167,6 @@ def test_a_product_beyond_a_graph_break_is_told_from_one_behind_other_operators(
     # Not prepared: the MLP's last product is within FLA's swiglu_linear.
     apart = [v for graph in graphs for v in graph.verdicts if not v.hidden and v.possible]
     assert [(v.operation, v.backward) for v in apart] == [("reduce_scatter", False), ("all_gather", True)]
-    assert {v.obstacle for v in apart} == {"a graph break parts it from its product"}
+    assert {v.obstacle for v in apart} == {"a graph break separates it from its product"}
     block = model.get_submodule(name)
     assert block.mlp.fuse_swiglu is True

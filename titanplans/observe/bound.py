@@ -1,35 +1,25 @@
-"""The communication that a tensor-parallel model needs: what the styles of its plan send, part by part.
+"""The collectives that a split model needs at least, for each block, embedding, head and loss. Start at `bound`.
 
-    part        sequence parallel: forward; backward             without
+    part        with sequence parallelism: forward; backward     without
     region      all-gather, reduce-scatter; the same             all-reduce; the same
     embedding   reduce-scatter or all-reduce; all-gather         all-reduce; none
     head        all-gather; reduce-scatter                       none; all-reduce
     loss        all-gather, or three all-reduces; none           the same
 
-A block has one region for its mixer and one for its MLP, where it has them, and a plan may give it more. Regions and ends
-send batch x sequence x hidden, the loss batch x sequence (maximum, sum of exponentials, target's logit), or in one gather
-twice that from each rank (logarithm of the sum, target's logit). With sequence parallelism: Korthikanti et al. 2022,
-"Reducing Activation Recomputation in Large Transformer Models", section 4.2.2; without: Shoeybi et al. 2019, "Megatron-LM",
-section 3, which also has the loss. An embedding's sum may stay whole on every rank, an all-reduce of twice the bytes, for a
-model that draws conclusions from it: then the stream begins at the first block's entry, where the gradient is gathered, so
-that entry counts with the embedding. Without loss parallelism the head may gather the logits, once.
+A block has one region for its mixer and one for its MLP; its plan may add more. A region, the embedding and the head send
+batch x sequence x hidden elements. The loss sends batch x sequence elements three times (maximum, sum of exponentials, logit
+of the target), or gathers two numbers per token from each rank (log-sum-exp, logit of the target). Without loss parallelism,
+the head may gather the logits once. Sources: with sequence parallelism Korthikanti et al. 2022, "Reducing Activation
+Recomputation in Large Transformer Models", section 4.2.2; without it, and for the loss, Shoeybi et al. 2019, "Megatron-LM",
+section 3.
 
-To these come what styles inside a region send (`Expect`): a norm over a split width one number a token, a sum inside
-the region the width of the sum; and the rows of a packed weight, which is stored by another dimension (`Layout.rows`).
-With context parallelism a part needs what it needs without it, of this rank's tokens, and a mixer also
+Styles inside a region add their own collectives (`Style.sends`), such as one number per token for a norm over a sharded
+width. A packed weight whose rows come from other ranks (`Layout.rows`) needs an all-to-all. Under context parallelism each
+part needs the same for the tokens of its rank. Besides, each product at the entry or exit of a mixer needs one all-to-all in
+the forward and one in the backward, of tokens x rows elements, where key/value heads count once per rank that uses them.
 
-    products of what enters it    one all-to-all in the forward, one in the backward
-    a product that closes it      the same
-
-of tokens x rows, the rows of each rank that shares key/value heads counted. What its code reads before its products is
-gathered: that is no part of the bound, and named apart (`communication`).
-
-A style of another library declares nothing: its mixer or MLP counts as one region. A region is entered once, however
-many styles inside of it gather.
-
-Gradients of replicated parameters that are sums over the ranks are no part of this: they are summed together, once a
-step, by FSDP's units or before the optimizer's step (`partial_gradients`). Nor are the scales of float8, a number a
-tensor or a row.
+Not part of the bound: gathers of all tokens under context parallelism (`by_tokens`), the reduction of partial gradients of
+replicated parameters, which happens once per step, and the scales of float8.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -59,26 +49,26 @@ from titanplans.styles.base import Style, native_styles
 
 
 class Allowance(NamedTuple):
-    """One collective that is needed: any of `operations`, of at most `elements` in the whole tensor."""
+    """One needed collective: any of `operations`, with at most `elements` in the full tensor."""
 
     operations: tuple[str, ...]
     elements: int
     module: str = ""
-    """Fully qualified name of the module that needs it; "" for an end's."""
+    """Fully qualified name of the module that needs it; "" for the embedding, the head and the loss."""
 
 
 class Allowances(NamedTuple):
-    """What a part needs, one of each."""
+    """The collectives that one part of the model needs."""
 
     forward: tuple[Allowance, ...] = ()
     backward: tuple[Allowance, ...] = ()
 
 
 def part_of(module: str | None, decoder: Decoder) -> str:
-    """Return the part to which what `module` issues belongs.
+    """Return the part of the model that a collective belongs to which `module` issues.
 
-    The fully qualified name of a block, "embedding", "head" (with the final norm), "loss" (outside of
-    the model), or else the module's own name.
+    It is the name of a block, "embedding", "head" (including the final norm), "loss" (None: outside of the model), or else
+    the name of the module.
     """
     if module is None:
         return "loss"
@@ -90,76 +80,84 @@ def part_of(module: str | None, decoder: Decoder) -> str:
 
 
 @contextmanager
-def noted_calls(model: nn.Module, applied: AppliedPlan) -> Iterator[Calls]:
-    """Note the calls of what the plan names in `model`, which it has split and nothing has compiled."""
+def record_calls(model: nn.Module, applied: AppliedPlan) -> Iterator[Calls]:
+    """Record the calls of the modules that the plan names, while the body runs. `model` is split, and not compiled."""
     calls: dict[str, list[Call]] = {}
-    styles = _judged(applied)
-    # The last key of a module is its own, which comes behind those of its parameters or alone.
+    styles = _expected_styles(applied)
+    # In reverse order the keys of a module's parameters come before the key of the module, whose style is to stay.
     by_module = {_path(key, applied): style for key, style in sorted(styles.items(), reverse=True)}
     border, inside = applied.border, within_mixers(applied)
     stream = border.stream
 
-    def note(name: str, style: Style, module: nn.Module, args: Any, kwargs: Any) -> None:
-        first = kwargs.get(getattr(style, "input_name", "hidden_states"))
-        given = [x for x in (*args, first) if isinstance(x, torch.Tensor)]
-        if not given:
-            given = [x for x in kwargs.values() if isinstance(x, torch.Tensor)][:1]
+    def record(name: str, style: Style, module: nn.Module, args: Any, kwargs: Any) -> None:
+        input_by_name = kwargs.get(getattr(style, "input_name", "hidden_states"))
+        tensors = [x for x in (*args, input_by_name) if isinstance(x, torch.Tensor)]
+        if not tensors:
+            tensors = [x for x in kwargs.values() if isinstance(x, torch.Tensor)][:1]
         is_sharded = stream.is_sharded
-        sharded = stream.dim if is_sharded and not style.is_inside_region else None
-        shapes = tuple(local_shape(x, border, is_sharded and style.takes_token_ids) for x in given)
-        # Regions are entered over the ranks of tensor parallelism, and inside all that share the heads compute.
+        dim = stream.dim if is_sharded and not style.is_inside_region else None
+        shapes = tuple(local_shape(x, border, is_sharded and style.takes_token_ids) for x in tensors)
+        # A region is entered over the TP ranks. Inside a mixer, heads are split over the TP x CP ranks.
         degree = applied.mesh.size() if name in inside and not style.enters_full else border.group[1]
-        calls.setdefault(name, []).append(Call(shapes, sharded, degree, exchanged_rows(module, border)))
+        calls.setdefault(name, []).append(Call(shapes, dim, degree, exchanged_rows(module, border)))
 
     with ExitStack() as stack:
         for name, style in by_module.items():
-            module, hook = model.get_submodule(name), partial(note, name, style)
+            module, hook = model.get_submodule(name), partial(record, name, style)
             stack.enter_context(module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
         yield calls
 
 
 def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Calls) -> dict[str, Allowances]:
-    """Return what each block of a split `model` and each of its ends needs, by part.
+    """Return the collectives that each part of a split `model` needs (see `part_of`).
 
-    `calls` are of one forward; `options` those by which it is judged, as a rule `applied.plan.options`.
+    Args:
+        model: split by `applied`.
+        applied: the applied plan.
+        options: of the bound, usually `applied.plan.options`.
+        calls: of one forward (`record_calls`).
     """
     decoder, degree = applied.decoder, applied.border.group[1]
     needed: dict[str, tuple[list[Allowance], list[Allowance]]] = {name: ([], []) for name in decoder.names}
-    needed |= {end: ([], []) for end in ("embedding", "head", "loss")}
+    needed |= {part: ([], []) for part in ("embedding", "head", "loss")}
 
-    def add(part: str, sent: ExpectedCollective, module: str = "") -> None:
-        for direction, operations in zip(
-            needed.setdefault(part, ([], [])), (sent.forward, sent.backward), strict=True
+    def add(part: str, expected: ExpectedCollective, module: str = "") -> None:
+        for allowances, operations in zip(
+            needed.setdefault(part, ([], [])), (expected.forward, expected.backward), strict=True
         ):
             if operations:
-                direction.append(Allowance(operations, sent.elements, module))
+                allowances.append(Allowance(operations, expected.elements, module))
 
     regions: dict[str, Sequence[Call]] = {}
-    styles, inside = _judged(applied), within_mixers(applied)
+    styles, inside = _expected_styles(applied), within_mixers(applied)
     for key, style in styles.items():
-        path, home = _path(key, applied), holder(key, (*decoder.mixers, *decoder.mlps)) or key
-        own = calls.get(path, ())
+        path, region = _path(key, applied), holder(key, (*decoder.mixers, *decoder.mlps)) or key
+        module_calls = calls.get(path, ())
         if style.enters_full:
-            if home in regions:
+            # A region is entered once, however many styles inside of it would gather.
+            if region in regions:
                 continue
-            regions[home] = own
-        part, module = part_of(path, decoder), home if style.enters_full else path
-        around = () if own else next((c for name, c in regions.items() if within(key, name)), ())
-        if around and path in inside:
-            around = [with_all_tokens(call, applied) for call in around]
-        for call in own or around:
+            regions[region] = module_calls
+        part, module = part_of(path, decoder), region if style.enters_full else path
+        # A module that is never called, because other code uses its parameters, counts with the calls of its region.
+        region_calls = (
+            () if module_calls else next((c for name, c in regions.items() if within(key, name)), ())
+        )
+        if region_calls and path in inside:
+            region_calls = [with_all_tokens(call, applied) for call in region_calls]
+        for call in module_calls or region_calls:
             if call.degree == 1:
-                continue  # nothing is cut by weights
-            for sent in style.sends(model.get_submodule(path), call):
-                add(part, sent, "" if part in ("embedding", "head") else module)
+                continue  # no weights are sharded
+            for expected in style.sends(model.get_submodule(path), call):
+                add(part, expected, "" if part in ("embedding", "head") else module)
 
     for name, layout in applied.layouts.items():
         if layout.is_collective and degree > 1:
             assert layout.rows is not None
             path, _, parameter = name.rpartition(".")
-            whole = model.get_submodule(path)._parameters[parameter]
+            param = model.get_submodule(path)._parameters[parameter]
             dim, runs = layout.rows
-            elements = sum(run.size for run in runs) * whole.numel() // whole.shape[dim]  # type: ignore[union-attr]
+            elements = sum(run.size for run in runs) * param.numel() // param.shape[dim]  # type: ignore[union-attr]
             for _ in calls.get(path, ()):
                 add(
                     part_of(path, decoder),
@@ -172,6 +170,8 @@ def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Cal
 
     stream = applied.border.stream
     first = next((c[0] for name, c in regions.items() if within(name, decoder.names[0]) and c), None)
+    # An embedding that does not begin the stream leaves its output full on every rank. The first block shards the stream,
+    # and its gradient is gathered there.
     if stream.dim is not None and first is not None and not applied.resolved.begin_stream:
         add("embedding", ExpectedCollective((), ("all_gather",), first.elements))
     for call in calls.get(decoder.head or "", ()):
@@ -179,7 +179,8 @@ def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Cal
         if degree == 1:
             continue
         if options.loss_parallel:
-            # Two numbers a token and rank in one, as ours; or three of a number, as torch's and torchtitan's.
+            # Either one all-gather of two numbers per token and rank, as in titanplans.loss, or three all-reduces of one
+            # number per token, as in torch and torchtitan.
             add("loss", ExpectedCollective(("all_gather", "all_reduce"), (), 2 * degree * call.tokens))
             for _ in range(2):
                 add("loss", ExpectedCollective(("all_reduce",), (), call.tokens))
@@ -191,31 +192,41 @@ def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Cal
     return {part: Allowances(*map(tuple, directions)) for part, directions in needed.items()}
 
 
-def _judged(applied: AppliedPlan) -> dict[str, Style]:
-    """Return the styles by which a model is judged: those of its plan, of regions first, and what foreign ones stand for."""
+def _expected_styles(applied: AppliedPlan) -> dict[str, Style]:
+    """Return the styles of the plan by key, regions first, with usual styles in place of other libraries' and missing ones.
+
+    Styles of other libraries declare no collectives, so a mixer or an MLP with such styles counts as one region.
+    """
     decoder, plan = applied.decoder, applied.plan
     expected = {name: plan.mlp_region()[""] for name in (*decoder.mixers, *decoder.mlps)}
     if decoder.embedding is not None:
         expected[decoder.embedding] = plan.vocab_embedding()
     if decoder.head is not None:
         expected[decoder.head] = plan.vocab_head()
-    own = native_styles(applied.styles)
-    crossing = {key: style for key, style in own.items() if style.enters_full}
-    return crossing | {key: style for key, style in native_styles(expected).items() if key not in own} | own
+    of_plan = native_styles(applied.styles)
+    regions = {key: style for key, style in of_plan.items() if style.enters_full}
+    return (
+        regions
+        | {key: style for key, style in native_styles(expected).items() if key not in of_plan}
+        | of_plan
+    )
 
 
 def _path(key: str, applied: AppliedPlan) -> str:
-    """Return the name of the module that a key names, or that holds the parameter which it names."""
+    """Return the name of the module of a plan key, which may name a parameter of it."""
     entry = applied.resolved.by_key.get(key)
     return key if entry is None else entry.path
 
 
 def exceeding(collectives: Iterable[Collective], needed: Sequence[Allowance]) -> list[Collective]:
-    """Return those of a part's `collectives` in one direction that are too many or too large."""
+    """Return the collectives of one part and direction that `needed` does not cover, because they are extra or too large."""
     left = sorted(needed, key=lambda allowance: allowance.elements)
-    sent = [collective for collective in collectives if collective.reduction != "min"]
-    over = sorted(sent, key=lambda collective: -_elements(collective))
-    # First each region's own, so that of two gathers in one region not another's is said to be too many.
+    counted = [
+        collective for collective in collectives if collective.reduction != "min"
+    ]  # "min": float8's scales
+    over = sorted(counted, key=lambda collective: -_elements(collective))
+    # First match collectives to allowances of the same module. Otherwise, if one region gathers twice, the gather of another
+    # region might be reported as the extra one.
     for anywhere in (False, True):
         for collective in list(over):
             fit = next((a for a in left if _fits(collective, a, anywhere)), None)
@@ -234,5 +245,5 @@ def _fits(collective: Collective, allowance: Allowance, anywhere: bool) -> bool:
 
 
 def _elements(collective: Collective) -> int:
-    assert collective.elements is not None  # what runs has sizes
+    assert collective.elements is not None  # only graphs have symbolic sizes
     return collective.elements

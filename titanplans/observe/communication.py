@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from titanplans.apply.apply import AppliedPlan
 from titanplans.errors import PlanError
-from titanplans.observe.bound import Allowance, Allowances, bound, exceeding, noted_calls, part_of
+from titanplans.observe.bound import Allowance, Allowances, bound, exceeding, record_calls, part_of
 from titanplans.observe.by_tokens import FullSequenceGathers, full_sequence_gathers
 from titanplans.observe.operators import Collective
 from titanplans.observe.recorder import record_collectives
@@ -161,7 +161,7 @@ def count_communication(
         PlanError: activations are checkpointed.
         NotImplementedError: an operator that communicates is not in the table of `operators`.
     """
-    with record_collectives(model) as record, noted_calls(model, applied) as calls:
+    with record_collectives(model) as record, record_calls(model, applied) as calls:
         run()
     if record.failure is not None:
         raise NotImplementedError(record.failure)  # an incomplete record proves nothing

@@ -1,9 +1,8 @@
-"""Blocks that were to be compiled: their graphs, graph breaks and recompilations, and code that ran eagerly.
+"""Checks that compiled blocks ran compiled, and counts of their graphs, graph breaks and recompilations.
 
-torch.compile gives up in silence or with a warning: switched off by an environment variable, an error that is
-suppressed, the limit of recompilations, a compiled module that was replaced by another. Here three of torch's own
-accounts are read: whether the compiled call was called (`places`), the compiler's own count of graphs while the block
-ran, and at each later frame whether compiled code was found.
+torch.compile falls back to eager silently or with a warning: if an environment variable disables it, an error is suppressed,
+the recompilation limit is reached, or a compiled module is replaced. Three sources show it: calls of the compiled function
+(`ModuleTracker`), torch's counters while a block runs, and the guard hook, which tells whether compiled code was found.
 """
 
 import re
@@ -26,13 +25,13 @@ from titanplans.torch_private.compile import (
 from titanplans.torch_private.modules import ActivationWrapper, checkpointed, compiled_call
 
 _EVERY_COMPILATION = 1_000_000
-"""How many of its compilations torch is to remember meanwhile; by itself 64."""
+"""Number of compilations that torch keeps metrics of during a recording. The default, 64, would drop some."""
 
 _AT_BREAKS = ("Unsupported", "SkipFrame")
-"""Code next to a graph break that the compiler can't trace: it has to run eagerly."""
+"""Types of failures that are expected at a graph break: code there can't be traced, and has to run eagerly."""
 
 _LIMIT = "Dynamo recompile limit exceeded"
-_AFTER = "replace, copy or wrap a block before it is compiled, not after; or switch compile off"
+_REMEDY = "replace, copy or wrap a block before it is compiled, not after; or switch compile off"
 
 
 @dataclass
@@ -40,113 +39,115 @@ class Compilation:
     """The compiler's work while one module ran."""
 
     graphs: int = 0
-    """That were made. A block that is like one before needs none of its own."""
+    """Number of new graphs. A block may run the graphs of an earlier block that is like it."""
 
-    found: int = 0
-    """Pieces of code for which something compiled before was found, and ran. Some may hold no graph."""
+    cache_hits: int = 0
+    """Number of frames for which earlier compiled code was found and ran. Some may have no graph."""
 
     recompilations: int = 0
 
     breaks: Counter[str] = field(default_factory=Counter)
-    """Reasons why graphs ended before the block did, as often as they were met while it was traced."""
+    """Number of graph breaks by reason."""
 
     failures: list[str] = field(default_factory=list)
-    """Reasons why pieces of code were not compiled and ran eagerly."""
+    """Reasons why frames were not compiled and ran eagerly."""
 
     @property
     def eager(self) -> str | None:
-        """Why the block ran eagerly, or something in it that could have been compiled; None if nothing did."""
+        """Why the block, or code in it that could have been compiled, ran eagerly; None if none did."""
         if serious := [failure for failure in self.failures if not failure.startswith(_AT_BREAKS)]:
             return f"torch.compile gave up: {serious[0]}"
-        if self.graphs or self.found:
+        if self.graphs or self.cache_hits:
             return None
         return (
-            "torch.compile made no graph of it: see that neither TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE nor a "
-            "stance switches it off, and that its forward is not marked torch.compiler.disable"
+            "torch.compile made no graph of it: check that it is not disabled by TORCH_COMPILE_DISABLE, "
+            "TORCHDYNAMO_DISABLE or a stance, and that its forward is not marked torch.compiler.disable"
         )
 
 
 class CompileRecord:
-    """The compiler's work by module, under None outside of the model; made by `record_compilation`."""
+    """The compiler's work by module; None: outside of the model. Made by `record_compilation`."""
 
     def __init__(self) -> None:
         self.by_module: dict[str | None, Compilation] = {}
-        self._booked = _counted()
+        self._previous = _totals()
 
     def of(self, module: str | None) -> Compilation:
-        """Return the module's entry."""
+        """Return the entry of `module`, created if there is none."""
         return self.by_module.setdefault(module, Compilation())
 
-    def book(self, module: str | None) -> None:
-        """Book on `module` what torch has counted since the last time."""
-        counted = _counted()
-        if counted == self._booked:
+    def assign(self, module: str | None) -> None:
+        """Assign to `module` the work that torch has counted since the last call."""
+        totals = _totals()
+        if totals == self._previous:
             return
-        (graphs, compiled, breaks), before = counted, self._booked
+        (graphs, compiled, breaks), before = totals, self._previous
         entry = self.of(module)
         entry.graphs += graphs - before[0]
         for why, count in (breaks - before[2]).items():
             entry.breaks[_short(why)] += count
-        for made in compiled[len(before[1]) :]:
-            if made.fail_type is not None:
-                why = str(made.fail_reason)
-                kind = "RecompileLimitExceeded" if why.startswith(_LIMIT) else made.fail_type
+        for metrics in compiled[len(before[1]) :]:
+            if metrics.fail_type is not None:
+                why = str(metrics.fail_reason)
+                kind = "RecompileLimitExceeded" if why.startswith(_LIMIT) else metrics.fail_type
                 entry.failures.append(f"{kind}: {' '.join(why.split(chr(10))[:2])}".strip())
-            elif made.has_guarded_code and not str(made.compile_id).endswith("/0"):
+            # Ids of compilations are frame/count, so a first compilation ends in /0.
+            elif metrics.has_guarded_code and not str(metrics.compile_id).endswith("/0"):
                 entry.recompilations += 1
-        self._booked = counted
+        self._previous = totals
 
     def outside(self, blocks: Iterable[str]) -> Compilation:
-        """Return the compiler's work outside of `blocks`, in the model or not: the head may compute the loss."""
+        """Return the graphs and cache hits outside of `blocks`. Modules count too, since the head may compute the loss."""
         inside = tuple(f"{block}." for block in blocks)
         entries = [e for name, e in self.by_module.items() if not f"{name}.".startswith(inside)]
-        return Compilation(sum(e.graphs for e in entries), sum(e.found for e in entries))
+        return Compilation(sum(e.graphs for e in entries), sum(e.cache_hits for e in entries))
 
 
 @contextmanager
 def record_compilation(places: ModuleTracker) -> Iterator[CompileRecord]:
-    """Record the compiler's work in the step that `places` follows."""
+    """Record the compiler's work in the step that `places` tracks."""
     remember_compilations(_EVERY_COMPILATION)
     record = CompileRecord()
     previous: Any = None
 
     def guards_checked(found: bool) -> bool:
-        record.of(places.module).found += found
+        record.of(places.module).cache_hits += found
         return found if previous is None else previous(found)
 
-    places.on_change = record.book
+    # The module changes after its work is counted, so work is assigned before each change.
+    places.on_change = record.assign
     previous = set_guard_hook(guards_checked)
     try:
         yield record
     finally:
         set_guard_hook(previous)
-        record.book(places.module)
+        record.assign(places.module)
         remember_compilations(None)
 
 
 def is_compiled(block: nn.Module) -> bool:
-    """Whether `block`, or what activation checkpointing has wrapped, has a compiled call."""
+    """Whether `block`, or the module that activation checkpointing wrapped in it, has a compiled call."""
     inner = checkpointed(block) if isinstance(block, ActivationWrapper) else block
     return compiled_call(block) is not None or compiled_call(inner) is not None
 
 
 def check_still_compiled(model: nn.Module, blocks: Iterable[str]) -> None:
-    """Raise ParallelError if one of `blocks`, all compiled, has lost its compiled call."""
+    """Raise a ParallelError if one of `blocks`, which were compiled, has no compiled call any more."""
     if lost := [block for block in blocks if not is_compiled(model.get_submodule(block))]:
-        raise ParallelError(f"compile: {lost[0]} was to be compiled, but has no compiled call: {_AFTER}")
+        raise ParallelError(f"compile: {lost[0]} was to be compiled, but has no compiled call: {_REMEDY}")
 
 
 def check_compiled(
     blocks: Iterable[str], optional: Sequence[str], places: ModuleTracker, record: CompileRecord
 ) -> None:
-    """Raise ParallelError if one of `blocks`, all to be compiled, ran eagerly in the recorded step.
+    """Raise a ParallelError if one of `blocks`, which were compiled, ran eagerly in the recorded step.
 
-    Those in `optional` may not run at all: a vision tower's, to which no image came.
+    Blocks in `optional` need not run at all, such as those of a vision tower in a batch without images.
     """
     for name in blocks:
         why = None
         if not places.compiled_calls[name] and (places.calls[name] or name not in optional):
-            why = f"its compiled form was never called: {_AFTER}"
+            why = f"its compiled form was never called: {_REMEDY}"
         elif places.calls[name] and (eager := record.of(name).eager) is not None:
             why = f"{eager}; or switch compile off"
         if why is not None:
@@ -154,28 +155,28 @@ def check_compiled(
 
 
 def check_outside_blocks(record: CompileRecord, components: Sequence[str], blocks: Iterable[str]) -> None:
-    """Raise ParallelError if fewer graphs ran outside of `blocks` than there are `components`: the loss, the optimizer.
+    """Raise a ParallelError if fewer graphs ran outside of `blocks` than there are `components` (loss, optimizer).
 
-    Which of the two a graph is of is not known; each is one graph at least.
+    Each component is at least one graph. Which component a graph belongs to is not known.
     """
     outside = record.outside(blocks)
-    if outside.graphs + outside.found < len(components):
+    if outside.graphs + outside.cache_hits < len(components):
         raise ParallelError(
             f"compile.components has {' and '.join(components)}, but outside the blocks {outside.graphs} graphs were made: "
-            "train with the results of prepare_loss and prepare_optimizer, and see that torch.compile is not switched "
-            "off; or remove them from components"
+            "train with the results of prepare_loss and prepare_optimizer and check that torch.compile is not disabled, or "
+            "remove them from components"
         )
 
 
-def _counted() -> tuple[int, list[Any], Counter[str]]:
-    """The graphs, the compilations and the graph breaks that torch has counted so far."""
+def _totals() -> tuple[int, list[Any], Counter[str]]:
+    """Return torch's number of graphs, its metrics of compilations, and its graph breaks by reason, all since the start."""
     counters = compiler_counters()
     return counters["stats"]["unique_graphs"], compilations(), Counter(counters["graph_break"])
 
 
 def _short(why: str) -> str:
-    """The compiler's reason for a graph break on one line: its name, and the code there."""
-    what, _, rest = why.partition("\n")
+    """Return the reason for a graph break on one line: Dynamo's name for it, and the code."""
+    name, _, rest = why.partition("\n")
     where = rest.partition("Developer debug context:")[2].strip().partition("\n")[0]
     where = re.sub(r" at 0x[0-9a-f]+", "", where)
-    return f"{what}: {where}" if where else what
+    return f"{name}: {where}" if where else name

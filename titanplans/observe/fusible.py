@@ -1,10 +1,7 @@
-"""What async tensor parallelism would fuse: the graphs of a split model's blocks as inductor would finish them, on no GPU.
+"""Which collectives async tensor parallelism would fuse with matrix products, found without a GPU. Start at `capture`.
 
-The ranks do not exist (`titanplans.proof.ranks.fake.fake_ranks`), the model is on the CPU. Each block is compiled by
-dynamo, AOTAutograd and inductor as in training, partitioner, decompositions and passes included, up to the point
-where inductor would write kernels: its pass that fuses runs on the graph. In place of kernels the graph as it was
-before its passes runs on the CPU, so that the backward is captured too, and code between graphs gets values.
-The pass asks for NCCL and for symmetric memory; for its duration it is told that both are there.
+The ranks are fake (`titanplans.proof.ranks.fake.fake_ranks`), and the model is on the CPU. Each block goes through Dynamo,
+AOTAutograd and all passes of Inductor as in training, including the pass that fuses, but Inductor generates no kernels.
 """
 
 import copy
@@ -51,31 +48,31 @@ from titanplans.torch_private.distributed import pretend_symmetric_memory
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one collective of a block: a gather, a scatter, or a reduction of more than one number."""
+    """Whether and how one collective of a block is fused. All-reduces by minimum, of float8 scales, have no verdict."""
 
     operation: str
     backward: bool
 
     module: str
-    """The module within the block that issues it; "" if dynamo noted none."""
+    """The module within the block that issues it; "" if Dynamo recorded none, or it is the block itself."""
 
     fused: bool
 
     products: tuple[str, ...]
-    """Modules whose products it is fused with, or stands next to."""
+    """Modules whose products it is fused with, or is next to in the graph."""
 
     overlapped: tuple[str, ...]
-    """Modules whose products run between it and its wait, where it is not fused."""
+    """Modules whose products run between it and its wait, if it is not fused."""
 
     obstacle: str
-    """Why it is not fused, or which products next to it are not; "" for neither."""
+    """Why it is not fused, or which adjacent products are not fused with it; "" if all are."""
 
     possible: bool
-    """Whether it is fused, or would be in another graph; False: torch's pass does not support it."""
+    """Whether it is fused, or could be if the graph were different. False: torch's pass does not support it."""
 
     @property
     def hidden(self) -> bool:
-        """Whether products run meanwhile: it is fused with them, or overlapped."""
+        """Whether matrix products hide it: it is fused with them, or overlaps them."""
         return self.fused or bool(self.overlapped)
 
 
@@ -83,7 +80,7 @@ class Graph(NamedTuple):
     """One graph of a block."""
 
     number: int
-    """Forward and backward of the same code share it; in the order of the forward."""
+    """Inductor's id of the graph, in the order of the forward. The forward and the backward of the same code share it."""
     backward: bool
     verdicts: tuple[Verdict, ...]
 
@@ -96,17 +93,17 @@ def capture(
     prepare: Callable[[nn.Module], bool] = lambda block: True,
     install: Callable[[], None] = lambda: None,
 ) -> dict[str, list[Graph]]:
-    """Compile `blocks` of `model`, each by itself, and return their graphs: forward, then backward, as they are issued.
+    """Compile each of `blocks` separately, and return its forward and then its backward graphs, in the order of execution.
 
-    Without the gather of the gradient where the sharded stream begins: no product reads it.
+    The gather of the gradient at the beginning of the sharded stream is left out, since no product uses it.
 
     Args:
-        model: split by its plan over ranks that do not exist, on the CPU, prepared by `async_tp.prepare`.
+        model: split by its plan over fake ranks, on the CPU, prepared by `async_tp.prepare`.
         blocks: fully qualified names.
-        run: runs forward and backward.
+        run: runs a forward and a backward of the model.
         group: name of the TP group.
-        prepare: prepares a block for its compilation, and returns whether it is to be one graph.
-        install: adds hooks to inductor's; they are gone afterwards.
+        prepare: prepares a block for compilation, and returns whether it must be one graph.
+        install: adds passes to Inductor, which are removed afterwards.
     """
     backends = {}
     with _as_under_async_tp(group):
@@ -114,7 +111,7 @@ def capture(
         for name in blocks:
             block = model.get_submodule(name)
             modules = {str(id(module)): path for path, module in block.named_modules()}
-            # Blocks with different backends are compiled apart, also where their code is the same.
+            # Dynamo does not share compiled code between different backends, so each block gets graphs of its own.
             backends[name] = _Capture(modules)
             block.compile(backend=backends[name], fullgraph=prepare(block))
         run()
@@ -122,29 +119,29 @@ def capture(
 
 
 def graph_breaks() -> dict[str, int]:
-    """Return where dynamo has ended graphs since the last `capture` began, and how often."""
-    found: dict[str, int] = {}
-    for reason, number in compiler_counters()["graph_break"].items():
+    """Return the number of graph breaks since the last `capture` began, by function, or else by Dynamo's reason."""
+    breaks: dict[str, int] = {}
+    for reason, count in compiler_counters()["graph_break"].items():
         function = re.search(r"<function ([\w.<>]+) at ", reason)
-        words = function[1] if function else reason.splitlines()[0]
-        found[words] = found.get(words, 0) + number
-    return found
+        cause = function[1] if function else reason.splitlines()[0]
+        breaks[cause] = breaks.get(cause, 0) + count
+    return breaks
 
 
 def _in_order(graphs: Sequence[Graph]) -> list[Graph]:
-    # The stream begins in a hook, whose graph communicates in its backward alone.
-    silent = {g.number for g in graphs if not g.backward and not g.verdicts}
-    begins = silent & {g.number for g in graphs if g.verdicts}
-    held = [g for g in graphs if g.number not in begins]
-    return sorted(held, key=lambda g: (g.backward, -g.number if g.backward else g.number))
+    # Leave out the hook in which the stream begins. Its graph is the one that communicates only in the backward.
+    forwards_without = {g.number for g in graphs if not g.backward and not g.verdicts}
+    stream_begins = forwards_without & {g.number for g in graphs if g.verdicts}
+    others = [g for g in graphs if g.number not in stream_begins]
+    return sorted(others, key=lambda g: (g.backward, -g.number if g.backward else g.number))
 
 
 class _Capture:
-    """A backend: inductor up to its passes."""
+    """A backend of torch.compile: Inductor, including its passes, without code generation."""
 
     def __init__(self, modules: Mapping[str, str]):
         self.modules = modules
-        """By `str(id(module))`, as dynamo notes them, each module's name within the block."""
+        """The name of each module within the block, by `str(id(module))`, which Dynamo records in `nn_module_stack`."""
         self.graphs: list[Graph] = []
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -152,11 +149,12 @@ class _Capture:
 
     def _finish(self, module: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         stages = inductor_stages()
-        stages.view_to_reshape(module)  # as inductor does
+        stages.view_to_reshape(module)  # as Inductor does before its passes
         with torch.no_grad():
             fake = stages.fake_tensor_prop(module, list(inputs))
-        made = stages.make_boxed_func(partial(_run_alone, copy.deepcopy(module)))
-        # But for the scales of float8, which are reduced by minimum.
+        # The graph runs as it was before the passes, so that the backward is captured and code between graphs gets values.
+        runnable = stages.make_boxed_func(partial(_run_on_one_rank, copy.deepcopy(module)))
+        # Without the scales of float8, which are reduced by minimum.
         collectives = [n for n in module.graph.nodes if operation(n) is not None and n.args[1:2] != ("min",)]
         adjacent = {
             node: [
@@ -169,59 +167,59 @@ class _Capture:
         with stages.V.set_fake_mode(fake):
             stages.post_grad_passes(module, is_inference=options.get("is_inference", False))
         backward = is_backward(module.graph)
-        found = tuple(self._verdict(node, adjacent[node], backward) for node in collectives)
-        self.graphs.append(Graph(options.get("graph_id") or 0, backward, found))
-        return made
+        verdicts = tuple(self._verdict(node, adjacent[node], backward) for node in collectives)
+        self.graphs.append(Graph(options.get("graph_id") or 0, backward, verdicts))
+        return runnable
 
     def _verdict(self, node: torch.fx.Node, adjacent: Sequence[torch.fx.Node], backward: bool) -> Verdict:
         issued = str(operation(node))
         products = self._of(p for p in adjacent if is_erased(p))
         if is_erased(node):
-            left = self._of(p for p in adjacent if not is_erased(p))
-            rest = f"not with {', '.join(left)}" if left else ""
-            return Verdict(issued, backward, self._module(node), True, products, (), rest, True)
+            unfused = self._of(p for p in adjacent if not is_erased(p))
+            obstacle = f"not with {', '.join(unfused)}" if unfused else ""
+            return Verdict(issued, backward, self._module(node), True, products, (), obstacle, True)
         obstacle, possible = "fused, but also issued separately for the backward", True
         if not products:
             products, obstacle, possible = self._obstacle(node)
-        meanwhile = self._of(overlapped(node))
-        return Verdict(issued, backward, self._module(node), False, products, meanwhile, obstacle, possible)
+        hiding = self._of(overlapped(node))
+        return Verdict(issued, backward, self._module(node), False, products, hiding, obstacle, possible)
 
     def _obstacle(self, node: torch.fx.Node) -> tuple[tuple[str, ...], str, bool]:
-        """Return the products next to a collective, why it is not fused, and whether that could be otherwise."""
+        """Return the products next to a collective, why it is not fused, and whether it could be in another graph."""
         issued = str(operation(node))
         if issued not in ("all_gather", "reduce_scatter"):
             return (), f"{issued.replace('_', '-')}, which is never fused", False
         if issued == "reduce_scatter" and len(terms := summed_products(edge(node))) > 1:
             products = self._of(terms)
             return products, f"a sum of {len(terms)} products ({', '.join(products)})", False
-        if not (found := neighbours(node)):
-            return (), "a graph break parts it from its product", True
-        nearest = [chain.product for chain in found if len(chain.steps) == len(found[0].steps)]
-        steps = [name if "norm" in (name := self._module(n)).lower() else name_of(n) for n in found[0].steps]
-        if (kind := name_of(found[0].product)) != "mm":
+        if not (chains := neighbours(node)):
+            return (), "a graph break separates it from its product", True
+        nearest = [chain.product for chain in chains if len(chain.steps) == len(chains[0].steps)]
+        steps = [name if "norm" in (name := self._module(n)).lower() else name_of(n) for n in chains[0].steps]
+        if (kind := name_of(chains[0].product)) != "mm":
             steps.append(kind)
         products, between = self._of(nearest), ", ".join(dict.fromkeys(steps)) or "nothing"
         return products, f"{between} between it and {', '.join(products) or 'its product'}", True
 
     def _module(self, node: torch.fx.Node) -> str:
-        """Return the innermost module's name within the block; "" for the block's own, or if it is not known."""
+        """Return the name of a node's innermost module within the block; "" for the block, or if it is not recorded."""
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
         keys = (str(key).partition("@")[0] for key in reversed(stack))
         return next((self.modules[key] for key in keys if key in self.modules), "")
 
     def _of(self, nodes: Iterable[torch.fx.Node]) -> tuple[str, ...]:
-        """Return the modules of products, each once, in the block's order."""
-        those = {self._module(node) for node in nodes if is_long(node)} - {""}
-        return tuple(name for name in self.modules.values() if name in those)
+        """Return the names of the modules of products, each once, in the order of the block."""
+        names = {self._module(node) for node in nodes if is_long(node)} - {""}
+        return tuple(name for name in self.modules.values() if name in names)
 
 
-def _run_alone(module: torch.fx.GraphModule, *inputs: Any) -> Any:
-    with _Alone():
+def _run_on_one_rank(module: torch.fx.GraphModule, *inputs: Any) -> Any:
+    with _OneRank():
         return module(*inputs)
 
 
-class _Alone(TorchDispatchMode):
-    """Collectives without other ranks: each holds this rank's values, and adds zero."""
+class _OneRank(TorchDispatchMode):
+    """Runs collectives without other ranks, as if the others had this rank's values in a gather, and zeros in a sum."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         issued = operation_of(func)
@@ -238,10 +236,11 @@ class _Alone(TorchDispatchMode):
 
 @contextmanager
 def _as_under_async_tp(group: str) -> Iterator[None]:
-    """Compile as with async TP switched on for `group`, from a clean slate, and leave no trace."""
+    """In the body, compile with async TP for `group` and without caches. Restore all settings afterwards."""
     nccl = dist.is_nccl_available
     with ExitStack() as stack:
-        # `prepare` may set the one for good; blocks are compiled apart, so often.
+        # `nested_graph_breaks` is patched with its current value so that it is restored, because `prepare` may set it. The
+        # limit is raised because the code that blocks share is compiled again for each block.
         stack.enter_context(
             dynamo_config().patch(
                 nested_graph_breaks=dynamo_config().nested_graph_breaks, recompile_limit=1000
@@ -256,8 +255,9 @@ def _as_under_async_tp(group: str) -> Iterator[None]:
         compiler_counters()["graph_break"].clear()
         log = logging.getLogger("torch._inductor.fx_passes.micro_pipeline_tp")
         stack.callback(log.setLevel, log.level)
-        log.setLevel(logging.ERROR)  # a warning for each graph without collectives
+        log.setLevel(logging.ERROR)  # it warns about each graph without collectives
         stack.callback(torch.compiler.reset)
+        # The pass fuses only if NCCL and symmetric memory are available.
         stack.callback(setattr, dist, "is_nccl_available", nccl)
         dist.is_nccl_available = lambda: True
         yield

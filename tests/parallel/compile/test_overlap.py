@@ -16,7 +16,7 @@ from tests import zoo
 from titanplans import apply_plan
 from titanplans.cli.async_tp import graphs_end_as_on_a_gpu, prepare_block
 from titanplans.observe.chains import name_of, operation, overlapped, wait_of
-from titanplans.observe.fusible import _Alone, capture
+from titanplans.observe.fusible import _OneRank, capture
 from titanplans.parallel.compile import async_tp
 from titanplans.proof.ranks.fake import fake_ranks
 
@@ -39,7 +39,7 @@ class Hook(CustomGraphPass):
         return None
 
 
-class Alone(_Alone):
+class Alone(_OneRank):
     """With the functions that torch has for devices without symmetric memory."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -97,7 +97,7 @@ def test_fused_and_overlapped_graphs_compute_the_same(name):
     names = []
     for before, after in graphs(name):
         inputs = list(values(before))
-        with _Alone():
+        with _OneRank():
             expected = before(*inputs)
         with Alone():
             found = after(*inputs)
