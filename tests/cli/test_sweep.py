@@ -17,7 +17,7 @@ from tests.support.paths import ROOT
 from tests.support.refusals import refusal
 from titanplans.cli import sweep as command
 from titanplans.cli.main import main
-from titanplans.cli.sweep import FIGURES, Header, read_figures, read_sweep, write_tables
+from titanplans.cli.sweep import METRICS, Header, read_cell_metrics, read_sweep, write_tables
 from titanplans.config import ConfigError, load_job
 
 BASE = """
@@ -126,18 +126,18 @@ def test_values_of_every_kind_reach_the_job(write):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "no cell: give [grid]"),
+        ("", "there are no cells: add a [grid]"),
         ("[grid]\ntraining.steps = 3", "[grid] training.steps = 3: expected a list"),
         ("[grid]\ntraining.stepz = [3]", "--training.stepz: no such key; did you mean training.steps?"),
         ("[grid]\ntraining.steps = [0]", "--training.steps 0: expected"),
-        ("[grid]\ntraining.steps = [3, 3]", 'cell "training.steps=3": two have it'),
-        ("[[cells]]\nname = 'x'\n[[cells]]\nname = 'x'", 'cell "x": two have it'),
-        ("[[cells]]\ntraining.steps = 3", "[[cells]] 1, name is missing"),
-        ("[[cells]]\nname = '../x'", 'cell "../x": it is a folder\'s'),
+        ("[grid]\ntraining.steps = [3, 3]", 'cell "training.steps=3": two cells have this name'),
+        ("[[cells]]\nname = 'x'\n[[cells]]\nname = 'x'", 'cell "x": two cells have this name'),
+        ("[[cells]]\ntraining.steps = 3", "[[cells]] 1 has no name"),
+        ("[[cells]]\nname = '../x'", 'cell "../x": a folder is named so'),
         ("[cells]\nname = 'x'", "expected a list of tables"),
-        (ONE + "[set]\ntraining.steps = 3", "training.steps varies in [grid], and [set]"),
-        (ONE + "[set]\njob.dump_folder = 'x'", "job.dump_folder: each cell has its own"),
-        (ONE + "[set]\nmetrics.enable_jsonl = false", "the table is made from it"),
+        (ONE + "[set]\ntraining.steps = 3", "training.steps is in both [grid] and [set]"),
+        (ONE + "[set]\njob.dump_folder = 'x'", "job.dump_folder: each cell has a separate folder"),
+        (ONE + "[set]\nmetrics.enable_jsonl = false", "the table is made from this file"),
         (ONE + "[set]\ndebug.seed = 'none'", "debug.seed is unset in cell training.steps=1"),
         (ONE + "[set]\ntraining.data_probs = '1,2'", "--training.data_probs = \"1,2\" is not supported"),
         (ONE + "[training]\nsteps = 3", "no such option; there are sweep, set, grid"),
@@ -322,20 +322,20 @@ def test_figures_of_a_run(tmp_path):
     (tmp_path / "parallelism.json").write_text(json.dumps(report))
     # tokens/s: the median of 400, 500 and 600, as the interval 3-4 begins after step 2.
     values = (2, 7.0, 2.0, 3.5, 500.0, 0.7, 0, 7.0)
-    assert read_figures(tmp_path, skip_steps=2) == dict(zip(FIGURES, values, strict=True))
+    assert read_cell_metrics(tmp_path, skip_steps=2) == dict(zip(METRICS, values, strict=True))
 
 
 def test_peak_memory_is_the_largest_ranks(tmp_path):
     for rank, memory in enumerate([0.5, 0.6, 0.4]):
         write_rows(tmp_path / f"rank_{rank}" / "metrics.jsonl", rows_of([1, 2], memory))
-    assert read_figures(tmp_path, skip_steps=1)["peak memory, GiB"] == 0.6
+    assert read_cell_metrics(tmp_path, skip_steps=1)["peak memory, GiB"] == 0.6
 
 
 def test_a_figure_that_was_not_logged_is_missing_and_no_0(tmp_path):
-    assert read_figures(tmp_path, skip_steps=1) == {}
+    assert read_cell_metrics(tmp_path, skip_steps=1) == {}
     write_rows(tmp_path / "metrics.jsonl", rows_of([1, 2]))
     (tmp_path / "parallelism.json").write_text('{"world_size": 2, "step": null}')
-    figures = read_figures(tmp_path, skip_steps=5)
+    figures = read_cell_metrics(tmp_path, skip_steps=5)
     assert "tokens/s" not in figures
     assert "collectives a step" not in figures
 
@@ -363,5 +363,7 @@ def test_a_record_of_another_release_is_read_as_far_as_it_goes(write):
     assert cell.read()["state"] == "finished"
     for text in ("{", "3", '{"cell": "of another release"}'):
         path.write_text(text)
-        with pytest.raises(ConfigError, match=r"cell\.json is no record of a cell .*; remove its folder"):
+        with pytest.raises(
+            ConfigError, match=r"cell\.json is not the record of a cell .*: remove its folder"
+        ):
             cell.read()

@@ -1,12 +1,12 @@
-"""`titanplans sweep`: a grid of jobs from a TOML file, one after another, and a table of their results.
+"""`titanplans sweep`: run a grid of jobs from a TOML file, one after another, and write a table of their results.
 
-A cell is a job with a folder of its own, in a `titanplans train` process: it locks its folder, resumes and ends as any job.
-Read from the top: the file, its cells, running them, what they measured, the table. Exit status:
+A cell is one job, run by `titanplans train` in a separate process and folder, so it locks its folder and resumes like any
+job. Start at `main`. Exit status:
 
-    0          every cell finished or was refused, and one at least finished
-    1          a cell failed; the others have been run
-    2          every cell was refused; or the file or the folder can't be used as it is, and nothing was run
-    128 + N    stopped by signal N; the same command goes on
+    0          every cell finished or was refused, and at least one finished
+    1          a cell failed; the other cells were run
+    2          every cell was refused; or the file or the folder can't be used, and nothing was run
+    128 + N    stopped by signal N; run the same command to continue
 """
 
 import argparse
@@ -43,34 +43,38 @@ from titanplans.training.launch.signals import stop_on_signals
 from titanplans.training.trainer.jsonl import FILE_NAME, read_metrics
 
 TRAIN = [sys.executable, "-m", "titanplans", "train"]
-"""What a cell's arguments are appended to."""
+"""The command that a cell's arguments are appended to."""
 RECORD, LOG = "cell.json", "log.txt"
-_OWNED = {"job.dump_folder": "each cell has its own", "metrics.enable_jsonl": "the table is made from it"}
-_SECONDS_TO_STOP = 20.0  # a job ends within some 10 s of a signal; then it is killed
-_FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{,199}")  # file systems take 255 bytes
+_SET_BY_SWEEP = {
+    "job.dump_folder": "each cell has a separate folder",
+    "metrics.enable_jsonl": "the table is made from this file",
+}
+"""Keys that a sweep file may not set, and why."""
+_SECONDS_TO_STOP = 20.0  # a job ends about 10 s after a signal; after this time it is killed
+_FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{,199}")  # file systems allow 255 bytes
 
 
 class Header(Options, section="sweep"):
     """[sweep]."""
 
     base: FilePath = "."
-    """The job that is varied: the path of its TOML, from the folder where the command is started. Required."""
+    """Path of the base job's TOML, relative to the folder where the command is started. Required."""
 
     dump_folder: FilePath | None = None
-    """Folder for the cells and the tables; None: "outputs/" and the file's name."""
+    """Folder for the cells and the tables. None: "outputs/" and the name of the sweep file."""
 
     description: str = ""
     """What the experiment is for; printed above the table."""
 
     time_limit_seconds: PositiveFloat | None = None
-    """After how many seconds a cell is stopped, and has failed; None: never."""
+    """Time after which a cell is stopped and counts as failed. None: no limit."""
 
     timing_skip_steps: NaturalInt = 3
-    """Steps at the start of a cell that don't count for tokens/s."""
+    """Number of first steps of a cell that tokens/s leaves out."""
 
 
 class SweepFile(Options):
-    """The tables of a sweep file, whose keys are a job's."""
+    """The tables of a sweep file. Their keys, except for [sweep], are those of a job."""
 
     sweep: Header = Header()
     set: dict[str, Any] = Field(default_factory=dict)
@@ -80,7 +84,7 @@ class SweepFile(Options):
 
 @dataclass
 class Cell:
-    """One job of a sweep: what it has over the base job, its command's arguments, and every key of the job."""
+    """One job of a sweep: its changes to the base job, the arguments of its command, and all values of the job."""
 
     name: str
     settings: dict[str, Any]
@@ -88,31 +92,31 @@ class Cell:
     arguments: list[str]
     job: dict[str, Any] = field(default_factory=dict)
     refusal: str = ""
-    """Why its settings are none of a job."""
+    """Why the settings make no valid job; "" if they do."""
 
     def read(self) -> dict[str, Any]:
-        """Return its record: "state" (finished, failed, refused), "reason", "seconds", "job"; {} if it was not run.
+        """Return the cell's record: "state" (finished, failed, refused), "reason", "seconds", "job"; {} if it was not run.
 
         Raises:
-            ConfigError: it was run with other settings, or the record is not one of this release.
+            ConfigError: the cell was run with other settings, or its record can't be read.
         """
         path = self.folder / RECORD
         try:
             record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-            before = record["job"] if record else {}
+            previous = record["job"] if record else {}
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path} is no record of a cell ({error}); remove its folder") from error
-        # Of a refused cell nothing was trained. A key that another release lacks is passed over.
-        differing = describe_changes(before, self.job, ignored=before.keys() ^ self.job.keys())
-        if differing and record["state"] != "refused":
+            raise ConfigError(f"{path} is not the record of a cell ({error}): remove its folder") from error
+        # A refused cell trained nothing, so it may change. Keys that only one of two releases has are ignored.
+        changes = describe_changes(previous, self.job, ignored=previous.keys() ^ self.job.keys())
+        if changes and record["state"] != "refused":
             raise ConfigError(
-                f"cell {self.name} was run with other settings ({differing}): remove {self.folder} to run it again, or name "
+                f"cell {self.name} was run with other settings ({changes}): remove {self.folder} to run it again, or set "
                 "another [sweep] dump_folder"
             )
         return record
 
     def write(self, state: str, reason: str, seconds: float) -> None:
-        """Write its record."""
+        """Write the cell's record."""
         record = {"state": state, "reason": reason, "seconds": round(seconds, 1), "job": self.job}
         write_atomically(
             self.folder / RECORD, json.dumps(record | {"command": self.command}, indent=1) + "\n"
@@ -120,16 +124,16 @@ class Cell:
 
     @property
     def command(self) -> str:
-        """The command that runs this cell alone."""
+        """The command that runs only this cell."""
         return shlex.join(["titanplans", "train", *self.arguments])
 
 
 def read_sweep(path: str) -> tuple[Header, list[Cell]]:
-    """Read a sweep file; the cells of the grid come first, its last key varying fastest.
+    """Read a sweep file. Cells of the grid come first; the last key of the grid varies fastest.
 
     Raises:
-        ConfigError: it can't be read, there is no cell, two have one name, a job has no seed, without which losses would
-            differ by chance, or no cell is a job.
+        ConfigError: the file can't be read, there are no cells, two cells have the same name, no cell is a valid job, or a
+            job has no seed, so that losses would differ by chance.
     """
     try:
         file = SweepFile(**read_toml(Path(path), "sweep file"))
@@ -137,15 +141,19 @@ def read_sweep(path: str) -> tuple[Header, list[Cell]]:
         raise ConfigError(f"{path}: {error}") from None
     if "base" not in file.sweep.model_fields_set:
         raise ConfigError(
-            f'{path}: sweep.base is missing: the varied job, as base = "configs/gla_debug.toml"'
+            f'{path}: sweep.base is missing: set the base job, such as base = "configs/gla_debug.toml"'
         )
     folder, cells = Path(file.sweep.dump_folder or f"outputs/{Path(path).stem}"), {}
     for name, settings in _settings_by_name(file, path):
         if name in cells or not _FOLDER_NAME.fullmatch(name):
-            why = "two have it" if name in cells else "it is a folder's, of letters, digits and ._=,+-"
-            raise ConfigError(f'{path}: cell "{name}": {why}; name the cell in [[cells]]')
-        for key in settings.keys() & _OWNED.keys():
-            raise ConfigError(f"{path}: {key}: {_OWNED[key]}; leave it out")
+            why = (
+                "two cells have this name"
+                if name in cells
+                else "a folder is named so, and may have only letters, digits and ._=,+-"
+            )
+            raise ConfigError(f'{path}: cell "{name}": {why}: name the cell in [[cells]]')
+        for key in settings.keys() & _SET_BY_SWEEP.keys():
+            raise ConfigError(f"{path}: {key}: {_SET_BY_SWEEP[key]}: remove it")
         cell = cells[name] = Cell(name, settings, folder / name, [file.sweep.base])
         values = {"job.dump_folder": str(cell.folder), "metrics.enable_jsonl": True} | settings
         cell.arguments += [f"--{key}={_word(value)}" for key, value in values.items()]
@@ -156,11 +164,13 @@ def read_sweep(path: str) -> tuple[Header, list[Cell]]:
             continue
         if job.debug.seed is None:
             raise ConfigError(
-                f"{path}: debug.seed is unset in cell {name}; give it in [set], or in the base job"
+                f"{path}: debug.seed is unset in cell {name}: set it in [set] or in the base job"
             )
         cell.job = json.loads(json.dumps(dict(flatten(job.to_dict()))))
     if not cells:
-        raise ConfigError(f"{path}: no cell: give [grid] lists of values, or [[cells]] a name and settings")
+        raise ConfigError(
+            f"{path}: there are no cells: add a [grid] with lists of values, or [[cells]] with names"
+        )
     if all(cell.refusal for cell in cells.values()):
         raise ConfigError(f"{path}: {next(iter(cells.values())).refusal}")
     return file.sweep, list(cells.values())
@@ -170,35 +180,33 @@ def _settings_by_name(file: SweepFile, path: str) -> Iterator[tuple[str, dict[st
     fixed, grid = dict(flatten(file.set)), dict(flatten(file.grid))
     for key, values in grid.items():
         if key in fixed:
-            raise ConfigError(f"{path}: {key} varies in [grid], and [set] gives it, too; leave one out")
+            raise ConfigError(f"{path}: {key} is in both [grid] and [set]: remove one")
         if not isinstance(values, tuple) or not values:
             raise ConfigError(
-                f"{path}: [grid] {key} = {show(values)}: expected a list; for one value there is [set]"
+                f"{path}: [grid] {key} = {show(values)}: expected a list: use [set] for a single value"
             )
-    last = [key.name for key in keys().values()]
+    names = [key.name for key in keys().values()]
     for values in itertools.product(*grid.values()) if grid else ():
         point = dict(zip(grid, values, strict=True))
-        # A key's name without its section, where no other section has it.
-        short = {key: name if last.count(name := key.rpartition(".")[2]) == 1 else key for key in point}
+        # The key without its section, unless another section has a key of that name.
+        short = {key: name if names.count(name := key.rpartition(".")[2]) == 1 else key for key in point}
         words = {key: re.sub(r"[^A-Za-z0-9._+-]+", "-", _word(point[key])).strip("-") for key in point}
         yield ",".join(f"{short[key]}={words[key]}" for key in point), fixed | point
-    for number, table in enumerate(file.cells, 1):
+    for index, table in enumerate(file.cells, 1):
         if not isinstance(name := table.get("name"), str):
-            raise ConfigError(
-                f'{path}: [[cells]] {number}, name is missing; give it one, as name = "compiled"'
-            )
+            raise ConfigError(f'{path}: [[cells]] {index} has no name: add one, such as name = "compiled"')
         yield name, fixed | dict(flatten({key: value for key, value in table.items() if key != "name"}))
 
 
 def _word(value: Any) -> str:
-    """Return a value of TOML as a word of the command line."""
+    """Return a TOML value as a command-line argument."""
     return value if isinstance(value, str) else show(value)
 
 
 def run(cell: Cell, time_limit: float | None) -> tuple[str, str]:
-    """Run a cell's job; return its state, and why it did not finish. A signal that stops the sweep stops the job."""
+    """Run a cell's job; return its state, and the reason why it did not finish. Signals to the sweep also stop the job."""
     with (cell.folder / LOG).open("a+", encoding="utf-8", errors="replace") as log:
-        begin = log.tell()  # after what earlier runs have said
+        begin = log.tell()  # earlier runs wrote to the same log
         process = subprocess.Popen(
             [*TRAIN, *cell.arguments],
             stdin=subprocess.DEVNULL,
@@ -221,7 +229,7 @@ def run(cell: Cell, time_limit: float | None) -> tuple[str, str]:
 
 
 def _stop(process: subprocess.Popen) -> None:
-    """End a job that has not ended by itself; its ranks end with it."""
+    """End the job and its ranks, if it still runs."""
     process.terminate()
     try:
         process.wait(_SECONDS_TO_STOP)
@@ -230,9 +238,9 @@ def _stop(process: subprocess.Popen) -> None:
         process.wait()
 
 
-FIGURES = {
+METRICS = {
     "ranks": ",.0f",
-    "first loss": ".5f",  # nats per token, as all losses
+    "first loss": ".5f",  # losses are in nats per token
     "last loss": ".5f",
     "validation loss": ".5f",
     "tokens/s": ",.0f",
@@ -240,25 +248,26 @@ FIGURES = {
     "collectives a step": ",.0f",
     "received a step, MB": ",.2f",
 }
-"""The measured columns, and how the text and the picture write them."""
+"""The columns of measurements, and their formats in the text and the picture."""
 _MEMORY = ("memory/max_reserved(GiB)", "memory/peak_rss(GiB)")
-"""What an accelerator's allocator reserved, or on a CPU the resident set; of validations, with their prefix, too."""
+"""Memory that the accelerator's allocator reserved, or on a CPU the resident set size."""
 
 
-def read_figures(folder: Path, skip_steps: int) -> dict[str, float]:
-    """Return what a job logged, by the columns of FIGURES, as far as it did.
+def read_cell_metrics(folder: Path, skip_steps: int) -> dict[str, float]:
+    """Return the metrics that a job logged, by column of METRICS. Columns without a value are left out.
 
-    tokens/s is the median over the logged intervals that begin after `skip_steps`; memory is the largest of all logged.
+    tokens/s is the median over the logged intervals that begin after `skip_steps`. Memory is the maximum over all ranks,
+    intervals and validations.
     """
     report = json.loads(file.read_text()) if (file := folder / "parallelism.json").is_file() else {}
-    communicated = report.get("step") or {}
+    communication = report.get("step") or {}
     files = [folder / FILE_NAME, *sorted(folder.glob(f"rank_*/{FILE_NAME}"))]
     by_rank = [read_metrics(file) for file in files if file.is_file()] or [[]]
     losses = [row[LOSS] for row in by_rank[0] if LOSS in row]
     validations = [row[VALIDATION_LOSS] for row in by_rank[0] if VALIDATION_LOSS in row]
     steps = [row for row in by_rank[0] if TOKENS in row]
-    begins = [0, *(row["step"] for row in steps)]
-    speeds = [row[TOKENS] for begin, row in zip(begins, steps, strict=False) if begin >= skip_steps]
+    interval_begins = [0, *(row["step"] for row in steps)]
+    speeds = [row[TOKENS] for begin, row in zip(interval_begins, steps, strict=False) if begin >= skip_steps]
     names = [prefix + name for prefix in ("", "validation_metrics/") for name in _MEMORY]
     memory = [row[name] for rows in by_rank for row in rows for name in names if name in row]
     values = [
@@ -268,38 +277,38 @@ def read_figures(folder: Path, skip_steps: int) -> dict[str, float]:
         validations[-1] if validations else None,
         statistics.median(speeds) if speeds else None,
         max(memory, default=None),
-        communicated.get("collectives"),
-        communicated["bytes"] / 1e6 if "bytes" in communicated else None,
+        communication.get("collectives"),
+        communication["bytes"] / 1e6 if "bytes" in communication else None,
     ]
-    return {title: value for title, value in zip(FIGURES, values, strict=True) if value is not None}
+    return {title: value for title, value in zip(METRICS, values, strict=True) if value is not None}
 
 
 def write_tables(header: Header, cells: list[Cell]) -> str:
-    """Write the results as table.csv, table.txt and table.png; return the text."""
-    given = dict.fromkeys(key for cell in cells for key in cell.settings)
-    varied = [key for key in given if len({str(cell.settings.get(key)) for cell in cells}) > 1]
+    """Write the results of all cells as table.csv, table.txt and table.png; return the text."""
+    all_keys = dict.fromkeys(key for cell in cells for key in cell.settings)
+    varied = [key for key in all_keys if len({str(cell.settings.get(key)) for cell in cells}) > 1]
     rows, lines = [], []
     for cell in cells:
         record = cell.read()
         state, reason = record.get("state", "not run"), record.get("reason", "")
-        figures = read_figures(cell.folder, header.timing_skip_steps) if state == "finished" else {}
+        metrics = read_cell_metrics(cell.folder, header.timing_skip_steps) if state == "finished" else {}
         row = {
             "cell": cell.name,
             **{key: _word(cell.settings.get(key, "")) for key in varied},
             "state": state,
         }
-        rows.append(row | {title: figures.get(title, "") for title in FIGURES} | {"reason": reason})
-        shown = [format(figures[title], spec) if title in figures else "" for title, spec in FIGURES.items()]
-        lines.append([cell.name, *shown, f"{state}: {reason}" if reason else state])
+        rows.append(row | {title: metrics.get(title, "") for title in METRICS} | {"reason": reason})
+        texts = [format(metrics[title], spec) if title in metrics else "" for title, spec in METRICS.items()]
+        lines.append([cell.name, *texts, f"{state}: {reason}" if reason else state])
     folder = cells[0].folder.parent
     with (folder / "table.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    table = columns([["cell", *FIGURES, "state"], *lines], right=range(1, len(FIGURES) + 1))
+    table = columns([["cell", *METRICS, "state"], *lines], right=range(1, len(METRICS) + 1))
     text = "\n".join([header.description, *table]).strip()
     write_atomically(folder / "table.txt", text + "\n")
-    draw_bars(rows, FIGURES, folder / "table.png")
+    draw_bars(rows, METRICS, folder / "table.png")
     return text
 
 
@@ -310,48 +319,55 @@ def parser() -> argparse.ArgumentParser:
         description="Run a grid of jobs, one after another, and write a table of their results.",
         allow_abbrev=False,
     )
-    parser.add_argument("sweep", metavar="SWEEP.toml", help="which jobs (docs/training.md)")
+    parser.add_argument("sweep", metavar="SWEEP.toml", help="the sweep file (docs/training.md)")
     parser.add_argument(
-        "--dry-run", action="store_true", help="list the cells and their commands; start nothing"
+        "--dry-run", action="store_true", help="list the cells and their commands, run nothing"
     )
-    only = "run this cell only; may be given several times"
+    only = "run only this cell; may be repeated"
     parser.add_argument("--only", metavar="NAME", action="append", default=[], help=only)
     return parser
 
 
 def main(argv: list[str]) -> int:
-    """Run the sweep that `argv` names; return the exit status, or raise a UserError."""
+    """Run the sweep of the command line `argv`; return the exit status.
+
+    Raises:
+        UserError: the file or the folder can't be used. Nothing was run.
+    """
     arguments = parser().parse_args(argv)
     if "RANK" in os.environ:
-        raise UserError("a sweep starts its jobs itself, on this machine; run it without torchrun")
+        raise UserError("titanplans sweep starts its jobs itself, on this machine: run it without torchrun")
     header, cells = read_sweep(arguments.sweep)
     if unknown := [name for name in arguments.only if name not in (names := [cell.name for cell in cells])]:
         raise ConfigError(
             f"--only {unknown[0]}: {arguments.sweep} has no such cell; there are {', '.join(names)}"
         )
-    chosen = [cell for cell in cells if not arguments.only or cell.name in arguments.only]
+    to_run = [cell for cell in cells if not arguments.only or cell.name in arguments.only]
     for cell in cells:
-        cell.read()  # all before one runs
+        cell.read()  # raises an error before any cell runs
     states = {}
-    for number, cell in enumerate(chosen, 1):
+    for index, cell in enumerate(to_run, 1):
         states[cell.name] = cell.read().get("state", "not run")
         if arguments.dry_run:
             refusal = f"\n  would be refused: {cell.refusal}" * bool(cell.refusal)
             print(f"{cell.name}: {states[cell.name]}\n  {cell.command}{refusal}")
         elif states[cell.name] != "finished":
-            print(f"[{number}/{len(chosen)}] {cell.name}: runs, {cell.folder / LOG}", flush=True)
-            began = time.perf_counter()
-            cell.write("failed", "it was stopped before its end", 0.0)  # which holds until it has ended
-            ended = ("refused", cell.refusal) if cell.refusal else run(cell, header.time_limit_seconds)
-            cell.write(*ended, time.perf_counter() - began)
-            states[cell.name], reason = ended
+            print(f"[{index}/{len(to_run)}] {cell.name}: runs, {cell.folder / LOG}", flush=True)
+            start = time.perf_counter()
+            # Remains if this process is killed while the cell runs.
+            cell.write("failed", "it was stopped before its end", 0.0)
+            state, reason = (
+                ("refused", cell.refusal) if cell.refusal else run(cell, header.time_limit_seconds)
+            )
+            cell.write(state, reason, time.perf_counter() - start)
+            states[cell.name] = state
             print(
-                f"  {ended[0]} after {time.perf_counter() - began:.0f} s{': ' * bool(reason)}{reason}",
+                f"  {state} after {time.perf_counter() - start:.0f} s{': ' * bool(reason)}{reason}",
                 flush=True,
             )
             write_tables(header, cells)
     if arguments.dry_run:
         return 0
     print(write_tables(header, cells))
-    ends = set(states.values())
-    return 2 if ends == {"refused"} else int("failed" in ends)
+    outcomes = set(states.values())
+    return 2 if outcomes == {"refused"} else int("failed" in outcomes)

@@ -194,7 +194,7 @@ def test_json_is_one_object(command):
     )
     assert found["sizes"]["layers"] == 2
     assert found["notes"] == [
-        "the first 2 of 3 blocks: the others are of the same classes, shapes and settings, and have the same plan (--layers)"
+        "the first 2 of 3 blocks: the others have the same classes, shapes, settings and plan (--layers)"
     ]
     cases = found["report"]["cases"]
     assert all(case["passed"] for case in cases)
@@ -331,7 +331,7 @@ REFUSED = {
     "sequence": (("verify", "gla", "--seq-len", "0"), "'0' is not a number above 0"),
     "dtype": (("verify", "gla", "--dtype", "bfloat16"), "invalid choice: 'bfloat16'"),
     "float8": (("verify", "gla", "--float8", "fp4"), "invalid choice: 'fp4'"),
-    "a filter of nothing": (("verify", "gla", "--float8-filter", "lm_head"), "--float8-filter: nothing is float8"),
+    "a filter of nothing": (("verify", "gla", "--float8-filter", "lm_head"), "--float8-filter: no module is converted"),
     "a filter that matches nothing": (
         ("verify", "gla", "--float8", "rowwise", "--float8-filter", "output"), "'output' is part of no",
     ),
@@ -367,9 +367,9 @@ REFUSED = {
     ),
     "a model that raises": (("verify", f"{OURS}:Unregistered", "--model", f"{OURS}:failing"), "KeyError: 'weights'"),
     "no plan": (("verify", f"{OURS}:small"), "neither a TPPlan class nor a dict"),
-    "registered for no model": (("verify", f"{OURS}:Unregistered"), "is registered for no named model; say which"),
+    "registered for no model": (("verify", f"{OURS}:Unregistered"), "for no named model: name the model by --model"),
     "registered for two": (
-        ("verify", "titanplans.plans.hf.llama:LlamaPlan"), "and llama and mistral and smollm3; say which",
+        ("verify", "titanplans.plans.hf.llama:LlamaPlan"), "and llama and mistral and smollm3: name the model",
     ),
     "incomplete": (("verify", f"{OURS}:DICT", "--model", "qwen3"), "are covered by no key of DictPlan"),
     "no registered plan": (("verify", "olmo.json"), "no plan is registered for OlmoForCausalLM"),
@@ -379,10 +379,10 @@ REFUSED = {
     ),
     "a device for processes": (
         ("verify", "gla", "--device", "cuda", "--process-group"),
-        "--device cuda: goes with threads; ranks of a process group",
+        "--device cuda: goes with threads; each rank of a process group",
     ),
-    "no model": (("verify", f"{OURS}:Unregistered", "--model", f"{OURS}:three"), "something of type int, not an nn.Module"),
-    "model on meta": (("verify", f"{OURS}:Unregistered", "--model", f"{OURS}:on_meta"), "is on meta); give it some"),
+    "no model": (("verify", f"{OURS}:Unregistered", "--model", f"{OURS}:three"), "an object of type int, not an nn.Module"),
+    "model on meta": (("verify", f"{OURS}:Unregistered", "--model", f"{OURS}:on_meta"), "is on meta): initialize it"),
     "layers of a function": (
         ("verify", f"{OURS}:Unregistered", "--model", f"{OURS}:small", "--layers", "1"), "makes a model of a fixed size",
     ),

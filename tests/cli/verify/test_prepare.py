@@ -8,7 +8,7 @@ from tests import zoo
 from titanplans import Degrees, modeling, registered_plans
 from titanplans.cli.verify.arguments import parse
 from titanplans.cli.verify.prepare import check_memory, memory
-from titanplans.cli.verify.smaller_config import _smaller, _with_vocabulary, cut
+from titanplans.cli.verify.smaller_config import _smaller_vocabulary, _with_vocabulary, reduce_config
 from titanplans.cli.verify.subject import Subject, every_model, find_subject
 from titanplans.errors import VerifyError
 from titanplans.split.decoder import find_decoder
@@ -50,8 +50,8 @@ def named(name, flavor):
     ],
 )
 def test_the_first_blocks(source, layers, blocks, of):
-    config, model, notes = cut(source(), layers, None)
-    same = ": the others are of the same classes, shapes and settings, and have the same plan (--layers)"
+    config, model, notes = reduce_config(source(), layers, None)
+    same = ": the others have the same classes, shapes, settings and plan (--layers)"
     told = [f"the first {blocks} of {of} blocks{'' if layers else same}"] if blocks < of else []
     assert [note for note in notes if "vocabulary" not in note] == told
     assert len(find_decoder(model).blocks) == blocks
@@ -62,17 +62,17 @@ def test_the_first_blocks(source, layers, blocks, of):
 
 
 def test_lists_with_an_entry_for_each_block_follow():
-    found, *_ = cut(named("gemma3_text", "1B"), 7, None)
+    found, *_ = reduce_config(named("gemma3_text", "1B"), 7, None)
     assert found.layer_types == modeling.load_config("gemma3_text", "1B").layer_types[:7]
     assert found.sliding_window == 512
-    assert cut(hybrid(), None, None)[0].attn["layers"] == [2]
+    assert reduce_config(hybrid(), None, None)[0].attn["layers"] == [2]
     # A vision tower is cut to the same number, if it has more.
-    assert cut(named("gemma3", "4B"), 3, None)[0].vision_config.num_hidden_layers == 3
+    assert reduce_config(named("gemma3", "4B"), 3, None)[0].vision_config.num_hidden_layers == 3
 
 
 @pytest.mark.parametrize(("name", "flavor"), [("qwen3", "0.6B"), ("gemma3", "4B"), ("gla", "340M")])
 def test_a_smaller_vocabulary(name, flavor):
-    _, model, notes = cut(named(name, flavor), None, 1000)
+    _, model, notes = reduce_config(named(name, flavor), None, 1000)
     assert notes[1].startswith("a vocabulary of 1,000 instead of ")
     assert model.get_input_embeddings().weight.shape[0] == 1000
     assert model.get_output_embeddings().weight.shape[0] == 1000
@@ -80,9 +80,9 @@ def test_a_smaller_vocabulary(name, flavor):
 
 def test_more_than_there_is_is_refused():
     with pytest.raises(VerifyError, match=r"--layers 29: qwen3, .*0.6B has 28"):
-        cut(named("qwen3", "0.6B"), 29, None)
+        reduce_config(named("qwen3", "0.6B"), 29, None)
     with pytest.raises(VerifyError, match=r"--vocab-size 4097: qwen3, .*debug has 4,096"):
-        cut(named("qwen3", "debug"), None, 4097)
+        reduce_config(named("qwen3", "debug"), None, 4097)
 
 
 def test_memory_that_is_not_there_is_refused():
@@ -105,7 +105,7 @@ def test_a_small_proof_fits():
 
 def test_special_tokens_of_images_and_videos_stay_different():
     config = Qwen2VLConfig(text_config={"vocab_size": 152_064})
-    size = _smaller(config)
+    size = _smaller_vocabulary(config)
     small = _with_vocabulary(config, size)
     special = (small.image_token_id, small.video_token_id, small.vision_start_token_id)
     assert size == 768

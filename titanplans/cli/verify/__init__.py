@@ -1,4 +1,1 @@
-"""`titanplans verify`: a name, a job or a config.json becomes a model, `titanplans.proof` proves it; the result is printed.
-
-Importing the package imports nothing.
-"""
+"""`titanplans verify`: build the model of a SUBJECT, prove its plan, and print the result. Start at `main`."""

@@ -24,20 +24,20 @@ SUBJECT is
   a Hugging Face config.json   titanplans verify path/to/config.json
   a plan of your own           titanplans verify my_plans:MyPlan
                                    --model my_models:build
-  ... with its Triton kernels  the same, and --kernels real --tp 2 --quick
+  ... with its Triton kernels  add --kernels real --tp 2 --quick
 
-by a GPU's own kernels, all ranks on one GPU, or each on its own:
+with GPU kernels, all ranks on one GPU, or one GPU for each rank:
   titanplans verify gla --device cuda
   torchrun --nproc-per-node 2 -m titanplans verify gla --process-group
 
-exit status: 0 proved, 1 wrong, 2 not possible as asked (one line says why)"""
+exit status: 0 proved, 1 wrong, 2 can't be run as written (one line says why)"""
 
 _ASYNC_TP_EXAMPLES = """\
   titanplans async-tp qwen3 --tp 2
   titanplans async-tp configs/gla_1.3B.toml --tp 8
 
-exit status: 0 all that torch's pass can fuse is fused, 1 not all, 2 not
-possible as asked (one line says why)"""
+exit status: 0 everything that torch's pass can fuse is fused, 1 not
+everything, 2 can't be run as written (one line says why)"""
 
 
 class _VerifyParser(argparse.ArgumentParser):
@@ -46,26 +46,28 @@ class _VerifyParser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the three commands; it refuses by a VerifyError."""
+    """Return the parser of the three commands. Its errors are VerifyErrors."""
     parser = _VerifyParser(
         prog="titanplans",
-        description="Prove that a plan splits a model right, list the plans, or tell what async tensor parallelism fuses.",
+        description="Prove that a plan splits a model correctly, list plans, or find what async tensor parallelism fuses.",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", metavar="{verify,list,async-tp}", required=True)
-    listed = commands.add_parser("list", help="the registered plans, with their model types and token mixers")
-    words = "of these: file and lines of the plan, what a rank has a part of, the largest degree of each size"
-    listed.add_argument("model_types", nargs="*", metavar="MODEL_TYPE", help=words)
-    listed.add_argument(
-        "--long", action="store_true", help="the same of every model type with a debug flavor"
+    list_parser = commands.add_parser(
+        "list", help="list the registered plans, with model types and token mixers"
+    )
+    words = "for these, print the plan's file and lines, what is sharded, and the largest degree of each size"
+    list_parser.add_argument("model_types", nargs="*", metavar="MODEL_TYPE", help=words)
+    list_parser.add_argument(
+        "--long", action="store_true", help="print the same for every model type with a debug flavor"
     )
     shared: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     _add_verify(
         commands.add_parser(
             "verify",
-            help="compare a training step of the split model with the whole one's",
+            help="prove a plan: compare training of the split model with that of the unsplit one",
             description=paragraph(
-                "Compare a training step of the split model with the whole one's, on this machine, without a GPU."
+                "Prove a plan: compare training of the split model with that of the unsplit one, without a GPU."
             ),
             epilog=_EXAMPLES,
             **shared,
@@ -73,10 +75,10 @@ def parser() -> argparse.ArgumentParser:
     )
     async_tp = commands.add_parser(
         "async-tp",
-        help="which collectives async tensor parallelism would fuse with matrix products",
+        help="find which collectives async tensor parallelism would fuse with matrix products",
         description=paragraph(
-            "Decide, without a GPU, which gathers and scatters of each block async tensor parallelism would fuse with "
-            "matrix products, and name the operators that keep the others apart from theirs."
+            "Find without a GPU which all-gathers and reduce-scatters of each block async tensor parallelism would fuse "
+            "with matrix products. For the others, name the operators between the collective and its product."
         ),
         epilog=_ASYNC_TP_EXAMPLES,
         **shared,
@@ -95,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: list[str]) -> Namespace:
-    """Return the options of a command line, None if not given; `words` is the line itself.
+    """Return the options of a command line; an option that was not set is None. `words` is the whole line.
 
     Raises:
         VerifyError: an unknown option, or an invalid value.
@@ -104,25 +106,26 @@ def parse(argv: list[str]) -> Namespace:
     request.words = shlex.join(argv)
     if request.command == "list":
         for name in request.model_types:
-            if (known := plan_names()) and name not in known:
-                raise not_listed(name, known)
+            if (names := plan_names()) and name not in names:
+                raise not_listed(name, names)
         return request
-    request.degrees = cuts(request.tp, request.cp, request.ep, request.pp)
-    one_gpu = request.degrees == (Degrees(tp=1),) and request.ranks == "process_group"
-    if any(cut.tp_cp * cut.pp == 1 for cut in request.degrees or ()) and request.cp is None and not one_gpu:
+    request.degrees = combine_degrees(request.tp, request.cp, request.ep, request.pp)
+    on_one_gpu = request.degrees == (Degrees(tp=1),) and request.ranks == "process_group"
+    splits_nothing = any(degrees.tp_cp * degrees.pp == 1 for degrees in request.degrees or ())
+    if splits_nothing and request.cp is None and not on_one_gpu:
         raise VerifyError(
-            "--tp 1 splits nothing, so nothing can be proved: name degrees of 2 or more, or over one GPU --process-group "
-            "--tp 1, which runs the split model's whole path"
+            "--tp 1 splits nothing, so nothing can be proved: use degrees of 2 or more, or --process-group --tp 1, which "
+            "runs the code and kernels of the split model on one GPU"
         )
     if request.ranks == "process_group" and request.device is not None:
         raise VerifyError(
-            f"--device {request.device}: goes with threads; ranks of a process group compute on the GPU that each has, or "
-            "on the CPU where there is none: leave it or --process-group out"
+            f"--device {request.device}: goes with threads; each rank of a process group uses its GPU, or the CPU if there "
+            "is none: remove it or --process-group"
         )
     if getattr(request, "kernels", None) == "real":
         if request.dtype == "float64":
             raise VerifyError(
-                "--dtype float64: Triton's kernels compute in float32; leave it or --kernels real out"
+                "--dtype float64: Triton kernels compute in float32: remove it or --kernels real"
             )
         request.dtype = "float32"
     for option in ("model", "flavor", "layers", "vocab_size"):
@@ -134,32 +137,35 @@ def parse(argv: list[str]) -> Namespace:
     return request
 
 
-def cuts(
+def combine_degrees(
     tp: Sequence[int] | None,
     cp: Sequence[int] | None,
     ep: Sequence[int] | None,
     pp: Sequence[int] | None,
 ) -> tuple[Degrees, ...] | None:
-    """Return the product of the degrees; of experts alone, over as many ranks of a layer and of a sequence; None: none."""
+    """Return every combination of the degrees; None if none is set.
+
+    If only `ep` is set, experts are distributed over that many tensor-parallel and over that many context-parallel ranks.
+    """
     if tp is None and cp is None and pp is None:
-        alone = tuple(Degrees(ep=degree, **{axis: degree}) for degree in ep or () for axis in ("tp", "cp"))
-        return alone or None
-    every = itertools.product(tp or (1,), cp or (1,), ep or (1,), pp or (1,))
-    return tuple(Degrees(tp=tp, cp=cp, ep=ep, pp=pp) for tp, cp, ep, pp in every)
+        only_ep = tuple(Degrees(ep=degree, **{axis: degree}) for degree in ep or () for axis in ("tp", "cp"))
+        return only_ep or None
+    combinations = itertools.product(tp or (1,), cp or (1,), ep or (1,), pp or (1,))
+    return tuple(Degrees(tp=tp, cp=cp, ep=ep, pp=pp) for tp, cp, ep, pp in combinations)
 
 
-def _lora(given: Iterable[str]) -> dict[str, Any]:
-    hints, found = {field.name: field.hint for field in options_of(LoRA)}, {}
-    for words in given:
+def _lora(assignments: Iterable[str]) -> dict[str, Any]:
+    hints, values = {field.name: field.hint for field in options_of(LoRA)}, {}
+    for words in assignments:
         name, sign, value = words.partition("=")
         if not sign or name not in hints:
             raise VerifyError(f"--lora {words}: write KEY=VALUE, such as rank=8; {did_you_mean(name, hints)}")
-        found[name] = from_text(value, hints[name], f"--lora {name}")
-    return found
+        values[name] = from_text(value, hints[name], f"--lora {name}")
+    return values
 
 
 def _check_name(words: str | None, flavor: str | None, option: str) -> None:
-    """Refuse what can only be the name of a model, and is not, or that of a flavor which it does not have."""
+    """Refuse an unknown model name or flavor. Of `module:callable` only the package is checked, of paths nothing."""
     if words is not None and ":" in words:
         check_package(words, f"{option} {words}", VerifyError)
     if words is None or ":" in words or "/" in words or words.endswith((".toml", ".json")) or isdir(words):
@@ -167,74 +173,82 @@ def _check_name(words: str | None, flavor: str | None, option: str) -> None:
     find_flavor(words, flavor or "debug")
 
 
-def not_listed(name: str, known: Collection[str]) -> VerifyError:
-    """Return the error for a plan that `list` can't find, with the nearest."""
-    instead = did_you_mean(name, known, "titanplans list has all")
+def not_listed(name: str, names: Collection[str]) -> VerifyError:
+    """Return the error for a model type that `list` does not know, with the most similar of `names`."""
+    instead = did_you_mean(name, names, "titanplans list has all")
     return VerifyError(f"list {name}: no plan with a debug flavor is registered for it; {instead}")
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     _add_subject(
-        parser, tokens="16, or more for an image", degrees="those of 2, 4, 8 that fit", contexts=True
+        parser,
+        tokens="16, or more for an image",
+        degrees="2, 4 and 8, if the model allows them",
+        has_all_degrees=True,
     )
     flag = argparse.BooleanOptionalAction
     add = parser.add_argument
-    add("--loss-parallel", action=flag, help="logits sharded over the vocabulary; default: both")
-    add("--sequence-parallel", action=flag, help="the stream sharded over the sequence; default: both")
+    add("--loss-parallel", action=flag, help="shard logits over the vocabulary; default: prove both")
+    add("--sequence-parallel", action=flag, help="shard the residual stream; default: prove both")
     add(
         "--dtype",
         choices=("float64", "float32"),
-        help="default: float64; in fewer bits rounding hides mistakes",
+        help="default: float64, since rounding in float32 hides mistakes",
     )
-    words = "real: Triton's kernels, interpreted on a CPU, in float32, which takes minutes; default: stand-ins on a CPU"
+    words = "real: interpret Triton kernels on the CPU, in float32, which takes minutes; default: PyTorch stand-ins"
     add("--kernels", choices=("stand-ins", "real"), default="stand-ins", help=words)
-    words = "a file for the table so far, after each case, and in the end for the printed result"
+    words = "file for the table, written after each case, and at the end for the printed result"
     add("--output", metavar="FILE", help=words)
-    add("--quick", action="store_true", help="each condition once at the smallest degree, and no collectives")
-    words = "one rank in each process that torchrun started; default: threads of this process"
+    add(
+        "--quick",
+        action="store_true",
+        help="each condition once at the smallest degree, and count no collectives",
+    )
+    words = "one rank per process that torchrun started; default: ranks are threads of this process"
     grouped: Any = {"action": "store_const", "const": "process_group", "default": "threads"}
     add("--process-group", dest="ranks", help=words, **grouped)
-    words = "where ranks that are threads compute: cuda: all on one GPU, by its own kernels; default: cpu"
+    words = "device for ranks that are threads; cuda: all ranks on one GPU, with its kernels; default: cpu"
     add("--device", choices=("cpu", "cuda"), help=words)
 
 
 def _add_subject(
-    parser: argparse.ArgumentParser, *, tokens: str, degrees: str, contexts: bool = False
+    parser: argparse.ArgumentParser, *, tokens: str, degrees: str, has_all_degrees: bool = False
 ) -> None:
-    """Add the options of the model and its sizes."""
+    """Add the options of the model, its sizes and its degrees."""
     add = parser.add_argument
     size = {"type": _positive, "metavar": "N"}
     recipes = ("none", "tensorwise", "rowwise", "rowwise_with_gw_hp")
     one = parser.add_mutually_exclusive_group(required=True).add_argument
     one("subject", nargs="?", metavar="SUBJECT", help="a named model, a job, a config.json or a plan")
     one("--all", action="store_true", help="every named model, one after the other, in its debug size")
-    add("--model", metavar="MODEL", help="for a plan: a named model, a config.json, or module:callable")
-    add("--flavor", metavar="NAME", help="size of a named model; default debug")
-    add("--tp", type=_degrees, metavar="2,4,8", help=f"degrees; default: {degrees}")
-    if contexts:
-        words = "degrees of context parallelism, each with each --tp, or alone; default: 1, and without --tp 2, too"
+    add("--model", metavar="MODEL", help="the model of a plan: a name, a config.json, or module:callable")
+    add("--flavor", metavar="NAME", help="size of a named model; default: debug")
+    add("--tp", type=_degrees, metavar="2,4,8", help=f"tensor-parallel degrees; default: {degrees}")
+    if has_all_degrees:
+        words = (
+            "context-parallel degrees, combined with each --tp; default: 1, and also 2 if no degree is set"
+        )
         add("--cp", type=_degrees, metavar="2,4", help=words)
-        words = "degrees of expert parallelism, each with each --tp and --cp, or alone: as many ranks of each; default: 1"
+        words = (
+            "expert-parallel degrees, combined with each --tp and --cp, or alone over as many tensor-parallel and "
+            "context-parallel ranks; default: 1, and also 2 if no degree is set"
+        )
         add("--ep", type=_degrees, metavar="2,4", help=words)
-        words = "stages of a pipeline, each number with each of the other degrees, or alone; default: 1, and 2 with --tp 2"
+        words = "numbers of pipeline stages, combined with the other degrees; default: 1, and also 2 if no degree is set"
         add("--pp", type=_degrees, metavar="2,4", help=words)
-    words = (
-        f"Linear modules in float8, whole and split: {', '.join(recipes[1:])}; default: none, or the job's"
-    )
+    words = f"convert Linear modules to float8: {', '.join(recipes[1:])}; default: none, or the job's recipe"
     add("--float8", choices=recipes, metavar="RECIPE", help=words)
-    listed: Any = {"type": lambda text: tuple(text.split(",")), "default": (), "metavar": "A,B"}
-    add("--float8-filter", **listed, help="parts of names of Linear modules that are not float8")
-    words = "leave modules whose sizes are not multiples of 16 out of float8"
+    names: Any = {"type": lambda text: tuple(text.split(",")), "default": (), "metavar": "A,B"}
+    add("--float8-filter", **names, help="do not convert Linear modules whose names contain one of these")
+    words = "do not convert modules whose sizes are not multiples of 16"
     add("--float8-filter-unaligned", action="store_true", help=words)
-    words = (
-        "LoRA adapters, whole and split: a key of [lora] and its value, as rank=8; as often as there are keys"
-    )
+    words = "add LoRA adapters: a key of [lora] and its value, such as rank=8; repeat for more keys"
     add("--lora", action="append", metavar="KEY=VALUE", help=words)
-    add("--layers", **size, help="the first N blocks; default: as few as hold every kind of block")
-    add("--vocab-size", **size, help="a vocabulary of N; default: the model's")
-    add("--seq-len", **size, help=f"tokens in a sequence; default {tokens}")
-    add("--batch-size", **size, default=2, help="sequences; default 2")
-    add("--json", action="store_true", help="one JSON object on stdout, and nothing else")
+    add("--layers", **size, help="the first N blocks; default: the fewest that contain every kind of block")
+    add("--vocab-size", **size, help="size of the vocabulary; default: a smaller one that is split alike")
+    add("--seq-len", **size, help=f"tokens per sequence; default: {tokens}")
+    add("--batch-size", **size, default=2, help="sequences per batch; default: 2")
+    add("--json", action="store_true", help="print one JSON object on stdout, and nothing else")
 
 
 def _positive(text: str) -> int:

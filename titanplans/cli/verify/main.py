@@ -1,8 +1,8 @@
-"""From the command line to an exit status.
+"""The commands `verify`, `list` and `async-tp`. Exit status:
 
-0          proved; all fused that can be; or printed
-1          wrong; or not all fused
-2          not possible as written: one line says why
+0          proved; everything fused that can be; or printed
+1          proved wrong; or not everything fused
+2          the command can't be run as written; one line says why
 128 + N    stopped by signal N
 """
 
@@ -26,12 +26,16 @@ if TYPE_CHECKING:
     import torch
 
 _PATIENCE = timedelta(minutes=5)
-"""Ranks of a wrong plan may wait for each other: they fail after this time instead of torch's half hour."""
+"""Timeout of collectives. Ranks of a wrong plan may wait for each other, and torch's default is 30 minutes."""
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line `argv` (see `titanplans.cli.verify.arguments`); return the exit status, or raise a UserError."""
-    alone = "torch" not in sys.modules  # nothing has used it before, so this process may be forked
+    """Run the command line `argv` (see `titanplans.cli.verify.arguments`); return the exit status.
+
+    Raises:
+        UserError: the command can't be run as written.
+    """
+    can_fork = "torch" not in sys.modules  # torch has no threads yet, which would not survive a fork
     rank = int(os.environ.get("RANK", "0"))
     with stop_on_signals():
         request = parse(argv)
@@ -41,23 +45,22 @@ def main(argv: list[str]) -> int:
             names = request.model_types
             print(long_listing(names) if names or request.long else listing())
             return 0
-        with redirect_stdout(sys.stderr):  # libraries' logs: stdout is the result's
+        with redirect_stdout(sys.stderr):  # logs go to stderr; stdout is for the result
             init_logging(rank)
         if request.command == "async-tp":
             from titanplans.cli.async_tp import main as async_tp
 
             return async_tp(request)
-        return _verify(request, rank, alone)
+        return _verify(request, rank, can_fork)
 
 
-def _verify(request: Namespace, rank: int, alone: bool) -> int:
-    gc.set_threshold(
-        100_000
-    )  # imports and trainings leave little garbage; looking for it takes a sixth of the time
+def _verify(request: Namespace, rank: int, can_fork: bool) -> int:
+    # Garbage collection takes a sixth of the time at the default threshold, and there is little garbage.
+    gc.set_threshold(100_000)
     _check_launch(request)
     with _started_ranks(request) as device:
         if request.kernels == "real":
-            _interpret(device.type)
+            _use_interpreter(device.type)
         import torch
 
         from titanplans import kernels
@@ -68,91 +71,92 @@ def _verify(request: Namespace, rank: int, alone: bool) -> int:
         from titanplans.proof.ranks.processes import OnUpdate, run_in_processes
 
         names = every_model() if request.all else [request.subject or ""]
-        forks = alone and request.ranks == "threads" and device.type == "cpu"  # CUDA survives no fork
+        # CUDA can't be used in a forked process.
+        forks = can_fork and request.ranks == "threads" and device.type == "cpu"
+        # With --all several models are proved in parallel; otherwise `prove` proves the cases of one model in parallel.
         processes = min(available_cores(), len(names)) if forks else 1
         if processes > 1:
             torch.set_num_threads(1)  # a pool of threads does not survive a fork
 
-        def proved(turns: Iterator[int], tell: OnUpdate) -> list[bool]:
-            found = []
-            for at in turns:
+        def prove_models(indices: Iterator[int], report_update: OnUpdate) -> list[bool]:
+            are_right = []
+            for index in indices:
 
-                def watch(outcome: Outcome, at: int = at) -> None:
+                def watch(outcome: Outcome, index: int = index) -> None:
                     if rank == 0:
-                        tell(subject_result(at, outcome))
+                        report_update(subject_result(index, outcome))
 
                 shown = rank == 0 and processes == 1
-                with redirect_stdout(sys.stderr), progress(names[at], shown=shown) as show:
-                    subject = find_subject(names[at], request)
-                    own = subject.config is None or kernels.calls_fla(subject.config)
-                    if own or "fla" in sys.modules:  # FLA takes a second to import
+                with redirect_stdout(sys.stderr), progress(names[index], shown=shown) as show:
+                    subject = find_subject(names[index], request)
+                    may_use_fla = subject.config is None or kernels.calls_fla(subject.config)
+                    if (
+                        may_use_fla or "fla" in sys.modules
+                    ):  # otherwise save the second that importing FLA takes
                         kernels.install(device.type)
                     outcome = prove(subject, request, device, show, watch, fork=forks and not request.all)
                 watch(outcome)
-                found.append(outcome.report.passed)
-            return found
+                are_right.append(outcome.report.passed)
+            return are_right
 
         with progress("verify", shown=rank == 0) as show:
             results = Results(request, names, rank, show)
-            # One model's cases are proved side by side, or else several models.
             try:
                 results.write()
-                parts = run_in_processes(proved, len(names), processes, results.update)
+                by_process = run_in_processes(prove_models, len(names), processes, results.update)
             except Stopped:
                 results.end(stopped=True)
                 raise
     results.end()
-    return 0 if all(itertools.chain(*parts)) else 1
+    return 0 if all(itertools.chain(*by_process)) else 1
 
 
 def _check_launch(request: Namespace) -> None:
-    """Refuse torchrun without a process group or the reverse, and degrees that are not its size, by a VerifyError."""
-    grouped, size = request.ranks == "process_group", int(os.environ.get("WORLD_SIZE", "1"))
-    cuts = request.degrees or ()
-    if grouped != ({"RANK", "WORLD_SIZE"} <= os.environ.keys()):
-        group = "" if grouped else " --process-group"
-        degree = cuts[0].tp_cp if cuts else 2
+    """Raise a VerifyError if only one of torchrun and --process-group is used, or if the group's size is not tp x cp."""
+    uses_group, size = request.ranks == "process_group", int(os.environ.get("WORLD_SIZE", "1"))
+    requested = request.degrees or ()
+    if uses_group != ({"RANK", "WORLD_SIZE"} <= os.environ.keys()):
+        flag = "" if uses_group else " --process-group"
+        ranks = requested[0].tp_cp if requested else 2
         raise VerifyError(
-            "--process-group goes with torchrun, which starts a process for each rank, and torchrun with --process-group: "
-            f"torchrun --nproc-per-node {degree} -m titanplans {request.words}{group}"
+            "--process-group needs torchrun, which starts a process for each rank, and torchrun needs --process-group: "
+            f"torchrun --nproc-per-node {ranks} -m titanplans {request.words}{flag}"
         )
-    if grouped and (any(cut.tp_cp != size for cut in cuts) or (size == 1 and not cuts)):
-        said = ", ".join(map(str, cuts)) or "--process-group"
+    if uses_group and (any(degrees.tp_cp != size for degrees in requested) or (size == 1 and not requested)):
+        option = ", ".join(map(str, requested)) or "--process-group"
         raise VerifyError(
-            f"{said}: torchrun started {size} processes; start as many as tp x cp, two at least, or say --tp 1 for one"
+            f"{option}: torchrun started {size} processes: start tp x cp processes, at least two, or set --tp 1 for one"
         )
 
 
 @contextmanager
 def _started_ranks(request: Namespace) -> Iterator["torch.device"]:
-    """Give the device of this process's ranks; set up the process group if one was asked for, and take it down."""
+    """Yield the device of this process's ranks. In the body the process group exists, if one is requested."""
     import torch
 
     from titanplans.parallel.mesh.process_group import process_group
 
-    # Matrix products in full float32: TF32 keeps 10 bits of 23. titanplans/cli/main.py sets Triton's.
+    # Matrix products in full float32, since TF32 keeps 10 of 23 mantissa bits. titanplans/cli/main.py does it for Triton.
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     if request.ranks != "process_group":
         if request.device == "cuda" and not torch.cuda.is_available():
-            raise VerifyError("--device cuda: torch sees no CUDA device here; leave it out for the CPU")
+            raise VerifyError("--device cuda: torch finds no CUDA device: leave it out to use the CPU")
         yield torch.device(request.device or "cpu")
         return
     with process_group(timeout=_PATIENCE) as process:
         yield process.device
 
 
-def _interpret(device_type: str) -> None:
-    """Let Triton's kernels run on a CPU, and say how long it takes."""
+def _use_interpreter(device_type: str) -> None:
+    """Run Triton kernels with Triton's interpreter on the CPU, and print a warning about the time."""
     if device_type != "cpu":
-        raise VerifyError(
-            f"--kernels real: on {device_type} Triton's kernels run by themselves; leave it out"
-        )
+        raise VerifyError(f"--kernels real: on {device_type} Triton kernels run anyway: leave it out")
     from titanplans.kernels import interpreted
 
     print(
-        "--kernels real: Triton's kernels are interpreted, some hundred times slower than their stand-ins: minutes a model "
-        "(--quick --tp 2 is the shortest proof)",
+        "--kernels real: Triton kernels are interpreted, some hundred times slower than their stand-ins, and a model takes "
+        "minutes (--quick --tp 2 is the shortest proof)",
         file=sys.stderr,
     )
     interpreted.start()

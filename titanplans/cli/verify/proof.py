@@ -1,4 +1,4 @@
-"""The proof of one subject: its model is built, its plan verified, its communication counted."""
+"""Prove one subject: build the model, verify its plan, count its communication. Start at `prove`."""
 
 import copy
 import time
@@ -45,13 +45,13 @@ class Outcome:
     notes: tuple[str, ...]
     report: Report
     counts: tuple[tuple[TPOptions, Communication], ...]
-    """The blocks' communication for each choice of options, which is the same at any degree."""
+    """The communication of the blocks for each choice of options. It does not depend on the degree."""
     seconds: float
     of: int = 0
-    """The number of cases while some are left; 0 in the end."""
+    """The total number of cases as long as some are not proved yet; 0 at the end."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the outcome as JSON has it."""
+        """Return the outcome as a dict for JSON."""
         return {
             "subject": self.subject,
             "verdict": "unfinished" if self.of else "proved" if self.report.passed else "wrong",
@@ -75,10 +75,15 @@ def prove(
     *,
     fork: bool = False,
 ) -> Outcome:
-    """Prove `subject` as `request`, the command line, asks, on `device`.
+    """Prove `subject`.
 
-    `progress` is called with a few words before each step, `watch` with the outcome so far after each case. With `fork` the
-    cases of a small model are proved in as many processes as there are cores.
+    Args:
+        subject: the model and its plan.
+        request: the options of the command line.
+        device: of the proof.
+        progress: called with a few words before each step.
+        watch: called with the current outcome after each case.
+        fork: prove the cases of a small model in as many processes as there are cores.
     """
     start = time.perf_counter()
     progress("the model")
@@ -89,12 +94,12 @@ def prove(
     prepared = prepare(subject, request, device, dtype)
     model = prepared.model
     size = dist.get_world_size() if dist.is_initialized() else None
-    cuts = degrees_to_prove(model, subject.degrees, size)
-    # `verify` checks again; this check comes before the model takes any memory.
+    degrees_tried = degrees_to_prove(model, subject.degrees, size)
+    # `verify` checks again. Here the model is still on meta, so a refusal takes no memory.
     accepted, _ = accepted_cases(
         model,
         subject.plan,
-        cuts,
+        degrees_tried,
         subject.loss_parallel,
         subject.sequence_parallel,
         named=subject.degrees is not None or size is not None,
@@ -115,7 +120,7 @@ def prove(
     sizes |= {"batch_size": prepared.batch_size, "seq_len": prepared.seq_len}
     if prepared.make is not None:
         model = prepared.make()
-    lacking = no_trainer()
+    no_torchtitan = no_trainer()
 
     def outcome(
         report: Report, of: int, notes: tuple[str, ...] = prepared.notes, counts: tuple = ()
@@ -135,7 +140,7 @@ def prove(
         seq_len=prepared.seq_len,
         batch_size=prepared.batch_size,
         dtype=prepared.dtype,
-        losses={"torchtitan": torchtitans_loss} if lacking is None else {},
+        losses={"torchtitan": torchtitan_loss} if no_torchtitan is None else {},
         ranks=request.ranks,
         conditions="each" if request.quick else "pairs",
         processes=processes,
@@ -143,11 +148,11 @@ def prove(
         watch=lambda report, of: watch(outcome(report, of)),
     )
     notes, counts = prepared.notes, []
-    splits = any(cut.tp_cp * cut.pp > 1 for cut in cuts)
+    splits = any(degrees.tp_cp * degrees.pp > 1 for degrees in degrees_tried)
     if not splits:
-        notes += ("one rank: its code and kernels are those of a split model, and nothing is split",)
-    if lacking is not None:
-        notes += (f"torchtitan's loss is not compared: {lacking.partition(':')[0]}",)
+        notes += ("one rank: it runs the code and kernels of a split model, but nothing is split",)
+    if no_torchtitan is not None:
+        notes += (f"torchtitan's loss is not compared: {no_torchtitan.partition(':')[0]}",)
     if not request.quick and splits:
         progress("communication")
         plain = prepared.inputs(prepared.batch_size, prepared.seq_len, 0)
@@ -155,31 +160,35 @@ def prove(
         counts = _counts(model, subject.plan, report, inputs)
         if any(case.options.degrees.ep > 1 for case in report.cases):
             notes += (
-                "collectives with experts over ranks are not counted: how many rows are sent depends on values of all ranks",
+                "collectives with expert parallelism are not counted: the number of sent tokens depends on values of ranks",
             )
         elif report.passed and not counts and any(case.options.degrees.pp == 1 for case in report.cases):
-            notes += ("collectives are not counted: there is no list of blocks to hold them against",)
+            notes += ("collectives are not counted: there is no list of blocks to compute the bound for",)
     return outcome(report, 0, notes, tuple(counts))
 
 
 def _counts(
     model: nn.Module, plan: PlanSource, report: Report, inputs: Mapping[str, Any]
 ) -> list[tuple[TPOptions, Communication]]:
-    """Count the communication of the right cases of `report`, for each choice of options at the smallest degree.
+    """Count the communication of the cases that passed, for each choice of options at the smallest degree.
 
-    Not where experts are shared out: the ranks that it is counted on send nothing, and what they would comes of values.
+    Cases with expert parallelism are left out: the number of tokens sent depends on values, and fake ranks have none.
 
-    `model` is the whole one, which has never run; `inputs` are keyword arguments of its forward.
+    Args:
+        model: the unsplit model, which has never run.
+        plan: of the proof.
+        report: of the proof.
+        inputs: keyword arguments of the model's forward.
     """
     if not find_decoder(model, required=False).blocks:
         return []  # without blocks there is no bound to compare with
-    chosen: dict[tuple[bool, ...], TPOptions] = {}
+    by_choice: dict[tuple[bool, ...], TPOptions] = {}
     for case in report.cases:
         if case.passed and case.options.degrees.ep == case.options.degrees.pp == 1:
             options = case.options
-            cuts = (options.degrees.tp > 1, options.degrees.cp > 1)
-            chosen.setdefault((options.loss_parallel, options.sequence_parallel, *cuts), options)
-    return [(options, _count(model, plan, options, inputs)) for options in chosen.values()]
+            parallelisms = (options.degrees.tp > 1, options.degrees.cp > 1)
+            by_choice.setdefault((options.loss_parallel, options.sequence_parallel, *parallelisms), options)
+    return [(options, _count(model, plan, options, inputs)) for options in by_choice.values()]
 
 
 def _count(
@@ -188,10 +197,10 @@ def _count(
     device = next(model.parameters()).device
     if dist.is_initialized():
         shape = mesh_sizes(options.degrees.tp_cp, options.degrees.cp)
-        made = nullcontext(init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape)))
+        ranks = nullcontext(init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape)))
     else:
-        made = fake_ranks(options.degrees.tp_cp, options.degrees.cp, device.type)
-    with made as mesh:
+        ranks = fake_ranks(options.degrees.tp_cp, options.degrees.cp, device.type)
+    with ranks as mesh:
         split = copy.deepcopy(model)
         applied = apply_plan(split, mesh, plan=plan, **keywords(options))
 
@@ -201,31 +210,33 @@ def _count(
             backward(logits, labels, labels.numel())
 
         if options.degrees.cp > 1:
-            call(split, inputs)  # in the first forward each projection is exchanged by itself
+            call(split, inputs)  # only later forwards exchange all projections of a mixer together
         return count_communication(split, applied, run, options)
 
 
-def torchtitans_loss(logits: torch.Tensor, labels: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Return torchtitan's own loss, by which `titanplans.parallel.cross_entropy` is compared with it."""
+def torchtitan_loss(logits: torch.Tensor, labels: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return torchtitan's loss, to compare it with `titanplans.parallel.cross_entropy`."""
     from torchtitan.components.loss import cross_entropy_loss
     from torchtitan.distributed.utils import set_spmd_backend
 
-    set_spmd_backend("partial_dtensor")  # which its loss asks for
+    set_spmd_backend("partial_dtensor")  # torchtitan's loss requires it
     return cross_entropy_loss(logits, labels) / tokens
 
 
 def _sizes(model: nn.Module, plan: TPPlan) -> dict[str, Any]:
-    """Return the sizes of a model by name, as strict application finds them."""
+    """Return the sizes that the plan splits, by name, with the numbers of parameters and layers."""
     sizes: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
     decoder = find_decoder(model, required=False)
     if not decoder.blocks:
         return sizes  # a plan given as a dict needs no blocks
     sizes["layers"] = len(decoder.blocks)
-    seen: dict[str, set[int]] = {}
+    head_counts: dict[str, set[int]] = {}
     for mixer in decoder.mixers.values():
-        for name, number in plan.plan_of(mixer).heads(mixer).items():
-            seen.setdefault(name, set()).add(number)
-    sizes |= {name: min(found) if len(found) == 1 else sorted(found) for name, found in seen.items()}
+        for name, count in plan.plan_of(mixer).heads(mixer).items():
+            head_counts.setdefault(name, set()).add(count)
+    sizes |= {
+        name: min(counts) if len(counts) == 1 else sorted(counts) for name, counts in head_counts.items()
+    }
     matrix = decoder.head or decoder.embedding
     if matrix is not None:
         weight = model.get_submodule(matrix)._parameters["weight"]

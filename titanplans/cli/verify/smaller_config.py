@@ -1,6 +1,7 @@
-"""A smaller config of the same architecture, with fewer blocks and tokens, that a plan splits in the same way.
+"""Reduce a config to fewer blocks and a smaller vocabulary, such that a plan splits the model in the same way.
 
-Of blocks of one kind (equal classes, shapes, settings and plan) one stands for all.
+The first blocks that contain every kind are kept. Blocks of one kind have equal classes, shapes, settings and plan. Start at
+`reduce_config`.
 """
 
 import itertools
@@ -18,20 +19,20 @@ from titanplans.proof.verify import accepted_cases, degrees_to_prove
 from titanplans.split.decoder import find_decoder
 
 
-def cut(
+def reduce_config(
     source: Subject, layers: int | None, vocab_size: int | None
 ) -> tuple[PretrainedConfig, nn.Module, list[str]]:
-    """Return the smaller config, its model on meta with the first `layers` blocks, and the cuts in words.
+    """Return the reduced config, its model on meta, and a description of each reduction.
 
     Args:
-        source: the whole model, with a config.
-        layers: None for as few as hold every kind of block (by classes, shapes, settings and plan), and at least two,
-            since the stream begins at the first. A tower of another modality is cut to the same number if it has more.
-        vocab_size: tokens in the vocabulary; None for the smallest that is split like the whole one.
+        source: the full-size model, with a config.
+        layers: number of first blocks to keep. None: the fewest that contain every kind of block, but at least two, since
+            the stream begins at the first. Towers of other modalities get the same number, unless they have fewer.
+        vocab_size: None: the smallest vocabulary that is split in the same way.
 
     Raises:
         ModelError: the model can't be built.
-        VerifyError: it has fewer blocks or tokens, or a smaller model would have other first blocks.
+        VerifyError: the model has fewer blocks or tokens, or the first blocks of the reduced model would differ.
     """
     assert source.config is not None
     config, model, notes = source.config, modeling.build(source.config), []
@@ -39,46 +40,46 @@ def cut(
         for option, value in (("layers", layers), ("vocab-size", vocab_size)):
             if value is not None:
                 raise VerifyError(
-                    f"--{option} {value}: the keyword for it in {source.words} is not known: give a flavor or arguments "
-                    "of that size"
+                    f"--{option} {value}: the config of {source.words} has no known keyword for it: use a flavor or "
+                    "arguments of that size"
                 )
         return config, model, notes
     blocks = kinds(model)
     if layers is not None and layers > len(blocks):
         raise VerifyError(
-            f"--layers {layers}: {source.words} has {len(blocks)} blocks; name fewer, or leave it out"
+            f"--layers {layers}: {source.words} has {len(blocks)} blocks: use fewer, or remove it"
         )
-    number = layers or first_that_hold_all(blocks, plans(model, source))
-    if layers is None:  # each stage of a pipeline has one
-        number = min(max([number, *(cut.pp for cut in source.degrees or ())]), len(blocks))
-    if number < len(blocks):
-        config = _with_layers(config, number)
-        why = ": the others are of the same classes, shapes and settings, and have the same plan (--layers)"
-        notes.append(f"the first {number} of {len(blocks)} blocks{'' if layers else why}")
+    count = layers or blocks_with_every_kind(blocks, plans(model, source))
+    if layers is None:  # each pipeline stage needs a block
+        count = min(max([count, *(degrees.pp for degrees in source.degrees or ())]), len(blocks))
+    if count < len(blocks):
+        config = _with_layers(config, count)
+        why = ": the others have the same classes, shapes, settings and plan (--layers)"
+        notes.append(f"the first {count} of {len(blocks)} blocks{'' if layers else why}")
     tokens = config.get_text_config().vocab_size
     if vocab_size is not None and vocab_size > tokens:
         raise VerifyError(
-            f"--vocab-size {vocab_size}: {source.words} has {tokens:,} tokens; name fewer, or leave it out"
+            f"--vocab-size {vocab_size}: {source.words} has {tokens:,} tokens: use fewer, or remove it"
         )
     if vocab_size is None:
-        vocab_size = _smaller(config)
+        vocab_size = _smaller_vocabulary(config)
     if vocab_size < tokens:
         config = _with_vocabulary(config, vocab_size)
         notes.append(f"a vocabulary of {vocab_size:,} instead of {tokens:,} (--vocab-size)")
     if notes:
         model = modeling.build(config)
-    if kinds(model) != blocks[:number]:
+    if kinds(model) != blocks[:count]:
         raise VerifyError(
-            f"--layers {number}: the config of {source.words} gives {number} blocks that are not the first {number} of its "
-            f"{len(blocks)}; give --layers {len(blocks)}, or a config.json of its own"
+            f"--layers {count}: with {count} layers the config of {source.words} makes blocks that differ from the first "
+            f"{count} of its {len(blocks)}: use --layers {len(blocks)}, or a config.json of a smaller model"
         )
     return config, model, notes
 
 
-def _parts(
+def _inner_configs(
     config: PretrainedConfig, values: dict[str, Any]
 ) -> Iterator[tuple[PretrainedConfig, dict[str, Any]]]:
-    """Yield a config and its inner ones, such as a vision tower's, each with its part of `values`."""
+    """Yield a config and its inner ones, such as that of a vision tower, each with its dict in `values`."""
     yield config, values
     for name in config.sub_configs:
         if isinstance(inner := values.get(name), dict):
@@ -87,15 +88,15 @@ def _parts(
 
 def _with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     values = config.to_dict()
-    for part, inner in _parts(config, values):
-        key = type(part).attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    for inner_config, inner in _inner_configs(config, values):
+        key = type(inner_config).attribute_map.get("num_hidden_layers", "num_hidden_layers")
         if isinstance(inner.get(key), int):
-            _cut_values(inner, key, layers)
+            _truncate(inner, key, layers)
     return type(config).from_dict(values)
 
 
-def _cut_values(values: dict[str, Any], key: str, layers: int) -> None:
-    """Cut the number of blocks, each list with an entry for every block, and `attn = {"layers": [...]}` of hybrids."""
+def _truncate(values: dict[str, Any], key: str, layers: int) -> None:
+    """Reduce the number of blocks, lists with an entry for each block, and `attn = {"layers": [...]}` of hybrids."""
     before = values[key]
     values[key] = after = min(layers, before)
     for name, value in values.items():
@@ -105,14 +106,14 @@ def _cut_values(values: dict[str, Any], key: str, layers: int) -> None:
             values[name] = value | {"layers": [layer for layer in value["layers"] if layer < after]}
 
 
-def _smaller(config: PretrainedConfig) -> int:
-    """Return a vocabulary that degrees up to 4, 6, 8, 12 and 16 divide as they do the whole one, also in blocks of 16."""
+def _smaller_vocabulary(config: PretrainedConfig) -> int:
+    """Return a size with the same remainder modulo 384 = 16 x 24. Degrees that divide 24 split it alike, also for float8."""
     tokens = config.get_text_config().vocab_size
     sizes = range(384 + tokens % 384, tokens, 384) if tokens >= 768 else ()
-    return next((size for size in sizes if _holds(config, size)), tokens)
+    return next((size for size in sizes if _keeps_special_tokens(config, size)), tokens)
 
 
-def _special(values: dict[str, Any]) -> dict[str, int]:
+def _special_tokens(values: dict[str, Any]) -> dict[str, int]:
     return {
         key: value
         for key, value in values.items()
@@ -120,40 +121,40 @@ def _special(values: dict[str, Any]) -> dict[str, int]:
     }
 
 
-def _moved(token: int, before: int, tokens: int) -> int:
-    """Return a special token's number in the cut vocabulary: if its row goes, its distance from the end stays."""
+def _new_id(token: int, before: int, tokens: int) -> int:
+    """Return a special token's id in the smaller vocabulary. An id that is too large keeps its distance from the end."""
     return token if token < tokens else max(token - before + tokens, 0)
 
 
-def _holds(config: PretrainedConfig, tokens: int) -> bool:
-    """Whether different special tokens stay different in a vocabulary cut to `tokens`."""
+def _keeps_special_tokens(config: PretrainedConfig, tokens: int) -> bool:
+    """Whether different special tokens have different ids in a vocabulary of `tokens`."""
     before = config.get_text_config().vocab_size
-    inner = [values for _, values in _parts(config, config.to_dict())]
-    special = {token for values in inner for token in _special(values).values() if 0 <= token < before}
-    return len({_moved(token, before, tokens) for token in special}) == len(special)
+    inner = [values for _, values in _inner_configs(config, config.to_dict())]
+    special = {token for values in inner for token in _special_tokens(values).values() if 0 <= token < before}
+    return len({_new_id(token, before, tokens) for token in special}) == len(special)
 
 
 def _with_vocabulary(config: PretrainedConfig, tokens: int) -> PretrainedConfig:
-    """Cut the vocabulary; special tokens whose rows go, such as an image's, keep their distance from the end."""
+    """Return the config with a vocabulary of `tokens`, and special tokens, such as that of an image, with ids in it."""
     values, before = config.to_dict(), config.get_text_config().vocab_size
-    for _, inner in _parts(config, values):
+    for _, inner in _inner_configs(config, values):
         if inner.get("vocab_size") == before:
             inner["vocab_size"] = tokens
-        inner |= {key: _moved(token, before, tokens) for key, token in _special(inner).items()}
+        inner |= {key: _new_id(token, before, tokens) for key, token in _special_tokens(inner).items()}
     return type(config).from_dict(values)
 
 
-_PLACE = ("layer_idx", "layer_id", "layer_number", "num_hidden_layers")
-"""Attributes by which a block knows its number, and the number of blocks."""
+_INDEX_ATTRIBUTES = ("layer_idx", "layer_id", "layer_number", "num_hidden_layers")
+"""Attributes in which modules store the index of their block and the number of blocks."""
 
 
 def kinds(model: nn.Module) -> list[Any]:
-    """Return the kind of each block."""
+    """Return the `kind` of each block."""
     return [kind(block.module) for block in find_decoder(model, required=False).blocks]
 
 
 def kind(block: nn.Module) -> Any:
-    """Return the classes, shapes and settings of a block, without its number; equal for blocks of one kind."""
+    """Return the classes, shapes and settings of a block, without its index. They are equal for blocks of one kind."""
     return tuple(
         (
             name,
@@ -162,7 +163,7 @@ def kind(block: nn.Module) -> Any:
             tuple(
                 (key, value)
                 for key, value in sorted(vars(module).items())
-                if isinstance(value, bool | int | str | None) and key not in _PLACE
+                if isinstance(value, bool | int | str | None) and key not in _INDEX_ATTRIBUTES
             ),
         )
         for name, module in block.named_modules()
@@ -170,12 +171,12 @@ def kind(block: nn.Module) -> Any:
 
 
 def plans(model: nn.Module, subject: Subject) -> list[Any]:
-    """Return the class and the values of each block's styles, in every case that the plan of `subject` accepts.
+    """Return the classes and attributes of each block's styles, in every case that the plan of `subject` accepts.
 
-    A style that asks a module for its number as the model runs can't be told from others.
+    Styles that depend on the index of their block only when the model runs are not distinguished.
     """
     blocks = find_decoder(model, required=False).blocks
-    found: list[list[Any]] = [[] for _ in blocks]
+    by_block: list[list[Any]] = [[] for _ in blocks]
     try:
         cases, _ = accepted_cases(
             model,
@@ -186,24 +187,26 @@ def plans(model: nn.Module, subject: Subject) -> list[Any]:
             named=False,
         )
     except PlanError:
-        return found  # the proof explains the refusal better
+        return by_block  # the proof reports the refusal
     for styles in cases.values():
-        for block, described in zip(blocks, found, strict=True):
+        for block, its_plans in zip(blocks, by_block, strict=True):
             prefix = f"{block.name}."
-            described.append(
+            its_plans.append(
                 {
                     key.removeprefix(prefix): (type(style), vars(style))
                     for key, style in styles.items()
                     if f"{key}.".startswith(prefix)
                 }
             )
-    return found
+    return by_block
 
 
-def first_that_hold_all(*properties: Sequence[Any]) -> int:
-    """Return how many first blocks hold every combination of the properties; at least two, if there are two."""
-    rows = list(zip(*properties, strict=True))
-    every = next(
-        n for n in range(len(rows) + 1) if all(row in rows[:n] for row in itertools.islice(rows, n, None))
+def blocks_with_every_kind(*properties: Sequence[Any]) -> int:
+    """Return the smallest number of first blocks that have every combination of `properties`, but at least two."""
+    blocks = list(zip(*properties, strict=True))
+    count = next(
+        n
+        for n in range(len(blocks) + 1)
+        if all(block in blocks[:n] for block in itertools.islice(blocks, n, None))
     )
-    return min(max(every, 2), len(rows))
+    return min(max(count, 2), len(blocks))

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from titanplans import modeling
-from titanplans.cli.verify.arguments import cuts
+from titanplans.cli.verify.arguments import combine_degrees
 from titanplans.config import LoRA, strategy_of
 from titanplans.errors import VerifyError
 from titanplans.parallel import Float8
@@ -23,27 +23,27 @@ from titanplans.user_code import import_module, load_attribute
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, its plan, and the cases to prove; None stands for all degrees, or both values of an option."""
+    """A model, its plan, and the cases to prove. None: the default degrees, or both values of an option."""
 
     words: str
-    """The model's name in the header."""
+    """The model's name in the printed header."""
     config: PretrainedConfig | None = None
-    """None: `make` returns the model."""
+    """None: `make` builds the model."""
     make: Callable[[], nn.Module] | None = None
-    """A function of the user's own."""
+    """The user's function that returns the model."""
     plan: PlanSource = None
-    """None: the registered one."""
+    """None: the registered plan."""
     degrees: tuple[Degrees, ...] | None = None
     loss_parallel: bool | None = None
     sequence_parallel: bool | None = None
     seq_len: int | None = None
-    """Tokens in a job's sequence."""
+    """Tokens per sequence in a job."""
     float8: Float8 = Float8()  # noqa: RUF009  frozen
-    """The float8 modules of the whole model and of the split one."""
+    """The float8 conversion of the unsplit and the split model."""
     lora: LoRA = LoRA()  # noqa: RUF009  frozen
-    """The adapters of both."""
+    """The adapters of both models."""
     freeze: tuple[str, ...] = ()
-    """The frozen parameters of both."""
+    """Patterns of the frozen parameters of both models."""
 
 
 def every_model() -> list[str]:
@@ -52,10 +52,10 @@ def every_model() -> list[str]:
 
 
 def find_subject(words: str, request: Namespace) -> Subject:
-    """Return the subject named `words`, with the options of `request`. Imports the user's modules.
+    """Return the subject that `words` names, with the options of `request`. Imports the user's modules.
 
     Raises:
-        UserError: there is no such subject, or an option does not go with it.
+        UserError: there is no such subject, or an option does not apply to it.
     """
     is_plan = ":" in words and not words.endswith((".toml", ".json"))
     if request.model is not None and not is_plan:
@@ -63,12 +63,12 @@ def find_subject(words: str, request: Namespace) -> Subject:
             f"--model {request.model}: goes with a plan, as in verify my_plans:MyPlan --model gla, not with {words}"
         )
     if is_plan:
-        subject = _own_plan(words, request)
+        subject = _user_plan(words, request)
     elif words.endswith(".toml"):
         subject = _job(words, request)
     else:
         subject = _model(words, request.flavor, request.command)
-    if subject.degrees is None:  # else a job's, with those of the command line
+    if subject.degrees is None:  # `_job` has combined the degrees of the job and the command line
         subject = replace(subject, degrees=request.degrees)
     switches = {key: getattr(request, key) for key in ("loss_parallel", "sequence_parallel")}
     chosen: dict[str, Any] = {key: value for key, value in switches.items() if value is not None}
@@ -79,7 +79,7 @@ def find_subject(words: str, request: Namespace) -> Subject:
     filters: dict[str, Any] = {name: value for name, value in options.items() if value}
     if filters and float8.recipe_name is None:
         raise VerifyError(
-            "--float8-filter: nothing is float8; add --float8 tensorwise, for one, or leave it out"
+            "--float8-filter: no module is converted to float8: add --float8 tensorwise, or remove it"
         )
     return replace(
         subject, **chosen, float8=float8.replace(**filters), lora=subject.lora.replace(**request.lora)
@@ -87,9 +87,9 @@ def find_subject(words: str, request: Namespace) -> Subject:
 
 
 def _model(words: str, flavor: str | None, option: str) -> Subject:
-    """A model by a name, by the path of a config.json, or as "module:callable"."""
-    named = words in modeling.available()
-    is_path = not named and (words.endswith(".json") or "/" in words or os.path.isdir(words))
+    """Return the subject of a model's name, a path of a config.json, or "module:callable"."""
+    is_named = words in modeling.available()
+    is_path = not is_named and (words.endswith(".json") or "/" in words or os.path.isdir(words))
     if flavor is not None and (is_path or ":" in words):
         raise VerifyError(
             f"--flavor {flavor}: goes with a named model ({', '.join(modeling.available())}), not with {words}"
@@ -109,18 +109,19 @@ def _job(path: str, request: Namespace) -> Subject:
     job = load_job([path])
     if request.flavor is not None:
         raise VerifyError(
-            f"--flavor {request.flavor}: {path} says which model; change [model] there, or name the model"
+            f"--flavor {request.flavor}: {path} sets the flavor: change [model] there, or use a model's name instead"
         )
     if custom := job.experimental.custom_import:
         import_module(custom, f"{path}: experimental.custom_import = {custom}", VerifyError)
     degree, context = job.parallelism.tensor_parallel_degree, job.parallelism.context_parallel_degree
     experts = job.parallelism.expert_parallel_degree
     if experts > degree * context:
-        context = experts // degree  # ranks that share a sequence stand for those with other batches
+        # In the job, data-parallel ranks make up the expert group. A proof has context-parallel ranks in their place.
+        context = experts // degree
     stages = job.parallelism.pipeline_parallel_degree
     if degree * context * stages == 1 and request.degrees is None:
         raise VerifyError(
-            f"{path}: tensor_parallel_degree = 1 splits nothing, so there is nothing to prove; give --tp 2, for one"
+            f"{path}: tensor_parallel_degree = 1 splits nothing, so nothing can be proved: add --tp 2, for example"
         )
     name, flavor = model_name(job)
     float8 = strategy_of(job).float8
@@ -129,8 +130,8 @@ def _job(path: str, request: Namespace) -> Subject:
         f"{path}: {model}",
         hf_config(job),
         plan=job.model.plan,
-        # What the command line leaves open is as the job says.
-        degrees=cuts(
+        # Degrees that the command line does not set are those of the job.
+        degrees=combine_degrees(
             request.tp or (degree,),
             request.cp or (context,),
             request.ep or (experts,),
@@ -139,7 +140,8 @@ def _job(path: str, request: Namespace) -> Subject:
         loss_parallel=not job.parallelism.disable_loss_parallel,
         sequence_parallel=job.parallelism.enable_sequence_parallel,
         seq_len=job.training.seq_len,
-        float8=float8.replace(  # emulated, and without FSDP's options, which split no product
+        # Emulated, and without the options of FSDP2, which does not change the products.
+        float8=float8.replace(
             emulate=float8.recipe_name is not None,
             enable_fsdp_float8_all_gather=False,
             precompute_float8_dynamic_scale_for_fsdp=False,
@@ -149,22 +151,22 @@ def _job(path: str, request: Namespace) -> Subject:
     )
 
 
-def _own_plan(words: str, request: Namespace) -> Subject:
+def _user_plan(words: str, request: Namespace) -> Subject:
     plan = load_attribute(words, f"{request.command} {words}", VerifyError)
     if not (isinstance(plan, dict) or (isinstance(plan, type) and issubclass(plan, TPPlan))):
         raise VerifyError(
-            f"{request.command} {words}: neither a TPPlan class nor a dict of module names and styles; a model goes to "
-            "--model"
+            f"{request.command} {words}: neither a TPPlan class nor a dict of module names and styles: use --model for a "
+            "model"
         )
     if request.model is not None:
         return replace(_model(request.model, request.flavor, "--model"), plan=plan)
-    named = [
+    names = [
         t for t, registered in registered_plans().items() if registered is plan and t in modeling.available()
     ]
-    if len(named) == 1:
-        return replace(_model(named[0], request.flavor, request.command), plan=plan)
-    why = f"is registered for {' and '.join(named)}" if named else "is registered for no named model"
+    if len(names) == 1:
+        return replace(_model(names[0], request.flavor, request.command), plan=plan)
+    why = f"is registered for {' and '.join(names)}" if names else "is registered for no named model"
     raise VerifyError(
-        f"{request.command} {words}: {why}; say which model it splits by --model: "
-        f"{', '.join(named or modeling.available())}, path/to/config.json, or module:callable that returns an nn.Module"
+        f"{request.command} {words}: {why}: name the model by --model: {', '.join(names or modeling.available())}, "
+        "path/to/config.json, or module:callable that returns an nn.Module"
     )
