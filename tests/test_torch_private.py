@@ -112,7 +112,7 @@ def test_compilations():
         found.append(hit)
         return hit
 
-    compile.remember_compilations(1000)
+    compile.limit_compilations(1000)
     assert compile.set_guard_hook(hook) is None
     try:
         before = len(compile.compilations())
@@ -122,7 +122,7 @@ def test_compilations():
         (made,) = compile.compilations()[before:]
     finally:
         assert compile.set_guard_hook(None) is hook
-        compile.remember_compilations(None)
+        compile.limit_compilations(None)
     assert (made.fail_type, made.fail_reason, made.has_guarded_code) == (None, None, True)
     assert str(made.compile_id) == "0/0"
     assert found == [True]

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch.fx
 
 from titanplans.observe.operators import operation_of
-from titanplans.torch_private.compile import in_order
+from titanplans.torch_private.compile import unordered_node
 from titanplans.torch_private.dispatch import OpOverload, schema
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
@@ -42,7 +42,7 @@ def operation(node: torch.fx.Node) -> str | None:
 
 def name_of(node: torch.fx.Node) -> str:
     """Return the name of a node's operator without namespace and overload; of a node without an operator, its kind."""
-    node = in_order(node)
+    node = unordered_node(node)
     if isinstance(node.target, OpOverload):
         return schema(node.target).name.partition("::")[2]
     return getattr(node.target, "__name__", str(node.target)) if node.op == "call_function" else node.op

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from titanplans.apply.apply import AppliedPlan
 from titanplans.errors import PlanError
-from titanplans.observe.bound import Allowance, Allowances, bound, exceeding, record_calls, part_of
+from titanplans.observe.bound import Allowance, Allowances, bound, exceeding, part_of, record_calls
 from titanplans.observe.by_tokens import FullSequenceGathers, full_sequence_gathers
 from titanplans.observe.operators import Collective
 from titanplans.observe.recorder import record_collectives

@@ -19,7 +19,7 @@ from titanplans.observe.tracker import ModuleTracker
 from titanplans.torch_private.compile import (
     compilations,
     compiler_counters,
-    remember_compilations,
+    limit_compilations,
     set_guard_hook,
 )
 from titanplans.torch_private.modules import ActivationWrapper, checkpointed, compiled_call
@@ -106,7 +106,7 @@ class CompileRecord:
 @contextmanager
 def record_compilation(places: ModuleTracker) -> Iterator[CompileRecord]:
     """Record the compiler's work in the step that `places` tracks."""
-    remember_compilations(_EVERY_COMPILATION)
+    limit_compilations(_EVERY_COMPILATION)
     record = CompileRecord()
     previous: Any = None
 
@@ -122,7 +122,7 @@ def record_compilation(places: ModuleTracker) -> Iterator[CompileRecord]:
     finally:
         set_guard_hook(previous)
         record.assign(places.module)
-        remember_compilations(None)
+        limit_compilations(None)
 
 
 def is_compiled(block: nn.Module) -> bool:

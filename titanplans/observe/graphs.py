@@ -12,7 +12,7 @@ import torch.fx
 
 from titanplans.observe.chains import operation, overlapped
 from titanplans.observe.operators import Collective, describe
-from titanplans.torch_private.compile import LAST_PASSES, graph_pass, own_passes, set_own_passes
+from titanplans.torch_private.compile import LAST_PASSES, custom_passes, graph_pass, set_custom_passes
 
 
 def is_backward(graph: torch.fx.Graph) -> bool:
@@ -56,13 +56,13 @@ def install_record() -> GraphRecord:
     record = installed_record()
     if record is None:
         record = GraphRecord()
-        set_own_passes(LAST_PASSES, [*own_passes(LAST_PASSES), record])
+        set_custom_passes(LAST_PASSES, [*custom_passes(LAST_PASSES), record])
     return record
 
 
 def installed_record() -> GraphRecord | None:
     """Return the record that is installed in this process, or None."""
-    return next((p for p in own_passes(LAST_PASSES) if isinstance(p, GraphRecord)), None)
+    return next((p for p in custom_passes(LAST_PASSES) if isinstance(p, GraphRecord)), None)
 
 
 def _value(node: torch.fx.Node) -> Any:

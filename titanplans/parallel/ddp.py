@@ -22,7 +22,7 @@ from titanplans.errors import ParallelError
 from titanplans.parallel.mesh.degrees import NOT_FOR_DDP
 from titanplans.precision.autocast import apply_autocast
 from titanplans.text import class_name
-from titanplans.torch_private.compile import is_compiled_whole
+from titanplans.torch_private.compile import is_compiled_model
 from titanplans.torch_private.ddp import DDP, has_static_graph, hide_ddp_from_compiler, replicate, start_ddp
 from titanplans.torch_private.dispatch import tree_leaves
 
@@ -111,7 +111,7 @@ def refuse_model(model: nn.Module, mesh: DeviceMesh) -> None:
     why = ""
     if isinstance(model, DDP):
         why = "it is already replicated by DDP; remove the second call"
-    elif is_compiled_whole(model):
+    elif is_compiled_model(model):
         why = "it is compiled as a whole, and the reducer's hooks stay outside of a graph; compile its blocks one by one"
     elif not any(parameter.requires_grad for parameter in model.parameters()):
         why = "all parameters are frozen, so there is no gradient to sum; leave DDP out"

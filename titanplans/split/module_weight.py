@@ -23,9 +23,9 @@ from titanplans.split.layout import Layout, rows_used
 from titanplans.split.parameters.selection import select_rows, take_ranges
 from titanplans.split.state import SplitState, make_state, specialise, state_of, subclass
 from titanplans.text import class_name
-from titanplans.torch_private.autograd import accumulates, grad_refcount
+from titanplans.torch_private.autograd import grad_refcount, is_accumulating
 from titanplans.torch_private.dispatch import disabled_torch_function
-from titanplans.torch_private.dtensor import handed, local_tensor, spec_as, spec_of, with_spec
+from titanplans.torch_private.dtensor import gradient_with_spec, local_tensor, spec_as, spec_of, with_spec
 from titanplans.torch_private.threads import DTensorSpec
 
 # 1. How a rank's local tensor follows from a parameter.
@@ -418,7 +418,7 @@ class _ToLocal(torch.autograd.Function):
     def backward(ctx: Any, *grads):  # pyrefly: ignore[bad-override]
         if torch.compiler.is_compiling() or torch.is_grad_enabled():  # traced, or create_graph
             return None, *map(_as_dtensor, grads, ctx.specs)
-        convert = handed if accumulates(ctx) else with_spec
+        convert = gradient_with_spec if is_accumulating(ctx) else with_spec
         return None, *[_to_dtensor(grad, spec, convert) for grad, spec in zip(grads, ctx.specs, strict=True)]
 
 

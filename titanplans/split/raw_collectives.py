@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanplans.split.layout import shard_size
-from titanplans.torch_private.dispatch import dispatch_is_watched
+from titanplans.torch_private.dispatch import has_dispatch_mode
 from titanplans.torch_private.distributed import backend_all_gather, backend_of, backend_reduce_scatter
 
 Group = tuple[str, int]
@@ -55,7 +55,7 @@ def _uses_operators(x: torch.Tensor) -> bool:
     """
     if torch.compiler.is_compiling():
         return True
-    return type(x) not in _PLAIN or dispatch_is_watched() or x.is_complex()
+    return type(x) not in _PLAIN or has_dispatch_mode() or x.is_complex()
 
 
 def _finish(work: dist.Work | None) -> None:

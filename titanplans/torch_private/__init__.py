@@ -1,10 +1,10 @@
-"""The private names of torch and torchao that titanplans relies on, a file a subject; nothing else touches one.
+"""The private names of torch and torchao that titanplans uses, with one file per subject.
 
-A private name may go with any release. A name belongs here only if torch has no public way to the same thing. Logic that
-changes a library's internals stands with its one user, in a function with the mark `# private: …`, which
-tests/test_torch_private.py counts. Methods that a subclass of torch's overrides stay with the subclass, and operators
-(`torch.ops.…`) are reached by their qualified names, which graphs and exported programs hold.
+Any release may remove a private name, so a name is here only if torch has no public equivalent. There are three exceptions.
+Code that changes a library's internals stays with its only user, marked by `# private: …`; tests/test_torch_private.py
+counts the marks. Overridden methods stay with their subclass. Operators (`torch.ops.…`) are used by their qualified names,
+which are stable because graphs and exported programs contain them.
 
-Import a name from its subject, which imports no more than that subject needs. Everything but a job runs on torch
-2.11, too (docs/parallel.md); these files and the marked functions hold the differences.
+Import a name from the file of its subject, which imports only what that subject needs. Everything but a job also runs on
+torch 2.11 (docs/parallel.md). The differences between releases are in these files and in the marked functions.
 """

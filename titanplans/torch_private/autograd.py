@@ -1,4 +1,4 @@
-"""Autograd's graph: its nodes, the versions of tensors, and who holds a gradient."""
+"""Autograd: nodes of the graph, versions of tensors, and references to gradients."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 
 
 def version(tensor: torch.Tensor) -> int:
-    """Return how often `tensor` has been written to in place; 0 of one made in inference mode, where nobody counts."""
+    """Return the number of in-place writes to `tensor`; 0 for a tensor made in inference mode, which does not count them."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -15,33 +15,35 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._base is not None
 
 
-ENGINE_HOLDS = 1 if torch.__version__ >= "2.13" else 2
-"""How often autograd's engine holds the gradient that a backward is given."""
+ENGINE_REFERENCES = 1 if torch.__version__ >= "2.13" else 2
+"""Number of references that the autograd engine holds to the gradient that it passes to a backward."""
 
 
 def grad_refcount(gradient: torch.Tensor) -> int:
-    """Return how many hold `gradient`, which the running backward was given, its engine counted as one.
+    """Return the number of references to a gradient that the running backward received. The engine counts as one.
 
-    Of a view, also how many hold the tensor that it is a view of: as another gradient, they have its memory.
+    For a view, return the number of references to its base if that is larger, since they share its memory.
     """
-    holders = gradient._use_count() - ENGINE_HOLDS + 1  # pyrefly: ignore[missing-attribute]
+    references = gradient._use_count() - ENGINE_REFERENCES + 1  # pyrefly: ignore[missing-attribute]
     base = gradient._base
-    # Its view holds it, and `base` does.
-    return holders if base is None else max(holders, base._use_count() - 1)  # pyrefly: ignore[missing-attribute]
+    if base is None:
+        return references
+    # The view and the variable `base` hold a reference each.
+    return max(references, base._use_count() - 1)  # pyrefly: ignore[missing-attribute]
 
 
 def sequence_number() -> int:
-    """Return the number that the next autograd node of this thread gets."""
+    """Return the sequence number that the next autograd node of this thread will get."""
     return torch.autograd._get_sequence_nr()
 
 
 def running_node() -> Any:
-    """Return the autograd node whose backward runs on this thread, or None."""
+    """Return the autograd node whose backward runs on this thread; None outside of a backward."""
     return torch._C._current_autograd_node()
 
 
 def number_of_node(node: Any) -> int:
-    """Return the sequence number that an autograd node got when the forward made it."""
+    """Return the sequence number of an autograd node, which it got when the forward created it."""
     return node._sequence_nr()
 
 
@@ -50,22 +52,22 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def accumulates(node: Any) -> bool:
-    """Whether the running backward adds up what `node`, which runs, returns for leaves: `autograd.grad` does not."""
+def is_accumulating(node: Any) -> bool:
+    """Whether the running backward accumulates the gradients that `node` returns for leaves; not in `autograd.grad`."""
     leaf = next((function for function, _ in node.next_functions if function is not None), None)
     if leaf is None:
         return False
     try:
         return torch._C._will_engine_execute_node(leaf)  # pyrefly: ignore[missing-attribute]
-    except RuntimeError:  # it does not answer for leaves in `autograd.grad`
+    except RuntimeError:  # raised for leaves in `autograd.grad`
         return False
 
 
 def has_backward_hooks(x: torch.Tensor | torch.nn.Module) -> bool:
-    """Whether hooks see the gradient of a tensor, or of what a module takes or returns."""
+    """Whether a tensor has gradient hooks, or a module has backward hooks."""
     return bool(x._backward_hooks) or bool(getattr(x, "_backward_pre_hooks", None))
 
 
-def saves_otherwise() -> bool:
-    """Whether hooks replace the tensors that the graph saves, as those of torch.utils.checkpoint do."""
+def has_saved_tensors_hooks() -> bool:
+    """Whether hooks on saved tensors are active, such as those of torch.utils.checkpoint."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

@@ -1,6 +1,6 @@
-"""torch.compile: dynamo, AOTAutograd, inductor.
+"""torch.compile: Dynamo, AOTAutograd, Inductor.
 
-The compiler takes two seconds to import: its names are functions that import it when they are called.
+The compiler takes two seconds to import, so each function imports what it returns.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,28 +14,28 @@ from titanplans.torch_private.modules import compiled_call
 
 
 def dynamo_config() -> Any:
-    """Return dynamo's settings, which are the process's."""
+    """Return Dynamo's config, which is global to the process."""
     import torch._dynamo.config
 
     return torch._dynamo.config
 
 
 def functorch_config() -> Any:
-    """Return AOTAutograd's settings, which are the process's."""
+    """Return AOTAutograd's config, which is global to the process."""
     import torch._functorch.config
 
     return torch._functorch.config
 
 
 def inductor_config() -> Any:
-    """Return inductor's settings, which are the process's."""
+    """Return Inductor's config, which is global to the process."""
     import torch._inductor.config
 
     return torch._inductor.config
 
 
 def dynamo_errors() -> ModuleType:
-    """Return dynamo's exceptions."""
+    """Return the module of Dynamo's exceptions."""
     import torch._dynamo.exc
 
     return torch._dynamo.exc
@@ -46,105 +46,105 @@ ASYNC_TP_SETTING = "_micro_pipeline_tp"
 
 
 FIRST_PASSES, LAST_PASSES = "post_grad_custom_pre_pass", "post_grad_custom_post_pass"
-"""Inductor's settings of passes of one's own over each graph, before and after its own."""
+"""Inductor's settings for custom passes that run on each graph before and after its own post-grad passes."""
 
 
 def graph_pass() -> Any:
-    """Return the class of inductor's passes of one's own."""
+    """Return the base class of custom passes for Inductor."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     return CustomGraphPass
 
 
-def own_passes(setting: str) -> tuple[Any, ...]:
-    """Return the passes of one's own in a setting of inductor's."""
-    held = getattr(inductor_config(), setting)
-    held = getattr(held, "one_after_the_other", held)
-    if held is None:
+def custom_passes(setting: str) -> tuple[Any, ...]:
+    """Return the custom passes in Inductor's `setting` (`FIRST_PASSES` or `LAST_PASSES`)."""
+    value = getattr(inductor_config(), setting)
+    value = getattr(value, "combined_passes", value)
+    if value is None:
         return ()
-    return tuple(held) if isinstance(held, list | tuple) else (held,)
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
-def set_own_passes(setting: str, passes: Sequence[Any]) -> None:
-    """Let inductor run `passes`, one after the other, over each graph, when `setting` says."""
+def set_custom_passes(setting: str, passes: Sequence[Any]) -> None:
+    """Set the custom passes that Inductor runs in order on each graph (`FIRST_PASSES` or `LAST_PASSES`)."""
     from torch._inductor import custom_graph_pass
 
-    class One(custom_graph_pass.CustomGraphPass):
-        one_after_the_other = tuple(passes)
+    class CombinedPass(custom_graph_pass.CustomGraphPass):
+        combined_passes = tuple(passes)
 
         def __call__(self, graph: torch.fx.Graph) -> None:
             for each in passes:
                 each(graph)
 
         def uuid(self) -> Any:
-            return None  # inductor caches no graph
+            return None  # disables Inductor's cache of graphs
 
-    takes_several = hasattr(custom_graph_pass, "get_custom_graph_passes")  # torch 2.11 takes one
-    held = (list(passes) if takes_several else One()) if passes else None
-    setattr(inductor_config(), setting, held)
+    accepts_several = hasattr(custom_graph_pass, "get_custom_graph_passes")  # torch 2.11 accepts only one
+    value = (list(passes) if accepts_several else CombinedPass()) if passes else None
+    setattr(inductor_config(), setting, value)
 
 
-def break_graphs_in_calls() -> None:
-    """Let a graph that ends within a call go on there, which torch 2.11 does with the names of another module."""
+def enable_nested_graph_breaks() -> None:
+    """Let Dynamo continue a graph after a break inside a called function. torch 2.11 looks up names in the wrong module."""
     if torch.__version__ >= "2.13":
         dynamo_config().nested_graph_breaks = True
 
 
-def compiles_checkpoints() -> bool:
-    """Whether dynamo takes a checkpoint around collectives that have a gradient into a graph; torch 2.11 fails at it."""
+def can_compile_checkpoints() -> bool:
+    """Whether Dynamo can trace a checkpoint around collectives that have a gradient; torch 2.11 raises an error."""
     return torch.__version__ >= "2.13"
 
 
-def opaque_objects_weigh_nothing() -> dict[str, bool]:
-    """Return the settings of AOTAutograd under which a device mesh in a graph counts as no saved memory."""
+def zero_size_script_objects() -> dict[str, bool]:
+    """Return AOTAutograd's settings by which a device mesh in a graph takes no memory if it is saved."""
     name = "unsafe_treat_script_objects_as_zero_size"
-    return {name: True} if hasattr(functorch_config(), name) else {}  # torch 2.11 has none in its graphs
+    return {name: True} if hasattr(functorch_config(), name) else {}  # graphs of torch 2.11 contain no meshes
 
 
 def compiler_counters() -> Any:
-    """Return what dynamo and inductor count: graphs, graph breaks by reason, cache hits."""
+    """Return the counters of Dynamo and Inductor: graphs, graph breaks by reason, cache hits."""
     from torch._dynamo.utils import counters
 
     return counters
 
 
 def compilations() -> list[Any]:
-    """Return what the compiler noted of its newest compilations, oldest first."""
+    """Return the metrics of the latest compilations, oldest first."""
     from torch._dynamo.utils import get_compilation_metrics
 
     return get_compilation_metrics()
 
 
-def remember_compilations(number: int | None) -> None:
-    """Let the compiler remember its newest `number` compilations; None is torch's own number."""
+def limit_compilations(count: int | None) -> None:
+    """Set the number of latest compilations whose metrics torch keeps. None: torch's default."""
     from torch._dynamo.utils import DEFAULT_COMPILATION_METRICS_LIMIT, set_compilation_metrics_limit
 
-    set_compilation_metrics_limit(DEFAULT_COMPILATION_METRICS_LIMIT if number is None else number)
+    set_compilation_metrics_limit(DEFAULT_COMPILATION_METRICS_LIMIT if count is None else count)
 
 
 def set_guard_hook(hook: Callable[[bool], bool] | None) -> Callable[[bool], bool] | None:
-    """Let dynamo call `hook(found)` where it has looked for compiled code that fits; return the hook before."""
+    """Make Dynamo call `hook(found)` after each lookup of compiled code whose guards hold; return the previous hook."""
     from torch._C._dynamo.eval_frame import set_guard_complete_hook
 
     return set_guard_complete_hook(hook)  # pyrefly: ignore[bad-argument-type]
 
 
-def is_compiled_whole(model: nn.Module) -> bool:
-    """Whether `model` is what `torch.compile(module)` returns, or was compiled in place."""
+def is_compiled_model(model: nn.Module) -> bool:
+    """Whether `model` is the result of `torch.compile(module)`, or was compiled in place by `module.compile()`."""
     from torch._dynamo import OptimizedModule
 
     return isinstance(model, OptimizedModule) or compiled_call(model) is not None
 
 
 def backend_function(backend: Any) -> Callable[..., Any]:
-    """Return the function of a torch.compile backend that may be given by name."""
+    """Return the function of a torch.compile backend, which may be a name."""
     from torch._dynamo import lookup_backend
 
     return lookup_backend(backend)
 
 
 def is_disabled(value: Any) -> bool:
-    """Whether `value` is a function that `torch.compiler.disable` keeps out of every graph."""
+    """Whether `value` is the result of `torch.compiler.disable`."""
     return getattr(value, "_torchdynamo_disable", False) is True
 
 
@@ -154,12 +154,12 @@ def enabled_function(value: Any) -> Any:
 
 
 def inductor_option_names() -> list[str]:
-    """Return the names of inductor's options."""
+    """Return the names of Inductor's options."""
     return torch._inductor.list_options()
 
 
 def check_inductor_options(options: dict[str, Any]) -> None:
-    """Raise torch's RuntimeError if a value is not of its option's type."""
+    """Raise torch's RuntimeError if an option has a value of the wrong type."""
     torch._TorchCompileInductorWrapper(None, options, None)  # pyrefly: ignore[bad-argument-type]
 
 
@@ -169,7 +169,7 @@ def is_erased(node: torch.fx.Node) -> bool:
 
 
 def inductor_stages() -> SimpleNamespace:
-    """Return the functions by which inductor takes a graph up to and through its last passes."""
+    """Return Inductor's functions up to and including its post-grad passes."""
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._inductor.compile_fx import compile_fx, fake_tensor_prop
     from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
@@ -186,9 +186,9 @@ def inductor_stages() -> SimpleNamespace:
 
 
 def keep_order(graph: torch.fx.Graph, after: Mapping[torch.fx.Node, Sequence[torch.fx.Node]]) -> None:
-    """Let inductor run each node of `after` behind the nodes that it maps to, in whatever order it schedules the rest.
+    """Make Inductor run each key of `after` after the nodes in its value, however it schedules other nodes.
 
-    Such a node becomes a call of inductor's `control_deps`, which holds the operator; see `in_order`.
+    Such a node becomes a call of Inductor's `control_deps`, which contains the operator; see `unordered_node`.
     """
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet
@@ -196,9 +196,9 @@ def keep_order(graph: torch.fx.Graph, after: Mapping[torch.fx.Node, Sequence[tor
     preserve_node_ordering(graph, {node: OrderedSet(before) for node, before in after.items()})
 
 
-def in_order(node: torch.fx.Node) -> torch.fx.Node:
-    """Return the node with the operator that `keep_order` has put into `node`; any other node itself."""
+def unordered_node(node: torch.fx.Node) -> torch.fx.Node:
+    """Return the node of the operator that `keep_order` wrapped into `node`; any other node itself."""
     if getattr(node.target, "__name__", "") != "control_deps":
         return node
-    held = getattr(node.graph.owning_module, node.args[1].target)  # pyrefly: ignore
-    return next(inner for inner in held.graph.nodes if inner.op == "call_function")
+    subgraph = getattr(node.graph.owning_module, node.args[1].target)  # pyrefly: ignore
+    return next(inner for inner in subgraph.graph.nodes if inner.op == "call_function")

@@ -1,4 +1,4 @@
-"""DDP: torch's `replicate`."""
+"""DDP as torch's composable `replicate`."""
 
 from torch.distributed._composable.replicate import DDP, replicate
 from torch.nn.parallel import DistributedDataParallel
@@ -23,5 +23,5 @@ def start_ddp(model: DDP) -> None:
 
 
 def hide_ddp_from_compiler(*_: object) -> None:
-    """Let dynamo forget which DDP runs: it would cut graphs where buckets end. A forward hook, or a pre-hook."""
+    """Prevent Dynamo from splitting graphs at DDP's buckets. A forward hook or pre-hook."""
     DistributedDataParallel._active_ddp_module = None

@@ -1,4 +1,4 @@
-"""How torch dispatches an operator: modes, fake tensors, schemas, trees of arguments."""
+"""Dispatch of operators: modes, fake tensors, schemas, pytrees."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -22,11 +22,12 @@ __all__ = [
     "TreeSpec",
     "assert_async",
     "disabled_torch_function",
-    "dispatch_is_watched",
     "fake_mode_is_on",
     "foreach_mul_",
     "foreach_norm",
-    "rows_for_meta",
+    "has_dispatch_mode",
+    "make_wrapper",
+    "meta_nonzero_finds_all",
     "schema",
     "storage_id",
     "tree_flatten",
@@ -36,7 +37,6 @@ __all__ = [
     "tree_unflatten",
     "version",
     "without_torch_function",
-    "wrapper",
 ]
 
 
@@ -46,35 +46,35 @@ def schema(operator: Any) -> Any:
 
 
 def fake_mode_is_on() -> bool:
-    """Whether a FakeTensorMode is entered, under which nothing is computed."""
+    """Whether a FakeTensorMode is active, so that nothing is computed."""
     return torch._guards.active_fake_mode() is not None
 
 
-def dispatch_is_watched() -> bool:
-    """Whether a mode sees every operation of this thread: a recorder, fake tensors."""
+def has_dispatch_mode() -> bool:
+    """Whether a TorchDispatchMode is active on this thread, such as a recorder or a FakeTensorMode."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 
-def rows_for_meta() -> AbstractContextManager[Any]:
-    """Return the context in which `nonzero` on meta finds every element, instead of an error."""
+def meta_nonzero_finds_all() -> AbstractContextManager[Any]:
+    """Return a context in which `nonzero` on a meta tensor returns every element instead of raising an error."""
     return torch.fx.experimental._config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return the address of the storage object of `tensor`: tensors on meta have no memory whose address would tell."""
+    """Return the address of the storage object of `tensor`. It identifies the storage of a meta tensor, too."""
     return tensor.untyped_storage()._cdata
 
 
 def version(tensor: torch.Tensor) -> int:
-    """Return how often `tensor` has been changed in place."""
+    """Return the number of in-place writes to `tensor`."""
     return tensor._version
 
 
 def without_torch_function() -> AbstractContextManager[Any]:
-    """Return the context in which `__torch_function__` and its modes are off."""
+    """Return a context in which `__torch_function__` and its modes are disabled."""
     return torch._C.DisableTorchFunction()
 
 
-def wrapper(cls: type[torch.Tensor], shape: Sequence[int], like: torch.Tensor) -> Any:
-    """Return a tensor of a subclass without memory of its own, of the dtype and device of `like`."""
+def make_wrapper(cls: type[torch.Tensor], shape: Sequence[int], like: torch.Tensor) -> Any:
+    """Return a tensor of the wrapper subclass `cls`, without storage, with the dtype and device of `like`."""
     return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]

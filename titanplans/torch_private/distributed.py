@@ -26,32 +26,32 @@ __all__ = [
 
 
 def backend_of(group: str, device: torch.device) -> Any:
-    """Return what communicates between `device`s for the process group called `group`: NCCL's, gloo's, a fake one.
+    """Return the backend of the process group named `group` for `device`, such as NCCL's or gloo's.
 
-    The group's own methods look it up, too, by an operator, which in a step takes longer than the call.
+    Calling the backend directly saves the dispatch of an operator, which takes longer than the call itself.
     """
     return resolve_process_group(group)._get_backend(device)  # pyrefly: ignore[bad-argument-type]
 
 
-def backend_all_gather(backend: Any, whole: torch.Tensor, x: torch.Tensor, options: Any) -> dist.Work | None:
-    """Fill `whole` with the ranks' `x`; return the work, which NCCL leaves out of a synchronous call."""
-    return backend._allgather_base(whole, x, options)
+def backend_all_gather(backend: Any, full: torch.Tensor, x: torch.Tensor, options: Any) -> dist.Work | None:
+    """Gather `x` of all ranks into `full`; return the work, or None from NCCL if the call is synchronous."""
+    return backend._allgather_base(full, x, options)
 
 
 def backend_reduce_scatter(
-    backend: Any, mine: torch.Tensor, x: torch.Tensor, options: Any
+    backend: Any, shard: torch.Tensor, x: torch.Tensor, options: Any
 ) -> dist.Work | None:
-    """Fill `mine` with this rank's part of the sum of the ranks' `x`; return the work as `backend_all_gather`."""
-    return backend._reduce_scatter_base(mine, x, options)
+    """Write this rank's shard of the sum of `x` over the ranks into `shard`; return the work as `backend_all_gather`."""
+    return backend._reduce_scatter_base(shard, x, options)
 
 
 def group_device_types() -> list[str]:
-    """Return the types of device that the default process group has a backend for."""
+    """Return the device types that the default process group has a backend for."""
     return [device.type for device in dist.distributed_c10d._get_default_group()._device_types]
 
 
 def default_store() -> dist.Store:
-    """Return the store by which the ranks of the default process group have found each other."""
+    """Return the rendezvous store of the default process group."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -70,7 +70,7 @@ def fake_store() -> dist.Store:
 
 
 def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
-    """Allow symmetric memory on `group`: deprecated in torch 2.13, and async TP still needs it (pytorch #193027)."""
+    """Enable symmetric memory for `group`. Deprecated in torch 2.13, but async TP still needs it (pytorch #193027)."""
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     with warnings.catch_warnings():
@@ -79,7 +79,7 @@ def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
 
 
 def pretend_symmetric_memory(group_name: str) -> AbstractContextManager[None]:
-    """Return the context in which inductor takes the group for one with symmetric memory."""
+    """Return a context in which Inductor treats the group as one with symmetric memory."""
     from torch.distributed._symmetric_memory import _test_mode
 
     return _test_mode({group_name})

@@ -1,4 +1,4 @@
-"""DTensor and its meshes."""
+"""DTensor and DeviceMesh."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ __all__ = [
     "clear_sharding_cache",
     "concatenate_meshes",
     "flatten_mesh",
-    "handed",
+    "gradient_with_spec",
     "local_tensor",
     "spec_as",
     "spec_of",
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
-    """Return the local tensor itself: `to_local` would make a view, which records a gradient."""
+    """Return the local tensor itself, where `to_local` would make a view with a gradient."""
     return tensor._local_tensor
 
 
@@ -35,7 +35,7 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
 
 
 def spec_as(spec: DTensorSpec, *placements: Placement) -> DTensorSpec:
-    """Return the spec of a contiguous tensor that is otherwise as `spec`, with other placements."""
+    """Return a copy of `spec` with other placements and the strides of a contiguous tensor."""
     stride, size = [], 1
     for length in reversed(spec.shape):
         stride.append(size)
@@ -45,17 +45,16 @@ def spec_as(spec: DTensorSpec, *placements: Placement) -> DTensorSpec:
 
 
 def with_spec(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """Return a DTensor of `local` and `spec` as they are: `from_local` makes and hashes a spec each time.
-
-    Its `__init__` does nothing, in three times the time of its `__new__`: the compiler is kept out of it.
-    """
+    """Return a DTensor of `local` and `spec`, without the checks of `from_local`, which makes and hashes a new spec."""
+    # `__new__`, because `__init__` does nothing but takes three times as long, since Dynamo is disabled in it.
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
-class _Handed(DTensor):
-    """A gradient on its way to a parameter, which takes it as a plain DTensor, in a third of the time.
+class _Gradient(DTensor):
+    """A gradient to be accumulated, with a fast `detach` that makes it a plain DTensor.
 
-    Autograd detaches what it accumulates, which DTensor does as any operator: it looks for a sharding and hashes specs.
+    Autograd detaches a gradient before it accumulates it. DTensor dispatches `detach` like any operator, with a sharding
+    lookup and hashes of specs, which takes three times as long.
     """
 
     @classmethod
@@ -67,27 +66,27 @@ class _Handed(DTensor):
 
 
 _DETACH = torch.ops.aten.detach.default
-_HANDED: type[DTensor] = _Handed if torch.__version__ >= "2.13" else DTensor
-"""Earlier releases know no subclass of DTensor."""
+_GRADIENT: type[DTensor] = _Gradient if torch.__version__ >= "2.13" else DTensor
+"""Earlier releases do not support subclasses of DTensor."""
 
 
-def handed(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """Return a DTensor as `with_spec`, for a parameter to accumulate in a backward."""
-    return DTensor.__new__(_HANDED, local, spec, requires_grad=False)
+def gradient_with_spec(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """Return a DTensor as `with_spec` does, for a parameter's gradient that a backward returns."""
+    return DTensor.__new__(_GRADIENT, local, spec, requires_grad=False)
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Return one mesh with the dimensions of several, which are slices of one root mesh."""
+    """Return one mesh with the dimensions of all `meshes`, which are submeshes of one root mesh."""
     return DeviceMesh._concatenate(list(meshes))
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return a 1-D mesh called `name` over the ranks of `mesh`; makes a process group."""
+    """Return a 1-D mesh called `name` over the ranks of `mesh`. Creates a process group."""
     return mesh._flatten(name)
 
 
 def clear_sharding_cache() -> None:
-    """Forget how DTensor has sharded operators."""
+    """Clear DTensor's cache of operator shardings."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # imports the compiler
 
     _clear_sharding_prop_cache()

@@ -1,4 +1,4 @@
-"""FSDP2: the state of a sharded module."""
+"""FSDP2: the internal state of a sharded module."""
 
 from typing import Any
 
@@ -13,12 +13,15 @@ __all__ = [
 
 
 def fsdp_group(module: FSDPModule) -> Any:
-    """Return the FSDPParamGroup of `module`, or None if it manages no parameter."""
+    """Return the FSDPParamGroup of `module`; None if it manages no parameters."""
     return module._get_fsdp_state()._fsdp_param_group
 
 
 def settle_fsdp_root(module: FSDPModule) -> bool:
-    """Let FSDP2 settle which modules are in the model whose root is `module`; return whether `module` is a root."""
+    """Make FSDP2 initialize the states of the FSDP modules in `module`; return whether `module` is their root.
+
+    FSDP2 does this in the first forward, whose module becomes the root.
+    """
     state = module._get_fsdp_state()
-    state._lazy_init()  # nothing if it was done
+    state._lazy_init()  # does nothing if it was called before
     return bool(state._is_root)

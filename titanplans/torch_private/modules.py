@@ -1,4 +1,4 @@
-"""nn.Module: recomputed (activation checkpointing), compiled in place, its hooks."""
+"""nn.Module: activation checkpointing, compilation in place, hooks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,27 +10,27 @@ __all__ = [
     "CHECKPOINTED",
     "COMPILED_CALL",
     "ActivationWrapper",
+    "add_state_dict_hook",
     "checkpoint_wrapper",
     "checkpointed",
     "compiled_call",
     "hooks_of",
-    "on_state_dict",
     "plain_call",
     "set_compiled_call",
 ]
 
 
 CHECKPOINTED = "_checkpoint_wrapped_module"
-"""The name under which an ActivationWrapper holds its module."""
+"""The name of the wrapped module in an ActivationWrapper."""
 
 
 def checkpointed(wrapper: nn.Module) -> nn.Module:
-    """Return the module inside of an ActivationWrapper."""
+    """Return the wrapped module of an ActivationWrapper."""
     return getattr(wrapper, CHECKPOINTED)
 
 
 COMPILED_CALL = "_compiled_call_impl"
-"""The attribute of a module that runs in place of its hooks and its forward when it is called."""
+"""The attribute of a module with the function that a call runs instead of its hooks and its forward."""
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
@@ -39,17 +39,17 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Let `call` run when `module` is called, as `module.compile()` does with what torch.compile returns."""
+    """Make calls of `module` run `call`, as `module.compile()` does with the result of torch.compile."""
     module._compiled_call_impl = call
 
 
 def plain_call(module: nn.Module) -> Callable[..., Any]:
-    """Return what runs when `module` is called and not compiled: its hooks and its forward."""
+    """Return the function that an uncompiled call of `module` runs: its hooks and its forward."""
     return module._call_impl
 
 
-def on_state_dict(module: nn.Module, hook: Callable[..., None]) -> None:
-    """Let `hook(module, state, prefix, metadata)` change each state dict of `module` before it is returned."""
+def add_state_dict_hook(module: nn.Module, hook: Callable[..., None]) -> None:
+    """Call `hook(module, state, prefix, metadata)` on each state dict of `module` before it is returned."""
     module._register_state_dict_hook(hook)
 
 

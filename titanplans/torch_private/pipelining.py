@@ -1,4 +1,4 @@
-"""Pipelines: the order of computations that each of torch's schedules gives a rank."""
+"""Pipelining: orders of computations in torch's schedules, and backwards that are split by inputs and weights."""
 
 from collections.abc import Sequence
 from itertools import count
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 SPLITS_BACKWARD = torch.__version__ >= "2.13"
-"""Whether a backward of inputs and one of weights give all gradients: torch 2.11 counts some twice."""
+"""Whether the backward can be split into one for inputs and one for weights. torch 2.11 counts some gradients twice."""
 
 _KINDS = {
     "FORWARD": "forward",
@@ -16,28 +16,31 @@ _KINDS = {
     "BACKWARD_INPUT": "backward_input",
     "BACKWARD_WEIGHT": "backward_weight",
 }
-"""Our words for torch's computations."""
+"""Names of torch's computation types in titanplans."""
 
 
 def rank_orders(
     schedule: str, ranks: int, stages: int, microbatches: int
 ) -> list[list[tuple[int, Any, int]]]:
-    """Return stage, kind and micro batch of each computation of each rank, in order.
+    """Return the computations of each rank in order, as (stage, kind, micro batch).
 
-    No process group is needed: torch builds a schedule from the numbers of ranks and stages alone.
+    No process group is needed, since torch builds a schedule from the numbers of ranks and stages.
     """
-    # Here, since it imports the compiler.
+    # Imported here, since it imports the compiler.
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
     cls: Any = get_schedule_class(schedule)
-    own = [
-        SimpleNamespace(stage_index=at, num_stages=stages, group_size=ranks, group_rank=0, submod=None)
-        for at in range(0, stages, ranks)
+    # Stand-ins for the stages of rank 0, with only the attributes that a schedule uses.
+    stages_of_rank = [
+        SimpleNamespace(stage_index=index, num_stages=stages, group_size=ranks, group_rank=0, submod=None)
+        for index in range(0, stages, ranks)
     ]
-    built = cls(own[0] if issubclass(cls, PipelineScheduleSingle) else own, microbatches)
-    orders = [_computations(built.pipeline_order[rank]) for rank in range(ranks)]
+    instance = cls(
+        stages_of_rank[0] if issubclass(cls, PipelineScheduleSingle) else stages_of_rank, microbatches
+    )
+    orders = [_computations(instance.pipeline_order[rank]) for rank in range(ranks)]
     if schedule == "1F1B":
-        # In torch 2.13 this order begins the last rank's forwards at micro batch 1; the ranks run them from 0.
+        # In torch 2.13 this order numbers the forwards of the last rank from 1, but the ranks run them from 0.
         for order in orders:
             numbers = count()
             order[:] = [
@@ -46,18 +49,21 @@ def rank_orders(
     return orders
 
 
-def keep_forwards(schedule: Any) -> None:
-    """Let a schedule of several stages a rank run forwards alone; torch 2.13's `eval` runs the rest, too, and fails."""
+def keep_only_forwards(schedule: Any) -> None:
+    """Remove backwards from a schedule with several stages per rank, since `eval` of torch 2.13 runs them and fails."""
     forwards = ("FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
     for rank, actions in schedule.pipeline_order_with_comms.items():
-        single = [part for action in actions for part in (action.sub_actions or (action,))]
+        single = [sub_action for action in actions for sub_action in (action.sub_actions or (action,))]
         schedule.pipeline_order_with_comms[rank] = [
             action for action in single if action.computation_type.name in forwards
         ]
 
 
-def without_views(outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return what a stage gives with copies of views, since split backwards detach it in place; contiguous, to be sent."""
+def copy_views(outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return the outputs of a stage, with copies of views and of non-contiguous tensors.
+
+    A split backward detaches outputs in place, which views do not allow. Only contiguous tensors can be sent.
+    """
     copies = (x._is_view() or not x.is_contiguous() for x in outputs)
     return tuple(
         x.clone(memory_format=torch.contiguous_format) if copy else x
@@ -71,28 +77,29 @@ def backward_of_inputs(
     inputs: list[torch.Tensor],
     weights: Any,
 ) -> tuple[Any, Any]:
-    """Return the gradients of a stage's inputs, and what `backward_of_weights` needs; `gradients` None: of a loss."""
+    """Return the gradients of a stage's inputs, and the state that `backward_of_weights` needs.
+
+    `gradients` are those of the outputs; None if the output is the loss.
+    """
     from torch.distributed.pipelining._backward import stage_backward_input
 
     return stage_backward_input(outputs, gradients, inputs, iter(weights))
 
 
-def backward_of_weights(weights: Any, left: Any) -> None:
-    """Add the gradients of a stage's weights, with what `backward_of_inputs` has left.
-
-    The graph is kept until then: torch goes through it once for each group of weights, and frees what several share.
-    """
+def backward_of_weights(weights: Any, state: Any) -> None:
+    """Accumulate the gradients of a stage's weights, from the `state` that `backward_of_inputs` returned."""
     from torch.distributed.pipelining._backward import stage_backward_weight
 
-    stage_backward_weight(iter(weights), left, retain_graph=True)
+    # torch traverses the graph once for each group of weights, and would free nodes that several groups share.
+    stage_backward_weight(iter(weights), state, retain_graph=True)
 
 
 def _computations(actions: Any) -> list[tuple[int, Any, int]]:
-    found: list[tuple[int, Any, int]] = []
-    for action in filter(None, actions):  # torch has None for a step in which a rank is idle
+    computations: list[tuple[int, Any, int]] = []
+    for action in filter(None, actions):  # None: the rank is idle in this step
         if action.computation_type.name == "OVERLAP_F_B":
-            found += _computations(action.sub_actions)
-        elif action.computation_type.name != "REDUCE_GRAD":  # the sum over data-parallel ranks
+            computations += _computations(action.sub_actions)
+        elif action.computation_type.name != "REDUCE_GRAD":  # the reduction over data-parallel ranks
             kind = _KINDS[action.computation_type.name]
-            found.append((action.stage_index, kind, action.microbatch_index))
-    return found
+            computations.append((action.stage_index, kind, action.microbatch_index))
+    return computations

@@ -1,4 +1,4 @@
-"""A function of a library that is another one while a body runs."""
+"""Temporary replacement of an attribute, such as a function of a library."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,14 +7,14 @@ from typing import Any
 
 @contextmanager
 def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Let the attribute `name` of `owner`, a module, a class or an object, be `value` inside."""
-    own = vars(owner)
-    inherited, before = name not in own, own.get(name)
+    """In the body, set the attribute `name` of `owner` (a module, class or object) to `value`."""
+    attributes = vars(owner)
+    is_inherited, before = name not in attributes, attributes.get(name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        if inherited:
+        if is_inherited:
             delattr(owner, name)
         else:
             setattr(owner, name, before)

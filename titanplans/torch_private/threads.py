@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process."""
+"""Process groups whose ranks are threads of one process."""
 
 import copy
 import functools
@@ -29,22 +29,24 @@ __all__ = [
 
 @contextmanager
 def groups_of_threads() -> Iterator[None]:
-    """Give every thread its own process groups, which are made without waiting for all of their ranks."""
-    excepthook = sys.excepthook  # torch puts its own before it with each process group
+    """In the body each thread has separate process groups, which are created without waiting for the other ranks."""
+    excepthook = sys.excepthook  # torch wraps it with each process group
     barrier = os.environ.pop("TORCH_DIST_INIT_BARRIER", None)
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     threads = torch._C._is_multithreading_enabled()
-    # A build for CUDA, on a machine without a GPU, leaves the device guard of the first thread that makes fake tensors
-    # to all others, also after that thread has ended. This one outlives the ranks.
+    # In a CUDA build on a machine without a GPU, the first thread that makes fake tensors sets the device guard for all
+    # threads, and the guard is invalid when that thread has ended. This thread sets it first, and outlives the ranks.
     torch._C._ensureCUDADeviceGuardSet()
     world = threaded_groups._install_threaded_pg()
-    if not hasattr(world, "comms"):  # torch 2.11, which then takes no group down; nothing is ever in it
+    if not hasattr(
+        world, "comms"
+    ):  # torch 2.11 does not destroy groups without this attribute; it stays empty
         world.comms = []  # pyrefly: ignore[read-only]
     try:
         yield
     finally:
         threaded_groups._uninstall_threaded_pg()
-        torch.autograd.set_multithreading_enabled(threads)  # torch 2.11 leaves it off
+        torch.autograd.set_multithreading_enabled(threads)  # torch 2.11 leaves it disabled
         torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
         sys.excepthook = excepthook
         if barrier is not None:
@@ -53,9 +55,9 @@ def groups_of_threads() -> Iterator[None]:
 
 @contextmanager
 def shared_shardings() -> Iterator[None]:
-    """Let threads that are ranks share how DTensor shards an operator, which it finds out by thread, in milliseconds."""
-    propagator, known = DTensor._op_dispatcher.sharding_propagator, {}
-    find = propagator.propagate_op_sharding_non_cached
+    """Share DTensor's shardings of operators between threads. torch caches them per thread, and each takes milliseconds."""
+    propagator, cache = DTensor._op_dispatcher.sharding_propagator, {}
+    propagate = propagator.propagate_op_sharding_non_cached
 
     def without_mesh(value: Any, meshes: list[DeviceMesh]) -> Any:
         if isinstance(value, DTensorSpec):
@@ -65,36 +67,37 @@ def shared_shardings() -> Iterator[None]:
             return tuple(without_mesh(one, meshes) for one in value)
         return type(value), value
 
-    def on(mesh: DeviceMesh, spec: DTensorSpec) -> DTensorSpec:
-        there = copy.copy(spec)
-        there.mesh = mesh
-        return there
+    def with_mesh(mesh: DeviceMesh, spec: DTensorSpec) -> DTensorSpec:
+        moved = copy.copy(spec)
+        moved.mesh = mesh
+        return moved
 
-    def shared(schema: Any) -> Any:
+    def propagate_cached(schema: Any) -> Any:
         meshes: list[DeviceMesh] = []
         args = without_mesh([schema.args_schema, [*schema.kwargs_schema.items()]], meshes)
         if len({id(mesh) for mesh in meshes}) != 1:
-            return find(schema)
+            return propagate(schema)
         mesh, key = meshes[0], (schema.op, meshes[0].device_type, tuple(meshes[0].shape), args)
-        if (found := known.get(key)) is not None:
-            specs = tree_map_only(DTensorSpec, functools.partial(on, mesh), found.output_spec)
-            return replace(found, output_spec=specs)
-        found = find(schema)
-        if found.redistribute_schema is None:
-            known[key] = found
-        return found
+        if (sharding := cache.get(key)) is not None:
+            specs = tree_map_only(DTensorSpec, functools.partial(with_mesh, mesh), sharding.output_spec)
+            return replace(sharding, output_spec=specs)
+        sharding = propagate(schema)
+        if sharding.redistribute_schema is None:  # otherwise it contains the mesh in other places, too
+            cache[key] = sharding
+        return sharding
 
-    with swapped(propagator, "propagate_op_sharding_non_cached", shared):
+    with swapped(propagator, "propagate_op_sharding_non_cached", propagate_cached):
         yield
 
 
 @contextmanager
 def meshes_by_thread() -> Iterator[None]:
-    """Let caches that are keyed by a mesh know this thread's from another's, as torch does for its own threads."""
-    make = DeviceMesh.__init__
+    """Make equal meshes of different threads unequal, so that caches keyed by mesh are separate for each thread."""
+    original = DeviceMesh.__init__
 
     def init(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
+        original(self, *args, **kwargs)
+        # Part of the hash. torch sets it only if the backend is its own "threaded" one.
         self._thread_id, self._hash = threading.get_ident(), None
 
     with swapped(DeviceMesh, "__init__", init):

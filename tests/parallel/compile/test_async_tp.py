@@ -22,7 +22,7 @@ from titanplans.proof.ranks.fake import fake_ranks
 from titanplans.split.border import Border
 from titanplans.split.layout import StreamLayout
 from titanplans.split.meshes import meshes_of
-from titanplans.torch_private.compile import LAST_PASSES, own_passes
+from titanplans.torch_private.compile import LAST_PASSES, custom_passes
 
 RANKS, BATCH, TOKENS, WIDTH = 2, 2, 8, 16
 WHOLE = BATCH * TOKENS * WIDTH * 4  # bytes
@@ -67,7 +67,7 @@ def test_the_collectives_of_compiled_graphs_are_recorded_with_their_bytes(border
     record = install_record()
     assert install_record() is record
     run(border)
-    assert own_passes(LAST_PASSES) == (own, record)
+    assert custom_passes(LAST_PASSES) == (own, record)
     assert own.calls == len(record.graphs)
     assert [[(c.operation, c.phase) for c in graph] for graph in record.graphs] == [
         [("all_gather", phase), ("reduce_scatter", phase)] for phase in ("forward", "backward")

@@ -18,9 +18,9 @@ from titanplans.torch_private.compile import (
     ASYNC_TP_SETTING,
     FIRST_PASSES,
     LAST_PASSES,
+    custom_passes,
     inductor_config,
-    own_passes,
-    set_own_passes,
+    set_custom_passes,
 )
 from titanplans.torch_private.distributed import enable_symmetric_memory
 
@@ -68,9 +68,9 @@ def install_passes() -> None:
     from titanplans.parallel.compile.overlap import Expose, Overlap
 
     for setting, own in ((FIRST_PASSES, Expose), (LAST_PASSES, Overlap)):
-        others = [hook for hook in own_passes(setting) if not isinstance(hook, own | GraphRecord)]
-        records = [hook for hook in own_passes(setting) if isinstance(hook, GraphRecord)]
-        set_own_passes(setting, [*others, own(), *records])
+        others = [hook for hook in custom_passes(setting) if not isinstance(hook, own | GraphRecord)]
+        records = [hook for hook in custom_passes(setting) if isinstance(hook, GraphRecord)]
+        set_custom_passes(setting, [*others, own(), *records])
     install_record()
 
 

@@ -31,12 +31,12 @@ from titanplans.split.parameters.loaded_state import check_optimizer_state
 from titanplans.split.state import border_of_model
 from titanplans.torch_private.compile import (
     backend_function,
+    can_compile_checkpoints,
     check_inductor_options,
-    compiles_checkpoints,
     dynamo_config,
     functorch_config,
     inductor_option_names,
-    opaque_objects_weigh_nothing,
+    zero_size_script_objects,
 )
 from titanplans.torch_private.modules import (
     ActivationWrapper,
@@ -111,7 +111,7 @@ def apply_compile(
             one_graph
             and isinstance(block, ActivationWrapper)
             and border is not None
-            and not compiles_checkpoints()
+            and not can_compile_checkpoints()
         ):
             raise ParallelError(
                 f"activation checkpointing in a compiled block that tensor parallelism splits ({name}) needs torch 2.13, "
@@ -233,7 +233,7 @@ def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def _budgeted(backend: Any, budget: dict[str, Any]) -> Callable[..., Any]:
     """Return a backend that runs `backend` with AOTAutograd's settings in `budget`, which are restored afterwards."""
     # The only objects of unknown size in these graphs are device meshes, which are no activations.
-    settings = budget | opaque_objects_weigh_nothing()
+    settings = budget | zero_size_script_objects()
 
     def compile_within(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
         with functorch_config().patch(settings):

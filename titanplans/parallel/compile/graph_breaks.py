@@ -12,7 +12,7 @@ from torch import nn
 from titanplans.split.decoder import has_fla_module, is_fla_class
 from titanplans.split.state import specialise, state_of, subclass
 from titanplans.text import class_name
-from titanplans.torch_private.compile import break_graphs_in_calls, is_disabled
+from titanplans.torch_private.compile import enable_nested_graph_breaks, is_disabled
 
 
 def calls_kernels(block: nn.Module) -> bool:
@@ -48,7 +48,7 @@ def end_graphs_at_kernels(block: nn.Module) -> None:
                 module,
                 _out_of_graphs(cls, "forward", f"{class_name(cls)} calls a kernel of flash-linear-attention"),
             )
-    break_graphs_in_calls()
+    enable_nested_graph_breaks()
 
 
 @cache
@@ -98,7 +98,7 @@ def end_graphs_where_tokens_leave(block: nn.Module) -> None:
     for module in block.modules():
         if _sends(module):
             specialise(module, _out_of_graphs(type(module), "__call__", "it sends tokens to other ranks"))
-    break_graphs_in_calls()
+    enable_nested_graph_breaks()
 
 
 def _sends(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from titanplans.config import FSDP2Config
 from titanplans.split.arguments import positional
-from titanplans.torch_private.dispatch import dispatch_is_watched
+from titanplans.torch_private.dispatch import has_dispatch_mode
 
 _FOR_TOWERS = ("pixel", "image", "video", "vision", "audio", "feature")
 """Substrings in the names of arguments of a forward that are inputs of a vision or audio tower."""
@@ -31,7 +31,7 @@ def check_images(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config) -> Rem
     """
 
     def check(module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        if torch.compiler.is_compiling() or dispatch_is_watched():
+        if torch.compiler.is_compiling() or has_dispatch_mode():
             return
         arguments = dict(zip(names, args, strict=False)) | dict(kwargs)
         has_images = any(

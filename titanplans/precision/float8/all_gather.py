@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from titanplans.split.parameters.shards import as_shard_of
 from titanplans.torch_private.dtensor import local_tensor
 from titanplans.torch_private.fsdp import DefaultAllGather
-from titanplans.torch_private.modules import on_state_dict
+from titanplans.torch_private.modules import add_state_dict_hook
 from titanplans.torch_private.torchao import is_float8_gathered, stored_weight
 
 
@@ -27,7 +27,7 @@ def gather_in_float8(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(_ByteAllGather())
-    on_state_dict(model, _unwrap)
+    add_state_dict_hook(model, _unwrap)
 
 
 def _unwrap(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

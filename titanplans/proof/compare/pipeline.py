@@ -32,7 +32,7 @@ from titanplans.split.stages.stages import Stages, balance_fault
 from titanplans.split.stages.trace import Trace, trace
 from titanplans.split.state import border_of_model, make_state
 from titanplans.text import counted
-from titanplans.torch_private.pipelining import backward_of_inputs, backward_of_weights, without_views
+from titanplans.torch_private.pipelining import backward_of_inputs, backward_of_weights, copy_views
 
 
 class PipelinedModel(nn.Module):
@@ -191,7 +191,7 @@ def run_in_order(
             # Detached, as if they were sent: a backward of this stage ends at them.
             received[here] = [x.detach().requires_grad_(x.requires_grad) for x in sent]
             output = forward(batch, stages[index], received[here])
-            outputs[here] = [loss(batch, output)] if is_last else list(without_views(output))
+            outputs[here] = [loss(batch, output)] if is_last else list(copy_views(output))
             continue
         own_outputs = outputs[here]
         gradients = (

@@ -22,7 +22,7 @@ from titanplans.split.guards.dropout import REMEDY, UNSPLIT, dropouts, is_split_
 from titanplans.split.objects import gather_objects
 from titanplans.split.parameters.replaced import parameters_of, retire_replaced
 from titanplans.text import class_name
-from titanplans.torch_private.dispatch import dispatch_is_watched, tree_leaves
+from titanplans.torch_private.dispatch import has_dispatch_mode, tree_leaves
 from titanplans.torch_private.fsdp import fsdp_group
 
 
@@ -75,7 +75,7 @@ class _FirstForward:
 
     def before(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
         # A compiler would trace the checks, and a recorder or fake tensors, which watch the dispatch, would see them.
-        if torch.compiler.is_compiling() or dispatch_is_watched() or self.running not in (None, module):
+        if torch.compiler.is_compiling() or has_dispatch_mode() or self.running not in (None, module):
             return
         parameters, self.parameters = self.parameters, {}
         retire_replaced(module, parameters.get(id(module), {}))

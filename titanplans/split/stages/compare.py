@@ -14,8 +14,8 @@ from titanplans.split.decoder import is_present
 from titanplans.split.stages.expressions import Expressions, RunningFunction, model_tensors
 from titanplans.split.stages.stages import Stages
 from titanplans.split.stages.trace import read_by_loss, without_cache
-from titanplans.torch_private.autograd import has_backward_hooks, saves_otherwise
-from titanplans.torch_private.dispatch import rows_for_meta, tree_leaves
+from titanplans.torch_private.autograd import has_backward_hooks, has_saved_tensors_hooks
+from titanplans.torch_private.dispatch import meta_nonzero_finds_all, tree_leaves
 from titanplans.user_code import as_user_error
 
 Numbers = tuple[Hashable, ...]
@@ -150,7 +150,7 @@ def _run(
     with (
         ExitStack() as stack,
         torch.set_grad_enabled(model.training),
-        rows_for_meta(),
+        meta_nonzero_finds_all(),
         expressions,
         RunningFunction(expressions),
     ):
@@ -170,7 +170,7 @@ def _refuse_other_backwards(name: str, arguments: Any, *, training: bool, has_ho
 
     `has_hooks`: a module of the model has hooks that see gradients.
     """
-    if training and (not torch.is_grad_enabled() or saves_otherwise()):
+    if training and (not torch.is_grad_enabled() or has_saved_tensors_hooks()):
         raise ParallelError(
             f"{name} is called inside torch.utils.checkpoint or without gradients: leave recomputation to the job's "
             "[activation_checkpoint]"

@@ -19,7 +19,7 @@ from titanplans.text import class_name
 from titanplans.torch_private.dispatch import (
     TorchDispatchMode,
     TreeSpec,
-    rows_for_meta,
+    meta_nonzero_finds_all,
     storage_id,
     tree_flatten,
     tree_leaves,
@@ -219,7 +219,7 @@ def trace(model: nn.Module, decoder: Decoder, inputs: Mapping[str, Any]) -> Trac
             made_of[value] = origins.of_all((args, output))
             origins.note(output, frozenset({value}))
 
-    with ExitStack() as stack, torch.no_grad(), rows_for_meta(), _Origins() as origins:
+    with ExitStack() as stack, torch.no_grad(), meta_nonzero_finds_all(), _Origins() as origins:
         for index, name in enumerate(decoder.names):
             block = model.get_submodule(name)
             hook = partial(enter, index)

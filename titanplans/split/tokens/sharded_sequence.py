@@ -21,12 +21,12 @@ import torch
 from titanplans.errors import PlanError
 from titanplans.split.local_tokens import GatherPermission, LocalTokens
 from titanplans.torch_private.dispatch import (
+    make_wrapper,
     schema,
     tree_leaves,
     tree_map,
     version,
     without_torch_function,
-    wrapper,
 )
 
 CASTS = frozenset("to type_as float double half bfloat16".split())  # noqa: SIM905
@@ -169,7 +169,9 @@ def _set_fields(
 
 def _alias(x: ShardedSequence) -> ShardedSequence:
     """Return a sequence of the same local tokens; their gradient bypasses the autograd function that returns it."""
-    return _set_fields(wrapper(ShardedSequence, x.shape, x.shard), x.shard, x.tokens, x.permission, x.partial)
+    return _set_fields(
+        make_wrapper(ShardedSequence, x.shape, x.shard), x.shard, x.tokens, x.permission, x.partial
+    )
 
 
 def _name(func: Any) -> str:
@@ -283,7 +285,7 @@ class _FullShape(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard, tokens, partial):
         ctx.tokens, ctx.partial = tokens, partial
-        return wrapper(ShardedSequence, tokens.full_shape(shard), shard)
+        return make_wrapper(ShardedSequence, tokens.full_shape(shard), shard)
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]

@@ -14,7 +14,7 @@ from titanplans.config.sections.parallelism import PipelineParallel
 from titanplans.parallel.parallelize import parallelize_stage
 from titanplans.split.stages.schedules import schedule_of
 from titanplans.split.stages.shared import SharedParameters
-from titanplans.torch_private.pipelining import keep_forwards
+from titanplans.torch_private.pipelining import keep_only_forwards
 from titanplans.training.pipeline.report import PipelineReport, describe
 from titanplans.training.pipeline.stage import ScheduledStage, stages_of
 
@@ -95,7 +95,7 @@ class Pipeline:
                 scale_grads=False,
             )
             if is_validation and is_multi:
-                keep_forwards(schedule)
+                keep_only_forwards(schedule)
             self._schedules[key] = schedule, stages
         return self._schedules[key]
 

@@ -19,7 +19,7 @@ from titanplans.split.stages.schedules import Action, Kind, stage_count
 from titanplans.split.stages.stages import Stages
 from titanplans.split.stages.trace import Trace, trace
 from titanplans.text import class_name
-from titanplans.torch_private.pipelining import backward_of_weights, without_views
+from titanplans.torch_private.pipelining import backward_of_weights, copy_views
 from titanplans.user_code import as_user_error
 
 
@@ -92,7 +92,7 @@ class ScheduledStage(PipelineStage):
         output = self.language_model(tokens, labels=labels, received=received, **inputs)
         if self.is_last:
             return self.loss(output, labels, self.valid_tokens)
-        return without_views(output)
+        return copy_views(output)
 
     # private: torch PipelineStage, which calls it once to infer the shapes that are sent.
     def _compute_outputs(self, *received: Any, module: Any, **inputs: Any) -> Any:
