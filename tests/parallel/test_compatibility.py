@@ -46,7 +46,7 @@ def refused(config, degrees=None, model=llama, policy=None):
 
 TP = Degrees(tp=2)
 CASES = {
-    "with context_parallel_degree = 2 a process has its own tokens": (
+    "with context_parallel_degree = 2 a rank has only some tokens": (
         FSDP2Config(float8={"recipe_name": "tensorwise", "emulate": True}), Degrees(cp=2),
     ),
     "compile.fullgraph = true: with context_parallel_degree = 2 the mixers": (
@@ -101,7 +101,7 @@ def test_torchtitan_s_policy_is_held_to_what_ours_are():
     [
         ({"backend": "nonsense"}, 'compile.backend = "nonsense": torch has '),
         ({"backend": "inductor", "options": {"nonsense": 1}}, "inductor does not know 'nonsense'"),
-        ({"fullgraph": True, "components": ["optimizer"]}, "an optimizer's step is several graphs"),
+        ({"fullgraph": True, "components": ["optimizer"]}, "the optimizer step compiles to several graphs"),
     ],
 )
 def test_what_the_compiler_does_not_know(options, words):

@@ -346,7 +346,7 @@ def test_experts_that_take_counted_rows_are_right(degrees):
 
 @pytest.mark.parametrize(
     ("factor", "words"),
-    [(1.0, "= 1.0: with expert_parallel_degree = 1 no row is sent"), (0, "= 0: it has to be above 0")],
+    [(1.0, "= 1.0: with expert_parallel_degree = 1 no tokens are sent"), (0, "= 0: it has to be above 0")],
 )
 def test_a_capacity_that_has_no_meaning_is_refused(factor, words):
     def work(rank):

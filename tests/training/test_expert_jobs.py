@@ -110,8 +110,8 @@ def test_the_report_names_the_degree_and_the_mixtures(folder, four):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([TP, "--parallelism.expert_parallel_degree=3"], "tensor_parallel_degree = 2 .* 2 or 4 would work"),
-        (["--parallelism.data_parallel_strategy=ddp", EP], "DDP copies whole models"),
+        ([TP, "--parallelism.expert_parallel_degree=3"], "tensor_parallel_degree = 2, .* 2 or 4 would work"),
+        (["--parallelism.data_parallel_strategy=ddp", EP], "DDP replicates the full model"),
         ([EP, "--parallelism.expert_tensor_parallel_degree=2"], "experts that processes share out"),
     ],
 )

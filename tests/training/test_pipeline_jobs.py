@@ -110,7 +110,7 @@ def test_a_job_goes_on_with_other_degrees_and_its_weights_are_published(folder, 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([*PP, "--parallelism.data_parallel_strategy=ddp"], "DDP copies whole models"),
+        ([*PP, "--parallelism.data_parallel_strategy=ddp"], "DDP replicates the full model"),
         (["--parallelism.pipeline_parallel_microbatch_size=3", PP[0]], "local_batch_size.*would work"),
     ],
 )

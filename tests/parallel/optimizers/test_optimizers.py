@@ -147,10 +147,10 @@ CONTRADICTIONS = {
     "optimizer.groups.pattern = \"\": expected a string": dict(groups=[{"lr": 1.0}]),
     "optimizer.groups.pattern = \"a\": the group sets nothing": dict(groups=[{"pattern": "a"}]),
     "optimizer.groups.lrr = 1.0: no such option": dict(groups=[{"pattern": "a", "lrr": 1.0}]),
-    'optimizer.groups.eps = 1.0: name = "Muon" does not read it': dict(
+    'optimizer.groups.eps = 1.0: name = "Muon" does not use it': dict(
         groups=[{"pattern": "a", "name": "Muon", "eps": 1.0}]
     ),
-    'optimizer.groups.ns_steps = 3: name = "AdamW" does not read it': dict(
+    'optimizer.groups.ns_steps = 3: name = "AdamW" does not use it': dict(
         groups=[{"pattern": "a", "name": "AdamW", "ns_steps": 3}]
     ),
     'optimizer.momentum = 0.5: has no effect unless optimizer.name = "Muon"': dict(momentum=0.5),

@@ -1,6 +1,6 @@
-"""Contradictions between options: every refusal that follows from options alone.
+"""Contradictions between options.
 
-One function a group of options, which yields each option that is refused, and the reason with the remedy. A group names its
-function where it is declared (`refuses=`), so a job, a strategy in Python and the command line refuse alike. What depends on
-the mesh, the device or the model is refused by `strategy.check_on_mesh`, whose facts `parallelize` knows.
+There is one function for each group of options. It yields each refused option, with the reason and the remedy. A group names
+its function where it is declared (`refuses=`), so a job, a strategy in Python and the command line refuse the same values.
+`strategy.check_on_mesh` refuses options that contradict the mesh, the device or the model.
 """

@@ -25,13 +25,13 @@ def activation_checkpoint(c: Any) -> Refusals:
     if get(c, shapes) and c.per_op_sac_matmuls == "none":
         yield (
             shapes,
-            "these are exceptions from per_op_sac_matmuls, which keeps none; remove one of the two",
+            'these are exceptions to per_op_sac_matmuls, which is "none"; remove one of the two',
         )
     kept = (c.per_op_sac_keep_attention, c.per_op_sac_keep_collectives, c.per_op_sac_keep_operators)
     if c.per_op_sac_matmuls == "none" and not any(kept):
         yield (
             "per_op_sac_matmuls",
-            'nothing else is kept either; set mode = "full", or name operations to keep',
+            'no other operator is kept either; set mode = "full", or add operators to keep',
         )
 
 
@@ -44,7 +44,7 @@ def compiled(c: Any) -> Refusals:
     if c.enable and c.fullgraph and "optimizer" in c.components:
         yield (
             "fullgraph",
-            'an optimizer\'s step is several graphs; remove fullgraph, or "optimizer" from components',
+            'the optimizer step compiles to several graphs; remove fullgraph, or "optimizer" from components',
         )
     if c.enable and c.mode is not None and c.options is not None:
         yield "options", "compile.mode and compile.options exclude each other; keep one of them"
@@ -57,28 +57,28 @@ def loss(c: Any) -> Refusals:
 
 OF_MUON = ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")
 OF_ADAM = ("beta1", "beta2", "eps")
-"""Keys of [optimizer] and of its groups that one kind of optimizer reads."""
+"""Keys of [optimizer] and of its groups that only one kind of optimizer has."""
 
 
 _ADJUSTABLE = re.compile(
     r"max_position_embeddings|n_positions|sliding_window|window_size|.*rope.*|.*(dropout|pdrop)"
 )
-"""Fields of a model's config with which the same weights are another length's, or trained otherwise."""
+"""Fields of a model's config that do not change its weights: sequence length, rope and dropout."""
 
 
 def model(m: Any) -> Refusals:
     """Yield the contradictions within [model]."""
     for option, others in (("class", ("name", "flavor", "config")), ("config", ("name", "flavor"))):
-        given = [f"model.{other}" for other in others if getattr(m, other)]
-        if get(m, option) is not None and given:
-            yield option, f"it already names the model; remove {' and '.join(given)}"
+        redundant = [f"model.{other}" for other in others if getattr(m, other)]
+        if get(m, option) is not None and redundant:
+            yield option, f"it already names the model; remove {' and '.join(redundant)}"
     if m.class_ is None and m.arguments is not None:
         yield "arguments", "has no effect unless model.class is set; set it or remove this key"
     others = [key for key in m.config_overrides or () if not _ADJUSTABLE.fullmatch(key)]
     if m.class_ is not None and m.config_overrides is not None:
-        yield "config_overrides", "a model of your own has model.arguments; set those"
+        yield "config_overrides", "a model set by model.class is built from model.arguments; set those"
     if others:
-        why = f"{others[0]} makes another model, and lengths, rope and dropout alone change here; put it in model.config"
+        why = f"{others[0]} changes the model, and only lengths, rope and dropout may change here; put it in model.config"
         yield "config_overrides", why
 
 
@@ -93,7 +93,7 @@ def training(t: Any) -> Refusals:
         why = f"it is not a multiple of training.local_batch_size = {t.local_batch_size}; {works} would work"
         yield "global_batch_size", why
     if t.chat.enable and t.text_column != "text":
-        yield "text_column", "training.chat reads conversations; set training.chat.messages_column instead"
+        yield "text_column", "training.chat is enabled; set training.chat.messages_column instead"
     yield from needs(t, "skip_nan_inf", (True,), "skip_nan_inf_limit")
 
 
@@ -107,7 +107,7 @@ def source(s: Any) -> Refusals:
     if s.chat.enable and s.text_column != "text":
         yield (
             "text_column",
-            "its chat reads conversations; set messages_column in [data.sources.chat] instead",
+            "its chat is enabled; set messages_column in [data.sources.chat] instead",
         )
 
 
@@ -115,10 +115,10 @@ def data(d: Any) -> Refusals:
     """Yield the contradictions within [data]."""
     yield from needs(d, "packing", ("best_fit",), "long_documents")
     titles = [source.title for source in d.sources]
-    if twice := [title for title in dict.fromkeys(titles) if titles.count(title) > 1]:
-        yield "sources", f"{', '.join(twice)} is there twice; give each a name of its own"
+    if duplicates := [title for title in dict.fromkeys(titles) if titles.count(title) > 1]:
+        yield "sources", f"duplicate {', '.join(duplicates)}; set a different name for each source"
     if d.sources and not any(source.weight for source in d.sources):
-        yield "sources", "all have weight 0, so there is no row; give one a weight"
+        yield "sources", "all have weight 0, so there is no data; set the weight of one above 0"
 
 
 def checkpoint(c: Any) -> Refusals:
@@ -139,22 +139,25 @@ def checkpoint(c: Any) -> Refusals:
     if c.create_seed_checkpoint and (c.initial_load_path is not None or c.initial_load_in_hf):
         yield (
             "create_seed_checkpoint",
-            "a seed is newly drawn, and nothing is loaded; remove this key or initial_load_path",
+            "a seed checkpoint has new initial weights, so nothing is loaded; remove this key or initial_load_path",
         )
     if c.last_save_in_hf and not c.last_save_model_only:
         yield "last_save_in_hf", "a Hugging Face folder holds only weights; set last_save_model_only = true"
     if c.last_save_in_hf and c.create_seed_checkpoint:
-        yield "last_save_in_hf", "a seed is a distributed checkpoint; convert it by titanplans export"
+        yield (
+            "last_save_in_hf",
+            "a seed is saved as a distributed checkpoint; convert it by titanplans export",
+        )
     if c.initial_load_in_hf and not c.initial_load_model_only:
         yield "initial_load_model_only", "a Hugging Face folder holds only weights; remove this key"
 
 
 def profiling(p: Any) -> Refusals:
     """Yield the contradictions within [profiling]."""
-    parts = f"profiler_warmup + profiler_active = {p.profiler_warmup} + {p.profiler_active}"
-    shortest = p.profiler_warmup + p.profiler_active
-    if p.enable_profiling and p.profile_freq < shortest:
-        yield "profile_freq", f"it is shorter than {parts}; {shortest} or more would work"
+    terms = f"profiler_warmup + profiler_active = {p.profiler_warmup} + {p.profiler_active}"
+    minimum = p.profiler_warmup + p.profiler_active
+    if p.enable_profiling and p.profile_freq < minimum:
+        yield "profile_freq", f"it is less than {terms}; {minimum} or more would work"
 
 
 def debug(d: Any) -> Refusals:
@@ -164,29 +167,29 @@ def debug(d: Any) -> Refusals:
 
 def optimizer_group(g: Any) -> Refusals:
     """Yield the contradictions of a group of [optimizer], and its keys without effect."""
-    given = [name for name in fields(type(g)) if name != "pattern" and getattr(g, name) is not None]
-    if not given:
+    set_keys = [name for name in fields(type(g)) if name != "pattern" and getattr(g, name) is not None]
+    if not set_keys:
         yield (
             "pattern",
             "the group sets nothing else, so it has no effect; add a key such as lr, or remove the group",
         )
     for name in OF_ADAM if g.name == "Muon" else OF_MUON if g.name is not None else ():
-        if name in given:
-            yield name, f'name = "{g.name}" does not read it; remove one of the two'
+        if name in set_keys:
+            yield name, f'name = "{g.name}" does not use it; remove one of the two'
 
 
 def optimizer(o: Any) -> Refusals:
     """Yield the contradictions within [optimizer]."""
-    muon = o.name == "Muon" or any(group.name == "Muon" for group in o.groups)
-    if not muon:
+    has_muon = o.name == "Muon" or any(group.name == "Muon" for group in o.groups)
+    if not has_muon:
         yield from needs(o, "name", ("Muon",), *OF_MUON)
-    if muon and o.implementation == "fused_opt_states_bf16":
+    if has_muon and o.implementation == "fused_opt_states_bf16":
         yield "implementation", 'Muon keeps its momentum in the type of the parameters; use "fused"'
 
 
 def float8(c: Any) -> Refusals:
     """Yield the contradictions within [quantize.linear.float8]."""
-    # A filter alone stands in jobs of torchtitan, which has another switch.
+    # filter_fqns may be set alone, as in jobs of torchtitan, which enables float8 by another key.
     gather, scales = "enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"
     yield from needs(c, "recipe_name", RECIPES, "filter_unaligned", "emulate", gather, scales)
     if c.enable_fsdp_float8_all_gather and c.recipe_name != "tensorwise":

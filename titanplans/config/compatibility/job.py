@@ -15,7 +15,7 @@ from titanplans.errors import near_multiples
 
 STRATEGY = "parallelism.data_parallel_strategy"
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-"""Schedules of pipelines that compute gradients of weights later than those of inputs."""
+"""Pipeline schedules that compute gradients of weights later than those of inputs."""
 
 
 WITHOUT_STAGES = (
@@ -25,11 +25,11 @@ WITHOUT_STAGES = (
     "training.enable_cpu_offload",
     "validation.unshard",
 )
-"""Options that a pipeline's stages do not honour: torch sums the gradients of all micro batches at once."""
+"""Options that pipeline stages do not support: torch sums the gradients of all micro batches at once."""
 
 
 def schedule_steps(job: Any) -> int:
-    """Return the length of the learning-rate schedule: the run's, but never shorter than its warm-up."""
+    """Return the number of steps of the learning-rate schedule, by default those of the run, but at least the warm-up."""
     return job.lr_scheduler.total_steps or max(job.training.steps, job.lr_scheduler.warmup_steps)
 
 
@@ -59,8 +59,8 @@ def _parallelism(job: Any) -> Refusals:
     if p.data_parallel_strategy == "ddp" and p.data_parallel_shard_degree > 1:
         yield (
             "parallelism.data_parallel_shard_degree",
-            f'DDP copies whole models; use {STRATEGY} = "fsdp2" with data_parallel_replicate_degree for the copies, or '
-            "remove this key",
+            f'DDP replicates the full model and shards nothing; use {STRATEGY} = "fsdp2" with '
+            "data_parallel_replicate_degree for the replicas, or remove this key",
         )
     degree, context = p.tensor_parallel_degree, p.context_parallel_degree
     experts = p.expert_parallel_degree
@@ -69,7 +69,7 @@ def _parallelism(job: Any) -> Refusals:
     if experts > 1 and experts % degree:
         yield (
             "parallelism.expert_parallel_degree",
-            f"the processes of tensor_parallel_degree = {degree} have the same tokens, and share experts all or none; "
+            f"it is not a multiple of tensor_parallel_degree = {degree}, whose ranks have the same tokens; "
             f"{near_multiples(experts, degree)} would work",
         )
     if experts == 1 and p.expert_capacity_factor is not None:
@@ -77,7 +77,7 @@ def _parallelism(job: Any) -> Refusals:
     if experts > 1 and p.data_parallel_strategy == "ddp":
         yield (
             "parallelism.expert_parallel_degree",
-            f'DDP copies whole models; use {STRATEGY} = "fsdp2", or remove this key',
+            f'DDP replicates the full model and shards nothing; use {STRATEGY} = "fsdp2", or remove this key',
         )
     yield from _length(p, job.training.seq_len)
     if context > 1 and job.quantize.linear.float8.recipe_name is not None:
@@ -104,7 +104,7 @@ def _length(p: Any, length: int) -> Refusals:
 
 
 def pipeline(job: Any) -> Refusals:
-    """Yield the contradictions of a job whose layers are spread over a pipeline."""
+    """Yield the contradictions of a job with pipeline parallelism."""
     p, batch = job.parallelism, job.training.local_batch_size
     size, schedule = p.pipeline_parallel_microbatch_size, p.pipeline_parallel_schedule
     if p.pipeline_parallel_degree == 1:
@@ -112,51 +112,51 @@ def pipeline(job: Any) -> Refusals:
     if p.data_parallel_strategy == "ddp":
         yield (
             "parallelism.pipeline_parallel_degree",
-            f'DDP copies whole models; use {STRATEGY} = "fsdp2", or remove this key',
+            f'DDP replicates the full model and shards nothing; use {STRATEGY} = "fsdp2", or remove this key',
         )
     for option in WITHOUT_STAGES:
         if get(job, option) != default(job, option):
-            yield option, "the stages of a pipeline have no such option; remove this key"
+            yield option, "pipeline stages do not support it; remove this key"
     batches = {"training": batch}
     if job.validation.enable:
         batches["validation"] = job.validation.local_batch_size or batch
-    for section, rows in batches.items():
-        if rows % size:
+    for section, sequences in batches.items():
+        if sequences % size:
             yield (
                 f"{section}.local_batch_size",
-                f"{rows} is not a multiple of parallelism.pipeline_parallel_microbatch_size = {size}; "
-                f"{near_multiples(rows, size)} would work",
+                f"{sequences} is not a multiple of parallelism.pipeline_parallel_microbatch_size = {size}; "
+                f"{near_multiples(sequences, size)} would work",
             )
     if p.pipeline_parallel_layers_per_stage is not None and p.pipeline_parallel_split_points:
         yield (
             "parallelism.pipeline_parallel_layers_per_stage",
-            "pipeline_parallel_split_points already cut the stages; remove one of the two",
+            "pipeline_parallel_split_points already defines the stages; remove one of the two",
         )
     if schedule in SPLIT_BACKWARD and job.compile.blocks:
         yield (
             "parallelism.pipeline_parallel_schedule",
-            "it computes gradients of inputs and of weights apart, and the backward of a compiled block is one graph; use "
-            "Interleaved1F1B, or set compile.enable = false",
+            "it computes gradients of inputs and of weights separately, but the backward of a compiled block is one graph; "
+            "use Interleaved1F1B, or set compile.enable = false",
         )
     mode, ac = job.activation_checkpoint.mode, job.activation_checkpoint
     keeps = mode == "keep_mixer" or (mode == "selective" and ac.selective_ac_option == "op")
     if schedule in SPLIT_BACKWARD and keeps:
         yield (
             "parallelism.pipeline_parallel_schedule",
-            "it runs a backward in two parts, and torch gives what a recomputation has kept once; use Interleaved1F1B, or "
-            'set activation_checkpoint.mode = "full"',
+            "it runs a backward in two passes, but torch returns a kept activation only once; use Interleaved1F1B, or set "
+            'activation_checkpoint.mode = "full"',
         )
     if schedule in SPLIT_BACKWARD and (job.lora.rank is not None or job.training.freeze):
         yield (
             "parallelism.pipeline_parallel_schedule",
-            "it computes gradients of weights apart, and torch gets some wrong where others do not train; use "
+            "it computes gradients of weights separately, and torch computes wrong ones if other weights are frozen; use "
             "Interleaved1F1B",
         )
     if schedule in SPLIT_BACKWARD and job.loss.fused:
         yield (
             "loss.fused",
-            f"the backward of {schedule} is in two parts, and gradients that the head has computed are kept for one; leave "
-            "it out, or use Interleaved1F1B",
+            f"{schedule} runs a backward in two passes, but gradients that the head has computed are kept for one; remove "
+            "this key, or use Interleaved1F1B",
         )
     if job.checkpoint.last_save_in_hf and job.lora.rank is not None:
         yield (
@@ -175,34 +175,34 @@ def _data(job: Any) -> Refusals:
             f"{near_multiples(tokens, 16)} would work",
         )
     sources = job.data.sources
-    templates = {of.chat.chat_template or "the tokenizer's" for of in sources if of.chat.enable}
+    templates = {each.chat.chat_template or "the tokenizer's" for each in sources if each.chat.enable}
     if job.checkpoint.last_save_in_hf and len(templates) > 1:
         yield (
             "checkpoint.last_save_in_hf",
-            f"its folder has one chat template, and sources have {' and '.join(sorted(templates))}; give them one, or "
-            "convert the last checkpoint by titanplans export --chat-template",
+            f"its folder has one chat template, but sources have {' and '.join(sorted(templates))}; set the same for all, "
+            "or convert the last checkpoint by titanplans export --chat-template",
         )
     for key in ("dataset", "dataset_path", "dataset_split", "text_column", "chat.enable"):
         if sources and get(t, key) != default(t, key):
             yield (
                 f"training.{key}",
-                "[[data.sources]] name the data; move it into one of them, or remove this key",
+                "the data is set by [[data.sources]]; move it into one of them, or remove this key",
             )
     if t.epochs is not None and job.data.exhausted == "end":
         yield (
             "training.epochs",
-            'data.exhausted = "end" already says that there is one; remove one of the two',
+            'data.exhausted = "end" already ends the job after one epoch; remove one of the two',
         )
     chats = [source.chat for source in sources] or [t.chat]
     if all(chat.enable for chat in chats):
-        why = "conversations are packed whole and do not see each other (packing in their chat); remove this key"
+        why = "conversations are packed whole and attend only to themselves (see packing in their chat); remove this key"
         for key in ("documents", "packing"):
             if get(job.data, key) != default(job.data, key):
                 yield f"data.{key}", why
     if any(chat.enable for chat in chats) and job.validation.text_column is not None:
         yield (
             "validation.text_column",
-            "conversations are read in validation, too; remove this key",
+            "validation reads conversations, too; remove this key",
         )
     for loader in ("training.dataloader", "validation.dataloader"):
         why = f"has no effect unless {loader}.num_workers is above 0; raise it or remove this key"
@@ -216,8 +216,8 @@ def _schedule(job: Any) -> Refusals:
     if length < steps:
         yield (
             "lr_scheduler.total_steps",
-            f"it ends before training.steps = {steps}, so the learning rate would become negative; set it to {steps} or "
-            "more, or remove this key",
+            f"it ends before training.steps = {steps}, so the learning rate would become negative; set it to at least "
+            f"{steps}, or remove this key",
         )
     if s.warmup_steps > length:
         why = f"it is longer than lr_scheduler.total_steps = {length}; lower it, or raise total_steps"
@@ -231,7 +231,7 @@ def _schedule(job: Any) -> Refusals:
         )
     compiled = job.compile.enable and "optimizer" in job.compile.components
     if compiled and "Muon" in (job.optimizer.name, *(group.name for group in job.optimizer.groups)):
-        why = 'Muon\'s step communicates between its products and is not compiled; remove "optimizer"'
+        why = 'the step of Muon communicates between its products, and can\'t be compiled; remove "optimizer"'
         yield "compile.components", why
     if compiled and job.optimizer.implementation.startswith("fused"):
         yield (

@@ -1,4 +1,4 @@
-"""Contradictions of a strategy: within its options and groups, and with its mesh, device and model (`check_on_mesh`)."""
+"""Contradictions within the options of a strategy, and between them and the mesh, device and model (`check_on_mesh`)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,22 +7,22 @@ from titanplans.config.compatibility.groups import RECIPES, WITH_ATTENTION
 from titanplans.config.options import Refusals, get, needs
 
 NOTHING_IS_SPLIT = "tensor_parallel_degree = 1 splits nothing; raise it or remove the plan"
-NO_CAPACITY = "with expert_parallel_degree = 1 no row is sent to an expert; raise it or remove this key"
+NO_CAPACITY = "with expert_parallel_degree = 1 no tokens are sent to experts; raise it or remove this key"
 _NOT_COMPILED = 'no block is compiled; set compile.enable = true with "model" in compile.components'
 
 
 def no_float8(context: int) -> str:
-    """Say why context parallelism of that degree and float8 exclude each other."""
+    """Return the reason why float8 excludes context parallelism."""
     return (
-        f"with context_parallel_degree = {context} a process has its own tokens, and float8's scales are those of all; "
-        "leave float8 out, or set context_parallel_degree = 1"
+        f"with context_parallel_degree = {context} a rank has only some tokens, but a float8 scale depends on all; remove "
+        "float8, or set context_parallel_degree = 1"
     )
 
 
 def _shared(c: Any) -> Refusals:
-    # In a job, `strategy_of` leaves these out: [compile] enable and recipe_name are switches that the others wait for.
-    switched = [f"compile.{name}" for name in ("backend", "mode", "fullgraph", "dynamic", "options")]
-    yield from needs(c, "compile.enable", (True,), *switched)
+    # In a job these may be set in advance, while compile.enable or recipe_name is not: `strategy_of` leaves them out.
+    compile_keys = [f"compile.{name}" for name in ("backend", "mode", "fullgraph", "dynamic", "options")]
+    yield from needs(c, "compile.enable", (True,), *compile_keys)
     yield from needs(c, "compile.backend", ("inductor",), "compile.mode", "compile.options")
     yield from needs(c, "float8.recipe_name", RECIPES, "float8.filter_fqns")
     if c.lora.quantize_base is not None and c.float8.recipe_name is not None:
@@ -31,11 +31,11 @@ def _shared(c: Any) -> Refusals:
     if c.lora.dropout > 0 and mode != "none" and not c.activation_checkpoint.preserve_rng_state:
         yield (
             "activation_checkpoint.preserve_rng_state",
-            f"recomputation would draw another mask for lora.dropout = {c.lora.dropout}; set preserve_rng_state = true, or "
-            "the dropout to 0",
+            f"recomputation would use a different mask for lora.dropout = {c.lora.dropout}; set preserve_rng_state = true, "
+            "or lora.dropout = 0",
         )
     if mode == "memory_budget" and not c.compile.blocks:
-        yield "activation_checkpoint.mode", f"the compiler decides, but {_NOT_COMPILED}"
+        yield "activation_checkpoint.mode", f"the compiler chooses what is kept, but {_NOT_COMPILED}"
     if mode == "keep_mixer" and c.compile.blocks:
         yield (
             "activation_checkpoint.mode",
@@ -69,13 +69,13 @@ def fsdp2(c: Any) -> Refusals:
 
 
 def async_tensor_parallel(option: str, config: Any, compiled: Any, **more: bool) -> Refusals:
-    """Yield `option` if async tensor parallelism is on and lacks a requirement; `more` are requirements of the caller."""
-    wanted = {
+    """Yield `option` if async tensor parallelism is enabled and a requirement is not met; `more` are added requirements."""
+    requirements = {
         "enable_sequence_parallel = true": config.enable_sequence_parallel,
         'compile.enable = true with "model" in compile.components': compiled.blocks,
         'compile.backend = "inductor"': compiled.backend == "inductor",
     }
-    missing = [need for need, held in (wanted | more).items() if not held]
+    missing = [requirement for requirement, is_met in (requirements | more).items() if not is_met]
     if config.enable_async_tensor_parallel and missing:
         yield option, f"it needs {' and '.join(missing)}"
 
@@ -87,7 +87,7 @@ def ddp(c: Any) -> Refusals:
     if c.static_graph and c.find_unused_parameters:
         yield (
             "static_graph",
-            "the first step already shows unused parameters; set find_unused_parameters = false",
+            "with a static graph the first step finds unused parameters; set find_unused_parameters = false",
         )
     if c.static_graph and c.defer_grad_sync:
         yield (
@@ -105,7 +105,7 @@ def ddp(c: Any) -> Refusals:
 
 @dataclass(frozen=True)
 class StrategyOnMesh:
-    """A strategy with the facts of its mesh, device and model. Not a group of options."""
+    """A strategy with properties of its mesh, device and model. It is not a group of options."""
 
     config: Any
     """An FSDP2Config or a DDPConfig."""
@@ -122,10 +122,10 @@ class StrategyOnMesh:
 
 
 def check_on_mesh(strategy: StrategyOnMesh) -> None:
-    """Refuse a strategy that can't be honoured on its mesh, on its device or for its model.
+    """Check that a strategy can be honoured on its mesh and device and for its model.
 
     Raises:
-        OptionError: the first option that is refused.
+        OptionError: names the first refused option.
     """
     refusals = [_plan, _float8, _compile]
     if strategy.config.title == "fsdp2":
@@ -147,8 +147,8 @@ def _fsdp2(p: StrategyOnMesh) -> Refusals:
     if c.fsdp_defer_grad_sync == "replicas" and p.dp_replicate == 1:
         yield (
             "fsdp_defer_grad_sync",
-            "with one copy of the model (data_parallel_replicate_degree = 1) no sum over copies can be deferred; set it to "
-            "all or nothing, or raise data_parallel_replicate_degree",
+            "with one replica (data_parallel_replicate_degree = 1) there is no sum over replicas to defer; set it to all or "
+            "nothing, or raise data_parallel_replicate_degree",
         )
     if c.enable_fsdp_symm_mem and p.device_type != "cuda":
         yield "enable_fsdp_symm_mem", f"it needs CUDA, but this mesh is on {p.device_type}; remove this key"
@@ -161,7 +161,7 @@ def _float8(p: StrategyOnMesh) -> Refusals:
     gather = "float8.enable_fsdp_float8_all_gather"
     if p.cp > 1 and p.config.float8.recipe_name is not None:
         yield "float8.recipe_name", no_float8(p.cp)
-    if get(p.config, gather):  # which DDP has not
+    if get(p.config, gather):  # never with DDP
         if p.dp_shard == 1:
             yield gather, "data_parallel_shard_degree = 1 gathers nothing; raise it or remove this key"
         if p.config.fsdp_reshard_after_forward not in ("default", "always", "never", 1):
@@ -186,8 +186,8 @@ def _compile(p: StrategyOnMesh) -> Refusals:
     if compiled.enable and on_cpu and compiled.mode not in (None, "default"):
         yield (
             "compile.mode",
-            "has no effect on a CPU, where inductor captures no CUDA graphs and tunes no matrix product of a model in "
-            "training; remove this key, or run on a GPU",
+            "has no effect on a CPU, where Inductor has no CUDA graphs and does not tune the matrix products of training; "
+            "remove this key, or run on a GPU",
         )
     if compiled.enable and on_cpu and compiled.backend == "cudagraphs":
         yield "compile.backend", "it needs a GPU; use inductor on a CPU"
@@ -196,7 +196,7 @@ def _compile(p: StrategyOnMesh) -> Refusals:
     if compiled.enable and foreign:
         yield (
             "compile.options",
-            f"inductor does not read {foreign!r} on device type {p.device_type!r}; remove it",
+            f"Inductor does not use {foreign!r} on device type {p.device_type!r}; remove it",
         )
     if compiled.blocks and compiled.fullgraph and not p.one_graph:
         why = "blocks contain modules of flash-linear-attention, whose kernels break every graph"
@@ -218,7 +218,7 @@ def _compile(p: StrategyOnMesh) -> Refusals:
             'kept; use full, selective with selective_ac_option = "2", mlp or memory_budget, or set compile.enable = '
             "false",
         )
-    # The compiler takes attention for a random operator, and recomputes it.
+    # The partitioner treats attention as a random operator, and recomputes it.
     keeps_attention = ac.per_op_sac_keep_attention if keeps_operators else ac.mode not in WITH_ATTENTION
     if compiled.blocks and p.one_graph and p.tp > 1 and not keeps_attention:
         yield (

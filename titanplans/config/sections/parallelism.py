@@ -1,6 +1,6 @@
-"""How a model is spread, recomputed and compiled: [parallelism], [ddp], [activation_checkpoint], [compile].
+"""The sections [parallelism], [ddp], [activation_checkpoint] and [compile].
 
-Options that a strategy of `strategies` shares with a section are a group here, from which both are made.
+A group of options here may be part of a section and of a strategy (`titanplans.config.strategies`).
 """
 
 from typing import Annotated, Literal
@@ -31,7 +31,7 @@ def _counts(text: str) -> bool:
 
 
 class ParallelDegrees(Options):
-    """How many processes to each axis; their product is the number of processes."""
+    """Number of ranks along each mesh dimension; the product is the number of processes."""
 
     data_parallel_strategy: Literal["fsdp2", "ddp", "megatron_fsdp"] = "fsdp2"
     """"fsdp2" shards parameters, also under tensor parallelism; "ddp" keeps a full model in each process;
@@ -86,7 +86,7 @@ class TensorParallel(Options):
 
 
 class PipelineParallel(Options):
-    """How a model is cut into stages, and in which order they compute; the degree is in `ParallelDegrees`."""
+    """How a model is split into stages, and the schedule of their computations; the degree is in `ParallelDegrees`."""
 
     pipeline_parallel_schedule: Literal[
         "GPipe",
@@ -178,7 +178,7 @@ class Autocast(Options):
 
 
 class DDP(Options, section="ddp"):
-    """Under parallelism.data_parallel_strategy = "ddp": a whole model on each process, whose gradients are summed."""
+    """Under parallelism.data_parallel_strategy = "ddp": each rank has the full model, and gradients are summed over them."""
 
     bucket_cap_mb: PositiveFloat | None = None
     """Bucket size in MiB: the gradients that one all-reduce sums; unset: torch's 25, and 1 for the first."""

@@ -27,7 +27,7 @@ def refuse_degrees(degrees: Any, *, ddp: bool = False, stage: bool = False) -> N
             f"start a job with parallelism.pipeline_parallel_degree = {degrees.pp}"
         )
     if ddp and degrees.ep > 1:
-        raise ParallelError(f"ddp with ep = {degrees.ep}: DDP copies whole models; take FSDP2Config")
+        raise ParallelError(f"ddp with ep = {degrees.ep}: DDP replicates the full model; use FSDP2Config")
     if ddp and degrees.tp > 1:
         raise ParallelError(f"ddp with tp = {degrees.tp}: {NOT_FOR_DDP}")
     if ddp and degrees.dp_shard > 1:
