@@ -214,7 +214,7 @@ def test_one_block_is_plain_attention():
 
 
 def test_block_attention_is_refused_for_shared_keys_as_flas_is():
-    with pytest.raises(KernelError, match="leave num_kv_heads out"):
+    with pytest.raises(KernelError, match="remove num_kv_heads"):
         kernel("ops.moba.parallel:parallel_moba")(*qkv(batch=1), torch.tensor([0, TOKENS]), TOKENS, 2, 1)
 
 
@@ -249,8 +249,8 @@ def test_sparse_attention_to_all_blocks_is_plain_attention():
 @pytest.mark.parametrize(
     ("counts", "size", "remedy"),
     [
-        (3, 16, "set 4, or 2"),
-        (torch.tensor([[[3]]]), 16, "set 4, or 2"),
+        (3, 16, "set 4 or 2"),
+        (torch.tensor([[[3]]]), 16, "set 4 or 2"),
         (16, 16, "block_size = 16.* set 32 or more"),
     ],
 )

@@ -86,7 +86,7 @@ def test_one_graph_under_compile():
         ("softcap", 4, dict(softcap=30.0)),
         ("alibi_slopes", 4, dict(alibi_slopes=torch.ones(4))),
         ("return_attn_probs", 4, dict(return_attn_probs=True)),
-        ("4 query heads over 3 key heads", 3, {}),
+        ("4 query heads are not a multiple of 3 key heads", 3, {}),
     ],
 )
 def test_what_torch_has_no_operator_for_is_refused(words, kv_heads, option):

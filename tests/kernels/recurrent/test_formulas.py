@@ -315,7 +315,7 @@ def test_states_of_another_number_of_sequences_are_refused(mixer):
     """As FLA's kernels refuse them: MoM's, for one, where not all memories are used."""
     given, more = inputs(mixer, batch=1), options(mixer) | {"output_final_state": True}
     _, *states = kernel(mixer)(**inputs(mixer, batch=3), **more)
-    with pytest.raises(KernelError, match="3 states, and cu_seqlens bounds 2 sequences"):
+    with pytest.raises(KernelError, match="3 states, but cu_seqlens has 2 sequences"):
         kernel(mixer)(**given, **named(mixer, states), cu_seqlens=torch.tensor([0, 3, TOKENS]), **more)
 
 

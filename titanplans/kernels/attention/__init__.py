@@ -1,1 +1,1 @@
-"""Softmax attention, plain, sparse and in parts, and rotary embeddings."""
+"""CPU replacements for softmax attention, sparse attention, decoding steps and rotary embeddings."""

@@ -1,8 +1,7 @@
-"""`flash_attn_func` and `flash_attn_varlen_func` for a CPU, on torch's scaled dot product attention.
+"""`flash_attn_func` and `flash_attn_varlen_func` on a CPU, by torch's scaled dot product attention.
 
-FLA's softmax layers call flash-attn, which has no CPU build, and refuse to be constructed without it. Signatures
-and meaning follow flash-attn 2: [B, L, H, D], fewer key than query heads, causal masks aligned to the last
-key, and windows counted from there.
+FLA's softmax layers call flash-attn, which has no CPU build, and refuse to be constructed without it. Signatures and
+semantics are those of flash-attn 2: inputs [B, L, H, D], grouped key heads, masks and windows aligned to the last key.
 """
 
 from typing import Any
@@ -26,26 +25,26 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> torch.Tensor:
-    """Softmax attention of q [B, Lq, H, D] over k, v [B, Lk, H_kv, D]; H is a multiple of H_kv. Returns [B, Lq, H, D].
+    """Return softmax attention [B, Lq, H, D] of q [B, Lq, H, D] over k, v [B, Lk, H_kv, D]; H is a multiple of H_kv.
 
-    Query i stands at key position p = i + Lk - Lq. `causal` lets it see keys up to p; `window_size = (left, right)`
-    lets it see p - left .. p + right, -1 meaning no limit. A query that sees no key returns zeros.
-    `deterministic` holds already: no CPU path here accumulates in a varying order.
+    Query i is at key position p = i + Lk - Lq. With `causal` it attends to keys up to p, with `window_size = (left, right)`
+    to keys p - left .. p + right, where -1 means no limit. The output of a query without keys is zero. `deterministic` has
+    no effect, since the CPU kernels always are.
 
     Raises:
-        KernelError: softcap, alibi_slopes or return_attn_probs, which torch's operator has no place for.
+        KernelError: softcap, alibi_slopes or return_attn_probs is set, which torch's operator does not support.
     """
-    asked = {
+    unsupported = {
         "softcap": bool(softcap),
         "alibi_slopes": alibi_slopes is not None,
         "return_attn_probs": return_attn_probs,
     }
-    if any(asked.values()):
-        names = ", ".join(name for name, used in asked.items() if used)
-        raise KernelError(f"flash_attn_func: {names} is not computed on a CPU; leave it out or run on a GPU")
+    if any(unsupported.values()):
+        names = ", ".join(name for name, is_set in unsupported.items() if is_set)
+        raise KernelError(f"flash_attn_func: {names} is not computed on a CPU: remove it or run on a GPU")
     if q.shape[2] % k.shape[2]:
         raise KernelError(
-            f"flash_attn_func: {q.shape[2]} query heads over {k.shape[2]} key heads; it must divide"
+            f"flash_attn_func: {q.shape[2]} query heads are not a multiple of {k.shape[2]} key heads"
         )
 
     groups = q.shape[2] // k.shape[2]
@@ -53,10 +52,10 @@ def flash_attn_func(
         k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
     left, right = window_size
     right = 0 if causal else right
-    # With as many queries as keys and no window the operator makes its own mask, and skips what it hides.
-    plain_causal, mask = False, None
-    if right == 0 and left < 0 and q.shape[1] == k.shape[1]:  # an `if`: lengths may be a compiler's symbols
-        plain_causal = True
+    # For a plain causal mask the operator needs no mask tensor, and skips masked keys.
+    is_causal, mask = False, None
+    if right == 0 and left < 0 and q.shape[1] == k.shape[1]:  # a branch, since lengths may be symbolic
+        is_causal = True
     elif left >= 0 or right >= 0:
         mask = _band(q.shape[1], k.shape[1], left, right, q.device)
     o = F.scaled_dot_product_attention(
@@ -65,7 +64,7 @@ def flash_attn_func(
         v.transpose(1, 2),
         attn_mask=mask,
         dropout_p=dropout_p,
-        is_causal=plain_causal,
+        is_causal=is_causal,
         scale=softmax_scale,
     )
     return o.transpose(1, 2)
@@ -86,13 +85,13 @@ def flash_attn_varlen_func(
     block_table: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """The same for sequences packed along the first dimension: q [tokens, H, D], k and v [key tokens, H_kv, D].
+    """Return `flash_attn_func` of packed sequences: q [tokens, H, D], k and v [key tokens, H_kv, D].
 
-    Sequence n holds rows cu_seqlens[n] .. cu_seqlens[n + 1]; the boundaries are read on the host. `max_seqlen_*` size
-    a kernel's launch grid and have no use here.
+    Sequence n has the tokens cu_seqlens[n] .. cu_seqlens[n + 1]. The bounds are copied to the host. `max_seqlen_*`, which
+    determine a kernel's launch grid, have no effect. `options` are passed to `flash_attn_func`.
 
     Raises:
-        KernelError: as `flash_attn_func`, which takes the `options`, and `block_table` (paged keys).
+        KernelError: as `flash_attn_func`, or `block_table` (paged keys) is set.
     """
     if block_table is not None:
         raise KernelError("flash_attn_varlen_func: block_table (paged keys) is not computed on a CPU")
@@ -107,17 +106,17 @@ def flash_attn_varlen_func(
 
 
 def _band(num_queries: int, num_keys: int, left: int, right: int, device: torch.device) -> torch.Tensor:
-    """True where a query may look, [Lq, Lk].
+    """Return a mask [Lq, Lk], True where a query attends to a key.
 
     >>> _band(2, 3, left=1, right=0, device=torch.device("cpu")).int()
     tensor([[1, 1, 0],
             [0, 1, 1]], dtype=torch.int32)
     """
     keys = torch.arange(num_keys, device=device)
-    position = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
+    positions = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
     band = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
     if left >= 0:
-        band &= keys >= position - left
+        band &= keys >= positions - left
     if right >= 0:
-        band &= keys <= position + right
+        band &= keys <= positions + right
     return band

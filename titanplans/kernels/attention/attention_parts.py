@@ -1,7 +1,7 @@
-"""For a CPU, the parts of FLA's softmax mixers other than softmax attention, where its `naive.py` has it in another form.
+"""CPU replacements for other functions of FLA's softmax mixers, which FLA's `naive.py` does not have in the form needed.
 
-Mixture of block attention, for which FLA has no reference; the values of DeltaFormer, whose own reference knows no padding;
-pooled keys; FlexAttention, whose backward needs a GPU; and stick-breaking attention, whose module refuses a CPU and float32.
+FLA has no reference for mixture of block attention, and its reference for DeltaFormer does not support padding. The backward
+of FlexAttention needs a GPU. The module of stick-breaking attention refuses a CPU and float32.
 """
 
 from collections.abc import Callable
@@ -24,72 +24,73 @@ def parallel_moba(
     chunk_size: int,
     topk: int,
 ) -> torch.Tensor:
-    """Return attention of each query to its own block and the `topk` - 1 earlier ones whose mean key it likes best.
+    """Return attention of each query to its block and the `topk` - 1 earlier blocks whose mean keys have the largest scores.
 
     Args:
         q: [1, T, H, K].
         k: [1, T, H, K].
         v: [1, T, H, V].
-        cu_seqlens: bounds of packed sequences; no block reaches over one.
-        max_seqlen: how a kernel splits its work.
-        chunk_size: tokens of a block.
-        topk: blocks that a query attends to. Below 2, or where no sequence is longer than a block, it attends to all.
+        cu_seqlens: bounds of packed sequences, at which blocks begin, too.
+        max_seqlen: only for the launch grid of the kernel; has no effect.
+        chunk_size: tokens per block.
+        topk: blocks that a query attends to. If it is below 2, or no sequence is longer than a block, queries attend to all
+            earlier tokens.
 
     Raises:
-        KernelError: keys have fewer heads than queries, which FLA's code does not take apart.
+        KernelError: keys have fewer heads than queries, which FLA's code does not support.
     """
     if k.shape[2] != q.shape[2]:
         raise KernelError(
-            f"parallel_moba: {k.shape[2]} heads of keys for {q.shape[2]} of queries, and flash-linear-attention's MoBA "
-            "takes as many of each; leave num_kv_heads out"
+            f"parallel_moba: {k.shape[2]} key heads for {q.shape[2]} query heads, but flash-linear-attention's MoBA needs "
+            "the same number: remove num_kv_heads"
         )
-    # Over all packed sequences, as the kernel counts them: of each but the last.
-    targets = sum((length - 1) // chunk_size for length in cu_seqlens.diff().tolist())
-    chosen = min(topk - 1, targets)
+    # As the kernel, count selectable blocks over all packed sequences. The last block of a sequence is not selectable.
+    selectable = sum((length - 1) // chunk_size for length in cu_seqlens.diff().tolist())
+    num_selected = min(topk - 1, selectable)
     outputs = []
-    for _, part in sequences({"q": q, "k": k, "v": v}, cu_seqlens):
-        q_n, k_n, v_n = (x.transpose(1, 2) for x in part.values())  # [1, H, t, ...]
+    for _, sequence in sequences({"q": q, "k": k, "v": v}, cu_seqlens):
+        q_n, k_n, v_n = (x.transpose(1, 2) for x in sequence.values())  # [1, H, t, ...]
         time = torch.arange(q_n.shape[2], device=q.device)
-        seen = time[:, None] >= time
-        if chosen > 0:
-            seen = seen & _blocks(q_n, k_n, chunk_size, chosen)
-        outputs.append(F.scaled_dot_product_attention(q_n, k_n, v_n, attn_mask=seen).transpose(1, 2))
+        mask = time[:, None] >= time
+        if num_selected > 0:
+            mask = mask & _select_blocks(q_n, k_n, chunk_size, num_selected)
+        outputs.append(F.scaled_dot_product_attention(q_n, k_n, v_n, attn_mask=mask).transpose(1, 2))
     return torch.cat(outputs, 1)
 
 
-def _blocks(q: torch.Tensor, k: torch.Tensor, size: int, chosen: int) -> torch.Tensor:
-    """True where the key [.., s] is in the query's own block or in one of its `chosen` [B, H, t, s]; never of later ones."""
+def _select_blocks(q: torch.Tensor, k: torch.Tensor, size: int, num_selected: int) -> torch.Tensor:
+    """Return a mask [B, H, t, s], True for keys in the query's block or in one of the earlier blocks that it selects."""
     length = q.shape[2]
     block = torch.arange(length, device=q.device) // size
-    same = block[:, None] == block
-    whole = (length - 1) // size  # the last block is nobody's choice
-    if whole == 0:
-        return same
-    means = k[:, :, : whole * size].unflatten(2, (whole, size)).mean(3)
+    same_block = block[:, None] == block
+    selectable = (length - 1) // size  # all blocks but the last
+    if selectable == 0:
+        return same_block
+    means = k[:, :, : selectable * size].unflatten(2, (selectable, size)).mean(3)
     gate = torch.einsum("bhtk,bhnk->bhtn", q.to(accumulation_dtype(q)), means.to(accumulation_dtype(k)))
-    past = block[:, None] > torch.arange(whole, device=q.device)
-    best = gate.masked_fill(~past, -torch.inf).topk(min(chosen, whole), -1).indices
-    taken = torch.zeros_like(gate).scatter(-1, best, 1.0) * past
-    # Keys of the last block are in no choice.
-    return same | (F.pad(taken.repeat_interleave(size, -1), (0, length - whole * size)) > 0)
+    past = block[:, None] > torch.arange(selectable, device=q.device)
+    best = gate.masked_fill(~past, -torch.inf).topk(min(num_selected, selectable), -1).indices
+    selected = torch.zeros_like(gate).scatter(-1, best, 1.0) * past
+    # Pad with the keys of the last block, which no query selects.
+    return same_block | (F.pad(selected.repeat_interleave(size, -1), (0, length - selectable * size)) > 0)
 
 
-def check_nsa(given: dict[str, Any]) -> None:
-    """Refuse the arguments of `parallel_nsa` that its kernel refuses, or takes for others.
+def check_nsa(arguments: dict[str, Any]) -> None:
+    """Refuse arguments of `parallel_nsa` that its kernel refuses or misinterprets.
 
     Raises:
-        KernelError: it would look at another number of blocks, or has no room for so many.
+        KernelError: the kernel would use another number of blocks, or a block has too few tokens.
     """
-    counts, size = given.get("block_counts", 16), given.get("block_size", 64)
+    counts, size = arguments.get("block_counts", 16), arguments.get("block_size", 64)
     most = counts if isinstance(counts, int) else int(counts.max())
     if most & (most - 1):
         raise KernelError(
-            f"block_counts = {most}: FLA's kernel looks at the next power of two; set {1 << most.bit_length()}, or "
+            f"block_counts = {most}: FLA's kernel uses the next power of two: set {1 << most.bit_length()} or "
             f"{1 << most.bit_length() - 1}"
         )
     if size < 2 * most:
         raise KernelError(
-            f"block_size = {size}: FLA's kernel needs twice as many tokens in a block as block_counts = {most}; set "
+            f"block_size = {size}: FLA's kernel needs twice as many tokens in a block as block_counts = {most}: set "
             f"{2 * most} or more"
         )
 
@@ -103,15 +104,15 @@ def nsa_selection(
     scale: float | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `naive_nsa_selection`, without its loop over queries: attention of each to its blocks of keys.
+    """Return attention of each query to its blocks of keys, as FLA's `naive_nsa_selection` without its loop over queries.
 
     Args:
         q: [B, T, H, K].
         k: [B, T, G, K], H a multiple of G.
         v: [B, T, G, V].
-        block_indices: of the blocks that a query attends to, [B, T, G, S]; -1: none.
-        block_size: tokens of a block.
-        scale: of scores; None: K ** -0.5.
+        block_indices: indices of the blocks that a query attends to, [B, T, G, S]; -1: none.
+        block_size: tokens per block.
+        scale: factor of the scores; None: K ** -0.5.
         cu_seqlens: bounds of packed sequences.
     """
     groups = q.shape[2] // k.shape[2]
@@ -119,13 +120,13 @@ def nsa_selection(
         name: x.repeat_interleave(groups, 2) for name, x in (("k", k), ("v", v))
     }
     outputs = []
-    for _, part in sequences(inputs, cu_seqlens):
-        q_n, block, k_n, v_n = (x.transpose(1, 2) for x in part.values())
+    for _, sequence in sequences(inputs, cu_seqlens):
+        q_n, block, k_n, v_n = (x.transpose(1, 2) for x in sequence.values())
         time = torch.arange(q_n.shape[2], device=q.device)
-        chosen = (block[..., None] == time // block_size).any(3).repeat_interleave(groups, 1)
-        seen = chosen & (time[:, None] >= time)
+        selected = (block[..., None] == time // block_size).any(3).repeat_interleave(groups, 1)
+        mask = selected & (time[:, None] >= time)
         outputs.append(
-            F.scaled_dot_product_attention(q_n, k_n, v_n, attn_mask=seen, scale=scale).transpose(1, 2)
+            F.scaled_dot_product_attention(q_n, k_n, v_n, attn_mask=mask, scale=scale).transpose(1, 2)
         )
     return torch.cat(outputs, 1)
 
@@ -138,21 +139,21 @@ def deltaformer_values(
     C: int = 0,
     cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return u [B, T, H, D]: u_t = v_t - beta_t sum_{s<t} softmax_s(q_t k_s / sqrt(D)) u_s.
+    """Return the values u [B, T, H, D] of DeltaFormer: u_t = v_t - beta_t sum_{s<t} softmax_s(q_t k_s / sqrt(D)) u_s.
 
     Args:
-        q: [B, T, H, D], as k and v.
-        k: keys.
-        v: values.
+        q: [B, T, H, D].
+        k: [B, T, H, D].
+        v: [B, T, H, D].
         beta: [B, T, H]; None: ones.
-        C: how a kernel splits its work.
+        C: the kernel's chunk size; has no effect.
         cu_seqlens: bounds of packed sequences.
     """
     dtype = accumulation_dtype(q, k, v, beta)
     inputs = {"q": q, "k": k, "v": v, "beta": torch.ones_like(q[..., 0]) if beta is None else beta}
     outputs = []
-    for _, part in sequences(inputs, cu_seqlens):
-        q_n, k_n, v_n, beta_n = (x.to(dtype).transpose(1, 2) for x in part.values())
+    for _, sequence in sequences(inputs, cu_seqlens):
+        q_n, k_n, v_n, beta_n = (x.to(dtype).transpose(1, 2) for x in sequence.values())
         scores = q_n @ k_n.transpose(-1, -2) * q.shape[-1] ** -0.5
         past = torch.ones_like(scores, dtype=torch.bool).tril(-1)
         weights = scores.masked_fill(~past, torch.finfo(dtype).min).softmax(-1) * past
@@ -163,16 +164,16 @@ def deltaformer_values(
 
 
 def mean_pooling(x: torch.Tensor, chunk_size: int, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the mean of each `chunk_size` tokens of x [B, T, H, D]; the last of a sequence may be fewer."""
-    parts = [part["x"].split(chunk_size, 1) for _, part in sequences({"x": x}, cu_seqlens)]
-    means = [chunk.to(accumulation_dtype(x)).mean(1, keepdim=True) for part in parts for chunk in part]
+    """Return the mean of each chunk of x [B, T, H, D]. The last chunk of a sequence may be shorter."""
+    chunks = [sequence["x"].split(chunk_size, 1) for _, sequence in sequences({"x": x}, cu_seqlens)]
+    means = [chunk.to(accumulation_dtype(x)).mean(1, keepdim=True) for of_one in chunks for chunk in of_one]
     return torch.cat(means, 1).to(x.dtype)
 
 
 def create_block_mask(
     mask_mod: Callable[..., torch.Tensor], B: int | None, H: int | None, Q_LEN: int, KV_LEN: int
 ) -> torch.Tensor:
-    """FlexAttention's, of a mask for all sequences and heads: True where a query may look, [Q_LEN, KV_LEN]."""
+    """Return the mask [Q_LEN, KV_LEN] of FlexAttention, the same for all sequences and heads; True: the query attends."""
     assert (B, H) == (None, None)
     zero = torch.zeros((), dtype=torch.long)
     return mask_mod(zero, zero, torch.arange(Q_LEN)[:, None], torch.arange(KV_LEN))
@@ -181,7 +182,7 @@ def create_block_mask(
 def flex_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """FlexAttention of q, k, v [B, H, T, D] where the mask of `create_block_mask` is True."""
+    """Return FlexAttention of q, k, v [B, H, T, D] with a mask of `create_block_mask`."""
     return F.scaled_dot_product_attention(q, k, v, attn_mask=block_mask)
 
 
@@ -194,7 +195,7 @@ def stickbreaking_module(
     use_cache: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None, None]:
-    """`StickBreakingAttention.forward` without its refusals of a CPU and of other dtypes than 16 bits."""
+    """Replace `StickBreakingAttention.forward`, which refuses a CPU and 32-bit or wider dtypes."""
     from fla.layers import stickbreaking_attn as layer
 
     if use_cache or past_key_values is not None:

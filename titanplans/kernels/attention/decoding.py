@@ -1,4 +1,4 @@
-"""Kernels for one token, by what stands for those of a sequence, or by FLA's own reference."""
+"""CPU replacements for decoding steps: by the replacement for a whole sequence, or by FLA's reference."""
 
 from typing import Any
 
@@ -21,11 +21,11 @@ def mesa_net_step(
     prev_h_kv: torch.Tensor,
     max_CG_iteration: int = 30,
 ) -> Result:
-    """Return output [B, H, V] and states [B, H, K, K], [B, H, K, V] after one token: q, k [B, H, K], v [B, H, V].
+    """Return the output [B, H, V] and states [B, H, K, K], [B, H, K, V] after one token: q, k [B, H, K], v [B, H, V].
 
-    By the reference of a sequence, which solves the system exactly.
+    The replacement for a sequence computes it, and solves the system exactly.
     """
-    from fla.ops.mesa_net import chunk_mesa_net  # the stand-in
+    from fla.ops.mesa_net import chunk_mesa_net  # replaced by `formulas.mesa_net`
 
     q, k, v, g, beta = (x[:, None] for x in (q, k, v, g, beta))
     o, h_kk, h_kv = chunk_mesa_net(
@@ -63,16 +63,16 @@ def parallax_decode(
     window_size: int | None = None,
     cache_start: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return Parallax of q, r [B, Tq, H, D], the last of T tokens, over k, v [B, T, H_kv, D]: [B, Tq, H, D].
+    """Return Parallax attention [B, Tq, H, D] of the last Tq of T tokens.
 
     Args:
-        q: queries.
-        r: second queries.
-        k: keys.
-        v: values.
-        scale: of the first scores.
-        window_size: keys that a query sees.
-        cache_start: [B], the first key of each sequence that is no padding; queries before it return zeros.
+        q: queries [B, Tq, H, D].
+        r: second queries [B, Tq, H, D].
+        k: keys [B, T, H_kv, D].
+        v: values [B, T, H_kv, D].
+        scale: factor of the scores of `q`.
+        window_size: number of keys that a query attends to.
+        cache_start: [B], the first key of each sequence after padding. Outputs of earlier queries are zero.
     """
     from fla.ops.parallax.parallel import parallel_parallax
 
@@ -80,9 +80,9 @@ def parallax_decode(
     outputs = []
     for n, start in enumerate(starts):
         count = min(q.shape[1], k.shape[1] - start)
-        one = slice(n, n + 1)
+        row = slice(n, n + 1)
         o = parallel_parallax(
-            q[one, -count:], r[one, -count:], k[one, start:], v[one, start:], scale, window_size
+            q[row, -count:], r[row, -count:], k[row, start:], v[row, start:], scale, window_size
         )
         outputs.append(F.pad(o, (0, 0, 0, 0, q.shape[1] - count, 0)))
     return torch.cat(outputs)
@@ -100,43 +100,45 @@ def parallel_wall_attn_decode(
     g_scalar_cumsum: torch.Tensor | None = None,
     window_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return Wall attention of q [B, Tq, H, K], the last of T tokens, over a cache, and the log2 of its sums [B, Tq, H].
+    """Return Wall attention [B, Tq, H, V] of the last Tq of T tokens, and the base-2 logsumexp of the scores [B, Tq, H].
 
-    As the kernel does, queries are rounded to the dtype of the cached keys.
+    Queries are rounded to the dtype of the cached keys, as in the kernel.
 
     Args:
-        q: queries.
+        q: queries [B, Tq, H, K].
         v: values [B, T, H_kv, V].
-        p_curr: sums of the log2 decays up to each query, [B, Tq, H, K].
+        p_curr: cumulative log2 decays up to each query, [B, Tq, H, K].
         k_tilde: keys, decayed from the beginning of their chunk, [B, T, H, K].
-        r_cache: sums of the log2 decays up to the beginning of each chunk, [B, chunks, H, K].
+        r_cache: cumulative log2 decays up to the beginning of each chunk, [B, chunks, H, K].
         sink_bias: [H], or None.
-        scale: of the scores.
-        cache_chunk_size: tokens of a chunk.
-        g_scalar_cumsum: sums of the heads' log2 decays, [B, T, H], or None.
-        window_size: keys that a query sees.
+        scale: factor of the scores.
+        cache_chunk_size: tokens per chunk.
+        g_scalar_cumsum: cumulative log2 decays of each head, [B, T, H], or None.
+        window_size: number of keys that a query attends to.
     """
     dtype = accumulation_dtype(q, v, p_curr)
-    to_log2 = 1.4426950216  # as the kernel has it
+    to_log2 = 1.4426950216  # the kernel's constant
     length = v.shape[1]
-    anchors = r_cache.to(dtype).repeat_interleave(cache_chunk_size, 1)[:, :length]
+    chunk_begins = r_cache.to(dtype).repeat_interleave(cache_chunk_size, 1)[:, :length]
     key = torch.arange(length, device=q.device)
     query = key[length - q.shape[1] :, None]
-    seen = key <= query
+    mask = key <= query
     if window_size is not None:
-        seen &= query - key < window_size
-    # Chunks that begin behind a query are not seen, and would overflow.
-    decay = (p_curr.to(dtype)[:, :, None] - anchors[:, None]).masked_fill(~seen[..., None, None], 0).exp2()
+        mask &= query - key < window_size
+    # Mask before the exponential, which would overflow for chunks that begin after the query.
+    decay = (
+        (p_curr.to(dtype)[:, :, None] - chunk_begins[:, None]).masked_fill(~mask[..., None, None], 0).exp2()
+    )
     decayed = (q.to(dtype)[:, :, None] * decay).to(k_tilde.dtype).to(dtype)  # [B, Tq, T, H, K]
     scores = (decayed * k_tilde.to(dtype)[:, None]).sum(-1) * (scale * to_log2)
     if g_scalar_cumsum is not None:
         sums = g_scalar_cumsum.to(dtype)
         scores = scores + sums[:, length - q.shape[1] :, None] - sums[:, None]
-    scores = scores.masked_fill(~seen[..., None], -torch.inf)
-    total = scores * (log_2 := 0.6931471805599453)
+    scores = scores.masked_fill(~mask[..., None], -torch.inf)
+    logits = scores * (log_2 := 0.6931471805599453)
     if sink_bias is not None:
-        total = torch.cat((total, sink_bias.to(dtype).expand(*total.shape[:2], 1, -1)), 2)
-    norm = total.logsumexp(2)
+        logits = torch.cat((logits, sink_bias.to(dtype).expand(*logits.shape[:2], 1, -1)), 2)
+    norm = logits.logsumexp(2)
     weights = (scores * log_2 - norm[:, :, None]).exp()
     v = v.to(dtype).repeat_interleave(q.shape[2] // v.shape[2], 2)
     return torch.einsum("bijh,bjhd->bihd", weights, v).to(q.dtype), norm / log_2

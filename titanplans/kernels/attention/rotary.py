@@ -1,7 +1,7 @@
-"""Rotary position embeddings, as `RotaryEmbeddingFunction` in `fla/modules/rotary/ops.py` is called: by FLA's own reference.
+"""CPU replacement for `RotaryEmbeddingFunction` in `fla/modules/rotary/ops.py`, by FLA's reference.
 
-The cosine and sine tables are FLA's: `RotaryEmbedding` computes them in float32 whatever the model's dtype, then
-casts them to the dtype of the queries. With float64 queries the rotation is done in float64 on those tables.
+FLA's `RotaryEmbedding` computes the cosine and sine tables in float32 and casts them to the dtype of the queries. With
+float64 queries the rotation is in float64, but the tables have the precision of float32.
 """
 
 import torch
@@ -19,38 +19,44 @@ def rotary_embedding(
     cu_seqlens: torch.Tensor | None = None,
     chunk_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rotates the first 2R channels of x [B, T, H, D] by the tables cos, sin [positions, R].
+    """Rotate the first 2R channels of x [B, T, H, D] by the tables cos, sin [positions, R].
 
-    Channel pairs are (i, i + R), or (2i, 2i + 1) when `interleaved`. `seqlen_offsets` shifts positions, for all
-    sequences or [N] for each; positions of sequences packed by `cu_seqlens` [N + 1] start anew. Where a
-    shifted position is outside the tables (left padding) the rotated channels are zero. `chunk_indices` is the
-    launch grid of a kernel and changes nothing.
+    Args:
+        x: queries or keys.
+        cos: cosines.
+        sin: sines.
+        interleaved: rotate pairs (2i, 2i + 1) of channels instead of (i, i + R).
+        inplace: write the result into `x`.
+        seqlen_offsets: added to the positions of all sequences, or [N] for each. If a position is then outside of the
+            tables, as in left padding, the rotated channels are zero.
+        cu_seqlens: bounds [N + 1] of packed sequences, each with positions from 0.
+        chunk_indices: the kernel's launch grid; has no effect.
     """
     from fla.modules.rotary.ops import rotary_embedding_ref
 
     dtype, rotated = accumulation_dtype(x), 2 * cos.shape[1]
-    rows, inside = _rows(x, cos.shape[0], seqlen_offsets, cu_seqlens)
+    positions, mask = _positions(x, cos.shape[0], seqlen_offsets, cu_seqlens)
     y = rotary_embedding_ref(
-        x[..., :rotated].to(dtype), cos.to(dtype)[rows], sin.to(dtype)[rows], interleaved
+        x[..., :rotated].to(dtype), cos.to(dtype)[positions], sin.to(dtype)[positions], interleaved
     )
-    if inside is not None:
-        y = y * inside[..., None, None]
+    if mask is not None:
+        y = y * mask[..., None, None]
     y = torch.cat((y.to(x.dtype), x[..., rotated:]), -1)
     return x.copy_(y) if inplace else y
 
 
-def _rows(
-    x: torch.Tensor, positions: int, offsets: int | torch.Tensor, cu_seqlens: torch.Tensor | None
+def _positions(
+    x: torch.Tensor, table_length: int, offsets: int | torch.Tensor, cu_seqlens: torch.Tensor | None
 ) -> tuple[slice | torch.Tensor, torch.Tensor | None]:
-    """The table's row for every token, and a mask of the rows that are in the table; None if all are."""
+    """Return each token's position, clamped to the table, and a mask of positions in the table; None if all are."""
     seq_len = x.shape[1]
     if cu_seqlens is None and isinstance(offsets, int):
         return slice(offsets, offsets + seq_len), None
     steps = torch.arange(seq_len, device=x.device)
     if cu_seqlens is None:
-        places = steps + torch.as_tensor(offsets)[:, None]
+        positions = steps + torch.as_tensor(offsets)[:, None]
     else:
         sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), steps, right=True)
         shift = offsets if isinstance(offsets, int) else offsets[sequence]
-        places = (steps - cu_seqlens[sequence] + shift).unsqueeze(0)
-    return places.clamp(0, positions - 1), (places >= 0) & (places < positions)
+        positions = (steps - cu_seqlens[sequence] + shift).unsqueeze(0)
+    return positions.clamp(0, table_length - 1), (positions >= 0) & (positions < table_length)

@@ -1,10 +1,10 @@
-"""FLA's own Triton kernels on a CPU, by Triton's interpreter: slow, and the reference for their replacements.
+"""Run FLA's Triton kernels on a CPU with Triton's interpreter, as slow references for their replacements.
 
-    TRITON_INTERPRET=1 python ...        # read when Triton is imported
+    TRITON_INTERPRET=1 python ...        # Triton reads it when it is imported
 
-    interpreted.start()                  # in place of kernels.install: CPU tensors go to Triton's kernels from here on
+    interpreted.start()                  # instead of kernels.install: CPU tensors are passed to Triton kernels from now on
 
-It does not cover compilation, shared memory, races between programs, rounding in tensor cores, and autotuning.
+The interpreter does not test compilation, shared memory, races between programs, rounding in tensor cores, or autotuning.
 """
 
 import os
@@ -13,28 +13,28 @@ from titanplans.errors import KernelError
 
 
 def start() -> None:
-    """Let FLA's Triton kernels compute CPU tensors in this process.
+    """Make FLA's Triton kernels accept CPU tensors in this process.
 
     Raises:
         KernelError: Triton was imported without TRITON_INTERPRET=1.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise KernelError(
-            "Triton's kernels run on a CPU by its interpreter alone, and it was imported without; set TRITON_INTERPRET=1"
+            "Triton kernels run on a CPU only in the interpreter, and Triton was imported without it: set TRITON_INTERPRET=1"
         )
     from titanplans.kernels.install import install, use_interpreter
     from titanplans.kernels.interpreted import fla, language
 
     language.complete()
-    fla.accept_a_cpu()  # before `install`, which wraps the same functions
+    fla.remove_checks()  # before `install`, which wraps the same functions
     install("cpu")
     use_interpreter()
 
 
 def widen(on: bool = True) -> None:
-    """Let kernels keep 16-bit intermediates in float32, and MesaNet's solve to convergence; `on` False: no longer.
+    """Make kernels use float32 for 16-bit intermediates, and MesaNet's kernels solve to convergence, or stop doing so.
 
-    This separates the kernels' own rounding from a plan's error.
+    Then a difference between the unsplit and the split model is an error of the plan, not rounding inside of kernels.
     """
     from titanplans.kernels.interpreted import fla, language
 

@@ -1,6 +1,6 @@
-"""Checks of flash-linear-attention that refuse a CPU, or float32, where its kernels need no such check.
+"""Remove checks of flash-linear-attention that refuse a CPU or float32, which the interpreter supports.
 
-A function's source is compiled without its check, and takes the function's place wherever FLA's modules hold it.
+The source of a function is compiled without its check, and the result replaces the function in all modules of FLA.
 """
 
 import __future__
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 _PROCESSORS = 4
-"""FLA takes one for a machine without a GPU, and then paths that no GPU takes."""
+"""Number of multiprocessors of the pretended GPU. Without a GPU, FLA assumes one, and selects code that no GPU runs."""
 
 _CHECKS = {
     "delta_rule.chunk:chunk_delta_rule": "assert q.dtype != torch.float32",
@@ -23,35 +23,35 @@ _CHECKS = {
     "parallax.parallel:parallel_parallax": "if q.dtype not in (torch.bfloat16, torch.float16)",
     "attnres.fused:fused_attnres_fwd": "if not residuals[0].is_cuda",
 }
-"""Function of fla.ops -> the condition that refuses."""
+"""The condition of the check, by function of fla.ops."""
 _CYFA = "not q.is_cuda"
-"""In several functions of fla.ops.cyfa.utils."""
+"""The condition of the checks in fla.ops.cyfa.utils."""
 
 
-def accept_a_cpu() -> None:
-    """Take the checks out; once in a process."""
+def remove_checks() -> None:
+    """Remove the checks. Call this once per process."""
     for place, check in _CHECKS.items():
         module, _, name = place.partition(":")
-        _without(importlib.import_module(f"fla.ops.{module}"), name, check)
+        _remove_check(importlib.import_module(f"fla.ops.{module}"), name, check)
     from fla.ops.cyfa import utils
     from fla.utils import hardware
 
     for name, value in list(vars(utils).items()):
         plain = inspect.unwrap(value)
-        is_own = inspect.isfunction(plain) and plain.__module__ == utils.__name__
-        if is_own and _CYFA in inspect.getsource(plain):
-            _without(utils, name, _CYFA)
-    _everywhere(hardware.get_multiprocessor_count, lambda *_, **__: _PROCESSORS)
+        is_defined_here = inspect.isfunction(plain) and plain.__module__ == utils.__name__
+        if is_defined_here and _CYFA in inspect.getsource(plain):
+            _remove_check(utils, name, _CYFA)
+    _replace_everywhere(hardware.get_multiprocessor_count, lambda *_, **__: _PROCESSORS)
 
 
 def widen(on: bool) -> None:
-    """Let MesaNet's kernels have float32 queries, keys and states in place of 16 bits; or as they are."""
+    """Make MesaNet's kernels cast queries, keys and states to float32 instead of 16 bits, or stop doing so."""
     for name in ("chunk", "chunk_h_fwd"):
-        importlib.import_module(f"fla.ops.mesa_net.{name}").__dict__["torch"] = _Wide() if on else torch
+        importlib.import_module(f"fla.ops.mesa_net.{name}").__dict__["torch"] = _WideTorch() if on else torch
 
 
-class _Wide:
-    """The module torch, in which 16 bits are float32."""
+class _WideTorch:
+    """The module torch, in which the 16-bit dtypes are float32."""
 
     float16 = bfloat16 = torch.float32
 
@@ -59,7 +59,7 @@ class _Wide:
         return getattr(torch, name)
 
 
-def _without(module: Any, name: str, check: str) -> None:
+def _remove_check(module: Any, name: str, check: str) -> None:
     old = vars(module)[name]
     plain = inspect.unwrap(old)
     source = textwrap.dedent(inspect.getsource(plain))
@@ -67,15 +67,15 @@ def _without(module: Any, name: str, check: str) -> None:
         "assert True" if check.startswith("assert") else "if False" if check.startswith("if") else "False"
     )
     assert check in source, f"fla.ops changed: {module.__name__}.{name} has no {check!r}"
-    found: dict[str, Any] = {}
+    namespace: dict[str, Any] = {}
     code = compile(
         source.replace(check, passes), inspect.getfile(plain), "exec", __future__.annotations.compiler_flag
     )
-    exec(code, plain.__globals__, found)
-    _everywhere(old, found[name])
+    exec(code, plain.__globals__, namespace)
+    _replace_everywhere(old, namespace[name])
 
 
-def _everywhere(old: Callable[..., Any], new: Callable[..., Any]) -> None:
+def _replace_everywhere(old: Callable[..., Any], new: Callable[..., Any]) -> None:
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] == "fla":
             for key in [key for key, value in vars(module).items() if value is old]:

@@ -1,6 +1,6 @@
-"""What Triton's interpreter lacks to run the kernels of flash-linear-attention with numpy, on a CPU; of triton 3.7 to 3.9.
+"""Extend Triton's interpreter (triton 3.7 to 3.9) to run the kernels of flash-linear-attention. Start at `complete`.
 
-`complete` changes the interpreter in this process, and nothing that is installed. Each change says what fails without it.
+It changes the interpreter only in this process. Each comment or docstring says what fails without a change.
 """
 
 import ast
@@ -17,34 +17,34 @@ from triton.runtime import autotuner, interpreter
 
 Handle, Builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
 
-_turn = threading.RLock()
-"""The interpreter has one grid and one place in it for all threads, and ranks may be threads."""
+_launch_lock = threading.RLock()
+"""Lock around launches. The interpreter's grid and position in it are global, and ranks may be threads."""
 _rewritten: dict[bool, dict[Any, Any]] = {False: {}, True: {}}
-"""The kernels as the interpreter has them, as they are and widened."""
+"""The interpreter's cache of rewritten kernels, without and with `widen`."""
 
 
 def complete() -> None:
-    """Change the interpreter; once in a process."""
+    """Extend the interpreter. Call this once per process."""
     autotuner.Autotuner.prune_configs = _first_config
-    setattr(autotuner.Autotuner, "do_bench", lambda *_, **__: [0.0])  # noqa: B010  # which asks for a driver
+    setattr(autotuner.Autotuner, "do_bench", lambda *_, **__: [0.0])  # noqa: B010  # the original needs a driver
     interpreter.FunctionRewriter.ast_transformer = _Transformer()
-    interpreter.__dict__["_cast_of_a_number"] = _cast_of_a_number
-    _speak_once()
+    interpreter.__dict__["_cast_number"] = _cast_number
+    _patch_language_once()
     _compute_in_bfloat16()
     for name, at in {"create_masked_load": 1, "create_masked_store": 2}.items():
-        setattr(Builder, name, _with_bools(getattr(Builder, name), at))
+        setattr(Builder, name, _with_bool_mask(getattr(Builder, name), at))
     for names, function in _FUNCTIONS.items():
         for name in names:
-            setattr(libdevice, name, _of_numbers(function))
-    setattr(Builder, "create_inline_asm", _approximation)  # noqa: B010  # which only raises there
-    # Names of precisions that it does not know; it computes each in float32.
+            setattr(libdevice, name, _libdevice_function(function))
+    setattr(Builder, "create_inline_asm", _inline_assembly)  # noqa: B010  # the original only raises an error
+    # The interpreter refuses unknown names of precisions. It computes all of them in float32.
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
         allowed_dot_input_precisions=("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6")
     )
 
 
 def widen(on: bool) -> None:
-    """From here on let kernels have float32 where they say 16 bits, and solve systems to the end; or no longer."""
+    """From now on make kernels use float32 instead of 16-bit dtypes and solve systems to convergence, or stop doing so."""
     interpreter.InterpretedFunction.rewritten_fn = _rewritten[on]
 
 
@@ -52,22 +52,22 @@ _prune_configs = autotuner.Autotuner.prune_configs
 
 
 def _first_config(self: Any, kwargs: dict[str, Any]) -> list[Any]:
-    """There is no GPU to time on. The kernel's own pruning comes first."""
+    """Return only the first config that the kernel's pruning keeps, because there is no GPU to time them on."""
     return _prune_configs(self, kwargs)[:1]
 
 
 class _Transformer(interpreter.ASTTransformer):
-    """Kernels cast loop variables and quotients by `.to`, which are numbers of Python here."""
+    """Rewrites casts by `.to`, because loop variables and quotients are Python numbers in the interpreter."""
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         if not (isinstance(node.func, ast.Attribute) and node.func.attr == "to"):
             return node
-        called = ast.Name(id="_cast_of_a_number", ctx=ast.Load())
-        return ast.copy_location(ast.Call(called, [node.func.value, *node.args], node.keywords), node)
+        cast = ast.Name(id="_cast_number", ctx=ast.Load())
+        return ast.copy_location(ast.Call(cast, [node.func.value, *node.args], node.keywords), node)
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
-        # Before triton 3.9, which knows chains of comparisons, it does not look there.
+        # Before triton 3.9, which has visit_Compare, the base class does not visit the value of an assignment.
         if not hasattr(interpreter.ASTTransformer, "visit_Compare"):
             node.value = self.visit(node.value)
         return super().visit_Assign(node)
@@ -79,7 +79,9 @@ class _Transformer(interpreter.ASTTransformer):
         return node
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        if _is_wide() and node.value == 1e-5:  # MesaNet's kernels solve a system until squares are so small
+        if (
+            _is_wide() and node.value == 1e-5
+        ):  # MesaNet's kernels iterate until squared residuals are below it
             node.value = 1e-20
         return node
 
@@ -88,7 +90,7 @@ def _is_wide() -> bool:
     return interpreter.InterpretedFunction.rewritten_fn is _rewritten[True]
 
 
-def _cast_of_a_number(x: Any, *args: Any, **kwargs: Any) -> Any:
+def _cast_number(x: Any, *args: Any, **kwargs: Any) -> Any:
     return (_tensor(x) if isinstance(x, bool | int | float) else x).to(*args, **kwargs)
 
 
@@ -96,8 +98,8 @@ def _tensor(x: Any) -> Any:
     return interpreter.interpreter_semantic.to_tensor(x, False)
 
 
-def _speak_once() -> None:
-    """Put the language's functions in place for good, which it does anew at each call of each function."""
+def _patch_language_once() -> None:
+    """Patch the functions of triton.language permanently. The interpreter does so at each call of each function."""
     scope = interpreter._LangPatchScope()
     builder = interpreter.interpreter_builder
     for language in (tl, tl.core):
@@ -110,17 +112,18 @@ def _speak_once() -> None:
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
     launch = interpreter.GridExecutor.__call__
 
-    def in_turn(executor: Any, *args: Any, **kwargs: Any) -> None:
+    def launch_alone(executor: Any, *args: Any, **kwargs: Any) -> None:
         for x in (*args, *kwargs.values()):
             if isinstance(x, torch.Tensor):
-                x.data_ptr()  # a sequence whose tokens are on several ranks is gathered now, while others run
-        with _turn:
+                # Gathers a ShardedSequence before the lock is taken, since other ranks take part in the gather.
+                x.data_ptr()
+        with _launch_lock:
             launch(executor, *args, **kwargs)
 
-    interpreter.GridExecutor.__call__ = in_turn
+    interpreter.GridExecutor.__call__ = launch_alone
 
 
-# bfloat16 lies in uint16, and numpy would compute with the bits.
+# The interpreter stores bfloat16 as uint16, and numpy would compute with these integers.
 
 
 def _is_bfloat16(x: Any) -> bool:
@@ -192,16 +195,16 @@ def _over_wide(apply: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, values: Any) -> Any:
         if not any(map(_is_bfloat16, values)):
             return apply(self, values)
-        found = apply(self, tuple(x.to(tl.float32) if _is_bfloat16(x) else x for x in values))
-        several = found if isinstance(found, list | tuple) else (found,)
-        several = [y.to(tl.bfloat16) if y.dtype.scalar == tl.float32 else y for y in several]
-        return several if isinstance(found, list | tuple) else several[0]
+        result = apply(self, tuple(x.to(tl.float32) if _is_bfloat16(x) else x for x in values))
+        results = result if isinstance(result, list | tuple) else (result,)
+        results = [y.to(tl.bfloat16) if y.dtype.scalar == tl.float32 else y for y in results]
+        return results if isinstance(result, list | tuple) else results[0]
 
     return call
 
 
-def _with_bools(access: Callable[..., Any], at: int) -> Callable[..., Any]:
-    """A mask may be integers: a product of bools is one in the interpreter."""
+def _with_bool_mask(access: Callable[..., Any], at: int) -> Callable[..., Any]:
+    """Cast the mask, argument `at`, to bool. A product of bools is an integer in the interpreter."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         mask = Handle(args[at].data.astype(np.bool_), tl.int1)
@@ -210,11 +213,11 @@ def _with_bools(access: Callable[..., Any], at: int) -> Callable[..., Any]:
     return call
 
 
-def _of_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of CUDA's libdevice by numpy's."""
+def _libdevice_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of CUDA's libdevice that computes by numpy's `function`."""
 
-    def call(*given: Any, **_: Any) -> Any:
-        xs = [_tensor(x) for x in given]
+    def call(*args: Any, **_: Any) -> Any:
+        xs = [_tensor(x) for x in args]
         first = xs[0].handle.data
         data = function(*(x.handle.data for x in xs)).astype(first.dtype)
         return tl.tensor(Handle(data, xs[0].dtype.scalar), xs[0].type)
@@ -244,8 +247,8 @@ _INSTRUCTIONS = {"tanh": np.tanh, "cos": np.cos, "sin": np.sin, "ex2": np.exp2, 
 }
 
 
-def _approximation(self: Any, text: str, constraints: Any, values: Any, *_: Any) -> SimpleNamespace:
-    """Return what an instruction of PTX in a kernel approximates."""
+def _inline_assembly(self: Any, text: str, constraints: Any, values: Any, *_: Any) -> SimpleNamespace:
+    """Return the exact result of an approximate PTX instruction in a kernel."""
     function = _INSTRUCTIONS.get(text.strip().partition(".approx")[0])
     if function is None:
         raise NotImplementedError(f"inline assembly {text!r}")

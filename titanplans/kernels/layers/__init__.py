@@ -1,1 +1,1 @@
-"""Norms, convolutions, activations, losses and the other layers around a mixer."""
+"""CPU replacements for norms, short convolutions, activations, losses and other layers around a mixer."""

@@ -1,6 +1,6 @@
-"""Activations and gated linear units, as the autograd functions of `fla/modules/activations/ops.py` call them.
+"""CPU replacements for activations and gated linear units, the autograd functions of `fla/modules/activations/ops.py`.
 
-All are elementwise, computed in the accumulation dtype and returned in that of the first argument.
+All return the dtype of the first argument. Products and powers are computed in the accumulation dtype.
 """
 
 import torch
@@ -11,64 +11,64 @@ from titanplans.kernels.precision import accumulation_dtype
 
 
 def gate(g: torch.Tensor, activation: str) -> torch.Tensor:
-    """silu(g) or sigmoid(g), by FLA's names.
+    """Return silu(g) or sigmoid(g), by the name that FLA uses.
 
     Raises:
-        KernelError: any other activation.
+        KernelError: another activation.
     """
     if activation in ("swish", "silu"):
         return F.silu(g)
     if activation == "sigmoid":
         return g.sigmoid()
-    raise KernelError(f"gate activation {activation!r} is not computed on a CPU; use swish, silu or sigmoid")
+    raise KernelError(f"gate activation {activation!r} is not computed on a CPU: use swish, silu or sigmoid")
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """1 / (1 + exp(-x))."""
+    """Return 1 / (1 + exp(-x))."""
     return x.sigmoid()
 
 
 def swish(x: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(x)."""
+    """Return x * sigmoid(x)."""
     return F.silu(x)
 
 
 def logsigmoid(x: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """log(sigmoid(x)) / temperature."""
+    """Return log(sigmoid(x)) / temperature."""
     return F.logsigmoid(x) / temperature
 
 
 def elu_plus_one(x: torch.Tensor) -> torch.Tensor:
-    """exp(x) for x < 0, else x + 1."""
+    """Return exp(x) for x < 0, else x + 1."""
     return F.elu(x) + 1.0
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
-    """The tanh approximation; FLA compiles its own, which needs a C++ compiler on a CPU."""
+    """Return gelu(x) by its tanh approximation. FLA's version is compiled, which needs a C++ compiler on a CPU."""
     return F.gelu(x, approximate="tanh")
 
 
 def bias_gelu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """gelu(x + bias), x [B, D] and bias [D]."""
+    """Return gelu(x + bias) of x [B, D] and bias [D]."""
     return gelu(x + bias)
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    """relu(x)^2, squared in float64 for a float64 input, which FLA's would round to float32."""
+    """Return relu(x)^2. A float64 input is squared in float64, which FLA rounds to float32."""
     return F.relu(x.to(accumulation_dtype(x))).square().to(x.dtype)
 
 
 def swiglu(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """silu(x) * y."""
+    """Return silu(x) * y."""
     dtype = accumulation_dtype(x, y)
     return (F.silu(x.to(dtype)) * y.to(dtype)).to(x.dtype)
 
 
 def powglu(x: torch.Tensor, y: torch.Tensor, power: float = 3.0) -> torch.Tensor:
-    """gate(x) * y, where gate(x) is x^(power / (sqrt(x) + 1)) * sigmoid(x) for x > 0 and silu(x) otherwise."""
+    """Return gate(x) * y, where gate(x) is x^(power / (sqrt(x) + 1)) * sigmoid(x) for x > 0 and silu(x) otherwise."""
     dtype = accumulation_dtype(x, y)
     wide = x.to(dtype)
-    # The unused branch must stay finite: its gradient is multiplied by zero, and 0 * nan is nan.
+    # Keep the unused branch finite, because its gradient is multiplied by zero, and 0 * nan is nan.
     positive = wide.clamp_min(torch.finfo(dtype).tiny)
     base = torch.where(wide > 0, positive.pow(power / (positive.sqrt() + 1.0)), wide)
     return (base * wide.sigmoid() * y.to(dtype)).to(x.dtype)
@@ -77,12 +77,12 @@ def powglu(x: torch.Tensor, y: torch.Tensor, power: float = 3.0) -> torch.Tensor
 def swiglu_linear(
     x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """swiglu(x, y) weight^T + bias."""
+    """Return swiglu(x, y) weight^T + bias."""
     return F.linear(swiglu(x, y), weight, bias)
 
 
 def powglu_linear(
     x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, power: float = 3.0
 ) -> torch.Tensor:
-    """powglu(x, y) weight^T + bias."""
+    """Return powglu(x, y) weight^T + bias."""
     return F.linear(powglu(x, y, power), weight, bias)

@@ -1,11 +1,9 @@
-"""The short depthwise causal convolution of FLA's mixers, with its cache and with packed sequences.
+"""CPU replacement for the short depthwise causal convolution of FLA's mixers (`fla/modules/causal_conv1d/ops.py`).
 
     y[t, d] = act(sum_w weight[d, w] x[t - W + 1 + w, d] + bias[d]) + residual[t, d]
 
-Before the first token of a sequence stand the W inputs of its cache, or zeros. So each sequence is laid out behind
-its W inputs of history, as one longer sequence, and then W shifted products are the whole convolution: no mask and
-no loop over sequences, packed or not. FLA has no reference for it. Arguments are those of
-`fla/modules/causal_conv1d/ops.py`.
+FLA has no reference for it. Each sequence is prefixed with the W inputs of its cache, or zeros. Then the convolution is a
+sum of W shifted products, without a mask or a loop over sequences, packed or not.
 """
 
 import torch
@@ -27,14 +25,14 @@ def causal_conv1d(
     chunk_indices: torch.Tensor | None = None,
     chunk_size: int = 64,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """y, of the shape of x, and the cache [N, D, W] after the last token, or None.
+    """Return y, of the shape of x, and the cache [N, D, W] after the last token, or None.
 
-    x is [B, T, D], or [B, T, H, D / H]; weight [D, W]; bias [D]; initial_state [N, D, W]; cu_seqlens [N + 1] with
-    B = 1. The last three arguments are how FLA's kernel splits its work, and change no result.
+    x is [B, T, D] or [B, T, H, D / H], weight [D, W], bias [D], initial_state [N, D, W], and cu_seqlens [N + 1] with B = 1.
+    The last three arguments, which determine how FLA's kernel divides its work, have no effect.
     """
     width = weight.shape[1]
     dtype = accumulation_dtype(x, weight, initial_state)
-    values, tokens, last = _behind_history(x.flatten(2).to(dtype), width, initial_state, cu_seqlens)
+    values, tokens, last = _with_history(x.flatten(2).to(dtype), width, initial_state, cu_seqlens)
     length = values.shape[1] - width
     weight = weight.to(dtype)
     y = values[:, 1 : 1 + length] * weight[:, 0]
@@ -54,9 +52,9 @@ def causal_conv1d_update_states(
     initial_state: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The cache [N, D, W] after x [B, T, D] or [T, D]: the last W inputs of each sequence, its initial cache included."""
+    """Return the cache [N, D, W] after x [B, T, D] or [T, D]: the last W inputs, which may be some of `initial_state`."""
     x = x.unsqueeze(0) if x.dim() == 2 else x
-    values, _, last = _behind_history(x, state_len, initial_state, cu_seqlens)
+    values, _, last = _with_history(x, state_len, initial_state, cu_seqlens)
     return _cache(values, state_len, last)
 
 
@@ -68,7 +66,7 @@ def causal_conv1d_update(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token for each of N sequences, x of N * D elements; shifts `cache` [N, D, W] in place and returns it."""
+    """Return the output for one token of each of N sequences, x of N * D elements. Shifts `cache` [N, D, W] in place."""
     dtype = accumulation_dtype(x, weight)
     cache.copy_(torch.cat((cache[..., 1:], x.reshape(cache.shape[0], -1, 1).to(cache.dtype)), -1))
     y = cache.to(dtype).sum(-1) if weight is None else (cache.to(dtype) * weight.to(dtype)).sum(-1)
@@ -78,13 +76,13 @@ def causal_conv1d_update(
     return y.to(x.dtype).view(x.shape), cache
 
 
-def _behind_history(
+def _with_history(
     x: torch.Tensor, width: int, initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Sequences behind their history: [B, W + T, D], or [1, N * W + T, D] for N packed sequences.
+    """Return sequences, each prefixed with its history: [B, W + T, D], or [1, N * W + T, D] for N packed sequences.
 
-    Then the places of the tokens [T] and of each sequence's last W inputs [N, W] in a packed layout; None in a batch,
-    where history comes first and the last inputs last.
+    For packed sequences also return the indices of the tokens [T] and of the last W inputs of each sequence [N, W] in the
+    result; otherwise None.
     """
     num_sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is None:
@@ -104,6 +102,6 @@ def _behind_history(
 
 
 def _cache(values: torch.Tensor, width: int, last: torch.Tensor | None) -> torch.Tensor:
-    """[N, D, W] of sequences laid out by `_behind_history`."""
+    """Return the cache [N, D, W] of the result of `_with_history`."""
     inputs = values[:, -width:] if last is None else values[0, last]
     return inputs.transpose(1, 2).contiguous()

@@ -1,7 +1,6 @@
-"""FLA's cross entropy and its fused linear variant on a CPU, as plain differentiable PyTorch.
+"""CPU replacements for FLA's cross entropy and fused linear cross entropy.
 
-A model built with FLA's defaults (`fuse_cross_entropy=True`) can so be called with labels on a CPU. Nothing is fused:
-the logits of all tokens are kept for the backward pass.
+They are not fused: the logits of all tokens are kept for the backward.
 """
 
 from typing import Any
@@ -25,16 +24,17 @@ def cross_entropy_loss(
     inplace_backward: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss [N] with its z-loss included, and the z-loss alone, for logits [N, V] and targets [N].
+    """Return the loss [N], including the z-loss, and the z-loss, for logits [N, V] and targets [N].
 
-    float32, or float64 for float64 logits. `inplace_backward` saves memory in FLA's kernel and changes no result.
+    The result is float32, or float64 for float64 logits. `inplace_backward`, which saves memory in FLA's kernel, has no
+    effect.
 
     Raises:
-        KernelError: a vocabulary sharded over `process_group`.
+        KernelError: the vocabulary is sharded over `process_group`.
     """
     if process_group is not None and dist.get_world_size(process_group) > 1:
         raise KernelError(
-            "FusedCrossEntropyLoss: process_group (a sharded vocabulary) is not computed on a CPU; "
+            "FusedCrossEntropyLoss: process_group (a sharded vocabulary) is not computed on a CPU: "
             "use torch.distributed.tensor.parallel.loss_parallel"
         )
     logits = logits.to(accumulation_dtype(logits)) * logit_scale
@@ -52,7 +52,7 @@ def cross_entropy_loss(
 def fused_cross_entropy_module(
     module: Any, input: torch.Tensor, target: torch.Tensor
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`FusedCrossEntropyLoss.forward`, whose original asserts an accelerator before it dispatches."""
+    """Replace `FusedCrossEntropyLoss.forward`, which asserts that there is an accelerator."""
     loss, z_loss = cross_entropy_loss(
         input,
         target,
@@ -85,12 +85,11 @@ def fused_linear_cross_entropy_loss(
     accumulate_grad_in_fp32: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Cross entropy of `x weight^T + bias` [N, V], mean or sum over the targets that are not ignored.
+    """Return the cross entropy of `x weight^T + bias` [N, V], the mean or sum over the targets that are not ignored.
 
-    `num_chunks` and `accumulate_grad_in_fp32` say how FLA's kernel splits its work and change no result here: there
-    is one product over all tokens.
+    `num_chunks` and `accumulate_grad_in_fp32` have no effect, since one product computes the logits of all tokens.
     """
-    from fla.modules.l2warp import l2_warp  # only reached from FLA
+    from fla.modules.l2warp import l2_warp  # FLA is imported already if this is called
 
     logits = F.linear(x, weight, bias)
     loss, _ = cross_entropy_loss(

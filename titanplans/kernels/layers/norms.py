@@ -1,9 +1,9 @@
-"""LayerNorm, RMSNorm and GroupNorm, gated or not, and l2norm, as FLA's autograd functions in `fla/modules/norm` call them.
+"""LayerNorm, RMSNorm and GroupNorm, with and without gates, and l2norm, the autograd functions in `fla/modules/norm`.
 
     y = (z - mean(z)) / sqrt(var(z) + eps) * weight + bias,  z = x + residual        (RMSNorm: no mean, var(z) = mean(z^2))
 
-and a gated norm multiplies y by silu(g) or sigmoid(g). With `prenorm`, z is returned, too. Not FLA's own `rms_norm_ref`
-and `group_norm_ref`: they take no norm without weight, and round x + residual to the dtype of x before they norm it.
+A gated norm multiplies y by silu(g) or sigmoid(g). With `prenorm`, z is returned, too. FLA's references `rms_norm_ref` and
+`group_norm_ref` are not used: they need a weight, and round x + residual to the dtype of x before the norm.
 """
 
 from typing import Any
@@ -28,8 +28,8 @@ def layer_norm(
     is_rms_norm: bool = False,
     num_groups: int = 1,
 ) -> Normed:
-    """Norm of x [..., G * D] over each of G groups; `weight` and `bias` are [G * D]."""
-    y, z = _normed(x, weight, bias, residual, eps, residual_in_fp32, is_rms_norm, num_groups)
+    """Return the norm of x [..., G * D] over each of G groups; `weight` and `bias` are [G * D]."""
+    y, z = _norm(x, weight, bias, residual, eps, residual_in_fp32, is_rms_norm, num_groups)
     return (y.to(x.dtype), z) if prenorm else y.to(x.dtype)
 
 
@@ -41,7 +41,7 @@ def layer_norm_linear(
     linear_bias: torch.Tensor | None,
     *options: Any,
 ) -> Normed:
-    """`layer_norm` with its `options`, and a linear layer."""
+    """Return a linear layer of `layer_norm`, which gets the `options`."""
     return _linear(layer_norm(x, norm_weight, norm_bias, *options), linear_weight, linear_bias)
 
 
@@ -57,8 +57,8 @@ def layer_norm_gated(
     residual_in_fp32: bool = False,
     is_rms_norm: bool = False,
 ) -> Normed:
-    """Norm of x [..., D] times the activation of `g` [..., D]."""
-    y, z = _normed(x, weight, bias, residual, eps, residual_in_fp32, is_rms_norm)
+    """Return the norm of x [..., D], multiplied by the activation of `g` [..., D]."""
+    y, z = _norm(x, weight, bias, residual, eps, residual_in_fp32, is_rms_norm)
     y = (y * gate(g.to(y.dtype), activation)).to(x.dtype)
     return (y, z) if prenorm else y
 
@@ -72,7 +72,7 @@ def layer_norm_gated_linear(
     linear_bias: torch.Tensor | None,
     *options: Any,
 ) -> Normed:
-    """`layer_norm_gated`, by silu, with its other `options`, and a linear layer."""
+    """Return a linear layer of `layer_norm_gated` with silu, which gets the `options`."""
     y = layer_norm_gated(x, g, norm_weight, norm_bias, "swish", *options)
     return _linear(y, linear_weight, linear_bias)
 
@@ -87,22 +87,22 @@ def gated_layer_norm(
     norm_before_gate: bool = True,
     is_rms_norm: bool = False,
 ) -> torch.Tensor:
-    """Mamba 2's norm of x [..., D] over groups of `group_size`, times silu(z) [..., D] behind the norm or before it."""
+    """Return Mamba 2's norm of x [..., D] over groups of `group_size`, multiplied by silu(z) after or before the norm."""
     dtype = accumulation_dtype(x, weight, z)
     gate = None if z is None else F.silu(z.to(dtype))
     wide = x.to(dtype) if gate is None or norm_before_gate else x.to(dtype) * gate
     groups = 1 if group_size is None else x.shape[-1] // group_size
-    y, _ = _normed(wide, weight, bias, None, eps, False, is_rms_norm, groups)
+    y, _ = _norm(wide, weight, bias, None, eps, False, is_rms_norm, groups)
     return (y * gate if gate is not None and norm_before_gate else y).to(x.dtype)
 
 
 def l2norm(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """x / sqrt(sum(x^2) + eps) over the last dimension."""
+    """Return x / sqrt(sum(x^2) + eps), summed over the last dimension."""
     wide = x.to(accumulation_dtype(x))
     return (wide * (wide.square().sum(-1, keepdim=True) + eps).rsqrt()).to(output_dtype or x.dtype)
 
 
-def _normed(
+def _norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -112,24 +112,27 @@ def _normed(
     is_rms_norm: bool,
     num_groups: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y in the accumulation dtype, and z in that of the residual: float32 or wider if `residual_in_fp32` starts one."""
+    """Return y in the accumulation dtype, and z in the dtype of the residual.
+
+    Without a residual, z has the dtype of x, or the accumulation dtype if `residual_in_fp32`.
+    """
     dtype = accumulation_dtype(x, weight, residual)
     z = x.to(dtype) if residual is None else x.to(dtype) + residual.to(dtype)
-    started = dtype if residual_in_fp32 else x.dtype
+    initial_dtype = dtype if residual_in_fp32 else x.dtype
     weight, bias = (None if p is None else p.to(dtype) for p in (weight, bias))
     grouped = z.unflatten(-1, (num_groups, -1)) if num_groups > 1 else z
-    # One group's weight is the norm's own; of several, each has a part of it, which the norm can't take.
-    own = (weight, bias) if num_groups == 1 else (None, None)
+    # torch's norms apply the same weight to every group, so with several groups the weight is applied afterwards.
+    norm_weight, norm_bias = (weight, bias) if num_groups == 1 else (None, None)
     if is_rms_norm:
-        y = F.rms_norm(grouped, grouped.shape[-1:], own[0], eps)
-        y = y if own[1] is None else y + own[1]
+        y = F.rms_norm(grouped, grouped.shape[-1:], norm_weight, eps)
+        y = y if norm_bias is None else y + norm_bias
     else:
-        y = F.layer_norm(grouped, grouped.shape[-1:], *own, eps)
+        y = F.layer_norm(grouped, grouped.shape[-1:], norm_weight, norm_bias, eps)
     if num_groups > 1:
         y = y.flatten(-2)
         y = y if weight is None else y * weight
         y = y if bias is None else y + bias
-    return y, z.to(started if residual is None else residual.dtype)
+    return y, z.to(initial_dtype if residual is None else residual.dtype)
 
 
 def _linear(normed: Normed, weight: torch.Tensor, bias: torch.Tensor | None) -> Normed:
@@ -150,25 +153,26 @@ def layer_norm_linear_quant(
     residual_in_fp32: bool = False,
     is_rms_norm: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm of x, rounded to 8 bits a token, times the weight, rounded to -1, 0 and 1 times its mean.
+    """Return BitNet's linear layer of the norm of x, with `prenorm` also x + `residual`.
 
-    The gradient passes through what rounds. With `prenorm` also x + `residual`.
+    The norm is rounded to 8 bits per token, and the weight to -1, 0 or 1 times its mean absolute value. Gradients are those
+    without rounding (straight-through estimator).
     """
     normed = layer_norm(x, norm_weight, norm_bias, residual, eps, prenorm, residual_in_fp32, is_rms_norm)
     y, summed = normed if isinstance(normed, tuple) else (normed, None)
     scale = 127.0 / y.abs().amax(-1, keepdim=True).clamp(min=1e-5)
-    rounded = _through(y, (_away_from_zero(y * scale).clamp(-128, 127) / scale))
+    rounded = _straight_through(y, (_round_half_away(y * scale).clamp(-128, 127) / scale))
     mean = linear_weight.abs().mean().clamp(min=1e-5)
-    ternary = _through(linear_weight, (linear_weight / mean).round().clamp(-1, 1) * mean)
+    ternary = _straight_through(linear_weight, (linear_weight / mean).round().clamp(-1, 1) * mean)
     output = F.linear(rounded, ternary.to(rounded.dtype), linear_bias)
     return output if summed is None else (output, summed)
 
 
-def _through(x: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
-    """`rounded`, with the gradient of x."""
+def _straight_through(x: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
+    """Return `rounded`, with the gradient of x."""
     return x + (rounded - x).detach()
 
 
-def _away_from_zero(x: torch.Tensor) -> torch.Tensor:
-    """Round halves away from zero, as the kernel does."""
+def _round_half_away(x: torch.Tensor) -> torch.Tensor:
+    """Round halves away from zero, as the kernel does; torch rounds them to even."""
     return (x.abs() + 0.5).floor() * x.sign()

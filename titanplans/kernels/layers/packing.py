@@ -1,4 +1,4 @@
-"""Sequences packed along the tokens of a batch of one, as `cu_seqlens` describes them: a recurrence runs over each."""
+"""Run a recurrence over sequences that are packed into a batch of one (`cu_seqlens`). Start at `by_sequence`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
@@ -9,13 +9,13 @@ import torch
 from titanplans.errors import KernelError
 
 State = torch.Tensor | tuple[torch.Tensor, ...] | None
-"""What a recurrence carries on of each sequence: tensors [N, ...]."""
+"""The state of a recurrence: tensors [N, ...], or None."""
 Result = tuple[Any, ...]
 """Outputs [B, T, ...] and final states, each a `State`."""
 
 
 def of_state(change: Callable[[torch.Tensor], torch.Tensor], state: State) -> State:
-    """Return `state` with each of its tensors changed."""
+    """Return `state` with `change` applied to each of its tensors."""
     if state is None:
         return None
     return tuple(map(change, state)) if isinstance(state, tuple) else change(state)
@@ -28,21 +28,22 @@ def by_sequence(
     cu_seqlens: torch.Tensor | None,
     of_tokens: bool = False,
 ) -> Result:
-    """Call `run` with `inputs` [B, T, ...] and initial states; packed sequences are a batch for it, of similar lengths.
+    """Call `run` with inputs [B, T, ...] and initial states. It gets packed sequences of similar lengths as a batch.
 
-    The shorter ones are filled up behind, with tokens of zeros: no key, no decay, so no effect on a state.
+    Shorter sequences of a batch are padded at the end with zeros, which have no key and no decay, so they do not change a
+    state.
 
     Args:
         run: returns outputs [B, T, ...] and any number of final states [N, ...].
-        inputs: by name, for `run`; the first has one step a token, others may have several.
-        states: by name, N of them, the number of packed sequences or B.
-        cu_seqlens: the N + 1 bounds of the sequences; B is 1 then. They are read on the host, which is a graph
-            break under `torch.compile`.
-        of_tokens: the second value of `run` is no state, but [B, T, ...] like the outputs.
+        inputs: by name. The first has one step per token, others may have several.
+        states: by name, [N, ...], where N is the number of packed sequences, or B.
+        cu_seqlens: the N + 1 bounds of packed sequences, with B = 1. They are copied to the host, which breaks graphs of
+            torch.compile.
+        of_tokens: the second result of `run` is [B, T, ...] like the outputs, not a final state.
 
     Raises:
-        KernelError: bounds that don't fit the tokens, a batch of more than one, or states of another number of sequences,
-            which FLA's kernels refuse, too.
+        KernelError: bounds do not match the tokens, B is not 1, or the number of states is not N. FLA's kernels refuse
+            these, too.
     """
     if cu_seqlens is None:
         return run(dict(inputs), dict(states))
@@ -52,73 +53,74 @@ def by_sequence(
         for x in state if isinstance(state, tuple) else () if state is None else (state,):
             if len(x) != len(bounds) - 1:
                 raise KernelError(
-                    f"{name} holds {len(x)} states, and cu_seqlens bounds {len(bounds) - 1} sequences"
+                    f"{name} has {len(x)} states, but cu_seqlens has {len(bounds) - 1} sequences"
                 )
     if len(bounds) == 2:
         return run(dict(inputs), dict(states))
-    alike: dict[int, list[int]] = {}  # at most twice as long as each other
+    # Sequences in a group differ in length by less than a factor of two.
+    groups: dict[int, list[int]] = {}
     for n, (first, end) in enumerate(pairwise(bounds)):
-        alike.setdefault(max(end - first, 1).bit_length(), []).append(n)
-    places, index, shapes = [0] * tokens, [], []  # of the tokens, and of zeros
-    for numbers in alike.values():
-        length = max(max(bounds[n + 1] - bounds[n] for n in numbers), 1)
-        shapes.append((len(numbers), length))
-        for n in numbers:
+        groups.setdefault(max(end - first, 1).bit_length(), []).append(n)
+    # `source`: the token at each position of all batches, `tokens` for padding. `position`: the inverse.
+    position, source, shapes = [0] * tokens, [], []
+    for members in groups.values():
+        length = max(max(bounds[n + 1] - bounds[n] for n in members), 1)
+        shapes.append((len(members), length))
+        for n in members:
             first, end = bounds[n : n + 2]
-            places[first:end] = range(len(index), len(index) + end - first)
-            index += [*range(first, end), *[tokens] * (length - end + first)]
-    parts = {name: _taken(x, index, tokens, shapes) for name, x in inputs.items()}
+            position[first:end] = range(len(source), len(source) + end - first)
+            source += [*range(first, end), *[tokens] * (length - end + first)]
+    batches = {name: _to_batches(x, source, tokens, shapes) for name, x in inputs.items()}
     results = []
-    for group, numbers in enumerate(alike.values()):
-        own = torch.tensor(numbers)
+    for index, members in enumerate(groups.values()):
+        selected = torch.tensor(members)
         of_group = {
-            name: of_state(lambda x, own=own: x.index_select(0, own.to(x.device)), state)
+            name: of_state(lambda x, selected=selected: x.index_select(0, selected.to(x.device)), state)
             for name, state in states.items()
         }
-        results.append(run({name: part[group] for name, part in parts.items()}, of_group))
-    order = [n for numbers in alike.values() for n in numbers]
-    back = torch.tensor(order).argsort()
+        results.append(run({name: batch[index] for name, batch in batches.items()}, of_group))
+    order = torch.tensor([n for members in groups.values() for n in members]).argsort()
 
-    def joined(parts: tuple[Any, ...], tokenwise: bool) -> Any:
-        """Put `parts`, one of each group, back in order."""
-        if parts[0] is None:
+    def join(by_group: tuple[Any, ...], tokenwise: bool) -> Any:
+        """Concatenate the results of the groups in the order of the packed tokens, or of the sequences."""
+        if by_group[0] is None:
             return None
-        if isinstance(parts[0], tuple):
-            return tuple(joined(one, tokenwise) for one in zip(*parts, strict=True))
+        if isinstance(by_group[0], tuple):
+            return tuple(join(one, tokenwise) for one in zip(*by_group, strict=True))
         if tokenwise:
-            tokens_of_all = torch.cat([x.flatten(0, 1) for x in parts])
-            return tokens_of_all.index_select(0, torch.tensor(places, device=parts[0].device))[None]
-        return torch.cat(parts).index_select(0, back.to(parts[0].device))
+            padded = torch.cat([x.flatten(0, 1) for x in by_group])
+            return padded.index_select(0, torch.tensor(position, device=by_group[0].device))[None]
+        return torch.cat(by_group).index_select(0, order.to(by_group[0].device))
 
     outputs, *finals = zip(*results, strict=True)
-    return joined(outputs, True), *(joined(final, of_tokens) for final in finals)
+    return join(outputs, True), *(join(final, of_tokens) for final in finals)
 
 
-def _taken(
-    x: torch.Tensor, index: list[int], tokens: int, shapes: list[tuple[int, int]]
+def _to_batches(
+    x: torch.Tensor, source: list[int], tokens: int, shapes: list[tuple[int, int]]
 ) -> list[torch.Tensor]:
-    """Return the tokens of x [1, T, ...] or, of several steps a token, [1, T steps, ...], group by group; number T is zeros.
+    """Return the tokens `source` of x [1, T, ...] as one padded batch [N, L, ...] for each of `shapes`; index T is padding.
 
-    Each group is [N, L, ...] or [N, L steps, ...], N sequences of L tokens as `shapes` says.
+    With several steps per token, x is [1, T steps, ...], and a batch [N, L steps, ...].
     """
     steps = x.shape[1] // tokens
     by_token = x[0].unflatten(0, (tokens, steps)) if steps > 1 else x[0]
     by_token = torch.cat([by_token, by_token.new_zeros(1, *by_token.shape[1:])])
-    taken = by_token.index_select(0, torch.tensor(index, device=x.device))
-    groups = [
-        part.unflatten(0, shape)
-        for part, shape in zip(taken.split([n * length for n, length in shapes]), shapes, strict=True)
+    selected = by_token.index_select(0, torch.tensor(source, device=x.device))
+    batches = [
+        batch.unflatten(0, shape)
+        for batch, shape in zip(selected.split([n * length for n, length in shapes]), shapes, strict=True)
     ]
-    return [group.flatten(1, 2) for group in groups] if steps > 1 else groups
+    return [batch.flatten(1, 2) for batch in batches] if steps > 1 else batches
 
 
 def sequences(
     inputs: Mapping[str, torch.Tensor], cu_seqlens: torch.Tensor | None
 ) -> Iterator[tuple[int | None, dict[str, torch.Tensor]]]:
-    """Yield the number and the `inputs` [1, t, ...] of each packed sequence; of a batch that is not packed, None and all.
+    """Yield the index and the inputs [1, t, ...] of each packed sequence; without `cu_seqlens`, None and all inputs.
 
     Raises:
-        KernelError: see `by_sequence`.
+        KernelError: as `by_sequence`.
     """
     if cu_seqlens is None:
         yield None, dict(inputs)
@@ -131,7 +133,7 @@ def sequences(
 
 def _bounds(cu_seqlens: torch.Tensor, batch: int, tokens: int) -> list[int]:
     if batch != 1:
-        raise KernelError(f"batch size {batch} with cu_seqlens; flatten the sequences to batch size 1")
+        raise KernelError(f"batch size {batch} with cu_seqlens: flatten the sequences to batch size 1")
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != tokens or bounds != sorted(bounds):
         raise KernelError(f"cu_seqlens {bounds} must rise from 0 to T={tokens}")

@@ -1,6 +1,6 @@
-"""Attention residuals (`attnres_block_size` in FLA's configs): the mix of earlier blocks' outputs, on a CPU.
+"""CPU replacement for attention residuals (`attnres_block_size` in FLA's configs), a weighted sum of block outputs.
 
-Not FLA's own `naive_attnres`, which takes contiguous residuals only.
+FLA's reference `naive_attnres` is not used, since it accepts only contiguous residuals.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ def fused_attnres(
     return_weights: bool = False,
     checkpoint_level: int = 1,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Softmax-weighted sum of L residuals [..., D], scored by `query` [D] on their RMS norms (arXiv:2603.15031).
+    """Return the softmax-weighted sum of L residuals [..., D], scored by `query` [D] on their RMS norms (arXiv:2603.15031).
 
-    Normalised once more by `output_rms_weight` [D] if given. With `return_weights` the weights [L, ...] come second.
-    `checkpoint_level` trades a kernel's memory for time; here autograd chooses the tensors to keep.
+    With `output_rms_weight` [D] the sum is normalized again. With `return_weights` the weights [L, ...] are returned, too.
+    `checkpoint_level`, which trades time for memory in the kernel, has no effect.
     """
     dtype = accumulation_dtype(query, rms_weight, *residuals)
     stacked = torch.stack([r.to(dtype) for r in residuals])

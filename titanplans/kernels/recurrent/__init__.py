@@ -1,1 +1,1 @@
-"""Linear attention, delta rules and state spaces: their recurrences, by chunks."""
+"""CPU replacements for recurrent kernels: linear attention, state spaces, RWKV, and their gates."""

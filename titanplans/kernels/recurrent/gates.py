@@ -1,4 +1,4 @@
-"""Gates and sums that FLA's kernels compute before a recurrence, on a CPU, over the tokens of each packed sequence."""
+"""CPU replacements for gates and cumulative sums that FLA's kernels compute before a recurrence."""
 
 from typing import Any
 
@@ -15,20 +15,20 @@ def fused_additive_gate(
     output_dtype: torch.dtype | None = None,
     gate_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return exp(x_t - z_t), z_(t-1) - z_t and the last z, where z_t is the logsumexp of x_s, s <= t.
+    """Return exp(x_t - z_t), z_(t-1) - z_t and the last z of each sequence, where z_t is the logsumexp of x_s, s <= t.
 
     Args:
         x: logits [B, T, H, K].
-        initial_state: z before the first token [N, 1, H, K], N the number of packed sequences, or B; None: the first gate
-            is 0.
+        initial_state: z before the first token, [N, 1, H, K] with N the number of packed sequences, or B. None: the first
+            gate is 0.
         cu_seqlens: bounds of packed sequences.
-        output_dtype: of the first; None: that of x.
-        gate_dtype: of the second; None: that of x.
+        output_dtype: dtype of the first result; None: the dtype of x.
+        gate_dtype: dtype of the second result; None: the dtype of x.
     """
     dtype = accumulation_dtype(x, initial_state)
     ks, gs, finals = [], [], []
-    for n, part in sequences({"x": x.to(dtype)}, cu_seqlens):
-        logits = part["x"]
+    for n, sequence in sequences({"x": x.to(dtype)}, cu_seqlens):
+        logits = sequence["x"]
         if initial_state is None:
             z = logits.logcumsumexp(1)
             before = torch.cat((z[:, :1], z[:, :-1]), 1)
@@ -51,21 +51,19 @@ def chunk_global_cumsum(
     output_dtype: torch.dtype | None = torch.float32,
     **chunks: Any,
 ) -> torch.Tensor:
-    """Return the sums over the tokens of s [B, T, ...], from the first on, or from the last with `reverse`.
-
-    Sums of float64 stay float64 where `output_dtype` is float32.
+    """Return the cumulative sums over the tokens of s [B, T, ...].
 
     Args:
         s: the summands.
-        reverse: from the last token to the first.
+        reverse: sum from the last token to the first.
         cu_seqlens: bounds of packed sequences.
         scale: factor of the sums.
-        output_dtype: dtype of the sums; None: that of s.
-        chunks: a kernel's chunks; ignored.
+        output_dtype: dtype of the sums, but float64 for a float64 `s`. None: the dtype of s.
+        chunks: sizes of the kernel's chunks; ignored.
     """
     wide = s.to(accumulation_dtype(s))
-    parts = [part["s"] for _, part in sequences({"s": wide}, cu_seqlens)]
-    sums = torch.cat([x.flip(1).cumsum(1).flip(1) if reverse else x.cumsum(1) for x in parts], 1)
+    by_sequence = [sequence["s"] for _, sequence in sequences({"s": wide}, cu_seqlens)]
+    sums = torch.cat([x.flip(1).cumsum(1).flip(1) if reverse else x.cumsum(1) for x in by_sequence], 1)
     sums = sums if scale is None else sums * scale
     if output_dtype is None:
         return sums.to(s.dtype)

@@ -1,4 +1,4 @@
-"""Log-linear attention on a CPU in quadratic form, and the forward of its Mamba 2, which FLA has for GPUs only."""
+"""CPU replacements for log-linear attention, in quadratic form, and for the forward of log-linear Mamba 2."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from titanplans.kernels.recurrent.chunks import between
 
 
 class Past(NamedTuple):
-    """The state: all inputs so far, [B, T, ...]; each call computes from them again."""
+    """The state: all earlier inputs [B, T, ...], from which each call computes again."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -31,10 +31,16 @@ def chunk_log_linear_attn(
     cu_seqlens: torch.Tensor | None = None,
     scale: float | None = 1.0,
 ) -> tuple[torch.Tensor, Past | None]:
-    """Outputs [B, T, H, V] of q, k [B, T, G, K], v [B, T, H, V], log gates g [B, T, H], level_scales [B, T, H, L]."""
+    """Return outputs [B, T, H, V] and the final state, or None.
+
+    q, k are [B, T, G, K], v [B, T, H, V], log gates g [B, T, H], and level_scales [B, T, H, L].
+
+    Raises:
+        KernelError: cu_seqlens is set.
+    """
     if cu_seqlens is not None:
         raise KernelError(
-            "chunk_log_linear_attn: cu_seqlens is not supported on a CPU; leave it out or run on a GPU"
+            "chunk_log_linear_attn: cu_seqlens is not computed on a CPU: remove it or run on a GPU"
         )
     dtype = accumulation_dtype(q, k, v, g, level_scales)
     state = Past(*(x.to(dtype) for x in (q, k, v, g, level_scales)))
@@ -47,7 +53,7 @@ def chunk_log_linear_attn(
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, level_scales: torch.Tensor
 ) -> torch.Tensor:
-    """o_t = sum_s level_scales[t, l] (q_t k_s) exp(g_(s+1) + .. + g_t) v_s over s <= t, l the number of bits of t xor s."""
+    """Return o_t = sum_(s <= t) level_scales[t, l] (q_t k_s) exp(g_(s+1) + .. + g_t) v_s, l the bit length of t xor s."""
     q, k, v, g, scales = (x.transpose(1, 2) for x in (q, k, v, g, level_scales))
     q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
     time = torch.arange(v.shape[2], device=v.device)
@@ -65,12 +71,12 @@ def log_linear_mamba2_forward(
     output_attentions: bool | None = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None, Any]:
-    """As `LogLinearMamba2.forward` on a GPU, whose kernels are replaced one by one."""
+    """Replace `LogLinearMamba2.forward` by its GPU branch, whose kernels have replacements."""
     from fla.layers.utils import get_layer_cache, update_layer_cache
 
     last_state = get_layer_cache(mixer, past_key_values)
     m: Any = mixer
-    # A config.json gives a list, which FLA compares with a tuple.
+    # From a config.json it is a list, but FLA compares it with a tuple.
     m.dt_limit = tuple(m.dt_limit)
     output, conv_state, state = m.cuda_kernels_forward(hidden_states, last_state, use_cache, attention_mask)
     update_layer_cache(

@@ -1,11 +1,11 @@
-"""Mamba and Mamba 2 on a CPU: their scans, and their mixers' forward.
+"""CPU replacements for Mamba and Mamba 2: their scans, and the forward of their mixers.
 
     Mamba     h_t = exp(dt_t a) h_(t-1) + dt_t b_t x_t        y_t = h_t^T c_t      h [N], for each channel
     Mamba 2   S_t = exp(dt_t a) S_(t-1) + dt_t b_t x_t^T      y_t = S_t^T c_t      S [N, P], for each head
 
-Not FLA's own forward in PyTorch, `Mamba.slow_forward` and `Mamba2.torch_forward`: the first loops over the tokens, and for
-float64 torch convolves one channel after the other. The second gives head h the B and C of group h mod G; its GPU kernels,
-and its own decoding, give it those of group h // (H / G).
+FLA's PyTorch versions are not used. `Mamba.slow_forward` loops over tokens, and its convolution is slow in float64.
+`Mamba2.torch_forward` gives head h the B and C of group h mod G, while the GPU kernels and the decoding step use group
+h // (H / G).
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from titanplans.kernels.precision import accumulation_dtype
 from titanplans.kernels.recurrent import chunks
 
 Forward = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
-"""What a mixer returns: its output [B, T, D], the convolution's state and the scan's."""
+"""Result of a mixer: the output [B, T, D], the state of the convolution, and the state of the scan."""
 
 
 def scan(
@@ -30,14 +30,14 @@ def scan(
     c: torch.Tensor,
     state: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return Mamba 2's y [B, T, H, P] and the last state [B, H, P, N].
+    """Return Mamba 2's y [B, T, H, P] and the final state [B, H, P, N].
 
     Args:
         x: [B, T, H, P].
-        dt: step sizes, positive, [B, T, H].
-        a: negative, [H].
-        b, c: of G groups of neighbouring heads, [B, T, G, N].
-        state: the first one; None: zeros.
+        dt: positive step sizes [B, T, H].
+        a: [H], negative.
+        b, c: [B, T, G, N] for G groups of consecutive heads.
+        state: the initial state; None: zeros.
     """
     y, state = chunks.linear_attention(c, b, x * dt[..., None], dt * a, None if state is None else state.mT)
     return y, state.mT
@@ -51,10 +51,10 @@ def mamba_forward(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> Forward:
-    """As `Mamba.slow_forward`; the scan's state is [B, channels, N]."""
+    """Replace `Mamba.slow_forward`. The state of the scan is [B, channels, N]."""
     m: Any = mixer
     x, gate = m.in_proj(hidden_states).chunk(2, -1)
-    x, conv_state = _convolved(m, x, last_state, use_cache, attention_mask)
+    x, conv_state = _convolve(m, x, last_state, use_cache, attention_mask)
     step, b, c = m.x_proj(x).split([m.dt_rank, m.ssm_state_size, m.ssm_state_size], -1)
     dtype = accumulation_dtype(x)
     dt = F.softplus(m.dt_proj(step)).to(dtype)[..., None]
@@ -73,13 +73,13 @@ def mamba2_forward(
     use_cache: bool = False,
     attention_mask: torch.Tensor | None = None,
 ) -> Forward:
-    """As `Mamba2.torch_forward`; the scan's state is [B, H, P, N]."""
+    """Replace `Mamba2.torch_forward`. The state of the scan is [B, H, P, N]."""
     m: Any = mixer
     gate, xbc, dt = m.in_proj(hidden_states).split([m.intermediate_size, m.conv_dim, m.num_heads], -1)
-    xbc, conv_state = _convolved(m, xbc, last_state, use_cache, attention_mask)
-    group = m.n_groups * m.ssm_state_size
+    xbc, conv_state = _convolve(m, xbc, last_state, use_cache, attention_mask)
+    groups_width = m.n_groups * m.ssm_state_size
     dtype = accumulation_dtype(xbc)
-    x, b, c = xbc.to(dtype).split([m.intermediate_size, group, group], -1)
+    x, b, c = xbc.to(dtype).split([m.intermediate_size, groups_width, groups_width], -1)
     x, (b, c) = x.unflatten(-1, (-1, m.head_dim)), (y.unflatten(-1, (m.n_groups, -1)) for y in (b, c))
     dt = F.softplus(dt + m.dt_bias).clamp(*m.dt_limit).to(dtype)
     state = None if last_state is None else last_state["recurrent_state"].to(dtype)
@@ -89,14 +89,14 @@ def mamba2_forward(
     return m.out_proj(y.to(hidden_states.dtype)), conv_state, state
 
 
-def _convolved(
+def _convolve(
     m: Any,
     x: torch.Tensor,
     last_state: dict[str, Any] | None,
     use_cache: bool,
     attention_mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return x [B, T, D] after the short convolution and its activation, and the convolution's state [B, D, W]."""
+    """Return x [B, T, D] after the short convolution and its activation, and the state of the convolution [B, D, W]."""
     mask = None if last_state is not None or attention_mask is None else attention_mask[:, :, None]
     x, state = causal_conv1d(
         x if mask is None else x * mask,
@@ -105,5 +105,5 @@ def _convolved(
         initial_state=None if last_state is None else last_state["conv_state"],
         output_final_state=use_cache or last_state is not None,
     )
-    # Masked again: a bias gives padding other values than zeros.
+    # Mask again, because the bias makes padding nonzero.
     return m.act(x) if mask is None else m.act(x) * mask, state
