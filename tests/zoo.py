@@ -1,14 +1,14 @@
-"""The tiny models that tests run: every registered architecture, and one of nobody's library. The one list of them.
+"""The one list of tiny models that tests run: every registered architecture, and one that belongs to no library.
 
-`ARCHITECTURES` are few and differ in what they need of the house: tests that go over architectures take these.
-`FAMILIES` are all others, whose plans are proved, each with variants of its options.
+`ARCHITECTURES` are few and use different features of the engine: tests of a feature run over these.
+`FAMILIES` are all others, with variants of their options; their plans are proved.
 
     config = zoo.config("gla")                      # with the options that change a style of its plan
-    config = zoo.config("gla", options=False)       # as plain as it gets
+    config = zoo.config("gla", options=False)       # without these options
     model, inputs = zoo.build("gla"), zoo.inputs("gla", seq_len=16)
 
 Sizes are small and the structure is the family's own: its debug flavor of eight heads, and in most families fewer
-key/value heads, cut down to two blocks, 64 wide. "tiny" is the model of tests/support/tiny_model.py, which has no config.
+key/value heads, reduced to two blocks, 64 wide. "tiny" is the model of tests/support/tiny_model.py, which has no config.
 A new architecture is a line in `FAMILIES`.
 """
 
@@ -28,7 +28,7 @@ class Architecture(NamedTuple):
 
     sizes: dict[str, Any]
     options: dict[str, Any]
-    """Those that change a style of the plan, or what it is applied to: all together are worth a proof."""
+    """Fields that change a style of the plan or the modules that it applies to; a proof sets all of them together."""
 
 
 _FLA = dict(hidden_size=64, num_hidden_layers=2, intermediate_size=48, vocab_size=96)
@@ -293,12 +293,12 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
         ),
     ),
 }  # fmt: skip
-"""Fields of the config of each variant: together they have every option that changes a style of the plan."""
+"""Config fields of each variant. Together the variants have every option that changes a style of the plan."""
 
 ODD = dict(intermediate_size=45, vocab_size=97)
-"""Sizes that no degree divides. Of gemma3 only the first."""
+"""Sizes that no degree divides. For gemma3 only the first is used."""
 EVERY = (*ARCHITECTURES, "tiny")
-"""Names of all models, the one of nobody's library last."""
+"""Names of all models; last the one that belongs to no library."""
 
 
 def fields(name: str, *, options: bool = True) -> dict[str, Any]:
@@ -338,8 +338,8 @@ def plan(name: str) -> type[TPPlan]:
     return TinyPlan if name == "tiny" else registered_plans()[name]
 
 
-def kept_of_routers() -> set[str]:
-    """What DeepSeek-V3's and GLM-4.5's routers keep in float32: since transformers 5.24 their weight, too."""
+def float32_of_routers() -> set[str]:
+    """Return the tensors that routers of DeepSeek-V3 and GLM-4.5 keep in float32: the weight since transformers 5.24."""
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3PreTrainedModel as Model
 
     weight = {"gate.weight"} if "gate.weight" in Model._keep_in_fp32_modules_strict else set()

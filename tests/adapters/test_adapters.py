@@ -9,7 +9,7 @@ from torch.distributed.tensor import Replicate
 
 from tests import zoo
 from tests.support import process_groups, step_comparison
-from tests.support.plain_proofs import verify_plainly
+from tests.support.plain_proofs import verify_plain
 from tests.support.refusals import refusal_or_none
 from titanplans import Degrees, PlanError, check_plan, modeling
 from titanplans.adapters.low_rank import adapted, draw_factor
@@ -58,7 +58,7 @@ def model_of(name, options=None, **fields):
 )  # fmt: skip
 def test_adapters_are_proved_on_plans(name, fields, options):
     """The base has no gradient: one on a rank would be unexpected."""
-    report = verify_plainly(
+    report = verify_plain(
         functools.partial(model_of, name, options, **fields), degrees=[4], loss_parallel=True
     )
     assert report.passed, report.table()
@@ -71,7 +71,7 @@ def test_float8_bases_are_proved():
         add_adapters(model, LoRA(rank=4, target_modules=("q_proj", "down_proj")))
         return model
 
-    report = verify_plainly(make, degrees=[2])
+    report = verify_plain(make, degrees=[2])
     assert report.passed, report.table()
 
 
@@ -86,7 +86,7 @@ def test_a_gradient_that_is_not_summed_is_found_and_placed(monkeypatch):
     build = functools.partial(
         model_of, "qwen3", LoRA(rank=4, target_modules=("up_proj",)), num_hidden_layers=1
     )
-    report = verify_plainly(build, degrees=[2], loss_parallel=True, sequence_parallel=True)
+    report = verify_plain(build, degrees=[2], loss_parallel=True, sequence_parallel=True)
     assert not report.passed
     assert "mlp.up_proj.lora_A" in report.table()
     assert "not summed over the ranks" in report.table()

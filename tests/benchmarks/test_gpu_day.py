@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.gpu_day import PARTS, Machine, main
 from benchmarks.gpu_runs import Run, carry_out
-from tests.support.jobs import gone
+from tests.support.jobs import have_ended
 
 ONE_GPU = Machine("cuda", "Some GPU", 1, None, ("gla", "qwen3"), quick=False)
 
@@ -104,7 +104,7 @@ def test_what_a_part_starts_ends_with_it(tmp_path):
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     (result,) = carry_out("odd", [Run("parent", ("-c", code), 0.1)], dict())
     assert result.outcome == "took longer than 0.1 minutes"
-    assert gone([int(pid.read_text())], 10), "still there"
+    assert have_ended([int(pid.read_text())], 10), "still there"
 
 
 def test_several_run_at_once_and_end_with_who_waits_for_them(tmp_path):
@@ -118,7 +118,7 @@ def test_several_run_at_once_and_end_with_who_waits_for_them(tmp_path):
     assert next(results).run.name == "short", "it waited for one that runs beside it"
     assert all(pid.exists() for pid in pids)
     results.close()
-    assert gone([int(pid.read_text()) for pid in pids], 10), "still there"
+    assert have_ended([int(pid.read_text()) for pid in pids], 10), "still there"
 
 
 if sys.platform != "linux":

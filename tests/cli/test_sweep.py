@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import Job, gone
+from tests.support.jobs import Job, have_ended
 from tests.support.paths import ROOT
 from tests.support.refusals import refusal
 from titanplans.cli import sweep as command
@@ -266,7 +266,7 @@ def test_a_time_limit_stops_a_cell_and_the_next_one_runs(sleeper, write):
     assert main(["sweep", write(TWO, HEAD + "time_limit_seconds = 0.5\n")]) == 1
     assert states() == {"seed=1": "failed", "seed=2": "failed"}
     assert rows()["seed=1"]["reason"] == "stopped at [sweep] time_limit_seconds = 0.5"
-    assert gone([int(Path("out/seed=2/log.txt").read_text().split()[1])], 0)
+    assert have_ended([int(Path("out/seed=2/log.txt").read_text().split()[1])], 0)
 
 
 def test_a_job_that_does_not_listen_is_killed_and_its_log_kept(sleeper, write, monkeypatch):
@@ -274,7 +274,7 @@ def test_a_job_that_does_not_listen_is_killed_and_its_log_kept(sleeper, write, m
     path = write("[grid]\ndebug.seed = [9]\n", HEAD + "time_limit_seconds = 2\n")
     assert main(["sweep", path]) == 1
     first = Path("out/seed=9/log.txt").read_text()
-    assert gone([int(first.split()[1])], 0), "it lives on"
+    assert have_ended([int(first.split()[1])], 0), "it lives on"
     assert main(["sweep", path]) == 1
     assert Path("out/seed=9/log.txt").read_text().startswith(first)
 
@@ -289,7 +289,7 @@ def test_a_signal_to_the_sweep_ends_its_job(sleeper, write, signum):
         time.sleep(0.02)
     started.send_signal(signum)
     assert started.wait(timeout=30) == (-signum if signum == signal.SIGKILL else 128 + signum)
-    assert gone([int(log.read_text().split()[1])], 10), "it lives on"
+    assert have_ended([int(log.read_text().split()[1])], 10), "it lives on"
     record = json.loads(Path("out/seed=1/cell.json").read_text())
     assert (record["state"], record["reason"]) == ("failed", "it was stopped before its end")
     assert not Path("out/seed=2").exists()

@@ -47,7 +47,7 @@ def split(model, degrees, options):
     parallelize(model, parallel_dims=mesh, config=config)
 
     def loss(logits, labels):
-        return step_comparison.of_sequences(cross_entropy(logits, labels, 1), mesh)
+        return step_comparison.sum_over_cp(cross_entropy(logits, labels, 1), mesh)
 
     def norm(parameters):
         return clip_gradients(parameters, 1.0)

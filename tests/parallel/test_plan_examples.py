@@ -22,7 +22,7 @@ KINDS = {
     "state space": Kind(plan_examples.StateSpace, None, plan_examples.StateSpacePlan),
     "experts": Kind(None, plan_examples.Experts, plan_examples.ExpertsPlan),
     "selective": Kind(plan_examples.Selective, None, plan_examples.SelectivePlan),
-    "whole": Kind(None, None, plan_examples.WholePlan),
+    "whole": Kind(None, None, plan_examples.ReplicatedMixerPlan),
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from tests.support.plain_proofs import verify_plainly
+from tests.support.plain_proofs import verify_plain
 from tests.support.plan_examples import (
     QKV,
     Experts,
@@ -24,7 +24,7 @@ from tests.support.plan_examples import (
     StateSpace,
     StateSpacePlan,
     Unsized,
-    WholePlan,
+    ReplicatedMixerPlan,
     balanced,
     with_mixer,
     with_mlp,
@@ -50,7 +50,7 @@ RIGHT = {
     "packed transposed": (lambda: with_mixer(Packed), PackedPlan),
     "sum in the region": (lambda: with_mixer(Selective), SelectivePlan),
     "function of a head's number": (lambda: with_mixer(Retention), RetentionPlan),
-    "whole mixer": (Tiny, WholePlan),
+    "whole mixer": (Tiny, ReplicatedMixerPlan),
     "experts": (lambda: with_mlp(Experts), ExpertsPlan),
     "balance of experts": (balanced, ExpertsPlan),
 }
@@ -62,7 +62,7 @@ def test_it_is_right(name):
     # The model's own sum with the logits takes no shards of them.
     loss = False if name == "balance of experts" else None
     torch.manual_seed(0)  # some parameters keep what their module drew
-    report = verify_plainly(model, plan, degrees=[2, 4], loss_parallel=loss)
+    report = verify_plain(model, plan, degrees=[2, 4], loss_parallel=loss)
     assert report.passed, str(report.table())
     assert len(report.cases) == (8 if loss is None else 4)
     gradients = (check for case in report.cases for check in case.checks if check.what == "gradients")
@@ -204,7 +204,7 @@ def test_a_convolution_that_counts_the_channels_of_all_ranks():
         return {name: value for name, value in own.items() if name != "conv1d.groups"}
 
     with pytest.raises(PlanError) as error:
-        verify_plainly(
+        verify_plain(
             lambda: with_mixer(StateSpace),
             changed(StateSpacePlan, local_attributes=without_its_groups),
             degrees=[2],

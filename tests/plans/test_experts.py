@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
 from tests import zoo
-from tests.support.plain_proofs import verify_plainly
+from tests.support.plain_proofs import verify_plain
 from tests.support.process_groups import run
 from titanplans import (
     Degrees,
@@ -34,7 +34,7 @@ def config(name, **fields):
 def proved(of, plan=None, build=None, **options):
     inputs = sample_inputs(of, batch_size=2, seq_len=16, seed=0)
     options = {"degrees": [2], "loss_parallel": True, "sequence_parallel": True} | options
-    return verify_plainly(build or (lambda: build_real(of)), inputs=inputs, plan=plan, **options)
+    return verify_plain(build or (lambda: build_real(of)), inputs=inputs, plan=plan, **options)
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tests import zoo
-from tests.support.plain_proofs import verify_plainly
+from tests.support.plain_proofs import verify_plain
 from titanplans import kernels, modeling
 from titanplans.kernels.recurrent import state_space
 from titanplans.modeling.samples import build_real, sample_inputs
@@ -143,7 +143,7 @@ def test_the_split_model_calls_the_parts(name, number, monkeypatch):
     monkeypatch.setattr(mixer, slow, mixer.cuda_kernels_forward)
     config = modeling.load_config(name, "debug", **zoo.FAMILIES[name][number])
     inputs = sample_inputs(config, batch_size=2, seq_len=16, seed=0)
-    report = verify_plainly(
+    report = verify_plain(
         lambda: build_real(config), inputs=inputs, degrees=[2, 4], loss_parallel=True, sequence_parallel=True
     )
     assert report.passed, report.table()

@@ -4,7 +4,7 @@ from functools import partial
 
 from torch import nn
 
-from tests.support.plain_proofs import verify_plainly, verify_sharded
+from tests.support.plain_proofs import verify_plain, verify_sharded
 from tests.support.tiny_model import Tiny
 from titanplans import TPPlan, modeling
 
@@ -66,5 +66,5 @@ def test_the_sequence_may_come_first():
         return model
 
     # 3 sequences: what is not the sequence need not be divisible.
-    report = verify_plainly(build, Plan, degrees=[2, 4], sequence_dim=0, seq_len=8, batch_size=3)
+    report = verify_plain(build, Plan, degrees=[2, 4], sequence_dim=0, seq_len=8, batch_size=3)
     assert report.passed, report.table()

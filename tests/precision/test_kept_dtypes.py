@@ -22,7 +22,7 @@ from titanplans.precision.kept_dtypes import keeps_float32
 from titanplans.weights.save import save_weights
 
 BIAS = "e_score_correction_bias"
-ROUTER = tuple(sorted(f"mlp.{name}" for name in zoo.kept_of_routers()))
+ROUTER = tuple(sorted(f"mlp.{name}" for name in zoo.float32_of_routers()))
 KEPT = {
     "deepseek_v3": ROUTER,
     "glm4_moe": ROUTER,

@@ -9,7 +9,7 @@ from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
 from tests import zoo
 from tests.support import step_comparison
-from tests.support.plain_proofs import verify_plainly
+from tests.support.plain_proofs import verify_plain
 from titanplans import Degrees, PlanError, check_plan, modeling
 from titanplans.errors import OptionError
 from titanplans.modeling.samples import build_real
@@ -60,7 +60,7 @@ def model_of(name, **fields):
     ],
 )
 def test_weights_in_nf4_are_proved_on_plans(name, fields):
-    report = verify_plainly(functools.partial(model_of, name, **fields), degrees=[4], loss_parallel=True)
+    report = verify_plain(functools.partial(model_of, name, **fields), degrees=[4], loss_parallel=True)
     assert report.passed, report.table()
 
 

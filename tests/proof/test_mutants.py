@@ -11,7 +11,7 @@ from tests import zoo
 from tests.support.mutants.architectures import ARCHITECTURES
 from tests.support.mutants.corpus import corpus
 from tests.support.mutants.equivalent import EQUIVALENT, equivalence
-from tests.support.mutants.place import right
+from tests.support.mutants.place import is_right
 from tests.support.mutants.prove import verdicts
 from titanplans import registered_plans
 
@@ -35,9 +35,9 @@ def test_every_mutant_is_rejected_at_the_right_place_or_equivalent(architecture)
     results = list(verdicts(corpus()[architecture]))
     accepted = [str(v.mutant) for v in results if v.survived and equivalence(v.mutant) is None]
     assert not accepted, f"wrong plans that were accepted: {accepted}"
-    wronged = [(str(v.mutant), v.said()) for v in results if not v.survived and equivalence(v.mutant)]
+    wronged = [(str(v.mutant), v.messages()) for v in results if not v.survived and equivalence(v.mutant)]
     assert not wronged, f"listed as equivalent, but rejected: {wronged}"
-    misplaced = [(str(v.mutant), v.said()) for v in results if not v.survived and not right(v)]
+    misplaced = [(str(v.mutant), v.messages()) for v in results if not v.survived and not is_right(v)]
     assert not misplaced, f"rejected at the wrong place: {misplaced}"
     equivalent = sum(equivalence(v.mutant) is not None for v in results)
     assert (len(results), equivalent) == COUNTS[architecture.name]

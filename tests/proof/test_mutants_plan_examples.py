@@ -10,7 +10,7 @@ import pytest
 from tests.support import plan_examples
 from tests.support.faulty_styles import installed, leaving
 from tests.support.mutants import faults
-from tests.support.plain_proofs import verify_plainly
+from tests.support.plain_proofs import verify_plain
 from tests.support.plan_examples import (
     SIZE,
     WIDTH,
@@ -19,7 +19,7 @@ from tests.support.plan_examples import (
     RetentionPlan,
     SelectivePlan,
     StateSpacePlan,
-    WholePlan,
+    ReplicatedMixerPlan,
     balanced,
     with_mixer,
     with_mlp,
@@ -153,7 +153,7 @@ FOUND = {
     "what scales the input not summed": (retention, RetentionPlan, "attn.scale", off_stream, "attn.scale"),
     "experts' biases added by each rank": (experts, ExpertsPlan, "down_bias", in_region, "mlp"),
     "a router whose gradient is not summed": (experts, ExpertsPlan, "router", off_stream, "mlp.router"),
-    "a whole mixer's gradients summed": (Tiny, WholePlan, "attn.q_proj", summed_again, "attn"),
+    "a whole mixer's gradients summed": (Tiny, ReplicatedMixerPlan, "attn.q_proj", summed_again, "attn"),
     "a decay by the number of a head on this rank": (retention, RetentionPlan, "local_functions", None, "attn"),
     "the balance of experts counted by each rank": (balanced, ExpertsPlan, "model_functions", None, "mlp"),
 }  # fmt: skip
@@ -182,7 +182,7 @@ def wronged(name, degree, context=1):
     model, plan, key, change, place = FOUND[name]
     wrong = with_style(plan, key, change) if change else with_method(plan, key, lambda self, module: {})
     options = dict(sequence_parallel=True, loss_parallel=False)
-    return verify_plainly(model, wrong, degrees=[Degrees(tp=degree, cp=context)], **options), place
+    return verify_plain(model, wrong, degrees=[Degrees(tp=degree, cp=context)], **options), place
 
 
 def placed(report):

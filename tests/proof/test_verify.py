@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 
 from tests import zoo
 from tests.support import process_groups
-from tests.support.plain_proofs import verify_plainly as plain
+from tests.support.plain_proofs import verify_plain as plain
 from tests.support.plain_proofs import verify_sharded
 from tests.support.refusals import refusal
 from tests.support.tiny_model import Tiny, TinyPlan

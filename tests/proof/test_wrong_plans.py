@@ -6,7 +6,7 @@ from torch import nn
 
 from tests.support.faulty_styles import Unsummed, hooked, installed, leaving, tiny_plan_with
 from tests.support.mutants.bugs import loss_over_ranks
-from tests.support.plain_proofs import verify_plainly, verify_sharded
+from tests.support.plain_proofs import verify_plain, verify_sharded
 from tests.support.tiny_model import Block, Tiny, TinyPlan
 from titanplans.split.module_weight import add_deferred_bias
 from titanplans.styles.region import Region
@@ -195,10 +195,10 @@ def test_the_place_in_a_sequence_of_one_token(plan, place):
 def test_replicated_after_the_sum_is_right_on_a_sharded_sequence():
     """There each rank has other tokens, and the gradient is a sum indeed: the fault is not always one."""
     plan = tiny_plan_with(post_norm=lambda p: p.replicated_in_region())
-    report = verify_plainly(PostNormed, plan, degrees=[2], loss_parallel=True)
+    report = verify_plain(PostNormed, plan, degrees=[2], loss_parallel=True)
     assert [case.passed for case in report.cases] == [True, False]
     right = tiny_plan_with(post_norm=lambda p: p.replicated_on_stream())
-    assert verify_plainly(PostNormed, right, degrees=[2], loss_parallel=True).passed
+    assert verify_plain(PostNormed, right, degrees=[2], loss_parallel=True).passed
 
 
 def test_a_row_has_the_figures_of_its_own_training():
@@ -263,7 +263,7 @@ def test_a_plan_that_does_not_run():
 
 
 def test_alike_cases_are_told_once():
-    report = verify_plainly(Tiny, tiny_plan_with(q_norm=lambda p: Unsummed()), degrees=[2])
+    report = verify_plain(Tiny, tiny_plan_with(q_norm=lambda p: Unsummed()), degrees=[2])
     assert len(report.cases) == 4
     text = report.table()
     assert text.count("first wrong at") == 1

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from tests import zoo
-from tests.support.plain_proofs import verify_plainly
+from tests.support.plain_proofs import verify_plain
 from tests.support.process_groups import run
 from tests.support.step_comparison import summed_cross_entropy
 from tests.support.tiny_model import changed
@@ -130,7 +130,7 @@ def test_a_plan_given_as_a_dict_is_cut_by_tokens():
         "model.norm": "replicated_on_stream",
         "lm_head": "vocab_head",
     }
-    assert verify_plainly(lambda: model, plan, degrees=[Degrees(cp=2)], seq_len=7).passed
+    assert verify_plain(lambda: model, plan, degrees=[Degrees(cp=2)], seq_len=7).passed
 
 
 def test_rows_among_rows():

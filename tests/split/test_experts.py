@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests import zoo
 from tests.support.mutants import bugs, faults
-from tests.support.plain_proofs import verify_plainly
+from tests.support.plain_proofs import verify_plain
 from tests.support.process_groups import run_on_threads
 from titanplans import Degrees, PlanError, apply_plan, check_plan, proof, registered_plans
 from titanplans.apply import ways
@@ -127,7 +127,7 @@ def test_a_step_is_right_however_tokens_are_routed(routing, size, length, tp, cp
     length *= cp if few else 1
     routed = Routed(routing, size, length, tp, cp, ep)
     options = {"sequence_parallel": False} if few else {}
-    report = verify_plainly(
+    report = verify_plain(
         lambda: routed.model, **cuts_of(tp, cp, ep), batch_size=size, seq_len=length, **options
     )
     assert report.passed, report.table()
@@ -151,7 +151,7 @@ def test_a_rank_without_rows_is_right_in_every_condition(tp, cp, came):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_architecture_with_experts_is_right(name, cpu_kernels):
-    report = verify_plainly(lambda: zoo.build(name), degrees=[Degrees(tp=2, ep=2), Degrees(cp=2, ep=2)])
+    report = verify_plain(lambda: zoo.build(name), degrees=[Degrees(tp=2, ep=2), Degrees(cp=2, ep=2)])
     assert report.passed, report.table()
 
 
@@ -227,7 +227,7 @@ MUTANTS = {
 def test_a_mutant_is_found(name, degrees, monkeypatch):
     put, _, wrong = MUTANTS[name]
     plan = put(monkeypatch)
-    (case,) = verify_plainly(lambda: zoo.build("mixtral"), plan, **cuts_of(*degrees), **SHARDED).cases
+    (case,) = verify_plain(lambda: zoo.build("mixtral"), plan, **cuts_of(*degrees), **SHARDED).cases
     assert {check.what for check in case.checks if not check.passed} == wrong
 
 
@@ -246,7 +246,7 @@ def test_a_rank_that_leaves_out_what_no_row_needs_is_found(instead, words, tp, c
         lambda *given: computed(*given) if len(given[2]) else instead(given[2]),
     )
     routed = Routed(routing, 2, 16, tp, cp, ep)
-    (case,) = verify_plainly(lambda: routed.model, **cuts_of(tp, cp, ep), **SHARDED).cases
+    (case,) = verify_plain(lambda: routed.model, **cuts_of(tp, cp, ep), **SHARDED).cases
     assert not case.passed
     assert re.search(rf"does not run, .*{words}", case.notes[0]), case.notes
 

@@ -1,4 +1,4 @@
-"""Conversations of the tests, their templates, and their tokens."""
+"""Chat conversations, templates, and the tokens that a ChatFormat makes of them."""
 
 from tests.support import data_sources
 from titanplans.training.data.chat.chat import ChatFormat

@@ -1,4 +1,4 @@
-"""Sources of data for tests, with the options of one source as keywords."""
+"""Make data sources and loaders for tests from keywords, which are the options of one source."""
 
 import json
 from dataclasses import replace
@@ -36,34 +36,34 @@ def config(dataset="stdlib", dataset_path=None, split="train", text_column="text
 
 
 def write_rows(file, rows):
-    """Write rows of JSON; return the path."""
+    """Write a JSON line for each row; return the path."""
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(file)
 
 
 @cache
 def tokenizer():
-    """Return the tokenizer of jobs that name none."""
+    """Return the tokenizer of jobs that configure none."""
     return HuggingFaceTokenizer(HuggingFaceTokenizer.Config(), tokenizer_path=default_tokenizer_path())
 
 
 def build(data, *, seq_len, batch=8, rank=0, ranks=1, workers=0, **options):
-    """Return the loader of `rank`, whose steps have `batch` sequences on all ranks together."""
+    """Return the loader of `rank`; `batch` is the global batch size in sequences."""
     persistent = options.pop("persistent_workers", False)
-    made = loader.TextDataLoader.Config(data=data, global_batch_size=batch, **options)
-    share = {"seq_len": seq_len, "local_batch_size": batch // ranks}
+    config = loader.TextDataLoader.Config(data=data, global_batch_size=batch, **options)
     return loader.TextDataLoader(
-        with_workers(made, workers, persistent),
+        with_workers(config, workers, persistent),
         dp_rank=rank,
         dp_world_size=ranks,
         tokenizer=tokenizer(),
-        **share,
+        seq_len=seq_len,
+        local_batch_size=batch // ranks,
     )
 
 
-def with_workers(config, number, persistent=False):
-    """Return `config` with so many workers."""
-    return replace(config, workers=DataLoader(num_workers=number, persistent_workers=persistent))
+def with_workers(config, count, persistent=False):
+    """Return `config` with `count` data workers."""
+    return replace(config, workers=DataLoader(num_workers=count, persistent_workers=persistent))
 
 
 def other(config, **changes):

@@ -6,18 +6,21 @@ import torch
 
 
 def weighed(outputs: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return a sum that weighs every element of the outputs differently."""
+    """Return a scalar: the sum of all elements of the outputs, each with another weight."""
     return sum((x * torch.linspace(-1, 2, x.numel(), dtype=x.dtype).view_as(x)).sum() for x in outputs)
 
 
 def same(got, want, leaves, tolerance=1e-12):
-    """Compare tensors or tuples of them, and their gradients; of float64 sums of some hundred terms of order 1."""
+    """Check that two results, each a tensor or a tuple of tensors, and their gradients by `leaves` agree.
+
+    The default tolerance is for float64 sums of some hundred terms of order 1.
+    """
     outputs = [
         [x for x in (y if isinstance(y, tuple | list) else (y,)) if x is not None] for y in (got, want)
     ]
     leaves = [x for x in leaves if x is not None]
-    found = ([*xs, *torch.autograd.grad(weighed(xs), leaves, retain_graph=True)] for xs in outputs)
-    for a, b in zip(*found, strict=True):
+    compared = ([*xs, *torch.autograd.grad(weighed(xs), leaves, retain_graph=True)] for xs in outputs)
+    for a, b in zip(*compared, strict=True):
         assert a.dtype == b.dtype == leaves[0].dtype
         assert a.isfinite().all()
         assert (a - b).abs().max() <= tolerance * max(1.0, b.abs().max().item())

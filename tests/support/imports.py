@@ -18,8 +18,8 @@ def imported(file: Path) -> set[str]:
             if node.module == "titanplans":
                 modules = [f"titanplans.{alias.name}" for alias in node.names]
         for module in modules:
-            top, _, rest = module.partition(".")
-            names.add(rest.partition(".")[0] if top == "titanplans" and rest else top)
+            top, _, below = module.partition(".")
+            names.add(below.partition(".")[0] if top == "titanplans" and below else top)
     return names
 
 

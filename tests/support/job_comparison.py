@@ -1,4 +1,4 @@
-"""Jobs over four ranks against the same job in one process, and a job that goes on at other degrees."""
+"""Compare jobs over four ranks with the same jobs in one process, also when they are resumed at other degrees."""
 
 import os
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ CP, TP = "--parallelism.context_parallel_degree=2", "--parallelism.tensor_parall
 
 STEPS = ("--training.steps=3", "--lr_scheduler.total_steps=8", "--training.local_batch_size=8")
 
-HALF = (*STEPS[:2], "--training.local_batch_size=4")
+HALF_BATCH = (*STEPS[:2], "--training.local_batch_size=4")
 
 HSDP = ("--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=1")
 
@@ -25,9 +25,9 @@ DDP = ("--parallelism.data_parallel_strategy=ddp", "--parallelism.data_parallel_
 
 VALIDATION = ("--validation.enable", "--validation.freq=2", "--validation.steps=2", "--validation.seq_len=30")
 
-LARGEST, LOSS = "loss_metrics/global_max_loss", "loss_metrics/global_avg_loss"
+MAX_LOSS, LOSS = "loss_metrics/global_max_loss", "loss_metrics/global_avg_loss"
 
-FIGURES = (LOSS, LARGEST, "grad_norm", "n_tokens_seen", "validation_metrics/loss")
+METRICS = (LOSS, MAX_LOSS, "grad_norm", "n_tokens_seen", "validation_metrics/loss")
 
 DROPPED = "experts/dropped"
 
@@ -35,10 +35,10 @@ LOADS = ("experts/busiest_to_mean", "experts/idle", "experts/largest_bias", DROP
 
 SAVES = ("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.no-last_save_model_only")
 
-PUBLISHED = ("--checkpoint.enable", "--checkpoint.interval=4", "--checkpoint.last_save_in_hf")
+EXPORTED = ("--checkpoint.enable", "--checkpoint.interval=4", "--checkpoint.last_save_in_hf")
 
 ACCUMULATED = (
-    *HALF[:2], "--training.local_batch_size=2", "--training.gradient_accumulation_steps=2",
+    *HALF_BATCH[:2], "--training.local_batch_size=2", "--training.gradient_accumulation_steps=2",
     "--validation.local_batch_size=4",
 )  # fmt: skip
 
@@ -50,7 +50,7 @@ WIDE = dict(
 
 
 def inputs(folder: Path, **configs: dict) -> Path:
-    """Write a job, its data, and the configs of these models, with these fields."""
+    """Write a job, its data, and a model config for each keyword, with its fields."""
     write_inputs(folder)
     for name, fields in configs.items():
         config = zoo.config("qwen3" if name == "wide" else name, options=False, vocab_size=4096, **fields)
@@ -58,35 +58,53 @@ def inputs(folder: Path, **configs: dict) -> Path:
     return folder
 
 
-def figures(folder: Path, model: str, dump: str, *options: str) -> dict[str, dict[int, float]]:
+def metrics(folder: Path, model: str, dump: str, *options: str) -> dict[str, dict[int, float]]:
     recorder, _ = train(folder, model, dump, *options)
-    return {name: found for name in FIGURES + LOADS if (found := recorder.losses(name))}
+    return {name: by_step for name in METRICS + LOADS if (by_step := recorder.losses(name))}
 
 
-def on_one_rank(rank: int, models: Iterable[str], tuned: dict, whole: str, options: tuple = ()) -> dict:
+def on_one_rank(rank: int, models: Iterable[str], tuned: dict, resumed: str, options: tuple = ()) -> dict:
     folder = Path(os.environ["TEST_FOLDER"])
-    found = {name: figures(folder, name, f"{name} alone", *STEPS, *options) for name in models}
-    for name, (model, given, _) in tuned.items():
-        found[name] = figures(folder, model, f"{name} alone", *STEPS, *given)
-    found["whole"] = figures(folder, whole, "whole", STEPS[2], *PUBLISHED)
-    return found
+    results = {name: metrics(folder, name, f"{name} alone", *STEPS, *options) for name in models}
+    for name, (model, of_job, _) in tuned.items():
+        results[name] = metrics(folder, model, f"{name} alone", *STEPS, *of_job)
+    results["uninterrupted"] = metrics(folder, resumed, "uninterrupted", STEPS[2], *EXPORTED)
+    return results
 
 
 def on_four_ranks(
-    rank: int, jobs: dict, tuned: dict, whole: str, parts: list[tuple], options: tuple = ()
+    rank: int, jobs: dict, tuned: dict, resumed: str, segments: list[tuple], options: tuple = ()
 ) -> dict:
     folder = Path(os.environ["TEST_FOLDER"])
-    found = {name: figures(folder, model, name, *given, *options) for name, (model, given) in jobs.items()}
-    for name, (model, given, degrees) in tuned.items():
-        found[name] = figures(folder, model, name, *degrees, *given)
-    found["moved"] = [figures(folder, whole, "moved", *part) for part in parts]
-    return found
+    results = {
+        name: metrics(folder, model, name, *of_job, *options) for name, (model, of_job) in jobs.items()
+    }
+    for name, (model, of_job, degrees) in tuned.items():
+        results[name] = metrics(folder, model, name, *degrees, *of_job)
+    results["resumed"] = [metrics(folder, resumed, "resumed", *segment) for segment in segments]
+    return results
 
 
 def runs(
-    models: dict, jobs: dict, tuned: dict, parts: list, whole: str, alone: Iterable[str], options: tuple = ()
+    models: dict,
+    jobs: dict,
+    tuned: dict,
+    segments: list,
+    resumed: str,
+    alone: Iterable[str],
+    options: tuple = (),
 ):
-    """Return the fixtures of a file of jobs: their folder, and what one rank and four logged. One spawn of each size."""
+    """Return the fixtures of a file of jobs: their folder, the metrics of all jobs on one rank, and those on four ranks.
+
+    Args:
+        models: config fields by model.
+        jobs: model and options of each job on four ranks.
+        tuned: model, options and degrees of each job that both one rank and four ranks run.
+        segments: options of the runs that train one job to its end, each resuming the one before.
+        resumed: the model of the job that `segments` train.
+        alone: the models that one rank trains.
+        options: further options of all jobs but `tuned`.
+    """
 
     @pytest.fixture(scope="module")
     def folder(tmp_path_factory):
@@ -95,28 +113,30 @@ def runs(
     @pytest.fixture(scope="module")
     def one(folder):
         return process_groups.run(
-            partial(on_one_rank, models=[*alone], tuned=tuned, whole=whole, options=options), 1
+            partial(on_one_rank, models=[*alone], tuned=tuned, resumed=resumed, options=options), 1
         )
 
     @pytest.fixture(scope="module")
     def four(folder):
-        run = partial(on_four_ranks, jobs=jobs, tuned=tuned, whole=whole, parts=parts, options=options)
+        run = partial(
+            on_four_ranks, jobs=jobs, tuned=tuned, resumed=resumed, segments=segments, options=options
+        )
         return process_groups.run(run, 4)
 
     return folder, one, four
 
 
-def goes_on(one: dict, parts: list[dict], folder: Path, rel: float = 1e-5, **atol: float) -> dict:
-    """Check that a job that went on with other degrees trained as one process did; return the weights published."""
-    losses = {step: loss for part in parts for step, loss in part[LOSS].items()}
+def check_resumed(one: dict, segments: list[dict], folder: Path, rel: float = 1e-5, **atol: float) -> dict:
+    """Check that a job resumed at other degrees trained as one process did; return the exported weights of that process."""
+    losses = {step: loss for segment in segments for step, loss in segment[LOSS].items()}
     assert list(losses) == list(range(1, 9))
     assert losses == pytest.approx(one[LOSS], rel=rel)
-    moved, whole = (
+    resumed, uninterrupted = (
         load_file(folder / name / "checkpoint" / "step-8" / "model.safetensors")
-        for name in ("moved", "whole")
+        for name in ("resumed", "uninterrupted")
     )
-    assert list(moved) == list(whole)
-    for name, weight in whole.items():
+    assert list(resumed) == list(uninterrupted)
+    for name, weight in uninterrupted.items():
         limit = atol.get(name.rpartition(".")[2], 1e-3)
-        torch.testing.assert_close(moved[name], weight, rtol=0, atol=limit, msg=name)
-    return whole
+        torch.testing.assert_close(resumed[name], weight, rtol=0, atol=limit, msg=name)
+    return uninterrupted

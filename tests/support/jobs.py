@@ -1,4 +1,4 @@
-"""Jobs of the command line and their output, each started in a process that has imported everything (process_groups.py).
+"""Run training jobs entry the command line, each in a process forked from one that has imported everything.
 
 job = Job(tmp_path)                      # a folder with a tiny job of two ranks
 process = job.start("--training.steps=8")
@@ -51,11 +51,11 @@ seed = 5
 """
 LOSS = re.compile(r"step +(\d+)  loss +([\d.]+)")
 PATIENCE = 120
-"""Seconds, on a machine that does much else."""
+"""Seconds to wait for a job; a busy machine needs many."""
 
 
 class Job:
-    """A job file and its data in `folder`; what its processes print is in `stdout` and `stderr` there."""
+    """A job file and its data in `folder`; its processes write the files `stdout` and `stderr` there."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -63,20 +63,20 @@ class Job:
         (folder / "gla.json").write_text(json.dumps(_GLA))
         (folder / "text.txt").write_text(" ".join(f"the {i * 7 % 97} quick {i} foxes" for i in range(20_000)))
 
-    def start(self, *options: str, by: Callable[[list[str]], None] | None = None) -> BaseProcess:
-        """Start `titanplans train`, or `by(its arguments)`, as the leader of a group of processes."""
-        return start(["train", "job.toml", *options], self.folder, by)
+    def start(self, *options: str, entry: Callable[[list[str]], None] | None = None) -> BaseProcess:
+        """Start `titanplans train`, or `entry(arguments)`, as the leader of a process group."""
+        return start(["train", "job.toml", *options], self.folder, entry)
 
-    def run(self, *options: str, by: Callable[[list[str]], None] | None = None) -> int:
-        """Start it and wait for its end; return its exit status."""
-        return self.end(self.start(*options, by=by))
+    def run(self, *options: str, entry: Callable[[list[str]], None] | None = None) -> int:
+        """Start the job and wait for its end; return its exit status."""
+        return self.end(self.start(*options, entry=entry))
 
     def end(self, process: BaseProcess) -> int:
-        """Wait for the end of a job; return its exit status."""
+        """Wait for the end of the job; return its exit status."""
         process.join(PATIENCE)
         if process.exitcode is None:
             process.kill()
-            raise AssertionError(f"the job goes on: {self.out[-2000:]} {self.err[-2000:]}")
+            raise AssertionError(f"the job does not end: {self.out[-2000:]} {self.err[-2000:]}")
         return process.exitcode
 
     @property
@@ -89,45 +89,47 @@ class Job:
 
     @property
     def losses(self) -> list[tuple[int, str]]:
-        """Step and loss of each logged step, in the order of time."""
+        """Return step and loss of each logged step, in the order in which they were logged."""
         return [(int(step), loss) for step, loss in LOSS.findall(self.out)]
 
     @property
     def steps(self) -> list[int]:
-        """The steps of the checkpoints that are there."""
-        found = (self.folder / "out" / "checkpoint").glob("step-*")
-        return sorted(int(path.name.removeprefix("step-")) for path in found)
+        """Return the steps of the checkpoints in the job's folder."""
+        folders = (self.folder / "out" / "checkpoint").glob("step-*")
+        return sorted(int(path.name.removeprefix("step-")) for path in folders)
 
-    def wait_for(self, process: BaseProcess, what: Callable[[], object]) -> None:
-        """Wait until `what()` is true."""
+    def wait_for(self, process: BaseProcess, condition: Callable[[], object]) -> None:
+        """Wait until `condition()` is true."""
         deadline = time.monotonic() + PATIENCE
-        while not what():
+        while not condition():
             assert process.exitcode is None, self.out + self.err
             assert time.monotonic() < deadline, self.out + self.err
             time.sleep(0.05)
 
-    def wait_for_steps(self, process: BaseProcess, number: int) -> None:
-        """Wait until so many more steps have been taken."""
-        wanted = len(self.losses) + number
-        self.wait_for(process, lambda: len(self.losses) >= wanted)
+    def wait_for_steps(self, process: BaseProcess, count: int) -> None:
+        """Wait until `count` more steps are logged."""
+        target = len(self.losses) + count
+        self.wait_for(process, lambda: len(self.losses) >= target)
 
 
-def start(words: list[str], folder: Path, by: Callable[[list[str]], None] | None = None) -> BaseProcess:
-    """Start `titanplans` with these words, or `by(words)`, in `folder`: what it prints is in `stdout` and `stderr` there."""
+def start(
+    arguments: list[str], folder: Path, entry: Callable[[list[str]], None] | None = None
+) -> BaseProcess:
+    """Start `titanplans` with `arguments`, or `entry(arguments)`, in `folder`; it writes files `stdout` and `stderr`."""
     for name in ("stdout", "stderr"):
         (folder / name).write_text("")
     context = multiprocessing.get_context(start_method())
-    process = context.Process(target=_lead, args=(by or _titanplans, words, folder))
+    process = context.Process(target=_lead, args=(entry or run_titanplans, arguments, folder))
     process.start()
     return process
 
 
-def output(words: list[str], folder: Path, by: Callable[[list[str]], None] | None = None) -> str:
-    """Do what `start` does, to a successful end; return what it printed."""
-    process = start(words, folder, by)
+def output(arguments: list[str], folder: Path, entry: Callable[[list[str]], None] | None = None) -> str:
+    """Start it as `start` does, check that it ends with status 0, and return its stdout."""
+    process = start(arguments, folder, entry)
     process.join(PATIENCE)
     status = process.exitcode
-    process.kill()  # which does nothing where it has ended
+    process.kill()  # does nothing if the process has ended
     out = (folder / "stdout").read_text()
     assert status == 0, out + (folder / "stderr").read_text()
     return out
@@ -141,25 +143,25 @@ def flip(file: Path) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the ranks of a job, and the processes that they have started."""
-    found = []
+    """Return the ids of all processes below `pid`: the ranks of a job and their workers."""
+    pids = []
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in map(int, children.read_text().split()):
-            found += [child, *descendants(child)]
-    return found
+            pids += [child, *descendants(child)]
+    return pids
 
 
-def gone(pids: list[int], seconds: float) -> bool:
-    """Whether all have ended, or do so within some seconds."""
+def have_ended(pids: list[int], seconds: float) -> bool:
+    """Whether all processes have ended, or do so within `seconds`."""
     deadline = time.monotonic() + seconds
-    while any(_runs(pid) for pid in pids):
+    while any(_is_running(pid) for pid in pids):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
     return True
 
 
-def _runs(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -167,21 +169,21 @@ def _runs(pid: int) -> bool:
     return state not in "ZX"
 
 
-def _lead(by: Callable[[list[str]], None], words: list[str], folder: Path) -> None:
-    from tests.support import rank_imports  # noqa: F401  the server says nothing where this fails
+def _lead(entry: Callable[[list[str]], None], arguments: list[str], folder: Path) -> None:
+    from tests.support import rank_imports  # noqa: F401  the fork server hides an error of this import
 
     os.setsid()
     os.chdir(folder)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), number)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), descriptor)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    by(words)
+    entry(arguments)
 
 
-def _titanplans(words: list[str]) -> None:
+def run_titanplans(arguments: list[str]) -> None:
     from titanplans.cli.main import run
 
-    run(words)
+    run(arguments)

@@ -1,6 +1,6 @@
-"""Which operators of a step would launch a kernel on a GPU, and from which of our functions: counted as they run on a CPU.
+"""Counts the operators of a step that would launch a kernel on a GPU, by the function of titanplans that calls them.
 
-On a CPU, flash-linear-attention's kernels are several operators each, in the whole model as in the split one.
+It runs on a CPU, where each kernel of flash-linear-attention is several operators, in the unsplit model as in the split one.
 """
 
 import functools
@@ -27,16 +27,16 @@ FREE = {
         "empty_permuted",
         "new_empty",
         "new_empty_strided",
-    ),  # memory alone
+    ),  # only allocate
     *("detach", "alias", "lift_fresh", "_unsafe_view", "split", "split_with_sizes", "unbind", "wait_tensor"),
-    "scalar_tensor",  # of `torch.where(mask, x, 0)`: on the host
+    "scalar_tensor",  # from `torch.where(mask, x, 0)`: made on the host
 }
 COLLECTIVES = ("_c10d_functional::", "c10d::")
 
 
 @functools.cache
 def launches(func) -> bool:
-    """Whether the operator would launch a kernel: no view, no size or dtype, no memory alone."""
+    """Whether the operator would launch a kernel: it returns a new tensor that it computes, not a view or only memory."""
     returns, name = schema(func).returns, schema(func).name.partition("::")[2]
     if name in ("_assert_async", "_local_scalar_dense"):
         return True
@@ -46,9 +46,9 @@ def launches(func) -> bool:
 
 
 class Launches(TorchDispatchMode):
-    """Counts launches by (operator, place): the innermost of our functions, as "file.py function", or None.
+    """Counts launches by (operator, caller): the innermost function of titanplans, as "file.py function", or None.
 
-    In the backward of torch's own operators it is the one in whose forward they ran.
+    An operator of torch's own backward is counted for the caller of its forward.
     """
 
     def __init__(self):
@@ -58,31 +58,31 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
-            return NotImplemented  # what DTensor runs on its local tensors comes here again
-        place, in_stand_in = found = running()
+            return NotImplemented  # DTensor calls the operator again on its local tensors
+        caller, in_stand_in = running()
         if not in_backward():
-            self.nodes[sequence_number() - 1] = found
-        elif place is None and (node := running_node()) is not None:
-            place, in_stand_in = self.nodes.get(number_of_node(node), found)
-        # A kernel reads a tensor as it lies, so a stand-in's copies don't count.
+            self.nodes[sequence_number() - 1] = caller, in_stand_in
+        elif caller is None and (node := running_node()) is not None:
+            caller, in_stand_in = self.nodes.get(number_of_node(node), (caller, in_stand_in))
+        # A kernel takes tensors of any strides, so the copies that its stand-in makes don't count.
         if launches(func) and not (in_stand_in and func is torch.ops.aten.clone.default):
-            self.counts[schema(func).name, place] += 1
+            self.counts[schema(func).name, caller] += 1
         return func(*args, **(kwargs or {}))
 
 
 def running() -> tuple[str | None, bool]:
-    """Return the innermost of our functions that runs, and whether a stand-in for a kernel does."""
-    frame, place = sys._getframe(2), None
+    """Return the innermost running function of titanplans, and whether a stand-in for a kernel is running."""
+    frame, caller = sys._getframe(2), None
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(ROOT + "kernels/"):
-            return place, True
-        if place is None and file.startswith(
+            return caller, True
+        if caller is None and file.startswith(
             (ROOT + "split/", ROOT + "styles/", ROOT + "plan/", ROOT + "loss/")
         ):
-            place = f"{file.rpartition('/')[2]} {frame.f_code.co_qualname}"
+            caller = f"{file.rpartition('/')[2]} {frame.f_code.co_qualname}"
         frame = frame.f_back
-    return place, False
+    return caller, False
 
 
 def step(model, inputs) -> None:
@@ -96,9 +96,9 @@ def step(model, inputs) -> None:
 
 
 def count(model, inputs) -> Counter[tuple[str, str | None]]:
-    """Return the launches of the second step: the first step also fills caches."""
+    """Return the launches of the second step; the first also fills caches."""
     step(model, inputs)
     model.zero_grad()
-    with Launches() as seen:
+    with Launches() as launches_of_step:
         step(model, inputs)
-    return seen.counts
+    return launches_of_step.counts

@@ -1,4 +1,4 @@
-"""Count the operators that run, by name: gathers of weights, products, new tensors."""
+"""Count the operators that run, by name."""
 
 from collections import Counter
 from typing import Any

@@ -17,15 +17,15 @@ def values_of(hint, leaves, constrained=lambda hint, values: values):
         leaves: strategies for plain types.
         constrained: changes the strategy for an Annotated type.
     """
-    origin, parts = get_origin(hint), get_args(hint)
+    origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
-        return st.sampled_from(parts)
+        return st.sampled_from(arguments)
     if is_options(hint):
         fields = {field.name: without_none_type(field.hint) for field in options_of(hint)}
         of = {name: values_of(each, leaves, constrained) for name, each in fields.items()}
         return st.fixed_dictionaries({}, optional=of)
-    nested = [part for part in parts if part in leaves or get_args(part) or is_options(part)]
-    inside = [values_of(part, leaves, constrained) for part in nested]
+    nested = [each for each in arguments if each in leaves or get_args(each) or is_options(each)]
+    inside = [values_of(each, leaves, constrained) for each in nested]
     if origin is Annotated:
         return constrained(hint, inside[0])
     if origin in (Union, UnionType):

@@ -1,4 +1,4 @@
-"""Models of one's own that are cut into stages, some of which no pipeline can run: `RIGHT` and `REFUSED`, by name."""
+"""Models that users might write: `SUPPORTED` run in pipeline stages, `REFUSED` can't; both by class name."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -9,13 +9,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 WIDTH, LAYERS, VOCABULARY = 16, 4, 4096
-RIGHT: dict[str, type[nn.Module]] = {}
+SUPPORTED: dict[str, type[nn.Module]] = {}
 REFUSED: dict[str, tuple[type[nn.Module], str]] = {}
-"""Each with a pattern of the refusal."""
+"""Model class and a pattern of the refusal."""
 
 
 class Block(nn.Module):
-    """A residual block that mixes tokens; `more` is added to its input."""
+    """A residual block that mixes tokens; the tensors `more` are added to its input."""
 
     def __init__(self, index=0):
         super().__init__()
@@ -41,7 +41,7 @@ class Model(nn.Module):
         self.add()
 
     def add(self):
-        """Add modules."""
+        """Add modules; overridden by models that need more."""
 
     def forward(self, input_ids):
         return self.lm_head(self.norm(self.body(self.embed(input_ids), input_ids)))
@@ -52,8 +52,8 @@ class Model(nn.Module):
         return x
 
 
-def right(cls):
-    RIGHT[cls.__name__] = cls
+def supported(cls):
+    SUPPORTED[cls.__name__] = cls
     return cls
 
 
@@ -65,12 +65,12 @@ def refused(pattern):
     return add
 
 
-@right
+@supported
 class Plain(Model):
     pass
 
 
-@right
+@supported
 class EmbeddingInEachBlock(Model):
     def body(self, x, ids):
         x0 = x
@@ -79,19 +79,19 @@ class EmbeddingInEachBlock(Model):
         return x
 
 
-@right
+@supported
 class EmbeddingAtTheHead(Model):
     def body(self, x, ids):
         return super().body(x, ids) + 0.5 * x
 
 
-@right
+@supported
 class DetachedEmbeddingAtTheHead(Model):
     def body(self, x, ids):
         return super().body(x, ids) + x.detach()
 
 
-@right
+@supported
 class ValueEmbeddings(Model):
     def add(self):
         self.values = nn.Embedding(VOCABULARY, WIDTH)
@@ -103,7 +103,7 @@ class ValueEmbeddings(Model):
         return x
 
 
-@right
+@supported
 class NormOfTheEmbedding(Model):
     def add(self):
         self.first_norm = nn.LayerNorm(WIDTH)
@@ -115,7 +115,7 @@ class NormOfTheEmbedding(Model):
         return x
 
 
-@right
+@supported
 class NormBeforeAndAfter(Model):
     def body(self, x, ids):
         x = x0 = self.norm(x)
@@ -124,7 +124,7 @@ class NormBeforeAndAfter(Model):
         return x
 
 
-@right
+@supported
 class MaskOfEmbeddings(Model):
     def body(self, x, ids):
         mask = (x.sum(-1, keepdim=True) > 0).to(x.dtype)
@@ -133,7 +133,7 @@ class MaskOfEmbeddings(Model):
         return x
 
 
-@right
+@supported
 class Conditioned(Model):
     def add(self):
         self.condition = nn.Linear(WIDTH, WIDTH)
@@ -145,7 +145,7 @@ class Conditioned(Model):
         return x
 
 
-@right
+@supported
 class InputsOfEachLayer(Model):
     def add(self):
         self.project = nn.Linear(WIDTH, LAYERS * WIDTH)
@@ -160,7 +160,7 @@ class InputsOfEachLayer(Model):
         return x
 
 
-@right
+@supported
 class FirstBlockAtTheHead(Model):
     def body(self, x, ids):
         states = []
@@ -170,7 +170,7 @@ class FirstBlockAtTheHead(Model):
         return x + states[0]
 
 
-@right
+@supported
 class SumOfAllStates(Model):
     def add(self):
         self.weights = nn.Parameter(torch.rand(LAYERS + 1))
@@ -187,7 +187,7 @@ class GrowingBlock(Block):
         return super().forward(x, *before), *before, x
 
 
-@right
+@supported
 class GrowingTuples(Model):
     Block = GrowingBlock
 
@@ -198,18 +198,18 @@ class GrowingTuples(Model):
         return sum(state)
 
 
-@right
+@supported
 class Skips(Model):
     def body(self, x, ids):
-        left = []
+        skips = []
         for at, layer in enumerate(self.layers):
-            x = layer(x) if at < LAYERS // 2 else layer(x, left.pop())
+            x = layer(x) if at < LAYERS // 2 else layer(x, skips.pop())
             if at < LAYERS // 2:
-                left.append(x)
+                skips.append(x)
         return x
 
 
-@right
+@supported
 class Tied(Model):
     def add(self):
         self.lm_head.weight = self.embed.weight
@@ -220,7 +220,7 @@ class DictBlock(Block):
         return {"hidden": super().forward(hidden), "index": index + 1}
 
 
-@right
+@supported
 class DictsByKeyword(Model):
     Block = DictBlock
 
@@ -231,7 +231,7 @@ class DictsByKeyword(Model):
         return state["hidden"] * state["index"]
 
 
-@right
+@supported
 class ParallelBlocks(Model):
     def body(self, x, ids):
         first, second, third, fourth = self.layers
@@ -239,7 +239,7 @@ class ParallelBlocks(Model):
         return x + third(x) + fourth(x)
 
 
-@right
+@supported
 class LearnedPositions(Model):
     def add(self):
         self.positions = nn.Parameter(torch.randn(1, 64, WIDTH))
@@ -251,7 +251,7 @@ class LearnedPositions(Model):
         return x
 
 
-@right
+@supported
 class EmbeddedTwice(Model):
     def body(self, x, ids):
         before = self.embed(ids.roll(1, 1))
@@ -271,12 +271,12 @@ class MovingBlock(Block):
         return super().forward(x - self.mean, *more)
 
 
-@right
+@supported
 class MovingBuffers(Model):
     Block = MovingBlock
 
 
-@right
+@supported
 class CountingBuffer(Model):
     def add(self):
         self.register_buffer("count", torch.zeros(()))
@@ -286,7 +286,7 @@ class CountingBuffer(Model):
         return super().body(x, ids) / self.count
 
 
-@right
+@supported
 class ReturnsAnObject(Model):
     def forward(self, input_ids):
         x = self.embed(input_ids)
@@ -294,17 +294,17 @@ class ReturnsAnObject(Model):
         return SimpleNamespace(logits=self.lm_head(self.norm(last + x)), hidden=(x, last))
 
 
-@right
+@supported
 class WrittenInPlace(Model):
     def body(self, x, ids):
-        kept = torch.zeros_like(x)
-        kept[:, 1:] = x[:, :-1]
+        shifted = torch.zeros_like(x)
+        shifted[:, 1:] = x[:, :-1]
         for layer in self.layers:
-            x = layer(x, kept)
+            x = layer(x, shifted)
         return x
 
 
-@right
+@supported
 class CachedPositions(Model):
     def add(self):
         self.cached = None
@@ -317,7 +317,7 @@ class CachedPositions(Model):
         return x
 
 
-@right
+@supported
 class MaskOfShapeAlone(Model):
     def body(self, x, ids):
         mask = torch.ones_like(x[..., :1]).cumsum(1)
@@ -326,7 +326,7 @@ class MaskOfShapeAlone(Model):
         return x
 
 
-@right
+@supported
 class CountsBlocks(Model):
     def body(self, x, ids):
         done = SimpleNamespace(count=0)
@@ -612,7 +612,7 @@ class ReturnsAValue(Model):
         return state[0]
 
 
-@right
+@supported
 class PaddingTakenOut(Model):
     def body(self, x, ids):
         is_text = ids != 0
@@ -640,7 +640,7 @@ class MixtureOfDepths(Block):
         return torch.where(keep, super().forward(x), x) if keep.any() else x
 
 
-@right
+@supported
 class SkipsTokens(Model):
     Block = MixtureOfDepths
 
@@ -772,7 +772,7 @@ class MovesASharedParameter(Model):
             layer.gain = gain
 
 
-@right
+@supported
 class ConstantsOnTheWay(Model):
     def body(self, x, ids):
         for layer in self.layers:
@@ -785,12 +785,12 @@ class ChunkingBlock(Block):
         return super().forward(torch.cat([x, *more], -1)).chunk(2, -1)
 
 
-@right
+@supported
 class Chunks(Model):
     Block = ChunkingBlock
 
     def body(self, x, ids):
-        parts = (x,)
+        chunks = (x,)
         for layer in self.layers:
-            parts = layer(*parts)
-        return torch.cat(parts, -1)
+            chunks = layer(*chunks)
+        return torch.cat(chunks, -1)

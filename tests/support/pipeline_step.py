@@ -1,4 +1,4 @@
-"""A training step of a pipeline over real process groups, by the code of jobs; for `step_comparison.compare`."""
+"""One training step of a pipeline over real process groups, by the code that jobs run, for `step_comparison.compare`."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ from titanplans.training.trainer.model import LanguageModel
 def train(
     config: PretrainedConfig, job: JobConfig, mesh: Any, case: step_comparison.Case
 ) -> step_comparison.Trained:
-    """Train one step of the stages that this rank of `mesh` has; return it for the whole model."""
+    """Train the stages of this rank of `mesh` for one step; return the results for the unsplit model, from all stages."""
     pipeline = _build(config, job, mesh, case.length)
     ids, labels = step_comparison.batch(case, mesh.get_mesh("dp").get_group())
     microbatches = len(ids) // job.parallelism.pipeline_parallel_microbatch_size
@@ -35,18 +35,20 @@ def train(
         parameters, torch.inf, pp_group=pipeline.group, counted=pipeline.counted(parameters)
     )
     align_gradients(parameters)
-    own = [(name, parameter) for part in pipeline.model_parts for name, parameter in _whole_names(part.lm)]
+    local = [
+        (name, parameter) for part in pipeline.model_parts for name, parameter in _unsplit_names(part.lm)
+    ]
     gradients = _of_all(
-        pipeline, [(name, None if p.grad is None else step_comparison.full_copy(p.grad)) for name, p in own]
+        pipeline, [(name, None if p.grad is None else step_comparison.full_copy(p.grad)) for name, p in local]
     )
     torch.optim.SGD(parameters, lr=1.0).step()
     return step_comparison.Trained(
-        loss, norm, gradients, _of_all(pipeline, [(name, step_comparison.full_copy(p)) for name, p in own])
+        loss, norm, gradients, _of_all(pipeline, [(name, step_comparison.full_copy(p)) for name, p in local])
     )
 
 
 def _build(config: PretrainedConfig, job: JobConfig, mesh: Any, length: int) -> Pipeline:
-    """Return the stages, with the weights that `equal`'s whole model has: they are drawn with seed 0."""
+    """Return the stages with the weights of the unsplit model that they are compared with: both are drawn with seed 0."""
     loss = CrossEntropyLoss(Loss(fused=False))
     pipeline = build_pipeline(
         LanguageModel(config),
@@ -67,8 +69,8 @@ def _build(config: PretrainedConfig, job: JobConfig, mesh: Any, length: int) -> 
     return pipeline
 
 
-def _whole_names(stage: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of `stage` by their names in the whole model."""
+def _unsplit_names(stage: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of `stage` with their names in the unsplit model."""
     names = record_of(stage).unsplit_names
     return [
         (names.get(step_comparison.unwrapped_name(name), step_comparison.unwrapped_name(name)), p)
@@ -76,11 +78,11 @@ def _whole_names(stage: nn.Module) -> list[tuple[str, nn.Parameter]]:
     ]
 
 
-def _of_all(pipeline: Pipeline, own: list[tuple[str, torch.Tensor | None]]) -> dict[str, Any]:
-    """Return what all stages have, by name; what several of them have is the same to the bit."""
-    found: dict[str, Any] = {}
-    for name, tensor in (pair for pairs in gather_objects(own, pipeline.group) for pair in pairs):
-        if tensor is not None and found.setdefault(name, tensor) is not tensor:
-            assert torch.equal(found[name], tensor), f"{name}: stages that share it differ"
-        found.setdefault(name, None)
-    return found
+def _of_all(pipeline: Pipeline, local: list[tuple[str, torch.Tensor | None]]) -> dict[str, Any]:
+    """Gather the tensors of all stages by name; check that tensors which several stages have are bit-identical."""
+    tensors: dict[str, Any] = {}
+    for name, tensor in (pair for pairs in gather_objects(local, pipeline.group) for pair in pairs):
+        if tensor is not None and tensors.setdefault(name, tensor) is not tensor:
+            assert torch.equal(tensors[name], tensor), f"{name}: stages that share it differ"
+        tensors.setdefault(name, None)
+    return tensors

@@ -1,9 +1,9 @@
-"""Proofs by one plain training step for each case, for tests of one fault or one option."""
+"""`verify` by one plain training step for each case, for tests of one fault or one option."""
 
 from functools import partial
 
 from titanplans import proof
 
-verify_plainly = partial(proof.verify, conditions="plain")
-verify_sharded = partial(verify_plainly, degrees=[2], loss_parallel=True, sequence_parallel=True)
+verify_plain = partial(proof.verify, conditions="plain")
+verify_sharded = partial(verify_plain, degrees=[2], loss_parallel=True, sequence_parallel=True)
 """One case: tp 2, loss and sequence parallel."""

@@ -1,6 +1,6 @@
-"""Tiny models that need words of the plan language, and their plans: right ones, which tests make mistakes in.
+"""Tiny models for the styles of the plan language, and their correct plans; tests put faults into copies of them.
 
-Words that are not here are those of one architecture alone, whose plan tests/plans proves.
+A style that only one architecture uses is not here: tests/plans proves that architecture's plan.
 """
 
 import torch
@@ -22,7 +22,7 @@ def with_mixer(mixer: type[nn.Module]) -> nn.Module:
 
 
 def with_mlp(mlp: type[nn.Module]) -> nn.Module:
-    """Return a Tiny with other MLPs."""
+    """Return a Tiny whose MLPs are of class `mlp`."""
     model = Tiny()
     for layer in model.layers:
         layer.mlp = mlp()
@@ -53,7 +53,7 @@ class GatedNorm(nn.Module):
 
 
 class StateSpace(nn.Module):
-    """Mamba2's parts: z | x | B | C | dt in one projection, two groups of B and C, a convolution of three sections."""
+    """The structure of Mamba2: z | x | B | C | dt in one projection, two groups of B and C, a convolution of x | B | C."""
 
     def __init__(self, groups=2, state=3):
         super().__init__()
@@ -107,7 +107,7 @@ class StateSpacePlan(TinyPlan):
 
 
 class Packed(nn.Module):
-    """Queries, keys and values in one projection of GPT-2's kind, [in, out], with norms over their whole widths."""
+    """Queries, keys and values in one projection with weight [in, out], as in GPT-2, with norms over their full widths."""
 
     def __init__(self, kv=2):
         super().__init__()
@@ -143,7 +143,7 @@ class PackedPlan(TinyPlan):
 
 
 class Transposed(nn.Module):
-    """transformers' Conv1D: a Linear whose weight is [in, out], and which can't do without its bias."""
+    """transformers' Conv1D: a Linear with weight [in, out], whose forward needs the bias."""
 
     def __init__(self, inputs, outputs):
         super().__init__()
@@ -157,7 +157,7 @@ class Transposed(nn.Module):
 
 
 class Selective(nn.Module):
-    """Mamba's parts: the step size of each channel is a product of a small projection of all channels, with a bias."""
+    """The structure of Mamba: dt of each channel comes from a low-rank projection of all channels, with a bias."""
 
     def __init__(self):
         super().__init__()
@@ -192,12 +192,12 @@ class SelectivePlan(TinyPlan):
 
 
 def decays(heads, device):
-    """Return how each head forgets, by its number."""
+    """Return the log decay of each head, a function of its index."""
     return torch.log1p(-(2.0 ** (-1.0 - torch.arange(heads, dtype=torch.float64, device=device))))
 
 
 class Retention(nn.Module):
-    """RetNet's decay by the number of a head; two steps a token, whose rows are (n h d), as in gated_deltaproduct."""
+    """RetNet's decay by head index; two keys a token, in rows (n h d) of k_proj as in gated_deltaproduct."""
 
     def __init__(self):
         super().__init__()
@@ -216,11 +216,11 @@ class Retention(nn.Module):
         return self.o_proj(causal(q, k, v, past).flatten(2))
 
 
-def decays_of_rank(decays, place):
-    """Return the function of this rank's heads."""
+def decays_of_rank(decays, ranks):
+    """Return `decays` for this rank's heads: their indices are those of the unsplit model."""
 
     def local(heads, device):
-        return decays(heads * place.degree, device).narrow(0, heads * place.rank, heads)
+        return decays(heads * ranks.degree, device).narrow(0, heads * ranks.rank, heads)
 
     return local
 
@@ -240,8 +240,8 @@ class RetentionPlan(TinyPlan):
         return {"decays": decays_of_rank}
 
 
-class WholePlan(TinyPlan):
-    """The mixer whole on every rank, the MLP split."""
+class ReplicatedMixerPlan(TinyPlan):
+    """The mixer is replicated, the MLP split."""
 
     def attn_plan(self, attn):
         return self.unsplit(attn)
@@ -257,7 +257,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Three-dimensional weights, gate and up packed, with biases; and a shared expert."""
+    """Experts in three-dimensional weights with biases, gate and up packed, and a shared expert."""
 
     def __init__(self, experts=3, width=8):
         super().__init__()
@@ -282,12 +282,12 @@ class Experts(nn.Module):
 
 
 def balance_of(layers):
-    """Return the loss that keeps the experts equally busy."""
+    """Return the load-balancing loss."""
     return sum(layer.mlp.balance for layer in layers)
 
 
 class Balanced(Tiny):
-    """Adds the balance of its routers to every logit, so that a proof sees its gradient."""
+    """Multiplies every logit by 1 + its load-balancing loss, so that a proof sees its gradient."""
 
     def forward(self, input_ids, **kwargs):
         output = super().forward(input_ids, **kwargs)
@@ -322,7 +322,7 @@ class ExpertsPlan(TinyPlan):
 
 
 class QKV(nn.Module):
-    """Phi-3's: queries, keys and values in one Linear."""
+    """Queries, keys and values in one Linear, as in Phi-3."""
 
     def __init__(self):
         super().__init__()
@@ -335,7 +335,7 @@ class QKV(nn.Module):
 
 
 class Unsized(QKV):
-    """As `QKV`, but what a head's size is has to be computed."""
+    """As `QKV`, without an attribute for the head size: a plan has to compute it."""
 
     def __init__(self):
         super().__init__()
@@ -349,7 +349,7 @@ class QKVPlan(TinyPlan):
 
 
 class GateUp(nn.Module):
-    """Phi-3's: gate and up in one Linear."""
+    """Gate and up in one Linear, as in Phi-3."""
 
     def __init__(self):
         super().__init__()

@@ -1,7 +1,7 @@
-"""The proofs of each plan: one row for each architecture, variant of its config and condition.
+"""The table of proofs: one row for each architecture and variant of its config, made from tests/zoo.py.
 
-The table is made from tests/zoo.py, so a new architecture is proved by its line there. What tests/plans/test_proofs.py runs
-is a row by one plain step; conditions (padding, documents, lengths, ...) are those of a model by tests/proof.
+tests/plans/test_proofs.py proves each row, most by one plain step. tests/proof tests the conditions (padding, documents,
+lengths, ...).
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from titanplans.split.converted import RECIPES
 
 
 class Row(NamedTuple):
-    """A proof: a model by its config, and how it is cut."""
+    """Arguments of a proof: the config of a model, and how it is split."""
 
     name: str
     variant: str
@@ -26,18 +26,18 @@ class Row(NamedTuple):
     degrees: tuple[int, ...] = (2, 4)
     loss: bool | None = None
     sequence: bool | None = None
-    """Loss and sequence sharded or whole; None for both of them."""
+    """True: loss and sequence sharded. False: neither. None: both are proved."""
     seq_len: int = 16
     recipe: str | None = None
-    """Of float8, for the whole model and the split one."""
+    """The float8 recipe of both the unsplit and the split model."""
     unconverted: tuple[str, ...] = ()
     conditions: str = "plain"
-    """Of `verify`: "each" proves every condition, at the smallest degree."""
+    """Argument of `verify`: "each" proves every condition, at the smallest degree."""
     exhaustive: bool = False
 
     @property
     def thorough(self) -> bool:
-        """Whether `make test` leaves it out: it takes one row of each kind of mixer."""
+        """Whether `make test` leaves the row out: it proves one row of each kind of mixer."""
         return QUICK.get(self.name) != self.variant
 
     @property
@@ -54,20 +54,20 @@ class Row(NamedTuple):
         return model
 
     def inputs(self, batch_size: int = 2, seq_len: int = 0, seed: int = 0) -> dict[str, Any]:
-        """Return a batch; where a condition shortens it, still long enough for gemma3's image."""
+        """Return a batch at least `self.seq_len` long: conditions may ask for less, but gemma3's image needs its tokens."""
         config = modeling.load_config(self.name, "debug", **self.fields)
         length = max(seq_len, self.seq_len)
         return sample_inputs(config, batch_size=batch_size, seq_len=length, seed=seed)
 
     def prove(self, **changed: Any) -> Report:
-        """Return the report of `verify`; `changed` are other arguments of it."""
-        every = self.conditions == "each"
-        drawn = None if self.name != "gemma3" else self.inputs
+        """Return the report of `verify`; `changed` overrides its arguments."""
+        proves_each = self.conditions == "each"
+        sampler = None if self.name != "gemma3" else self.inputs
         options = {
             "degrees": self.degrees,
             "loss_parallel": self.loss,
             "sequence_parallel": self.sequence,
-            "inputs": drawn if every else self.inputs(),
+            "inputs": sampler if proves_each else self.inputs(),
             "conditions": self.conditions,
         }
         return proof.verify(self.build, **options | changed)
@@ -110,30 +110,30 @@ _EXPERTS = {
     "qwen3_next": "0-sharded",
 }
 QUICK = _SOFTMAX | _LINEAR | _DELTA | _STATE | _RWKV | _SLOTS | _SPARSE | _EXPERTS | {"llama": "tensorwise"}
-"""By architecture the variant that `make test` proves: one or more of each kind of mixer, and one in float8."""
+"""The variants that `make test` proves, by architecture: at least one of each kind of mixer, and one in float8."""
 
 
 def rows() -> list[Row]:
     """Return all rows, by architecture."""
-    made = [*_architectures(), *_options(), *_odd_sizes(), *_heads(), *_families(), *_float8()]
-    return sorted(made, key=lambda row: row.name)
+    table = [*_architectures(), *_options(), *_odd_sizes(), *_heads(), *_families(), *_float8()]
+    return sorted(table, key=lambda row: row.name)
 
 
 def _architectures() -> Iterator[Row]:
-    """Every choice of loss and sequence, with all options that change a style."""
+    """Every combination of loss and sequence parallelism, with all options that change a style."""
     for name, (sizes, options) in zoo.ARCHITECTURES.items():
         yield Row(name, "options", sizes | options, (8,))
         yield Row(name, "options", sizes | options, (2, 4), exhaustive=True)
 
 
 def _families() -> Iterator[Row]:
-    """Each variant with loss and sequence sharded, and with both whole."""
+    """Each variant with loss and sequence sharded, and with neither."""
     for name, variants in zoo.FAMILIES.items():
-        for number, fields in enumerate(variants):
-            # CAT's code makes another number of tokens, which only 2 ranks always share equally.
+        for index, fields in enumerate(variants):
+            # CAT's code changes the number of tokens; only 2 ranks divide every length that results.
             degrees = (2,) if name == "cat" else (2, 4)
-            yield Row(name, f"{number}-sharded", fields, degrees, loss=True, sequence=True)
-            yield Row(name, f"{number}-whole", fields, loss=False, sequence=False)
+            yield Row(name, f"{index}-sharded", fields, degrees, loss=True, sequence=True)
+            yield Row(name, f"{index}-whole", fields, loss=False, sequence=False)
 
 
 SINGLE = {
@@ -162,7 +162,7 @@ SINGLE = {
         ),
     },
 }
-"""Options of the config that no row of all options has, each alone."""
+"""Options of the config, each by itself, that the rows named "options" do not have."""
 
 
 def _options() -> Iterator[Row]:
@@ -174,11 +174,11 @@ def _options() -> Iterator[Row]:
 
 
 IN_WORLDS = ("llama", "qwen2", "qwen3", "gemma3_text")
-"""These are proved at odd sizes, at tp 2 and 4, by tests/proof/ranks/test_threads.py."""
+"""Proved at odd sizes, at tp 2 and 4, by tests/proof/ranks/test_threads.py."""
 
 
 def _odd_sizes() -> Iterator[Row]:
-    """Widths that the degree does not divide; of gemma3 the vocabulary, which has image tokens, is not one of them."""
+    """Widths and vocabularies that the degree does not divide; gemma3 keeps its vocabulary, which has image tokens."""
     for name, (sizes, options) in zoo.ARCHITECTURES.items():
         odd = {"intermediate_size": 45} if name == "gemma3" else zoo.ODD
         fields = sizes | options | odd
@@ -188,7 +188,7 @@ def _odd_sizes() -> Iterator[Row]:
 
 
 def _heads() -> Iterator[Row]:
-    """More ranks than key/value heads: those of Qwen3-0.6B and of Gemma3-1B."""
+    """More ranks than key/value heads, with the head counts of Qwen3-0.6B and Gemma3-1B."""
     qwen3, gemma3 = zoo.ARCHITECTURES["qwen3"], zoo.ARCHITECTURES["gemma3_text"]
     fields = dict(num_attention_heads=16, head_dim=4, num_hidden_layers=1)
     yield Row("qwen3", "shared heads", qwen3.sizes | qwen3.options | fields, (16,))
@@ -207,19 +207,19 @@ FLOAT8 = {
     "gemma3_text": (_ALIGNED | dict(num_key_value_heads=2), ()),
     "gemma3": (dict(num_hidden_layers=1, intermediate_size=64), ("vision_tower",)),
 }
-"""Fields that differ from the zoo's, multiples of 16 on each of four ranks; and modules that stay unconverted."""
+"""Config fields that make sizes multiples of 16 on each of four ranks, and modules left unconverted."""
 FLOAT8_FAMILIES = {
     "gated_deltanet": (_ALIGNED, ()),
-    "gsa": (_ALIGNED | dict(hidden_size=128), ("o_proj",)),  # its fused kernel reads that weight
+    "gsa": (_ALIGNED | dict(hidden_size=128), ("o_proj",)),  # the fused kernel uses its weight
     "phi3": (_ALIGNED | dict(hidden_size=128), ()),
     "glm4": (_ALIGNED, ()),
     "mamba": (dict(num_hidden_layers=1, hidden_size=128, vocab_size=128, use_bias=True), ()),
 }
-"""Packed projections, and a bias behind the last one."""
+"""Models with packed projections, and one with a bias in its output projection."""
 
 
 def float8(name: str, recipe: str = "tensorwise", variant: str = "", **changed: Any) -> Row:
-    """Return the row of a model in float8: the whole one is, too, so quantisation does the same in both."""
+    """Return the row of a model in float8. The unsplit model is in float8 too, so both have the same quantisation error."""
     fields, unconverted = (FLOAT8 | FLOAT8_FAMILIES)[name]
     options = {"degrees": (4,), "loss": True, "recipe": recipe, "unconverted": unconverted}
     return Row(name, variant or recipe, zoo.fields(name) | fields, **options | changed)
@@ -231,9 +231,9 @@ def _float8() -> Iterator[Row]:
     for name in ("gla", "transformer", "qwen3"):
         for recipe in RECIPES[1:]:
             yield float8(name, recipe, sequence=True)
-    # A projection that is not converted reads the sequence as it is; the others cast it each for itself.
+    # gk_proj is not converted and takes its input in high precision; each converted projection casts its own input.
     yield float8("gla", variant="tensorwise but one", degrees=(2,), unconverted=("gk_proj",))
-    # Padding is left out before the projections, whose scale is then that of the other tokens.
+    # Padding is removed before the projections, so their scales are computed from the other tokens.
     first = ("gla", "llama", *FLOAT8_FAMILIES)
     for name in FLOAT8 | FLOAT8_FAMILIES:
         options = {"degrees": (2,), "sequence": True, "conditions": "each", "exhaustive": name not in first}

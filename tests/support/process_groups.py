@@ -27,7 +27,7 @@ from titanplans.torch_private.distributed import fake_store
 from titanplans.torch_private.dtensor import clear_sharding_cache
 
 LIMIT = 540
-"""Seconds that ranks may take; pytest's own limit, which can't show where a rank hangs, is 600."""
+"""Seconds that ranks may take. pytest's limit is 600, but it can't show where a rank hangs."""
 
 
 def run(fn: Callable[[int], Any], ranks: int, backend: str = "gloo") -> Any:
@@ -131,7 +131,7 @@ def _work(
 
     faulthandler.enable()  # a rank that is ended by a signal prints its traceback
     faulthandler.dump_traceback_later(LIMIT, exit=True)
-    os.environ.clear()  # a fork has the server's
+    os.environ.clear()  # a fork inherits the environment of the server
     os.environ.update(
         environment,
         RANK=str(rank),

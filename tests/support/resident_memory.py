@@ -22,14 +22,17 @@ def peak(action: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def peak_without_files(action: Callable[[], Any]) -> float:
-    """Return the same without pages of mapped files, which the system can reclaim; sampled every millisecond."""
-    ctypes.CDLL(None).mallopt(-3, 2**20)
+    """Return by how many MB it grows at most without pages of mapped files, which the system can reclaim.
+
+    Sampled every millisecond.
+    """
+    ctypes.CDLL(None).mallopt(-3, 2**20)  # as in `peak`
     gc.collect()
-    before, seen, done = _resident("RssAnon"), [0.0], threading.Event()
+    before, samples, done = _resident("RssAnon"), [0.0], threading.Event()
 
     def watch() -> None:
         while not done.wait(0.001):
-            seen.append(_resident("RssAnon"))
+            samples.append(_resident("RssAnon"))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -38,9 +41,9 @@ def peak_without_files(action: Callable[[], Any]) -> float:
     finally:
         done.set()
         watcher.join()
-    return max(seen) - before
+    return max(samples) - before
 
 
-def _resident(what: str) -> float:
+def _resident(field: str) -> float:
     lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(what)).split()[1]) / 1024
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024

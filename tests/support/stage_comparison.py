@@ -1,4 +1,4 @@
-"""Stages that run one after the other in one process, against the unsplit model."""
+"""Run stages one after the other in one process, and compare them with the unsplit model."""
 
 import torch
 
@@ -8,7 +8,7 @@ from titanplans.split.stages.trace import logits_of, without_cache
 
 
 def step(stages, inputs):
-    """The logits, after a backward through all stages."""
+    """Run forward and backward through all stages; return the logits."""
     crossing = ()
     for stage in stages:
         crossing = stage.run(
@@ -25,13 +25,16 @@ def check(model, stages, inputs):
         labels = inputs["input_ids"]
         cross_entropy(expected, labels, labels.numel()).backward()
         assert torch.equal(step(stages, inputs), expected)
-    grads = [dict(stage.model.named_parameters(remove_duplicate=False)) for stage in stages]
+    parameters = [dict(stage.model.named_parameters(remove_duplicate=False)) for stage in stages]
     names = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
-    for param, known in names.items():
-        held = {id(own[name]): own[name].grad for own in grads for name in known if name in own}
-        parts = [grad for grad in held.values() if grad is not None]
-        assert (param.grad is None) == (not parts), known
-        if parts:
-            torch.testing.assert_close(sum(parts), param.grad, rtol=1e-9, atol=1e-12, msg=known[0])
+    for param, aliases in names.items():
+        # By id: two names of a tied parameter in one stage are one gradient.
+        by_id = {
+            id(stage[name]): stage[name].grad for stage in parameters for name in aliases if name in stage
+        }
+        grads = [grad for grad in by_id.values() if grad is not None]
+        assert (param.grad is None) == (not grads), aliases
+        if grads:
+            torch.testing.assert_close(sum(grads), param.grad, rtol=1e-9, atol=1e-12, msg=aliases[0])

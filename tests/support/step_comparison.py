@@ -24,7 +24,7 @@ ROWS = 4
 
 
 class Tolerance(NamedTuple):
-    """Allowed differences, relative to the value; for a gradient, relative to the largest number of its tensor."""
+    """Allowed differences, relative to the value; for a gradient, relative to the largest element of its tensor."""
 
     loss: float
     norm: float
@@ -43,11 +43,11 @@ def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
 
 
-def of_sequences(part: torch.Tensor, mesh: Any) -> torch.Tensor:
-    """Return the loss summed over the context-parallel ranks, with the gradient of this rank's `part`."""
-    total = part.detach().clone()
+def sum_over_cp(local_loss: torch.Tensor, mesh: Any) -> torch.Tensor:
+    """Return the loss summed over the context-parallel ranks, with the gradient of `local_loss` alone."""
+    total = local_loss.detach().clone()
     dist.all_reduce(total, group=mesh.get_mesh("cp").get_group())
-    return part + (total - part.detach())
+    return local_loss + (total - local_loss.detach())
 
 
 def clip(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
@@ -69,7 +69,7 @@ class Parallel(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Both functions are pickled, so they are defined at the top of a file, or partials of such."""
+    """A model, how to parallelise it, and its batch. The functions are pickled, so they can't be local ones."""
 
     build: Callable[[], nn.Module]
     """Returns the unsplit model, with the same values each time and on every rank."""
@@ -81,7 +81,7 @@ class Case(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """The results of a step."""
+    """Results of a training step, as full tensors."""
 
     loss: torch.Tensor
     norm: torch.Tensor
@@ -111,15 +111,17 @@ def cases_of(
 ) -> dict[Any, Case]:
     """Return the cases of `options` by (kind, tp, ...): `build(kind)`, split by `split(model, tp=tp, **options)`."""
     return {
-        name: Case(functools.partial(build, name[0]), functools.partial(split, tp=name[1], **given), **shape)
-        for name, given in options.items()
+        name: Case(
+            functools.partial(build, name[0]), functools.partial(split, tp=name[1], **arguments), **shape
+        )
+        for name, arguments in options.items()
     }
 
 
 def equals_one_process(cases: dict[Any, Case], ranks: int) -> dict[Any, str]:
     """Return the cases whose step differs from one process's on any rank, and how."""
-    found: list[dict[Any, str]] = process_groups.run(functools.partial(_all, cases=cases), ranks)
-    return {name: error for errors in found for name, error in errors.items()}
+    by_rank: list[dict[Any, str]] = process_groups.run(functools.partial(_all, cases=cases), ranks)
+    return {name: error for errors in by_rank for name, error in errors.items()}
 
 
 def _all(rank: int, cases: dict[Any, Case]) -> list[dict[Any, str]]:
@@ -134,7 +136,7 @@ def _all(rank: int, cases: dict[Any, Case]) -> list[dict[Any, str]]:
 
 
 def check(case: Case, expected: Trained) -> float:
-    """Return the worst error of a gradient, relative to the largest number of its tensor.
+    """Return the worst error of a gradient, relative to the largest element of its tensor.
 
     Raises:
         AssertionError: the step differs from that of one process.
@@ -142,22 +144,22 @@ def check(case: Case, expected: Trained) -> float:
     return compare(train(case.parallelise(case.build()), case), expected, case.tolerance)
 
 
-def compare(found: Trained, expected: Trained, tolerance: Tolerance) -> float:
-    """As `check`, for a step that was trained already."""
-    torch.testing.assert_close(found.loss, expected.loss, rtol=tolerance.loss, atol=0, check_dtype=False)
-    torch.testing.assert_close(found.norm, expected.norm, rtol=tolerance.norm, atol=0, check_dtype=False)
-    assert found.weights.keys() == expected.weights.keys()
+def compare(actual: Trained, expected: Trained, tolerance: Tolerance) -> float:
+    """Compare the results of a step as `check` does; return the worst error of a gradient."""
+    torch.testing.assert_close(actual.loss, expected.loss, rtol=tolerance.loss, atol=0, check_dtype=False)
+    torch.testing.assert_close(actual.norm, expected.norm, rtol=tolerance.norm, atol=0, check_dtype=False)
+    assert actual.weights.keys() == expected.weights.keys()
     worst = 0.0
     for name, gradient in expected.gradients.items():
         if gradient is None:
-            assert found.gradients[name] is None, f"{name}: a gradient of a parameter that has none"
+            assert actual.gradients[name] is None, f"{name}: a gradient of a parameter that has none"
             continue
         largest, weight = gradient.abs().max(), expected.weights[name]
-        error = ((found.gradients[name] - gradient).abs().max() / largest).item()
-        assert error < tolerance.gradient, f"{name}: its gradient is {error:.1e} of its largest number off"
+        error = ((actual.gradients[name] - gradient).abs().max() / largest).item()
+        assert error < tolerance.gradient, f"{name}: its gradient is {error:.1e} of its largest element off"
         worst = max(worst, error)
         # SGD with a learning rate of 1 subtracts the gradient, and rounds to the weight's precision.
-        off, rounding = (found.weights[name] - weight).abs().max(), torch.finfo(weight.dtype).eps
+        off, rounding = (actual.weights[name] - weight).abs().max(), torch.finfo(weight.dtype).eps
         assert off < tolerance.gradient * largest + rounding * weight.abs().max(), f"{name}: {off:.1e} off"
     return worst
 
@@ -182,11 +184,11 @@ def train(parallel: Parallel, case: Case) -> Trained:
 
 def batch(case: Case, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids and labels of this rank's sequences, [sequences, length] each."""
-    rank, parts = (group.rank(), group.size()) if group else (0, 1)
+    rank, ranks = (group.rank(), group.size()) if group else (0, 1)
     generator = torch.Generator().manual_seed(1)
-    rows = torch.randint(case.vocabulary, (case.rows, case.length + 1), generator=generator)
-    rows = rows.chunk(parts)[rank]
-    return rows[:, :-1], rows[:, 1:]
+    ids = torch.randint(case.vocabulary, (case.rows, case.length + 1), generator=generator)
+    ids = ids.chunk(ranks)[rank]
+    return ids[:, :-1], ids[:, 1:]
 
 
 def unwrapped_name(name: str) -> str:

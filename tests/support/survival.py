@@ -1,15 +1,15 @@
-"""Kill a training job at random moments, break what it has left behind, start it again: are the losses the same?
+"""Injects faults into a training job at random moments, restarts it, and compares its losses with an undisturbed run.
 
-    python -m tests.support.survival --faults 1000 --seed 7     # make survive N=1000; the seed repeats the faults
+    python -m tests.support.survival --faults 1000 --seed 7     # make survive N=1000
 
-A job on two ranks of a CPU, of some milliseconds a step, saves every second step, at random in the thread of training or
-in another. It is killed (a rank, all processes, the launcher, a worker of a loader) while it starts, trains or saves;
-its newest checkpoint is cut or a bit of it flipped; the disk is full; a gradient is not finite. Each time it is started
-again by the same command, or by what the error advises. Every loss that was logged is compared, bit for bit, with those of
-a run that nobody disturbed. Printed: faults, resumes, mismatches, orphans (processes that a job left behind), files (that
-were lost, damaged or left over), untold (ends that no line explains).
+A job on two CPU ranks takes some milliseconds a step and saves a checkpoint every second step, at random synchronously or
+asynchronously. The faults: a rank, all processes, the launcher or a data worker is killed while the job starts, trains or
+saves; a file of the newest checkpoint is truncated or one of its bits flipped; the disk is full; a gradient is not finite.
+After each fault the job is started again by the same command, or as the error advises. At the end every logged loss must be
+bit-identical to that of an undisturbed run. Printed counts: faults, resumes, mismatches (of losses), orphans (processes
+that outlived a job), files (lost, damaged or left over), unexplained (ends without a one-line error).
 
-Jobs are forked from a process that has imported everything. The moments are random, the seed repeats the choices alone.
+The seed repeats the choice of faults, but not their exact moments.
 """
 
 import argparse
@@ -65,66 +65,65 @@ PARALLEL = {
     "fsdp": ("--parallelism.data_parallel_shard_degree=2",),
 }
 KILLS = ("rank", "all", "launcher", "worker")
-FAULTS = (*KILLS, "cut", "flip", "disk", "nan")
-SECONDS = 120  # after which a process that was to do something is taken to hang
-SHOWN = ("faults", "resumes", "mismatches", "orphans", "files", "untold")
-OF_A_JOB = 50  # faults, after which its losses are compared
-GRACE = 10  # seconds in which processes whose launcher is gone have to end
+FAULTS = (*KILLS, "truncated", "flip", "disk", "nan")
+SECONDS = 120  # after which a process counts as hanging
+SHOWN = ("faults", "resumes", "mismatches", "orphans", "files", "unexplained")
+FAULTS_PER_JOB = 50  # then its losses are compared
+GRACE = 10  # seconds that the other processes have to end after their launcher
 
 
 class Life:
-    """A start of the job, forked from this process, with all that it starts."""
+    """One start of the job: a process forked from this one, and the processes that it starts."""
 
     def __init__(self, folder: Path, options: tuple[str, ...], prepare: Callable[[], None] | None):
-        self.said_path = folder / "said"
-        with self.said_path.open("wb") as said:
+        self.output_path = folder / "output"
+        with self.output_path.open("wb") as output:
             self.pid = os.fork()
             if self.pid == 0:
-                self._run(folder, options, prepare, said.fileno())
+                self._run(folder, options, prepare, output.fileno())
         self.status: int | None = None
         self.orphans = 0
-        self.left: list[str] = []
-        """Their names."""
+        self.orphan_names: list[str] = []
 
     def _run(
-        self, folder: Path, options: tuple[str, ...], prepare: Callable[[], None] | None, said: int
+        self, folder: Path, options: tuple[str, ...], prepare: Callable[[], None] | None, output: int
     ) -> None:
         status = 70
         try:
             os.setsid()
-            os.dup2(said, 1)
-            os.dup2(said, 2)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
             os.chdir(folder)
             if prepare is not None:
                 prepare()
             from titanplans.training.launch.main import main
 
             status = main(["job.toml", *options])
-        except BaseException:  # noqa: BLE001  a process of its own
+        except BaseException:  # noqa: BLE001  this process ends here, whatever was raised
             traceback.print_exc()
         finally:
             sys.stdout.flush()
             os._exit(status)
 
     @property
-    def said(self) -> str:
-        return self.said_path.read_text(errors="replace")
+    def output(self) -> str:
+        return self.output_path.read_text(errors="replace")
 
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         if self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self.status = os.waitstatus_to_exitcode(status)
         return self.status is None
 
-    def wait_until(self, there: Callable[[], bool]) -> bool:
-        """Wait until something is there; False if the job has ended before."""
+    def wait_until(self, condition: Callable[[], bool]) -> bool:
+        """Wait until `condition()` is true; return False if the job ends before."""
         deadline = time.monotonic() + SECONDS
-        while not there():
-            if not self.runs():
+        while not condition():
+            if not self.is_running():
                 return False
             if time.monotonic() > deadline:
-                raise AssertionError(f"it hangs:\n{self.said}")
+                raise AssertionError(f"the job hangs:\n{self.output}")
             time.sleep(0.005)
         return True
 
@@ -132,7 +131,7 @@ class Life:
         return children(self.pid)
 
     def end(self) -> int:
-        """Wait until the launcher and the ranks have ended; what has not ended by itself is counted and killed."""
+        """Wait until launcher and ranks have ended; count and kill the processes that do not. Return the exit status."""
         self.wait_until(lambda: False)
         assert self.status is not None
         self.wait_for(_ranks_left)
@@ -143,7 +142,7 @@ class Life:
         while left := left_behind():
             if time.monotonic() > deadline:
                 self.orphans += len(left)
-                self.left += map(_name, left)
+                self.orphan_names += map(_name, left)
                 for pid in left:
                     os.kill(pid, signal.SIGKILL)
                 deadline += GRACE
@@ -151,22 +150,22 @@ class Life:
 
 
 def children(pid: int) -> list[int]:
-    found = []
+    pids = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # it has ended
-            found += map(int, task.read_text().split())
-    return found
+        with contextlib.suppress(OSError):  # the process has ended
+            pids += map(int, task.read_text().split())
+    return pids
 
 
 def _left_behind() -> list[int]:
-    """The children of this process: it adopts those whose parent has ended (PR_SET_CHILD_SUBREAPER)."""
-    while (found := children(os.getpid())) and os.waitpid(-1, os.WNOHANG)[0]:
+    """Return the children of this process. It adopts processes whose parent has ended (PR_SET_CHILD_SUBREAPER)."""
+    while (pids := children(os.getpid())) and os.waitpid(-1, os.WNOHANG)[0]:
         pass
-    return found
+    return pids
 
 
 def _ranks_left() -> list[int]:
-    """Of these all but loaders' workers, which end within five seconds, and write nothing."""
+    """Return `_left_behind` without data workers, which end within five seconds and write nothing."""
     return [pid for pid in _left_behind() if _name(pid) != "pt_data_worker"]
 
 
@@ -178,7 +177,7 @@ def _name(pid: int) -> str:
 
 
 class Survival:
-    """One job and its faults."""
+    """One job, the faults done to it, and what they showed."""
 
     def __init__(self, folder: Path, seed: int, parallel: str, small_disk: bool):
         self.folder, self.parallel, self.draw = folder, parallel, random.Random(seed)
@@ -188,7 +187,7 @@ class Survival:
         self.kind_counts: Counter[str] = Counter()
         self.losses: dict[int, set[float]] = {}
         self.seconds_to_start = 1.0
-        self.goes_on_at = 1  # a step
+        self.next_step = 1  # at which the next start has to resume
         self.problems: list[str] = []
         write_job(folder)
 
@@ -199,39 +198,41 @@ class Survival:
         return Life(self.folder, (*PARALLEL[self.parallel], mode, *options), prepare)
 
     def finish(self, life: Life) -> int:
-        """Wait for the end of a start, and look at what it has left behind."""
+        """Wait for the end of a start; count orphans, check where it resumed, and check its files."""
         status = life.end()
         if life.orphans:
-            self.problem("orphans", f"{life.orphans} processes were left: {life.left}", life)
-        started = re.search(r"Training starts at step (\d+)", life.said)
+            self.problem("orphans", f"{life.orphans} processes were left: {life.orphan_names}", life)
+        started = re.search(r"Training starts at step (\d+)", life.output)
         if started:
             self.counts["resumes"] += 1
-            if int(started[1]) != self.goes_on_at:
-                self.problem("files", f"it went on at step {started[1]}, not {self.goes_on_at}", life)
-        self.look(life)
+            if int(started[1]) != self.next_step:
+                self.problem("files", f"it resumed at step {started[1]}, not {self.next_step}", life)
+        self.inspect(life)
         return status
 
-    def look(self, life: Life) -> None:
-        """Collect the losses; check every checkpoint, and note where training has to go on."""
+    def inspect(self, life: Life) -> None:
+        """Collect the losses, check every checkpoint, and set the step at which training has to resume."""
         from titanplans.training.checkpoint import folder
         from titanplans.training.checkpoint.manifest import damage
         from titanplans.training.trainer.jsonl import read_metrics
 
-        # Of a start that has logged no step, the file is the one before's.
-        for row in read_metrics(self.folder / "out" / "metrics.jsonl") if "  loss " in life.said else ():
-            self.losses.setdefault(row["step"], set()).add(row["loss_metrics/global_avg_loss"])
+        # If this start logged no step, the file is that of an earlier start.
+        for metrics in (
+            read_metrics(self.folder / "out" / "metrics.jsonl") if "  loss " in life.output else ()
+        ):
+            self.losses.setdefault(metrics["step"], set()).add(metrics["loss_metrics/global_avg_loss"])
         present = folder.steps(self.checkpoints)
         for step in present:
-            if wrong := damage(folder.checkpoint_path(self.checkpoints, step)):
-                self.problem("files", wrong, life)
+            if reason := damage(folder.checkpoint_path(self.checkpoints, step)):
+                self.problem("files", reason, life)
         newest = max(present, default=0)
-        if newest + 1 < self.goes_on_at:
-            self.problem("files", f"step-{self.goes_on_at - 1} is lost", life)
-        self.goes_on_at = newest + 1
+        if newest + 1 < self.next_step:
+            self.problem("files", f"step-{self.next_step - 1} is lost", life)
+        self.next_step = newest + 1
 
-    def problem(self, what: str, text: str, life: Life) -> None:
-        self.counts[what] += 1
-        self.problems.append(f"{what}: {text}\n    {life.said.strip()[-1500:]}")
+    def problem(self, kind: str, text: str, life: Life) -> None:
+        self.counts[kind] += 1
+        self.problems.append(f"{kind}: {text}\n    {life.output.strip()[-1500:]}")
         print(self.problems[-1], flush=True)
 
     # Faults
@@ -240,29 +241,31 @@ class Survival:
         kind = self.draw.choice(KILLS if self.draw.random() < 0.5 else self.kinds)
         self.counts["faults"] += 1
         self.kind_counts[kind] += 1
-        print(f"{self.counts['faults']:5} {self.parallel:5} {kind:9} at step {self.goes_on_at}", flush=True)
+        print(f"{self.counts['faults']:5} {self.parallel:5} {kind:9} at step {self.next_step}", flush=True)
         if kind in KILLS:
             self.kill(kind)
-        elif kind in ("cut", "flip"):
+        elif kind in ("truncated", "flip"):
             self.kill("all")
             self.damage(kind)
         elif kind == "disk":
             self.fill_the_disk()
         else:
-            at = self.goes_on_at + self.draw.randrange(6)
+            at = self.next_step + self.draw.randrange(6)
             life = self.start("--metrics.log_freq=7", prepare=lambda: _poison(at))
-            self.told(life, "not finite.*; (the newest complete checkpoint|there is no checkpoint)")
+            self.check_explained_end(
+                life, "not finite.*; (the newest complete checkpoint|there is no checkpoint)"
+            )
 
     def kill(self, kind: str) -> None:
-        """Kill something while the job starts, trains or saves."""
+        """Kill a process, or all, while the job starts, trains or saves."""
         life, draw = self.start(), self.draw
         moment = draw.choice(["starts", "trains", "saves"])
         if moment == "starts" and kind != "worker":
             time.sleep(draw.uniform(0, self.seconds_to_start))
         else:
             begin = time.monotonic()
-            if not life.wait_until(lambda: "  loss " in life.said):
-                raise AssertionError(f"it did not start:\n{life.said}")
+            if not life.wait_until(lambda: "  loss " in life.output):
+                raise AssertionError(f"the job did not start:\n{life.output}")
             self.seconds_to_start = time.monotonic() - begin
             time.sleep(draw.uniform(0, 0.3))
             if moment == "saves":
@@ -278,10 +281,10 @@ class Survival:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
         if self.finish(life) == 0:
-            self.problem("untold", f"{kind} was killed, and the exit status is 0", life)
+            self.problem("unexplained", f"{kind} was killed, and the exit status is 0", life)
 
     def damage(self, kind: str) -> None:
-        """Break a file of the newest checkpoint, see it refused, and do what the error says."""
+        """Damage a file of the newest checkpoint, check that it is refused, and do what the error advises."""
         from titanplans.training.checkpoint import folder
 
         present = folder.steps(self.checkpoints)
@@ -290,29 +293,29 @@ class Survival:
         newest = folder.checkpoint_path(self.checkpoints, present[-1])
         path = self.draw.choice(sorted(path for path in newest.iterdir() if path.stat().st_size))
         content = bytearray(path.read_bytes())
-        place = self.draw.randrange(len(content))
+        position = self.draw.randrange(len(content))
         if kind == "flip":
-            content[place] ^= 1 << self.draw.randrange(8)
-        path.write_bytes(content if kind == "flip" else content[:place])
+            content[position] ^= 1 << self.draw.randrange(8)
+        path.write_bytes(content if kind == "flip" else content[:position])
         life = self.start()
-        status, said = life.end(), life.said
+        status, output = life.end(), life.output
         advised = re.search(
-            r"remove (step-\d+), and the same command resumes from step-(\d+), the newest", said
+            r"remove (step-\d+), and the same command resumes from step-(\d+), the newest", output
         )
-        one_line = said.count("error:") == 1 and "Traceback" not in said
-        if status != 2 or not one_line or str(path.relative_to(self.folder)) not in said:
-            self.problem("untold", f"{path.name} was {kind}, and the exit status is {status}", life)
+        one_line = output.count("error:") == 1 and "Traceback" not in output
+        if status != 2 or not one_line or str(path.relative_to(self.folder)) not in output:
+            self.problem("unexplained", f"{path.name} was {kind}, and the exit status is {status}", life)
         if advised:
             shutil.rmtree(self.checkpoints / advised[1])
-            self.goes_on_at = int(advised[2]) + 1
+            self.next_step = int(advised[2]) + 1
         else:
-            if "no other is intact" not in said or len(present) > 1:
-                self.problem("untold", f"of {present} none is offered", life)
+            if "no other is intact" not in output or len(present) > 1:
+                self.problem("unexplained", f"none of the steps {present} is offered", life)
             shutil.rmtree(self.checkpoints)
-            self.goes_on_at = 1
+            self.next_step = 1
 
     def fill_the_disk(self) -> None:
-        """Leave no room for a checkpoint, or nearly enough."""
+        """Leave too little space for a checkpoint: any amount, or almost enough."""
         filler = self.folder / "out" / "filler"
         filler.parent.mkdir(exist_ok=True)
         size = max((_size(path) for path in self.checkpoints.glob("step-*")), default=800_000)
@@ -320,40 +323,46 @@ class Survival:
         with filler.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, max(1, shutil.disk_usage(filler.parent).free - room))
         life = self.start()
-        self.told(life, "no space is left|B free, but")
+        self.check_explained_end(life, "no space is left|B free, but")
         filler.unlink()
 
-    def told(self, life: Life, words: str) -> None:
-        """The job ends by itself, with exit status 1 and one line, and leaves nothing half written."""
+    def check_explained_end(self, life: Life, pattern: str) -> None:
+        """Check that the job ends with status 1, one error line that has `pattern`, and no partly written checkpoint."""
         status = self.finish(life)
-        errors = [line for line in life.said.splitlines() if line.startswith("error: ")]
-        if status != 1 or len(errors) != 1 or not re.search(words, errors[0]) or "Traceback" in life.said:
-            self.problem("untold", f"the exit status is {status}", life)
+        errors = [line for line in life.output.splitlines() if line.startswith("error: ")]
+        if status != 1 or len(errors) != 1 or not re.search(pattern, errors[0]) or "Traceback" in life.output:
+            self.problem("unexplained", f"the exit status is {status}", life)
         if left := [path.name for path in self.checkpoints.glob(".step-*.writing")]:
             self.problem("files", f"{left} were left over", life)
 
     # The end
 
     def compare(self) -> None:
-        """Finish the job, run an undisturbed one, and compare."""
+        """Finish the job, run it once undisturbed, and compare the losses."""
         steps = max(self.losses, default=0) + 4
         last = self.start(f"--training.steps={steps}")
         if self.finish(last) != 0:
-            self.problem("untold", "the last start did not finish", last)
+            self.problem("unexplained", "the last start did not finish", last)
         ours = re.compile(r"step-\d+|titanplans\.lock")
         if left := [path.name for path in self.checkpoints.iterdir() if not ours.fullmatch(path.name)]:
             self.problem("files", f"{left} were left over", last)
         shutil.rmtree(self.folder / "out")
-        disturbed, self.losses, self.goes_on_at = self.losses, {}, 1
-        alone = self.start(f"--training.steps={steps}", "--checkpoint.no-enable")
-        alone.end()
-        alone.wait_for(_left_behind)
-        if alone.orphans:
-            self.problem("orphans", f"{alone.orphans} processes were left: {alone.left}", alone)
-        self.look(alone)
+        disturbed, self.losses, self.next_step = self.losses, {}, 1
+        undisturbed = self.start(f"--training.steps={steps}", "--checkpoint.no-enable")
+        undisturbed.end()
+        undisturbed.wait_for(_left_behind)
+        if undisturbed.orphans:
+            self.problem(
+                "orphans",
+                f"{undisturbed.orphans} processes were left: {undisturbed.orphan_names}",
+                undisturbed,
+            )
+        self.inspect(undisturbed)
         for step, losses in disturbed.items():
             if losses != self.losses.get(step):
-                self.problem("mismatches", f"step {step}: {losses}, alone {self.losses.get(step)}", alone)
+                self.problem(
+                    "mismatches", f"step {step}: {losses}, undisturbed {self.losses.get(step)}", undisturbed
+                )
 
 
 def _size(folder: Path) -> int:
@@ -361,7 +370,7 @@ def _size(folder: Path) -> int:
 
 
 def _poison(at: int) -> None:
-    """Make the gradient of one rank not finite in step `at`, as a fault of its memory might."""
+    """Make the gradient of one rank not finite in step `at`, as a memory error might."""
     from titanplans.training.trainer.trainer import Trainer
 
     real = Trainer.forward_backward_step
@@ -379,13 +388,13 @@ def write_job(folder: Path) -> None:
     (folder / "job.toml").write_text(JOB)
     (folder / "model.json").write_text(json.dumps(MODEL))
     (folder / "text").mkdir()
-    for number in range(40):
-        words = " ".join(f"the {i * number % 97} quick {i + number} foxes" for i in range(40))
-        (folder / "text" / f"{number}.txt").write_text(words)
+    for index in range(40):
+        words = " ".join(f"the {i * index % 97} quick {i + index} foxes" for i in range(40))
+        (folder / "text" / f"{index}.txt").write_text(words)
 
 
-def _small_disk(path: Path, megabytes: int) -> bool:
-    """Mount a small disk that this process and its children see; False where that is not allowed."""
+def mount_small_disk(path: Path, megabytes: int) -> bool:
+    """Mount a small disk for this process and its children; return False if that is not permitted."""
     libc, uid, gid = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
     new_user, new_mounts, private = 0x10000000, 0x00020000, 0x4000 | 0x40000
     if libc.unshare(new_user | new_mounts) != 0:
@@ -399,7 +408,7 @@ def _small_disk(path: Path, megabytes: int) -> bool:
 
 
 def survive(faults: int, seed: int, results: str) -> None:
-    """Run in a process of its own, forked where everything is imported; leaves the counts in a file."""
+    """Inject the faults and write the counts as JSON to the file `results`. Called in a forked process."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
@@ -411,40 +420,40 @@ def survive(faults: int, seed: int, results: str) -> None:
     counts: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
     begin = time.monotonic()
-    base = Path(tempfile.mkdtemp())  # a TemporaryDirectory would be removed by a rank that ends in order
+    base = Path(tempfile.mkdtemp())  # a forked rank that ends normally would remove a TemporaryDirectory
     (base / "tmp").mkdir()
     (base / "disk").mkdir()
-    small = _small_disk(base / "disk", 12)
+    is_small_disk = mount_small_disk(base / "disk", 12)
     os.environ["TMPDIR"] = tempfile.tempdir = f"{base}/tmp"
     try:
-        jobs = max(2, -(-faults // OF_A_JOB))
-        for number in range(jobs):
-            parallel = list(PARALLEL)[number % 2]
+        jobs = max(2, -(-faults // FAULTS_PER_JOB))
+        for index in range(jobs):
+            parallel = list(PARALLEL)[index % 2]
             folder = base / "disk" / parallel
             folder.mkdir()
-            survival = Survival(folder, seed + number, parallel, small)
-            for _ in range(faults * (number + 1) // jobs - faults * number // jobs):
+            survival = Survival(folder, seed + index, parallel, is_small_disk)
+            for _ in range(faults * (index + 1) // jobs - faults * index // jobs):
                 survival.fault()
             survival.compare()
             counts += survival.counts
             kinds += survival.kind_counts
             shutil.rmtree(folder)
-            print(_words(counts, begin), flush=True)
+            print(_summary(counts, begin), flush=True)
     finally:
-        if small:
+        if is_small_disk:
             ctypes.CDLL(None).umount2(os.fsencode(base / "disk"), 2)
         shutil.rmtree(base)
     print(f"seed {seed}: {', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))}", flush=True)
     Path(results).write_text(json.dumps({name: counts[name] for name in SHOWN}))
 
 
-def _words(counts: Counter[str], begin: float) -> str:
+def _summary(counts: Counter[str], begin: float) -> str:
     seconds = time.monotonic() - begin
     return f"{'  '.join(f'{name} {counts[name]}' for name in SHOWN)}  in {seconds:.0f} s"
 
 
 def run(faults: int, seed: int) -> dict[str, int]:
-    """Return the counts of so many faults."""
+    """Return the counts after so many faults."""
     from tests.support import process_groups
 
     with tempfile.NamedTemporaryFile() as results:
@@ -464,11 +473,13 @@ def main() -> int:
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
     counts = run(options.faults, options.seed)
-    return int(any(counts[name] for name in ("mismatches", "orphans", "files", "untold")))
+    return int(any(counts[name] for name in ("mismatches", "orphans", "files", "unexplained")))
 
 
 if __name__ == "__main__":
-    from tests.support import survival  # so that the functions have a name that the forked process finds
+    from tests.support import (
+        survival,
+    )  # the forked process unpickles functions by module, which must not be __main__
 
     status = survival.main()
     sys.stdout.flush()

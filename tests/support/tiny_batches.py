@@ -13,7 +13,7 @@ def build(seed=0):
 
 
 def batches():
-    """Tokens and labels of each step, [ROWS, LENGTH]; in each row another number of labels is ignored."""
+    """Return tokens and labels [STEPS, ROWS, LENGTH]; the count of ignored labels differs between sequences."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(32, (STEPS, ROWS, LENGTH + 1), generator=generator)
     labels = tokens[:, :, 1:].clone()

@@ -1,4 +1,4 @@
-"""A language model of nobody's library, with biases everywhere, and its plan in the form that users write."""
+"""A small language model that belongs to no library, with biases in most projections, and its plan as users write one."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from titanplans import TPPlan, apply_plan
 
 
 class Config:
-    """What plans and trainers read of a config."""
+    """The fields of a config that plans and trainers use."""
 
     model_type = "tiny"
     fuse_linear_cross_entropy = False
@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 class Tiny(nn.Module):
-    """A language model of nobody's library: plans know it by structure."""
+    """A language model that belongs to no library: the engine knows it only by its structure."""
 
     def __init__(self, tied=False):
         super().__init__()
@@ -76,7 +76,7 @@ class Tiny(nn.Module):
 
 
 def tiny_of(layers=2):
-    """Return a Tiny with so many blocks, the same each time."""
+    """Return a Tiny with so many blocks and the same weights each time."""
     torch.manual_seed(0)
     model = Tiny()
     model.layers = nn.ModuleList(Block() for _ in range(layers))
@@ -84,7 +84,7 @@ def tiny_of(layers=2):
 
 
 def split(world, model=None, dtype=torch.float32, **options):
-    """Return `model`, by itself a Tiny that is the same each time, split over the ranks of a proof."""
+    """Return `model`, by default a Tiny with the same weights each time, split over the ranks of a proof."""
     torch.manual_seed(0)
     model = (Tiny() if model is None else model).to(dtype)
     apply_plan(model, world.mesh, plan=TinyPlan, **{"loss_parallel": False} | options)
@@ -104,7 +104,10 @@ class TinyPlan(TPPlan):
 
 
 def changed(plan, attn=None, mlp=None, model=None, **methods):
-    """Return `plan` with keys of its parts replaced; None leaves a key out."""
+    """Return a subclass of `plan` with methods or styles replaced; a style of None removes the key.
+
+    `attn`, `mlp` and `model` are functions of the plan that return styles by key.
+    """
 
     def merged(plan, edits):
         return {key: style for key, style in (plan | edits).items() if style is not None}

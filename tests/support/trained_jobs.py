@@ -1,4 +1,4 @@
-"""Small jobs that are trained in this process, and what they log."""
+"""Train small jobs in this process, and record the metrics and messages that they log."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ MODELS = {
     "transformer": {"model_type": "transformer"} | SMALL,
 }
 
-# Dropout, which draws from the random generator at every step.
+# With dropout, which draws random numbers at every step.
 MODELS["llama"] = {
     "model_type": "llama",
     "attention_dropout": 0.2,
@@ -32,7 +32,7 @@ MODELS["llama"] = {
     "tie_word_embeddings": True,
 }
 
-# Which a model that is split can't have.
+# Without dropout, which a split model can't have.
 MODELS["dense"] = MODELS["llama"] | {"attention_dropout": 0.0}
 
 JOB = """
@@ -64,14 +64,14 @@ def write_inputs(folder: Path) -> Path:
         (folder / f"{name}.json").write_text(json.dumps(config))
     (folder / "text").mkdir()
     words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wizards"]
-    for number in range(60):
-        picked = [words[(number * 7 + i * i) % len(words)] for i in range(120)]
-        (folder / "text" / f"{number}.txt").write_text(" ".join(picked))
+    for index in range(60):
+        picked = [words[(index * 7 + i * i) % len(words)] for i in range(120)]
+        (folder / "text" / f"{index}.txt").write_text(" ".join(picked))
     return folder
 
 
 class Recorder:
-    """Stands in a list what TensorBoard is given."""
+    """A metrics logger that keeps what it logs in `rows`, and passes it to other loggers."""
 
     def __init__(self, *others):
         self.others, self.rows = others, []
@@ -92,7 +92,7 @@ class Recorder:
 def train(folder: Path, model: str, dump: str, *options: str, prepare=None):
     """Run a job in this process, within the process group that is up; return what it logged and the trainer.
 
-    `model` is the name of a config file in `folder`, or "module:Class". `prepare` is given the trainer before it trains.
+    `model` is the name of a config file in `folder`, or "module:Class". `prepare(trainer)` is called before it trains.
     """
     from titanplans.config import load_job
     from titanplans.training.trainer.device import prepare_device
@@ -123,7 +123,7 @@ def losses_of(folder: Path, *args: str) -> dict[int, float]:
 
 @contextmanager
 def logged_messages() -> Iterator[list[str]]:
-    """Give the messages that a rank logs."""
+    """Collect the messages that this rank logs in the body."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())

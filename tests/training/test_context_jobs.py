@@ -9,18 +9,18 @@ from tests.support.job_comparison import (
     COMPILED,
     CP,
     DDP,
-    FIGURES,
-    HALF,
+    METRICS,
+    HALF_BATCH,
     HSDP,
-    LARGEST,
+    MAX_LOSS,
     LOSS,
-    PUBLISHED,
+    EXPORTED,
     SAVES,
     STEPS,
     TP,
     VALIDATION,
     WIDE,
-    goes_on,
+    check_resumed,
     runs,
 )
 from titanplans.config import load_job
@@ -28,11 +28,11 @@ from titanplans.errors import OptionError, PlanError
 
 JOBS = {
     "gla, tp 2 x cp 2": ("gla", (*STEPS, TP, CP)),
-    "samba, cp 2 x fsdp 2": ("samba", (*HALF, CP)),
+    "samba, cp 2 x fsdp 2": ("samba", (*HALF_BATCH, CP)),
     "samba, cp 4, compiled and recomputed": (
         "samba", (*STEPS, "--parallelism.context_parallel_degree=4", *COMPILED),
     ),
-    "qwen3_next, cp 2 x hsdp 2": ("qwen3_next", (*HALF, CP, *HSDP)),
+    "qwen3_next, cp 2 x hsdp 2": ("qwen3_next", (*HALF_BATCH, CP, *HSDP)),
     "mixtral, tp 2 x cp 2": ("mixtral", (*STEPS, TP, CP)),
     "gla, cp 2 x ddp 2, accumulated": ("gla", (*ACCUMULATED, CP, *DDP)),
     "gla, cp 2 x fsdp 2, accumulated, loss from logits": (
@@ -40,10 +40,10 @@ JOBS = {
     ),
 }  # fmt: skip
 TUNED = {
-    "lora": ("gla", ("--lora.rank=3", "--optimizer.lr=3e-2"), (*HALF, CP)),
+    "lora": ("gla", ("--lora.rank=3", "--optimizer.lr=3e-2"), (*HALF_BATCH, CP)),
     "qlora": ("wide", ("--lora.rank=3", "--lora.quantize_base=nf4", "--optimizer.lr=3e-2"), (*STEPS, TP, CP)),
     "muon": (
-        "dense", ("--optimizer.name=Muon", "--optimizer.groups=[{pattern = 'embed|lm_head', lr = 1e-3}]"), (*HALF, CP),
+        "dense", ("--optimizer.name=Muon", "--optimizer.groups=[{pattern = 'embed|lm_head', lr = 1e-3}]"), (*HALF_BATCH, CP),
     ),
 }  # fmt: skip
 MODELS = {
@@ -55,15 +55,15 @@ MODELS = {
 }
 
 
-PARTS = [
-    ("--training.steps=2", *HALF[1:], *SAVES, CP),
+SEGMENTS = [
+    ("--training.steps=2", *HALF_BATCH[1:], *SAVES, CP),
     ("--training.steps=4", *STEPS[1:], *SAVES, TP, CP),
-    ("--training.steps=6", *HALF[1:], *SAVES, *DDP, CP),
-    (HALF[2], *PUBLISHED, TP),
+    ("--training.steps=6", *HALF_BATCH[1:], *SAVES, *DDP, CP),
+    (HALF_BATCH[2], *EXPORTED, TP),
 ]
 
 
-folder, one, four = runs(MODELS | {"wide": WIDE}, JOBS, TUNED, PARTS, "gla", ("gla", *MODELS), VALIDATION)
+folder, one, four = runs(MODELS | {"wide": WIDE}, JOBS, TUNED, SEGMENTS, "gla", ("gla", *MODELS), VALIDATION)
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -71,8 +71,8 @@ def test_a_job_has_the_figures_of_one_process(one, four, name):
     model, options = JOBS[name]
     expected, found = one[model], four[name]
     assert expected[LOSS][3] < expected[LOSS][1] - 0.1, "a model that does not learn proves nothing"
-    for key in FIGURES:
-        if key == LARGEST and not set(STEPS) <= set(options):  # of several batches
+    for key in METRICS:
+        if key == MAX_LOSS and not set(STEPS) <= set(options):  # of several batches
             assert all(found[LOSS][step] < found[key][step] < found[LOSS][step] + 0.2 for step in (1, 2, 3))
             continue
         # float32, summed in another order, as in test_trainer.
@@ -87,7 +87,7 @@ def test_adapters_and_muon_train_alike(one, four, name):
 
 
 def test_a_job_goes_on_with_other_degrees_and_its_weights_are_published(folder, one, four):
-    goes_on(one["whole"], four["moved"], folder)
+    check_resumed(one["uninterrupted"], four["resumed"], folder)
 
 
 def test_the_report_names_the_degree_and_the_mixers(folder, four):

@@ -8,14 +8,14 @@ from tests.support.job_comparison import (
     COMPILED,
     CP,
     DROPPED,
-    HALF,
-    LARGEST,
+    HALF_BATCH,
+    MAX_LOSS,
     LOSS,
-    PUBLISHED,
+    EXPORTED,
     SAVES,
     STEPS,
     TP,
-    goes_on,
+    check_resumed,
     runs,
 )
 from titanplans.config import load_job
@@ -33,38 +33,38 @@ MODELS = {
     "llama4_text": {},
 }
 JOBS = {
-    "qwen3_moe, tp 2 x fsdp 2, ep 2": ("qwen3_moe", (*HALF, TP, EP)),
+    "qwen3_moe, tp 2 x fsdp 2, ep 2": ("qwen3_moe", (*HALF_BATCH, TP, EP)),
     "qwen3_moe, tp 2 x cp 2, ep 4": ("qwen3_moe", (*STEPS, TP, CP, ALL)),
-    "mixtral, tp 2 x fsdp 2, ep 4": ("mixtral", (*HALF, TP, ALL)),
+    "mixtral, tp 2 x fsdp 2, ep 4": ("mixtral", (*HALF_BATCH, TP, ALL)),
     "glm4_moe, hsdp 2 x 2, ep 2, accumulated": (  # the balance of Mixtral's loss is each batch's
         "glm4_moe", (*STEPS[:2], "--training.local_batch_size=1", "--training.gradient_accumulation_steps=2", *HSDP, EP),
     ),
     "glm4_moe, fsdp 4, ep 2, compiled and recomputed": ("glm4_moe", (*QUARTER, EP, *COMPILED)),
-    "glm4_moe, cp 2 x fsdp 2, ep 4": ("glm4_moe", (*HALF, CP, ALL)),
-    "glm4_moe, tp 2 x fsdp 2, by width": ("glm4_moe", (*HALF, TP)),
+    "glm4_moe, cp 2 x fsdp 2, ep 4": ("glm4_moe", (*HALF_BATCH, CP, ALL)),
+    "glm4_moe, tp 2 x fsdp 2, by width": ("glm4_moe", (*HALF_BATCH, TP)),
     "gpt_oss, fsdp 4, ep 4": ("gpt_oss", (*QUARTER, ALL)),
-    "llama4_text, tp 2 x fsdp 2, ep 4": ("llama4_text", (*HALF, TP, ALL)),
+    "llama4_text, tp 2 x fsdp 2, ep 4": ("llama4_text", (*HALF_BATCH, TP, ALL)),
     "qwen3_moe, fsdp 4, ep 4, room for all": ("qwen3_moe", (*QUARTER, ALL, "--parallelism.expert_capacity_factor=16")),
 }  # fmt: skip
 TUNED = {
-    "lora": ("qwen3_moe", ("--lora.rank=3", "--optimizer.lr=3e-2"), (*HALF, TP, EP)),
-    "muon": ("glm4_moe", ("--optimizer.name=Muon",), (*HALF, TP, ALL)),
+    "lora": ("qwen3_moe", ("--lora.rank=3", "--optimizer.lr=3e-2"), (*HALF_BATCH, TP, EP)),
+    "muon": ("glm4_moe", ("--optimizer.name=Muon",), (*HALF_BATCH, TP, ALL)),
     "float8": (
         "glm4_moe",
         ("--quantize.linear.float8.recipe_name=tensorwise", "--quantize.linear.float8.emulate"),
         (*QUARTER, ALL),
     ),
 }
-CAPACITY = ("qwen3_moe", (*HALF, TP, ALL, "--parallelism.expert_capacity_factor=0.5"))
-PARTS = [
+CAPACITY = ("qwen3_moe", (*HALF_BATCH, TP, ALL, "--parallelism.expert_capacity_factor=0.5"))
+SEGMENTS = [
     ("--training.steps=2", *QUARTER[1:], *SAVES, EP),
-    ("--training.steps=4", *HALF[1:], *SAVES, TP, ALL),
-    ("--training.steps=6", *HALF[1:], *SAVES, TP),
-    (HALF[2], *PUBLISHED, CP, EP),
+    ("--training.steps=4", *HALF_BATCH[1:], *SAVES, TP, ALL),
+    ("--training.steps=6", *HALF_BATCH[1:], *SAVES, TP),
+    (HALF_BATCH[2], *EXPORTED, CP, EP),
 ]
 
 
-folder, one, four = runs(MODELS, JOBS | {"capacity": CAPACITY}, TUNED, PARTS, "glm4_moe", MODELS)
+folder, one, four = runs(MODELS, JOBS | {"capacity": CAPACITY}, TUNED, SEGMENTS, "glm4_moe", MODELS)
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -72,7 +72,7 @@ def test_a_job_has_the_figures_of_one_process(one, four, name):
     expected, found = one[JOBS[name][0]], four[name]
     assert expected[LOSS][3] < expected[LOSS][1] - 0.1, "a model that does not learn proves nothing"
     assert ("experts/largest_bias" in expected) == ("glm4_moe" in name)
-    for key in expected.keys() - {LARGEST}:  # of several batches, where a step has them
+    for key in expected.keys() - {MAX_LOSS}:  # of several batches, where a step has them
         # float32, summed in another order, as in test_trainer; loads are numbers of rows.
         assert found[key] == pytest.approx(expected[key], rel=1e-5), key
 
@@ -96,7 +96,9 @@ def test_adapters_muon_and_float8_train_alike(one, four, name):
 def test_a_job_goes_on_with_other_degrees_and_its_weights_are_published(folder, one, four):
     # Of eight steps; a token whose experts' scores nearly tie may go to another one. A load next to the mean may be on
     # its other side: a step of 0.001 up and not down.
-    whole = goes_on(one["whole"], four["moved"], folder, rel=5e-5, e_score_correction_bias=4e-3)
+    whole = check_resumed(
+        one["uninterrupted"], four["resumed"], folder, rel=5e-5, e_score_correction_bias=4e-3
+    )
     assert any(name.endswith("e_score_correction_bias") and weight.any() for name, weight in whole.items())
 
 

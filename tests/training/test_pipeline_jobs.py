@@ -6,16 +6,16 @@ from tests.support.job_comparison import (
     ACCUMULATED,
     COMPILED,
     CP,
-    HALF,
-    LARGEST,
+    HALF_BATCH,
+    MAX_LOSS,
     LOSS,
-    PUBLISHED,
+    EXPORTED,
     SAVES,
     STEPS,
     TP,
     VALIDATION,
     WIDE,
-    goes_on,
+    check_resumed,
     runs,
 )
 from titanplans.config import load_job
@@ -43,7 +43,7 @@ JOBS = {
         "gla", (*STEPS, *PP, TP, "--parallelism.pipeline_parallel_split_points=['model.layers.3']"),
     ),
     "gla, pp 4, GPipe": ("gla", (*STEPS, *MORE, schedule("GPipe"))),
-    "gla, pp 2 x fsdp 2, Interleaved1F1B": ("gla", (*HALF, *PP, schedule("Interleaved1F1B"), LAYERS)),
+    "gla, pp 2 x fsdp 2, Interleaved1F1B": ("gla", (*HALF_BATCH, *PP, schedule("Interleaved1F1B"), LAYERS)),
     "gla, pp 2 x tp 2, DualPipeV": (
         "gla", (*STEPS, *PP[:1], "--parallelism.pipeline_parallel_microbatch_size=1", TP, schedule("DualPipeV")),
     ),
@@ -51,7 +51,7 @@ JOBS = {
         "rwkv7", (*ACCUMULATED, *PP[:1], "--parallelism.pipeline_parallel_microbatch_size=1", schedule("ZBVZeroBubble")),
     ),
     "llama, pp 2 x cp 2, tied": ("llama", (*STEPS, *PP, CP)),
-    "llama, pp 2 x fsdp 2, tied, compiled and recomputed": ("llama", (*HALF, *PP, *COMPILED)),
+    "llama, pp 2 x fsdp 2, tied, compiled and recomputed": ("llama", (*HALF_BATCH, *PP, *COMPILED)),
     "llama, pp 2 x tp 2, tied, InterleavedZeroBubble": (
         "llama", (*STEPS, *PP, TP, schedule("InterleavedZeroBubble")),
     ),
@@ -59,26 +59,26 @@ JOBS = {
 }  # fmt: skip
 TUNED = {
     # Its head reads the embedding and every block.
-    "own": ("tests.support.pipeline_models:SumOfAllStates", ("--optimizer.lr=3e-2",), (*HALF, *PP)),
-    "lora": ("gla", ("--lora.rank=3", "--optimizer.lr=3e-2"), (*HALF, *PP)),
+    "own": ("tests.support.pipeline_models:SumOfAllStates", ("--optimizer.lr=3e-2",), (*HALF_BATCH, *PP)),
+    "lora": ("gla", ("--lora.rank=3", "--optimizer.lr=3e-2"), (*HALF_BATCH, *PP)),
     "qlora": ("wide", ("--lora.rank=3", "--lora.quantize_base=nf4", "--optimizer.lr=3e-2"), (*STEPS, *PP, TP)),
     "float8": (
         "wide", ("--quantize.linear.float8.recipe_name=rowwise_with_gw_hp", "--quantize.linear.float8.emulate"),
-        (*HALF, *PP),
+        (*HALF_BATCH, *PP),
     ),
     "muon": (
         "llama", ("--optimizer.name=Muon", "--optimizer.groups=[{pattern = 'embed', lr = 1e-3}]"), (*STEPS, *PP, TP),
     ),
 }  # fmt: skip
-PARTS = [
-    ("--training.steps=2", *HALF[1:], *SAVES, *PP),
+SEGMENTS = [
+    ("--training.steps=2", *HALF_BATCH[1:], *SAVES, *PP),
     ("--training.steps=4", *STEPS[1:], *SAVES, TP, *PP, schedule("Interleaved1F1B")),
-    ("--training.steps=6", *HALF[1:], *SAVES, TP),
-    (STEPS[2], *PUBLISHED, TP, *PP),
+    ("--training.steps=6", *HALF_BATCH[1:], *SAVES, TP),
+    (STEPS[2], *EXPORTED, TP, *PP),
 ]
 
 
-folder, one, four = runs(MODELS, JOBS, TUNED, PARTS, "llama", {*MODELS} - {"wide"}, VALIDATION)
+folder, one, four = runs(MODELS, JOBS, TUNED, SEGMENTS, "llama", {*MODELS} - {"wide"}, VALIDATION)
 
 
 @pytest.mark.thorough
@@ -88,7 +88,7 @@ def test_a_job_has_the_figures_of_one_process(one, four, name):
     assert expected[LOSS][3] < expected[LOSS][1] - 0.1, "a model that does not learn proves nothing"
     assert ("experts/largest_bias" in expected) == ("glm4_moe" in name)
     for key in expected:
-        if key != LARGEST:  # of several batches, where a step has them
+        if key != MAX_LOSS:  # of several batches, where a step has them
             # float32, summed in another order, as in test_trainer; the norm of four blocks under tensor parallelism alone is
             # 7e-5 off in step 3.
             assert found[key] == pytest.approx(expected[key], rel=2e-4 if key == "grad_norm" else 1e-5), key
@@ -104,7 +104,7 @@ def test_own_models_adapters_float8_and_muon_train_alike(one, four, name):
 
 @pytest.mark.thorough
 def test_a_job_goes_on_with_other_degrees_and_its_weights_are_published(folder, one, four):
-    goes_on(one["whole"], four["moved"], folder)
+    check_resumed(one["uninterrupted"], four["resumed"], folder)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_a_job_says_what_moves_the_biases_and_keeps_them_in_float32(tmp_path):
         reader = CheckpointReader(tmp_path / "out" / "checkpoint" / f"step-{step}")
         saved = tensors_of(reader.read_metadata().state_dict_metadata)
         dtypes = {name: tensor.dtype for name, tensor in saved.items()}
-        kept = {f"model.layers.1.mlp.{name}" for name in zoo.kept_of_routers()}
+        kept = {f"model.layers.1.mlp.{name}" for name in zoo.float32_of_routers()}
         assert bias in kept
         assert {name for name, dtype in dtypes.items() if dtype == torch.float32} == kept
         assert set(dtypes.values()) == {torch.float32, torch.bfloat16}

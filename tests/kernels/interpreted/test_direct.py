@@ -1,4 +1,4 @@
-"""Kernels that no layer of the families calls: FLA's other activations, a norm; and those of this project."""
+"""Kernels that no layer of the families calls, against stand-ins: of FLA, and of this project's loss."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from fla.ops.mesa_net import chunk_mesa_net
 from fla.ops.rwkv7 import fused_mul_recurrent_rwkv7
 from fla.ops.utils.pooling import mean_pooling
 
-from tests.support.interpreted.calls import ENOUGH, real, widened
+from tests.support.interpreted.calls import TOLERANCE, real, widened
 from titanplans.loss import kernels, operators
 
 
@@ -51,55 +51,55 @@ def _rwkv7(r, w, k, v, kk, a):
 ROWS, WEIGHT, HEADS = (3, 70, 48), (64, 48), (1, 70, 2, 16)
 FUNCTIONS = {
     "sigmoid": (_activation("SigmoidFunction"), [ROWS], True),
-    "its logarithm": (_activation("LogSigmoidFunction", 2.0), [ROWS], True),
+    "logarithm of a sigmoid": (_activation("LogSigmoidFunction", 2.0), [ROWS], True),
     "ELU plus one": (_activation("ELUPlusOneFunction"), [ROWS], True),
     "fast GELU": (_activation("FastGeLUFunction"), [ROWS], True),
     "GELU of a bias": (_activation("GeLUFunction"), [ROWS, (48,)], True),
     "PowGLU": (_activation("PowGLUFunction", 2.0), [ROWS, ROWS], True),
     "PowGLU and a projection": (_activation("PowGLULinearFunction", 2.0), [ROWS, ROWS, WEIGHT, (64,)], True),
     "a gated norm and a projection": (_gated_norm, [ROWS, ROWS, WEIGHT, (64,)], True),
-    "the states of a convolution": (_states_after, [(2, 70, 48), (2, 48, 4)], False),
+    "states of a convolution": (_states_after, [(2, 70, 48), (2, 48, 4)], False),
     "mean pooling": (_pooled, [HEADS], True),
     "cross entropy": (_entropy, [(70, 96)], True),
     "RWKV-7, token by token": (_rwkv7, [HEADS] * 6, False),
 }
-"""The function, its inputs' shapes, and whether it has a backward."""
+"""By name: the function, the shapes of its inputs, and whether it has a backward."""
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_kernel_that_no_layer_calls(name):
+def test_kernels_that_no_layer_calls_agree(name):
     with real():
         kernel = _of(*FUNCTIONS[name])
     for x, y in zip(kernel, _of(*FUNCTIONS[name]), strict=True):
-        assert (x - y).norm() <= ENOUGH * y.norm()
+        assert (x - y).norm() <= TOLERANCE * y.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("summed", [False, True])
-def test_the_loss_reads_and_overwrites_logits_as_torchs_operators(dtype, summed, monkeypatch):
-    """Over more columns than a program has at once, a vocabulary's share, and labels that are elsewhere."""
+def test_kernels_of_the_loss_compute_what_operators_compute(dtype, summed, monkeypatch):
+    """More columns than a program loads at once, over a shard of the vocabulary, with labels on other ranks."""
     monkeypatch.setattr(kernels, "COLUMNS", 64)
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(9, 150, generator=generator)).to(dtype)
     mine = torch.tensor([True] * 7 + [False] * 2)
     index = torch.where(mine, torch.randint(150, (9,), generator=generator), 0)
     scale, own, shift = torch.rand(3, 9, generator=generator)
-    given = (scale, own * mine, shift * summed)
-    found = []
+    factors = (scale, own * mine, shift * summed)
+    results = []
     for read in (kernels.read, operators.read_by_operators):
         statistics, gradient = read(logits.clone(), mine, index, summed)
         log_sum = statistics[0]
-        found.append([*statistics[: 3 if summed else 2], gradient(log_sum, *given)])
-    for x, y in zip(*found, strict=True):
-        bound = 2**-8 if x.dtype == torch.bfloat16 else ENOUGH
+        results.append([*statistics[: 3 if summed else 2], gradient(log_sum, *factors)])
+    for x, y in zip(*results, strict=True):
+        bound = 2**-8 if x.dtype == torch.bfloat16 else TOLERANCE
         assert (x.double() - y.double()).norm() <= bound * y.double().norm()
 
 
 @pytest.mark.parametrize(
     ("scale", "least", "most"), [(1, 2e-4, 2e-3), (1e-2, 5e-3, 0.05), (1e-4, 0.3, 0.9), (1e-6, 0.98, 1.02)]
 )
-def test_mesa_nets_gradient_is_lost_where_it_is_small(scale, least, most):
-    """Its kernel adds 1e-5 to squares that it divides by. Without, it agrees at every size."""
+def test_gradients_of_mesa_net_are_lost_where_they_are_small(scale, least, most):
+    """The kernel adds 1e-5 to squares that it divides by. Without that it agrees at every scale."""
     shape = (1, 70, 2, 16)
 
     def queries_gradient(dtype=torch.float32):
@@ -107,10 +107,10 @@ def test_mesa_nets_gradient_is_lost_where_it_is_small(scale, least, most):
         q, k, v, weights = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(4))
         g, beta = torch.rand(2, *shape[:3], generator=generator, dtype=torch.float64)
         q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
-        given = [x.to(dtype).requires_grad_() for x in (q, k, v, -g, beta, torch.ones(2, 16))]
-        outputs, *_ = chunk_mesa_net(*given)
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v, -g, beta, torch.ones(2, 16))]
+        outputs, *_ = chunk_mesa_net(*leaves)
         (outputs * weights.to(dtype) * scale).sum().backward()
-        return given[0].grad.double()
+        return leaves[0].grad.double()
 
     exact = queries_gradient(torch.float64)
     with real():
@@ -118,4 +118,4 @@ def test_mesa_nets_gradient_is_lost_where_it_is_small(scale, least, most):
         with widened():
             to_the_end = queries_gradient()
     assert least < (kernel - exact).norm() / exact.norm() < most
-    assert (to_the_end - exact).norm() <= ENOUGH * exact.norm()
+    assert (to_the_end - exact).norm() <= TOLERANCE * exact.norm()

@@ -4,7 +4,7 @@ import torch
 
 from tests.support import process_groups
 from tests.support.faulty_styles import Unsummed, tiny_plan_with
-from tests.support.plain_proofs import verify_plainly
+from tests.support.plain_proofs import verify_plain
 from tests.support.refusals import refusal_or_none
 from tests.support.tiny_model import Tiny, TinyPlan
 from titanplans.split.objects import gather_objects
@@ -12,15 +12,15 @@ from titanplans.split.objects import gather_objects
 
 def prove(rank):
     torch.manual_seed(rank)  # what model_fn draws differs between ranks; the proof has to share it
-    right = verify_plainly(Tiny, TinyPlan, ranks="process_group", seq_len=13)
-    wrong = verify_plainly(
+    right = verify_plain(Tiny, TinyPlan, ranks="process_group", seq_len=13)
+    wrong = verify_plain(
         Tiny,
         tiny_plan_with(q_norm=lambda p: Unsummed()),
         ranks="process_group",
         loss_parallel=True,
         sequence_parallel=True,
     )
-    breaking = verify_plainly(
+    breaking = verify_plain(
         Tiny,
         tiny_plan_with(q_proj=lambda p: p.rowwise(), o_proj=lambda p: p.colwise()),
         ranks="process_group",
@@ -29,7 +29,7 @@ def prove(rank):
     for report in reports:
         for case in report["cases"]:
             case.pop("seconds")
-    refused = refusal_or_none(verify_plainly, Tiny, TinyPlan, ranks="process_group", degrees=[4])
+    refused = refusal_or_none(verify_plain, Tiny, TinyPlan, ranks="process_group", degrees=[4])
     return gather_objects(reports), refused, wrong.table()
 
 

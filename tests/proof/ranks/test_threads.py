@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests import zoo
 from tests.support.faulty_styles import leaving
 from tests.support.mutants.architectures import ARCHITECTURES
-from tests.support.plain_proofs import verify_plainly, verify_sharded
+from tests.support.plain_proofs import verify_plain, verify_sharded
 from tests.support.tiny_model import Tiny, TinyPlan, changed
 from titanplans import Degrees, PlanError, TPOptions
 from titanplans.loss import cross_entropy
@@ -342,7 +342,7 @@ def test_the_callers_process_is_left_as_it_was(monkeypatch):
 
 def test_ranks_that_are_not_there():
     with pytest.raises(PlanError, match="ranks = 'processes': "):
-        verify_plainly(Tiny, ranks="processes")
+        verify_plain(Tiny, ranks="processes")
     with pytest.raises(PlanError, match="ranks = 'threads' on meta"):
         Worlds("threads", Tiny().to("meta"))
 

@@ -30,7 +30,7 @@ def job_stages(name, starts):
 
 
 @pytest.mark.parametrize("starts", [(2,), (1, 3)], ids=str)
-@pytest.mark.parametrize("name", pipeline_models.RIGHT)
+@pytest.mark.parametrize("name", pipeline_models.SUPPORTED)
 def test_stages_are_the_model(name, starts):
     stages, model = job_stages(name, starts)
     inputs = {"input_ids": torch.randint(pipeline_models.VOCABULARY, (2, 8))}

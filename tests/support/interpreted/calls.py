@@ -1,7 +1,7 @@
-"""Calls of FLA's kernels, as the layers of the tiny models make them, and a comparison of each with what stands in for it.
+"""Records calls of FLA's kernels by the layers of tiny models, and compares each kernel with its stand-in.
 
-A call is recorded while a model runs with the stand-ins. Then both compute it, forward and backward, on copies of its
-arguments. The kernels' new tensors are filled with NaN, so that a value which nobody wrote shows.
+A call is recorded while a model runs with the stand-ins. Then kernel and stand-in compute it, forward and backward, on
+copies of its arguments.
 """
 
 import functools
@@ -22,17 +22,18 @@ from titanplans.kernels.table import FORMULAS
 
 Compute = Callable[..., Any]
 
-ENOUGH = 1e-5
-"""Relative, in float32: a kernel and its stand-in sum in other orders."""
+TOLERANCE = 1e-5
+"""Relative tolerance in float32: a kernel and its stand-in sum in different orders."""
 ROUNDING = 8
-"""Else a kernel, which sums block by block, may be so many times as far from float64 as the stand-in in float32."""
+"""A larger difference is allowed if the kernel's error against float64 is at most so many times the stand-in's: it sums
+block by block."""
 
 
 class Call(NamedTuple):
-    """A call of a kernel's function."""
+    """A recorded call of a kernel, with copies of its arguments."""
 
     place: str
-    """As in `REFERENCES`."""
+    """The key of the kernel in `REFERENCES`."""
     stand_in: Compute
     kernel: Compute
     args: tuple[Any, ...]
@@ -40,54 +41,59 @@ class Call(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What is the same of calls that show the same: shapes, dtypes, lengths of documents, options."""
-        return f"{self.place} {tree_map(_seen, (self.args, self.kwargs))}"
+        """Equal for calls that need only one comparison: shapes, dtypes, lengths of documents, options."""
+        return f"{self.place} {tree_map(_signature, (self.args, self.kwargs))}"
 
 
 class Difference(NamedTuple):
-    """How far a tensor of the kernel is from the stand-in's, and both from the stand-in's in float64: relative, by norms."""
+    """Relative differences, by norms, of one tensor: kernel from stand-in, and each from the stand-in in float64."""
 
-    of: str
+    tensor: str
+    """The name of the output or gradient."""
     between: float
     kernel: float
     stand_in: float
 
-    def is_wrong(self, enough: float = ENOUGH) -> bool:
-        """Whether float32 does not explain it."""
-        return self.between > enough and self.kernel > ROUNDING * self.stand_in + enough
+    def is_wrong(self, tolerance: float = TOLERANCE) -> bool:
+        """Whether rounding in float32 does not explain the difference."""
+        return self.between > tolerance and self.kernel > ROUNDING * self.stand_in + tolerance
 
     def __str__(self) -> str:
-        return f"{self.of}: {self.between:.1e} apart; from float64 {self.kernel:.1e}, the stand-in {self.stand_in:.1e}"
+        return f"{self.tensor}: {self.between:.1e} apart; from float64 {self.kernel:.1e}, the stand-in {self.stand_in:.1e}"
 
 
 KERNELS: dict[str, tuple[Compute, Compute]] = {}
-"""Of each place the stand-in and the kernel."""
+"""Stand-in and kernel, by the key in `REFERENCES`."""
 _calls: list[Call] | None = None
-_inside = 0
+"""Where calls are recorded; None: nowhere."""
+_depth = 0
+"""How many recorded stand-ins are running; calls from inside another are not recorded."""
 
 
 def start() -> None:
-    """Let kernels be interpreted where `real` says so, and calls be recorded; before anything of FLA is imported."""
+    """Install stand-ins that record their calls, and the interpreter that `real` enables. Call it before importing FLA."""
     module = sys.modules["titanplans.kernels.install"]
     on_cpu = module._on_cpu
 
     def recording(reference: Compute, original: Compute | None, *, triton: bool) -> Compute:
         if not triton or original is None:
             return on_cpu(reference, original, triton=triton)
-        owner = getattr(original, "__self__", original)  # of an autograd.Function it is `apply`
+        owner = getattr(
+            original, "__self__", original
+        )  # `original` may be the `apply` of an autograd.Function
         place = f"{owner.__module__}:{owner.__qualname__}"
         KERNELS[place] = reference, original
 
         @functools.wraps(reference)
         def record(*args: Any, **kwargs: Any) -> Any:
-            global _inside
-            if _calls is not None and not _inside:
-                _calls.append(Call(place, reference, original, *tree_map(_copied, (args, kwargs))))
-            _inside += 1
+            global _depth
+            if _calls is not None and not _depth:
+                _calls.append(Call(place, reference, original, *tree_map(_copy_of, (args, kwargs))))
+            _depth += 1
             try:
                 return reference(*args, **kwargs)
             finally:
-                _inside -= 1
+                _depth -= 1
 
         return on_cpu(record, original, triton=triton)
 
@@ -98,50 +104,53 @@ def start() -> None:
 
 
 def siblings(call: Call) -> Iterator[Call]:
-    """Yield the call of each other kernel of a recurrence: `fused_recurrent_kda` of `chunk_kda`, say."""
+    """Yield the same call of the other kernels of a recurrence: of `fused_recurrent_kda` for `chunk_kda`, say."""
     folder = call.place.removeprefix("fla.ops.").partition(".")[0]
     places = [f"fla.ops.{folder}.{kind}:{kind}_{folder}" for kind in FORMULAS.get(folder, ())[1:]]
     for place in places if call.place in places else ():
         if place == call.place:
             continue
-        given = inspect.signature(call.stand_in).bind(*call.args, **call.kwargs).arguments
-        given |= given.pop("kwargs", {})
+        arguments = inspect.signature(call.stand_in).bind(*call.args, **call.kwargs).arguments
+        arguments |= arguments.pop("kwargs", {})
         stand_in, kernel = KERNELS[place]
-        has = inspect.signature(stand_in).parameters
+        parameters = inspect.signature(stand_in).parameters
         if folder == "gla":
-            given["gk" if "gk" in has else "g"] = given.pop("g" if "g" in given else "gk")
-        yield Call(place, stand_in, kernel, (), {name: x for name, x in given.items() if name in has})
+            arguments["gk" if "gk" in parameters else "g"] = arguments.pop("g" if "g" in arguments else "gk")
+        yield Call(
+            place, stand_in, kernel, (), {name: x for name, x in arguments.items() if name in parameters}
+        )
 
 
 @contextmanager
 def recorded() -> Iterator[list[Call]]:
     """Collect the calls that the body makes."""
     global _calls
-    _calls = found = []
+    _calls = calls = []
     try:
-        yield found
+        yield calls
     finally:
         _calls = None
 
 
 @contextmanager
 def real() -> Iterator[None]:
-    """Let the body, and what it goes backward through, run the kernels."""
-    filled = torch.are_deterministic_algorithms_enabled()
+    """Run the kernels, instead of their stand-ins, in the body and in backwards that it calls."""
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
     use_interpreter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(True, warn_only=True)  # which fills what is empty
+        # Fills new tensors with NaN, so that an element that the kernel does not write shows.
+        torch.use_deterministic_algorithms(True, warn_only=True)
         try:
             yield
         finally:
             use_interpreter(False)
-            torch.use_deterministic_algorithms(filled)
+            torch.use_deterministic_algorithms(was_deterministic)
 
 
 @contextmanager
 def widened() -> Iterator[None]:
-    """Let the body's kernels have float32 for what they round to 16 bits on the way."""
+    """Let kernels in the body keep float32 where they round intermediate values to 16 bits."""
     interpreted.widen()
     try:
         yield
@@ -150,18 +159,18 @@ def widened() -> Iterator[None]:
 
 
 def compare(call: Call, *, states: bool = True) -> list[Difference]:
-    """Return the differences of outputs, and of the gradients of a random sum of them.
+    """Return the differences of the outputs, and of the gradients of a randomly weighted sum of them.
 
     A kernel that has no backward is compared by its outputs.
 
     Args:
-        call: what both compute.
-        states: the sum has the final states, too, not the first output alone.
+        call: the call that kernel and stand-in compute.
+        states: whether the sum includes the final states, or only the first output.
     """
     with real():
         try:
             kernel = _computed(call.kernel, call, states)
-        except NotImplementedError:  # it has no backward
+        except NotImplementedError:  # the kernel has no backward
             call = call._replace(args=_detached(call.args), kwargs=_detached(call.kwargs))
             kernel = _computed(call.kernel, call, states)
     stand_in = _computed(call.stand_in, call, states)
@@ -172,10 +181,13 @@ def compare(call: Call, *, states: bool = True) -> list[Difference]:
 def differences(
     kernel: dict[str, torch.Tensor], stand_in: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]
 ) -> list[Difference]:
-    """Return how far each of the kernel's tensors is from those of its name."""
+    """Return the differences of each of the kernel's tensors from the other two of the same name."""
     return [
         Difference(
-            name, _apart(x, stand_in[name]), _apart(x, exact[name]), _apart(stand_in[name], exact[name])
+            name,
+            _distance(x, stand_in[name]),
+            _distance(x, exact[name]),
+            _distance(stand_in[name], exact[name]),
         )
         for name, x in kernel.items()
     ]
@@ -198,15 +210,15 @@ def _computed(
 
     flat, form = tree_flatten_with_path((call.args, call.kwargs))
     args, kwargs = torch.utils._pytree.tree_unflatten([fresh(path, x) for path, x in flat], form)
-    found = compute(*args, **kwargs)
-    outputs = [x for _, x in tree_flatten_with_path(found)[0] if isinstance(x, torch.Tensor)]
+    result = compute(*args, **kwargs)
+    outputs = [x for _, x in tree_flatten_with_path(result)[0] if isinstance(x, torch.Tensor)]
     generator = torch.Generator().manual_seed(0)
     loss: Any = sum(
         (x.double() * torch.randn(x.shape, generator=generator, dtype=torch.float64)).sum()
         for x in (outputs if states else outputs[:1])
         if x.requires_grad
     )
-    results = {f"output {number}": x.detach() for number, x in enumerate(outputs, 1)}
+    results = {f"output {index}": x.detach() for index, x in enumerate(outputs, 1)}
     if leaves and isinstance(loss, torch.Tensor):
         grads = torch.autograd.grad(loss, [*leaves.values()], allow_unused=True)
         results |= {
@@ -217,7 +229,7 @@ def _computed(
 
 
 def _name(path: Any, call: Call) -> str:
-    """An argument by its name, where the kernel's function has names."""
+    """Return the name of an argument, or its index if the function does not name it."""
     (which, *rest), code = path, getattr(call.stand_in, "__wrapped__", call.stand_in).__code__
     if which.idx == 1:
         return "".join(map(str, rest)).replace("['", "").replace("']", "")
@@ -227,25 +239,25 @@ def _name(path: Any, call: Call) -> str:
     return name + "".join(map(str, others))
 
 
-def _apart(x: torch.Tensor, y: torch.Tensor) -> float:
+def _distance(x: torch.Tensor, y: torch.Tensor) -> float:
     assert x.shape == y.shape, (x.shape, y.shape)
-    apart = ((x.double() - y.double()).norm() / y.double().norm().clamp_min(1e-6)).item()
-    return math.inf if math.isnan(apart) else apart
+    distance = ((x.double() - y.double()).norm() / y.double().norm().clamp_min(1e-6)).item()
+    return math.inf if math.isnan(distance) else distance
 
 
-def _detached(given: Any) -> Any:
-    return tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, given)
+def _detached(values: Any) -> Any:
+    return tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, values)
 
 
-def _seen(x: Any) -> Any:
+def _signature(x: Any) -> Any:
     if not isinstance(x, torch.Tensor):
         return repr(x)[:60]
     values = x.tolist() if not x.is_floating_point() and x.numel() < 20 else None
     return (tuple(x.shape), str(x.dtype), x.requires_grad, values)
 
 
-def _copied(x: Any) -> Any:
+def _copy_of(x: Any) -> Any:
     if not isinstance(x, torch.Tensor):
         return x
-    # Within an autograd.Function nothing is differentiated.
+    # Within an autograd.Function gradients are disabled, so a copy there needs none.
     return x.detach().clone().requires_grad_(x.requires_grad and torch.is_grad_enabled())

@@ -1,22 +1,22 @@
-"""What FLA's kernels compute otherwise than their formula says: found here, and named in docs/kernels.md."""
+"""The known deviations of FLA's kernels from their formulas, which docs/kernels.md lists too."""
 
 from typing import NamedTuple
 
 
 class Deviation(NamedTuple):
-    """A difference that is the kernel's."""
+    """How a kernel deviates from its formula."""
 
     why: str
     states: tuple[str, ...] = ()
-    """Of a call with states: the beginnings of what is wrong even if no final state is used. Without states it agrees."""
+    """Prefixes of the tensors that are wrong in calls with states, even if no final state is used. Other calls agree."""
 
 
 _SOLVER = Deviation(
-    "solves a system until the square of what is left is 1e-5, and small gradients not at all; solved to the end it agrees"
+    "solves a system until the squared residual is 1e-5, and not at all for small gradients; solved to the end it agrees"
 )
 DEVIATIONS = {
     "fla.modules.causal_conv1d.ops:CausalConv1dFunction": Deviation(
-        "no gradient passes through the oldest input of the cache, which no later token looks at"
+        "no gradient passes through the oldest input of the cache, which no later token uses"
     ),
     "fla.ops.hgrn.chunk:chunk_hgrn": Deviation(
         "no gradient passes through states, the final and the initial one",
@@ -32,4 +32,4 @@ DEVIATIONS = {
     "fla.ops.mesa_net.chunk:chunk_mesa_net": _SOLVER,
     "fla.ops.mesa_net.decoding_one_step:mesa_net_decoding_one_step": _SOLVER,
 }
-"""By the kernel's place, as in `REFERENCES`."""
+"""By the key of the kernel in `REFERENCES`."""

@@ -13,49 +13,49 @@ from titanplans.training.trainer.documents import BY_CU_SEQLENS
 _OTHER_SIZES: dict[str, dict[str, Any]] = {
     "path_attn": dict(num_heads=4),  # 16, 32, 64 or 128 a head
     "log_linear_mamba2": dict(state_size=64),  # a multiple of 64
-    "nsa": dict(block_size=16, block_counts=4),  # so that it has blocks to choose from
+    "nsa": dict(block_size=16, block_counts=4),  # more blocks than it selects
 }
-"""Sizes for families with kernels that refuse the zoo's sizes."""
+"""Sizes for families whose kernels refuse the zoo's sizes."""
 NO_CACHE = {
     "deltaformer": "FLA's layer refuses a cache",
     "stickbreaking_attn": "FLA's layer refuses a cache",
-    "nsa": "FLA's kernel reads beyond the queries, which are fewer than the keys",
+    "nsa": "FLA's kernel accesses queries out of bounds if they are fewer than the keys",
     "log_linear_mamba2": "kernel and stand-in keep their states in other forms",
     "path_attn": "FLA's kernel takes a cache in inference mode alone",
 }
-"""Families that do not go on from a cache, or not from each other's."""
+"""Families that have no cache, or whose kernel and stand-in can't use each other's cache."""
 ONE_AT_A_TIME = ("forgetting_transformer", "mom", "yoco")
-"""Families that go on by one token at a time, without gradients."""
+"""Families that continue from a cache by one token at a time, without gradients."""
 LENGTHS = (30, 64, 130)
 """Below, at and above a chunk, which is 64 tokens or fewer."""
 DOCUMENTS = (1, 3, 63, 63)
 
 
 def variants(name: str) -> tuple[dict[str, Any], ...]:
-    """Fields of a family's tiny models."""
-    of_zoo = zoo.FAMILIES.get(name) or (zoo.fields(name),)
-    return tuple(fields | _OTHER_SIZES.get(name, {}) for fields in of_zoo)
+    """Return the config fields of each tiny model of a family."""
+    all_fields = zoo.FAMILIES.get(name) or (zoo.fields(name),)
+    return tuple(fields | _OTHER_SIZES.get(name, {}) for fields in all_fields)
 
 
 def families() -> list[str]:
-    """Model types whose code is FLA's."""
-    every = [*zoo.ARCHITECTURES, *zoo.FAMILIES]
-    return [name for name in every if type(modeling.load_config(name, "debug")).__module__.startswith("fla.")]
+    """Return the model types whose code is FLA's."""
+    names = [*zoo.ARCHITECTURES, *zoo.FAMILIES]
+    return [name for name in names if type(modeling.load_config(name, "debug")).__module__.startswith("fla.")]
 
 
 def build(name: str, fields: dict[str, Any]) -> Any:
-    """A tiny model in float32."""
+    """Return a tiny model in float32."""
     return build_real(modeling.load_config(name, "debug", **fields), dtype=torch.float32)
 
 
 def inputs(config: PretrainedConfig, length: int, *, sequences: int = 1) -> dict[str, torch.Tensor]:
-    """Tokens, and their labels."""
-    given = sample_inputs(config, batch_size=sequences, seq_len=length, seed=0)
-    return given | {"labels": given["input_ids"]}
+    """Return tokens, with the same tokens as labels."""
+    batch = sample_inputs(config, batch_size=sequences, seq_len=length, seed=0)
+    return batch | {"labels": batch["input_ids"]}
 
 
 def packed(config: PretrainedConfig) -> dict[str, torch.Tensor] | None:
-    """Documents in one row; None for a family that does not keep them apart."""
+    """Return documents packed into one sequence; None for a family that ignores document boundaries."""
     if config.model_type not in BY_CU_SEQLENS:
         return None
     ends = torch.tensor((0, *DOCUMENTS)).cumsum(0)

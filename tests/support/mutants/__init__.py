@@ -1,9 +1,10 @@
-"""Mutants: plans with one fault each, which a proof has to reject and to place.
+"""Mutants: plans with one fault each. A proof has to reject each, and to name the module of the fault.
 
 architectures   a tiny model for each registered plan, with every option that changes its styles
 faults          styles with one fault
-operators       what is done to the style of one key
-corpus          every operator on every key, once where plans agree
-prove           verdicts, and which place is the right one
+operators       changes of the style at one key
+corpus          every operator at every key, once where plans agree
+prove           the verdict on each mutant
+place           the modules that a verdict may name
 equivalent      the mutants that change nothing, and why
 """

@@ -1,18 +1,18 @@
-"""The zoo's models in odd sizes, with every option of the config that changes a style of the plan, and its plan.
+"""Models of the zoo in odd sizes with every option of the config that changes a style of the plan, and their plans.
 
-    registered     model here     what its plan has that those above do not
-    transformer    itself         all: biases, q/k norms, residual mixing
+    registered     model here     what its plan has that the plans above do not
+    transformer    itself         biases, q/k norms, residual mixing
     gla            itself         a mixer with short convolutions and an output gate
-    llama          itself         all: biases in every projection
-    mistral        llama          the same class
+    llama          itself         biases in every projection
+    mistral        llama          nothing, it is the same class
     qwen2          itself         tied weights
     qwen3          itself         q/k norms
     gemma3_text    itself         four norms, windows, soft caps, tied and scaled embedding
     gemma3         itself         vision tower, projector, images
 
 Where two plans agree at a key, its mutants are made for the first (tests/support/mutants/corpus.py). All models but the last
-have two blocks, 32 wide, four heads and two key/value heads, which four ranks share; the vocabulary of 51, the
-MLPs of 47 and the sequence of 7 are not divisible by either degree.
+have two blocks, 32 wide, with four heads and two key/value heads; at tp 4, two ranks share a key/value head. Neither degree
+divides the vocabulary of 51 or the MLPs of 47.
 """
 
 from dataclasses import dataclass, field
@@ -52,7 +52,7 @@ class Architecture:
     fields: dict[str, Any] = field(hash=False)
     """Fields of the config that differ from the zoo's."""
     eager: bool = False
-    """With transformers' own attention, which counts heads by attributes, and has a soft cap."""
+    """Use transformers' eager attention, which counts heads by attributes, and has a soft cap."""
 
     @property
     def plan(self) -> type[TPPlan]:
@@ -65,9 +65,9 @@ class Architecture:
             model.set_attn_implementation("eager")
         return model
 
-    @cache  # noqa: B019 -- a handful of frozen instances, all of the module's
+    @cache  # noqa: B019 -- only the few frozen instances of this module are cached
     def reference(self) -> ReferenceRun:
-        """Return the whole model after its step: once for all mutants of the architecture."""
+        """Return the run of the unsplit model, computed once for all mutants of the architecture."""
         model = self.build()
         randomise(model, seed=0)
         inputs = None

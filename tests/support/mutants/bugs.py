@@ -1,7 +1,4 @@
-"""Styles that reproduce real bugs, in the form in which they were shipped.
-
-What the corpus has already (tests/support/mutants/faults.py) is not repeated here.
-"""
+"""Styles that reproduce bugs which other libraries shipped, where the faults in mutants/faults.py do not have them."""
 
 from typing import Any
 
@@ -20,7 +17,7 @@ from titanplans.styles.vocab_head import VocabHead
 
 
 def changed(plan: type[TPPlan], **changes: Any) -> type[TPPlan]:
-    """Return `plan` with styles replaced, by last part of the key: a function of the plan and of the old style."""
+    """Return `plan` with styles replaced: by last name of the key, a function of the plan and of the old style."""
 
     class Changed(plan):  # type: ignore[misc, valid-type]
         def full_plan(self, model: nn.Module) -> Plan:
@@ -33,10 +30,10 @@ def changed(plan: type[TPPlan], **changes: Any) -> type[TPPlan]:
 
 
 def counted_on_every_rank(style: ReplicatedOnStream) -> ParallelStyle:
-    """A replica on each rank that is taken for a shard: a norm over all shards counts it once for each."""
+    """Label a replicated parameter as a shard, so that a norm over all shards counts it once for each rank."""
 
-    def install(right: Install, module: nn.Module, border: Border) -> None:
-        right(module, border)
+    def install(original: Install, module: nn.Module, border: Border) -> None:
+        original(module, border)
         specs = local_specs(module)
         for name, spec in specs.items():
             local = module._parameters[name].to_local().detach()  # type: ignore[union-attr, operator]
@@ -48,12 +45,12 @@ def counted_on_every_rank(style: ReplicatedOnStream) -> ParallelStyle:
 
 
 def loss_over_ranks(style: VocabHead) -> ParallelStyle:
-    """The loss is divided by the number of ranks before its backward, as if they held shards of the batch."""
+    """Divide the loss by the number of ranks before its backward, as if the ranks held shards of the batch."""
 
-    def install(right: Install, module: nn.Module, border: Border) -> None:
+    def install(original: Install, module: nn.Module, border: Border) -> None:
         module.register_forward_hook(
             lambda module, args, output: scale_gradient(output, 1 / border.mesh.size())
         )
-        right(module, border)
+        original(module, border)
 
     return installed(style, install)

@@ -1,8 +1,7 @@
-"""Every operator on every key of every plan, once for those that agree there.
+"""The corpus of mutants: every operator at every key of every plan, once where several plans agree at the key.
 
-Two plans agree at a key if they give the same style to the same part of a model of the same library
-(`Site.likeness`), and the module has no parameter that the other's has not: llama's projections with biases stand
-for all without.
+Two plans agree at a key if they give the same style to the same module of models of the same library (`Site.likeness`), and
+the later plan's module has no parameter that the earlier one's lacks: llama's projections with biases stand for all without.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from tests.support.mutants.architectures import ARCHITECTURES, Architecture
 from tests.support.mutants.operators import (
     AT_SHARED_HEADS,
     BACKWARD,
-    BLIND,
+    STREAM_INDEPENDENT,
     DROP,
     FORWARD,
     SKIP,
@@ -32,7 +31,7 @@ from titanplans.styles.kv_colwise import KVColwise
 from titanplans.styles.replicated_off_stream import ReplicatedOffStream
 
 LOCAL_ATTRIBUTES = "local_attributes"
-"""The one operator that is not done to a style: a mixer keeps the attributes of the whole one."""
+"""Name of the one operator that changes no style: a mixer keeps its attributes of the unsplit model."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,12 @@ class Mutant:
     change: Change = DROP
 
     def __str__(self) -> str:
-        sequence = "sharded" if self.options.sequence_parallel else "whole"
+        sequence = "sharded" if self.options.sequence_parallel else "replicated"
         return f"{self.architecture.name}, tp {self.options.degrees.tp}, sequence {sequence}: {self.operator} at {self.key}"
 
     @property
     def effect(self) -> object:
-        """What two mutants have in common that differ in their words only: styles without hooks, the same layouts."""
+        """Return a key that is equal for mutants which compute the same: no hooks, and the same layouts at the same key."""
         style = self.change
         if not isinstance(style, Style) or type(style).by_weights is not Style.by_weights:
             return self
@@ -64,25 +63,25 @@ class Mutant:
 
 @cache
 def corpus() -> dict[Architecture, list[Mutant]]:
-    """Return the mutants of each architecture that none above it has."""
+    """Return for each architecture the mutants that no architecture before it has."""
     seen: dict[tuple, list[set[str]]] = {}
-    found = {}
+    by_architecture = {}
     for architecture in ARCHITECTURES:
-        found[architecture] = []
+        by_architecture[architecture] = []
         for mutant in list(mutants(architecture)):
             before = seen.setdefault((mutant.operator, mutant.options, mutant.likeness), [])
             module = architecture.reference().pristine.get_submodule(mutant.key)
-            held = {name for name, param in module._parameters.items() if param is not None}
-            if not any(held <= other for other in before):
-                found[architecture].append(mutant)
-            before.append(held)
-    return found
+            parameters = {name for name, param in module._parameters.items() if param is not None}
+            if not any(parameters <= other for other in before):
+                by_architecture[architecture].append(mutant)
+            before.append(parameters)
+    return by_architecture
 
 
 def mutants(architecture: Architecture) -> Iterator[Mutant]:
-    """Yield all mutants of one plan: at tp 2, and at tp 4 those of key/value heads, which are shared there.
+    """Yield all mutants of one plan, with and without sequence parallelism where that makes a difference.
 
-    With the sequence sharded and with the sequence whole, where that makes a difference.
+    They are proved at tp 2. Those of key/value heads are proved again at tp 4, where ranks share these heads.
     """
     model = architecture.reference().pristine
     for degree in (2, 4):
@@ -95,11 +94,11 @@ def mutants(architecture: Architecture) -> Iterator[Mutant]:
 def _of_styles(architecture: Architecture, model: nn.Module, options: TPOptions) -> Iterator[Mutant]:
     source = architecture.plan(options)
     blocks = find_decoder(model).names
-    sharing = options.degrees.tp > 2
+    shares_heads = options.degrees.tp > 2
     for key, style in source.full_plan(model).items():
         block = next((name for name in blocks if key.startswith(f"{name}.")), None)
         if (
-            sharing
+            shares_heads
             and not (isinstance(style, KVColwise) and options.degrees.tp > style.heads)
             and not key.endswith("k_norm")
         ):
@@ -107,9 +106,9 @@ def _of_styles(architecture: Architecture, model: nn.Module, options: TPOptions)
         for operator in (*FORWARD, *BACKWARD):
             if block not in (None, blocks[0] if operator in FORWARD else blocks[-1]):
                 continue
-            if sharing and operator not in AT_SHARED_HEADS:
+            if shares_heads and operator not in AT_SHARED_HEADS:
                 continue
-            if options.sequence_parallel == (operator is shift_half) and _blind(operator, style):
+            if options.sequence_parallel == (operator is shift_half) and _ignores_stream(operator, style):
                 continue
             site = Site(key, style, model, source)
             if (change := operator(site)) != SKIP:
@@ -132,9 +131,9 @@ def _of_attributes(architecture: Architecture, model: nn.Module, options: TPOpti
         )
 
 
-def _blind(operator: Callable[[Site], Change], style: Style) -> bool:
-    """Whether it makes no difference to the fault how the sequence is laid out, so that one case is enough."""
-    return (operator in BLIND and style.is_inside_region) or (
+def _ignores_stream(operator: Callable[[Site], Change], style: Style) -> bool:
+    """Whether the fault is the same with and without sequence parallelism, so that one case is enough."""
+    return (operator in STREAM_INDEPENDENT and style.is_inside_region) or (
         operator is summed_again and isinstance(style, ReplicatedOffStream)
     )
 
@@ -145,7 +144,7 @@ def mutated(base: type[TPPlan], key: str, operator: Callable[[Site], Change]) ->
     class Mutated(base):  # type: ignore[misc, valid-type]
         def full_plan(self, model: nn.Module) -> Plan:
             plan = super().full_plan(model)
-            # In its place: of tied weights the first one counts.
+            # Assigned at the key's position in the dict: of tied weights the first key decides.
             plan[key] = operator(Site(key, plan[key], model, self))
             return {name: style for name, style in plan.items() if style != DROP}
 
@@ -153,7 +152,7 @@ def mutated(base: type[TPPlan], key: str, operator: Callable[[Site], Change]) ->
 
 
 def forgetful(base: type[TPPlan], mixer: nn.Module) -> type[TPPlan]:
-    """Return `base`, which leaves the attributes of the first block's mixer as they were."""
+    """Return `base` without local attributes for the first block's mixer."""
 
     class Forgetful(base):  # type: ignore[misc, valid-type]
         def local_attributes(self, attn: nn.Module) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Mutants that change nothing, and why: these must survive, and no others may."""
+"""Mutants that change nothing, with the reasons: these must pass the proof, and no others may."""
 
 import re
 from collections.abc import Callable
@@ -10,18 +10,18 @@ from tests.support.mutants.corpus import LOCAL_ATTRIBUTES, Mutant
 
 @dataclass(frozen=True)
 class Equivalence:
-    """Mutants, given by operator, key, kind of style and options, and why they are equivalent."""
+    """A group of mutants by operator, key, options and architecture, and why they are equivalent."""
 
     operator: str
     key: str
-    """A regular expression for the whole key."""
+    """A regular expression that matches the full key."""
 
     reason: str
     sequence_parallel: bool | None = None
-    """Only with the sequence sharded, or only whole; None for both."""
+    """True: only with sequence parallelism. False: only without. None: both."""
 
     architectures: str = ".*"
-    """A regular expression for the whole name."""
+    """A regular expression that matches the full name."""
 
     def covers(self, mutant: Mutant) -> bool:
         return (
@@ -45,45 +45,45 @@ EQUIVALENT = (
     Equivalence(
         _name(operators.other_input_name),
         r".*\.mlp",
-        "every MLP is called with a positional input, of which the name is not asked",
+        "every MLP is called with a positional input, so the name of the input is not used",
     ),
     Equivalence(
         _name(operators.begin_elsewhere),
         r"model\.embeddings",
-        "FLA's models draw no conclusion from embeddings, so that the stream may begin after them: whole embeddings "
-        "cost an all-reduce instead of a reduce-scatter",
+        "FLA's models compute nothing from the embeddings before the first block, so the stream may begin after them: "
+        "replicated embeddings cost an all-reduce instead of a reduce-scatter",
         sequence_parallel=True,
         architectures="transformer|gla",
     ),
     Equivalence(
-        _name(operators.whole),
+        _name(operators.replicate),
         r"model\.embed.*|lm_head",
-        "every rank holds the whole vocabulary and does all of the work; on a whole stream it has the whole gradient",
+        "every rank holds the full vocabulary and does all of the work; on a replicated stream it has the full gradient",
         sequence_parallel=False,
-        architectures="transformer|llama",  # the others' are tied, which is refused
+        architectures="transformer|llama",  # with tied weights, as in the others, it is refused
     ),
     Equivalence(
         _name(operators.as_before_stream),
         r"(?!.*attn\.).*(norm|res_proj)",
-        "on a whole stream as before it: a whole gradient on every rank",
+        "on a replicated stream as before the stream: the full gradient on every rank",
         sequence_parallel=False,
     ),
     Equivalence(
         _name(operators.as_on_stream),
         r".*\.(q_norm|k_norm|g_norm_swish_gate|gk_proj\.0)",
-        "on a sharded stream as in a region: each rank has seen a share, and the gradient is Partial",
+        "on a sharded stream as in a region: each rank has used a shard of the activations, and the gradient is Partial",
         sequence_parallel=True,
     ),
     Equivalence(
         _name(operators.as_on_stream),
         r"model\.(vision_tower|multi_modal_projector).*",
-        "on a whole stream as before it: a whole gradient on every rank",
+        "on a replicated stream as before the stream: the full gradient on every rank",
         sequence_parallel=False,
     ),
     Equivalence(
         LOCAL_ATTRIBUTES,
         r".*\.(attn|self_attn)",
-        "these attention functions read off their tensors how many queries share a key",
+        "these attention functions derive from their tensors how many queries share a key",
         architectures="transformer|qwen2|qwen3",
     ),
 )

@@ -1,7 +1,6 @@
-"""Styles with one fault each, made from a right one: a copy that does all else as before.
+"""Styles with one fault each, made from a correct style.
 
-A fault is a subclass of the right style's class, made at run time, so that strict application sees the
-kind of style that it was.
+Each is a subclass of the correct style's class, made at run time, so that strict application accepts it as that style.
 """
 
 import copy
@@ -21,22 +20,22 @@ from titanplans.styles.vocab_embedding import VocabEmbedding
 
 
 def on_stream(style: Style, stream: StreamLayout) -> Style:
-    """`style`, made for another stream than the rest of its plan."""
+    """Return `style` with activations and gradients laid out for `stream` instead of its plan's stream."""
     base = type(style).layout
 
     def layout(self: Style, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:
         return base(self, name, param, over._replace(stream=stream))
 
-    def install(right: Install, module: nn.Module, border: Border) -> None:
+    def install(original: Install, module: nn.Module, border: Border) -> None:
         other = Border(border.meshes, stream)
-        other.stream.is_running = True  # no forward starts it
-        right(module, other)
+        other.stream.is_running = True  # no hook of the model starts this second stream
+        original(module, other)
 
     return installed(subclassed(style, "OnOtherStream", layout=layout), install)
 
 
 def with_option(style: Style, **options: Any) -> Style:
-    """`style` with other arguments."""
+    """Return a copy of `style` with other arguments."""
     other = copy.copy(style)
     vars(other).update(options)
     return other
@@ -46,12 +45,12 @@ def with_option(style: Style, **options: Any) -> Style:
 
 
 def unreduced(style: Style) -> Style:
-    """A Partial gradient of a replicated parameter is taken for a whole one."""
+    """Label the Partial gradient of a replicated parameter as Replicate."""
     return _relabelled(style, "Unreduced", Partial(), Replicate())
 
 
 def summed_again(style: Style) -> Style:
-    """A whole gradient of a replicated parameter is taken for a Partial one."""
+    """Label the replicated gradient of a replicated parameter as Partial, so that it is summed once more."""
     return _relabelled(style, "SummedAgain", Replicate(), Partial())
 
 
@@ -59,19 +58,25 @@ def _relabelled(style: Style, name: str, old: Any, new: Any) -> Style:
     base = type(style).layout
 
     def layout(self: Style, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:
-        right = base(self, name, param, over)
-        return right._replace(gradient=new) if right is not None and right.gradient == old else right
+        original = base(self, name, param, over)
+        return (
+            original._replace(gradient=new) if original is not None and original.gradient == old else original
+        )
 
     return subclassed(style, name, layout=layout)
 
 
 def with_rows(style: Style, change: Any) -> Style:
-    """Each rank reads other rows: `change` of the right ones."""
+    """Let each rank hold `change(rows)` instead of the correct rows."""
     base = type(style).layout
 
     def layout(self: Style, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:
-        right = base(self, name, param, over)
-        return right if right is None or right.rows is None else right._replace(rows=change(right.rows))
+        original = base(self, name, param, over)
+        return (
+            original
+            if original is None or original.rows is None
+            else original._replace(rows=change(original.rows))
+        )
 
     return subclassed(style, "OtherRows", layout=layout)
 
@@ -80,7 +85,7 @@ def with_rows(style: Style, change: Any) -> Style:
 
 
 class _Unsummed(Border):
-    """The forward is right; in the backward each rank keeps its own share of the gradient."""
+    """The forward is correct; in the backward each rank slices its own gradient, which is not summed over the ranks."""
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         if self.stream.dim is None:
@@ -95,9 +100,9 @@ class _Unsummed(Border):
 
 class _GatherUnsummed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x, whole, dim, rank, ranks):
+    def forward(ctx: Any, x, gathered, dim, rank, ranks):
         ctx.dim, ctx.rank, ctx.ranks = dim, rank, ranks
-        return whole
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, grad):
@@ -109,7 +114,7 @@ class _GatherUnsummed(torch.autograd.Function):
 
 
 class _Doubled(Border):
-    """The forward is right; in the backward the whole gradient is summed once more."""
+    """The forward is correct; in the backward the gradient is scaled by the number of ranks, as if summed twice."""
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         return super().enter(scale_gradient(x, self.group[1]))
@@ -137,20 +142,20 @@ class _Scale(torch.autograd.Function):
 
 
 def entry_unsummed(style: Style) -> Style:
-    """The gradient of a region's input, or of the head's, is not summed over the ranks."""
+    """Do not sum the gradient of the input of a region, or of the head, over the ranks."""
     return _at_border(style, _Unsummed)
 
 
 def entry_summed_again(style: Style) -> Style:
-    """The gradient of a region's input, or of the head's, is summed twice."""
+    """Sum the gradient of the input of a region, or of the head, twice."""
     return _at_border(style, _Doubled)
 
 
 def _at_border(style: Style, kind: type[Border]) -> Style:
-    def install(right: Install, module: nn.Module, border: Border) -> None:
+    def install(original: Install, module: nn.Module, border: Border) -> None:
         other = copy.copy(border)
         other.__class__ = kind
-        right(module, other)
+        original(module, other)
 
     return installed(style, install)
 
@@ -159,39 +164,39 @@ def _at_border(style: Style, kind: type[Border]) -> Style:
 
 
 def bias_on_every_rank(style: Rowwise) -> Style:
-    """The bias is part of each rank's product, and so counted once for each rank."""
+    """Add the bias to each rank's product, so that the sum has it once for each rank."""
 
     def layout(self: Rowwise, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:
-        right = Rowwise.layout(self, name, param, over)
-        return None if right is None else right._replace(deferred=False)
+        original = Rowwise.layout(self, name, param, over)
+        return None if original is None else original._replace(deferred=False)
 
     return subclassed(style, "BiasOnEveryRank", layout=layout)
 
 
 def bias_forgotten(style: Rowwise) -> Style:
-    """The bias is kept out of each rank's product, and not added to the sum."""
+    """Leave the bias out of each rank's product, and do not add it to the sum."""
     return leaving(style, lambda border, module, output: border.leave(output))
 
 
 def shifted(style: Style, rows: int) -> Style:
-    """The shards begin `rows` further on: what a rank holds is not what its place says."""
+    """Shift the shards by `rows`, so that the values of a shard are not those of its position."""
 
-    def install(right: Install, module: nn.Module, border: Border) -> None:
-        right(module, border)
+    def install(original: Install, module: nn.Module, border: Border) -> None:
+        original(module, border)
         for param in module._parameters.values():
             if isinstance(param, DTensor) and isinstance(placement := param.placements[0], Shard):
-                whole = param.detach().full_tensor().roll(rows, placement.dim)
+                full = param.detach().full_tensor().roll(rows, placement.dim)
                 with torch.no_grad():
-                    param.to_local().copy_(distribute_tensor(whole, border.mesh, [placement]).to_local())
+                    param.to_local().copy_(distribute_tensor(full, border.mesh, [placement]).to_local())
 
     return installed(style, install, f"ShiftedBy{rows}")
 
 
 def other_head(style: Style) -> Style:
-    """Ranks that share key/value heads read another head than theirs."""
+    """Let ranks that share a key/value head use another head than theirs."""
 
-    def install(right: Install, module: nn.Module, border: Border) -> None:
-        right(module, border)
+    def install(original: Install, module: nn.Module, border: Border) -> None:
+        original(module, border)
         specs = local_specs(module)
         for name, spec in specs.items():
             if spec.layout.rows is not None:
@@ -202,7 +207,7 @@ def other_head(style: Style) -> Style:
 
 
 def offset_by_local_rows(style: VocabEmbedding) -> Style:
-    """A rank computes its first token as rank x its own number of rows, which is smaller on the last rank."""
+    """Compute a rank's first token as rank x its own number of rows, which is smaller on the last rank."""
 
     def offset(module: nn.Module, border: Border) -> int:
         weight = module._parameters["weight"]
@@ -213,13 +218,13 @@ def offset_by_local_rows(style: VocabEmbedding) -> Style:
 
 
 def offset_by_one(style: VocabEmbedding) -> Style:
-    """Each rank takes its first token to be one further on than it is."""
+    """Let each rank take its first token to be one higher than it is."""
     return _offset(style, lambda module, border: -1)
 
 
 def _offset(style: VocabEmbedding, offset: Any) -> Style:
-    def install(right: Install, module: nn.Module, border: Border) -> None:
-        right(module, border)
+    def install(original: Install, module: nn.Module, border: Border) -> None:
+        original(module, border)
         by, tokens = offset(module, border), len(module._parameters["weight"])  # type: ignore[arg-type]
         module.register_forward_pre_hook(lambda module, args: ((args[0] + by) % tokens, *args[1:]))
 
@@ -227,11 +232,11 @@ def _offset(style: VocabEmbedding, offset: Any) -> Style:
 
 
 def untied(style: Style) -> Style:
-    """The parameters are distributed without a look at what other modules hold."""
+    """Distribute the parameters without regard to other modules that are tied to them."""
 
-    def install(right: Install, module: nn.Module, border: Border) -> None:
+    def install(original: Install, module: nn.Module, border: Border) -> None:
         for name, param in module._parameters.items():
             module._parameters[name] = None if param is None else nn.Parameter(param.detach().clone())
-        right(module, border)
+        original(module, border)
 
     return installed(style, install, "Untied")

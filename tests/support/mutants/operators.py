@@ -1,6 +1,6 @@
-"""Operators, each a mistake that the author of a plan can make: it changes the style of one key of a right plan.
+"""Operators: mistakes that the author of a plan can make. Each changes the style at one key of a correct plan.
 
-An operator returns the style that stands there instead, DROP for none, or SKIP where it has nothing to change.
+An operator returns the new style, DROP to remove the key, or SKIP if it does not apply to the key.
 """
 
 from collections.abc import Callable
@@ -28,14 +28,14 @@ def drop(site: Site) -> Change:
 
 
 def swap(site: Site) -> Change:
-    """Columns for rows."""
+    """Colwise becomes Rowwise, and the reverse."""
     if isinstance(site.style, Colwise):
         return Rowwise(reduce_output=False)
     return Colwise() if isinstance(site.style, Rowwise) else SKIP
 
 
-def whole(site: Site) -> Change:
-    """Replicated, where it should be split."""
+def replicate(site: Site) -> Change:
+    """Replicate what should be split."""
     if isinstance(site.style, Colwise | Rowwise):
         return ReplicatedInRegion()
     if isinstance(site.style, VocabEmbedding | VocabHead):
@@ -44,7 +44,7 @@ def whole(site: Site) -> Change:
 
 
 def split(site: Site) -> Change:
-    """Split, where it should be replicated."""
+    """Split what should be replicated."""
     return (
         Colwise()
         if isinstance(site.style, ReplicatedInRegion | ReplicatedOnStream | ReplicatedOffStream)
@@ -53,7 +53,7 @@ def split(site: Site) -> Change:
 
 
 def on_other_stream(site: Site) -> Change:
-    """Made for a whole sequence where the others are sharded, and the reverse."""
+    """Lay out activations for a replicated stream where the rest of the plan shards it, and the reverse."""
     style = site.style
     lays_out = isinstance(style, Region | VocabHead)
     lays_out |= isinstance(style, Rowwise) and style.reduce_output
@@ -62,9 +62,9 @@ def on_other_stream(site: Site) -> Change:
 
 
 def gradient_of_other_stream(site: Site) -> Change:
-    """The same for a style that lays out nothing but its gradient."""
-    alike = isinstance(site.style, ReplicatedOnStream)
-    return faults.on_stream(site.style, site.other_stream) if alike else SKIP
+    """Do the same with a style for which the stream decides only the gradient's layout."""
+    depends_on_stream = isinstance(site.style, ReplicatedOnStream)
+    return faults.on_stream(site.style, site.other_stream) if depends_on_stream else SKIP
 
 
 def begin_elsewhere(site: Site) -> Change:
@@ -75,14 +75,14 @@ def begin_elsewhere(site: Site) -> Change:
 
 
 def reduce_elsewhere(site: Site) -> Change:
-    """reduce_output the other way round."""
+    """Invert reduce_output."""
     if isinstance(site.style, Region | Rowwise):
         return faults.with_option(site.style, reduce_output=not site.style.reduce_output)
     return SKIP
 
 
 def other_input_name(site: Site) -> Change:
-    """Another keyword than the module is called with."""
+    """Name another keyword than the module is called with."""
     return faults.with_option(site.style, input_name="inputs") if isinstance(site.style, Region) else SKIP
 
 
@@ -113,19 +113,19 @@ def bias_forgotten(site: Site) -> Change:
 
 
 def untied(site: Site) -> Change:
-    return faults.untied(site.style) if site.tied else SKIP
+    return faults.untied(site.style) if site.is_tied else SKIP
 
 
 def shift_one(site: Site) -> Change:
-    """The shards begin one head further on; one channel or token outside of mixers."""
-    # Of tied weights the embedding shares out what both hold.
-    sharded = site.sharded and not (isinstance(site.style, VocabHead) and site.tied)
+    """Shift the shards by one head; outside of mixers by one channel or token."""
+    # Tied weights are distributed by the embedding's style.
+    sharded = site.is_sharded and not (isinstance(site.style, VocabHead) and site.is_tied)
     return faults.shifted(site.style, site.head_rows or 1) if sharded else SKIP
 
 
 def shift_half(site: Site) -> Change:
-    """The shards begin half a head further on."""
-    return faults.shifted(site.style, site.head_rows // 2) if site.sharded and site.head_rows else SKIP
+    """Shift the shards by half a head."""
+    return faults.shifted(site.style, site.head_rows // 2) if site.is_sharded and site.head_rows else SKIP
 
 
 def other_head(site: Site) -> Change:
@@ -133,28 +133,28 @@ def other_head(site: Site) -> Change:
 
 
 def not_shared(site: Site) -> Change:
-    """Key/value heads split among more ranks than there are."""
+    """Split key/value heads over more ranks than there are heads."""
     return Colwise() if site.shares_heads else SKIP
 
 
 def as_on_stream(site: Site) -> Change:
-    """replicated_on_stream() for what stands in a region, or before the stream."""
-    other = isinstance(site.style, ReplicatedInRegion | ReplicatedOffStream)
-    return ReplicatedOnStream() if other else SKIP
+    """Use replicated_on_stream() in a region, or before the stream."""
+    applies = isinstance(site.style, ReplicatedInRegion | ReplicatedOffStream)
+    return ReplicatedOnStream() if applies else SKIP
 
 
 def as_in_region(site: Site) -> Change:
-    """replicated_in_region() for what stands on the stream, or before it."""
+    """Use replicated_in_region() on the stream, or before it."""
     return ReplicatedInRegion() if isinstance(site.style, ReplicatedOnStream | ReplicatedOffStream) else SKIP
 
 
 def as_before_stream(site: Site) -> Change:
-    """replicated_off_stream() for what stands on the stream, or in a region."""
+    """Use replicated_off_stream() on the stream, or in a region."""
     return ReplicatedOffStream() if isinstance(site.style, ReplicatedOnStream | ReplicatedInRegion) else SKIP
 
 
 def other_loss(site: Site) -> Change:
-    """Logits whole where the loss would take shards."""
+    """Gather the logits where the loss would take shards, and the reverse."""
     if isinstance(site.style, VocabHead):
         return faults.with_option(site.style, loss_parallel=not site.style.loss_parallel)
     return SKIP
@@ -171,7 +171,7 @@ def offset_by_one(site: Site) -> Change:
 FORWARD: tuple[Callable[[Site], Change], ...] = (
     drop,
     swap,
-    whole,
+    replicate,
     split,
     on_other_stream,
     begin_elsewhere,
@@ -188,7 +188,7 @@ FORWARD: tuple[Callable[[Site], Change], ...] = (
     offset_by_local_rows,
     offset_by_one,
 )
-"""Applied in the first block: a fault in the forward spreads to all later modules, and must be placed."""
+"""Applied in the first block: a fault in the forward spreads to all later modules, and yet its module has to be named."""
 
 BACKWARD: tuple[Callable[[Site], Change], ...] = (
     gradient_of_other_stream,
@@ -202,12 +202,12 @@ BACKWARD: tuple[Callable[[Site], Change], ...] = (
 )
 """Applied in the last block, for the same reason."""
 
-AT_SHARED_HEADS: tuple[Callable[[Site], Change], ...] = (whole, other_head, not_shared, unreduced)
-"""Applied again where ranks share key/value heads."""
+AT_SHARED_HEADS: tuple[Callable[[Site], Change], ...] = (replicate, other_head, not_shared, unreduced)
+"""Applied again at tp 4, where ranks share key/value heads."""
 
-BLIND: tuple[Callable[[Site], Change], ...] = (
+STREAM_INDEPENDENT: tuple[Callable[[Site], Change], ...] = (
     swap,
-    whole,
+    replicate,
     split,
     shift_one,
     shift_half,
@@ -215,4 +215,4 @@ BLIND: tuple[Callable[[Site], Change], ...] = (
     not_shared,
     unreduced,
 )
-"""Inside a region these have nothing to do with the stream."""
+"""Inside a region these do not depend on the layout of the stream."""

@@ -1,20 +1,17 @@
 """Which module a verdict names, and whether it is the right one.
 
-A fault of a style shows in one of four places, and for each operator it is known in which:
+A fault in a style first shows at one of four groups of modules, and the operator decides at which:
 
-- *here*: a wrong value or a wrongly labelled gradient shows at the module itself: at its output, or at
-  its own parameter. The verdict has to name it, and nothing else will do. (A module that never runs,
-  because a fused one beside it reads its weight, shows at the one that does.)
-- *before*: what is wrong in the backward of a module's entry first shows at the output of the module
-  that feeds it: the last one to finish before it began.
-- *stream*: a residual stream laid out in another way than the rest of the plan takes it to be is right
-  for whatever works token by token, and wrong where it meets the other layout: at the next region,
-  or where the block adds the residual. That is the rest of the module's block, or of the first block for
-  what stands before them, and the code around it; the loss for the head.
-- *beside*: another kind of style makes outputs that are wrong only for who reads them: the module itself,
-  one inside it, the one that holds it, the next one to finish, or one of the same mixer or MLP. Between
-  those projections is code without a module, so that a head too many in k shows where all of
-  attention has come out, at o.
+- `HERE`: a wrong value or a wrongly labelled gradient shows at the output or a parameter of the module itself. Only this
+  module may be named. (If it never runs, because a fused module uses its weight, the fault shows at the module that runs.)
+- `BEFORE`: a fault in the backward of a module's input shows at the output of the module that finished last before it.
+- `STREAM`: if the residual stream has another layout than the rest of the plan assumes, token-wise functions are still
+  right. The fault shows where it meets the other layout: at the next region, or where the block adds the residual. Allowed
+  are the modules up to the end of the block (of the first block, for modules before it), those around the module, and
+  the next one.
+- all others: another kind of style makes outputs that are wrong only for the modules that use them. Allowed are the module,
+  those inside it, the one around it, the next to finish, and those of the same mixer or MLP. Attention itself is code
+  without a module, so a head too many in k shows at o.
 """
 
 import re
@@ -53,8 +50,8 @@ LOSS = "the loss"
 _RUNS = re.compile(r"in (?:the backward of )?(\S+)(?: after (\S+))?")
 
 
-def right(verdict: Verdict) -> bool:
-    """Whether a refusal names the key or its region, or a failing case the right module."""
+def is_right(verdict: Verdict) -> bool:
+    """Whether the refusal names the key or its region, or the failing case one of the allowed modules."""
     mutant = verdict.mutant
     reference = mutant.architecture.reference()
     if verdict.refusal is None:
@@ -65,15 +62,15 @@ def right(verdict: Verdict) -> bool:
 
 
 def allowed(operator: str, key: str, reference: ReferenceRun) -> set[str]:
-    """Return the modules that a right verdict may name."""
+    """Return the modules that a correct verdict may name."""
     order = [name.partition(" ")[0] for name in reference.orders["step 1, batch 1"]]
-    runs = [i for i, name in enumerate(order) if _inside(name, key)]
+    positions = [i for i, name in enumerate(order) if _inside(name, key)]
     region = {name for name in order if _parent(name) == _parent(key)} if _in_region(key) else set()
-    if not runs:
+    if not positions:
         return {key} | region
     before, after = (
-        order[runs[0] - 1] if runs[0] else "",
-        order[runs[-1] + 1] if runs[-1] + 1 < len(order) else LOSS,
+        order[positions[0] - 1] if positions[0] else "",
+        order[positions[-1] + 1] if positions[-1] + 1 < len(order) else LOSS,
     )
     if operator in HERE:
         return {key}
@@ -82,39 +79,39 @@ def allowed(operator: str, key: str, reference: ReferenceRun) -> set[str]:
     if operator in STREAM:
         blocks = find_decoder(reference.pristine).names
         block = next((name for name in blocks if _inside(key, name)), blocks[0])
-        end = order.index(block) if runs[-1] <= order.index(block) else len(order)
-        return {*order[runs[0] : end + 1], *_around(key), after}
+        end = order.index(block) if positions[-1] <= order.index(block) else len(order)
+        return {*order[positions[0] : end + 1], *_around(key), after}
     return {name for name in order if _inside(name, key)} | {_parent(key), after} | region
 
 
 def named(case: CaseResult, model: nn.Module) -> set[str]:
-    """Return the modules of `model` at which a failing case is said to go wrong first: the one found, or that broke."""
+    """Return the modules of `model` at which a failing case first differs, or at which it raises an error."""
     if case.finding is not None:
         return {_module(case.finding.first.name, model)}
-    broken = next((check.where for check in case.checks if check.what == "runs"), None)
-    if broken is None:
+    where_raised = next((check.where for check in case.checks if check.what == "runs"), None)
+    if where_raised is None:
         return {_module(case.worst.partition(" ")[2], model)}
-    if broken == "in the loss":
+    if where_raised == "in the loss":
         return {LOSS}
-    found = _RUNS.fullmatch(broken)
-    assert found, broken
-    module, last = found.groups()
+    match = _RUNS.fullmatch(where_raised)
+    assert match, where_raised
+    module, last = match.groups()
     return {module, last} if last is not None and _inside(last, module) else {module}
 
 
-def _module(place: str, model: nn.Module) -> str:
-    """Return the module of an output, of an output's gradient or of a parameter."""
-    name = place.removeprefix("gradient of the output of ").partition(" ")[0]
+def _module(point: str, model: nn.Module) -> str:
+    """Return the module of an output, of an output's gradient, or of a parameter, by the name in a report."""
+    name = point.removeprefix("gradient of the output of ").partition(" ")[0]
     return _parent(name) if name in dict(model.named_parameters(remove_duplicate=False)) else name
 
 
 def _in_region(key: str) -> bool:
-    return any(part in key.split(".")[:-1] for part in ("attn", "self_attn", "mlp"))
+    return any(name in key.split(".")[:-1] for name in ("attn", "self_attn", "mlp"))
 
 
 def _around(name: str) -> set[str]:
-    parts = name.split(".")
-    return {".".join(parts[:n]) for n in range(1, len(parts))}
+    names = name.split(".")
+    return {".".join(names[:n]) for n in range(1, len(names))}
 
 
 def _inside(name: str, module: str) -> bool:

@@ -1,4 +1,4 @@
-"""Verdicts: what strict application and the proof say of each mutant."""
+"""Verdicts on mutants, by strict application and by the proof."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Verdict:
-    """A mutant, and how it ended: refused with words, or else with a case."""
+    """A mutant, and either the message of its refusal or the case that was proved."""
 
     mutant: Mutant
     refusal: str | None
@@ -29,8 +29,8 @@ class Verdict:
     def survived(self) -> bool:
         return self.case is not None and self.case.passed
 
-    def said(self) -> list[str]:
-        """Return what a user would be told."""
+    def messages(self) -> list[str]:
+        """Return the texts that a user would see."""
         if self.refusal is not None:
             return [self.refusal]
         assert self.case is not None
@@ -38,15 +38,17 @@ class Verdict:
 
 
 def verdicts(mutants: Sequence[Mutant]) -> Iterator[Verdict]:
-    """Prove mutants of one architecture, those of a degree in one world, and those of one effect once."""
-    ready: dict[object, list[Mutant]] = {}
+    """Prove mutants of one architecture: all of a degree in one world, and those that compute the same only once."""
+    by_effect: dict[object, list[Mutant]] = {}
     for mutant in mutants:
         if (refusal := _refused(mutant)) is not None:
             yield Verdict(mutant, refusal, None)
         else:
-            ready.setdefault(mutant.effect, []).append(mutant)
-    for degree, alike in itertools.groupby(ready.values(), key=lambda group: group[0].options.degrees.tp):
-        groups = list(alike)
+            by_effect.setdefault(mutant.effect, []).append(mutant)
+    for degree, of_degree in itertools.groupby(
+        by_effect.values(), key=lambda group: group[0].options.degrees.tp
+    ):
+        groups = list(of_degree)
         for group, verdict in zip(groups, _over_threads(degree, [group[0] for group in groups]), strict=True):
             yield from (replace(verdict, mutant=mutant) for mutant in group)
 

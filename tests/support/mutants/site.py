@@ -1,4 +1,4 @@
-"""A key of a right plan, and what an operator may ask about it."""
+"""A key of a correct plan with the properties that operators depend on."""
 
 from dataclasses import dataclass, replace
 
@@ -16,7 +16,7 @@ from titanplans.styles.rowwise import Rowwise
 
 @dataclass(frozen=True)
 class Site:
-    """A key of a plan, and all that an operator may ask about it."""
+    """A key of a plan, its style, and the model that it belongs to."""
 
     key: str
     style: Style
@@ -37,12 +37,12 @@ class Site:
 
     @property
     def shares_heads(self) -> bool:
-        """Ranks share key/value heads here."""
+        """Whether several ranks share a key/value head."""
         return isinstance(self.style, KVColwise) and self.over.degree > self.style.heads
 
     @property
     def other_stream(self) -> StreamLayout:
-        """Sharded where the plan's is whole, and the reverse."""
+        """The sharded layout if the plan's stream is replicated, and the reverse."""
         options = self.plan.options
         return replace(options, sequence_parallel=not options.sequence_parallel).stream
 
@@ -51,24 +51,24 @@ class Site:
         return {layout.gradient for layout in self.style.layouts(self.module, self.over).values()}
 
     @property
-    def sharded(self) -> bool:
+    def is_sharded(self) -> bool:
         return any(
             isinstance(layout.placement, Shard)
             for layout in self.style.layouts(self.module, self.over).values()
         )
 
     @property
-    def tied(self) -> bool:
+    def is_tied(self) -> bool:
         names = [name for group in tied_parameters(self.model) for name in group]
         return any(name.rpartition(".")[0] == self.key for name in names)
 
     @property
     def head_rows(self) -> int | None:
-        """Rows (columns, of a Rowwise) of one head; None outside of mixers."""
+        """Rows of the weight of one head, or columns if the style is Rowwise; None outside of mixers."""
         decoder = find_decoder(self.model, required=False)
-        if (around := decoder.mixer_around(self.key)) is None:
+        if (mixer_name := decoder.mixer_around(self.key)) is None:
             return None
-        mixer = decoder.mixers[around]
+        mixer = decoder.mixers[mixer_name]
         heads = next(iter(self.plan.heads(mixer).values()))
         if isinstance(self.style, KVColwise):
             heads = self.plan.kv_heads(mixer) or heads
@@ -77,7 +77,7 @@ class Site:
 
     @property
     def likeness(self) -> tuple:
-        """Equal where two plans agree: library, part of the model, style and its settings."""
+        """A key that is equal where two plans agree: library, position in the model, style and its settings."""
         decoder = find_decoder(self.model)
         block = next((name for name in decoder.names if self.key.startswith(f"{name}.")), None)
         mixer = next((m for n, m in decoder.mixers.items() if f"{self.key}.".startswith(f"{n}.")), None)
@@ -90,7 +90,7 @@ class Site:
         )
         return (
             library,
-            # FLA's mixers differ in what stands between their projections; transformers' are all softmax attention.
+            # FLA's mixers compute different functions between their projections; transformers' are all softmax attention.
             type(mixer).__name__ if mixer is not None and library == "fla" else None,
             self.key.removeprefix(f"{block}.")
             if block
@@ -99,7 +99,7 @@ class Site:
             else self.key.rpartition(".")[2],
             type(self.style).__name__,
             settings,
-            # An embedding goes on as a subclass of its own class, which may scale its output.
+            # A split embedding becomes a subclass of its class, which may scale its output.
             type(self.module).__name__ if isinstance(self.module, nn.Embedding) else None,
-            self.tied,
+            self.is_tied,
         )

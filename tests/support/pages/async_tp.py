@@ -1,6 +1,6 @@
-"""The table of docs/generated/async_tp.md: what becomes of the collectives of a block of every registered architecture.
+"""The table of docs/generated/async_tp.md: how async TP hides the collectives of a block of every registered architecture.
 
-python docs/generate.py async_tp.md     # writes it; five to ten minutes on two quiet cores
+python docs/generate.py async_tp.md     # writes the table; five to ten minutes on two quiet cores
 """
 
 import sys
@@ -18,13 +18,13 @@ HEAD = "| architecture | forward | backward | overlapped with | neither |\n|---|
 
 
 def decided(name, *options):
-    """Decide as `titanplans async-tp NAME` does, of the debug flavor with a small vocabulary."""
+    """Return what `titanplans async-tp NAME` decides for the debug flavor with a small vocabulary."""
     request = parse(["async-tp", name, "--vocab-size", "512", *options])
     return decide(Subject(name, modeling.load_config(name, "debug")), request, 2, lambda words: None)
 
 
 def line(name):
-    """Return the row of an architecture, decided now, and the decision; None if there is none."""
+    """Compute the decision for an architecture; return its row of the table and the decision, or None if dynamo fails."""
     try:
         decision = decided(name, "--batch-size", "1")
     except VerifyError as error:
@@ -33,19 +33,19 @@ def line(name):
 
 
 def row(name, decision):
-    """Return a row of the table."""
+    """Return the row of a decision: hidden collectives of all, what overlaps, and what hides none."""
     verdicts = [verdict for blocks in decision.blocks for verdict in blocks.collectives]
     counts = []
     for backward in (False, True):
         fused, overlapped, total = decision.count(backward=backward).values()
         counts.append(f"{fused + overlapped}/{total}" + (f", {overlapped} overlapped" if overlapped else ""))
-    meanwhile = [f"{_where(v)}: {', '.join(v.overlapped)}" for v in verdicts if v.overlapped]
-    neither = [f"{_where(v)}: {_short(v.obstacle)}" for v in verdicts if not v.hidden]
-    return _line(name, *counts, "; ".join(dict.fromkeys(meanwhile)), "; ".join(dict.fromkeys(neither)))
+    overlaps = [f"{_where(v)}: {', '.join(v.overlapped)}" for v in verdicts if v.overlapped]
+    exposed = [f"{_where(v)}: {_short(v.obstacle)}" for v in verdicts if not v.hidden]
+    return _line(name, *counts, "; ".join(dict.fromkeys(overlaps)), "; ".join(dict.fromkeys(exposed)))
 
 
 def failed(name, error):
-    """Return the row of an architecture whose blocks dynamo can't take apart."""
+    """Return the row of an architecture at whose blocks dynamo fails."""
     reason = str(error).partition("as in training: ")[2].partition("; leave out")[0]
     return _line(name, "", "", "", f"not decided, since dynamo fails at its blocks: {reason}")
 
@@ -60,7 +60,7 @@ def _where(verdict):
 
 
 def _short(obstacle):
-    """Leave out what the page says once: that some operators are never fused."""
+    """Return the obstacle, shortened to "alone" for operators that are never fused, which the page explains once."""
     return "alone" if obstacle.endswith("never fused") else obstacle
 
 
@@ -71,8 +71,8 @@ def main():
         return 2
     kernels.install("cpu")
     rows = "".join(line(name)[0] + "\n" for name in every_model())
-    head, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{head}{BEGIN}{HEAD}{rows}{END}{rest.partition(END)[2]}")
+    head, _, tail = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{head}{BEGIN}{HEAD}{rows}{END}{tail.partition(END)[2]}")
     return 0
 
 

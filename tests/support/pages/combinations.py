@@ -1,10 +1,10 @@
-"""Every combination of the options that affect each other: what is refused, what runs, and the page that says so.
+"""Every combination of the options that affect each other: which are refused, which run, and the page of both.
 
-    python -m tests.support.pages.combinations            # runs what is not refused; half an hour on 2 cores
+    python -m tests.support.pages.combinations            # runs all that are not refused; half an hour on 2 cores
     python -m tests.support.pages.combinations --page     # writes docs/generated/combinations.md
 
-A combination runs one step of a tiny model over real process groups, and is compared with one process:
-loss, gradient norm, and every gradient.
+A combination runs one step of a tiny model over real process groups. Loss, gradient norm and every gradient are compared
+with those of one process.
 """
 
 import argparse
@@ -69,7 +69,7 @@ RECOMPUTE = {
 DATA = ("fsdp", "hsdp", "ddp")
 WHOLE = ""
 SCHEDULES = ("1F1B", "ZBVZeroBubble")
-"""Of pipelines of 2 processes: the latter has 2 stages in each, and splits backwards."""
+"""Schedules of pipelines over 2 processes. ZBVZeroBubble has 2 stages in each, and splits the backward."""
 IN_STAGES = (
     "none",
     "tp 2",
@@ -80,7 +80,7 @@ IN_STAGES = (
 
 
 class Combination(NamedTuple):
-    """One of each option."""
+    """One value of each option."""
 
     kind: str
     tensor: str
@@ -108,7 +108,7 @@ class Combination(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """As few as there can be: FSDP and HSDP shard over the ranks of context parallelism, too."""
+        """The smallest number of ranks: FSDP and HSDP also shard over the context-parallel ranks."""
         if self.cp == 1:
             return 2 * self.pp * self.tp * (2 if self.data == "hsdp" else 1)
         return 2 * self.pp * self.tp * (1 if self.tp == 2 and self.data == "fsdp" else 2)
@@ -117,10 +117,15 @@ class Combination(NamedTuple):
     def degrees(self):
         from titanplans.parallel import Degrees
 
-        rest = self.ranks // (self.pp * self.tp * self.cp)
-        copies = {"fsdp": 1, "hsdp": 2, "ddp": rest}[self.data]
+        data_ranks = self.ranks // (self.pp * self.tp * self.cp)
+        replicas = {"fsdp": 1, "hsdp": 2, "ddp": data_ranks}[self.data]
         return Degrees(
-            pp=self.pp, tp=self.tp, cp=self.cp, ep=self.ep, dp_replicate=copies, dp_shard=rest // copies
+            pp=self.pp,
+            tp=self.tp,
+            cp=self.cp,
+            ep=self.ep,
+            dp_replicate=replicas,
+            dp_shard=data_ranks // replicas,
         )
 
     def __str__(self) -> str:
@@ -139,7 +144,7 @@ ALL = [
 
 
 def strategy(combination, backend="aot_eager"):
-    """Return the strategy of a whole model; raises where the strategy itself refuses."""
+    """Return the strategy of a model that is not in stages; raises where the strategy itself refuses."""
     from titanplans.parallel import read_strategy
 
     values = {
@@ -154,14 +159,14 @@ def strategy(combination, backend="aot_eager"):
 
 
 def job(combination):
-    """Return a job whose stages are those of the combination; raises where a job is refused."""
+    """Return the pipeline job of the combination; raises where a job is refused."""
     from titanplans.config.schema import build_job
 
     degrees = combination.degrees
-    rows = case_of(combination).rows // (degrees.dp_replicate * degrees.dp_shard)
+    sequences = case_of(combination).rows // (degrees.dp_replicate * degrees.dp_shard)
     sections = {
         "training": {
-            "local_batch_size": rows, "seq_len": LENGTH, "enable_cpu_offload": combination.offload,
+            "local_batch_size": sequences, "seq_len": LENGTH, "enable_cpu_offload": combination.offload,
             "mixed_precision_param": "float32",
         },
         "activation_checkpoint": RECOMPUTE[combination.recompute],
@@ -170,7 +175,7 @@ def job(combination):
             "pipeline_parallel_degree": degrees.pp, "tensor_parallel_degree": degrees.tp,
             "context_parallel_degree": degrees.cp, "expert_parallel_degree": degrees.ep,
             "pipeline_parallel_schedule": combination.schedule,
-            "pipeline_parallel_microbatch_size": max(1, rows // 4),
+            "pipeline_parallel_microbatch_size": max(1, sequences // 4),
             "data_parallel_strategy": "ddp" if combination.data == "ddp" else "fsdp2",
             **(TENSOR[combination.tensor] or {}),
         },
@@ -181,7 +186,7 @@ def job(combination):
 
 
 def case_of(combination):
-    """Return the batch; each rank of a pipeline has two micro batches or more of it."""
+    """Return the case of the combination; in a pipeline its batch has two micro batches or more."""
     return step_comparison.Case(
         functools.partial(build, combination.kind, combination.pp),
         functools.partial(parallelise, combination),
@@ -193,14 +198,14 @@ def case_of(combination):
 
 @functools.cache
 def config_of(kind, pp):
-    """Return the config of a kind, two blocks a process of a pipeline; a pipeline has no balance of routers in its loss."""
-    own = OWN[kind] | ({"output_router_logits": False} if kind == "qwen3_moe" and pp > 1 else {})
-    return zoo.config(kind, **SIZES, **own, num_hidden_layers=2 * pp)
+    """Return the config of a kind with two blocks for each pipeline rank. A pipeline has no load-balancing loss."""
+    fields = OWN[kind] | ({"output_router_logits": False} if kind == "qwen3_moe" and pp > 1 else {})
+    return zoo.config(kind, **SIZES, **fields, num_hidden_layers=2 * pp)
 
 
 @functools.cache
 def on_meta(kind, pp):
-    """Return the tiny model of a kind, on meta; nobody changes it."""
+    """Return the tiny model of a kind on the meta device; it is cached, so callers must not change it."""
     from titanplans import kernels, modeling
 
     kernels.install("cpu")
@@ -208,7 +213,7 @@ def on_meta(kind, pp):
 
 
 def build(kind, pp):
-    """Return the tiny model of a kind with values, the same each time."""
+    """Return the tiny model of a kind with initialized weights, the same each time."""
     from titanplans import modeling
 
     model = copy.deepcopy(on_meta(kind, pp))
@@ -272,7 +277,7 @@ def parallelise(combination, model):
         return value
 
     def loss(logits, labels):
-        return step_comparison.of_sequences(cross_entropy(logits, labels, 1), mesh)
+        return step_comparison.sum_over_cp(cross_entropy(logits, labels, 1), mesh)
 
     return step_comparison.Parallel(model, mesh.get_mesh("dp").get_group(), loss, norm=norm)
 
@@ -288,30 +293,32 @@ def single(kind, rows, pp):
 
 @functools.cache
 def mesh_once(degrees):
-    """Return the mesh of these degrees: each has groups of its own, whose threads go on for as long as the process."""
+    """Return the mesh of these degrees; cached, because the threads of its process groups live as long as the process."""
     from titanplans.parallel import Mesh
 
     return Mesh(degrees, "cpu")
 
 
 def run_all(rank, combinations, ranks, progress):
-    """Run those of `combinations` that are for a world of `ranks`; what `run_one` returns, or an error of any rank."""
+    """Run the combinations that need `ranks` ranks; return for each what `run_one` returns, or the error of any rank."""
     results, begin = {}, time.time()
-    for number, combination in enumerate(c for c in combinations if c.ranks == ranks):
-        faulthandler.dump_traceback_later(process_groups.LIMIT, exit=True)  # begins again
+    for index, combination in enumerate(c for c in combinations if c.ranks == ranks):
+        faulthandler.dump_traceback_later(process_groups.LIMIT, exit=True)  # restarts the timer
         try:
             results[combination] = run_one(combination)
         except AssertionError as error:
             results[combination] = str(error)
         if progress and rank == 0:
-            line = f"{time.time() - begin:7.1f} s  {number}: {combination}: {results[combination]}"
+            line = f"{time.time() - begin:7.1f} s  {index}: {combination}: {results[combination]}"
             print(line, flush=True)
-    wrong = {c: why for found in gather_objects(results) for c, why in found.items() if isinstance(why, str)}
-    return results | wrong
+    errors = {
+        c: why for of_rank in gather_objects(results) for c, why in of_rank.items() if isinstance(why, str)
+    }
+    return results | errors
 
 
 def run_on_ranks(combinations, progress=False):
-    """Return what `run_one` does for each combination, or the text of its failure."""
+    """Return for each combination what `run_one` returns, or the text of its failure."""
     results = {}
     for ranks in sorted({c.ranks for c in combinations}):
         results |= process_groups.run(
@@ -321,19 +328,19 @@ def run_on_ranks(combinations, progress=False):
 
 
 def page(verdicts):
-    """Return docs/generated/combinations.md for the verdicts of `ALL`: None, or why it is refused."""
+    """Return docs/generated/combinations.md for `verdicts`: of each combination None, or why it is refused."""
     reasons = list(dict.fromkeys(filter(None, verdicts.values())))
     blocks = [HEAD.format(
         all=len(ALL), ran=sum(v is None for v in verdicts.values()), refused=sum(v is not None for v in verdicts.values())
     )]  # fmt: skip
     for (kind, title), staged in itertools.product(KINDS.items(), (False, True)):
-        shown = [c for c in ALL if c.kind == kind and (c.pp > 1) == staged]
-        columns = [*dict.fromkeys((c.tp, c.cp, c.data) for c in shown)]
+        group = [c for c in ALL if c.kind == kind and (c.pp > 1) == staged]
+        columns = [*dict.fromkeys((c.tp, c.cp, c.data) for c in group)]
         head = ["recomputed", "compiled"]
         head += [f"{'tp x ' * (tp - 1)}{'cp x ' * (cp - 1)}{data}" for tp, cp, data in columns]
         rows = [head, ["---"] * len(head)]
         for recompute, compiled in itertools.product(RECOMPUTE, (False, True)):
-            row = [c for c in shown if (c.recompute, c.compiled) == (recompute, compiled)]
+            row = [c for c in group if (c.recompute, c.compiled) == (recompute, compiled)]
             cells = [
                 cell(verdicts, reasons, [c for c in row if (c.tp, c.cp, c.data) == of]) for of in columns
             ]
@@ -369,24 +376,24 @@ code refuses.
 """
 
 
-def cover(candidates, wanted):
-    """Return few of `candidates` that together hold everything that `wanted` names of any of them; small worlds first."""
-    left = set().union(*map(wanted, candidates))
+def cover(candidates, features):
+    """Return few of `candidates` that cover the union of `features(candidate)` over all; those with few ranks first."""
+    uncovered = set().union(*map(features, candidates))
     chosen = []
-    while left:
-        best = max(candidates, key=lambda c: (len(wanted(c) & left), -c.ranks))
+    while uncovered:
+        best = max(candidates, key=lambda c: (len(features(c) & uncovered), -c.ranks))
         chosen.append(best)
-        left -= wanted(best)
+        uncovered -= features(best)
     return chosen
 
 
 def recomputed_by_kind(combination):
-    """What is compiled takes seconds each: every policy of each kind of model, and every other option once."""
+    """Return the features to cover among compiled combinations: each policy with each kind of model, each option once."""
     return {(combination.kind, combination.recompute, combination.pp), *enumerate(combination)}
 
 
 def main():
-    """Run what is not refused; with --page, write the page instead."""
+    """Run all combinations that are not refused; with --page, write the page instead."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--page", action="store_true", help="write the page, and run nothing")
     verdicts = {c: refusal(c) for c in ALL}
@@ -397,12 +404,12 @@ def main():
     slow = [c for c in accepted if c.compiled and c.ranks >= 8]
     chosen = [*(c for c in accepted if c not in slow), *cover(slow, recomputed_by_kind)]
     results = run_on_ranks(chosen, progress=True)
-    wrong = {c: result for c, result in results.items() if isinstance(result, str)}
-    for combination, error in wrong.items():
+    errors = {c: result for c, result in results.items() if isinstance(result, str)}
+    for combination, error in errors.items():
         print(f"WRONG {combination}: {error}")
     worst = max(result[0] for result in results.values() if not isinstance(result, str))
-    print(f"{len(results)} ran, {len(wrong)} are wrong, the worst gradient is {worst:.1e} off")
-    return 1 if wrong else 0
+    print(f"{len(results)} ran, {len(errors)} are wrong, the worst gradient is {worst:.1e} off")
+    return 1 if errors else 0
 
 
 if __name__ == "__main__":

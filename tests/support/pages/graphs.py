@@ -21,12 +21,11 @@ PAGE = GENERATED / "graphs.md"
 BEGIN, END = "<!-- table: tests/support/pages/graphs.py -->\n", "<!-- end of table -->\n"
 BATCH, LENGTH, STEPS = 2, 16, 3
 OTHER_LENGTHS = (24, 30)
-"""After `LENGTH`. GLA lays both out in chunks of 32."""
+"""Run after `LENGTH`. GLA pads both to chunks of 32."""
 DIFFERENT = ("transformer", "gla", "gemma3")
-"""The blocks of all others are one of these with a norm, a bias or a mask less; test_combinations.py compiles Qwen3's."""
+"""All other blocks are one of these without some norm, bias or mask; test_combinations.py compiles Qwen3's."""
 KERNELS = ("gla",)
-"""Whose blocks inductor makes kernels of, unless it is asked for all: aot_eager makes the same graphs of the others, and
-inductor takes a C++ compiler seconds for each kernel."""
+"""Compiled by inductor; the others by aot_eager, which makes the same graphs without seconds of C++ compilation each."""
 
 BOTH_KINDS = dict(layer_types=["sliding_attention", "full_attention"])
 MORE = {"gemma3_text": BOTH_KINDS, "gemma3": BOTH_KINDS}
@@ -34,7 +33,7 @@ MORE = {"gemma3_text": BOTH_KINDS, "gemma3": BOTH_KINDS}
 
 
 class Block(NamedTuple):
-    """What one kind of block became, the first time it ran."""
+    """Graphs and graph breaks of one kind of block, from its first call."""
 
     name: str
     kind: str
@@ -43,7 +42,7 @@ class Block(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Of one architecture, on rank 0."""
+    """What was measured of one architecture on rank 0."""
 
     eager: list[tuple[float, float]]
     """Loss and gradient norm of each step."""
@@ -51,9 +50,9 @@ class Result(NamedTuple):
     blocks: list[Block]
     """One of each kind, in the order in which they ran."""
     calls: dict[str, int]
-    """How often each block's compiled call ran."""
+    """Count of the compiled calls of each block."""
     graphs: list[int]
-    """Of the whole process, after each step."""
+    """Graphs in the process after each step."""
 
 
 def parallel(name, compiled, **sizes):
@@ -82,7 +81,7 @@ def step(model, loss, optimizer, manager, seed, length=LENGTH):
 
 
 def watch(model):
-    """Record of each compiled block what its calls make; returns the dicts, filled as it runs."""
+    """Record graphs and calls of each compiled block; return two dicts that fill while the model runs."""
     from torch._dynamo.utils import counters
 
     from titanplans.split.decoder import find_decoder
@@ -115,19 +114,19 @@ def watch(model):
 
 
 def variant(block):
-    """Return what tells layers of one class apart, in Gemma 3: which attention."""
+    """Return which attention a block of Gemma 3 has; its class does not tell."""
     sliding = getattr(getattr(block, "self_attn", None), "is_sliding", None)
     return "" if sliding is None else ", sliding" if sliding else ", full"
 
 
 def reason(text):
-    """Return the class of FLA's whose call ended a graph, or else torch's own words."""
+    """Return the class of FLA whose kernel call broke the graph, or else the first line of torch's reason."""
     ours = re.search(r"reason: (\w+) calls a kernel of flash-linear-attention", text)
     return ours[1] if ours else text.partition("\n")[0]
 
 
 def run(rank, names=tuple(zoo.ARCHITECTURES), inductor=KERNELS):
-    """Run the architectures of `names` on this rank, those of `inductor` compiled by it, the others by aot_eager."""
+    """Run the architectures `names` on this rank: those in `inductor` compiled by inductor, the others by aot_eager."""
     from torch._dynamo.utils import counters
 
     results = {}
@@ -147,9 +146,9 @@ def run(rank, names=tuple(zoo.ARCHITECTURES), inductor=KERNELS):
 
 
 def lengths(name):
-    """Return the graphs there are after a step of each length, compiled by aot_eager on one of two ranks that are not there.
+    """Return the count of graphs after a step of each length, compiled by aot_eager on one rank of a fake group of two.
 
-    What the other would send is left out, so losses mean nothing.
+    The collectives return arbitrary values, so the losses mean nothing.
     """
     from torch._dynamo.utils import counters
 
@@ -168,10 +167,10 @@ def lengths(name):
 
 def kinds(first):
     """Return the first block of each kind."""
-    found = {}
+    by_kind = {}
     for block in first.values():
-        found.setdefault(block.kind, block)
-    return list(found.values())
+        by_kind.setdefault(block.kind, block)
+    return list(by_kind.values())
 
 
 def table(results):
@@ -188,7 +187,7 @@ def table(results):
 
 
 def written(page):
-    """Return the table that stands in the page."""
+    """Return the table in the text of a page."""
     return page.partition(BEGIN)[2].partition(END)[0]
 
 
@@ -200,9 +199,9 @@ def main():
     results = process_groups.run(run, 2)
     for name, result in results.items():
         pairs = zip(result.compiled, result.eager, strict=True)
-        print(name, max(abs(found / loss - 1) for (found, _), (loss, _) in pairs))
-    head, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{head}{BEGIN}{table(results)}{END}{rest.partition(END)[2]}")
+        print(name, max(abs(compiled / eager - 1) for (compiled, _), (eager, _) in pairs))
+    head, _, tail = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{head}{BEGIN}{table(results)}{END}{tail.partition(END)[2]}")
     return 0
 
 

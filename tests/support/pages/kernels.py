@@ -1,4 +1,4 @@
-"""The tables of docs/generated/kernels.md: which of FLA's kernels were compared with their stand-ins, and how far apart.
+"""The tables of docs/generated/kernels.md: which FLA kernels were compared with their stand-ins, and how much they differ.
 
 python docs/generate.py kernels.md     # runs tests/kernels/interpreted/test_calls.py; half an hour
 """
@@ -28,28 +28,28 @@ COLUMNS = """| kernel | of models | calls | with documents | with states | backw
 
 
 def page(lines: Iterable[str]) -> str:
-    """Return the page of the lines that `test_calls` wrote."""
+    """Return the page for the lines of JSON that `test_calls` wrote."""
     calls: dict[str, list[dict]] = {}
     for line in lines:
-        calls.setdefault((one := json.loads(line))["place"], []).append(one)
+        calls.setdefault((call := json.loads(line))["place"], []).append(call)
     rows = [_row(place, calls[place]) for place in REFERENCES if place in calls]
-    rest = [place for place in REFERENCES if place not in calls and place not in NOT_TRITON]
+    not_called = [place for place in REFERENCES if place not in calls and place not in NOT_TRITON]
     worst = "Worst: the largest relative difference of an output or gradient, by norms, in float32."
     text = HEAD + worst + "\n\n" + COLUMNS + "\n".join(rows)
     text += "\n\n## Compared by themselves\n\nNo layer here calls them; `tests/kernels/interpreted/test_direct.py` does.\n\n"
-    text += _listed(rest)
+    text += _listed(not_called)
     text += "\n\n## Not run\n\nPackages' kernels, torch's, or code around kernels that refuses a CPU.\n\n"
     return text + _listed(sorted(NOT_TRITON)) + "\n"
 
 
 def _row(place: str, calls: list[dict]) -> str:
     def some(condition: str) -> str:
-        return "yes" if any(one["condition"] == condition for one in calls) else ""
+        return "yes" if any(call["condition"] == condition for call in calls) else ""
 
-    models = len({one["model"] for one in calls})
-    backward = "yes" if any(one["backward"] for one in calls) else ""
-    worst = max(one["worst"] for one in calls)
-    reasons = sorted({one["why"] for one in calls} - {""})
+    models = len({call["model"] for call in calls})
+    backward = "yes" if any(call["backward"] for call in calls) else ""
+    worst = max(call["worst"] for call in calls)
+    reasons = sorted({call["why"] for call in calls} - {""})
     if not reasons and worst > 1e-5:
         reasons = ["as far from float64 as float32 is"]
     cells = [
@@ -71,11 +71,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "calls.jsonl"
         command = ["make", "test-kernels", "ARGS=-k test_calls"]
-        done = subprocess.run(
+        result = subprocess.run(
             command, cwd=ROOT, env=os.environ | {"KERNELS_COMPARED": str(file)}, check=False
         )
-        if done.returncode:
-            sys.exit(done.returncode)
+        if result.returncode:
+            sys.exit(result.returncode)
         PAGE.write_text(page(file.read_text().splitlines()))
 
 

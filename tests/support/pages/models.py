@@ -1,6 +1,6 @@
-"""The page of all named sizes, read off `models/*.toml` and the models that these build.
+"""docs/generated/models.md: all named sizes, from `models/*.toml` and the models built from them.
 
-python docs/generate.py models.md     # writes it
+python docs/generate.py models.md     # writes the page
 """
 
 import re
@@ -16,8 +16,8 @@ PAGE = GENERATED / "models.md"
 HEAD = """# Named sizes
 
 `[model] name` and `flavor` of a job; the source is the comment at the table in `models/NAME.toml`. Left out: most `debug`
-flavors, which [architectures.md](architectures.md) lists. With experts, MLP is their number times the width of one, plus
-that of the shared experts.
+flavors, which [architectures.md](architectures.md) lists. With experts, MLP is the number of experts times
+the width of one, plus that of the shared experts.
 
 | model | flavor | hidden | layers | heads | key/value heads | head | MLP | vocabulary | tied | parameters | source |
 |---|---|---|---|---|---|---|---|---|---|---|---|
@@ -25,13 +25,13 @@ that of the shared experts.
 
 
 def page() -> str:
-    """Return the page."""
+    """Return the text of the page."""
     kernels.install("cpu")
     return HEAD + "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows())
 
 
 def rows() -> Iterator[tuple[object, ...]]:
-    """Yield a row for each size."""
+    """Yield the cells of each named size."""
     for name, flavors in modeling.available().items():
         source = sources(name)
         for flavor in flavors:
@@ -72,10 +72,10 @@ def width(config: PretrainedConfig) -> str:
 
 
 def sources(name: str) -> dict[str, str]:
-    """Return what stands beside the table of each flavor, or above it."""
+    """Return the source of each flavor: the comment next to the header of its table, or above it."""
     text = (ROOT / "models" / f"{name}.toml").read_text()
-    found = re.findall(r"^(?:# (.*)\n\n?)?\[\"?([\w.-]+?)\"?(?:\.text_config)?\](?: # (.*))?$", text, re.M)
+    headers = re.findall(r"^(?:# (.*)\n\n?)?\[\"?([\w.-]+?)\"?(?:\.text_config)?\](?: # (.*))?$", text, re.M)
     return {
-        flavor: "ours" if flavor == "debug" else (beside or above).partition(":")[0]
-        for above, flavor, beside in found
+        flavor: "ours" if flavor == "debug" else (comment_after or comment_above).partition(":")[0]
+        for comment_above, flavor, comment_after in headers
     }

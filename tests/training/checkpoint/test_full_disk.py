@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import Job, _titanplans
-from tests.support.survival import _small_disk
+from tests.support.jobs import Job, run_titanplans
+from tests.support.survival import mount_small_disk
 from titanplans.disk import name_file_in_errors, raise_not_saved
 from titanplans.errors import NotSaved
 
@@ -18,14 +18,14 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mounts a small 
 
 def on_a_small_disk(words):
     Path("out").mkdir()
-    if not _small_disk(Path("out"), megabytes=8):
+    if not mount_small_disk(Path("out"), megabytes=8):
         sys.exit("no mount")
-    _titanplans(words)
+    run_titanplans(words)
 
 
 def with_stdout_full(words):
     os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
-    _titanplans(words)
+    run_titanplans(words)
 
 
 def fill(folder):
@@ -43,7 +43,7 @@ def test_metrics_that_meet_a_full_disk_end_the_job_in_one_line(tmp_path, writer,
     job = Job(tmp_path)
     options = ("--checkpoint.interval=100000", "--checkpoint.enable_first_step_checkpoint")
     options += (f"--metrics.enable_{writer}", f"--parallelism.tensor_parallel_degree={ranks}")
-    process = job.start(*options, by=on_a_small_disk)
+    process = job.start(*options, entry=on_a_small_disk)
     try:
         job.wait_for_steps(process, 2)
     except AssertionError:
@@ -60,7 +60,7 @@ def test_metrics_that_meet_a_full_disk_end_the_job_in_one_line(tmp_path, writer,
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_log_that_meets_a_full_disk_ends_the_job_in_one_line(tmp_path, ranks):
     job = Job(tmp_path)
-    assert job.run(f"--parallelism.tensor_parallel_degree={ranks}", by=with_stdout_full) == 1
+    assert job.run(f"--parallelism.tensor_parallel_degree={ranks}", entry=with_stdout_full) == 1
     assert job.err.startswith("error: stdout can't be written (no space is left); there is no checkpoint")
     assert job.err.count("\n") == 1
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import Job, descendants, flip, gone
+from tests.support.jobs import Job, descendants, flip, have_ended
 from titanplans.training.launch.launcher import _local_store
 from titanplans.training.launch.main import main
 
@@ -82,9 +82,9 @@ def test_killed_ranks_are_started_again_up_to_so_many_times(job):
     assert job.run(f"--training.steps={steps + 2}", "--max-restarts=1") == 0
     assert job.steps[-1] == steps + 2
     # Its last checkpoint holds the weights alone. It is finished, by whatever starts it, and can be prolonged.
-    for by in (None, partial(by_torchrun, "static", free_endpoint())):
-        restarts = () if by else ("--max-restarts=1",)
-        assert job.run(f"--training.steps={steps + 2}", *restarts, by=by) == 0
+    for entry in (None, partial(by_torchrun, "static", free_endpoint())):
+        restarts = () if entry else ("--max-restarts=1",)
+        assert job.run(f"--training.steps={steps + 2}", *restarts, entry=entry) == 0
         assert job.out.count(f"step-{steps + 2} is complete: ") == 1
         assert job.losses == []
     assert job.run(f"--training.steps={steps + 4}", "--max-restarts=1") == 0
@@ -124,7 +124,7 @@ def test_what_would_end_in_the_same_line_is_not_started_again(job, ranks):
         "--optimizer.lr=1e30",
         "--checkpoint.no-enable",
     )
-    assert job.run(*options, "--lr_scheduler.warmup_steps=0", "--max-restarts=2", by=slow_to_free) == 1
+    assert job.run(*options, "--lr_scheduler.warmup_steps=0", "--max-restarts=2", entry=slow_to_free) == 1
     assert job.err.startswith("error: step 2: the ")
     assert "is not finite" in job.err
     assert job.err.count("\n") == 1
@@ -133,7 +133,7 @@ def test_what_would_end_in_the_same_line_is_not_started_again(job, ranks):
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_torchrun_restarts_ranks(job, backend):
-    process = job.start(by=partial(by_torchrun, backend, free_endpoint()))
+    process = job.start(entry=partial(by_torchrun, backend, free_endpoint()))
     for number, rank in enumerate((0, 1)):
         kill(job, process, rank, number)
     job.wait_for(process, lambda: job.out.count("Training starts at") == 3)
@@ -141,7 +141,7 @@ def test_torchrun_restarts_ranks(job, backend):
     assert repeats_itself(job)
     ranks = descendants(process.pid)
     process.kill()
-    assert gone(ranks, 10)
+    assert have_ended(ranks, 10)
 
 
 @pytest.mark.parametrize("when", ["at once", "later"])
@@ -154,7 +154,7 @@ def test_what_a_killed_launcher_leaves_ends(job, when):
     left = descendants(process.pid)
     process.kill()
     process.join()
-    assert gone(left, 5)
+    assert have_ended(left, 5)
     assert not list(job.folder.glob("out/checkpoint/.*.removed"))
 
 

@@ -1,4 +1,4 @@
-"""Twenty kills and other faults at random moments: every loss as in a run that nobody disturbed. `make survive` for more."""
+"""Twenty faults at random moments: every loss as in an undisturbed run. `make survive` injects more."""
 
 import sys
 
@@ -10,9 +10,9 @@ pytestmark = pytest.mark.thorough
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
-def test_nothing_is_lost():
+def test_losses_after_faults_are_those_of_an_undisturbed_run():
     counts = survival.run(faults=20, seed=1)
     faults, resumes = counts.pop("faults"), counts.pop("resumes")
-    assert counts == {"mismatches": 0, "orphans": 0, "files": 0, "untold": 0}
+    assert counts == {"mismatches": 0, "orphans": 0, "files": 0, "unexplained": 0}
     assert faults == 20
     assert resumes > 10

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import Job, descendants, gone
+from tests.support.jobs import Job, descendants, have_ended
 from tests.support.paths import ROOT
 from titanplans.cli.main import main, run
 
@@ -33,14 +33,14 @@ def as_a_user(words):
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the children of a process from /proc")
 def test_a_killed_rank_ends_the_job_and_its_run_is_recorded(job):
-    process = job.start("--metrics.enable_wandb", by=as_a_user)
+    process = job.start("--metrics.enable_wandb", entry=as_a_user)
     job.wait_for_steps(process, 13)
     first, *_, second = descendants(process.pid)  # and a process of wandb
     os.kill(second, signal.SIGKILL)
     killed = time.monotonic()
     assert job.end(process) == 1
     assert time.monotonic() - killed < 10
-    assert gone([first], 0), "the other rank lives on"
+    assert have_ended([first], 0), "the other rank lives on"
     *others, last = (line for line in job.err.splitlines() if not line.startswith("wandb: "))
     assert last.startswith(f"error: rank 1 (pid {second}) was killed by SIGKILL")
     assert all(line.startswith("rank 0 failed: ") for line in others), others
@@ -118,7 +118,7 @@ def test_code_of_the_users_own_reaches_every_rank_and_the_rank_that_fails_first_
     }
     (job.folder / "gla.json").write_text(json.dumps(olmo))
     options = ("--experimental.custom_import", "my_plans", "--checkpoint.no-enable")
-    assert job.run(*options, by=with_plans_beside) == 1
+    assert job.run(*options, entry=with_plans_beside) == 1
     err = job.err
     assert len(job.losses) == 1, "the first step has the user's plan, and the second fails"
     assert err.count("Traceback (most recent call last):") == 1

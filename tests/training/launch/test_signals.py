@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import PATIENCE, Job, descendants, gone, start
+from tests.support.jobs import PATIENCE, Job, descendants, have_ended, start
 from titanplans.training.launch.signals import Stopped, stop_on_signals
 
 on_linux = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads processes from /proc")
@@ -85,13 +85,13 @@ def slow_saving(words):
 @on_linux
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_ctrl_c_to_the_group_while_it_saves_is_one_line(job, mode):
-    process = job.start(f"--checkpoint.async_mode={mode}", "--checkpoint.interval=2", by=slow_saving)
+    process = job.start(f"--checkpoint.async_mode={mode}", "--checkpoint.interval=2", entry=slow_saving)
     job.wait_for(process, lambda: len(list(job.folder.glob("saving-*"))) == 2)
     ranks = descendants(process.pid)
     os.killpg(process.pid, signal.SIGINT)
     assert job.end(process) == 130
     assert said(job) == ["stopped by SIGINT; finished checkpoints are complete"]
-    assert gone(ranks, 1)
+    assert have_ended(ranks, 1)
 
 
 def working(words):
@@ -111,7 +111,7 @@ def working(words):
 @on_linux
 @pytest.mark.parametrize("words", [["data", "job.toml"], ["list", "--long"]])
 def test_ctrl_c_of_any_command_is_one_line(job, words):
-    process = start(words, job.folder, by=working)
+    process = start(words, job.folder, entry=working)
     job.wait_for(process, lambda: (job.folder / "working").exists())
     os.kill(process.pid, signal.SIGINT)
     assert job.end(process) == 130
