@@ -1,4 +1,4 @@
-"""Seed the default generator, from which these tests draw models: other tests have no influence."""
+"""Seed torch's default generator before each test, so that random models do not depend on other tests."""
 
 import pytest
 import torch

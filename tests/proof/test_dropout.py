@@ -1,4 +1,4 @@
-"""`verify` of adapters with a dropout: the whole model and every rank draw the same numbers, or the plan is found."""
+"""`verify` of adapters with dropout: the unsplit model and every rank draw the same random numbers, or the proof fails."""
 
 import torch
 from titanplans.plans.hf.qwen import Qwen3Plan
@@ -17,18 +17,18 @@ def adapted():
 
 
 class FirstColumns(Qwen3Plan):
-    """Every rank drops what the first one drops."""
+    """Every rank drops the columns that the first rank drops."""
 
     def rowwise(self, **options):
-        def wrong(right, module, border):
-            right(module, border)
+        def wrong(original, module, border):
+            original(module, border)
             module.lora_dropout.split = (0, *module.lora_dropout.split[1:])
 
         return installed(super().rowwise(**options), wrong)
 
 
 def test_dropout_of_adapters_is_proved():
-    """Also where blocks are recomputed: each thread has a generator of its own."""
+    """Recomputation is included: each thread has its own generator."""
     state = torch.get_rng_state()
     report = verify(adapted, degrees=[2], conditions="each")
     assert report.passed, report.table()
@@ -36,7 +36,7 @@ def test_dropout_of_adapters_is_proved():
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_ranks_that_drop_other_columns_are_found():
+def test_ranks_that_drop_wrong_columns_are_rejected():
     report = verify(adapted, FirstColumns, degrees=[2], loss_parallel=True, conditions="plain")
     assert not any(case.passed for case in report.cases)
     assert {case.finding.first.name for case in report.cases} == {

@@ -1,8 +1,7 @@
-"""Every single-style mutant of the registered plans: refused, killed and placed, or listed with the reason why not.
+"""Every single-style mutant of the registered plans: refused, or rejected with its module named, or listed as equivalent.
 
-What is made is said in tests/support/mutants: the models in architectures.py, the mistakes in operators.py, what counts
-as the right module in place.py, what may survive in equivalent.py. That the plans
-themselves are right, over the same ranks, is test_threads.py's.
+The mutants are made in tests/support/mutants: models in architectures.py, faults in operators.py; place.py has the modules
+that a verdict may name, equivalent.py the mutants that may survive. test_threads.py proves the correct plans.
 """
 
 import pytest
@@ -26,33 +25,32 @@ COUNTS = {
     "gemma3_text": (38, 2),
     "gemma3": (130, 13),
 }
-"""How many mutants there are, and how many of them are equivalent: README has the sums. Fewer would mean that operators
-no longer find what they change."""
+"""Counts of mutants, and of equivalent ones, whose sums README has. Fewer would mean that operators no longer apply."""
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
-def test_every_mutant_is_rejected_at_the_right_place_or_equivalent(architecture):
+def test_every_mutant_is_rejected_at_the_right_module_or_equivalent(architecture):
     results = list(verdicts(corpus()[architecture]))
     accepted = [str(v.mutant) for v in results if v.survived and equivalence(v.mutant) is None]
     assert not accepted, f"wrong plans that were accepted: {accepted}"
-    wronged = [(str(v.mutant), v.messages()) for v in results if not v.survived and equivalence(v.mutant)]
-    assert not wronged, f"listed as equivalent, but rejected: {wronged}"
+    rejected = [(str(v.mutant), v.messages()) for v in results if not v.survived and equivalence(v.mutant)]
+    assert not rejected, f"listed as equivalent, but rejected: {rejected}"
     misplaced = [(str(v.mutant), v.messages()) for v in results if not v.survived and not is_right(v)]
-    assert not misplaced, f"rejected at the wrong place: {misplaced}"
+    assert not misplaced, f"rejected, but another module named: {misplaced}"
     equivalent = sum(equivalence(v.mutant) is not None for v in results)
     assert (len(results), equivalent) == COUNTS[architecture.name]
 
 
 def test_every_registered_plan_has_its_mutants():
-    shared = {"mistral": "llama"}  # one class
+    same_class = {"mistral": "llama"}  # one class
     plans = registered_plans()
-    own = {name: plan for name, plan in plans.items() if plan.__module__.startswith("titanplans.plans.")}
-    assert own.keys() - shared.keys() - zoo.FAMILIES.keys() == {a.name for a in ARCHITECTURES}
-    for name, other in shared.items():
+    shipped = {name: plan for name, plan in plans.items() if plan.__module__.startswith("titanplans.plans.")}
+    assert shipped.keys() - same_class.keys() - zoo.FAMILIES.keys() == {a.name for a in ARCHITECTURES}
+    for name, other in same_class.items():
         assert plans[name] is plans[other]
 
 
 def test_every_equivalence_is_one_of_the_corpus():
-    everyone = [mutant for made in corpus().values() for mutant in made]
-    unused = [row for row in EQUIVALENT if not any(row.covers(mutant) for mutant in everyone)]
+    all_mutants = [mutant for mutants in corpus().values() for mutant in mutants]
+    unused = [row for row in EQUIVALENT if not any(row.covers(mutant) for mutant in all_mutants)]
     assert not unused, unused

@@ -1,4 +1,4 @@
-"""Wrong plans and a wrong cut, cut by tokens: `verify` finds each, names its place, and says what to look at."""
+"""Wrong plans, and wrong exchanges of tokens, under context parallelism: `verify` rejects each and names the module."""
 
 import copy
 from itertools import chain
@@ -17,18 +17,18 @@ PLANS = registered_plans()
 
 
 def proved(name, plan, degree=1, context=2, **fields):
-    """Return the report of one plain training of `plan` of the model `name`."""
+    """Return the report of one plain training of the model `name` under `plan`."""
     degrees = [Degrees(tp=degree, cp=context)]
     return verify_sharded(lambda: zoo.build(name, **fields).double(), plan, degrees=degrees, seq_len=8)
 
 
-def test_the_plans_themselves_are_right():
+def test_the_correct_plans_are_proved():
     for name in ("olmo2", "mixtral", "rwkv6"):
         assert proved(name, PLANS[name]).passed, name
 
 
 def without(name, member, value):
-    """Return the plan of `name` with another value of an attribute, or another method."""
+    """Return the plan of `name` with the attribute or method `member` replaced by `value`."""
     return type("Without", (PLANS[name],), {member: value})
 
 
@@ -58,7 +58,7 @@ WRONG = {
     ),
     "a balance that each rank counts by itself": (
         ("mixtral", without("mixtral", "balance", None), {}),
-        "gradient of the output of model.layers.1.mlp.gate",  # not at experts' rows, which each rank sorts for itself
+        "gradient of the output of model.layers.1.mlp.gate",  # experts' tokens can't be compared: each rank sorts its own
         "the model adds a loss to the cross entropy, and model_functions of Without is empty, so each rank may add it: "
         "name the function that computes it there with self.count_once",
     ),
@@ -68,13 +68,13 @@ WRONG = {
         "set its counts by local_attributes and mlp_attributes",
     ),
 }
-"""Model, plan and sizes; the place; and of the words with it some."""
+"""Model, plan and config fields; the module that is named; part of the advice."""
 
 
 NOT_SPLIT = changed(PLANS["llama"], q_proj=lambda plan, style: plan.replicated_in_region())
 
 
-def test_a_projection_that_is_not_split_is_found_by_weights_as_far_as_o_proj():
+def test_a_projection_that_is_not_split_by_weights_is_rejected_inside_its_mixer():
     (case,) = proved("llama", NOT_SPLIT, 2, 1).cases
     assert "runs in model.layers.0.self_attn" in (
         case.worst if case.finding is None else case.finding.first.name
@@ -82,31 +82,33 @@ def test_a_projection_that_is_not_split_is_found_by_weights_as_far_as_o_proj():
     assert "colwise() " in " ".join(chain(map(str, filter(None, [case.finding])), case.notes))
 
 
-@pytest.mark.parametrize("cut", [(1, 2), (2, 2)], ids=["cp", "tp x cp"])
-def test_a_projection_that_is_not_exchanged_is_refused_where_its_code_needs_all_tokens(cut):
+@pytest.mark.parametrize("degrees", [(1, 2), (2, 2)], ids=["cp", "tp x cp"])
+def test_a_projection_that_is_not_exchanged_is_refused_where_its_code_needs_all_tokens(degrees):
     with pytest.raises(
         PlanError,
         match=r"^view in modeling_llama.py, line \d+, .* output of \S+q_proj, .*as colwise\(\), or ",
     ):
-        proved("llama", NOT_SPLIT, *cut)
+        proved("llama", NOT_SPLIT, *degrees)
 
 
-@pytest.mark.parametrize("cut", [(2, 1), (1, 2), (2, 2)], ids=["tp", "cp", "tp x cp"])
+@pytest.mark.parametrize("degrees", [(2, 1), (1, 2), (2, 2)], ids=["tp", "cp", "tp x cp"])
 @pytest.mark.parametrize("name", WRONG)
-def test_it_is_found_placed_and_told(name, cut):
-    (model, plan, fields), place, said = WRONG[name]
-    report = proved(model, plan, *cut, **fields)
+def test_a_fault_is_rejected_with_its_module_and_advice(name, degrees):
+    (model, plan, fields), module, advice = WRONG[name]
+    report = proved(model, plan, *degrees, **fields)
     (case,) = report.cases
     assert not case.passed
-    assert place in (case.worst if case.finding is None else case.finding.first.name), report.table()
-    assert said in " ".join(chain(map(str, filter(None, [case.finding])), case.notes))
+    assert module in (case.worst if case.finding is None else case.finding.first.name), report.table()
+    assert advice in " ".join(chain(map(str, filter(None, [case.finding])), case.notes))
 
 
-@pytest.mark.parametrize("wrong", ["own_gradient", "no_tokens"])
-def test_a_cut_that_loses_gradients_or_tokens(wrong, monkeypatch):
-    if wrong == "own_gradient":  # of what every rank has read, as if only its own tokens had been
+@pytest.mark.parametrize("fault", ["gradients are not summed", "all ranks take the first shard"])
+def test_an_exchange_that_loses_gradients_or_tokens_is_rejected(fault, monkeypatch):
+    if (
+        fault == "gradients are not summed"
+    ):  # a rank keeps the gradient of its tokens from its own use of them alone
         monkeypatch.setattr(LocalTokens, "gather", _collected)
-    else:  # the first rank's for all
+    else:
         monkeypatch.setattr(LocalTokens, "take_local", _of_first_rank)
     assert not proved("rwkv6", PLANS["rwkv6"]).passed
 

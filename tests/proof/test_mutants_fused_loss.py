@@ -1,4 +1,4 @@
-"""The proof of a loss that the head computes: right as it is, and each fault in it is found."""
+"""The proof of the fused loss: correct as it is, and rejected with each fault."""
 
 from functools import partial
 
@@ -15,7 +15,9 @@ from titanplans.proof.case import prove_case
 from titanplans.proof.compare import training
 from titanplans.proof.compare.reference import ReferenceRun
 
-(GEMMA,) = (one for one in ARCHITECTURES if one.name == "gemma3_text")  # capped, tied, a vocabulary of 51
+(GEMMA,) = (
+    architecture for architecture in ARCHITECTURES if architecture.name == "gemma3_text"
+)  # soft caps, tied weights, a vocabulary of 51
 
 
 @pytest.fixture(scope="module")
@@ -31,17 +33,17 @@ def proved(reference):
     return run_on_threads(work)
 
 
-def test_it_is_right(reference):
+def test_the_fused_loss_is_proved(reference):
     assert proved(reference).passed
 
 
 def one_rank_alone(monkeypatch):
-    """The ranks' sums of exponentials are not put together."""
-    monkeypatch.setattr(sharded_logits, "_over_ranks", lambda log_sum, own, sums, group: (log_sum, own, sums))
+    """The sums of exponentials are not summed over the ranks."""
+    monkeypatch.setattr(shares, "_over_ranks", lambda log_sum, own, sums, group: (log_sum, own, sums))
 
 
 def no_cap(monkeypatch):
-    """The soft cap behind the head is left out, and not compared with what the model does."""
+    """The soft cap after the head is left out, as is the check that compares it with the model."""
 
     class Uncapped(FusedLoss):
         def __init__(self, model):
@@ -57,7 +59,7 @@ def no_cap_that_is_compared(monkeypatch):
 
 
 def head_twice(monkeypatch):
-    """The first chunk's gradient of the head counts twice."""
+    """The head's gradient from the first chunk is added twice."""
     product = fused._Sums._product
 
     def twice(self, so_far, a, b):
@@ -83,6 +85,6 @@ def last_chunk_forgotten(monkeypatch):
     [one_rank_alone, no_cap, no_cap_that_is_compared, head_twice, ignored_counted, last_chunk_forgotten],
     ids=lambda fault: fault.__name__,
 )
-def test_a_fault_is_found(fault, reference, monkeypatch):
+def test_a_fault_is_rejected(fault, reference, monkeypatch):
     fault(monkeypatch)
     assert not proved(reference).passed

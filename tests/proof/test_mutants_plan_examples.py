@@ -1,6 +1,6 @@
-"""Mistakes with the words of the plan language, each in a plan that is right without it: found, and placed.
+"""Faults in the plans of tests/support/plan_examples.py: each is rejected, and its module named.
 
-The models are those of tests/support/plan_examples.py. A fault is another style at a key, or another method of the plan.
+A fault is another style at a key, or another method of the plan.
 """
 
 from functools import partial
@@ -45,7 +45,7 @@ experts = partial(with_mlp, plan_examples.Experts)
 
 
 def with_style(plan, key, change):
-    """Return `plan` with the style of each key that ends in `key` changed: `change(the plan, the style)`."""
+    """Return `plan` with `change(plan, style)` at each key that ends in `key`."""
 
     class Changed(plan):
         def full_plan(self, model):
@@ -63,33 +63,33 @@ GROUP = 6  # rows of B, and of C
 
 
 def boundary_moved(plan, style):
-    """One head of x is taken for z's."""
+    """One head of x is counted as z's."""
     return faults.with_option(style, sections=(WIDTH + SIZE, WIDTH - SIZE, *style.sections[2:]))
 
 
 def in_another_order(plan, style):
-    """The sections are read in another order than the code cuts them."""
+    """The sections are in another order than the model's code splits them."""
     return faults.with_rows(style, lambda rows: rows._replace(runs=(*rows.runs[1:], rows.runs[0])))
 
 
 def corrected(style, correct):
-    """Return `style` with `correct(group, module, args, kwargs, output)` in place of its last hook."""
+    """Return `style` whose last hook is replaced by `correct(group, module, args, kwargs, output)`."""
 
-    def install(right, module, border):
-        right(module, border)
+    def install(original, module, border):
+        original(module, border)
         module._forward_hooks.popitem()
         module.register_forward_hook(partial(correct, border.group), with_kwargs=True)
 
     return installed(style, install)
 
 
-def own_statistic(plan, style):
-    """Each rank divides by the root mean square of its own part."""
+def local_statistic(plan, style):
+    """Each rank divides by the root mean square of its own slice."""
     return corrected(style, lambda group, module, args, kwargs, output: add_deferred_bias(module, output))
 
 
 def statistic_without_gradient(plan, style):
-    """The mean square of the other ranks enters without a gradient."""
+    """The mean square of the other ranks has no gradient."""
 
     def correct(group, module, args, kwargs, output):
         x = (args[0] if style.statistic is None else style.statistic(*args, **kwargs)).detach()
@@ -106,106 +106,108 @@ def summed_twice(plan, style):
 
 
 def unsummed(plan, style):
-    """Each rank goes on with its part of the sum."""
+    """Each rank continues with its own summand, which is not reduced."""
     return leaving(style, lambda border, module, output: add_deferred_bias(module, output))
 
 
 def gradient_unsummed(plan, style):
-    """Each rank takes its share of the sum's gradient for the whole gradient."""
+    """The gradient of each rank's summand is not summed over the ranks."""
     return leaving(
         style, lambda border, module, output: add_deferred_bias(module, sum_ranks(output, border.group))
     )
 
 
 def by(name):
-    """Return the fault that puts the plan's style `name` there."""
+    """Return the fault that uses the plan's style `name` instead."""
     return lambda plan, style: getattr(plan, name)()
 
 
 def fault(change):
-    """Return a fault of mutants/faults.py in the form that FOUND needs."""
+    """Return a fault of mutants/faults.py as a function of plan and style, as FAULTS has them."""
     return lambda plan, style: change(style)
 
 
-of_the_neighbour, summed_again = fault(faults.other_head), fault(faults.summed_again)
+of_other_head, summed_again = fault(faults.other_head), fault(faults.summed_again)
 in_region, off_stream = by("replicated_in_region"), by("replicated_off_stream")
-colwise, own_norm = by("colwise"), by("split_norm")
+colwise, split_norm = by("colwise"), by("split_norm")
 
 
-FOUND = {
-    "a section's boundary one head further on": (state_space, StateSpacePlan, "in_proj", boundary_moved, "attn.conv1d"),
+FAULTS = {
+    "a section boundary shifted by one head": (state_space, StateSpacePlan, "in_proj", boundary_moved, "attn.conv1d"),
     "sections in another order": (state_space, StateSpacePlan, "conv1d", in_another_order, "attn.conv1d"),
-    "another rank's rows": (state_space, StateSpacePlan, "conv1d", of_the_neighbour, "attn.conv1d"),
-    "a parameter of each head whole": (state_space, StateSpacePlan, "attn.D", in_region, "attn"),
-    "a statistic of one's own": (state_space, StateSpacePlan, "attn.norm", own_statistic, "attn.norm"),
+    "another rank's rows": (state_space, StateSpacePlan, "conv1d", of_other_head, "attn.conv1d"),
+    "a replicated parameter per head": (state_space, StateSpacePlan, "attn.D", in_region, "attn"),
+    "a statistic of the local slice": (state_space, StateSpacePlan, "attn.norm", local_statistic, "attn.norm"),
     "a statistic without gradient": (
         state_space, StateSpacePlan, "attn.norm", statistic_without_gradient, "layers.1.attn"
     ),
-    "no statistic of what the gate gives": (state_space, StateSpacePlan, "attn.norm", own_norm, "attn.norm"),
-    "shared heads not counted by the norm": (packed, PackedPlan, "k_norm", own_norm, "attn.k_norm"),
+    "a norm without the statistic of its gated input": (state_space, StateSpacePlan, "attn.norm", split_norm, "attn.norm"),
+    "shared heads not counted by the norm": (packed, PackedPlan, "k_norm", split_norm, "attn.k_norm"),
     "a norm over this rank's width": (packed, PackedPlan, "o_norm", colwise, "attn.o_norm"),
-    "a sum in the region that is missing": (selective, SelectivePlan, "x_proj", unsummed, "attn"),
+    "a missing sum in the region": (selective, SelectivePlan, "x_proj", unsummed, "attn"),
     "a sum in the region, twice": (selective, SelectivePlan, "x_proj", summed_twice, "attn.x_proj"),
     "a sum in the region whose gradient is not summed": (
         selective, SelectivePlan, "x_proj", gradient_unsummed, "attn"
     ),
     "rows (n h d) split as if they were (h n d)": (retention, RetentionPlan, "k_proj", colwise, "attn.o_proj"),
-    "what scales the input not summed": (retention, RetentionPlan, "attn.scale", off_stream, "attn.scale"),
+    "gradient of the input scale not summed": (retention, RetentionPlan, "attn.scale", off_stream, "attn.scale"),
     "experts' biases added by each rank": (experts, ExpertsPlan, "down_bias", in_region, "mlp"),
     "a router whose gradient is not summed": (experts, ExpertsPlan, "router", off_stream, "mlp.router"),
-    "a whole mixer's gradients summed": (Tiny, ReplicatedMixerPlan, "attn.q_proj", summed_again, "attn"),
-    "a decay by the number of a head on this rank": (retention, RetentionPlan, "local_functions", None, "attn"),
+    "gradients of a replicated mixer summed": (Tiny, ReplicatedMixerPlan, "attn.q_proj", summed_again, "attn"),
+    "a decay by the local index of a head": (retention, RetentionPlan, "local_functions", None, "attn"),
     "the balance of experts counted by each rank": (balanced, ExpertsPlan, "model_functions", None, "mlp"),
 }  # fmt: skip
-"""Model, plan, key, fault and place; without a fault the key is a method of the plan that is left out."""
+"""Model, plan, key, fault and the module to name. Without a fault, the key is a method of the plan that is removed."""
 SHARED = ("another rank's rows", "shared heads not counted by the norm")
-"""At degree 4, where ranks share heads."""
+"""Proved at degree 4, where ranks share heads."""
 
 
 BY_TOKENS = {
-    "a section's boundary one head further on": ("cp",),
-    "a parameter of each head whole": ("cp", "tp x cp"),
-    "no statistic of what the gate gives": ("cp", "tp x cp"),
+    "a section boundary shifted by one head": ("cp",),
+    "a replicated parameter per head": ("cp", "tp x cp"),
+    "a norm without the statistic of its gated input": ("cp", "tp x cp"),
     "a norm over this rank's width": ("cp", "tp x cp"),
     "rows (n h d) split as if they were (h n d)": ("cp", "tp x cp"),
-    "a decay by the number of a head on this rank": ("cp", "tp x cp"),
+    "a decay by the local index of a head": ("cp", "tp x cp"),
     "shared heads not counted by the norm": ("tp x cp",),
-    "what scales the input not summed": ("tp x cp",),  # over cp alone every gradient is a part
+    "gradient of the input scale not summed": ("tp x cp",),  # over cp alone every gradient is summed
     "experts' biases added by each rank": ("tp x cp",),
     "a router whose gradient is not summed": ("tp x cp",),
 }
-"""Where these are wrong with context parallelism, too. A fault of a style's installation is one of the cut by weights."""
+"""The degrees at which these are wrong under context parallelism too. Faults in what a style installs affect TP alone."""
 
 
-def wronged(name, degree, context=1):
-    """Return the report of a fault of `FOUND`, and where it has to be placed."""
-    model, plan, key, change, place = FOUND[name]
+def rejected(name, degree, context=1):
+    """Return the report of a fault of `FAULTS`, and the module that it has to name."""
+    model, plan, key, change, place = FAULTS[name]
     wrong = with_style(plan, key, change) if change else with_method(plan, key, lambda self, module: {})
     options = dict(sequence_parallel=True, loss_parallel=False)
     return verify_plain(model, wrong, degrees=[Degrees(tp=degree, cp=context)], **options), place
 
 
-def placed(report):
-    """Return the place that a report of one case names."""
+def named_module(report):
+    """Return the module that a report of one case names."""
     (case,) = report.cases
     assert not case.passed
-    assert "TypeError" not in report.table(), "a fault is no mistake of this file's"
+    assert "TypeError" not in report.table(), "the fault is an error in this test"
     return case.worst if case.finding is None else case.finding.first.name
 
 
-@pytest.mark.parametrize("name", FOUND)
-def test_it_is_found_and_placed(name):
-    report, place = wronged(name, degree=4 if name in SHARED else 2)
-    assert place in placed(report), report.table()
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_rejected_with_its_module(name):
+    report, place = rejected(name, degree=4 if name in SHARED else 2)
+    assert place in named_module(report), report.table()
 
 
-@pytest.mark.parametrize(("name", "cut"), [(name, cut) for name, cuts in BY_TOKENS.items() for cut in cuts])
-def test_it_is_found_and_placed_by_tokens(name, cut):
-    report, place = wronged(name, degree=1 if cut == "cp" else 2, context=2)
-    assert place in placed(report), report.table()
+@pytest.mark.parametrize(
+    ("name", "split"), [(name, split) for name, splits in BY_TOKENS.items() for split in splits]
+)
+def test_a_fault_under_context_parallelism_is_rejected_with_its_module(name, split):
+    report, place = rejected(name, degree=1 if split == "cp" else 2, context=2)
+    assert place in named_module(report), report.table()
 
 
 @pytest.mark.parametrize("key", ["A_log", "D", "dt_bias", "in_proj", "conv1d", "norm"])
-def test_a_key_that_is_left_out_is_refused_by_name(key):
+def test_a_missing_key_is_refused_by_name(key):
     with pytest.raises(PlanError, match=rf"parameters? 'layers\.\*\.attn\.{key}"):
         check_plan(state_space(), Degrees(tp=2), plan=changed(StateSpacePlan, lambda plan: {key: None}))

@@ -1,4 +1,4 @@
-"""Bugs that were shipped, made again as plans and styles, and where each is found.
+"""Bugs that other libraries shipped, reproduced as plans and styles; the table says which test has each.
 
     a key that matches nothing (NeMo Automodel #2589; transformers #37893)    plan/test_strict.py
     a pattern that hits a module twice (flame #11)                            plan/test_strict.py
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.thorough
 
 
 class Positional(TinyPlan):
-    """Attention by torch's own styles, which look for its input at a position."""
+    """Attention split by torch's own styles, with its input declared positional."""
 
     region = PrepareModuleInput(
         input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True
@@ -51,7 +51,7 @@ class Positional(TinyPlan):
 
 
 class ByKeyword(Positional):
-    """And this one by its name, which is how the block hands it over."""
+    """The same with its input declared by keyword, which is how the block passes it."""
 
     region = PrepareModuleInput(
         input_kwarg_layouts={"hidden_states": Shard(1)},
@@ -61,7 +61,7 @@ class ByKeyword(Positional):
 
 
 def without_norm():
-    """A Tiny with mixers that torch's own styles cover."""
+    """Return a Tiny whose mixers torch's own styles can split: they have no norm."""
     model = Tiny()
     for layer in model.layers:
         layer.attn.q_norm = nn.Identity()
@@ -76,24 +76,24 @@ BUGS = {
     "packed projection split evenly (Megatron-LM #1989; Baichuan)": (
         lambda: with_mlp(GateUp),
         changed(GateUpPlan, gate_up_proj=lambda plan, style: plan.colwise(interleaved=True)), True,
-        "layers.0.mlp.down_proj", {"loss"},  # each rank's rows are right, and show where they have met
+        "layers.0.mlp.down_proj", {"loss"},  # each rank's tokens are right; the gathered sequence is not
     ),
     "positional layouts for keyword inputs (flame #12)": (without_norm, Positional, True, "layers.0.attn", {"runs"}),
 }  # fmt: skip
-"""Model, plan, whether the sequence is sharded; the module that the report names, and checks that fail, among others."""
+"""Model, plan, sequence_parallel, the module that the report names, and some of the checks that fail."""
 
 
 @pytest.mark.parametrize("name", BUGS)
-def test_it_is_found_and_placed(name):
-    build, plan, sequence, place, fails = BUGS[name]
+def test_a_shipped_bug_is_rejected_with_its_module(name):
+    build, plan, sequence, module, fails = BUGS[name]
     report = verify_sharded(build, plan, sequence_parallel=sequence, seq_len=8)
     (case,) = report.cases
     assert not report.passed
-    assert named(case, build()) == {place}
+    assert named(case, build()) == {module}
     assert {check.what for check in case.checks if not check.passed} >= fails
     if fails == {"runs"}:
-        assert case.worst == f"runs in {place}", "not after its neighbour"
+        assert case.worst == f"runs in {module}", "and not after the module before it"
 
 
-def test_keyword_inputs_by_their_names_are_right():
+def test_a_keyword_input_declared_by_its_name_is_proved():
     assert verify_sharded(without_norm, ByKeyword).passed

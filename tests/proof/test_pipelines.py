@@ -1,4 +1,4 @@
-"""Proofs of pipelines: right ones of several cuts and stages, and engines that cut, hand over or sum wrongly, which fail."""
+"""Proofs of pipelines: correct ones pass, and an engine that splits, sends or sums patch is rejected."""
 
 import pytest
 from torch import nn
@@ -23,14 +23,14 @@ def proved(name, *degrees, conditions="plain", **fields):
     ("name", "degrees", "fields"),
     [
         ("gla", Degrees(tp=2, pp=4), FOUR),  # every block is a stage
-        ("rwkv7", Degrees(tp=2, cp=2, pp=2), FOUR),  # the first block's values go to all others
+        ("rwkv7", Degrees(tp=2, cp=2, pp=2), FOUR),  # the first block's values are sent to all other stages
         ("llama", Degrees(pp=3), TIED | FOUR),  # stages of one and two blocks
         ("mixtral", Degrees(tp=2, ep=2, pp=2), dict(output_router_logits=False)),
         ("yoco", Degrees(cp=2, pp=2), {}),
         ("gemma3", Degrees(tp=2, pp=2), {}),  # the tower is on both stages
     ],
 )
-def test_stages_train_as_the_whole_model_does(name, degrees, fields):
+def test_stages_train_as_the_unsplit_model_does(name, degrees, fields):
     report = proved(name, degrees, conditions="each", **fields)
     assert report.passed, report.table()
     assert {case.options.degrees for case in report.cases} == {degrees}
@@ -39,7 +39,7 @@ def test_stages_train_as_the_whole_model_does(name, degrees, fields):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name in (*zoo.ARCHITECTURES, *zoo.FAMILIES) if name != "tiny"])
 def test_every_architecture_is_proved_in_two_stages(name):
-    """By two schedules, on two ranks of a layer."""
+    """By two schedules, with two ranks for each stage."""
     fields = {"nsa": dict(num_hidden_layers=2)}.get(name, {})  # its tiny config has one block
 
     def build():
@@ -53,16 +53,19 @@ def test_every_architecture_is_proved_in_two_stages(name):
 
 
 @pytest.mark.thorough
-def test_a_pipeline_alone_is_proved_in_every_pair_of_conditions():
+def test_a_pipeline_without_tp_is_proved_in_every_pair_of_conditions():
     report = proved("llama", Degrees(pp=2), conditions="pairs", **TIED)
     assert report.passed, report.table()
     scenarios = [case.scenario for case in report.cases]
-    assert {one.dtype for one in scenarios} == {"float64", "float32", "bfloat16"}
-    assert {one.fused for one in scenarios} == {True, False}  # by 1F1B, and by backwards in two parts
+    assert {scenario.dtype for scenario in scenarios} == {"float64", "float32", "bfloat16"}
+    assert {scenario.fused for scenario in scenarios} == {
+        True,
+        False,
+    }  # 1F1B, and a schedule that splits the backward
     assert any(check.what == "tied" for case in report.cases for check in case.checks)
 
 
-def test_stages_are_proved_by_default_where_there_are_two_blocks():
+def test_stages_are_proved_by_default_if_there_are_two_blocks():
     report = verify(lambda: zoo.build("gla"), conditions="plain")
     assert Degrees(tp=2, pp=2) in {case.options.degrees for case in report.cases}
     assert {case["pp"] for case in report.to_dict()["cases"]} == {1, 2}
@@ -71,19 +74,19 @@ def test_stages_are_proved_by_default_where_there_are_two_blocks():
 
 
 @pytest.mark.parametrize(
-    ("name", "pp", "said"),
+    ("name", "pp", "message"),
     [
         ("gla", 3, "pp = 3: GLAForCausalLM has 2 blocks, and each stage needs one: 2 stages at most"),
         ("mixtral", 2, "pp = 2: output_router_logits = True: "),
     ],
 )
-def test_stages_that_can_not_be_are_refused_by_name(name, pp, said):
+def test_impossible_stages_are_refused(name, pp, message):
     fields = dict(output_router_logits=True) if name == "mixtral" else {}
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         proved(name, Degrees(tp=2, pp=pp), **fields)
 
 
-def wrongly(monkeypatch, owner, name, change):
+def patch(monkeypatch, owner, name, change):
     monkeypatch.setattr(owner, name, change(getattr(owner, name)))
 
 
@@ -91,7 +94,7 @@ WRONG = {
     "a gradient of a tied weight that is not summed": (
         "llama", SharedParameters, "sum_gradients", lambda right: lambda self: None, "gradients model.embed_tokens.weight",
     ),
-    "a gradient that does not go back": (
+    "a gradient that is not sent back": (
         "gla", Stage, "run", lambda right: lambda self, xs, forward: right(self, [x.detach() for x in xs], forward),
         "gradients model.embeddings.weight",
     ),
@@ -99,19 +102,19 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_pipeline_is_found(name, monkeypatch):
+def test_a_wrong_pipeline_is_rejected(name, monkeypatch):
     model, owner, attribute, change, place = WRONG[name]
-    wrongly(monkeypatch, owner, attribute, change)
+    patch(monkeypatch, owner, attribute, change)
     (case,) = proved(model, Degrees(pp=2), **(TIED if model == "llama" else FOUR)).cases
     assert not case.passed
     assert case.worst.startswith(place), case.worst
 
 
 REFUSED = {
-    "a value beside the stream that is not sent": (
+    "a value besides the stream that is not sent": (
         "rwkv7", Trace, "crossing", lambda right: lambda self, at: right(self, at)[-1:],
     ),
-    "a stage that goes on with something else": (
+    "a stage that computes with other inputs": (
         "gla", Stage, "run", lambda right: lambda self, received, forward: right(self, [0 * x for x in received], forward),
     ),
 }  # fmt: skip
@@ -120,7 +123,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_stage_that_computes_something_else_is_refused(name, monkeypatch):
     model, owner, attribute, change = REFUSED[name]
-    wrongly(monkeypatch, owner, attribute, change)
+    patch(monkeypatch, owner, attribute, change)
     with pytest.raises(PlanError, match=r"model.layers.2 gets other arguments than in the unsplit model"):
         proved(model, Degrees(pp=2), **FOUR)
 
@@ -131,7 +134,7 @@ class Unsummed(registered_plans()["qwen3"]):
 
 
 @pytest.mark.parametrize("conditions", ["plain", "each"])
-def test_a_wrong_plan_is_placed_in_its_stage(conditions):
+def test_a_wrong_plan_is_rejected_at_its_module(conditions):
     report = verify(
         lambda: zoo.build("qwen3"), Unsummed, degrees=[Degrees(tp=2, pp=2)], conditions=conditions
     )
@@ -158,7 +161,7 @@ class Block(nn.Module):
 
 
 class Plain(nn.Module):
-    """A model that transformers does not know, whose head stands before the embedding."""
+    """A model outside transformers, whose head is defined before its embedding."""
 
     def __init__(self, tied, width=16):
         super().__init__()
@@ -198,11 +201,11 @@ def test_a_plain_module_is_proved_in_stages(model, tied):
 
 
 @pytest.mark.parametrize("lost", ["a backward", "the gradient of a micro batch"])
-def test_a_schedule_that_loses_gradients_is_found(lost, monkeypatch):
+def test_a_schedule_that_loses_gradients_is_rejected(lost, monkeypatch):
     if lost == "a backward":
-        wrongly(monkeypatch, pipeline, "merge_orders", lambda right: lambda orders: right(orders)[:-1])
+        patch(monkeypatch, pipeline, "merge_orders", lambda right: lambda orders: right(orders)[:-1])
     else:
-        wrongly(monkeypatch, pipeline, "backward_of_weights", lambda right: lambda weights, left: None)
+        patch(monkeypatch, pipeline, "backward_of_weights", lambda right: lambda weights, left: None)
     report = proved("llama", Degrees(pp=2), conditions="each", **FOUR)
     assert not report.passed
     assert any(case.worst.startswith("gradients") for case in report.cases)

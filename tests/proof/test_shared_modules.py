@@ -1,4 +1,4 @@
-"""Blocks that share a module: it is split once, and proved."""
+"""A module that two blocks share is split once, and the proof passes."""
 
 import pytest
 
@@ -18,7 +18,7 @@ SHARED = [
 
 
 def sharing(name, path):
-    """A model whose second block has the module of this path from its first."""
+    """Return a model whose second block uses the module at `path` of its first block."""
     model = zoo.build(name)
     first, second = model.model.layers
     parent, _, last = path.rpartition(".")

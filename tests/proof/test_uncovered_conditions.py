@@ -1,4 +1,4 @@
-"""Which conditions of a proof no registered architecture can be brought into, and why: the whole table."""
+"""The full table of conditions in which a registered architecture can't be proved, and why."""
 
 import re
 
@@ -58,13 +58,13 @@ UNREACHED = {
         "(fla.layers.wall_attn)"
     ],
 }
-"""All others are proved with padding, with documents and with a cache, padded and not. Lines of code are left out."""
+"""All others are proved with padding, documents, and a cache with and without padding. Line numbers are left out."""
 
 
 @pytest.mark.parametrize("name", sorted(registered_plans()))
-def test_what_an_architecture_is_not_proved_in(name):
+def test_the_conditions_in_which_an_architecture_is_not_proved(name):
     kernels.install("cpu")
     model = zoo.build(name)
     sampler = Sampler(model, None, 1, seed=0)
-    found = [*sampler.uncovered, *leave_out_what_is_refused(model, sampler)]
-    assert [re.sub(r":\d+\)$", ")", words) for words in found] == UNREACHED.get(name, [])
+    reasons = [*sampler.uncovered, *leave_out_what_is_refused(model, sampler)]
+    assert [re.sub(r":\d+\)$", ")", reason) for reason in reasons] == UNREACHED.get(name, [])

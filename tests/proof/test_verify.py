@@ -1,4 +1,4 @@
-"""`verify` on right plans: what it compares, which cases it makes, what it refuses to decide."""
+"""`verify` on correct plans: what it compares, which cases it makes, what it refuses."""
 
 import json
 import re
@@ -24,10 +24,10 @@ def one_case(model_fn=Tiny, plan=TinyPlan, **arguments):
     return verify_sharded(model_fn, plan, **arguments)
 
 
-def test_the_whole_grid():
-    """tp = 8 does not divide four heads: refused by the sentence of strict application, and not failed."""
+def test_the_grid_of_degrees_and_options_is_proved():
+    """tp = 8 does not divide four heads: the report has the message of strict application, and no failure."""
     lines = []
-    # With the same biases each time, whatever random numbers other tests have drawn.
+    # The same biases each time, whatever random numbers other tests drew before.
     report = verify(lambda: zoo.build("tiny"), TinyPlan, progress=lines.append)
     assert report.passed
     assert [case.options for case in report.cases if case.scenario.dtype == "float64"][:8] == [
@@ -46,20 +46,22 @@ def test_the_whole_grid():
         assert not case.missing
         assert case.finding is None
         assert not case.notes
-        # A right plan stays in the order of one epsilon: the tolerance (688 here) is a bound.
-        share = 0.01 if case.scenario.dtype == "float64" else 0.7
-        assert all(check.error < share * check.tolerance for check in case.checks if check.tolerance)
+        # Errors of a correct plan are about one epsilon: the tolerance (688 here) is an upper bound.
+        fraction = 0.01 if case.scenario.dtype == "float64" else 0.7
+        assert all(check.error < fraction * check.tolerance for check in case.checks if check.tolerance)
         assert next(check for check in case.checks if check.what == "replicas").error == 0
     (refusal,) = report.refused
     assert str(refusal).startswith("not proved: tp 8: ")
     assert "num_heads = 4" in refusal.reason
     assert lines[0] == "the unsplit model"
-    again = lines.count("more perturbed runs of the unsplit model")  # each before a case is proved again
+    again = lines.count(
+        "more perturbed runs of the unsplit model"
+    )  # one before each case that is proved again
     assert len(lines) == lines.count("the unsplit model") + len(report.cases) + 2 * again
     assert report.subject == "Tiny, TinyPlan"
 
 
-def test_the_sequence_first_and_in_pieces_of_unequal_length():
+def test_sequence_dimension_first_and_shards_of_unequal_length():
     class SequenceFirst(Tiny):
         def forward(self, input_ids):
             return super().forward(input_ids.T).logits.transpose(0, 1)  # a bare tensor is an output too
@@ -68,14 +70,14 @@ def test_the_sequence_first_and_in_pieces_of_unequal_length():
     assert plain(SequenceFirst, TinyPlan, degrees=[2], sequence_parallel=False, sequence_dim=0).passed
 
 
-def test_styles_of_torch_are_proved_too():
+def test_styles_of_torch_are_proved():
     class Native(TinyPlan):
         def mlp_plan(self, mlp):
             stream = self.options.stream.placement
-            whole = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),))
+            prepare_input = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),))
             down = RowwiseParallel(output_layouts=stream)
             return {
-                "": whole,
+                "": prepare_input,
                 "gate_proj": ColwiseParallel(),
                 "up_proj": ColwiseParallel(),
                 "down_proj": down,
@@ -84,20 +86,20 @@ def test_styles_of_torch_are_proved_too():
     assert one_case(plan=Native).passed
 
 
-def test_inputs_are_the_callers():
+def test_inputs_of_the_caller_are_used():
     tokens = torch.tensor([[1, 2, 3, 4]])
-    seen = []
+    batches = []
 
     class Watched(Tiny):
         def forward(self, input_ids):
-            seen.append(input_ids.tolist())
+            batches.append(input_ids.tolist())
             return super().forward(input_ids)
 
     assert one_case(Watched, inputs={"input_ids": tokens}).passed
-    assert all(ids == tokens.tolist() for ids in seen)
+    assert all(ids == tokens.tolist() for ids in batches)
 
 
-def test_a_gradient_that_is_zero_but_for_rounding():
+def test_a_gradient_that_is_only_rounding_passes():
     """Without rotary positions softmax cancels a key bias: its gradient is noise, about 1e-17 here."""
 
     def build():
@@ -110,8 +112,8 @@ def test_a_gradient_that_is_zero_but_for_rounding():
         assert one_case(build, seed=seed).passed
 
 
-def test_what_the_reference_has_no_gradient_for():
-    """A frozen parameter and one that is not used: no gradient here and none there."""
+def test_parameters_without_gradient_pass():
+    """A frozen and an unused parameter: no gradient in the unsplit model, and none in the split one."""
 
     def build():
         model = Tiny()
@@ -122,8 +124,8 @@ def test_what_the_reference_has_no_gradient_for():
     assert one_case(build).passed
 
 
-def test_the_weights_that_the_model_came_with_do_not_matter():
-    """All zeros, nothing would get through; and model_fn is called once."""
+def test_initial_weights_of_the_model_do_not_matter():
+    """With weights of zeros no error would propagate, so `verify` draws its own; it calls model_fn once."""
     calls = []
 
     def build():
@@ -142,7 +144,7 @@ def refused(match, model_fn=Tiny, plan=TinyPlan, **arguments):
     assert re.search(match, refusal(verify, model_fn, plan, **arguments, kind=PlanError))
 
 
-def test_what_is_refused():
+def test_wrong_arguments_are_refused():
     refused("it proves nothing by itself", dtype=torch.bfloat16)
     refused("num_heads = 4", degrees=[8])
     refused("degrees = \\[\\]", degrees=[])
@@ -153,7 +155,7 @@ def test_what_is_refused():
     refused("no process group", ranks="process_group")
 
 
-def test_a_model_that_does_not_run():
+def test_a_model_that_does_not_run_is_refused():
     class Needs(Tiny):
         def forward(self, input_ids):
             raise RuntimeError("0 active drivers\nmore")
@@ -165,7 +167,7 @@ def test_a_model_that_does_not_run():
     )
 
 
-def test_a_model_that_is_not_the_same_twice():
+def test_a_model_that_is_not_deterministic_is_refused():
     class Random(Tiny):
         def forward(self, input_ids):
             output = super().forward(input_ids)
@@ -175,7 +177,7 @@ def test_a_model_that_is_not_the_same_twice():
     refused("dropout", Random)
 
 
-def test_a_process_that_is_a_rank_holds_no_others():
+def test_threads_are_refused_in_a_process_that_is_a_rank():
     with process_groups.fake_group(2):
         refused("rank 0 of 2 already", degrees=[2])
         refused("proves degree 2 only", degrees=[4], ranks="process_group")

@@ -1,6 +1,6 @@
-"""`verify` on plans that are wrong in one condition only, as users might write them: each is found, and the condition named.
+"""`verify` on plans that are wrong in one condition only: each is rejected, and the condition named.
 
-A fault is a condition and an effect: in most, what a module gives is a hundredth too large when the condition holds.
+A fault is a condition and an effect: in most, the output of a module is 1% too large when the condition holds.
 """
 
 import re
@@ -32,10 +32,10 @@ class Call:
     kwargs: dict[str, Any]
     output: Any
     rank: int
-    number: int
-    """Of the module's forwards in training, from 1, those of a backward left out."""
+    count: int
+    """Forwards of the module in training up to this one, without recomputations."""
     evaluated: bool
-    """It has been called in evaluation mode before."""
+    """Whether the module was called in evaluation mode before."""
 
     @property
     def shape(self) -> torch.Size:
@@ -71,40 +71,43 @@ def detached(call: Call) -> Any:
 
 
 def wrong(
-    base: type, part: str, key: str, when: Callable[[Call], Any], effect: Callable[[Call], Any] = larger
+    base: type, method: str, key: str, when: Callable[[Call], Any], effect: Callable[[Call], Any] = larger
 ) -> type:
-    """Return the plan `base` with a module that has the `effect` `when` the condition holds; `part` is the plan's method."""
+    """Return the plan `base` whose module `key` has an `effect` in calls for which `when` holds.
 
-    def spoil(style: Any) -> Any:
-        def spoilt(right: Any, module: Any, border: Any) -> None:
-            right(module, border)
-            state = {"number": 0, "evaluated": False}
+    `method` is the method of the plan that returns the style of `key`; without a key it returns the style itself.
+    """
+
+    def faulty(style: Any) -> Any:
+        def install(original: Any, module: Any, border: Any) -> None:
+            original(module, border)
+            state = {"count": 0, "evaluated": False}
 
             def hook(module: Any, args: tuple, kwargs: dict, output: Any) -> Any:
-                state["number"] += module.training and torch._C._current_graph_task_id() == -1
+                state["count"] += module.training and torch._C._current_graph_task_id() == -1
                 call = Call(module, args, kwargs, output, border.rank, **state)
                 state["evaluated"] |= not module.training
                 return effect(call) if when(call) else output
 
             module.register_forward_hook(hook, with_kwargs=True)
 
-        return installed(style, spoilt)
+        return installed(style, install)
 
-    def planned(self: Any, *args: Any, **kwargs: Any) -> Any:
-        plan = getattr(super(Wrong, self), part)(*args, **kwargs)
-        return plan | {key: spoil(plan[key])} if key is not None else spoil(plan)
+    def with_fault(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plan = getattr(super(Wrong, self), method)(*args, **kwargs)
+        return plan | {key: faulty(plan[key])} if key is not None else faulty(plan)
 
-    Wrong = type("Wrong", (base,), {part: planned})
+    Wrong = type("Wrong", (base,), {method: with_fault})
     return Wrong
 
 
 def mask(call: Call) -> torch.Tensor | None:
-    """Return the attention mask [batch, 1, queries, keys] that a mixer of transformers is given: True where it looks."""
+    """Return the attention mask [batch, 1, queries, keys] that a mixer of transformers gets: True where it attends."""
     return call.kwargs.get("attention_mask")
 
 
 def padded(call: Call, key: int) -> bool:
-    """Whether the last query of a sequence does not see one of the keys at an end."""
+    """Whether the last query of some sequence does not attend to `key`, the first or last one."""
     return mask(call) is not None and bool((~mask(call)[:, 0, -1, key]).any())
 
 
@@ -118,14 +121,14 @@ def positions_repeat(call: Call) -> bool:
     return len(cosines.unique(dim=0)) < len(cosines)
 
 
-def kept(call: Call, value: torch.Tensor, key: Any = None) -> bool:
-    """Whether the first such value of this module, which a plan may have kept, is another."""
+def is_outdated(call: Call, value: torch.Tensor, key: Any = None) -> bool:
+    """Whether the first such value of this module, which a plan may have cached, differs from `value`."""
     first = call.module.__dict__.setdefault("kept", {}).setdefault(key, value.detach().clone())
     return not torch.equal(first, value)
 
 
 def wrong_after_another(call: Call) -> Any:
-    """In the backward takes the length for that of the newest forward."""
+    """Scale the gradient as if the length were that of the newest forward."""
     length = call.module.__dict__["newest"] = call.shape[1]
     if call.output.requires_grad:
         call.output.register_hook(lambda grad: grad * (length / call.module.__dict__["newest"]))
@@ -138,9 +141,9 @@ class Fault:
 
     when: Callable[[Call], Any]
     says: str
-    """A pattern that a condition which the report names contains."""
+    """A pattern of the condition that the report has to name."""
     model: str = "tiny"
-    part: str = "attn_plan"
+    method: str = "attn_plan"
     key: str | None = "v_proj"
     effect: Callable[[Call], Any] = larger
     options: dict[str, Any] = field(default_factory=dict)
@@ -149,11 +152,11 @@ class Fault:
 IMAGE = zoo.config("gemma3").image_token_id
 PAIRS = {"conditions": "pairs"}
 WHOLE_SEQUENCE = {"sequence_parallel": False}
-"""Ranks that share a sequence divide its length in training."""
+"""Context-parallel ranks divide the sequence length in training."""
 
 FAULTS = {
     "more than 64 tokens": Fault(lambda c: c.shape[1] > 64, "13[01] tokens"),
-    "more than 128 tokens": Fault(lambda c: c.shape[1] > 128, "13[01] tokens", part="mlp_plan", key="up_proj"),
+    "more than 128 tokens": Fault(lambda c: c.shape[1] > 128, "13[01] tokens", method="mlp_plan", key="up_proj"),
     "an odd length": Fault(lambda c: c.shape[1] % 2, "15 tokens", options=WHOLE_SEQUENCE),
     "an odd length, in full": Fault(lambda c: c.shape[1] % 2, "131 tokens"),
     "fewer than 8 tokens": Fault(lambda c: 1 < c.shape[1] < 8, "4 tokens"),
@@ -169,12 +172,12 @@ FAULTS = {
     "documents by offsets": Fault(lambda c: c.kwargs.get("cu_seqlens") is not None, "documents", "gla", key=""),
     "repeated tokens": Fault(
         lambda c: len(c.args[0].unique()) <= 3 < c.args[0].numel(), "repeated tokens",
-        part="vocab_embedding", key=None,
+        method="vocab_embedding", key=None,
     ),
     "text without images": Fault(
-        # The tokens of text are repeated, and one of the three is the image's, which makes at most a quarter elsewhere.
+        # The text repeats three tokens, of which one is the image token; with images it is at most a quarter of the tokens.
         lambda c: c.module.training and (c.args[0] == IMAGE).double().mean() > 0.3, "without images", "gemma3",
-        part="vocab_embedding", key=None,
+        method="vocab_embedding", key=None,
     ),
     "evaluation mode": Fault(lambda c: not c.module.training, "an evaluation"),
     "more than 64 tokens in an evaluation": Fault(
@@ -199,23 +202,23 @@ FAULTS = {
     "bfloat16": Fault(
         lambda c: c.output.dtype == torch.bfloat16, "bfloat16", "qwen3", effect=lambda c: c.output * 2, options=PAIRS
     ),
-    "from the second micro batch on": Fault(lambda c: c.module.training and c.number > 1, "several micro batches"),
-    "from the third step on": Fault(lambda c: c.module.training and c.number > 4, "3 steps"),
+    "from the second micro batch on": Fault(lambda c: c.module.training and c.count > 1, "several micro batches"),
+    "from the third step on": Fault(lambda c: c.module.training and c.count > 4, "3 steps"),
     "another length than before": Fault(
         lambda c: c.module.__dict__.setdefault("first", c.shape[1]) != c.shape[1], "tokens"
     ),
-    "a gradient that is there already": Fault(
+    "a gradient that exists already": Fault(
         lambda c: c.weight.grad is not None, "several micro batches", effect=larger_gradient
     ),
-    "a whole block": Fault(lambda c: c.shape[1] % 64 == 0, "128 tokens", options=PAIRS),
-    "a mask that was kept by its shape": Fault(
-        lambda c: mask(c) is not None and kept(c, mask(c), mask(c).shape), "padding", "qwen3", key=""
+    "a full block of 128 tokens": Fault(lambda c: c.shape[1] % 64 == 0, "128 tokens", options=PAIRS),
+    "a mask cached by its shape": Fault(
+        lambda c: mask(c) is not None and is_outdated(c, mask(c), mask(c).shape), "padding", "qwen3", key=""
     ),
-    "padding beside a cache": Fault(
+    "padding with a cache": Fault(
         lambda c: cached(c) and padded(c, 0), "left padding", "qwen3", key=""
     ),
-    "a weight that was kept for evaluations": Fault(
-        lambda c: not c.module.training and kept(c, c.module.weight), "2 steps", part="mlp_plan", key="up_proj",
+    "a weight cached for evaluations": Fault(
+        lambda c: not c.module.training and is_outdated(c, c.module.weight), "2 steps", method="mlp_plan", key="up_proj",
         model="qwen3",
     ),
     "a mixer in which nothing trains": Fault(
@@ -224,7 +227,7 @@ FAULTS = {
     ),
     "an MLP in which nothing trains": Fault(
         lambda c: not any(p.requires_grad for p in c.module.parameters()) and c.output.requires_grad,
-        "frozen mixers", part="mlp_plan", key="", effect=detached,
+        "frozen mixers", method="mlp_plan", key="", effect=detached,
     ),
     "a weight that was frozen": Fault(
         lambda c: not c.module.__dict__.setdefault("trained", c.weight.requires_grad) and c.weight.requires_grad,
@@ -245,7 +248,7 @@ FAULTS = {
 
 def plan_of(fault: Fault) -> type:
     base = TinyPlan if fault.model == "tiny" else registered_plans()[fault.model]
-    return wrong(base, fault.part, fault.key, fault.when, fault.effect)
+    return wrong(base, fault.method, fault.key, fault.when, fault.effect)
 
 
 def proved(model: str, plan: Any, layers: int = 1, **options: Any) -> Any:
@@ -257,7 +260,7 @@ def proved(model: str, plan: Any, layers: int = 1, **options: Any) -> Any:
     } | options
 
     def build():
-        # One block: each fault is in every block, and a proof's time goes with their number.
+        # One block is enough, since each fault is in every block; more would take longer.
         return (
             zoo.build(model) if model == "tiny" else zoo.build(model, options=False, num_hidden_layers=layers)
         )
@@ -269,12 +272,12 @@ def proved(model: str, plan: Any, layers: int = 1, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_in_one_condition_is_found_and_the_condition_named(name):
+def test_a_fault_in_one_condition_is_rejected_with_the_condition(name):
     fault = FAULTS[name]
     report = proved(fault.model, plan_of(fault), **fault.options)
     assert not report.passed
     failed = [case for case in report.cases if not case.passed]
-    assert all(any(re.search(fault.says, words) for words in case.conditions) for case in failed), [
+    assert all(any(re.search(fault.says, condition) for condition in case.conditions) for case in failed), [
         case.conditions for case in failed
     ]
     assert "wrong only with" in report.table()
@@ -286,14 +289,14 @@ def test_a_hook_by_itself_is_not_wrong(model):
     assert proved(model, plan_of(fault)).passed
 
 
-def test_replicas_that_are_not_broadcast():
-    """Each rank keeps what it happened to have."""
+def test_replicas_that_are_not_broadcast_are_rejected():
+    """Each rank keeps its own initial values."""
 
     class Own(TinyPlan):
         def attn_plan(self, attn):
             before = attn.q_norm.weight.detach().clone()
 
-            def install(right, module, border):
+            def install(original, module, border):
                 with torch.no_grad():
                     module._parameters["weight"].to_local().copy_(before)
 
@@ -304,8 +307,8 @@ def test_replicas_that_are_not_broadcast():
     assert failed.conditions == ("values that differ between the ranks before the split",)
 
 
-def test_a_weight_that_is_read_once():
-    """Right in the first step: what was copied then is old after it."""
+def test_a_weight_that_is_copied_once_is_rejected():
+    """The weight copied in the first step is out of date in the second."""
 
     def stale(call):
         first = call.module.__dict__.setdefault("first", call.module.weight.detach().clone())
@@ -320,16 +323,16 @@ def test_a_weight_that_is_read_once():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_what_is_rounded_to_bfloat16_between_ranks(dtype):
-    """In float32 the worst case of all roundings would allow it: 16,000 of 19,008."""
+def test_a_sum_rounded_to_bfloat16_is_rejected(dtype):
+    """In float32 a bound by the worst case of all roundings would allow it: the error is 16,000 of 19,008 epsilons."""
     fault = Fault(lambda c: True, "", key="o_proj", effect=lambda c: c.output.bfloat16().to(c.output.dtype))
     report = proved("tiny", plan_of(fault), dtype=dtype)
     assert not any(case.passed for case in report.cases)
     assert report.cases[0].conditions == ()
 
 
-def test_blocks_of_one_kind_may_not_differ():
-    fault = Fault(lambda c: c.module.__dict__.get("last"), "", part="layer_plan", key="attn_norm")
+def test_a_fault_in_one_block_alone_is_rejected():
+    fault = Fault(lambda c: c.module.__dict__.get("last"), "", method="layer_plan", key="attn_norm")
     base = plan_of(fault)
 
     class ByIndex(base):
@@ -343,14 +346,14 @@ def test_blocks_of_one_kind_may_not_differ():
     assert not proved("tiny", ByIndex, conditions="plain").passed
 
 
-def test_every_right_plan_of_the_zoo_is_proved_in_every_condition():
+def test_every_plan_of_the_zoo_is_proved_in_every_condition():
     for name in ("tiny", "gla"):
         report = proved(name, TinyPlan if name == "tiny" else None, layers=2, conditions="pairs")
         assert report.passed, report.table()
 
 
 class PatchesMethod(TinyPlan):
-    """Forgets the activation, in every model of the process."""
+    """Removes the activation from the class of the MLP, and so from every model of the process."""
 
     def mlp_plan(self, mlp):
         tiny_model.MLP.forward = lambda self, x: self.down_proj(self.gate_proj(x) * self.up_proj(x))
@@ -358,11 +361,11 @@ class PatchesMethod(TinyPlan):
 
 
 class PatchesFunction(TinyPlan):
-    """The same by a style, once, and for torch."""
+    """Replaces a function of torch, by a style and once."""
 
     def mlp_plan(self, mlp):
-        def patching(right, module, border):
-            right(module, border)
+        def patching(original, module, border):
+            original(module, border)
             torch.nn.functional.silu = torch.nn.functional.relu
 
         return super().mlp_plan(mlp) | {"up_proj": installed(self.colwise(), patching)}
@@ -372,7 +375,7 @@ class PatchesFunction(TinyPlan):
     ("plan", "named"),
     [(PatchesMethod, "tests.support.tiny_model.MLP.forward"), (PatchesFunction, "torch.nn.functional.silu")],
 )
-def test_a_plan_may_not_change_the_code_of_the_whole_model(monkeypatch, plan, named):
+def test_a_plan_that_changes_the_code_of_the_unsplit_model_is_refused(monkeypatch, plan, named):
     monkeypatch.setattr(tiny_model.MLP, "forward", tiny_model.MLP.forward)
     monkeypatch.setattr(torch.nn.functional, "silu", torch.nn.functional.silu)
     with pytest.raises(VerifyError, match=f"replaced {named} for every model"):

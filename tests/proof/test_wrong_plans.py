@@ -1,4 +1,4 @@
-"""`verify` on wrong plans: each is rejected, and the place that is named is where the fault was put."""
+"""`verify` on wrong plans: each is rejected, and the module of the fault is named."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from titanplans.styles.region import Region
 
 
 def doubled(style):
-    def install(right, module, border):
+    def install(original, module, border):
         module._parameters["weight"].register_hook(lambda grad: grad * 2)
 
     return installed(style, install)
@@ -25,12 +25,12 @@ class DoublingPlan(TinyPlan):
 
 
 def rolled(plan):
-    """Heads that begin one row late."""
+    """Shift the shards by one row."""
     return hooked(plan.colwise(), lambda output: output.roll(1, -1))
 
 
 def detached(plan):
-    def install(right, module, border):
+    def install(original, module, border):
         weight = module._parameters["weight"]
         module.register_forward_pre_hook(lambda *_: module.__dict__.update(read=weight.to_local().detach()))
         module.forward = lambda x: nn.functional.rms_norm(x, x.shape[-1:], module.read)
@@ -39,7 +39,7 @@ def detached(plan):
 
 
 def differing(plan):
-    def install(right, module, border):
+    def install(original, module, border):
         with torch.no_grad():
             module._parameters["weight"].to_local().mul_(1 + 1e-9 * border.rank)
 
@@ -47,26 +47,26 @@ def differing(plan):
 
 
 class ScalingPlan(TinyPlan):
-    """A loss divided by the number of ranks, as seen from the head."""
+    """Divides the gradient at the head by the number of ranks, as a divided loss would."""
 
     def vocab_head(self):
         return loss_over_ranks(super().vocab_head())
 
 
 def gradient_left(plan):
-    """Enters a region without summing the gradients of its input."""
+    """Enter a region without summing the gradients of its input."""
     return installed(Region(reduce_output=False), lambda right, module, border: None)
 
 
 def sum_left(plan):
-    """Leaves a region without the sum."""
+    """Leave a region without the sum."""
     return leaving(plan.rowwise(), lambda border, module, output: add_deferred_bias(module, output))
 
 
 class UntyingPlan(TinyPlan):
     def vocab_head(self):
-        def install(right, module, border):
-            right(module, border)
+        def install(original, module, border):
+            original(module, border)
             module.register_forward_pre_hook(untie)
 
         def untie(module, args):
@@ -86,7 +86,7 @@ class PostBlock(Block):
 
 
 class PostNormed(Tiny):
-    """A norm of the mixer works on the mixer's output, after the rowwise projection: on the stream."""
+    """The mixer has a norm after its rowwise projection, so on the residual stream."""
 
     def __init__(self):
         super().__init__()
@@ -97,8 +97,8 @@ def tied():
     return Tiny(tied=True)
 
 
-# Model, plan, whether the sequence is sharded, the direction, the place and what is said of it. In the
-# backward the last layer comes first.
+# Model, plan, sequence_parallel; direction, name and reason of the finding. In the backward the fault of the last layer
+# shows first.
 WRONG = {
     "gradient not summed": (
         Tiny, tiny_plan_with(q_norm=lambda p: Unsummed()), True,
@@ -130,7 +130,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_is_rejected_and_found(name):
+def test_a_wrong_plan_is_rejected_with_its_module_and_a_reason(name):
     model_fn, plan, sequence, direction, place, reason = WRONG[name]
     report = verify_sharded(model_fn, plan, degrees=[4], sequence_parallel=sequence)
     assert not report.passed
@@ -144,7 +144,7 @@ def test_is_rejected_and_found(name):
     assert reason in finding.reason
     assert bool(finding.reason) == bool(reason)
     assert finding.correct
-    assert all(place.error < case.checks[0].tolerance for place in finding.correct)
+    assert all(point.error < case.checks[0].tolerance for point in finding.correct)
     assert place in report.table()
 
 
@@ -172,7 +172,7 @@ class OnStream(TinyPlan):
     ],
 )
 def test_the_style_that_sums_a_gradient_is_named(model_fn, plan, place, style):
-    """And is right: the plans differ from right ones in that style alone."""
+    """The style named would be right: the plans have no other fault."""
     (case,) = verify_sharded(model_fn, plan).cases
     assert case.finding.first.name == f"layers.1.{place}.weight"
     assert f"not summed over the ranks; {style} sums it;" in str(case.finding)
@@ -186,14 +186,14 @@ def test_the_style_that_sums_a_gradient_is_named(model_fn, plan, place, style):
     ],
     ids=["forward", "backward"],
 )
-def test_the_place_in_a_sequence_of_one_token(plan, place):
-    """Of the stream's ranks the first has it, and the others have padding."""
+def test_the_module_is_named_for_a_sequence_of_one_token(plan, place):
+    """The first rank has the token, the others have padding."""
     (case,) = verify_sharded(Tiny, plan, seq_len=1).cases
     assert case.finding.first.name == place
 
 
 def test_replicated_after_the_sum_is_right_on_a_sharded_sequence():
-    """There each rank has other tokens, and the gradient is a sum indeed: the fault is not always one."""
+    """Each rank has other tokens, so the gradient is Partial: the fault "replicated after the sum" is none there."""
     plan = tiny_plan_with(post_norm=lambda p: p.replicated_in_region())
     report = verify_plain(PostNormed, plan, degrees=[2], loss_parallel=True)
     assert [case.passed for case in report.cases] == [True, False]
@@ -201,8 +201,8 @@ def test_replicated_after_the_sum_is_right_on_a_sharded_sequence():
     assert verify_plain(PostNormed, right, degrees=[2], loss_parallel=True).passed
 
 
-def test_a_row_has_the_figures_of_its_own_training():
-    """In epsilons of its own precision, though the place is sought in one plain step in float64."""
+def test_a_row_has_the_errors_of_its_own_training():
+    """In epsilons of its own precision, although the module is located by a plain step in float64."""
     plan = tiny_plan_with(q_norm=lambda p: p.replicated_off_stream())
     report = verify_sharded(Tiny, plan, conditions="pairs")
     worst = {}
@@ -215,7 +215,7 @@ def test_a_row_has_the_figures_of_its_own_training():
     assert max(worst["bfloat16"]) < 1e4 < min(worst["float32"])
 
 
-def test_a_missing_gradient():
+def test_a_missing_gradient_is_rejected():
     report = verify_sharded(Tiny, tiny_plan_with(q_norm=detached))
     (case,) = report.cases
     assert case.missing == ("layers.0.attn.q_norm.weight", "layers.1.attn.q_norm.weight")
@@ -225,9 +225,9 @@ def test_a_missing_gradient():
     assert "layers.0.attn.q_norm.weight: no gradient, and the unsplit model has one" in text
 
 
-def test_a_gradient_too_many():
+def test_an_additional_gradient_is_rejected():
     def thawing(plan):
-        def install(right, module, border):
+        def install(original, module, border):
             module._parameters["weight"].requires_grad_(True)
 
         return installed(plan.replicated_in_region(), install)
@@ -244,14 +244,14 @@ def test_a_gradient_too_many():
     assert "a gradient, and the unsplit model has none" in report.table()
 
 
-def test_untied_weights():
+def test_untied_weights_are_rejected():
     report = verify_sharded(tied, UntyingPlan)
     (case,) = report.cases
     assert not case.checks[-1].passed
     assert "embed.weight and lm_head.weight: no longer one tensor" in report.table()
 
 
-def test_a_plan_that_does_not_run():
+def test_a_plan_that_does_not_run_is_rejected():
     plan = tiny_plan_with(q_proj=lambda p: p.rowwise(), o_proj=lambda p: p.colwise())
     report = verify_sharded(Tiny, plan)
     assert not report.passed
@@ -262,7 +262,7 @@ def test_a_plan_that_does_not_run():
     report.to_dict()
 
 
-def test_alike_cases_are_told_once():
+def test_a_finding_that_cases_share_is_printed_once():
     report = verify_plain(Tiny, tiny_plan_with(q_norm=lambda p: Unsummed()), degrees=[2])
     assert len(report.cases) == 4
     text = report.table()
@@ -271,29 +271,29 @@ def test_alike_cases_are_told_once():
 
 
 class Meddling(TinyPlan):
-    """A plan that changes what the module computes, where it should only say how it is split."""
+    """A plan that changes what the module computes, instead of only how it is split."""
 
     def mlp_plan(self, mlp):
         mlp.up_proj.bias = None
         return super().mlp_plan(mlp)
 
 
-def test_a_plan_that_changes_the_model_is_compared_with_the_model_before():
+def test_a_plan_that_changes_the_model_is_compared_with_the_unchanged_model():
     report = verify_sharded(Tiny, Meddling)
     assert not report.passed
 
 
 class ForgettingPadding(TinyPlan):
     def vocab_embedding(self, *, begins_stream=False):
-        def forget(right, module, border):
-            right(module, border)
+        def forget(original, module, border):
+            original(module, border)
             module.padding_idx = None
 
         return installed(super().vocab_embedding(begins_stream=begins_stream), forget)
 
 
 @pytest.mark.parametrize("padding", [0, 7, 31])
-def test_a_padding_row_that_gets_a_gradient(padding):
+def test_a_gradient_of_the_padding_embedding_is_rejected(padding):
     def build():
         torch.manual_seed(0)
         model = Tiny()

@@ -1,4 +1,4 @@
-"""Which conditions a proof covers: every pair of a batch's, every pair of a case's; and simpler ones one by one."""
+"""The conditions that a proof covers: every pair of a batch's and of a case's. A failing case is reduced to those needed."""
 
 import inspect
 import itertools
@@ -37,26 +37,26 @@ def others(batch):
     return batch.ignored, batch.repeated, batch.text
 
 
-def pairs(rows):
-    return {pair for row in rows for pair in itertools.combinations(enumerate(row), 2)}
+def pairs(table):
+    return {pair for values in table for pair in itertools.combinations(enumerate(values), 2)}
 
 
 def test_the_batches_hold_every_pair_of_conditions():
     batches = [batch for training in TRAINED for step in training.steps for batch in step]
-    long = {128: 130}  # a whole block, and two tokens more
-    rows = [
+    long = {128: 130}  # a full block, or two tokens more
+    table = [
         (b.size, long.get(b.length, b.length), b.padding or ("documents" if b.documents else ""), *others(b))
         for b in batches
     ]
     levels = [(1, 2, 3), (3, 15, 16, 130), ("", "left", "right", "documents"), *[(False, True)] * 3]
-    assert pairs(itertools.product(*levels)) == pairs(rows)
+    assert pairs(itertools.product(*levels)) == pairs(table)
 
 
 def test_the_micro_batches_of_a_step_differ_in_length():
     for training in TRAINED:
         assert len(training.steps) >= 2
-        for one, other in training.steps:
-            assert one.length != other.length
+        for first, second in training.steps:
+            assert first.length != second.length
 
 
 def test_evaluations_hold_each_kind_of_padding_and_the_lengths_at_the_ends():
@@ -69,27 +69,27 @@ def test_evaluations_hold_each_kind_of_padding_and_the_lengths_at_the_ends():
 
 
 @pytest.mark.parametrize("shards", [2, 3, 8])
-def test_ranks_that_share_a_sequence_divide_its_length_but_in_evaluations(shards):
+def test_context_parallel_ranks_divide_the_length_except_in_evaluations(shards):
     shared = trainings(MicroBatch(), 128, shards)
     assert len(shared) == len(TRAINED)
-    for one, plain in zip(shared, TRAINED, strict=True):
-        for step, of_plain in zip(one.steps, plain.steps, strict=True):
+    for sharded, plain in zip(shared, TRAINED, strict=True):
+        for step, of_plain in zip(sharded.steps, plain.steps, strict=True):
             assert all(batch.length % shards == 0 for batch in step)
             assert len({batch.length for batch in step}) == len({batch.length for batch in of_plain}) == 2
             assert [replace(b, length=0) for b in step] == [replace(b, length=0) for b in of_plain]
-        assert one.evaluated[1:] == plain.evaluated[1:]
-    assert {batch.length % 2 for one in shared for batch in one.evaluated[1:]} == {1}
+        assert sharded.evaluated[1:] == plain.evaluated[1:]
+    assert {batch.length % 2 for sharded in shared for batch in sharded.evaluated[1:]} == {1}
 
 
 def test_the_first_training_holds_each_condition():
-    """A quick proof takes it alone."""
+    """A quick proof has only this training."""
     batches = [batch for step in TRAINED[0].steps for batch in step]
     for field in fields(MicroBatch):
-        seen = {getattr(batch, field.name) for batch in batches}
-        every = {
+        of_first = {getattr(batch, field.name) for batch in batches}
+        of_all = {
             getattr(batch, field.name) for training in TRAINED for step in training.steps for batch in step
         }
-        assert seen == every - {128}  # a whole block is a long one, of which there is one
+        assert of_first == of_all - {128}  # only one training has the length of a full block
 
 
 def settings(case):
@@ -102,10 +102,10 @@ def settings(case):
 
 def test_cases_hold_every_choice_of_options_and_every_pair():
     cases = cover(GRID, TRAINED, TRAINED, ("float64", "float32", "bfloat16"))
-    own = [case for case in cases if case[1].dtype == "float64"]
-    assert {options for options, _ in own} == set(GRID)
+    in_float64 = [case for case in cases if case[1].dtype == "float64"]
+    assert {options for options, _ in in_float64} == set(GRID)
     levels = [(2, 4, 8), *[(True, False)] * 2, [t.steps for t in TRAINED], *[(True, False)] * 3]
-    assert pairs(itertools.product(*levels)) == pairs(map(settings, own))
+    assert pairs(itertools.product(*levels)) == pairs(map(settings, in_float64))
     levels[0] = (2,)
     for dtype in ("float32", "bfloat16"):
         singles = {value for case in cases if case[1].dtype == dtype for value in enumerate(settings(case))}
@@ -116,36 +116,36 @@ def test_cases_hold_every_choice_of_options_and_every_pair():
 def test_a_quick_cover_has_each_condition_once():
     cases = cover(GRID, TRAINED[:1], TRAINED[:1], ("float64",), quick=True)
     assert len(cases) == 2
-    one, other = map(settings, cases)
-    assert one[0] == other[0] == 2
-    assert all(a != b for a, b in zip(one[1:3] + one[4:], other[1:3] + other[4:], strict=True))
+    first, second = map(settings, cases)
+    assert first[0] == second[0] == 2
+    assert all(a != b for a, b in zip(first[1:3] + first[4:], second[1:3] + second[4:], strict=True))
 
 
-def test_cases_over_two_dimensions_of_ranks_hold_every_pair_of_theirs():
-    """As many ranks as at degree 4, and the degree of the cheap ones: context parallelism is a condition by itself."""
+def test_cases_over_tp_and_cp_hold_every_pair_of_their_conditions():
+    """tp 2 x cp 2 counts as tp 2 with one more condition, context parallelism."""
     options = [replace(one, degrees=replace(one.degrees, cp=2)) for one in GRID if one.degrees.tp == 2]
     grid = [*(one for one in GRID if one.degrees.tp == 2), *options]
-    own = [case for case in cover(grid, TRAINED, TRAINED, ("float64",)) if case[0].degrees.cp == 2]
+    cases = [case for case in cover(grid, TRAINED, TRAINED, ("float64",)) if case[0].degrees.cp == 2]
     levels = [(2,), *[(True, False)] * 2, [t.steps for t in TRAINED], *[(True, False)] * 3]
-    wanted = {pair for pair in pairs(itertools.product(*levels)) if 0 in (at for at, _ in pair)}
-    assert wanted <= pairs(map(settings, own))
-    assert {one for one, _ in own} == set(options)
-    assert len(own) < 8
+    expected = {pair for pair in pairs(itertools.product(*levels)) if 0 in (at for at, _ in pair)}
+    assert expected <= pairs(map(settings, cases))
+    assert {one for one, _ in cases} == set(options)
+    assert len(cases) < 8
 
 
-def test_with_context_parallelism_options_are_proved_where_weights_are_cut():
-    def chosen(tp, cp, *asked):
-        accepted, _ = accepted_cases(Tiny(), TinyPlan, [Degrees(tp=tp, cp=cp)], *asked, named=True)
+def test_options_of_tensor_parallelism_are_proved_with_cp_only_if_tp_splits_weights():
+    def chosen(tp, cp, *requested):
+        accepted, _ = accepted_cases(Tiny(), TinyPlan, [Degrees(tp=tp, cp=cp)], *requested, named=True)
         return [(one.loss_parallel, one.sequence_parallel) for one in accepted]
 
     every = [*itertools.product((True, False), repeat=2)]
     assert chosen(2, 1, None, None) == chosen(2, 2, None, None) == every
-    assert chosen(1, 2, None, None) == [(True, True)], "the same computation, whatever they say"
+    assert chosen(1, 2, None, None) == [(True, True)], "without TP the options change nothing"
     assert chosen(1, 2, False, None) == [(False, True)]
     assert chosen(2, 2, None, False) == [(True, False), (False, False)]
 
 
-def test_a_plan_that_is_wrong_with_a_whole_sequence_alone_is_found_over_both_dimensions():
+def test_a_plan_that_is_wrong_without_sequence_parallelism_is_rejected_over_tp_and_cp():
     class Plan(TinyPlan):
         def layer_plan(self, layer):  # the gradient of a norm is summed in either case
             norm = faults.on_stream(self.replicated_on_stream(), StreamLayout(1))
@@ -159,7 +159,7 @@ def test_a_plan_that_is_wrong_with_a_whole_sequence_alone_is_found_over_both_dim
     }
 
 
-def test_every_condition_can_be_taken_away():
+def test_every_condition_can_be_removed():
     for training in TRAINED:
         scenario = Scenario(
             training.steps, TRAINED[0].evaluated, True, FROZEN[1], True, True, True, "bfloat16"
@@ -171,7 +171,7 @@ def test_every_condition_can_be_taken_away():
 
 
 @pytest.mark.parametrize(
-    ("needed", "said"),
+    ("is_needed", "named"),
     [
         (lambda s: any(b.padding == "left" for step in s.steps for b in step), ("left padding",)),
         (
@@ -188,13 +188,13 @@ def test_every_condition_can_be_taken_away():
         (lambda s: any(b.padding == "right" for b in s.evaluated), ("right padding", "an evaluation")),
     ],
 )
-def test_what_is_left_is_what_is_needed(needed, said):
+def test_only_the_needed_conditions_remain(is_needed, named):
     first = TRAINED[0]
     scenario = Scenario(first.steps, first.evaluated, True, FROZEN[1], True, True, True, "bfloat16")
-    assert words(simpler(scenario, PLAIN, needed), PLAIN) == said
+    assert words(simpler(scenario, PLAIN, is_needed), PLAIN) == named
 
 
-def test_batches_are_what_they_say():
+def test_batches_have_their_conditions():
     class Masked(Tiny):
         def forward(self, input_ids, attention_mask=None, position_ids=None):
             return super().forward(input_ids)
@@ -225,12 +225,12 @@ def test_batches_are_what_they_say():
     assert (ends.diff() > 0).all()
 
 
-def lines_aside(words):
-    return {re.sub(r":\d+\)$", ")", one) for one in words}
+def without_line_numbers(reasons):
+    return {re.sub(r":\d+\)$", ")", reason) for reason in reasons}
 
 
-def test_what_a_model_asserts_is_left_out_and_said():
-    """PaTH attention takes padding and a cache in evaluation alone, and a cache with a mask alone."""
+def test_conditions_that_a_model_refuses_are_left_out_and_reported():
+    """As in PaTH attention, which takes padding and a cache only in evaluation, and a cache only with a mask."""
 
     class Careful(Tiny):
         def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=False):
@@ -244,7 +244,7 @@ def test_what_a_model_asserts_is_left_out_and_said():
         ):
             if cu_seqlens is not None:
                 raise NotImplementedError("no documents")
-            assert attention_mask is None or past_key_values is None, "no mask beside a cache"
+            assert attention_mask is None or past_key_values is None, "no mask with a cache"
             return SimpleNamespace(
                 logits=super().forward(input_ids).logits, past_key_values=use_cache or None
             )
@@ -256,7 +256,7 @@ def test_what_a_model_asserts_is_left_out_and_said():
         "(tests.proof.batches.test_conditions)",
         "padding with a cache: its forward refuses use_cache: AssertionError: no mask beside a cache "
         "(tests.proof.batches.test_conditions)",
-    } <= lines_aside(report.uncovered)
+    } <= without_line_numbers(report.uncovered)
 
     report = verify_sharded(Careful, TinyPlan, conditions="each")
     assert report.passed, report.table()
@@ -265,13 +265,13 @@ def test_what_a_model_asserts_is_left_out_and_said():
         "(tests.proof.batches.test_conditions)",
         "a forward with a cache: its forward refuses use_cache: AssertionError: no cache "
         "(tests.proof.batches.test_conditions)",
-    } <= lines_aside(report.uncovered)
+    } <= without_line_numbers(report.uncovered)
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values", "cache_params", "memory"])
 @pytest.mark.parametrize("make", [lambda **held: SimpleNamespace(**held), dict])
-def test_a_cache_has_one_of_three_names(name, make):
-    """Since transformers 5.24, before it, and Mamba's before it; of another name the report says which are known."""
+def test_a_cache_is_recognised_by_one_of_three_names(name, make):
+    """`cache` since transformers 5.24, before it `past_key_values`, and Mamba's `cache_params`; another name is reported."""
 
     class Cached(Tiny):
         def forward(self, input_ids, use_cache=False, **given):
@@ -294,7 +294,7 @@ def test_a_cache_has_one_of_three_names(name, make):
 
 
 def test_a_cache_that_needs_a_mask_is_filled_with_one():
-    """As the forgetting transformer's, and PaTH attention's, which takes padding in evaluation alone."""
+    """As in the forgetting transformer, and in PaTH attention, which takes padding only in evaluation."""
 
     class Masked(Tiny):
         def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=False):
@@ -308,7 +308,7 @@ def test_a_cache_that_needs_a_mask_is_filled_with_one():
     filled = []
     model = Masked().double()
     sampler = Sampler(model, None, 1, seed=0)
-    assert lines_aside(leave_out_what_is_refused(model, sampler)) == {
+    assert without_line_numbers(leave_out_what_is_refused(model, sampler)) == {
         "padding: its forward refuses an attention_mask in training: AssertionError: no mask in training "
         "(tests.proof.batches.test_conditions)",
         "a cache without padding: its forward refuses use_cache: AssertionError: a cache goes with a mask "
@@ -326,8 +326,8 @@ def test_a_cache_that_needs_a_mask_is_filled_with_one():
 @pytest.mark.parametrize(
     "raised", [KernelError("no layout"), ValueError("a value"), RuntimeError("a driver")]
 )
-def test_what_code_of_ours_raises_is_no_refusal_of_the_model(raised):
-    """A stand-in that fails under padding ends the proof; so does an error that is no refusal."""
+def test_an_error_of_a_stand_in_is_not_a_refusal_by_the_model(raised):
+    """A stand-in that fails under padding ends the proof, as does any error that is not a refusal by the model."""
     install = ModuleType("titanplans.kernels.of_a_test")
     exec("def attend(error):\n    raise error", vars(install))
 
@@ -344,7 +344,7 @@ def test_what_code_of_ours_raises_is_no_refusal_of_the_model(raised):
         verify_sharded(Fails, TinyPlan, conditions="each")
 
 
-def test_images_that_no_batch_has_are_named():
+def test_images_that_no_batch_has_are_reported():
     class Seeing(Tiny):
         def forward(self, input_ids, pixel_values=None):
             return super().forward(input_ids)
@@ -359,12 +359,12 @@ def test_images_that_no_batch_has_are_named():
     assert uncovered({"input_ids": tokens, "pixel_values": torch.zeros(1)}, "plain") == []
 
 
-def test_inputs_of_the_callers_are_every_batch():
+def test_inputs_of_the_caller_are_every_batch():
     sampler = Sampler(Tiny(), {"input_ids": None}, 1, seed=0)
     assert sampler.tokens(MicroBatch(3, 15), 1) == sampler.tokens(MicroBatch(), 0)
     assert "the inputs are fixed" in next(iter(sampler.uncovered))
 
 
-def test_conditions_that_are_not_there():
+def test_unknown_conditions_are_refused():
     with pytest.raises(PlanError, match="conditions = 'all': pairs, each or plain"):
         verify(Tiny, TinyPlan, conditions="all")

@@ -1,4 +1,4 @@
-"""The tolerance of `verify`: what its unit measures, that right plans stay far below it and wrong ones far above."""
+"""The tolerance of `verify`: what its rounding unit measures, and how far errors of correct and wrong plans are from it."""
 
 from dataclasses import replace
 
@@ -30,10 +30,10 @@ def deep(blocks):
 
 
 @pytest.mark.parametrize("blocks", [1, 5])
-def test_the_margin_on_both_sides(blocks):
-    """Right plans below 1% of the tolerance, whatever the weights; the least wrong one 10^8 times above.
+def test_correct_plans_are_far_below_the_tolerance_and_wrong_ones_far_above(blocks):
+    """Correct plans are below 1% of the tolerance; the wrong plan with the smallest error is 10^8 times above it.
 
-    Measured on 12 seeds at tp = 4, one to eight blocks: at most 2.5 epsilons, of 424 to 2,272 allowed.
+    Measured with 12 seeds at tp = 4 and one to eight blocks: at most 2.5 epsilons, with a tolerance of 424 to 2,272.
     """
     for seed in range(2):
         (case,) = verify_sharded(deep(blocks), TinyPlan, seed=seed, degrees=[4]).cases
@@ -45,7 +45,7 @@ def test_the_margin_on_both_sides(blocks):
 
 
 class Staircase(torch.autograd.Function):
-    """Numbers in steps of 1/1024, as of weights and activations of few bits; its backward passes by."""
+    """Rounds to multiples of 1/1024, as quantized weights and activations are; the backward is the identity."""
 
     @staticmethod
     def forward(ctx, x):
@@ -65,12 +65,12 @@ def quantised():
 
 
 def rounding(plan):
-    """A style of `o_proj` that rounds its output to bfloat16."""
+    """Return a style of `o_proj` that rounds its output to bfloat16."""
     return hooked(plan.rowwise(), lambda output: output.bfloat16().float())
 
 
-def test_what_a_rounding_moves_over_an_edge_is_rounding():
-    """Of one seed in fifty, by CPU, three draws move no number over an edge, and the split model does."""
+def test_a_quantisation_step_crossed_by_rounding_is_tolerated():
+    """For one seed in fifty, depending on the CPU, three perturbed runs cross no step, and the split model does."""
     for seed in range(400):
         report = verify_sharded(quantised, TinyPlan, dtype=torch.float32, seed=seed)
         assert report.passed, report.table()
@@ -87,9 +87,9 @@ def reference_of(model):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "share"), [(torch.float64, 1.0), (torch.float32, 1 / 8), (torch.bfloat16, 1 / 8)]
+    ("dtype", "fraction"), [(torch.float64, 1.0), (torch.float32, 1 / 8), (torch.bfloat16, 1 / 8)]
 )
-def test_a_perturbation_is_one_rounding_of_weights(dtype, share):
+def test_a_perturbation_is_one_rounding_of_weights(dtype, fraction):
     model = Tiny().to(dtype)
     randomise(model, 0)
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
@@ -102,11 +102,13 @@ def test_a_perturbation_is_one_rounding_of_weights(dtype, share):
         # w (1 + eps) is rounded to a multiple of w's own spacing, between eps/2 and eps of it.
         assert (moved[-1] > 0.4).all()
         assert (moved[-1] < 2.1).all()
-    assert sum(map(len, moved)) / sum(p.numel() for p in model.parameters()) == pytest.approx(share, rel=0.1)
+    assert sum(map(len, moved)) / sum(p.numel() for p in model.parameters()) == pytest.approx(
+        fraction, rel=0.1
+    )
 
 
 def test_the_unit_follows_the_condition_of_a_quantity():
-    """A loss of 10^6 times larger logits reacts as much more to a rounding; the unit has to know."""
+    """The loss of logits 10^6 times as large reacts that much more to a rounding, and so must the unit."""
 
     def unit(scale):
         model = Tiny().double()
@@ -124,7 +126,7 @@ def test_the_unit_follows_the_condition_of_a_quantity():
     assert 2e-16 * loss < steep < 1e-13
 
 
-def test_a_gradient_that_is_nothing_but_rounding_has_a_unit_of_its_own():
+def test_a_gradient_that_is_only_rounding_has_its_own_unit():
     model = Tiny()
     model.layers[0].attn.k_proj = nn.Linear(16, 16)
     model.double()
@@ -134,7 +136,7 @@ def test_a_gradient_that_is_nothing_but_rounding_has_a_unit_of_its_own():
     noise, neighbour = (reference.expected[key].abs().max() for key in (bias, weight))
     assert noise < 1e-15 < neighbour
     assert reference.units[bias] > 0.1 * noise
-    # And yet a gradient of the size that its neighbour has would be far outside.
+    # A gradient as large as that of the module next to it is still far outside.
     assert reference.tolerance.allowed(2) * reference.units[bias] < 1e-8 * neighbour
 
 
@@ -145,8 +147,8 @@ def test_depth_counts_the_sums_of_a_model():
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_what_rounding_of_gradients_does_to_weights_is_allowed_for(steps):
-    """AdamW divides a gradient by its own size: near nothing each rounding is a large part of a step."""
+def test_the_effect_of_rounded_gradients_on_weights_is_tolerated(steps):
+    """AdamW divides a gradient by its own size: near zero, a rounding of it is a large part of the step."""
     torch.manual_seed(0)
     weight = torch.zeros(1000, dtype=torch.float64)
     sizes = 10.0 ** torch.linspace(-12, 0, 1000, dtype=torch.float64)
@@ -162,19 +164,19 @@ def test_what_rounding_of_gradients_does_to_weights_is_allowed_for(steps):
 
     expected, optimizer = trained(0.0)
     allowed = weight_unit(expected, 1e-13, steps, optimizer)
-    apart = max((trained(1e-13)[0] - expected).abs().max().item() for _ in range(20))
-    assert 0.05 * allowed < apart < allowed
-    # A gradient of another sign would be far outside, also after a thousand roundings in a row.
+    largest_difference = max((trained(1e-13)[0] - expected).abs().max().item() for _ in range(20))
+    assert 0.05 * allowed < largest_difference < allowed
+    # A gradient of the other sign is far outside, even after a thousand roundings.
     assert 1000 * allowed < optimizer.defaults["lr"]
 
 
-def test_in_fewer_bits_the_bound_grows_with_the_ranks_alone():
+def test_in_fewer_bits_the_bound_grows_only_with_the_ranks():
     bounds = [Tolerance(deep(n)(), torch.empty(2, 10, 32), steps=3) for n in (1, 8)]
     assert bounds[0].allowed(2) == bounds[1].allowed(2) < bounds[0].allowed(8) < 13
     assert bounds[0].difference(torch.tensor([3.0, 4.0]), torch.zeros(2)) == pytest.approx(12.5**0.5)
 
 
-def test_in_16_bits_losses_and_norms_alone_are_compared():
+def test_in_16_bits_only_losses_and_norms_are_compared():
     bound = Tolerance(Tiny(), torch.empty(2, 10, 32, dtype=torch.bfloat16), steps=3)
     kinds = ("loss", "logits", "gradients", "norm", "AdamW")
     assert [what for what in kinds if bound.compares(what)] == ["loss", "norm"]
@@ -183,8 +185,8 @@ def test_in_16_bits_losses_and_norms_alone_are_compared():
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16, 64])
-def test_no_tolerance_is_as_large_as_the_contribution_of_one_rank(ranks):
-    """The largest unit that is accepted, found by halving."""
+def test_a_tolerance_is_smaller_than_the_contribution_of_one_rank(ranks):
+    """For the largest unit that is accepted, searched in steps of 1%."""
     tolerance = Tolerance(Tiny(), torch.zeros(2, 8, 32), 1)
     unit = 1.0
     while tolerance.hides(unit, size=1.0, ranks=ranks):
@@ -193,7 +195,7 @@ def test_no_tolerance_is_as_large_as_the_contribution_of_one_rank(ranks):
 
 
 def test_in_16_bits_a_unit_is_the_largest_of_its_kind_so_far():
-    """The first step's is not that of later ones, which differ by what the first did to the weights."""
+    """The unit of the first step is too small for later ones, which start from weights that the first step changed."""
     (first, *_) = trainings(MicroBatch(), 128)
     model = zoo.build("gla").train()
     randomise(model, 0)
@@ -211,7 +213,7 @@ def test_in_16_bits_a_unit_is_the_largest_of_its_kind_so_far():
 
 
 class Broken16(Qwen3Plan):
-    """In 16 bits one gradient is infinite, which moves neither loss nor, as it is clipped away, the other gradients."""
+    """Makes one gradient infinite in 16 bits. Neither the loss nor, after clipping, another gradient shows it."""
 
     def rowwise(self, **options):
         def broken(output):
@@ -223,7 +225,7 @@ class Broken16(Qwen3Plan):
 
 
 @pytest.mark.thorough
-def test_in_16_bits_everything_has_to_be_finite(monkeypatch):
+def test_in_16_bits_an_infinite_gradient_is_rejected(monkeypatch):
     monkeypatch.setattr(Proof, "cases", in_16_bits(Proof.cases))
     report = proof.verify(
         lambda: zoo.build("qwen3", num_hidden_layers=1), Broken16, degrees=[2], sequence_parallel=True
@@ -234,10 +236,10 @@ def test_in_16_bits_everything_has_to_be_finite(monkeypatch):
 
 
 def in_16_bits(cases):
-    """Return `Proof.cases` of two cases in 16 bits alone."""
+    """Return a method for `Proof.cases` that returns two cases in 16 bits alone."""
 
-    def found(self, *args):
+    def cases_in_16_bits(self, *args):
         every, trained = cases(self, *args)
         return [case for case in every if case[1].dtype == "bfloat16"][:2], trained
 
-    return found
+    return cases_in_16_bits

@@ -1,4 +1,4 @@
-"""`verify` over a real process group: two gloo processes, the same verdicts as threads."""
+"""`verify` over a process group of two gloo ranks: the same verdicts as with threads."""
 
 import torch
 
@@ -11,7 +11,7 @@ from titanplans.split.objects import gather_objects
 
 
 def prove(rank):
-    torch.manual_seed(rank)  # what model_fn draws differs between ranks; the proof has to share it
+    torch.manual_seed(rank)  # model_fn draws other weights on each rank; the proof has to broadcast them
     right = verify_plain(Tiny, TinyPlan, ranks="process_group", seq_len=13)
     wrong = verify_plain(
         Tiny,
@@ -33,7 +33,7 @@ def prove(rank):
     return gather_objects(reports), refused, wrong.table()
 
 
-def test_two_processes():
+def test_verdicts_over_two_processes():
     (first, second), refusal, table = process_groups.run(prove, 2)
     assert first == second, "every rank has the same report"
     right, wrong, breaking = first

@@ -1,4 +1,4 @@
-"""The ranks of a proof: threads know their place, meet, and end each other; a wrong group is refused."""
+"""Ranks as threads: each knows its rank, collectives work, a failure ends all ranks, a wrong group is refused."""
 
 import os
 import signal
@@ -27,24 +27,24 @@ from titanplans.split.module_weight import add_deferred_bias
 CPU = torch.device("cpu")
 BOTH = (True, False)
 CASES = [TPOptions(Degrees(tp=degree), loss, loss == (degree == 2)) for degree in (2, 4) for loss in BOTH]
-"""At each degree every option both ways; the four together are all choices."""
+"""At each degree each option is on once and off once; the four cases together are all combinations."""
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda one: one.name)
-def test_right_plans_are_proved_at_odd_sizes(architecture):
-    """The first one's ranks share key/value heads at degree 4."""
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
+def test_plans_are_proved_at_odd_sizes(architecture):
+    """At degree 4 several ranks share a key/value head."""
     for degree in (2, 4):
 
         def prove(world, degree=degree):
             chosen = [options for options in CASES if options.degrees.tp == degree]
             return [prove_case(architecture.reference(), None, options, PLAIN, world) for options in chosen]
 
-        found = threads.run(degree, CPU, prove)
-        assert all(case.passed for case in found), [case.worst for case in found]
+        cases = threads.run(degree, CPU, prove)
+        assert all(case.passed for case in cases), [case.worst for case in cases]
 
 
 class ByTheFirst(TinyPlan):
-    """The first rank adds the bias to its part of the sum: right, if it knows which rank it is in the mesh."""
+    """The rank `adds` alone adds the bias to its summand: correct if `rank` returns a rank's index in the mesh."""
 
     adds = 0
 
@@ -60,7 +60,7 @@ class ByTheFirst(TinyPlan):
         return super().attn_plan(attn) | {"o_proj": leaving(self.rowwise(), leave)}
 
 
-def test_a_thread_knows_which_rank_it_is():
+def test_a_thread_knows_its_rank():
     class Another(ByTheFirst):
         adds = 1
 
@@ -71,8 +71,8 @@ def test_a_thread_knows_which_rank_it_is():
     assert verdicts == [True, True, False]
 
 
-def test_the_rank_in_the_world_is_not_that_in_the_mesh():
-    """With data parallelism they differ; the threads are the second replica."""
+def test_the_global_rank_is_not_the_rank_in_the_mesh():
+    """With data parallelism the global rank is not the rank in the mesh; the threads are the second of two replicas."""
 
     class ByTheWorld(ByTheFirst):
         def rank(self, mesh):
@@ -83,7 +83,7 @@ def test_the_rank_in_the_world_is_not_that_in_the_mesh():
             return mesh.get_local_rank() * dist.get_world_size() // (2 * mesh.size())
 
     class OnTheFirst(ByTheFirst):
-        """Right in the second replica."""
+        """Correct only in the second replica."""
 
         adds = True
 
@@ -91,7 +91,7 @@ def test_the_rank_in_the_world_is_not_that_in_the_mesh():
             return mesh.get_local_rank() == (0 if dist.get_rank() else 1)
 
     class Telling(ByTheFirst):
-        """As one does that logs, on the world's first rank alone."""
+        """As code does that logs on global rank 0 only."""
 
         def rank(self, mesh):
             return mesh.get_local_rank() if dist.get_rank() else 0
@@ -111,9 +111,9 @@ def test_the_rank_in_the_world_is_not_that_in_the_mesh():
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_the_default_group_is_not_that_of_the_mesh(direction):
+def test_the_default_group_is_not_the_group_of_the_mesh(direction):
     def averaged(tensor):
-        """Right, were the world's two ranks the mesh."""
+        """Correct if the two ranks of the default group were the mesh."""
         ranks = torch.ones(())
         dist.all_reduce(ranks)
         return tensor * (2 / ranks)
@@ -133,8 +133,8 @@ def test_the_default_group_is_not_that_of_the_mesh(direction):
     assert "use the mesh's group, mesh.get_group()" in note
 
 
-def test_groups_of_other_ranks_than_the_mesh_s():
-    """Sources are ranks of the world; what only some threads, or ranks without a thread, would meet in is refused."""
+def test_groups_of_other_ranks_than_the_mesh():
+    """Sources are global ranks; collectives that only some of the threads would join are refused."""
 
     def on(ranks):
         def work(world):
@@ -154,9 +154,9 @@ def test_groups_of_other_ranks_than_the_mesh_s():
         shard = distribute_tensor(torch.arange(4.0), mesh, [Replicate(), Shard(0)])
         assert shard.to_local().tolist() == [2.0 * (rank % 2), 2.0 * (rank % 2) + 1]
         assert shard.full_tensor().tolist() == [0, 1, 2, 3]
-        own = torch.ones(1 + rank // 2)  # another shape in the other group
-        dist.all_reduce(own, group=mesh["tp"].get_group())
-        assert own.tolist() == [2.0] * (1 + rank // 2)
+        tensor = torch.ones(1 + rank // 2)  # another shape in the other group
+        dist.all_reduce(tensor, group=mesh["tp"].get_group())
+        assert tensor.tolist() == [2.0] * (1 + rank // 2)
 
     threads.run(4, CPU, two_dimensions)
 
@@ -169,16 +169,16 @@ def test_groups_of_other_ranks_than_the_mesh_s():
         threads.run(4, CPU, unequal)
 
     def stages(world):
-        """Each group at work of its own, and then all together; one that waits for a rank that has ended."""
+        """Groups run different numbers of collectives, then all ranks one; at last a rank waits for one that has ended."""
         rank, group = world.mesh.get_local_rank(), world.mesh_of(2)["tp"].get_group()
-        own = torch.ones(2)
+        tensor = torch.ones(2)
         for _ in range(1 + 2 * (rank // 2)):
-            dist.all_reduce(own, group=group)
-        assert own.tolist() == [2.0 if rank < 2 else 8.0] * 2
-        dist.all_reduce(own, group=world.mesh.get_group())
-        assert own.tolist() == [20.0] * 2
+            dist.all_reduce(tensor, group=group)
+        assert tensor.tolist() == [2.0 if rank < 2 else 8.0] * 2
+        dist.all_reduce(tensor, group=world.mesh.get_group())
+        assert tensor.tolist() == [20.0] * 2
         if rank != 3:
-            dist.all_reduce(own, group=group)
+            dist.all_reduce(tensor, group=group)
 
     with pytest.raises(
         RanksDiverged, match=r"different collectives: rank 0 .*; rank 2 AllReduce.*; rank 3 the end"
@@ -189,26 +189,26 @@ def test_groups_of_other_ranks_than_the_mesh_s():
         rank, group = world.mesh.get_local_rank(), world.mesh.get_group()
         assert (dist.get_rank(), dist.get_world_size()) == (4 + rank, 8)
         assert (dist.get_rank(group), dist.get_world_size(group)) == (rank, 4)
-        own = torch.full((4,), float(rank))
-        assert distribute_tensor(own.clone(), world.mesh, [Replicate()]).to_local().tolist() == [0.0] * 4
-        assert distribute_tensor(own, world.mesh, [Shard(0)], src_data_rank=3).to_local().tolist() == [3.0]
+        tensor = torch.full((4,), float(rank))
+        assert distribute_tensor(tensor.clone(), world.mesh, [Replicate()]).to_local().tolist() == [0.0] * 4
+        assert distribute_tensor(tensor, world.mesh, [Shard(0)], src_data_rank=3).to_local().tolist() == [3.0]
         shards = distribute_tensor(torch.arange(8.0), world.mesh, [Shard(0)])
         assert shards.equal(shards.clone())
-        assert not shards.equal(shards + (rank == 1))  # for which torch asks the default group
+        assert not shards.equal(shards + (rank == 1))  # torch uses the default group for this
         for each in (group, None):
             dist.barrier(each)
-        dist.broadcast(own, src=dist.get_global_rank(group, 2), group=group)
-        assert own.tolist() == [2.0] * 4
+        dist.broadcast(tensor, src=dist.get_global_rank(group, 2), group=group)
+        assert tensor.tolist() == [2.0] * 4
         with pytest.raises(ValueError, match="rank 0 is not part of group"):
-            dist.broadcast(own, src=0, group=group)
-        dist.all_reduce(own, group=dist.new_group([4, 5, 6, 7]))
-        return own.tolist()
+            dist.broadcast(tensor, src=0, group=group)
+        dist.all_reduce(tensor, group=dist.new_group([4, 5, 6, 7]))
+        return tensor.tolist()
 
     assert threads.run(4, CPU, work) == [8.0] * 4
 
 
-def test_a_gradient_that_one_rank_does_not_have():
-    """The others wait for it in the sum over the ranks: a verdict, and no rank that hangs."""
+def test_a_gradient_that_one_rank_lacks():
+    """The other ranks wait for it in the sum: the proof rejects the plan, and no rank hangs."""
 
     def leave(border, module, output):
         return border.leave(add_deferred_bias(module, output) if border.rank == 0 else output)
@@ -221,19 +221,19 @@ def test_a_gradient_that_one_rank_does_not_have():
 
 def test_further_losses_are_compared_where_they_leave_the_model():
     def halved(logits, labels, tokens):
-        """Over shards of the vocabulary only."""
+        """Wrong over shards of the vocabulary only."""
         return cross_entropy(logits, labels, tokens) / (2 if isinstance(logits, DTensor) else 1)
 
     losses = {"ours": cross_entropy, "halved": halved}
-    split, whole = verify_sharded(Tiny, TinyPlan, loss_parallel=None, losses=losses).cases
-    assert {c.what for c in split.checks if not c.passed} == {"halved loss"}
-    assert whole.passed
+    sharded, gathered = verify_sharded(Tiny, TinyPlan, loss_parallel=None, losses=losses).cases
+    assert {c.what for c in sharded.checks if not c.passed} == {"halved loss"}
+    assert gathered.passed
 
 
 @pytest.mark.parametrize("where", ["first", "middle", "last"])
-def test_what_one_rank_raises_ends_the_others(where):
+def test_an_error_of_one_rank_ends_the_others(where):
     failing = {"first": 0, "middle": 1, "last": 2}[where]
-    left = []
+    raised = []
 
     def work(world):
         try:
@@ -242,16 +242,16 @@ def test_what_one_rank_raises_ends_the_others(where):
             world.gather([torch.ones(1)])
             world.gather([torch.ones(1)])
         except BaseException as error:
-            left.append(type(error).__name__)
+            raised.append(type(error).__name__)
             raise
 
     with pytest.raises(LookupError, match=f"rank {failing}"):
         threads.run(3, CPU, work)
-    assert sorted(left) == ["LookupError", "RankStopped", "RankStopped"]
+    assert sorted(raised) == ["LookupError", "RankStopped", "RankStopped"]
     assert not dist.is_initialized()
 
 
-def test_all_ranks_go_on_after_a_failure_that_is_caught():
+def test_all_ranks_continue_after_a_failure_that_is_caught():
     def work(world):
         rank = world.mesh.get_local_rank()
 
@@ -272,8 +272,8 @@ def test_all_ranks_go_on_after_a_failure_that_is_caught():
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_ranks_that_lose_each_other_are_told_so(depth):
-    """By other collectives, by other shapes, by one that has nothing more to say: none waits for ever."""
+def test_ranks_that_diverge_raise(depth):
+    """Ranks that call different collectives, use different shapes, or end early: none waits forever."""
 
     def other_shapes(world):
         dist.all_reduce(torch.zeros(1 + world.mesh.get_local_rank()), group=world.mesh.get_group())
@@ -290,7 +290,7 @@ def test_ranks_that_lose_each_other_are_told_so(depth):
             threads.run(2, CPU, nested)
 
 
-def test_one_leaves_a_piece_of_work_for_good_and_the_others_follow():
+def test_a_rank_that_returns_early_makes_the_others_raise():
     def work(world):
         if world.mesh.get_local_rank() == 0:
             return None
@@ -301,7 +301,7 @@ def test_one_leaves_a_piece_of_work_for_good_and_the_others_follow():
 
 
 def test_an_interrupt_ends_every_rank():
-    """An interrupt of the main thread, which waits for the ranks, and of a rank."""
+    """Both an interrupt of the main thread, which waits for the ranks, and one of a rank."""
     begun = threading.Event()
 
     def forever(world):
@@ -328,8 +328,8 @@ def test_an_interrupt_ends_every_rank():
         threads.run(2, CPU, raises)
 
 
-def test_the_callers_process_is_left_as_it_was(monkeypatch):
-    """And no thread waits for ranks that have none, as torch does by this setting."""
+def test_the_state_of_the_callers_process_is_restored(monkeypatch):
+    """No thread waits for ranks without a thread, as torch does with this setting."""
     monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
     before = torch.get_num_threads(), torch.is_grad_enabled(), torch.random.get_rng_state()
     with torch.no_grad():
@@ -340,7 +340,7 @@ def test_the_callers_process_is_left_as_it_was(monkeypatch):
     assert not dist.is_initialized()
 
 
-def test_ranks_that_are_not_there():
+def test_unknown_kinds_of_ranks_are_refused():
     with pytest.raises(PlanError, match="ranks = 'processes': "):
         verify_plain(Tiny, ranks="processes")
     with pytest.raises(PlanError, match="ranks = 'threads' on meta"):
