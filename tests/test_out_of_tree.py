@@ -54,7 +54,7 @@ def install():
     os.environ["PYTHONPATH"] = os.pathsep.join([site, os.environ.get("PYTHONPATH", "")])  # of the ranks
 
 
-def is_listed_and_proved(words):
+def is_listed_and_proved(arguments):
     install()
     from titanplans.cli.verify.main import main
     from titanplans.config import load_job
@@ -66,14 +66,14 @@ def is_listed_and_proved(words):
     assert hf_config(load_job(["job.toml"])).own_arguments == {"width": 128}
 
 
-def is_decided(words):
+def is_decided(arguments):
     install()
     from titanplans.cli.verify.main import main
 
     assert main(["async-tp", "own.toml", "--seq-len", "32", "--batch-size", "1"]) == 0
 
 
-def trains(words):
+def trains(arguments):
     install()
     from titanplans.cli.main import run
 
@@ -108,7 +108,7 @@ def own(installed, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("value", "arguments", "words"),
+    ("value", "arguments", "message"),
     [
         ("my_models.model", {}, "model.class = 'my_models.model'.*write module:attribute"),
         ("my_models.model:Mixin", {}, r"model.class = .*has no Mixin; did you mean Mixer\? \(.*model.py\)"),
@@ -116,16 +116,16 @@ def own(installed, monkeypatch):
         ("my_models.model:MyModel", {"depth": 3}, r"model.arguments = \{'depth': 3\}: TypeError: .*'depth'"),
     ],
 )
-def test_a_class_that_cannot_be_had_is_one_line(own, value, arguments, words):
-    assert re.search(words, refusal(own, value, arguments, kind=ModelError))
+def test_a_class_that_cannot_be_had_is_one_line(own, value, arguments, message):
+    assert re.search(message, refusal(own, value, arguments, kind=ModelError))
 
 
 def test_a_misspelt_keyword_in_a_file_of_sizes_is_named_with_the_file(own):
     """The error has the nearest keyword and the line of the constructor, and no file of titanplans."""
-    words = refusal(
+    message = refusal(
         own, "my_models.model:MyModel", {"widht": 64}, "sizes.toml, flavor 'debug'", kind=ModelError
     )
-    assert words.startswith("sizes.toml, flavor 'debug': class = 'my_models.model:MyModel'")
-    assert "unexpected keyword argument 'widht'; did you mean width?" in words
-    assert re.search(r"my_models/model.py, line \d+\)$", words)
-    assert "own.py" not in words
+    assert message.startswith("sizes.toml, flavor 'debug': class = 'my_models.model:MyModel'")
+    assert "unexpected keyword argument 'widht'; did you mean width?" in message
+    assert re.search(r"my_models/model.py, line \d+\)$", message)
+    assert "own.py" not in message

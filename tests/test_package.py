@@ -102,9 +102,9 @@ def test_a_plan_is_proved_from_a_folder_that_has_plans_models_and_training_of_it
         )
     (tmp_path / "my_plans.py").write_text(MY_PLANS)
     (tmp_path / "my_models.py").write_text(MY_MODELS)
-    words = ["verify", "my_plans:MyPlan", "--model", "my_models:build", "--tp", "2", "--loss-parallel"]
+    arguments = ["verify", "my_plans:MyPlan", "--model", "my_models:build", "--tp", "2", "--loss-parallel"]
     done = subprocess.run(
-        [python, "-m", "titanplans", *words, "--sequence-parallel", "--quick"],
+        [python, "-m", "titanplans", *arguments, "--sequence-parallel", "--quick"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -57,21 +57,21 @@ def silenced(monkeypatch):
 @pytest.mark.parametrize("training", [False, True])
 def test_other_words_are_shown(silenced, caplog, training):
     quiet.silence(training=training)
-    for words in ("Failed to load x.so: no such file", "float8 has changed its meaning"):
-        logging.getLogger("torchao").warning(words)
+    for message in ("Failed to load x.so: no such file", "float8 has changed its meaning"):
+        logging.getLogger("torchao").warning(message)
     assert caplog.messages == ["float8 has changed its meaning"]
-    for words in (
+    for message in (
         "Triton is not supported on current platform, roll back to CPU.",
         "Triton has found no GPU",
     ):
-        warnings.warn(words, UserWarning, stacklevel=1)
+        warnings.warn(message, UserWarning, stacklevel=1)
     assert [str(warning.message) for warning in silenced] == ["Triton has found no GPU"]
 
 
 def test_a_training_says_once_what_matters_to_it(silenced, caplog):
     quiet.silence(training=True)
     for layer in range(3):
-        words = "Mamba2 does not recommend using Triton's conv1d backend, as it is untested"
-        logging.getLogger("fla.layers.mamba2").warning(words)
+        message = "Mamba2 does not recommend using Triton's conv1d backend, as it is untested"
+        logging.getLogger("fla.layers.mamba2").warning(message)
         logging.getLogger("fla.layers.mamba2").warning("layer %d has no state", layer)
     assert len(caplog.messages) == 4

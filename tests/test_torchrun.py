@@ -41,10 +41,10 @@ def test_what_can_not_be(monkeypatch, capsys, name, value):
     for each, given in (WHOLE | {name: value}).items():
         monkeypatch.setenv(each, given)
     assert main(["no_such_job.toml"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert name in said
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert name in message
+    assert message.count("\n") == 1
 
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])

@@ -108,7 +108,7 @@ def test_initial_values_are_those_of_peft_and_of_no_layout():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (dict(target_modules=("wq",)), "'wq' matches no .* q_proj, k_proj"),
         (
@@ -122,9 +122,9 @@ def test_initial_values_are_those_of_peft_and_of_no_layout():
         (dict(modules_to_save=("wte",)), "'wte' matches no module with parameters"),
     ],
 )
-def test_names_that_stand_for_nothing_are_refused(options, said):
+def test_names_that_stand_for_nothing_are_refused(options, message):
     model = modeling.build(zoo.config("qwen3"))
-    with pytest.raises(OptionError, match=said):
+    with pytest.raises(OptionError, match=message):
         add_adapters(model, LoRA(rank=4, **options))
     assert not adapted(model)
     assert all(param.requires_grad for param in model.parameters())
@@ -166,7 +166,7 @@ def test_frozen_parts_by_name_and_by_pattern():
 
 
 def test_verify_takes_adapters_on_the_command_line(capsys):
-    words = [
+    arguments = [
         "verify",
         "llama",
         "--tp=2",
@@ -176,16 +176,18 @@ def test_verify_takes_adapters_on_the_command_line(capsys):
         "--vocab-size=64",
     ]
     lora = ["--lora=rank=2", "--lora=target_modules=q_proj,down_proj", "--lora=dropout=0.5"]
-    assert main([*words, *lora]) == 0
-    said = "4 Linear modules have adapters of rank 2 in the unsplit and the split model, with the same masks"
-    assert said in capsys.readouterr().out
-    for wrong, said in {
+    assert main([*arguments, *lora]) == 0
+    message = (
+        "4 Linear modules have adapters of rank 2, whole and split, with the same draws of lora.dropout = 0.5"
+    )
+    assert message in capsys.readouterr().out
+    for wrong, message in {
         "rank": "--lora rank: write KEY=VALUE",
         "rank=0": "--lora rank 0: expected an integer, at least 1",
         "alpha=2": "has no effect unless lora.rank",
     }.items():
-        assert main([*words, f"--lora={wrong}"]) == 2
-        assert said in capsys.readouterr().err
+        assert main([*arguments, f"--lora={wrong}"]) == 2
+        assert message in capsys.readouterr().err
 
 
 # Over real process groups, beside one process.

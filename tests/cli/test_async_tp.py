@@ -25,7 +25,7 @@ DIFFERENT = ("gla", "qwen2", "phi3", "mixtral")
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("cpu_kernels")]
 
 
-def quietly(words):
+def quietly(arguments):
     """Progress, shown to nobody."""
 
 
@@ -75,16 +75,16 @@ def test_json_is_all_of_stdout_and_nothing_of_a_capture_stays(capsys):
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
+    ("argv", "message"),
     [
         (["async-tp"], "one of the arguments SUBJECT --all is required"),
         (["async-tp", "qwen3", "--tp", "3"], "tensor_parallel_degree = 3 does not divide"),
         (["async-tp", "qwen3", "--float8", "int4"], "argument --float8: invalid choice: 'int4'"),
     ],
 )
-def test_what_cannot_be_asked(argv, words, capsys):
+def test_what_cannot_be_asked(argv, message, capsys):
     assert main(argv) == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_job_is_decided_at_its_degree_and_its_length(tmp_path, capsys):
@@ -144,8 +144,8 @@ def test_what_stands_between_is_said_in_words():
     )
     assert not decision.complete
     verdicts = [v for blocks in decision.blocks for v in blocks.collectives]
-    said = {v.obstacle for v in verdicts if not v.fused and not v.backward}
-    assert said == {
+    message = {v.obstacle for v in verdicts if not v.fused and not v.backward}
+    assert message == {
         "mlp.norm, reshape between it and mlp.gate_proj, mlp.up_proj",
         "mul, reshape between it and mlp.down_proj",
     }

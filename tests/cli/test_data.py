@@ -16,16 +16,16 @@ def quick(monkeypatch):
 
 def test_conversations_show_what_does_not_count(capsys):
     assert main(["data", CHAT, "--sequences", "2"]) == 0
-    said = capsys.readouterr().out
-    assert said.count("\nsequence 2: configs/chat_debug.jsonl, ") == 1
-    assert "sequence 3" not in said
-    assert "   1 | [[<|bos|>\\nuser: What is " in said
-    assert "\\nassistant:]] " in said
-    assert "     | answers end in '<|eos|>'" in said
-    assert "conversations are read (dataset_split = 'train')" in said
-    assert "stop token" not in said
-    assert "documents apart; padding " in said
-    assert "tokens/s in this process" in said
+    message = capsys.readouterr().out
+    assert message.count("\nsequence 2: configs/chat_debug.jsonl, ") == 1
+    assert "sequence 3" not in message
+    assert "   1 | [[<|bos|>\\nuser: What is " in message
+    assert "\\nassistant:]] " in message
+    assert "     | answers end in '<|eos|>'" in message
+    assert "conversations are read (dataset_split = 'train')" in message
+    assert "stop token" not in message
+    assert "documents apart; padding " in message
+    assert "tokens/s in this process" in message
 
 
 def test_answers_that_do_not_end_are_said(capsys, tmp_path):
@@ -33,17 +33,17 @@ def test_answers_that_do_not_end_are_said(capsys, tmp_path):
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}{% endfor %}"
     )
     (tmp_path / "marked.jinja").write_text(template)
-    words = ["--training.chat.chat_template", f"{tmp_path}/marked.jinja", "--sequences", "1"]
-    assert main(["data", CHAT, *words]) == 0
-    said = capsys.readouterr().out
-    assert "     | answers end in " in said
-    assert "no answer ends in a stop token ('<|eos|>'" in said
+    arguments = ["--training.chat.chat_template", f"{tmp_path}/marked.jinja", "--sequences", "1"]
+    assert main(["data", CHAT, *arguments]) == 0
+    message = capsys.readouterr().out
+    assert "     | answers end in " in message
+    assert "no answer ends in a stop token ('<|eos|>'" in message
 
 
 @pytest.fixture
 def mixture(tmp_path):
-    for name, words in (("a", "one two"), ("b", "three four five")):
-        rows = [{"text": " ".join(words.split() * (1 + i % 9))} for i in range(60)]
+    for name, message in (("a", "one two"), ("b", "three four five")):
+        rows = [{"text": " ".join(message.split() * (1 + i % 9))} for i in range(60)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "job.toml").write_text(f"""
 [training]
@@ -79,10 +79,10 @@ def test_figures_are_those_of_one_pass_or_of_a_sample(capsys, mixture, monkeypat
     """80 short conversations were said to have half a million tokens: what 2 seconds read of them again and again."""
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (mixture / "chats.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 80)
-    words = ["--training.dataset", "local", "--training.dataset_path", f"{mixture}/chats.jsonl"]
-    words += ["--training.dataset_split", "all", "--sequences", "1", "--validation.no-enable"]
+    arguments = ["--training.dataset", "local", "--training.dataset_path", f"{mixture}/chats.jsonl"]
+    arguments += ["--training.dataset_split", "all", "--sequences", "1", "--validation.no-enable"]
     monkeypatch.setattr("titanplans.cli.data._SECONDS", 2.0)
-    assert main(["data", CHAT, *words]) == 0
+    assert main(["data", CHAT, *arguments]) == 0
     table = capsys.readouterr().out.split("\n\n")[1].splitlines()
     assert table[:2] == [
         "80 of 80 conversations are read (dataset_split = 'all')",
@@ -109,7 +109,7 @@ def test_a_document_a_line(capsys, mixture):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["--sequences", "0"], "--sequences 0: expected an integer, at least 1"),
         (["--rows", "3"], "--rows 3: it is called --sequences now"),
@@ -124,10 +124,10 @@ def test_a_document_a_line(capsys, mixture):
         ),
     ],
 )
-def test_refusals_are_one_line(capsys, mixture, words, said):
-    assert main(["data", f"{mixture}/job.toml", *words]) == 2
+def test_refusals_are_one_line(capsys, mixture, arguments, message):
+    assert main(["data", f"{mixture}/job.toml", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
+    assert message in line
 
 
 def test_copies_of_corpora_are_said_and_removed(capsys, mixture, monkeypatch, tmp_path_factory):

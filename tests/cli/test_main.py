@@ -24,13 +24,13 @@ sys.exit(status)
 """
 
 
-def run(*words: str) -> tuple[int, str, str]:
-    done = run_python(*words)
+def run(*arguments: str) -> tuple[int, str, str]:
+    done = run_python(*arguments)
     return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "told"),
+    ("arguments", "status", "told"),
     [
         ("", 0, "titanplans verify gla"),
         ("--help", 0, "titanplans COMMAND --help"),
@@ -74,8 +74,8 @@ def run(*words: str) -> tuple[int, str, str]:
         ("sweep configs/experiments/tp_variants.toml --only tp9", 2, "error: --only tp9"),
     ],
 )
-def test_words_are_read_before_torch_is_imported(words, status, told):
-    ended, out, err = run("-c", WITHOUT_TORCH, *words.split())
+def test_words_are_read_before_torch_is_imported(arguments, status, told):
+    ended, out, err = run("-c", WITHOUT_TORCH, *arguments.split())
     assert ended == status, err
     assert told in (out if status == 0 else err)
     if status == 2:
@@ -89,23 +89,24 @@ def test_every_command_is_on_the_page(capsys):
 
 
 @pytest.mark.parametrize(
-    "words", [("configs/gla_debug.toml", "--print-config"), ("configs/gla_debug.toml", "--training.stepz=3")]
+    "arguments",
+    [("configs/gla_debug.toml", "--print-config"), ("configs/gla_debug.toml", "--training.stepz=3")],
 )
-def test_train_py_and_the_command_are_one(words):
+def test_train_py_and_the_command_are_one(arguments):
     doors = [("train.py",), ("-m", "titanplans", "train")]
-    by_file, by_module = (run(*door, *words) for door in doors)
+    by_file, by_module = (run(*door, *arguments) for door in doors)
     assert by_file == by_module
 
 
 @pytest.mark.parametrize(
-    "words", ["--help", "train --help", "sweep configs/experiments/tp_variants.toml --dry-run"]
+    "arguments", ["--help", "train --help", "sweep configs/experiments/tp_variants.toml --dry-run"]
 )
-def test_who_closes_the_output_gets_no_traceback(words):
+def test_who_closes_the_output_gets_no_traceback(arguments):
     """As `titanplans … | head` does."""
     ours, theirs = os.pipe()
     os.close(ours)
     done = subprocess.run(
-        [sys.executable, "-m", "titanplans", *words.split()],
+        [sys.executable, "-m", "titanplans", *arguments.split()],
         cwd=ROOT,
         stdout=theirs,
         stderr=subprocess.PIPE,

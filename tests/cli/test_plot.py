@@ -27,13 +27,13 @@ def run(tmp_path, monkeypatch):
     return write
 
 
-def drawn(capsys, *words: str) -> str:
-    assert main(["plot", *words]) == 0
+def drawn(capsys, *arguments: str) -> str:
+    assert main(["plot", *arguments]) == 0
     return capsys.readouterr().out
 
 
-def refused(capsys, *words: str) -> str:
-    assert main(["plot", *words]) == 2
+def refused(capsys, *arguments: str) -> str:
+    assert main(["plot", *arguments]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     return err

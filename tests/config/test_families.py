@@ -35,7 +35,7 @@ def test_none_and_defaults_of_nested_tables(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "fragments"),
     [
         ("config_class = x", ["is not TOML", "line 1"]),
         ("[debug]\n", ["config_class = None", "transformers.LlamaConfig"]),
@@ -58,12 +58,12 @@ def test_none_and_defaults_of_nested_tables(tmp_path):
         ),
     ],
 )
-def test_a_bad_file_is_refused_in_one_line_that_names_it(tmp_path, monkeypatch, text, words):
+def test_a_bad_file_is_refused_in_one_line_that_names_it(tmp_path, monkeypatch, text, fragments):
     file = tmp_path / "x.toml"
     file.write_text(text)
     monkeypatch.setattr(families_module, "families", lambda: {"x": read_family(file)})
-    said = refusal(load_config, "x", "debug", kind=ModelError)
-    assert all(word in said for word in [str(file), *words])
+    message = refusal(load_config, "x", "debug", kind=ModelError)
+    assert all(word in message for word in [str(file), *fragments])
 
 
 def package(folder, name, file, entry):
@@ -92,17 +92,17 @@ def test_another_package_adds_families_by_an_entry_point(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("found_anew")
 @pytest.mark.parametrize(
-    ("file", "entry", "words"),
+    ("file", "entry", "fragments"),
     [
         ("llama.toml", "sizes_of_hers", ["'llama' is in two files", "sizes_of_hers"]),
         ("olmo.toml", "sizes_of_his", ["entry point sizes = 'sizes_of_his'", "no module named"]),
     ],
 )
 def test_an_entry_point_that_cannot_be_used_is_named_and_breaks_no_other(
-    tmp_path, monkeypatch, file, entry, words
+    tmp_path, monkeypatch, file, entry, fragments
 ):
     package(tmp_path, "sizes_of_hers", file, entry)
     monkeypatch.syspath_prepend(tmp_path)
     assert "debug" in available()["llama"]
-    said = refusal(load_config, "no_such_model", "debug", kind=ModelError)
-    assert all(word in said for word in ["entry point sizes", *words])
+    message = refusal(load_config, "no_such_model", "debug", kind=ModelError)
+    assert all(word in message for word in ["entry point sizes", *fragments])

@@ -55,7 +55,7 @@ def test_every_name_of_others_leads_to_a_flavor_and_hides_none():
 
 
 @pytest.mark.parametrize(
-    ("name", "flavor", "words"),
+    ("name", "flavor", "message"),
     [
         ("llamma", "debug", "'llamma' is unknown; did you mean llama"),
         ("zzzzz", "debug", "'zzzzz' is unknown; available: abc, bitnet, .* give its config.json"),
@@ -63,8 +63,8 @@ def test_every_name_of_others_leads_to_a_flavor_and_hides_none():
         ("llama3", "8b", r"'llama3' .*has no flavor '8b' here; did you mean 8B"),
     ],
 )
-def test_a_model_that_is_not_there_is_refused(job, name, flavor, words):
-    with pytest.raises(ConfigError, match=words):
+def test_a_model_that_is_not_there_is_refused(job, name, flavor, message):
+    with pytest.raises(ConfigError, match=message):
         load_job([job(name, flavor)])
 
 

@@ -67,7 +67,7 @@ def test_groups_of_an_optimizer_are_tables_or_a_list_of_a_line(write):
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         (["--metrics.enable_wandb"], True),
         (["--metrics.enable_wandb", "true"], True),
@@ -81,9 +81,9 @@ def test_groups_of_an_optimizer_are_tables_or_a_list_of_a_line(write):
         (["--compile.dynamic", "none"], None),
     ],
 )
-def test_flags(write, words, expected):
-    job = load_job([*words, write("[metrics]\nenable_wandb = true\n")])
-    assert (job.compile.dynamic if "dynamic" in words[0] else job.metrics.enable_wandb) is expected
+def test_flags(write, arguments, expected):
+    job = load_job([*arguments, write("[metrics]\nenable_wandb = true\n")])
+    assert (job.compile.dynamic if "dynamic" in arguments[0] else job.metrics.enable_wandb) is expected
 
 
 def test_options_of_every_kind(write):
@@ -228,9 +228,9 @@ def test_all_unknown_keys_of_a_file_are_said_at_once(write):
 def test_a_file_that_is_no_toml_is_called_what_it_is(tmp_path, name, kind):
     path = tmp_path / name
     path.write_text("# A title, which would be a job of defaults\n")
-    said = refusal([str(path)])
-    assert said.startswith(f"{path} {kind}")
-    assert "and a job file is TOML" in said
+    message = refusal([str(path)])
+    assert message.startswith(f"{path} {kind}")
+    assert "and a job file is TOML" in message
 
 
 def test_a_missing_file_names_the_others_of_its_directory(write, tmp_path):
@@ -286,10 +286,10 @@ def test_a_file_of_that_name_in_a_folder_below_is_meant(write, tmp_path, monkeyp
 )
 def test_a_wrong_key_in_the_file_is_named_with_its_line_and_the_remedy(write, text, line, key, meant):
     path = write(text)
-    said = refusal([path])
-    assert said.startswith(f"{path}, line {line}: ")
-    assert key in said
-    assert meant in said
+    message = refusal([path])
+    assert message.startswith(f"{path}, line {line}: ")
+    assert key in message
+    assert meant in message
 
 
 def test_a_key_is_found_behind_values_of_several_lines():
@@ -305,7 +305,7 @@ def test_a_key_is_found_behind_values_of_several_lines():
 
 
 @pytest.mark.parametrize(
-    ("words", "named"),
+    ("arguments", "named"),
     [
         (["--training.step", "1"], "--training.step: "),
         (["--training.step"], "--training.step: "),
@@ -316,8 +316,8 @@ def test_a_key_is_found_behind_values_of_several_lines():
         (["b.toml"], "b.toml: "),
     ],
 )
-def test_a_wrong_option_is_named(write, words, named):
-    assert refusal([write(""), *words]).startswith(named)
+def test_a_wrong_option_is_named(write, arguments, named):
+    assert refusal([write(""), *arguments]).startswith(named)
 
 
 @pytest.mark.parametrize(("word", "meant"), [("yocco", "yoco"), ("foo", None), ("lama", "llama")])

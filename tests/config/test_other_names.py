@@ -93,14 +93,14 @@ def listed(text: str) -> list[str]:
 def load(tmp_path):
     """Return a function that loads a job from values by dotted key."""
 
-    def load(values: dict[str, object], *words: str):
+    def load(values: dict[str, object], *arguments: str):
         tables: dict[str, dict] = {}
         for key, value in values.items():
             section, _, name = key.rpartition(".")
             tables.setdefault(section, {})[name] = value
         path = tmp_path / "job.toml"
         path.write_text(tomli_w.dumps(tables), encoding="utf-8")
-        return load_job([str(path), *words])
+        return load_job([str(path), *arguments])
 
     return load
 
@@ -144,8 +144,8 @@ def test_a_name_of_another_tool_gets_the_key(load, section):
     for name, ours in ELSEWHERE.items():
         assert ours.partition(" = ")[0] in {*keys(), "training.epochs"}
         if section + name not in keys():
-            said = refusal(load, {}, f"--{section}{name}=1", kind=ConfigError)
-            assert said == f"--{section}{name}: no such key; here it is {ours}"
+            message = refusal(load, {}, f"--{section}{name}=1", kind=ConfigError)
+            assert message == f"--{section}{name}: no such key; here it is {ours}"
 
 
 @pytest.mark.parametrize("key", [key for key in REFUSED if REFUSED[key].off])
@@ -179,9 +179,9 @@ def test_a_refused_key_is_refused_by_name_with_the_reason(load, key):
     elif switch is not None:
         values[switch] = asking(switch)
         refused = switch  # which is not supported either
-    said = refusal(load, values, kind=ConfigError)
-    assert f"{refused} = " in said
-    assert said.endswith(f"is not supported: {REFUSED[refused].reason}")
+    message = refusal(load, values, kind=ConfigError)
+    assert f"{refused} = " in message
+    assert message.endswith(f"is not supported: {REFUSED[refused].reason}")
 
 
 OURS = {
@@ -248,7 +248,7 @@ def test_the_command_line_takes_back_what_a_file_asks_for(load):
 
 
 @pytest.mark.parametrize(
-    ("values", "words", "key"),
+    ("values", "arguments", "key"),
     [
         # Before the keys that the module adds.
         ({"job.custom_config_module": "a.b", "data.max_patches_per_image": 1}, [], "job.custom_config_module"),
@@ -258,9 +258,9 @@ def test_the_command_line_takes_back_what_a_file_asks_for(load):
         ({"training.dataset_name": "sample"}, [], "training.dataset_name"),
     ],
 )  # fmt: skip
-def test_a_foreign_key_is_refused(load, values, words, key):
+def test_a_foreign_key_is_refused(load, values, arguments, key):
     with pytest.raises(ConfigError, match=key):
-        load(values, *words)
+        load(values, *arguments)
 
 
 @pytest.mark.parametrize(

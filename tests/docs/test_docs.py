@@ -53,8 +53,8 @@ def test_the_way_from_a_folder_to_a_folder_works_as_it_stands(tmp_path):
     assert ([language for language, _ in found], last) == (["py", "toml", "sh"], "py")
     (_, builds), (_, job), (_, commands) = found
     (tmp_path / "tuned.toml").write_text(job)
-    for words, by in [([builds], python), *((words, None) for words in titanplans(commands))]:
-        jobs.output(words, tmp_path, by)
+    for message, by in [([builds], python), *((message, None) for message in titanplans(commands))]:
+        jobs.output(message, tmp_path, by)
     command = [sys.executable, "-"]
     done = subprocess.run(command, input=reads, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

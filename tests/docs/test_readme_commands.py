@@ -78,7 +78,9 @@ def of_readme() -> set[str]:
     lines = re.findall(r"^(?:\$ |\.venv/bin/)?titanplans ([^#\n]+)", text, re.M)
     inline = re.findall(r"`(?:\.venv/bin/)?titanplans (\w+ [^`]+)`", text)
     return {
-        " ".join(words.split()) for words in (*lines, *inline) if not words.startswith(("splits", "stands"))
+        " ".join(message.split())
+        for message in (*lines, *inline)
+        if not message.startswith(("splits", "stands"))
     }
 
 
@@ -88,7 +90,7 @@ def test_every_command_is_here():
 
 @pytest.mark.parametrize("command", [pytest.param(c, marks=MINUTES) if c in SLOW else c for c in COMMANDS])
 def test_a_command_does_what_the_readme_says(command, tmp_path):
-    added, status, words = COMMANDS[command]
+    added, status, message = COMMANDS[command]
     proof = (ROOT / "docs" / "proof.md").read_text()
     unmasked = proof[proof.index("class Unmasked") :].partition("```")[0]
     (tmp_path / "my_plans.py").write_text(PLANS + "\n\n" + unmasked)
@@ -101,4 +103,4 @@ def test_a_command_does_what_the_readme_says(command, tmp_path):
     process.kill()  # which does nothing where it has ended
     printed = (tmp_path / "stdout").read_text() + (tmp_path / "stderr").read_text()
     assert ended == status, printed
-    assert words in printed
+    assert message in printed

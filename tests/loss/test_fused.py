@@ -420,8 +420,8 @@ def refusals():
 
 @pytest.mark.parametrize("case", range(19))
 def test_what_can_not_be_is_refused(case):
-    attempt, words = list(refusals())[case]
-    assert words in refusal(attempt, kind=ParallelError)
+    attempt, message = list(refusals())[case]
+    assert message in refusal(attempt, kind=ParallelError)
 
 
 def test_a_head_in_float8_or_with_adapters_is_refused():

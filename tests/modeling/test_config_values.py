@@ -75,14 +75,14 @@ def refusal(path, values) -> str:
     return refusals.refusal(lambda: modeling.build(modeling.load_config_file(path)), kind=ModelError)
 
 
-@pytest.mark.parametrize(("values", "change", "words"), WRONG, ids=lambda value: str(value)[:40])
-def test_a_value_that_no_model_has_is_refused_with_its_file_and_key(tmp_path, values, change, words):
+@pytest.mark.parametrize(("values", "change", "message"), WRONG, ids=lambda value: str(value)[:40])
+def test_a_value_that_no_model_has_is_refused_with_its_file_and_key(tmp_path, values, change, message):
     path = tmp_path / "config.json"
-    assert refusal(path, values | change).startswith(f"model config {str(path)!r}: {words}")
+    assert refusal(path, values | change).startswith(f"model config {str(path)!r}: {message}")
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("values", "message"),
     [
         (
             DENSE | {"hidden_act": "x"},
@@ -106,9 +106,9 @@ def test_a_value_that_no_model_has_is_refused_with_its_file_and_key(tmp_path, va
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_what_only_the_constructor_finds_is_one_line_too(tmp_path, values, words):
+def test_what_only_the_constructor_finds_is_one_line_too(tmp_path, values, message):
     install("cpu")
-    assert words in refusal(tmp_path / "config.json", values)
+    assert message in refusal(tmp_path / "config.json", values)
 
 
 def test_what_a_class_has_by_itself_is_not_refused():

@@ -72,12 +72,12 @@ def test_a_table_of_rope_keeps_what_it_does_not_name():
         "full_attention": {"rope_type": "default", "rope_theta": 7.0},
     }
     assert config.text_config.rope_parameters["full_attention"]["rope_theta"] == 1000000.0
-    for overrides, words in [
+    for overrides, fragments in [
         ({"rope_theta": 7.0}, "has no field 'rope_theta'"),
         ({"attention_dropout": 2.0}, "from 0 to 1"),
         ({"rope_parameters": {"rope_theta": -1.0}}, "above 0"),
     ]:
-        with pytest.raises(ModelError, match=rf"^model.config_overrides = .*{words}"):
+        with pytest.raises(ModelError, match=rf"^model.config_overrides = .*{fragments}"):
             modeling.adjusted(config, overrides)
 
 
@@ -95,7 +95,7 @@ def test_a_config_leaves_the_flavor_as_it_was():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "overrides", "words"),
+    ("arguments", "overrides", "fragments"),
     [
         (("glaa", "debug"), {}, ["'glaa'", "did you mean gla?"]),
         (("gla", "350M"), {}, ["'350M'", "did you mean 340M?"]),
@@ -113,9 +113,9 @@ def test_a_config_leaves_the_flavor_as_it_was():
         (("gla", "debug"), {"attn": {"layers": [9], "num_heads": 4}}, ["out-of-range layer 9"]),
     ],
 )
-def test_a_wrong_name_is_refused_in_one_line_with_what_would_work(arguments, overrides, words):
-    said = refusal(modeling.load_config, *arguments, **overrides, kind=ModelError)
-    assert all(word in said for word in words)
+def test_a_wrong_name_is_refused_in_one_line_with_what_would_work(arguments, overrides, fragments):
+    message = refusal(modeling.load_config, *arguments, **overrides, kind=ModelError)
+    assert all(word in message for word in fragments)
 
 
 @pytest.mark.parametrize("model_type", ["gla", "transformer", "llama", "gated_deltanet"])
@@ -129,7 +129,7 @@ def test_any_config_file_or_its_folder_loads(tmp_path, model_type):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "fragments"),
     [
         (None, ["config.json", "No such file"]),
         ('{"model_type": "gla",\n oops}', ["not JSON", "line 2"]),
@@ -140,12 +140,12 @@ def test_any_config_file_or_its_folder_loads(tmp_path, model_type):
         ('{"model_type": "llama", "hidden_size": "wide"}', ["hidden_size", "wide"]),
     ],
 )
-def test_a_bad_config_file_is_refused_in_one_line(tmp_path, text, words):
+def test_a_bad_config_file_is_refused_in_one_line(tmp_path, text, fragments):
     path = tmp_path / "config.json"
     if text is not None:
         path.write_text(text)
-    said = refusal(modeling.load_config_file, path, kind=ModelError)
-    assert all(word in said for word in words)
+    message = refusal(modeling.load_config_file, path, kind=ModelError)
+    assert all(word in message for word in fragments)
 
 
 def test_parameters_take_the_default_dtype_not_the_configs():
@@ -164,17 +164,17 @@ def test_parameters_take_the_default_dtype_not_the_configs():
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "fragments"),
     [
         (ViTConfig(), ["'vit'", "no causal language model"]),
         ({"num_heads": 8, "num_kv_heads": 3}, ["'transformer'", "num_heads must be divisible"]),
     ],
 )
-def test_a_model_that_cannot_be_built_is_refused(config, words):
+def test_a_model_that_cannot_be_built_is_refused(config, fragments):
     if isinstance(config, dict):
         config = modeling.load_config("transformer", "debug", **config)
-    said = refusal(modeling.build, config, kind=ModelError)
-    assert all(word in said for word in words)
+    message = refusal(modeling.build, config, kind=ModelError)
+    assert all(word in message for word in fragments)
 
 
 def test_an_encoder_with_a_language_model_head_builds():

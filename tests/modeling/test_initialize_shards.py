@@ -133,16 +133,16 @@ def test_one_unit_at_a_time_is_in_memory(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("placements", "words"),
+    ("placements", "message"),
     [
         ([Partial(), Replicate()], "placement P"),
         ([_StridedShard(0, split_factor=4), Shard(0)], "4 earlier shards.*make 2"),
     ],
 )
-def test_a_placement_that_says_no_part_is_refused(placements, words):
+def test_a_placement_that_says_no_part_is_refused(placements, message):
     with process_groups.fake_group(4, 0):
         destination = DTensor.from_local(
             torch.zeros(2, 4), _square(), placements, shape=(8, 4), stride=(4, 1)
         )
-        with pytest.raises(ModelError, match=rf"^some\.weight: .*{words}"):
+        with pytest.raises(ModelError, match=rf"^some\.weight: .*{message}"):
             copy_shard(destination, torch.zeros(8, 4), name="some.weight")

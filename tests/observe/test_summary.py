@@ -433,7 +433,7 @@ WHY = {
 @pytest.mark.parametrize("name", WHY)
 def test_a_compiled_block_that_ran_eagerly_is_an_error(two, name):
     error = two["eager"][name]
-    assert all(words in error for words in WHY[name]), error
+    assert all(message in error for message in WHY[name]), error
     assert "\n" not in error
 
 

@@ -269,10 +269,10 @@ def checkpointing_itself():
     return model
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_refused(words):
-    with pytest.raises(ParallelError, match=words):
-        REFUSED[words]()
+@pytest.mark.parametrize("message", REFUSED)
+def test_refused(message):
+    with pytest.raises(ParallelError, match=message):
+        REFUSED[message]()
 
 
 def gemma3():

@@ -38,10 +38,10 @@ def refused(config, degrees=None, model=llama, policy=None):
     with fake_ranks(WORLD):
         mesh = Mesh(degrees or Degrees(), "cpu")
         built = model()
-        said = refusal(parallelize, built, parallel_dims=mesh, config=config, ac_config=policy)
+        message = refusal(parallelize, built, parallel_dims=mesh, config=config, ac_config=policy)
     assert not any(isinstance(p, DTensor) for p in built.parameters())
     assert not any(isinstance(m, ActivationWrapper) or m._compiled_call_impl for m in built.modules())
-    return said
+    return message
 
 
 TP = Degrees(tp=2)
@@ -84,9 +84,9 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("words", CASES)
-def test_refused_before_anything_moves(words):
-    assert words in refused(*CASES[words])
+@pytest.mark.parametrize("message", CASES)
+def test_refused_before_anything_moves(message):
+    assert message in refused(*CASES[message])
 
 
 def test_torchtitan_s_policy_is_held_to_what_ours_are():
@@ -97,20 +97,20 @@ def test_torchtitan_s_policy_is_held_to_what_ours_are():
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"backend": "nonsense"}, 'compile.backend = "nonsense": torch has '),
         ({"backend": "inductor", "options": {"nonsense": 1}}, "inductor does not know 'nonsense'"),
         ({"fullgraph": True, "components": ["optimizer"]}, "the optimizer step compiles to several graphs"),
     ],
 )
-def test_what_the_compiler_does_not_know(options, words):
+def test_what_the_compiler_does_not_know(options, message):
     try:
         config = FSDP2Config(compile=COMPILED | options)
     except ParallelError as error:
-        assert words in str(error)  # noqa: PT017  by itself, or else on its mesh
+        assert message in str(error)  # noqa: PT017  by itself, or else on its mesh
     else:
-        assert words in refused(config)
+        assert message in refused(config)
 
 
 def test_fullgraph_and_kernels_outside_of_graphs():
@@ -147,7 +147,7 @@ def entry(model=Tiny, **changed):
 
 
 @pytest.mark.parametrize(
-    ("words", "case"),
+    ("message", "case"),
     [
         (
             "enable_async_tensor_parallel = true: it needs enable_sequence_parallel = true and compile.enable = true",
@@ -159,8 +159,8 @@ def entry(model=Tiny, **changed):
         ("reshard_after_forward = 3", dict(reshard=3)),
     ],
 )
-def test_the_entry_refuses_alike(words, case):
-    assert words in refusal(entry, **case, kind=ParallelError)
+def test_the_entry_refuses_alike(message, case):
+    assert message in refusal(entry, **case, kind=ParallelError)
 
 
 def test_the_entry_takes_torchtitan_s_words():

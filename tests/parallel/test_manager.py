@@ -223,11 +223,11 @@ def test_a_loop_trains_as_one_process_does(name, results):
     torch.testing.assert_close(got["eval"], expected["eval"], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_refused_in_one_line(words, results):
-    said = results["refused"][words] or ""
-    assert words in said
-    assert "\n" not in said
+@pytest.mark.parametrize("expected", REFUSED)
+def test_refused_in_one_line(expected, results):
+    message = results["refused"][expected] or ""
+    assert expected in message
+    assert "\n" not in message
 
 
 def test_a_step_that_is_given_up_leaves_no_gradient(results):
@@ -283,8 +283,8 @@ def test_torchs_muon_is_for_weights_that_are_not_sharded(degrees):
         if degrees.dp_replicate == 2:
             assert manager.prepare_optimizer(muon) is muon
         else:
-            said = refusal(manager.prepare_optimizer, muon)
-            assert said.startswith(
+            message = refusal(manager.prepare_optimizer, muon)
+            assert message.startswith(
                 "torch.optim.Muon orthogonalises a sharded weight by DTensor matrix products"
             )
-            assert said.endswith('use titanplans.parallel.build_optimizers(model, Optimizer(name="Muon"))')
+            assert message.endswith('use titanplans.parallel.build_optimizers(model, Optimizer(name="Muon"))')

@@ -62,7 +62,7 @@ def test_without_the_package_the_error_names_the_extra():
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "message"),
     [
         (
             lambda: DeviceMesh("cpu", torch.arange(1), mesh_dim_names=("dp_shard",)),
@@ -72,8 +72,8 @@ def test_without_the_package_the_error_names_the_extra():
         (lambda: mesh(1, 4, 2), "tp = 2"),
     ],
 )
-def test_a_mesh_is_sharded_over_as_a_whole(make, words):
-    assert words in refusal(refuse_mesh, make())
+def test_a_mesh_is_sharded_over_as_a_whole(make, message):
+    assert message in refusal(refuse_mesh, make())
 
 
 def test_a_mesh_that_will_do():
@@ -111,7 +111,7 @@ def test_options_reach_the_package_by_its_own_names():
 
 @needs_package
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"activation_checkpointing": True}, "options.activation_checkpointing = true: megatron-fsdp 0."),
         ({"tp_dim": "tp"}, 'options.tp_dim = "tp": megatron-fsdp 0.'),
@@ -120,8 +120,8 @@ def test_options_reach_the_package_by_its_own_names():
         ({"main_grads_dtype": "fp32"}, "expected a dtype such as float32"),
     ],
 )
-def test_what_the_package_does_not_take_is_refused(options, words):
-    assert words in refusal(call, options=options)
+def test_what_the_package_does_not_take_is_refused(options, message):
+    assert message in refusal(call, options=options)
 
 
 @needs_package

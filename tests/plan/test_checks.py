@@ -1,4 +1,4 @@
-"""Strict application: what a plan refuses, before anything moves, in one line that says what would work."""
+"""Strict application: errors of a plan are raised before any weight moves, in one line that says what would work."""
 
 import copy
 import re
@@ -34,18 +34,18 @@ from titanplans.styles.replicated_on_stream import ReplicatedOnStream
 def refused(plan, degree=2, model=None, **options) -> str:
     model = model or Tiny()
     before = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
-    said = refusal(check_plan, model, Degrees(tp=degree), plan=plan, **options, kind=PlanError)
+    message = refusal(check_plan, model, Degrees(tp=degree), plan=plan, **options, kind=PlanError)
     with fake_ranks(degree) as mesh, pytest.raises(PlanError):
         apply_plan(model, mesh, plan=plan, **options)
     assert before == {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}, "something moved"
-    return said
+    return message
 
 
 NO_STYLE = r"plan key 'layers.0.attn.q_proj' \(Changed\) has .*not a style"
 
 
 def over(style, *but):
-    """The mixer of a plan, whose modules all have this style; keys `but` are left out."""
+    """Return a function that gives all modules of the mixer `style`, except the keys `but`."""
     names = ("q_proj", "k_proj", "v_proj", "q_norm", "o_proj")
     return lambda plan: {name: getattr(plan, style)() for name in names} | dict.fromkeys(but)
 
@@ -103,11 +103,11 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_plan_that_is_wrong_is_refused(name):
-    plan, words = REFUSED[name]
-    assert re.match(words, refused(plan))
+    plan, message = REFUSED[name]
+    assert re.match(message, refused(plan))
 
 
-ON_STREAM_ALONE = {
+ONLY_ON_REPLICATED_STREAM = {
     "a head": (
         changed(TinyPlan, model=lambda plan: {"lm_head": plan.replicated_on_stream()}),
         r"plan key 'lm_head' \(ReplicatedOnStream on Linear\): it makes the logits.*give it vocab_head\(\)$",
@@ -120,15 +120,15 @@ ON_STREAM_ALONE = {
 }
 
 
-@pytest.mark.parametrize("name", ON_STREAM_ALONE)
-def test_what_needs_a_whole_stream_is_refused_where_a_rank_has_some_tokens(name):
-    plan, words = ON_STREAM_ALONE[name]
-    assert re.match(words, refused(plan))
+@pytest.mark.parametrize("name", ONLY_ON_REPLICATED_STREAM)
+def test_styles_that_need_a_replicated_stream_are_refused_if_ranks_have_different_tokens(name):
+    plan, message = ONLY_ON_REPLICATED_STREAM[name]
+    assert re.match(message, refused(plan))
     check_plan(Tiny(), Degrees(tp=2), plan=plan, sequence_parallel=False)
 
 
 @pytest.mark.parametrize("quantisation", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
-def test_weights_that_torchao_has_quantised_are_refused(quantisation):
+def test_weights_quantised_by_torchao_are_refused(quantisation):
     model = Tiny()
     quantization.quantize_(model, getattr(quantization, quantisation)())
     message = refused(TinyPlan, model=model)
@@ -137,14 +137,14 @@ def test_weights_that_torchao_has_quantised_are_refused(quantisation):
     assert "before quantize_" in message
 
 
-def test_right_plan_is_accepted_and_complete():
+def test_a_correct_plan_is_accepted_and_complete():
     model = Tiny()
     names = list(model.state_dict())
     with fake_ranks(2) as mesh:
         styles = apply_plan(model, mesh, plan=TinyPlan).styles
         assert all(isinstance(p, DTensor) for p in model.parameters())
         assert list(model.state_dict()) == names
-        assert model.layers[0].attn.q_proj.weight.shape == (8, 16), "reading gives the local tensor"
+        assert model.layers[0].attn.q_proj.weight.shape == (8, 16), "module.weight returns the local tensor"
         assert model.layers[0].attn._get_name() == "SplitAttention"
         assert "SplitLinear(" in repr(model)
         assert "local weight [8, 16]" in repr(model)
@@ -156,7 +156,7 @@ NAMES_ITS_HEAD = changed(TinyPlan, model=lambda plan: {"head": plan.vocab_head()
 
 
 class HeadRenamed(Tiny):
-    """Its head has none of the usual names."""
+    """A model whose head has an unusual name."""
 
     def __init__(self):
         super().__init__()
@@ -164,7 +164,7 @@ class HeadRenamed(Tiny):
         del self.lm_head
 
 
-def test_a_head_is_what_the_plan_says():
+def test_the_plan_names_the_head():
     model = HeadRenamed()
     with pytest.raises(NotFused, match="gives none vocab_head"):
         FusedLoss(model)
@@ -180,10 +180,10 @@ def test_a_head_is_what_the_plan_says():
         assert (applied.decoder.head, find_decoder(model).head) == ("head", "head")
     model = HeadRenamed()
     check_plan(model, Degrees(tp=2), plan=NAMES_ITS_HEAD)
-    assert "'head.weight'" in refused(TinyPlan, model=model), "a plan knows nothing of another"
+    assert "'head.weight'" in refused(TinyPlan, model=model), "a plan does not use the keys of another"
 
 
-def test_a_plan_that_is_named_speaks_for_mixers_registered_elsewhere():
+def test_an_explicit_plan_overrides_registered_mixers():
     @register_plan("test_strict", mixer="tests.support.tiny_model.Attention")
     class Other(TinyPlan):
         def attn_plan(self, attn):
@@ -195,13 +195,13 @@ def test_a_plan_that_is_named_speaks_for_mixers_registered_elsewhere():
 @pytest.mark.parametrize(
     ("option", "value"), [("max_norm", 1.0), ("scale_grad_by_freq", True), ("sparse", True)]
 )
-def test_embeddings_of_which_a_rank_can_have_no_shard(option, value):
+def test_embedding_options_that_prevent_sharding_are_refused(option, value):
     model = Tiny()
     model.embed = nn.Embedding(32, 16, **{option: value})
     assert f"{option} = {value}" in refused(TinyPlan, model=model)
 
 
-def test_logits_to_keep_would_count_in_each_shard():
+def test_logits_to_keep_are_refused_where_each_shard_would_count_them():
     with fake_ranks(2) as mesh:
         model = Tiny()
         apply_plan(model, mesh, plan=TinyPlan)
@@ -217,7 +217,7 @@ def test_indivisible_heads_name_the_degrees_that_work():
     assert message.endswith("1, 2 or 4 would work, or num_heads = 3 or 6")
 
 
-def test_a_rank_without_a_share():
+def test_a_rank_without_a_shard_is_refused():
     model = Tiny()
     model.embed, model.lm_head = nn.Embedding(9, 16), nn.Linear(16, 9, bias=False)
     for layer in model.layers:
@@ -227,8 +227,8 @@ def test_a_rank_without_a_share():
     assert message.endswith("1 or 2 would work, or a size of 16")
 
 
-def test_a_split_mixer_whose_heads_are_not_found():
-    """Neither its heads' number nor, without it, that of its key/value heads would be held against the degree."""
+def test_a_split_mixer_with_an_unknown_number_of_heads_is_refused():
+    """Without the number of heads, the number of key/value heads is not checked against the degree either."""
     model = Tiny()
     for layer in model.layers:
         del layer.attn.num_heads, layer.attn.num_kv_heads
@@ -238,7 +238,7 @@ def test_a_split_mixer_whose_heads_are_not_found():
     assert "set head_names in TinyPlan" in message
 
     for layer in model.layers:
-        layer.attn.num_key_value_heads = 4  # these alone don't say it
+        layer.attn.num_key_value_heads = 4  # these alone do not tell the number of heads
     assert refused(TinyPlan, degree=4, model=model) == message
 
     class Counted(TinyPlan):
@@ -248,7 +248,7 @@ def test_a_split_mixer_whose_heads_are_not_found():
     check_plan(model, Degrees(tp=4), plan=Counted)
     assert "does not divide channels / 4 = 4" in refused(Counted, degree=8, model=model)
 
-    check_plan(model, Degrees(tp=2), plan=WHOLE, sequence_parallel=False)  # nothing in it is split
+    check_plan(model, Degrees(tp=2), plan=WHOLE, sequence_parallel=False)  # the mixer is replicated
 
 
 def test_heads_under_mixed_names_and_in_the_config():
@@ -263,17 +263,17 @@ def test_heads_under_mixed_names_and_in_the_config():
     mixer.num_key_value_heads = 2
     assert plan.heads(mixer) == {"num_attention_heads": 16, "num_key_value_heads": 2}
     mixer.config = None
-    assert plan.queries_per_group(mixer) == {}, "nothing to divide; strict application refuses it"
+    assert plan.queries_per_group(mixer) == {}, "no number is divisible; strict application refuses it"
 
 
-def test_tied_weights_with_two_layouts():
+def test_tied_weights_with_two_layouts_are_refused():
     plan = changed(TinyPlan, model=lambda plan: {"lm_head": plan.replicated_off_stream()})
     message = refused(plan, model=Tiny(tied=True))
     assert "embed.weight (Shard(dim=0)) and lm_head.weight (Replicate()) are tied" in message
 
 
 class Renamed(nn.Module):
-    """A block with other names for mixer and MLP, and the MLP registered first."""
+    """A block with unusual names of mixer and MLP, and the MLP registered first."""
 
     def __init__(self, heads=4):
         super().__init__()
@@ -292,7 +292,7 @@ class RenamedPlan(TinyPlan):
         return plan | prefixed("feed", self.mlp_plan(layer.feed))
 
 
-def test_a_mixer_of_another_name_is_found_by_its_region():
+def test_a_mixer_with_an_unusual_name_is_found_by_its_region():
     model = Tiny()
     model.layers = nn.ModuleList(Renamed(heads=4) for _ in range(2))
     with fake_ranks(2) as mesh:
@@ -306,7 +306,7 @@ def test_a_mixer_of_another_name_is_found_by_its_region():
     assert "whose head count is unknown" in refused(RenamedPlan, model=model)
 
 
-def test_what_was_applied_is_handed_back():
+def test_the_applied_plan_is_returned():
     model = Tiny()
     with fake_ranks(2) as mesh:
         applied = apply_plan(model, mesh, plan=TinyPlan)
@@ -319,7 +319,7 @@ def test_what_was_applied_is_handed_back():
     assert (applied.decoder.names, applied.crossings) == (("layers.0", "layers.1"), {})
 
 
-def test_the_parts_of_a_decoder():
+def test_the_structure_of_a_decoder_is_found():
     decoder = find_decoder(Tiny())
     block = decoder.blocks[1]
     assert (decoder.embedding, decoder.norm, decoder.head, decoder.towers) == ("embed", "norm", "lm_head", ())
@@ -336,7 +336,7 @@ def test_the_parts_of_a_decoder():
         find_decoder(nn.Linear(1, 1))
 
 
-def test_more_ranks_than_key_value_heads():
+def test_more_ranks_than_key_value_heads_share_them():
     model = Tiny()
     for layer in model.layers:
         layer.attn.num_kv_heads = 2
@@ -351,14 +351,14 @@ def test_more_ranks_than_key_value_heads():
     assert refused(plan, degree=4, model=model).endswith("1 would work, or num_kv_heads = 1, 2 or 4")
 
 
-def test_unregistered_architecture():
+def test_an_unregistered_architecture_is_refused():
     message = refused(None)
     assert "(model_type = 'tiny')" in message
     assert ", ".join(sorted(registered_plans())) in message
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "message"),
     [
         ("nope", "not registered"),
         ("no_such_module:Plan", "no module named 'no_such_module'"),
@@ -367,11 +367,11 @@ def test_unregistered_architecture():
         ("titanplans:apply_plan", "neither a TPPlan class nor a dict"),
     ],
 )
-def test_custom_plans_that_cannot_be_had(name, words):
-    assert words in refused(name)
+def test_custom_plans_that_can_not_be_imported_are_refused(name, message):
+    assert message in refused(name)
 
 
-def test_dict_plan():
+def test_a_plan_may_be_a_dict():
     patterns = {
         "embed": "vocab_embedding",
         "layers.*.*_norm": "replicated_on_stream",
@@ -410,14 +410,14 @@ def test_a_plan_in_python_takes_patterns_as_a_dict_does():
     }
 
 
-def test_tied_weights_stay_one():
+def test_tied_weights_stay_tied():
     model = Tiny(tied=True)
     with fake_ranks(2) as mesh:
         apply_plan(model, mesh, plan=TinyPlan)
         assert model.lm_head._parameters["weight"] is model.embed._parameters["weight"]
 
 
-def test_foreign_style_works_and_is_held_to_completeness():
+def test_a_style_of_torch_works_and_is_checked_for_completeness():
     theirs = ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
 
     class Idle(ColwiseParallel):
@@ -432,7 +432,7 @@ def test_foreign_style_works_and_is_held_to_completeness():
             apply_plan(Tiny(), mesh, plan=changed(TinyPlan, model=lambda plan: {"lm_head": Idle()}))
 
 
-def test_applied_twice():
+def test_a_second_application_is_refused():
     with fake_ranks(2) as mesh:
         model = Tiny()
         apply_plan(model, mesh, plan=TinyPlan)
@@ -440,7 +440,7 @@ def test_applied_twice():
             apply_plan(model, mesh, plan=TinyPlan)
 
 
-def test_labels_are_refused_where_the_models_own_loss_is_wrong():
+def test_labels_are_refused_where_the_loss_of_the_model_would_be_wrong():
     tokens = torch.zeros(1, 4, dtype=torch.long)
     with fake_ranks(2) as mesh:
         model = Tiny()
@@ -449,7 +449,7 @@ def test_labels_are_refused_where_the_models_own_loss_is_wrong():
             model(tokens, labels=tokens)
 
 
-def test_names_are_taken_once():
+def test_a_name_is_registered_once():
     with pytest.raises(PlanError, match=r"taken by titanplans.plans.fla.transformer.TransformerPlan"):
         register_plan("transformer")(TinyPlan)
     assert registered_plans()["transformer"] is TransformerPlan

@@ -1,4 +1,4 @@
-"""Each word of the plan language proves right at two degrees, and says what to write where it is misused."""
+"""Each style of the plan language is proved at two degrees, and a misuse says what to write instead."""
 
 import copy
 import re
@@ -38,13 +38,13 @@ from titanplans.split.local_code import HeadRanks
 
 
 class BiasBeforeSum(TinyPlan):
-    """The sum is at the region's exit; each rank adds its part of the projection's bias."""
+    """The sum is at the region's exit; each rank adds a fraction of the projection's bias."""
 
     def attn_plan(self, attn):
         return super().attn_plan(attn) | self.attn_region() | {"o_proj": self.rowwise(reduce_output=False)}
 
 
-RIGHT = {
+CORRECT = {
     "bias before the sum": (Tiny, BiasBeforeSum),
     "packed state space": (lambda: with_mixer(StateSpace), StateSpacePlan),
     "packed transposed": (lambda: with_mixer(Packed), PackedPlan),
@@ -56,36 +56,36 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("name", RIGHT)
-def test_it_is_right(name):
-    model, plan = RIGHT[name]
-    # The model's own sum with the logits takes no shards of them.
+@pytest.mark.parametrize("name", CORRECT)
+def test_a_style_is_proved(name):
+    model, plan = CORRECT[name]
+    # The model's own computation with the logits can't use shards.
     loss = False if name == "balance of experts" else None
-    torch.manual_seed(0)  # some parameters keep what their module drew
+    torch.manual_seed(0)  # some parameters keep the initial values of their module
     report = verify_plain(model, plan, degrees=[2, 4], loss_parallel=loss)
     assert report.passed, str(report.table())
     assert len(report.cases) == (8 if loss is None else 4)
     gradients = (check for case in report.cases for check in case.checks if check.what == "gradients")
-    assert max(check.error for check in gradients) < 10  # of some hundred that the bound allows
+    assert max(check.error for check in gradients) < 10  # the tolerance is some hundred
 
 
 def renamed(model, name):
-    """`model`, whose blocks call their mixers `name`; it is never run."""
+    """Return `model` with the mixers of its blocks renamed to `name`; it is never run."""
     for block in model.layers:
         block.add_module(name, block._modules.pop("attn"))
     return model
 
 
-def built(part):
+def built(kind):
     return (
-        part()
-        if not isinstance(part, type)
-        else (with_mlp if part in (GateUp, Experts) else with_mixer)(part)
+        kind()
+        if not isinstance(kind, type)
+        else (with_mlp if kind in (GateUp, Experts) else with_mixer)(kind)
     )
 
 
 def of_functions(**functions):
-    """The plan of QKV with other methods, each of which returns this for whatever it is asked of."""
+    """Return the plan of QKV with methods replaced by functions that return these values."""
     return changed(
         QKVPlan, **{name: lambda self, module, value=value: value for name, value in functions.items()}
     )
@@ -166,7 +166,7 @@ MISUSED = {
         "QKV.odd = 3 is not a multiple of tensor_parallel_degree = 2",
     ),
     "a function that is not called": (
-        QKV, of_functions(local_functions={"decay": lambda function, place: function}),
+        QKV, of_functions(local_functions={"decay": lambda function, ranks: function}),
         "its plan's local_functions name 'decay', but no method of QKV",
     ),
     "an attribute that an MLP does not have": (
@@ -178,30 +178,30 @@ MISUSED = {
         "the model (Tiny): its plan's model_attributes name 'heads', but Tiny has no 'heads'",
     ),
     "a function that a module of the model does not call": (
-        QKV, of_functions(model_functions={"norm.decay": lambda function, place: function}),
+        QKV, of_functions(model_functions={"norm.decay": lambda function, ranks: function}),
         "norm (RMSNorm): its plan's model_functions name 'norm.decay', but no method of RMSNorm",
     ),
     "a function of a module that the model does not have": (
-        QKV, of_functions(model_functions={"base.decay": lambda function, place: function}),
+        QKV, of_functions(model_functions={"base.decay": lambda function, ranks: function}),
         "the model (Tiny): its plan's model_functions name 'base.decay', but the model has no module 'base'",
     ),
     "a norm that subtracts a mean": (
         Packed, changed(PackedPlan, lambda plan: {"o_norm": plan.split_norm()}), "it subtracts a mean"
     ),
 }  # fmt: skip
-"""The part of the model, the plan, words of the error, and the degree if not 2."""
+"""Model or module class, plan, a fragment of the error, and the degree if it is not 2."""
 
 
 @pytest.mark.parametrize("name", MISUSED)
-def test_misuse_is_one_sentence(name):
-    part, plan, words, degree, *_ = *MISUSED[name], 2
-    assert words in refusal(check_plan, built(part), Degrees(tp=degree), plan=plan, kind=PlanError)
+def test_a_misuse_is_refused_in_one_sentence(name):
+    kind, plan, message, degree, *_ = *MISUSED[name], 2
+    assert message in refusal(check_plan, built(kind), Degrees(tp=degree), plan=plan, kind=PlanError)
 
 
-def test_a_convolution_that_counts_the_channels_of_all_ranks():
+def test_a_convolution_that_keeps_the_groups_of_all_ranks_is_refused():
     def without_its_groups(self, attn):
-        own = StateSpacePlan.local_attributes(self, attn)
-        return {name: value for name, value in own.items() if name != "conv1d.groups"}
+        attributes = StateSpacePlan.local_attributes(self, attn)
+        return {name: value for name, value in attributes.items() if name != "conv1d.groups"}
 
     with pytest.raises(PlanError) as error:
         verify_plain(
@@ -216,43 +216,43 @@ def test_a_convolution_that_counts_the_channels_of_all_ranks():
 
 
 def norm_linear(x, norm_weight, norm_bias, linear_weight, linear_bias, residual=None, eps=1e-5):
-    """A norm and the projection behind it in one kernel, as FLA's `rms_norm_linear`."""
+    """A norm and the following projection in one kernel, as FLA's `rms_norm_linear`."""
 
 
 @pytest.mark.parametrize("bias", ["norm_bias", "linear_bias"])
 def test_a_bias_in_the_kernel_of_norm_and_projection_is_refused(bias):
-    function = TPPlan.full_width_norm(norm_linear, HeadRanks(0, 2, ("none", 2), None, (0, 1)))
-    given = {"norm_bias": None, "linear_bias": None} | {bias: torch.ones(4)}
+    function = TPPlan.over_all_ranks(norm_linear, HeadRanks(0, 2, ("none", 2), None, (0, 1)))
+    biases = {"norm_bias": None, "linear_bias": None} | {bias: torch.ones(4)}
     with pytest.raises(PlanError, match=rf"norm_linear: .*takes no {bias}"):
-        function(torch.ones(1, 4), norm_weight=torch.ones(4), linear_weight=torch.ones(2, 4), **given)
+        function(torch.ones(1, 4), norm_weight=torch.ones(4), linear_weight=torch.ones(2, 4), **biases)
 
 
-def test_a_foreign_style_takes_no_parameter():
+def test_a_style_of_torch_for_a_parameter_is_refused():
     plan = changed(StateSpacePlan, lambda plan: {"D": ColwiseParallel()})
     with pytest.raises(PlanError, match=r"names a parameter, .*not ColwiseParallel"):
         check_plan(with_mixer(StateSpace), Degrees(tp=2), plan=plan)
 
 
-def test_packed_weights_keep_their_values_and_their_memory_is_split():
-    """What optimizers, FSDP2 and checkpoints see is a plain DTensor of the true values; a rank stores its share."""
-    whole = with_mixer(Packed)
-    before = {name: param.detach().clone() for name, param in whole.named_parameters()}
+def test_packed_weights_keep_their_values_and_are_sharded_in_memory():
+    """Optimizers, FSDP2 and checkpoints see a DTensor with the full values in their order; a rank stores its shard."""
+    unsplit = with_mixer(Packed)
+    before = {name: param.detach().clone() for name, param in unsplit.named_parameters()}
 
     def work(world):
-        model = copy.deepcopy(whole)
+        model = copy.deepcopy(unsplit)
         apply_plan(model, world.mesh, plan=PackedPlan)
         packed = model.get_submodule("layers.0.attn.c_attn")
         weight = packed._parameters["weight"]
         assert weight.to_local().shape == (8, 48)
-        assert packed.weight is weight, "outside of its forward it is the parameter"
+        assert packed.weight is weight, "outside of the forward it is the parameter"
         return {name: param.full_tensor().detach() for name, param in model.named_parameters()}
 
     after = run_on_threads(work)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-def test_a_dict_names_parameters():
-    """As strings, in a job's TOML."""
+def test_a_dict_may_name_parameters():
+    """The styles are strings, as in a job's TOML."""
     plan = DictPlan(
         TPOptions(Degrees(tp=2)), {"layers.*.attn.A_log": "colwise", "layers.*.attn.norm": "split_norm"}
     )

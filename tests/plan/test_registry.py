@@ -1,4 +1,4 @@
-"""Plans are found by walking `titanplans.plans` and by entry points of the group of that name."""
+"""Plans are found in `titanplans.plans` and by the entry points of the group of that name."""
 
 import copy
 import sys
@@ -28,8 +28,8 @@ class Plan(LlamaPlan):
 
 @pytest.fixture
 def another(tmp_path, monkeypatch):
-    """A registry that will look for plans again, and a folder for those of another package."""
-    registry._discover()  # a module registers its plans once: what is found now has to stay
+    """Reset the registry so that it looks for plans again; return a folder on sys.path for another package."""
+    registry._discover()  # a module registers its plans only at its first import, so they are found before the reset
     for table in ("_BY_MODEL_TYPE", "_BY_MIXER"):
         monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
     monkeypatch.syspath_prepend(tmp_path)
@@ -53,12 +53,12 @@ def test_a_plan_of_another_package_is_found_by_its_entry_point(another):
 
 
 def test_an_entry_point_that_fails_is_named(another):
-    """And breaks no plan but its own."""
+    """The other plans are not affected."""
     write(another, "broken_elsewhere", "import no_such_module\n")
     write(another, "plan_elsewhere", PLAN.format(name="elsewhere"))
     fault = "entry point mine = 'broken_elsewhere' of the group titanplans.plans: ModuleNotFoundError"
     assert {"llama", "elsewhere"} <= registered_plans().keys()
-    assert [one.startswith(fault) for one in registry.faulty_plans()] == [True]
+    assert [message.startswith(fault) for message in registry.faulty_plans()] == [True]
     model = Tiny()
     with pytest.raises(PlanError, match="no plan is registered for Tiny") as error:
         registry.plan_for_model(model)
@@ -68,7 +68,7 @@ def test_an_entry_point_that_fails_is_named(another):
 
 @pytest.mark.parametrize("how", ["config", "class attribute", "class name", "empty config"])
 def test_a_plan_is_found_by_the_config_s_model_type_or_the_class(another, how):
-    """As a job finds that of `model.class`."""
+    """A job finds the plan of `model.class` in the same way."""
 
     class Own(Tiny):
         pass
@@ -78,7 +78,7 @@ def test_a_plan_is_found_by_the_config_s_model_type_or_the_class(another, how):
     model = Own()
     model.config = {
         "config": SimpleNamespace(model_type=name),
-        "empty config": SimpleNamespace(model_type=""),  # as PretrainedConfig has it
+        "empty config": SimpleNamespace(model_type=""),  # the default of PretrainedConfig
     }.get(how)
     if how == "class attribute":
         del model.config
@@ -94,7 +94,7 @@ def test_a_plan_is_found_by_the_config_s_model_type_or_the_class(another, how):
 
 
 @pytest.mark.parametrize(
-    ("register", "words"),
+    ("register", "message"),
     [
         (lambda: register_plan("x")(int), r"register_plan\('x'\): <class 'int'> is not a subclass"),
         (lambda: register_plan("x")(lambda: 1), r"register_plan\('x'\): .* is not a subclass"),
@@ -105,19 +105,19 @@ def test_a_plan_is_found_by_the_config_s_model_type_or_the_class(another, how):
         (lambda: register_plan()(TinyPlan), r"register_plan\(\): pass the names"),
     ],
 )
-def test_what_can_t_be_registered(another, register, words):
+def test_wrong_registrations_are_refused(another, register, message):
     before = registered_plans()
-    with pytest.raises(PlanError, match=words):
+    with pytest.raises(PlanError, match=message):
         register()
     assert registered_plans() == before
 
 
-def test_a_mesh_that_is_none():
+def test_a_mesh_of_none_is_refused():
     with pytest.raises(PlanError, match=r"apply_plan .*DeviceMesh, got 'tp'"):
         apply_plan(Tiny(), "tp", plan=TinyPlan)
 
 
-def test_a_plan_beside_the_others_is_found_by_walking(another, monkeypatch):
+def test_a_plan_next_to_the_others_is_found(another, monkeypatch):
     (another / "mine_beside.py").write_text(PLAN.format(name="beside"))
     monkeypatch.setattr(titanplans.plans, "__path__", [*titanplans.plans.__path__, str(another)])
     assert registered_plans()["beside"].__module__ == "titanplans.plans.mine_beside"

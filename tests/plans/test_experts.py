@@ -1,4 +1,4 @@
-"""Mixtures of experts: each way in which transformers computes them, the router, its balance, and what a wrong plan does."""
+"""Plans of mixtures of experts: each implementation in transformers, routers and their loss, and wrong plans."""
 
 import copy
 
@@ -31,19 +31,19 @@ def config(name, **fields):
     return modeling.load_config(name, "debug", **zoo.FAMILIES[name][0] | fields)
 
 
-def proved(of, plan=None, build=None, **options):
-    inputs = sample_inputs(of, batch_size=2, seq_len=16, seed=0)
+def proved(model_config, plan=None, build=None, **options):
+    inputs = sample_inputs(model_config, batch_size=2, seq_len=16, seed=0)
     options = {"degrees": [2], "loss_parallel": True, "sequence_parallel": True} | options
-    return verify_plain(build or (lambda: build_real(of)), inputs=inputs, plan=plan, **options)
+    return verify_plain(build or (lambda: build_real(model_config)), inputs=inputs, plan=plan, **options)
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
-def test_each_implementation_is_right(name, implementation):
-    """Where nobody asks, transformers takes grouped_mm; biases and another order of gate and up are gpt-oss'."""
+def test_each_implementation_is_proved(name, implementation):
+    """The default of transformers is grouped_mm; gpt-oss has biases and another order of gate and up."""
     of = config(name)
     of._experts_implementation = implementation
-    # In float32 by torch's kernel; in float64, which it has not, all families are proved.
+    # float32, for which torch has the kernel; all families are proved in float64, for which it has none.
     report = proved(of, dtype=torch.float32 if implementation == "grouped_mm" else torch.float64)
     assert report.passed, report.table()
 
@@ -85,51 +85,53 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_plan_is_found(name):
-    plan, place = WRONG[name]
-    model_type = next(name for name, own in registered_plans().items() if own is plan.__mro__[1])
+def test_a_wrong_plan_is_rejected_with_its_module(name):
+    plan, module = WRONG[name]
+    model_type = next(
+        name for name, plan_class in registered_plans().items() if plan_class is plan.__mro__[1]
+    )
     report = proved(config(model_type), plan)
     assert not report.passed
-    assert place in report.table(), report.table()
+    assert module in report.table(), report.table()
 
 
-def test_gate_and_up_cut_as_one_are_refused():
+def test_gate_and_up_sharded_as_one_are_refused():
     plan = wrong("mixtral", lambda plan: {"experts.gate_up_proj": plan.colwise(dim=1)})
     with pytest.raises(PlanError, match=r"gate_up_proj.*gate and up .*self\.packed\(48, 48, dim=1\)"):
         proved(config("mixtral"), plan)
 
 
 def routes(rank):
-    """Return which experts each token goes to, on each of two ranks, and in the whole model."""
+    """Return the experts of each token, on each of two ranks and in the unsplit model."""
     of = config("mixtral")
     model = build_real(of, dtype=torch.float32)
     tokens = sample_inputs(of, batch_size=2, seq_len=16, seed=0)["input_ids"]
-    seen = []
+    routed = []
     for layer in model.model.layers:
-        layer.mlp.gate.register_forward_hook(lambda module, args, output: seen.append(output[2]))
+        layer.mlp.gate.register_forward_hook(lambda module, args, output: routed.append(output[2]))
     model(input_ids=tokens)
     apply_plan(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
     model(input_ids=tokens)
-    gathered = [torch.empty_like(torch.stack(seen)) for _ in range(2)]
-    torch.distributed.all_gather(gathered, torch.stack(seen))
+    gathered = [torch.empty_like(torch.stack(routed)) for _ in range(2)]
+    torch.distributed.all_gather(gathered, torch.stack(routed))
     return gathered
 
 
-def test_every_rank_routes_as_the_whole_model_does():
-    mine, other = run(routes, 2)
-    assert mine.equal(other)
-    whole, split = mine.chunk(2)
-    assert whole.equal(split)
+def test_every_rank_routes_as_the_unsplit_model():
+    mine, of_other_rank = run(routes, 2)
+    assert mine.equal(of_other_rank)
+    unsplit, split = mine.chunk(2)
+    assert unsplit.equal(split)
 
 
-def test_a_router_that_jitters_is_refused():
+def test_a_router_with_random_jitter_is_refused():
     model = modeling.build(config("mixtral", router_jitter_noise=0.1)).train()
     with pytest.raises(PlanError, match=r"layers.0.mlp.jitter_noise = 0.1: .*2 ranks"):
         check_plan(model, Degrees(tp=2))
 
 
-def test_files_that_call_kernels_of_fla_are_known():
-    """They take them when they are imported: the stand-ins have to be there before."""
+def test_all_files_that_import_kernels_of_fla_are_known():
+    """These files import the kernels, so the stand-ins have to be installed before."""
     named = ("qwen3_next", "mixtral", "llama", "gla")
     assert [name for name in named if kernels.calls_fla(modeling.load_config(name, "debug"))] == [
         "qwen3_next"
@@ -146,7 +148,7 @@ def test_norms_of_shared_heads_are_refused():
 
 
 class Listed(nn.Module):
-    """A mixture with a list of MLPs as experts."""
+    """A mixture whose experts are a ModuleList of MLPs."""
 
     def __init__(self, of):
         super().__init__()
@@ -159,13 +161,13 @@ class Listed(nn.Module):
         tokens = hidden_states.flatten(0, 1)
         _, weights, chosen = self.gate(tokens)
         out = torch.zeros_like(tokens)
-        for number, expert in enumerate(self.experts):
-            share = torch.where(chosen == number, weights, 0).sum(-1, keepdim=True)
-            out = out + share * expert(tokens)
+        for index, expert in enumerate(self.experts):
+            weight = torch.where(chosen == index, weights, 0).sum(-1, keepdim=True)
+            out = out + weight * expert(tokens)
         return out.view_as(hidden_states)
 
 
-def test_experts_in_a_list_are_right():
+def test_experts_in_a_module_list_are_proved():
     of = config("mixtral")
 
     def build():
@@ -178,8 +180,8 @@ def test_experts_in_a_list_are_right():
     assert report.passed, report.table()
 
 
-def test_in_float8_the_router_reads_the_sequence_as_it_is():
-    """A shared expert alone is made of Linears: its region is crossed in the sequence's own dtype, both ways."""
+def test_in_float8_the_router_gets_the_sequence_in_its_own_dtype():
+    """Only the shared expert has Linears, so its region is entered and left in the dtype of the sequence."""
     sizes = dict(hidden_size=128, vocab_size=128, intermediate_size=64, shared_expert_intermediate_size=64)
     of = config("qwen2_moe", moe_intermediate_size=32, **sizes)
 
@@ -202,19 +204,24 @@ def test_in_float8_the_router_reads_the_sequence_as_it_is():
 @pytest.mark.parametrize(
     ("name", "fields", "dtype", "multiple"),
     [
-        ("qwen3_moe", {"moe_intermediate_size": 12}, None, 16),  # rows of 6 numbers, 24 bytes
-        ("qwen3_moe", {"moe_intermediate_size": 24}, torch.bfloat16, 32),  # as mixed precision casts them
+        ("qwen3_moe", {"moe_intermediate_size": 12}, None, 16),  # rows of 6 elements, 24 bytes
+        (
+            "qwen3_moe",
+            {"moe_intermediate_size": 24},
+            torch.bfloat16,
+            32,
+        ),  # mixed precision casts weights to bfloat16
         ("gpt_oss", {"intermediate_size": 12}, None, 16),
     ],
 )
-def test_widths_that_grouped_mm_does_not_take_are_refused(name, fields, dtype, multiple):
-    """torch would end the first forward: "strides should be multiple of 16 bytes"."""
+def test_widths_that_grouped_mm_does_not_support_are_refused(name, fields, dtype, multiple):
+    """Otherwise torch fails in the first forward: "strides should be multiple of 16 bytes"."""
     of = config(name, **fields)
     with torch.device("meta"):
         model = modeling.build(of)
     width = next(iter(fields.values()))
-    words = rf"16 bytes, .*grouped_mm .* = {width} .*experts.down_proj.*a width of {multiple}"
-    with pytest.raises(PlanError, match=words):
+    message = rf"16 bytes, .*grouped_mm .* = {width} .*experts.down_proj.*a width of {multiple}"
+    with pytest.raises(PlanError, match=message):
         check_plan(model, Degrees(tp=2), dtype=dtype)
     with torch.device("meta"):
         fits = modeling.build(config(name, **dict.fromkeys(fields, multiple)))

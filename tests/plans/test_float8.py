@@ -1,6 +1,6 @@
-"""Plans in float8: faults that the proof finds, values on one rank, errors, and borders crossed in float8.
+"""Plans in float8: faults that a proof rejects, values on one rank, errors, and which regions are entered in float8.
 
-That they are right is proved by tests/plans/test_proofs.py.
+tests/plans/test_proofs.py proves the plans themselves.
 """
 
 from functools import partial
@@ -40,8 +40,8 @@ def prove(name, recipe, **options):
     return plan_proofs.float8(name, recipe, sequence=True).prove(**options)
 
 
-def test_a_cast_is_the_same_in_a_forward_and_in_a_backward():
-    """A proof lets float64 stand for float32 in forwards alone, and torchao casts by way of float32: 36, not 40."""
+def test_a_cast_gives_the_same_in_forward_and_backward():
+    """A proof replaces float32 by float64 only in forwards, and torchao casts through float32: the result is 36, not 40."""
     model = nn.Sequential(nn.Linear(16, 16))
     convert(model, emulate=True)
     x, scale = torch.tensor(0.3564357183595591, dtype=torch.float64), torch.tensor(106.611083984375)
@@ -55,59 +55,57 @@ def test_a_cast_is_the_same_in_a_forward_and_in_a_backward():
         assert forward == cast() == 36
 
 
-# What the proof would find.
+# Faults that a proof rejects.
 
 
-def own_scales(monkeypatch, module=titanplans.precision.float8.linear):
+def local_scales(monkeypatch, module=titanplans.precision.float8.linear):
     plain = module.all_reduce
     monkeypatch.setattr(
         module, "all_reduce", lambda x, group, op="sum": x if op == "min" else plain(x, group, op)
     )
 
 
-own_scale_of_the_shard = partial(own_scales, module=titanplans.precision.float8.border)
+local_scale_of_the_shard = partial(local_scales, module=titanplans.precision.float8.border)
 
 
-def summands_cast_apart(monkeypatch):
-    monkeypatch.setattr(titanplans.precision.float8.linear, "_sum_partial", lambda grad, split: grad)
-    monkeypatch.setattr(
-        titanplans.precision.float8.linear, "_divide_replicated", lambda result, split: result
-    )
+def summands_with_local_scales(monkeypatch):
+    monkeypatch.setattr(titanplans.precision.float8.linear, "_summed", lambda grad, split: grad)
+    monkeypatch.setattr(titanplans.precision.float8.linear, "_share", lambda result, split: result)
 
 
-@pytest.mark.parametrize("fault", [own_scales, own_scale_of_the_shard, summands_cast_apart])
-def test_a_rank_that_scales_for_itself_is_found(fault, monkeypatch):
+@pytest.mark.parametrize("fault", [local_scales, local_scale_of_the_shard, summands_with_local_scales])
+def test_local_scales_are_rejected(fault, monkeypatch):
     fault(monkeypatch)
     report = prove("gla", "tensorwise")
     assert not report.passed
-    # One step of float8 is a sixteenth: no rounding of float64.
+    # A step of float8 is 1/16, far above a rounding of float64.
     assert max(check.error for check in report.cases[0].checks) > 1e9
 
 
-def test_rows_scaled_by_a_rank_for_itself_are_found(monkeypatch):
-    own_scales(monkeypatch)
+def test_local_scales_of_rows_are_rejected(monkeypatch):
+    local_scales(monkeypatch)
     assert not prove("qwen3", "rowwise").passed
 
 
-# What a rank computes is torchao's.
+# A rank computes what torchao computes.
 
 ALONE = ReplicatedInRegion(), HeadRanks(0, 1, ("no group", 1), None, (0,))
-"""A Linear that is whole, on the one rank of a group."""
+"""A Linear, unsplit or on the only rank of a group."""
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("emulate", [True, False])
 def test_one_rank_computes_what_torchao_does_to_the_last_bit(recipe, emulate):
     torch.manual_seed(0)
-    whole = nn.Sequential(nn.Linear(64, 48)).to(torch.bfloat16)
+    unsplit = nn.Sequential(nn.Linear(64, 48)).to(torch.bfloat16)
     split = nn.Sequential(nn.Linear(64, 48)).to(torch.bfloat16)
-    split.load_state_dict(whole.state_dict())
-    for model in (whole, split):
+    split.load_state_dict(unsplit.state_dict())
+    for model in (unsplit, split):
         convert(model, recipe, emulate=emulate)
     split_linear(split[0], *ALONE)
     x = torch.randn(2, 32, 64, dtype=torch.bfloat16)
     results = []
-    for model in (whole, split):
+    for model in (unsplit, split):
         leaf = x.clone().requires_grad_()
         y = model(leaf)
         (y * torch.linspace(-1, 1, 48)).sum().backward()
@@ -139,29 +137,29 @@ def meta(name, recipe="tensorwise", **overrides):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "degree", "words"),
+    ("overrides", "degree", "message"),
     [
         ({"intermediate_size": 96}, 4, r"mlp.*96 (outputs|inputs).*(gate|up|down)_proj'\).* to 2 or 3"),
         ({"vocab_size": 144}, 2, r"lm_head \(Float8Linear, 64 in, 144 out\).* 'lm_head'\)$"),
         ({"head_dim": 8, "num_key_value_heads": 4}, 4, r"(k|v)_proj.*32 outputs.*multiples of 16.*to 2$"),
     ],
 )
-def test_a_share_that_is_not_aligned_is_refused_with_the_degrees_that_do(overrides, degree, words):
-    with pytest.raises(PlanError, match=words):
+def test_a_shard_that_is_not_aligned_is_refused_with_the_degrees_that_work(overrides, degree, message):
+    with pytest.raises(PlanError, match=message):
         check_plan(meta("llama", **overrides), Degrees(tp=degree))
 
 
 def test_two_recipes_are_refused():
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     convert(model, "tensorwise", filter_fqns=["1"], emulate=True)
-    other = nn.Sequential(nn.Linear(16, 16))
-    convert(other, "rowwise", emulate=True)
-    model[1] = other[0]
+    rowwise = nn.Sequential(nn.Linear(16, 16))
+    convert(rowwise, "rowwise", emulate=True)
+    model[1] = rowwise[0]
     with pytest.raises(PlanError, match=r"0 is .*recipe tensorwise, and 1 by rowwise"):
         recipe_of(model)
 
 
-def test_a_config_of_ones_own_is_refused():
+def test_a_config_of_the_user_is_refused():
     from torchao.float8 import CastConfig, Float8LinearConfig, ScalingGranularity, convert_to_float8_training
 
     config = Float8LinearConfig(
@@ -174,30 +172,30 @@ def test_a_config_of_ones_own_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "words"),
+    ("recipe", "message"),
     [("rowwise", "the recipe is rowwise"), (None, "the module is not converted")],
 )
-def test_torchaos_styles_are_held_to_the_recipe(recipe, words):
+def test_styles_of_torchao_have_to_match_the_recipe(recipe, message):
     from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel
 
     theirs = changed(LlamaPlan, mlp=lambda plan: {"gate_proj": Float8ColwiseParallel()})
     model = meta("llama", recipe) if recipe else modeling.build(modeling.load_config("llama", "debug"))
-    with pytest.raises(PlanError, match=f"mlp.gate_proj' \\(Float8ColwiseParallel on \\w+\\): .*{words}"):
+    with pytest.raises(PlanError, match=f"mlp.gate_proj' \\(Float8ColwiseParallel on \\w+\\): .*{message}"):
         check_plan(model, Degrees(tp=2), plan=theirs)
     with pytest.raises(PlanError, match=r"which gloo does not support: use NCCL"):
         check(theirs(TPOptions(Degrees(tp=2), float8="tensorwise")), meta("llama"), backend="gloo")
 
 
 def test_the_plan_knows_the_recipe():
-    seen = []
+    recipes = []
 
     class Asks(LlamaPlan):
         def attn_plan(self, attn):
-            seen.append(self.options.float8)
+            recipes.append(self.options.float8)
             return super().attn_plan(attn)
 
     check_plan(meta("llama", "rowwise"), Degrees(tp=2), plan=Asks)
-    assert seen == ["rowwise"]
+    assert recipes == ["rowwise"]
 
 
 def test_a_proof_in_float32_is_refused():
@@ -215,14 +213,14 @@ def test_a_proof_of_products_that_round_is_refused():
         pass
 
 
-# Which borders are crossed in float8.
+# Which regions are entered and left in float8.
 
 
 def crossings(name, recipe="tensorwise", plan=None, **changed):
     model = plan_proofs.float8(name, recipe, **changed).build()
     with fake_ranks(2) as mesh:
-        found = apply_plan(model, mesh, plan=plan).crossings
-    return {n.removeprefix("model.layers.0."): dict(crossing) for n, crossing in found.items()}
+        by_module = apply_plan(model, mesh, plan=plan).crossings
+    return {n.removeprefix("model.layers.0."): dict(crossing) for n, crossing in by_module.items()}
 
 
 def test_a_region_whose_projections_are_all_float8_is_entered_and_left_in_float8():
@@ -237,25 +235,25 @@ def test_a_region_whose_projections_are_all_float8_is_entered_and_left_in_float8
     assert crossings("gla") == {"attn": both, "mlp": both, "lm_head": {"activations": None}}
 
 
-def test_what_is_not_float8_says_why():
-    found = crossings("gla", unconverted=("gk_proj", "down_proj"))
-    why = "model.layers.0.attn.gk_proj.0 is not converted, and uses the input, too"
-    assert found["attn"] == {"activations": why, "gradients": None}
-    why = "model.layers.0.mlp.down_proj is not converted, and computes the output"
-    assert found["mlp"] == {"activations": None, "gradients": why}
-    found = crossings("qwen3", "rowwise")
+def test_a_region_not_in_float8_has_a_reason():
+    by_module = crossings("gla", unconverted=("gk_proj", "down_proj"))
+    why = "model.layers.0.attn.gk_proj.0 is not converted, and reads it too"
+    assert by_module["attn"] == {"activations": why, "gradients": None}
+    why = "model.layers.0.mlp.down_proj is not converted, and gives it"
+    assert by_module["mlp"] == {"activations": None, "gradients": why}
+    by_module = crossings("qwen3", "rowwise")
     assert all(
-        "rowwise scales the tensors" in why for crossing in found.values() for why in crossing.values()
+        "rowwise scales the tensors" in why for crossing in by_module.values() for why in crossing.values()
     )
     read_elsewhere = changed(LlamaPlan, lambda plan: plan.attn_input(float8_input=False))
-    found = crossings("llama", plan=read_elsewhere)
-    assert "float8_input = False" in found["self_attn"]["activations"]
-    assert found["mlp"] == {"activations": None}
+    by_module = crossings("llama", plan=read_elsewhere)
+    assert "float8_input = False" in by_module["self_attn"]["activations"]
+    assert by_module["mlp"] == {"activations": None}
 
 
 @pytest.mark.parametrize("name", plan_proofs.FLOAT8)
 def test_every_converted_module_is_called(name):
-    """None is computed by a fused kernel of its parent: `fuse_swiglu` is off where `down_proj` is converted."""
+    """No converted module is bypassed by a fused kernel of its parent: `fuse_swiglu` is off if `down_proj` is converted."""
     row, called = plan_proofs.float8(name), set()
     model = row.build()
     for path, module in float8_linears(model).items():

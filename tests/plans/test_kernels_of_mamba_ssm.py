@@ -1,6 +1,6 @@
-"""The paths of Mamba and Mamba 2 on a GPU, with the kernels of mamba_ssm written out in PyTorch, on a CPU.
+"""The GPU code paths of Mamba and Mamba 2, run on a CPU with the kernels of mamba_ssm rewritten in PyTorch.
 
-In training they call one kernel of the whole mixer, in which no rank could sum: the split model has to call its parts.
+In training they call one kernel for the full mixer, inside which ranks can't sum: a split model calls separate kernels.
 """
 
 import pytest
@@ -48,7 +48,7 @@ def mamba_inner(
     delta_bias,
     delta_softplus,
 ):
-    """The whole mixer behind its first projection, of xz [B, 2 D, T]."""
+    """Compute the mixer after its first projection, from xz [B, 2 D, T]."""
     x, z = xz.chunk(2, 1)
     x = convolved(x, conv_weight, conv_bias)
     states = a.shape[1]
@@ -87,7 +87,7 @@ def split_conv1d_scan(
     return_final_states,
     **limit,
 ):
-    """The whole mixer behind its first projection, of its product [B, T, 2 H P + 2 G N + H]."""
+    """Compute the mixer after its first projection, from the product [B, T, 2 H P + 2 G N + H]."""
     heads = len(a)
     width = heads * (D.shape[1] if headdim is None else headdim)
     group = (zxbcdt.shape[-1] - 2 * width - heads) // 2
@@ -119,8 +119,8 @@ PATHS = {
 }
 
 
-@pytest.mark.parametrize(("name", "number"), [("mamba", 0), ("mamba", 1), ("mamba2", 1), ("mamba2", 3)])
-def test_the_split_model_calls_the_parts(name, number, monkeypatch):
+@pytest.mark.parametrize(("name", "variant"), [("mamba", 0), ("mamba", 1), ("mamba2", 1), ("mamba2", 3)])
+def test_the_split_model_calls_separate_kernels(name, variant, monkeypatch):
     kernels.install("cpu")
     import fla.layers.mamba
     import fla.layers.mamba2
@@ -130,7 +130,7 @@ def test_the_split_model_calls_the_parts(name, number, monkeypatch):
         "mamba": (fla.layers.mamba.Mamba, "slow_forward"),
         "mamba2": (fla.layers.mamba2.Mamba2, "torch_forward"),
     }[name]
-    fused_name, fused, parts = PATHS[name]
+    fused_name, fused, replacements = PATHS[name]
     called = []
 
     def counted(*args, **kwargs):
@@ -138,13 +138,13 @@ def test_the_split_model_calls_the_parts(name, number, monkeypatch):
         return fused(*args, **kwargs)
 
     monkeypatch.setattr(module, fused_name, counted)
-    for part, function in parts.items():
-        monkeypatch.setattr(module, part, function)
+    for kernel, function in replacements.items():
+        monkeypatch.setattr(module, kernel, function)
     monkeypatch.setattr(mixer, slow, mixer.cuda_kernels_forward)
-    config = modeling.load_config(name, "debug", **zoo.FAMILIES[name][number])
+    config = modeling.load_config(name, "debug", **zoo.FAMILIES[name][variant])
     inputs = sample_inputs(config, batch_size=2, seq_len=16, seed=0)
     report = verify_plain(
         lambda: build_real(config), inputs=inputs, degrees=[2, 4], loss_parallel=True, sequence_parallel=True
     )
     assert report.passed, report.table()
-    assert called, "the whole model calls the one kernel"
+    assert called, "the unsplit model calls the fused kernel"

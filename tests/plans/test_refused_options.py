@@ -1,4 +1,4 @@
-"""Options with which a family of models can't be split; tests/plans/test_proofs.py proves the others."""
+"""Options of a model family that can't be split; tests/plans/test_proofs.py proves all others."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def test_raven_is_refused_with_random_numbers_for_each_head():
 
 
 def test_deltaformer_is_refused_with_fewer_heads_of_keys():
-    """The kernel of flash-linear-attention asserts it, and a whole model fails, too."""
+    """The kernel of flash-linear-attention asserts it, so the unsplit model fails too."""
     with torch.device("meta"):
         model = modeling.build(modeling.load_config("deltaformer", "debug", num_kv_heads=2))
     with pytest.raises(PlanError, match=r"num_kv_heads = 2 with num_heads = 8"):

@@ -1,4 +1,4 @@
-"""Plans in the form that users write, and what the layout of a model asks of them."""
+"""Plans as users write them, for models with unusual structure."""
 
 from functools import partial
 
@@ -9,8 +9,8 @@ from tests.support.tiny_model import Tiny
 from titanplans import TPPlan, modeling
 
 
-def test_positions_and_masks_come_from_whole_embeddings():
-    """A model of transformers reads both off its embedding's output, which must not be a shard."""
+def test_positions_and_masks_are_derived_from_full_embeddings():
+    """Models of transformers derive both from the output of the embedding, which must not be a shard."""
     config = modeling.load_config("mistral", "debug", num_hidden_layers=1, sliding_window=5)
 
     class Plan(TPPlan):
@@ -40,7 +40,7 @@ class SequenceFirst(nn.Module):
     def __init__(self):
         super().__init__()
         self.num_heads = 4
-        # No bias on the keys: softmax cancels it, so its gradient would be nothing but rounding.
+        # No bias on the keys: softmax cancels it, so its gradient would be only rounding.
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(16, 16, bias=False) for _ in range(3))
         self.o_proj = nn.Linear(16, 16)
 
@@ -53,7 +53,7 @@ class SequenceFirst(nn.Module):
         return self.o_proj(o.permute(2, 0, 1, 3).flatten(2))
 
 
-def test_the_sequence_may_come_first():
+def test_the_sequence_dimension_may_come_first():
     class Plan(TPPlan):
         def attn_plan(self, attn):
             projections = {name: self.colwise() for name in ("q_proj", "k_proj", "v_proj")}
@@ -65,6 +65,6 @@ def test_the_sequence_may_come_first():
             layer.attn = SequenceFirst()
         return model
 
-    # 3 sequences: what is not the sequence need not be divisible.
+    # 3 sequences: only the sequence dimension has to be divisible.
     report = verify_plain(build, Plan, degrees=[2, 4], sequence_dim=0, seq_len=8, batch_size=3)
     assert report.passed, report.table()

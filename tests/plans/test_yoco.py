@@ -1,4 +1,4 @@
-"""A split YOCO outside of training: its prefill may skip the second half of the blocks."""
+"""Prefill and generation of a split YOCO; its prefill may skip the second half of the blocks."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from titanplans import PlanError, apply_plan
 TOKENS = torch.arange(8)[None]
 
 
-def test_a_prefill_that_skips_is_refused_where_ranks_hold_shards():
+def test_a_prefill_that_skips_blocks_is_refused_if_the_stream_is_sharded():
     def work(rank):
         model = zoo.build("yoco")
         apply_plan(model, rank.mesh, loss_parallel=False)
@@ -21,12 +21,12 @@ def test_a_prefill_that_skips_is_refused_where_ranks_hold_shards():
     assert run_on_threads(work).shape == (1, 8, 96)
 
 
-def test_it_generates_the_tokens_of_the_whole_model():
-    whole = zoo.build("yoco").generate(TOKENS, max_new_tokens=3, do_sample=False)
+def test_it_generates_the_tokens_of_the_unsplit_model():
+    unsplit = zoo.build("yoco").generate(TOKENS, max_new_tokens=3, do_sample=False)
 
     def work(rank):
         model = zoo.build("yoco")
         apply_plan(model, rank.mesh, sequence_parallel=False)
         return model.generate(TOKENS, max_new_tokens=3, do_sample=False)
 
-    assert torch.equal(run_on_threads(work), whole)
+    assert torch.equal(run_on_threads(work), unsplit)

@@ -189,9 +189,9 @@ FAULTS = {
     "without a gradient": Fault(lambda c: not torch.is_grad_enabled(), "an evaluation"),
     "a training after an evaluation": Fault(lambda c: c.module.training and c.evaluated, "an evaluation"),
     "a cache": Fault(lambda c: cached(c), "a cache", "qwen3", key=""),
-    "one token beside a cache": Fault(lambda c: c.shape[1] == 1, "a cache", "qwen3"),
+    "one token with a cache": Fault(lambda c: c.shape[1] == 1, "a cache", "qwen3"),
     "a frozen weight": Fault(lambda c: not c.weight.requires_grad, "frozen"),
-    "a trained weight beside frozen ones": Fault(
+    "a trained weight next to frozen ones": Fault(
         lambda c: torch.is_grad_enabled() and c.weight.requires_grad and not c.tensor.requires_grad, "frozen",
         key="k_proj",
     ),

@@ -1,4 +1,4 @@
-"""Plans cut by tokens: the same loss and gradients as the whole model, over processes."""
+"""Plans under context parallelism, over real process groups: loss and gradients equal those of the unsplit model."""
 
 from functools import partial
 
@@ -23,8 +23,8 @@ from titanplans.split.gradients import align_gradients, total_norm
 from titanplans.split.tokens.exchange import ranges_within
 
 
-def difference(rank, name, cp, tp, length):
-    """Return by parameter how far the gradient is from the whole model's, relative to its largest number."""
+def gradient_errors(rank, name, cp, tp, length):
+    """Return the error of each parameter's gradient, relative to the largest element of the unsplit model's gradient."""
     kernels.install("cpu")
     model = zoo.build(name).double().train()
     inputs = zoo.inputs(name, seq_len=length)
@@ -42,9 +42,9 @@ def difference(rank, name, cp, tp, length):
         assert logits.shape[:2] == labels.shape
         cross_entropy(logits, labels, 1).backward()
         align_gradients(model.parameters())
-        found = {key: param.grad.full_tensor() for key, param in model.named_parameters()}
+        gradients = {key: param.grad.full_tensor() for key, param in model.named_parameters()}
         worst |= {
-            key: ((found[key] - grad).abs().max() / grad.abs().max().clamp(min=1e-30)).item()
+            key: ((gradients[key] - grad).abs().max() / grad.abs().max().clamp(min=1e-30)).item()
             for key, grad in expected.items()
         }
     return worst
@@ -52,14 +52,14 @@ def difference(rank, name, cp, tp, length):
 
 @pytest.mark.parametrize("name", ["qwen3", "gla", "mamba2"])
 @pytest.mark.parametrize(("cp", "tp"), [(2, 1), (2, 2)])
-def test_the_same_plan_is_cut_by_tokens(name, cp, tp):
-    worst = run(partial(difference, name=name, cp=cp, tp=tp, length=32), cp * tp)
+def test_a_plan_under_context_parallelism_has_the_gradients_of_the_unsplit_model(name, cp, tp):
+    worst = run(partial(gradient_errors, name=name, cp=cp, tp=tp, length=32), cp * tp)
     # Sums in another order, in float64; FLA's norms compute in float32.
-    assert max(worst.values()) < 1e-6, {key: off for key, off in worst.items() if off > 1e-6}
+    assert max(worst.values()) < 1e-6, {key: error for key, error in worst.items() if error > 1e-6}
 
 
 def under_fully_shard(rank):
-    """Over a dimension of other data; torch's averages, and a rank of "cp" has a part of each gradient."""
+    """`fully_shard` over "dp" averages the gradients, after they are summed over "cp"."""
     kernels.install("cpu")
     model = zoo.build("llama").double().train()
     batches = [zoo.inputs("llama", seq_len=16, seed=seed) for seed in range(2)]
@@ -76,13 +76,13 @@ def under_fully_shard(rank):
     fully_shard(model, mesh=mesh["dp"])
     batch = batches[mesh["dp"].get_local_rank()]
     cross_entropy(model(**batch).logits, torch.roll(batch["input_ids"], -1, 1), 1).backward()
-    found = total_norm(model.parameters()).item()
-    assert found == pytest.approx(norm, rel=1e-9), (found, norm)
+    split_norm = total_norm(model.parameters()).item()
+    assert split_norm == pytest.approx(norm, rel=1e-9), (split_norm, norm)
     for key, param in model.named_parameters():
         torch.testing.assert_close(param.grad.full_tensor(), expected[key], rtol=1e-9, atol=1e-12)
 
 
-def test_torchs_fully_shard_goes_over_it():
+def test_fully_shard_of_torch_is_applied_after_context_parallelism():
     run(under_fully_shard, 4)
 
 
@@ -97,24 +97,24 @@ def heads_refused(rank):
         apply_plan(zoo.build("llama"), init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp")))
 
 
-def test_degrees_and_meshes_that_do_not_fit():
+def test_degrees_and_meshes_that_do_not_fit_are_refused():
     run(heads_refused, 2)
 
 
-def test_a_style_of_torchs_in_a_mixer_is_refused():
+def test_a_style_of_torch_in_a_mixer_is_refused():
     plan = changed(registered_plans()["llama"], lambda plan: {"q_proj": ColwiseParallel()})
     with pytest.raises(PlanError, match=r"q_proj.*ColwiseParallel.*installs its own hooks"):
         check_plan(zoo.build("llama"), Degrees(cp=2), plan=plan)
 
 
-def test_float8_is_refused():
+def test_float8_under_context_parallelism_is_refused():
     model = zoo.build("llama", dtype=torch.float32)
     convert_to_float8(model, Float8(recipe_name="rowwise", emulate=True), "cpu")
     with pytest.raises(PlanError, match=r"context_parallel_degree = 2: .*float8"):
         check_plan(model, Degrees(cp=2))
 
 
-def test_a_plan_given_as_a_dict_is_cut_by_tokens():
+def test_a_plan_as_a_dict_works_under_context_parallelism():
     model = zoo.build("llama").train()
     plan = {
         "model.embed_tokens": "vocab_embedding",
@@ -133,7 +133,7 @@ def test_a_plan_given_as_a_dict_is_cut_by_tokens():
     assert verify_plain(lambda: model, plan, degrees=[Degrees(cp=2)], seq_len=7).passed
 
 
-def test_rows_among_rows():
+def test_ranges_within_other_ranges():
     assert ranges_within(None, ((2, 2),)) == ((2, 2),)
     assert ranges_within(((4, 4), (12, 4)), ((6, 2), (14, 2))) == ((2, 2), (6, 2))
     with pytest.raises(ValueError, match="rows 3 to 5"):

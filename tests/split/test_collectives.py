@@ -1,4 +1,4 @@
-"""Collectives on local tensors: called on the process group, or as operators where a mode watches, they give the same."""
+"""Collectives on local tensors: called on the process group, or as operators under a dispatch mode, with equal results."""
 
 import itertools
 
@@ -24,61 +24,63 @@ SHAPES = [(1, 6, 4), (2, 6, 4), (2, 7, 4), (1, 4, 2), (5, 2), (7,)]
 
 
 def _both(work):
-    """Return what `work` returns on the process group and as operators."""
+    """Return the results of `work` by calls on the process group, and by operators."""
     direct = work()
-    with OperatorCounts() as seen:
+    with OperatorCounts() as operators:
         by_operators = work()
-    namespaces = {name.partition("::")[0] for name in seen.counts}
+    namespaces = {name.partition("::")[0] for name in operators.counts}
     assert "_c10d_functional" in namespaces
     assert "c10d" not in namespaces
     return direct, by_operators
 
 
-def _each(rank):
+def _compare(rank):
     group = dist.group.WORLD.group_name, RANKS
     same = []
     for shape in SHAPES:
         torch.manual_seed(0)
         everyones = torch.rand(RANKS, *shape, dtype=torch.float64)
         mine, summed = everyones[rank], everyones.sum(0)
-        turned = mine.transpose(0, -1).contiguous().transpose(0, -1)  # the same, another way round in memory
+        turned = (
+            mine.transpose(0, -1).contiguous().transpose(0, -1)
+        )  # the same values in another memory order
         for dim, x in itertools.product(range(len(shape)), (mine, turned)):
             length = shape[dim]
             shard = shard_of_rank(summed, dim, rank, group)
             scattered = _both(lambda x=x, dim=dim: reduce_scatter(x, dim, group))
-            part = shard_of_rank(x, dim, rank, group).requires_grad_()
-            own = [shard_of_rank(each, dim, r, group) for r, each in enumerate(everyones)]
-            whole = torch.cat(own, dim).narrow(dim, 0, length)
-            gathered = _both(lambda part=part, dim=dim, n=length: all_gather(part.detach(), dim, n, group))
+            local = shard_of_rank(x, dim, rank, group).requires_grad_()
+            shards = [shard_of_rank(each, dim, r, group) for r, each in enumerate(everyones)]
+            full = torch.cat(shards, dim).narrow(dim, 0, length)
+            gathered = _both(lambda local=local, dim=dim, n=length: all_gather(local.detach(), dim, n, group))
             same += [torch.allclose(each, shard) and each.is_contiguous() for each in scattered]
-            same += [torch.equal(each, whole) and each.is_contiguous() for each in gathered]
+            same += [torch.equal(each, full) and each.is_contiguous() for each in gathered]
         for operation, of in (("sum", summed), ("max", everyones.amax(0)), ("min", everyones.amin(0))):
             reduced = _both(lambda x=turned, operation=operation: all_reduce(x, group, operation))
             same += [torch.allclose(each, of) for each in reduced]
-        assert torch.equal(turned, everyones[rank])  # nobody's input is written to
+        assert torch.equal(turned, everyones[rank])  # the input is unchanged
         sent = everyones[rank].unsqueeze(0).expand(RANKS, *shape)
         same += [torch.equal(each, everyones) for each in _both(lambda sent=sent: all_to_all(sent, group))]
     return {"same": all(same), "gradients": _gradients(rank, group)}
 
 
 def _gradients(rank, group):
-    """Whether gradients of gradients are right, without and with sequence parallelism; nodes where no gradient is needed."""
+    """Return whether second derivatives are right, and the grad_fns of results that need no gradient."""
     torch.manual_seed(0)
-    whole = torch.rand(2, 7, 4, dtype=torch.float64, requires_grad=True)
+    full = torch.rand(2, 7, 4, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(RANKS, 4, 4, dtype=torch.float64)
 
     def twice(output):
-        (first,) = torch.autograd.grad(output.sum(), whole, create_graph=True)
-        return torch.autograd.grad((first**2).sum(), whole)[0]
+        (first,) = torch.autograd.grad(output.sum(), full, create_graph=True)
+        return torch.autograd.grad((first**2).sum(), full)[0]
 
-    expected = twice(sum((whole @ weight) ** 3 for weight in weights))
-    plain = twice(sum_ranks((sum_gradients(whole, group) @ weights[rank]) ** 3, group))
-    shard = shard_of_rank(whole, 1, rank, group)
+    expected = twice(sum((full @ weight) ** 3 for weight in weights))
+    plain = twice(sum_ranks((sum_gradients(full, group) @ weights[rank]) ** 3, group))
+    shard = shard_of_rank(full, 1, rank, group)
     mine = twice(scatter_sum((gather(shard, 1, 7, group) @ weights[rank]) ** 3, 1, group))
     frozen = (
-        sum_gradients(whole.detach(), group),
-        sum_ranks(whole.detach(), group),
-        scatter_sum(whole.detach(), 1, group),
+        sum_gradients(full.detach(), group),
+        sum_ranks(full.detach(), group),
+        scatter_sum(full.detach(), 1, group),
     )
     return (
         [torch.allclose(plain, expected), torch.allclose(all_reduce(mine, group), expected)],
@@ -86,16 +88,16 @@ def _gradients(rank, group):
     )
 
 
-found = process_groups.module_fixture(_each, RANKS)
+results = process_groups.module_fixture(_compare, RANKS)
 
 
-def test_the_process_group_itself_and_operators_give_the_same(found):
-    assert found["same"]
+def test_process_group_and_operators_give_the_same(results):
+    assert results["same"]
 
 
-def test_a_backward_is_differentiated_again(found):
-    assert found["gradients"][0] == [True, True]
+def test_second_derivatives_are_right(results):
+    assert results["gradients"][0] == [True, True]
 
 
-def test_what_needs_no_gradient_has_no_node(found):
-    assert found["gradients"][1] == [None, None, None]
+def test_results_without_gradient_have_no_node(results):
+    assert results["gradients"][1] == [None, None, None]

@@ -1,6 +1,6 @@
-"""What a forward of a split model may be asked: it answers as the whole model does, or refuses by a sentence.
+"""Every way to call the forward of a split model gives the results of the unsplit model, or is refused.
 
-Ranks are threads of this process; the whole model runs beside them, on the same weights.
+Ranks are threads of this process; the unsplit model runs next to them, on the same weights.
 """
 
 import copy
@@ -26,40 +26,40 @@ NAMES = ("llama", "gemma3_text", "gla")
 
 
 def on_ranks(work, name="llama", model=None, **options):
-    """Run `work(split, whole)` on two ranks, with the model called `name`."""
-    whole = zoo.build(name, options=False) if model is None else model
+    """Run `work(split, unsplit)` on two ranks, with the model called `name`."""
+    unsplit = zoo.build(name, options=False) if model is None else model
 
     def start(rank):
-        split = copy.deepcopy(whole)
-        own = TinyPlan if isinstance(whole, Tiny) else None
-        apply_plan(split, rank.mesh, **{"loss_parallel": False, "plan": own} | options)
-        work(split, copy.deepcopy(whole))
+        split = copy.deepcopy(unsplit)
+        plan = TinyPlan if isinstance(unsplit, Tiny) else None
+        apply_plan(split, rank.mesh, **{"loss_parallel": False, "plan": plan} | options)
+        work(split, copy.deepcopy(unsplit))
 
     run_on_threads(start)
 
 
-def same(split, whole):
-    """Equal but for rounding; Gemma's norms and softmax round to float32."""
-    assert split.shape == whole.shape
-    assert torch.dist(step_comparison.full_copy(split), whole) <= 1e-5 * whole.norm()
+def same(split, unsplit):
+    """Check equality up to rounding; Gemma's norms and softmax round to float32."""
+    assert split.shape == unsplit.shape
+    assert torch.dist(step_comparison.full_copy(split), unsplit) <= 1e-5 * unsplit.norm()
 
 
-def same_gradients(split, whole):
-    for (name, mine), theirs in zip(split.named_parameters(), whole.parameters(), strict=True):
+def same_gradients(split, unsplit):
+    for (name, mine), theirs in zip(split.named_parameters(), unsplit.parameters(), strict=True):
         assert (mine.grad is None) == (theirs.grad is None), name
         if theirs.grad is not None:
             same(mine.grad, theirs.grad)
 
 
-def alike(loss):
-    """Return the work in which `loss(model)`, a tensor whose sum trains, and its gradients are those of the whole model."""
+def compare(loss):
+    """Return a `work` that compares the tensor `loss(model)`, and the gradients of its sum, with the unsplit model's."""
 
-    def work(split, whole):
-        outputs = [loss(model) for model in (split, whole)]
+    def work(split, unsplit):
+        outputs = [loss(model) for model in (split, unsplit)]
         same(*outputs)
         for output in outputs:
             output.sum().backward()
-        same_gradients(split, whole)
+        same_gradients(split, unsplit)
 
     return work
 
@@ -69,18 +69,18 @@ def ids(length=8, batch=2, vocabulary=96):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_hidden_states_are_whole(name):
+def test_hidden_states_are_full(name):
     def states_and_logits(model):
         output = model(ids(), output_hidden_states=True)
         return torch.cat(
             [output.logits.square().flatten(), *(h.sin().flatten() for h in output.hidden_states)]
         )
 
-    on_ranks(alike(states_and_logits), name)
+    on_ranks(compare(states_and_logits), name)
 
 
 def heads(model):
-    """A value head's loss on the hidden states of the base, called by itself."""
+    """Return a value head's loss on hidden states of the base model, which is called by itself."""
     return model.model(ids()).last_hidden_state.cos().mean()
 
 
@@ -91,7 +91,7 @@ class States(NamedTuple):
 
 
 class Dict(Tiny):
-    """Returns a dict, and hidden states in a named tuple, from the module that holds both blocks and head."""
+    """Returns a dict with hidden states in a named tuple, from the module that has both blocks and head."""
 
     def forward(self, input_ids):
         states = [self.embed(input_ids)]
@@ -101,16 +101,16 @@ class Dict(Tiny):
 
 
 def test_hidden_states_in_other_forms():
-    def dicts(split, whole):
-        mine, theirs = (model(ids(8, vocabulary=32)) for model in (split, whole))
+    def dicts(split, unsplit):
+        mine, theirs = (model(ids(8, vocabulary=32)) for model in (split, unsplit))
         for a, b in zip(mine["hidden_states"], theirs["hidden_states"], strict=True):
             same(a, b)
         assert isinstance(mine["hidden_states"], States)
         same(mine["logits"], theirs["logits"])
 
-    def tuples(split, whole):
+    def tuples(split, unsplit):
         mine, theirs = (
-            m(ids(), output_hidden_states=True, return_dict=False, use_cache=False) for m in (split, whole)
+            m(ids(), output_hidden_states=True, return_dict=False, use_cache=False) for m in (split, unsplit)
         )
         same(mine[0], theirs[0])
         for a, b in zip(mine[-1], theirs[-1], strict=True):
@@ -124,12 +124,12 @@ def test_hidden_states_in_other_forms():
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_base_called_by_itself_gives_whole_hidden_states(name, sequence_parallel):
-    on_ranks(alike(heads), name, sequence_parallel=sequence_parallel)
+def test_the_base_called_by_itself_returns_full_hidden_states(name, sequence_parallel):
+    on_ranks(compare(heads), name, sequence_parallel=sequence_parallel)
 
 
 def prompted(model, prompt, to):
-    """The logits of soft prompts before the embeddings of tokens; `to` calls the model, or its base and its head."""
+    """Return the logits of soft prompts followed by embedded tokens; `to` calls the model, or its base and its head."""
     embedded = model.get_input_embeddings()(ids())
     embedded.retain_grad()
     return to(model, torch.cat([prompt.expand(2, -1, -1), embedded], 1)), embedded
@@ -151,33 +151,33 @@ def _before_embeds(model):
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 def test_embeddings_outside_of_a_forward_and_soft_prompts(name, sequence_parallel, to):
-    """The embedding gives the whole sequence; what is made of it goes in whole; so do the gradients, to both."""
+    """The embedding returns the full sequence, `inputs_embeds` is a full sequence, and both get full gradients."""
 
-    def work(split, whole):
-        found = []
-        for model in (split, whole):
-            model(ids(10))  # a forward before, of another length
-            prompt = torch.linspace(-1, 1, 4 * 64).sin().view(1, 4, 64).to(next(whole.parameters()).dtype)
+    def work(split, unsplit):
+        results = []
+        for model in (split, unsplit):
+            model(ids(10))  # an earlier forward of another length
+            prompt = torch.linspace(-1, 1, 4 * 64).sin().view(1, 4, 64).to(next(unsplit.parameters()).dtype)
             logits, embedded = prompted(model, prompt.requires_grad_(), CALLED[to])
             logits.square().mean().backward()
-            found.append((logits, embedded, embedded.grad, prompt.grad))
-        for mine, theirs in zip(*found, strict=True):
+            results.append((logits, embedded, embedded.grad, prompt.grad))
+        for mine, theirs in zip(*results, strict=True):
             same(mine, theirs.detach())
-        same_gradients(split, whole)
+        same_gradients(split, unsplit)
 
     on_ranks(work, name, sequence_parallel=sequence_parallel)
 
 
-def test_embeddings_outside_of_a_forward_that_a_backward_computes_again():
+def test_recomputed_embeddings_outside_of_a_forward():
     def loss(model):
         embedded = checkpoint(model.get_input_embeddings(), ids(), use_reentrant=False)
         within = checkpoint(lambda x: model.model(inputs_embeds=x)[0], embedded * 2, use_reentrant=False)
         return model(inputs_embeds=embedded).logits.square().mean() + within.square().mean()
 
-    on_ranks(alike(loss), "gla")
+    on_ranks(compare(loss), "gla")
 
 
-def test_embeddings_that_the_model_itself_hands_on_from_its_shard_are_refused():
+def test_embeddings_that_the_model_itself_passes_on_from_its_shard_are_refused():
     class Prompted(type(zoo.build("gla", options=False))):
         def forward(self, input_ids, **kwargs):
             return super().forward(inputs_embeds=self.model.embeddings(input_ids) * 2, **kwargs)
@@ -185,19 +185,19 @@ def test_embeddings_that_the_model_itself_hands_on_from_its_shard_are_refused():
     model = zoo.build("gla", options=False)
     model.__class__ = Prompted
     with pytest.raises(PlanError, match="with inputs_embeds that the model"):
-        on_ranks(lambda split, whole: split(ids()), model=model)
+        on_ranks(lambda split, unsplit: split(ids()), model=model)
 
 
-def test_a_base_without_a_head_gives_whole_hidden_states():
-    def work(split, whole):
-        alike(lambda model: model(ids()).last_hidden_state.cos())(split, whole)
-        same(*(model(ids(6), return_dict=False)[0] for model in (split, whole)))
+def test_a_base_without_a_head_returns_full_hidden_states():
+    def work(split, unsplit):
+        compare(lambda model: model(ids()).last_hidden_state.cos())(split, unsplit)
+        same(*(model(ids(6), return_dict=False)[0] for model in (split, unsplit)))
 
     on_ranks(work, model=zoo.build("llama", options=False).model)
 
 
 class WithoutHead(Tiny):
-    """Makes its logits with the embedding's weight."""
+    """Computes its logits with the embedding's weight."""
 
     def __init__(self):
         super().__init__()
@@ -211,8 +211,8 @@ class WithoutHead(Tiny):
 
 
 @pytest.mark.parametrize("loss_parallel", [True, False])
-def test_logits_made_with_the_embedding_s_weight_are_refused(loss_parallel):
-    def work(split, whole):
+def test_logits_computed_with_the_embedding_s_weight_are_refused(loss_parallel):
+    def work(split, unsplit):
         remedy = (
             r"the forward of WithoutHead .* has no head: .* lm_head.weight = embedding.weight, and call that"
         )
@@ -222,21 +222,21 @@ def test_logits_made_with_the_embedding_s_weight_are_refused(loss_parallel):
     on_ranks(work, model=WithoutHead(), loss_parallel=loss_parallel)
 
 
-def test_the_head_takes_whole_hidden_states_outside_of_a_forward():
+def test_the_head_takes_full_hidden_states_outside_of_a_forward():
     def logits(model):
         hidden = model.model(ids(6)).last_hidden_state
         model(ids(8))
         return model.lm_head(hidden).square()
 
-    on_ranks(alike(logits))
+    on_ranks(compare(logits))
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_the_head_takes_the_hidden_states_of_one_token_by_themselves(sequence_parallel):
+def test_the_head_takes_the_hidden_states_of_one_token(sequence_parallel):
     def logits(model):
         return model.lm_head(model.model(ids()).last_hidden_state[0, -1]).sin()
 
-    on_ranks(alike(logits), sequence_parallel=sequence_parallel)
+    on_ranks(compare(logits), sequence_parallel=sequence_parallel)
 
 
 class ByKeyword(Tiny):
@@ -248,46 +248,46 @@ class ByKeyword(Tiny):
 
 
 def test_the_head_may_be_called_by_keyword():
-    on_ranks(alike(lambda model: model(ids(vocabulary=32)).sin()), model=ByKeyword().double())
+    on_ranks(compare(lambda model: model(ids(vocabulary=32)).sin()), model=ByKeyword().double())
 
-    def misnamed(split, whole):
+    def misnamed(split, unsplit):
         with pytest.raises(PlanError, match=r"without 'input' \(got x\).*by position"):
             split.lm_head(x=torch.zeros(1, 1, 16))
 
     on_ranks(misnamed, model=ByKeyword())
 
 
-@pytest.mark.parametrize("kept", [1, 3, torch.tensor([0, 4])], ids=["last", "three", "chosen"])
+@pytest.mark.parametrize("logits_to_keep", [1, 3, torch.tensor([0, 4])], ids=["last", "three", "chosen"])
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_of_some_tokens(name, kept):
+def test_logits_of_some_tokens(name, logits_to_keep):
     for loss_parallel in (False, True):
-        logits = alike(lambda model: model(ids(), logits_to_keep=kept).logits.square())
+        logits = compare(lambda model: model(ids(), logits_to_keep=logits_to_keep).logits.square())
         on_ranks(logits, name, loss_parallel=loss_parallel)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_inputs_embeds(name):
-    def work(split, whole):
-        table = whole.get_input_embeddings().weight.detach().clone()
-        same(*(model(inputs_embeds=table[ids()]).logits for model in (split, whole)))
+def test_inputs_embeds_are_full_sequences(name):
+    def work(split, unsplit):
+        table = unsplit.get_input_embeddings().weight.detach().clone()
+        same(*(model(inputs_embeds=table[ids()]).logits for model in (split, unsplit)))
         mask = torch.ones(2, 7, dtype=torch.long)
         positional = (None, mask, table[ids()]) if name == "gla" else (None, mask, None, None, table[ids()])
-        same(*(model(*positional).logits for model in (split, whole)))
+        same(*(model(*positional).logits for model in (split, unsplit)))
 
     on_ranks(work, name)
 
 
 LABELS = {"llama": (None, None, None, None), "gla": (None, None, None)}
-"""What stands between tokens and labels by position."""
+"""Positional arguments between tokens and labels."""
 
 
 @pytest.mark.parametrize("name", LABELS)
-def test_labels_by_position_are_refused_as_by_name(name):
-    def work(split, whole):
+def test_positional_labels_are_refused_as_by_name(name):
+    def work(split, unsplit):
         for call in (lambda: split(ids(), labels=ids()), lambda: split(ids(), *LABELS[name], ids())):
             with pytest.raises(PlanError, match="was called with labels"):
                 call()
-        same(split(ids()).logits, whole(ids()).logits)
+        same(split(ids()).logits, unsplit(ids()).logits)
 
     on_ranks(work, name, loss_parallel=True)
     if name == "gla":
@@ -296,25 +296,25 @@ def test_labels_by_position_are_refused_as_by_name(name):
 
 
 @pytest.mark.parametrize("name", LABELS)
-def test_the_models_own_loss(name):
-    on_ranks(alike(lambda model: model(ids(), *LABELS[name], ids()).loss), name)
+def test_the_loss_of_the_model_itself(name):
+    on_ranks(compare(lambda model: model(ids(), *LABELS[name], ids()).loss), name)
 
 
-def test_the_own_loss_with_the_balance_of_routers():
-    """Every rank computes the balance whole, inside of regions where gradients are summed.
+def test_the_loss_of_the_model_itself_with_the_load_balancing_loss():
+    """Every rank computes the full load-balancing loss inside regions whose gradients are summed.
 
-    FLA's mixture of memories adds it where it computes its own loss; a loop of one's own calls `added_loss`.
+    FLA's mixture of memories adds it to the loss that it computes itself; a user's loop calls `added_loss`.
     """
 
-    def work(split, whole):
-        alike(lambda model: model(ids(), labels=ids()).loss)(split, whole)
-        same(added_loss(split, split(ids())), 10.0 * whole(ids(), labels=ids()).aux_loss)
+    def work(split, unsplit):
+        compare(lambda model: model(ids(), labels=ids()).loss)(split, unsplit)
+        same(added_loss(split, split(ids())), 10.0 * unsplit(ids(), labels=ids()).aux_loss)
 
     on_ranks(work, model=zoo.build("mom", fuse_cross_entropy=False, aux_loss_scale=10.0))
 
 
 def test_a_loss_that_some_models_fuse_with_the_head_when_they_train():
-    def work(split, whole):
+    def work(split, unsplit):
         with pytest.raises(PlanError, match=r"called with labels, .*fuse_cross_entropy"):
             split(ids(), labels=ids())
 
@@ -323,23 +323,23 @@ def test_a_loss_that_some_models_fuse_with_the_head_when_they_train():
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_attentions_of_a_rank_are_refused(sequence_parallel):
-    def work(split, whole):
+    def work(split, unsplit):
         for call in (split, split.model):
             with pytest.raises(PlanError, match="called with output_attentions = True"):
                 call(ids(), output_attentions=True)
-        same(split(ids()).logits, whole(ids()).logits)
+        same(split(ids()).logits, unsplit(ids()).logits)
         split.config.output_attentions = True
         with pytest.raises(PlanError, match="output_attentions = True"):
             split(ids())
 
-    whole = zoo.build("llama", options=False)
-    whole.set_attn_implementation("eager")
-    on_ranks(work, model=whole, sequence_parallel=sequence_parallel)
+    unsplit = zoo.build("llama", options=False)
+    unsplit.set_attn_implementation("eager")
+    on_ranks(work, model=unsplit, sequence_parallel=sequence_parallel)
 
 
 @pytest.mark.parametrize("lengths", [(16, 14), (14, 16), (8, 12)])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_forwards_of_several_lengths_wait_for_one_backward(lengths, reentrant):
+def test_forwards_of_several_lengths_before_one_backward(lengths, reentrant):
     def loss(model):
         for layer in model.model.layers:
             layer.forward = recomputed(layer.forward, use_reentrant=reentrant)
@@ -349,8 +349,8 @@ def test_forwards_of_several_lengths_wait_for_one_backward(lengths, reentrant):
             model(ids(5))  # in full
         return sum(losses)
 
-    on_ranks(alike(loss))
-    on_ranks(alike(loss), "gla")
+    on_ranks(compare(loss))
+    on_ranks(compare(loss), "gla")
 
 
 def recomputed(forward, use_reentrant):
@@ -360,12 +360,12 @@ def recomputed(forward, use_reentrant):
     return call
 
 
-def test_a_whole_forward_that_is_recomputed():
+def test_a_forward_that_is_recomputed_as_one():
     def loss(model):
         logits = [checkpoint(lambda x: model(x).logits, ids(n), use_reentrant=False) for n in (16, 14)]
         return sum(each.sin().mean() for each in logits)
 
-    on_ranks(alike(loss))
+    on_ranks(compare(loss))
 
 
 class Reentrant(nn.Module):
@@ -384,33 +384,35 @@ def test_a_checkpoint_within_a_reentrant_one():
         model.model.layers = nn.ModuleList(map(Reentrant, model.model.layers))
         return sum(model(ids(length)).logits.sin().mean() for length in (16, 14))
 
-    on_ranks(alike(loss))
+    on_ranks(compare(loss))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ranks_share_equally_in_training_and_not_at_all_without_a_gradient(name):
-    def work(split, whole):
+def test_the_sequence_is_sharded_equally_in_training_and_not_without_a_gradient(name):
+    def work(split, unsplit):
         with pytest.raises(
             PlanError, match=r"a sequence of 15 tokens is not a multiple of the 2 ranks .*pad_to_multiple_of"
         ):
             split(ids(15))
         with torch.no_grad():
             for length in (15, 1, 16):
-                mine, theirs = (model(ids(length), output_hidden_states=True) for model in (split, whole))
+                mine, theirs = (model(ids(length), output_hidden_states=True) for model in (split, unsplit))
                 for a, b in zip(mine.hidden_states, theirs.hidden_states, strict=True):
                     same(a, b)
                 same(mine.logits, theirs.logits)
-        alike(lambda model: model(ids(16)).logits.sin())(split, whole)
+        compare(lambda model: model(ids(16)).logits.sin())(split, unsplit)
 
     on_ranks(work, name)
 
 
-def test_an_embedding_that_a_backward_computes_again_was_called_on_shards_or_never():
-    """Nothing says on which of its calls' tokens it works."""
+def test_an_embedding_called_on_shards_is_not_recomputed_on_full_sequences():
+    """Nothing tells which call of the embedding is recomputed, and so on which tokens it works."""
 
-    def work(split, whole):
+    def work(split, unsplit):
         split(ids()).logits.sum().backward()
-        with set_checkpoint_early_stop(False):  # else it ends before the sum over the ranks
+        with set_checkpoint_early_stop(
+            False
+        ):  # otherwise the recomputation ends before the sum over the ranks
             outside = checkpoint(split.get_input_embeddings(), ids(), use_reentrant=False)
         with pytest.raises(PlanError, match="recomputes the embedding, which was called on shards"):
             outside.sum().backward()
@@ -418,24 +420,24 @@ def test_an_embedding_that_a_backward_computes_again_was_called_on_shards_or_nev
     on_ranks(work, "gla")
 
 
-def test_a_part_of_the_model_called_by_itself_is_refused():
-    def work(split, whole):
+def test_a_module_of_the_model_called_by_itself_is_refused():
+    def work(split, unsplit):
         split(ids())
         with pytest.raises(PlanError, match="a module of the model was called by itself"):
             split.model.layers[1].mlp(torch.zeros(2, 4, 64, dtype=torch.float64))
         hidden = torch.ones(2, 8, 64, dtype=torch.float64)
         with pytest.raises(PlanError, match="a module of the model was called by itself"):
-            split.model.norm(hidden)  # the gradient of its weight would be counted once for each rank
+            split.model.norm(hidden)  # its weight's gradient would be counted once for each rank
         with torch.no_grad():
-            assert split.model.norm(hidden).equal(whole.model.norm(hidden))
+            assert split.model.norm(hidden).equal(unsplit.model.norm(hidden))
 
     on_ranks(work)
 
 
 def test_the_module_at_which_the_stream_ends_called_by_itself_is_refused():
-    """It would gather an input that every rank has in full."""
+    """It would gather an input that every rank has in full already."""
 
-    def work(split, whole):
+    def work(split, unsplit):
         split(ids())
         hidden = torch.ones(2, 8, 64, dtype=torch.float64)
         with pytest.raises(PlanError, match="a module of the model was called by itself"), torch.no_grad():
@@ -444,32 +446,32 @@ def test_the_module_at_which_the_stream_ends_called_by_itself_is_refused():
     on_ranks(work, "gpt2")
 
 
-def test_a_forward_that_fails_leaves_nothing_behind():
-    def work(split, whole):
+def test_a_failed_forward_leaves_no_state():
+    def work(split, unsplit):
         broken = split.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
         for call in (split, split.model):
             with pytest.raises(ZeroDivisionError):
                 call(ids())
         broken.remove()
-        same(heads(split), heads(whole))
+        same(heads(split), heads(unsplit))
 
     on_ranks(work)
 
 
-def test_a_copy_has_a_stream_of_its_own():
-    def work(split, whole):
+def test_a_copied_model_has_a_separate_stream():
+    def work(split, unsplit):
         twin = copy.deepcopy(split)
-        same(twin(ids(8)).logits, whole(ids(8)).logits)
+        same(twin(ids(8)).logits, unsplit(ids(8)).logits)
         losses = []
         for length in (16, 14):
             with torch.no_grad():
-                same(twin(ids(length + 3)).logits, whole(ids(length + 3)).logits)
+                same(twin(ids(length + 3)).logits, unsplit(ids(length + 3)).logits)
             losses.append(split(ids(length)).logits.sin().mean())
             with torch.no_grad():
                 twin(ids(length + 5))
         sum(losses).backward()
-        sum(whole(ids(length)).logits.sin().mean() for length in (16, 14)).backward()
-        same_gradients(split, whole)
+        sum(unsplit(ids(length)).logits.sin().mean() for length in (16, 14)).backward()
+        same_gradients(split, unsplit)
         assert all(p.grad is None for p in twin.parameters())
 
     on_ranks(work)
@@ -478,7 +480,7 @@ def test_a_copy_has_a_stream_of_its_own():
 
 @pytest.mark.parametrize("wrong", [-1, 96, 97])
 def test_ids_outside_of_the_vocabulary_are_an_error(wrong):
-    def work(split, whole):
+    def work(split, unsplit):
         tokens = ids()
         tokens[1, 2] = wrong
         with pytest.raises(RuntimeError, match="a token id outside of the vocabulary"):
@@ -489,19 +491,19 @@ def test_ids_outside_of_the_vocabulary_are_an_error(wrong):
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("length", [8, 6])
-def test_a_gradient_is_differentiated_again(sequence_parallel, length):
-    """The gradient at the embeddings, as adversarial training penalises it."""
+def test_second_derivatives(sequence_parallel, length):
+    """The gradient at the embeddings is penalised, as in adversarial training."""
 
-    def work(split, whole):
-        table = whole.get_input_embeddings().weight.detach().clone()
-        for model in (split, whole):
+    def work(split, unsplit):
+        table = unsplit.get_input_embeddings().weight.detach().clone()
+        for model in (split, unsplit):
             embedded = table[ids(length)].requires_grad_()
             loss = model(inputs_embeds=embedded).logits.sin().mean()
             (grad,) = torch.autograd.grad(loss, embedded, create_graph=True)
             (loss + grad.square().sum() * 100).backward()
             model.penalised = embedded.grad
-        same(split.penalised, whole.penalised)
-        same_gradients(split, whole)
+        same(split.penalised, unsplit.penalised)
+        same_gradients(split, unsplit)
 
     odd = zoo.build("llama", options=False, vocab_size=97)
     odd.set_attn_implementation("eager")
@@ -509,8 +511,8 @@ def test_a_gradient_is_differentiated_again(sequence_parallel, length):
 
 
 def test_sharded_logits_are_not_differentiated_twice():
-    def work(split, whole):
-        embedded = whole.get_input_embeddings().weight.detach()[ids()].requires_grad_()
+    def work(split, unsplit):
+        embedded = unsplit.get_input_embeddings().weight.detach()[ids()].requires_grad_()
         loss = cross_entropy(split(inputs_embeds=embedded).logits, ids(), 14)
         with pytest.raises(ParallelError, match=r"cross entropy .*create_graph = True"):
             torch.autograd.grad(loss, embedded, create_graph=True)
@@ -519,7 +521,7 @@ def test_sharded_logits_are_not_differentiated_twice():
 
 
 class Classifier(nn.Module):
-    """A score of the last token, behind a base that is whole."""
+    """Scores the last token with a head on the full hidden states of the base model."""
 
     def __init__(self):
         super().__init__()
@@ -532,35 +534,36 @@ class Classifier(nn.Module):
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_a_head_of_ones_own(sequence_parallel):
+def test_a_head_of_the_user(sequence_parallel):
     off_stream = changed(plan("llama"), model=lambda plan: {"score": plan.replicated_off_stream()})
     on_stream = changed(plan("llama"), model=lambda plan: {"score": plan.replicated_on_stream()})
     model = Classifier()
-    given = {"model": model, "sequence_parallel": sequence_parallel, "plan": off_stream}
-    on_ranks(alike(lambda model: model(ids()).sin()), **given)
+    options = {"model": model, "sequence_parallel": sequence_parallel, "plan": off_stream}
+    on_ranks(compare(lambda model: model(ids()).sin()), **options)
     if sequence_parallel:
         with pytest.raises(PlanError, match=r"'score' .*model without a head"):
             check_plan(model, Degrees(tp=2), plan=on_stream)
 
 
 @pytest.mark.parametrize("name", ["get_output_embeddings", "get_input_embeddings"])
-def test_a_loss_of_ones_own_on_a_share_of_the_vocabulary_is_an_error(name):
-    def work(split, whole):
+def test_a_product_with_the_local_shard_of_the_vocabulary_is_an_error(name):
+    def work(split, unsplit):
         weight = getattr(split, name)().weight
         assert weight is getattr(split, name)()._parameters["weight"]
         assert weight.shape == (96, 64)
         with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
             nn.functional.linear(split.model(ids()).last_hidden_state, weight)
-        hidden, weight = whole.model(ids()).last_hidden_state, weight.full_tensor()
+        hidden, weight = unsplit.model(ids()).last_hidden_state, weight.full_tensor()
         same(
-            nn.functional.linear(hidden, weight), nn.functional.linear(hidden, getattr(whole, name)().weight)
+            nn.functional.linear(hidden, weight),
+            nn.functional.linear(hidden, getattr(unsplit, name)().weight),
         )
 
     on_ranks(work)
 
 
 class Looped(Tiny):
-    """A model that goes through its blocks twice."""
+    """A model that runs its blocks twice."""
 
     def forward(self, input_ids):
         x = self.embed(input_ids)
@@ -569,26 +572,26 @@ class Looped(Tiny):
         return self.lm_head(self.norm(x))
 
 
-def test_blocks_that_are_called_again():
+def test_blocks_that_are_called_twice():
     tokens = torch.arange(32).reshape(2, 16)
 
-    def whole_sequence(split, whole):
-        for layer in split.layers:  # also where a backward computes them again
+    def full_sequence(split, unsplit):
+        for layer in split.layers:  # also in a recomputation
             layer.forward = lambda x, forward=layer.forward: checkpoint(forward, x, use_reentrant=False)
-        whole.load_state_dict({name: p.full_tensor() for name, p in split.state_dict().items()})
-        for model in (split, whole):
+        unsplit.load_state_dict({name: p.full_tensor() for name, p in split.state_dict().items()})
+        for model in (split, unsplit):
             model(tokens).pow(2).sum().backward()
-        expected = dict(whole.named_parameters())
+        expected = dict(unsplit.named_parameters())
         for name, param in split.named_parameters():
             grad = param.grad.full_tensor()
             assert torch.allclose(grad, expected[name].grad, rtol=1e-9, atol=1e-12), name
 
-    def sequence_parallel(split, whole):
-        for _ in range(2):  # a forward that has failed leaves nothing
+    def sequence_parallel(split, unsplit):
+        for _ in range(2):  # a failed forward leaves no state
             with pytest.raises(PlanError, match=r"Block, .*was called twice"):
                 split(tokens)
 
-    on_ranks(whole_sequence, model=Looped().double(), sequence_parallel=False)
+    on_ranks(full_sequence, model=Looped().double(), sequence_parallel=False)
     on_ranks(sequence_parallel, model=Looped().double())
 
 

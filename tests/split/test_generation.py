@@ -1,4 +1,4 @@
-"""`generate` of a split model over a real process group, where each rank has a random generator of its own."""
+"""`generate` of a split model over a real process group, where each rank has its own random generator."""
 
 import copy
 from itertools import product
@@ -18,7 +18,7 @@ def generate(model, **options):
     prompt = zoo.inputs("llama", batch_size=2, seq_len=5)["input_ids"]
     mask = torch.ones_like(prompt)
     mask[1, 0] = 0
-    # No token ends a text, so that all are as long.
+    # No token ends a text, so all texts have the same length.
     model.generation_config.eos_token_id = None
     return model.generate(prompt, attention_mask=mask, max_new_tokens=4, pad_token_id=0, **options)
 
@@ -35,15 +35,15 @@ def tokens_are_the_same(rank):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     ways = [dict(do_sample=s, use_cache=c) for s, c in product([True, False], repeat=2)]
     for name in NAMES:
-        whole = zoo.build(name, options=False)
+        unsplit = zoo.build(name, options=False)
         expected = []
         for way in ways:
             torch.manual_seed(0)
-            # Without a cache: FLA 0.6 by itself loses its own with transformers 5.24.
-            expected.append(generate(whole, **way | {"use_cache": False}))
+            # Without a cache: FLA 0.6 loses its cache with transformers 5.24.
+            expected.append(generate(unsplit, **way | {"use_cache": False}))
         assert not torch.equal(expected[0], expected[2])
         for on in (True, False):
-            split = copy.deepcopy(whole)
+            split = copy.deepcopy(unsplit)
             apply_plan(split, mesh, loss_parallel=on, sequence_parallel=on)
             for way, tokens in zip(ways, expected, strict=True):
                 torch.manual_seed(rank)
@@ -56,11 +56,11 @@ def tokens_are_the_same(rank):
             with torch.no_grad():
                 assert hasattr(split(tokens).logits, "placements") is on
     torch.manual_seed(0)
-    own, ids = Writes(), torch.arange(8).view(2, 4)
-    expected = own.generate(ids)
-    apply_plan(own, mesh, plan=TinyPlan, loss_parallel=True, sequence_parallel=True)
-    assert torch.equal(own.generate(ids), expected)
+    writes, ids = Writes(), torch.arange(8).view(2, 4)
+    expected = writes.generate(ids)
+    apply_plan(writes, mesh, plan=TinyPlan, loss_parallel=True, sequence_parallel=True)
+    assert torch.equal(writes.generate(ids), expected)
 
 
-def test_generated_tokens_are_those_of_the_whole_model_on_every_rank():
+def test_generated_tokens_equal_those_of_the_unsplit_model_on_every_rank():
     process_groups.run(tokens_are_the_same, 2)

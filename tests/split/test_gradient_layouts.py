@@ -1,4 +1,4 @@
-"""What a parameter's gradient is, however it comes about: a DTensor with the declared placement, in memory of its own."""
+"""The gradient of a split parameter, however it is computed: a DTensor with the declared placement, in its own memory."""
 
 import copy
 
@@ -23,12 +23,12 @@ def loss_of(model, tokens=TOKENS):
     return model(tokens).logits.pow(2).sum()
 
 
-def whole_gradients(model):
+def full_gradients(model):
     return {name: full_copy(param.grad) for name, param in model.named_parameters()}
 
 
 def holder(world, layouts, **shapes):
-    """A module of parameters in float64, which are split as `layouts` says."""
+    """Return a module of float64 parameters, split by `layouts`."""
     torch.manual_seed(0)
     module = torch.nn.Module()
     for name, shape in shapes.items():
@@ -77,7 +77,7 @@ def test_parameters_of_one_sum_share_no_gradient():
     "sum_of",
     [lambda m: m.a + m.b.view(4), lambda m: m.b.view(4) + m.a, lambda m: m.a + m.b.view(4) + m.c.reshape(4)],
 )
-def test_nor_do_views_of_them(sum_of):
+def test_views_of_parameters_of_one_sum_share_no_gradient(sum_of):
     def work(world):
         shapes = {"a": 8, "b": (8, 1), "c": (8, 1, 1)}
         module = holder(world, dict.fromkeys(shapes, ROWS), **shapes)
@@ -90,10 +90,10 @@ def test_nor_do_views_of_them(sum_of):
 
 
 @pytest.mark.parametrize("how", ["functional_call", "attribute"])
-def test_a_plain_tensor_in_the_place_of_a_split_parameter_is_refused(how):
+def test_a_plain_tensor_instead_of_a_split_parameter_is_refused(how):
     def work(world):
         model = split(world, dtype=torch.float64)
-        model(TOKENS)  # the first forward looks for what came after the split
+        model(TOKENS)  # the first forward looks for parameters added after the split
         norm = model.layers[0].mlp_norm
         others = {"layers.0.mlp_norm.weight": torch.nn.Parameter(torch.ones(16).double())}
         if how == "attribute":
@@ -108,16 +108,16 @@ def test_a_functional_call_with_other_parameters():
     def work(world):
         model = split(world, dtype=torch.float64)
         loss_of(model).backward()
-        expected = whole_gradients(model)
+        expected = full_gradients(model)
         others = {name: torch.nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
         torch.func.functional_call(model, others, (TOKENS,)).logits.pow(2).sum().backward()
-        for name, other in others.items():
-            assert torch.allclose(full_copy(other.grad), expected[name], rtol=1e-12, atol=0), name
+        for name, parameter in others.items():
+            assert torch.allclose(full_copy(parameter.grad), expected[name], rtol=1e-12, atol=0), name
 
     run_on_threads(work)
 
 
-def test_a_parameter_that_nothing_needs_has_no_gradient():
+def test_a_parameter_whose_gradient_is_none_has_no_gradient():
     class Nothing(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, y):
@@ -135,20 +135,20 @@ def test_a_parameter_that_nothing_needs_has_no_gradient():
     assert run_on_threads(work) == (False, True)
 
 
-def test_micro_batches_recomputation_and_reading_twice():
+def test_micro_batches_recomputation_and_two_forwards():
     def work(world):
         model = split(world, dtype=torch.float64)
         loss_of(model).backward()
-        expected = whole_gradients(model)
+        expected = full_gradients(model)
         model.zero_grad()
-        for row in TOKENS.split(1):
-            loss_of(model, row).backward()
-        micro = whole_gradients(model)
+        for sequence in TOKENS.split(1):
+            loss_of(model, sequence).backward()
+        micro = full_gradients(model)
         model.zero_grad()
         for layer in model.layers:
             layer.forward = lambda x, forward=layer.forward: checkpoint(forward, x, use_reentrant=False)
         loss_of(model).backward()
-        recomputed = whole_gradients(model)
+        recomputed = full_gradients(model)
         for name, grad in expected.items():
             assert torch.allclose(micro[name], grad, rtol=1e-12, atol=1e-12), name
             assert recomputed[name].equal(grad), name
@@ -159,14 +159,14 @@ def test_micro_batches_recomputation_and_reading_twice():
     run_on_threads(work)
 
 
-def test_gradients_that_are_asked_for():
+def test_gradients_by_autograd_grad():
     def work(world):
         model = split(world, dtype=torch.float64)
         loss_of(model).backward()
-        expected = whole_gradients(model)
+        expected = full_gradients(model)
         model.zero_grad()
-        asked = torch.autograd.grad(loss_of(model), list(model.parameters()))
-        for (name, param), grad in zip(model.named_parameters(), asked, strict=True):
+        grads = torch.autograd.grad(loss_of(model), list(model.parameters()))
+        for (name, param), grad in zip(model.named_parameters(), grads, strict=True):
             assert param.grad is None
             assert type(grad) is DTensor
             assert full_copy(grad).equal(expected[name]), name
@@ -174,7 +174,7 @@ def test_gradients_that_are_asked_for():
     run_on_threads(work)
 
 
-def test_gradients_of_gradients():
+def test_second_derivatives():
     def work(world):
         module = holder(world, {"w": ROWS}, w=(8, 4))
         param = module._parameters["w"]
@@ -222,7 +222,7 @@ def test_copies_other_dtypes_and_other_parameters():
         twin = copy.deepcopy(model)
         twin.zero_grad()
         loss_of(twin).backward()
-        assert all(grad.equal(whole_gradients(model)[name]) for name, grad in whole_gradients(twin).items())
+        assert all(grad.equal(full_gradients(model)[name]) for name, grad in full_gradients(twin).items())
         twin.zero_grad()
         twin.float()
         loss_of(twin).backward()
@@ -238,67 +238,67 @@ def test_copies_other_dtypes_and_other_parameters():
     run_on_threads(work)
 
 
-def nodes_of_readings(loss):
-    """The autograd nodes that read parameters."""
-    seen, waiting = {}, [loss.grad_fn]
+def local_tensor_nodes(loss):
+    """Return the autograd nodes that convert parameters to local tensors."""
+    visited, waiting = {}, [loss.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is not None and id(node) not in seen:
-            seen[id(node)] = node  # kept: an id may be given twice
+        if node is not None and id(node) not in visited:
+            visited[id(node)] = node  # a reference keeps the node alive, so its id is not used twice
             waiting += [following for following, _ in node.next_functions]
-    return [node for node in seen.values() if node.name() == "_ToLocalBackward"]
+    return [node for node in visited.values() if node.name() == "_ToLocalBackward"]
 
 
-def known(model):
+def cached_local_tensors(model):
     states = [state for module in model.modules() if (state := state_of(module))]
     return [state.block_locals for state in states if state.block_locals]
 
 
-def test_a_block_reads_its_parameters_by_one_node():
+def test_the_local_tensors_of_a_block_come_from_one_node():
     def work(world):
         model = split(world, dtype=torch.float64)
         norm = model.layers[0].mlp_norm
         norm.weight.requires_grad = False
         loss = loss_of(model)
-        assert sorted(len(node.next_functions) for node in nodes_of_readings(loss)) == [1, 1, 1, 13, 14]
+        assert sorted(len(node.next_functions) for node in local_tensor_nodes(loss)) == [1, 1, 1, 13, 14]
         loss.backward()
         assert norm.weight.grad is None
         assert all((p.grad is None) == (p is norm._parameters["weight"]) for p in model.parameters())
         twice = loss_of(model) + loss_of(model, TOKENS.flip(0))
-        assert len(nodes_of_readings(twice)) == 10
+        assert len(local_tensor_nodes(twice)) == 10
         twice.backward()
-        assert not known(model)
+        assert not cached_local_tensors(model)
         with torch.no_grad():
             loss_of(model)
 
     run_on_threads(work)
 
 
-def test_what_a_block_has_read_ends_with_its_forward():
+def test_cached_local_tensors_are_dropped_after_the_forward_of_a_block():
     def work(world):
         model = split(world, dtype=torch.float64)
-        mlp, seen = model.layers[0].mlp, []
-        mlp.register_forward_pre_hook(lambda module, args: seen.append(len(known(model))))
+        mlp, counts = model.layers[0].mlp, []
+        mlp.register_forward_pre_hook(lambda module, args: counts.append(len(cached_local_tensors(model))))
         model(TOKENS)
-        assert seen.pop() > 0
-        assert not known(model)
+        assert counts.pop() > 0
+        assert not cached_local_tensors(model)
         handle = mlp.register_forward_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model(TOKENS)
         handle.remove()
-        assert not known(model)
-        for layer in model.layers:  # stops in the middle of what it computes again
+        assert not cached_local_tensors(model)
+        for layer in model.layers:  # a recomputation stops in the middle of a block
             layer.forward = lambda x, forward=layer.forward: checkpoint(forward, x, use_reentrant=False)
             layer.mlp.forward = lambda x, forward=layer.mlp.forward: checkpoint(
                 forward, x, use_reentrant=False
             )
         loss_of(model).backward()
-        assert not known(model)
+        assert not cached_local_tensors(model)
 
     run_on_threads(work)
 
 
-def test_a_part_that_does_not_run_has_no_gradient():
+def test_a_module_that_does_not_run_has_no_gradient():
     def work(world):
         model = split(world, dtype=torch.float64)
         block = model.layers[0]

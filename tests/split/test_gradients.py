@@ -1,4 +1,4 @@
-"""The norm of gradients spread in any way equals the norm of the whole ones, and clipping scales each by the same."""
+"""The norm of gradients with any placements equals that of the full gradients, and clipping scales all by one factor."""
 
 import math
 import random
@@ -51,7 +51,7 @@ def gradients_of(model):
 
 
 def split_model(degrees):
-    """Norms, all-reduces of one, and the clipped gradients of qwen3 (8 heads, 2 of keys and values)."""
+    """Return the norms, the all-reduces of one norm, and the clipped gradients of qwen3 (8 heads, 2 key/value heads)."""
     mesh, model = Mesh(Degrees(**degrees), "cpu"), odd_qwen3()
     if mesh.tp_enabled:
         apply_plan(model, mesh.get_mesh("tp"), loss_parallel=False)
@@ -72,34 +72,34 @@ def split_model(degrees):
 
 
 def random_parameter(rng, mesh, generator):
-    """A parameter, and its whole gradient or None."""
+    """Return a parameter with random placements, and its full gradient or None."""
     shape = [rng.choice([1, 2, 3, 5, 8]) for _ in range(rng.choice([1, 2]))]
     dtype = rng.choice([torch.float32, torch.bfloat16])
-    whole = torch.randn(shape, generator=generator).to(dtype)
+    full = torch.randn(shape, generator=generator).to(dtype)
     missing = rng.random() < 0.15
     where = rng.choice([None, "tp", "fsdp", ("fsdp", "tp")])
     if where is None:
         param = nn.Parameter(torch.zeros(shape, dtype=dtype))
-        param.grad = None if missing else whole.clone()
-        return param, None if missing else whole
+        param.grad = None if missing else full.clone()
+        return param, None if missing else full
     mesh = mesh.get_mesh(where)
     layouts = [Replicate(), *(Shard(dim) for dim in range(len(shape)))]
     placements = [rng.choice(layouts) for _ in range(mesh.ndim)]
     zeros = torch.zeros(shape, dtype=dtype)
     param = nn.Parameter(distribute_tensor(zeros, mesh, placements, src_data_rank=None))
-    # A gradient comes out of the backward as its parameter is laid out, or Partial, or otherwise.
+    # The backward may give a gradient its parameter's placement, Partial, or another.
     laid_out = [rng.choice([placement, Partial(), rng.choice(layouts)]) for placement in placements]
     if Partial() in laid_out:
-        whole = whole.to(torch.float32).mul(64).round()  # whole numbers: any sum of them is exact
+        full = full.to(torch.float32).mul(64).round()  # any sum of integers is exact
         param = nn.Parameter(distribute_tensor(zeros.float(), mesh, placements, src_data_rank=None))
-    local = whole
+    local = full
     for dim, placement in enumerate(laid_out):
         if placement.is_partial():
-            share = torch.randn(whole.shape, generator=generator).mul(64).round()
+            summand = torch.randn(full.shape, generator=generator).mul(64).round()
             rank, last = mesh.get_local_rank(dim), mesh.size(dim) - 1
-            # Of what this rank has so far; shards of a share are taken below as those of the whole.
-            local = local - share if rank == last else torch.zeros_like(share)
-            local = local + share if rank == 0 else local
+            # Split `local` into random summands that add up to it; they are sharded below like a full tensor.
+            local = local - summand if rank == last else torch.zeros_like(summand)
+            local = local + summand if rank == 0 else local
     for dim, placement in enumerate(laid_out):
         if placement.is_shard():
             axis = mesh[mesh.mesh_dim_names[dim]] if mesh.ndim > 1 else mesh
@@ -107,32 +107,32 @@ def random_parameter(rng, mesh, generator):
     if missing:
         return param, None
     param.grad = DTensor.from_local(
-        local.clone(), mesh, laid_out, run_check=False, shape=whole.shape, stride=whole.stride()
+        local.clone(), mesh, laid_out, run_check=False, shape=full.shape, stride=full.stride()
     )
-    return param, whole
+    return param, full
 
 
 def random_mix(seed, mesh):
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     pairs = [random_parameter(rng, mesh, generator) for _ in range(rng.randint(1, 8))]
-    params, wholes = [param for param, _ in pairs], [whole for _, whole in pairs]
-    there = [whole for whole in wholes if whole is not None]
+    params, all_full = [param for param, _ in pairs], [full for _, full in pairs]
+    there = [full for full in all_full if full is not None]
     p = rng.choice(NORMS)
     expected = by_definition(there, p)
     norm = total_norm(params, p)
     assert not isinstance(norm, DTensor)
     assert norm.item() == pytest.approx(expected, rel=1e-5), (seed, p)
-    assert clip_gradients(params, expected / 4 or 1.0, p).item() == norm.item()  # nothing was summed twice
-    for param, whole in pairs:
-        assert (param.grad is None) == (whole is None)
-        if whole is None:
+    assert clip_gradients(params, expected / 4 or 1.0, p).item() == norm.item()  # the norm did not change
+    for param, full in pairs:
+        assert (param.grad is None) == (full is None)
+        if full is None:
             continue
         grad = param.grad
         if isinstance(param, DTensor):
             assert grad.placements == param.placements
             grad = grad.full_tensor()
         # bfloat16 keeps 8 bits: the product is rounded once.
-        torch.testing.assert_close(grad.float(), whole.float() / 4, rtol=5e-3, atol=1e-6, msg=f"seed {seed}")
+        torch.testing.assert_close(grad.float(), full.float() / 4, rtol=5e-3, atol=1e-6, msg=f"seed {seed}")
 
 
 @settings(max_examples=40)
@@ -145,8 +145,8 @@ def test_any_mix_over_ranks_that_are_threads(seed, ranks):
 
 
 def not_finite(mesh, value):
-    """A NaN or infinity in the shard of one rank alone: what every rank makes of it."""
-    found = []
+    """Return the norms, decisions and errors of this rank, with a NaN or infinity in the shard of one rank."""
+    results = []
     for p in NORMS:
         param = nn.Parameter(
             distribute_tensor(torch.zeros(8), mesh.get_mesh(["fsdp", "tp"]), [Shard(0), Shard(0)])
@@ -155,29 +155,29 @@ def not_finite(mesh, value):
         if dist.get_rank() == 2:
             param.grad.to_local()[1] = value
         norm = total_norm([param], p)
-        found.append((p, norm.item(), skip_nonfinite(norm)))
+        results.append((p, norm.item(), skip_nonfinite(norm)))
         try:
             clip_gradients([param], 1.0, p, error_if_nonfinite=True)
         except ParallelError as error:
-            found[-1] += (str(error),)
-    return found
+            results[-1] += (str(error),)
+    return results
 
 
 def stages():
-    """Two pipeline stages with other parameters, in another order, each sharded over two ranks."""
+    """Return norms and expected norms of two pipeline stages with different parameters, each sharded over two ranks."""
     mesh = Mesh(Degrees(pp=2, tp=2), "cpu")
     tp, generator = mesh.get_mesh("tp"), torch.Generator().manual_seed(0)
-    wholes = [torch.randn(6, 4, generator=generator) for _ in range(5)]
+    full_tensors = [torch.randn(6, 4, generator=generator) for _ in range(5)]
     here = [(0, [Shard(0)]), (1, [Replicate()])]
     if mesh.get_mesh("pp").get_local_rank():
         here = [(2, [Replicate()]), (3, [Shard(1)]), (4, [Shard(0)])]
     params = []
     for index, placements in here:
         param = nn.Parameter(distribute_tensor(torch.zeros(6, 4), tp, placements))
-        param.grad = distribute_tensor(wholes[index], tp, placements)
+        param.grad = distribute_tensor(full_tensors[index], tp, placements)
         params.append(param)
     group = mesh.get_mesh("pp").get_group()
-    return [(total_norm(params, p, pp_group=group).item(), by_definition(wholes, p)) for p in NORMS]
+    return [(total_norm(params, p, pp_group=group).item(), by_definition(full_tensors, p)) for p in NORMS]
 
 
 def missing_on_one_rank(mesh):
@@ -192,7 +192,7 @@ def everything(rank):
     mesh = Mesh(Degrees(tp=2), "cpu")
     for seed in range(MIXES):
         random_mix(seed, mesh)
-    rest = {
+    of_rank = {
         "nan": not_finite(mesh, math.nan),
         "inf": not_finite(mesh, math.inf),
         "one rank's": skip_nonfinite(torch.tensor(math.inf if rank == 3 else 1.0)),
@@ -200,7 +200,7 @@ def everything(rank):
         "stages": stages(),
         "missing": missing_on_one_rank(mesh),
     }
-    return models, gather_objects(rest)
+    return models, gather_objects(of_rank)
 
 
 result = process_groups.module_fixture(everything, 4)
@@ -219,35 +219,35 @@ def test_a_split_model_has_the_single_process_norm(name, result, reference):
     for p, norm in zip(NORMS, norms, strict=True):
         # float32, sums of some thousand terms in another order: some tens of epsilons (1.2e-7).
         assert norm == pytest.approx(by_definition(reference.values(), p), rel=1e-5), p
-    assert (partial > 0) == (name.startswith("tp 4"))  # else FSDP has reduced them
+    assert (partial > 0) == (name.startswith("tp 4"))  # otherwise FSDP has reduced them
     assert before == pytest.approx(norms[1], rel=1e-6)
     for key, grad in reference.items():
         torch.testing.assert_close(
             clipped[key], grad / 2, rtol=1e-4, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}"
         )
-    # One for each group that shards; replicas have the same gradients.
+    # One all-reduce for each sharding dimension; replicas have the same gradients.
     assert calls == CALLS[name]
 
 
-def test_every_rank_sees_what_one_rank_has(result):
-    for rest in result[1]:
+def test_every_rank_sees_a_nonfinite_gradient_of_one_rank(result):
+    for of_rank in result[1]:
         for kind in ("nan", "inf"):
-            for p, norm, skip, error in rest[kind]:
+            for p, norm, skip, error in of_rank[kind]:
                 assert math.isnan(norm) if kind == "nan" else norm == math.inf, p
                 assert skip is True
                 assert f"{p:g}-norm of the gradients is {kind}" in error
-        assert rest["one rank's"] is True
-        assert rest["finite"] is False
+        assert of_rank["one rank's"] is True
+        assert of_rank["finite"] is False
 
 
 def test_pipeline_stages_add_up(result):
-    for rest in result[1]:
-        for norm, expected in rest["stages"]:
+    for of_rank in result[1]:
+        for norm, expected in of_rank["stages"]:
             assert norm == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_rank_without_a_gradient_is_waited_for_nowhere(result):
-    assert all(rest["missing"] == pytest.approx(math.sqrt(2)) for rest in result[1])
+def test_no_rank_waits_for_one_without_a_gradient(result):
+    assert all(of_rank["missing"] == pytest.approx(math.sqrt(2)) for of_rank in result[1])
 
 
 def test_many_terms_and_low_precision():
@@ -257,11 +257,11 @@ def test_many_terms_and_low_precision():
         # Summed one by one, the squares stop growing at 256 terms in bfloat16, and are 2e-4 off in float32.
         assert total_norm(param).item() == pytest.approx(param.grad[0].item() * 2**10, rel=1e-5)
     param = nn.Parameter(torch.zeros(8, dtype=torch.float16))
-    param.grad = torch.full_like(param, 6e4)  # whose square float16 can't hold
+    param.grad = torch.full_like(param, 6e4)  # its square is too large for float16
     assert total_norm([param], 2.0).item() == pytest.approx(6e4 * math.sqrt(8), rel=1e-3)
 
 
-def test_a_norm_below_the_limit_changes_nothing():
+def test_gradients_below_the_limit_are_unchanged():
     param = nn.Parameter(torch.zeros(3))
     param.grad = torch.tensor([1.0, 2.0, 2.0])
     for limit in (3.1, math.inf):
@@ -271,7 +271,7 @@ def test_a_norm_below_the_limit_changes_nothing():
     torch.testing.assert_close(param.grad, torch.tensor([0.5, 1.0, 1.0]))
 
 
-def test_nothing_has_no_norm():
+def test_the_norm_of_nothing():
     assert total_norm([]).item() == total_norm([nn.Parameter(torch.zeros(2))], math.inf).item() == 0.0
     assert skip_nonfinite(torch.tensor(0.0)) is False
 
@@ -283,14 +283,14 @@ def test_float64_stays():
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
-def test_what_is_no_norm(value):
+def test_invalid_norms_are_refused(value):
     with pytest.raises(ParallelError, match="norm_type = "):
         total_norm([], value)
     with pytest.raises(ParallelError, match="max_norm = "):
         clip_gradients([], value)
 
 
-def test_what_is_left_on_meta_is_named():
+def test_gradients_on_meta_are_named():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     check_no_meta(model)
     model[1].to("meta")

@@ -1,5 +1,4 @@
-"""A split step launches the kernels of the whole model's step, its collectives, a copy beside each gather and scatter,
-and what is declared here by name."""
+"""A split step launches the kernels of the unsplit step, collectives, a copy for each gather or scatter, and `EXTRAS`."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -34,7 +33,7 @@ class Split(NamedTuple):
 
 
 class Extra(NamedTuple):
-    """What a split step launches beyond the whole one's."""
+    """Kernels that a split step launches beyond those of the unsplit step, with the reason."""
 
     why: str
     launches: Callable[[Split], int]
@@ -44,8 +43,8 @@ def of_layout(launches: Callable[[Layout], int]) -> Callable[[Split], int]:
     return lambda split: sum(map(launches, split.layouts.values()))
 
 
-def own_rows(layout: Layout) -> int:
-    """Of a copy: the gradient of one run is a slice's; of more, a copy, and a tensor of zeros that is written to."""
+def rows_of_replicas(layout: Layout) -> int:
+    """Launches for a rank's rows of a replica: a slice for one run of rows; for more, copies and a tensor of zeros too."""
     if layout.rows is None or isinstance(layout.placement, Shard):
         return 0
     runs = len(layout.rows.runs)
@@ -59,58 +58,65 @@ def exchanged_rows(layout: Layout) -> int:
 
 
 def norms(split: Split) -> int:
-    whole = [style for style in split.plan.styles.values() if isinstance(style, SplitNorm)]
-    fused = sum(n for (name, place), n in split.counts.items() if name == "aten::sqrt_" and place in RATIOS)
-    return 19 * fused + 6 * sum(style.statistic is not None for style in whole)
+    split_norms = [style for style in split.plan.styles.values() if isinstance(style, SplitNorm)]
+    fused = sum(n for (name, caller), n in split.counts.items() if name == "aten::sqrt_" and caller in RATIOS)
+    return 19 * fused + 6 * sum(style.statistic is not None for style in split_norms)
 
 
 def biases(split: Split) -> int:
     kinds = (Rowwise, RowwiseInRegion)
-    found = (entry for entry in split.plan.entries if isinstance(entry.style, kinds))
-    return sum(entry.parameter is None and "bias" in direct_parameters(entry.module) for entry in found)
+    rowwise = (entry for entry in split.plan.entries if isinstance(entry.style, kinds))
+    return sum(entry.parameter is None and "bias" in direct_parameters(entry.module) for entry in rowwise)
 
 
 def embedded(split: Split) -> int:
-    calls = sum(n for (name, place), n in split.counts.items() if (name, place) == ("aten::embedding", ROWS))
-    stops = any(getattr(module, "padding_idx", None) is not None for module in split.model.modules())
-    return (11 + 3 * stops) * calls
+    calls = sum(
+        n for (name, caller), n in split.counts.items() if (name, caller) == ("aten::embedding", ROWS)
+    )
+    has_padding = any(getattr(module, "padding_idx", None) is not None for module in split.model.modules())
+    return (11 + 3 * has_padding) * calls
 
 
 JOINING = ("cyclic_flow_attention", "gated_deltanet")
 RATIOS = ("root_mean_square.py _RootRatio.forward",)
 ROWS = "vocab_embedding.py _with_vocabulary_shard.<locals>.forward"
 EXTRAS = (
-    Extra("a loss over shards of the vocabulary, in operators of its own instead of four", lambda split: 43),
-    Extra("an embedding's ids checked, and shifted to this rank's rows; others' rows set to zero", embedded),
-    Extra("a norm over a width that ranks share: the ratio of two roots, forward and backward", norms),
-    Extra("a bias behind a sum over the ranks, so not in one kernel with the product", biases),
+    Extra("a loss over shards of the vocabulary: its own operators instead of four", lambda split: 43),
     Extra(
-        "a bias of which each rank adds a part: divided, and its gradient",
+        "token ids of an embedding: checked, shifted to the local rows; zeros for the rows of other ranks",
+        embedded,
+    ),
+    Extra("a norm over a split width: the ratio of two roots, forward and backward", norms),
+    Extra("a bias after a sum over the ranks, so not in one kernel with the product", biases),
+    Extra(
+        "a bias that is divided by the ranks before a sum, and its gradient",
         of_layout(lambda x: 2 * (x.divided_by > 1)),
     ),
-    Extra("a rank's rows of a copy", of_layout(own_rows)),
+    Extra("a rank's rows of a replicated parameter", of_layout(rows_of_replicas)),
     Extra(
-        "rows of a packed weight: laid out for the exchange, and put together after it",
+        "rows of a packed weight: copied before and after the exchange",
         of_layout(exchanged_rows),
     ),
     Extra(
-        "a stream that begins at the first block: a shard taken, with nothing sent",
+        "a stream that begins at the first block: a shard is sliced, nothing is sent",
         lambda split: split.plan.begins_at is not None,
     ),
     Extra(
-        "a mixer that is whole on every rank: a shard taken, with nothing sent",
-        lambda split: 2 * sum(type(style) is Unsplit for style in split.plan.styles.values()),
+        "a replicated mixer: a shard is sliced, nothing is sent",
+        lambda split: 2 * sum(type(style) is Whole for style in split.plan.styles.values()),
     ),
     Extra(
-        "the balance of routers that every rank has whole: its gradient divided by the ranks",
-        lambda split: any("count_once.<locals>.computed.<locals>" in str(place) for _, place in split.counts),
+        "the load-balancing loss that every rank computes in full: its gradient divided by the ranks",
+        lambda split: any(
+            "count_once.<locals>.computed.<locals>" in str(caller) for _, caller in split.counts
+        ),
     ),
     Extra(
-        "RetNet's decays, of this rank's heads, computed outside of the kernel",
+        "RetNet's decays of the local heads, computed outside of the kernel",
         lambda split: 6 * len(split.model.model.layers) if split.model.config.model_type == "retnet" else 0,
     ),
     Extra(
-        "weights that a mixer joins for one call: a copy of each one's part of the gradient",
+        "weights that a mixer concatenates for one call: a copy of each slice of the gradient",
         lambda split: 3 * len(split.model.model.layers) if split.model.config.model_type in JOINING else 0,
     ),
 )
@@ -119,7 +125,7 @@ COVERING = (
     *("gla", "llama", "gemma3_text", "gemma3", "tiny", "mixtral", "gpt_oss", "olmo2", "mamba2", "gsa"),
     *("gpt2", "falcon", "bitnet", "retnet", "cat", "yoco", "rodimus", "gated_deltaproduct"),
 )
-"""Every style, and every extra."""
+"""Together these have every style and every extra."""
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +136,7 @@ def pool() -> Iterator[Pool]:
 
 def check(pool: Pool, name: str, sequence_parallel: bool) -> None:
     inputs = zoo.inputs(name)
-    whole = count(zoo.build(name, dtype=torch.float32), inputs)
+    unsplit = count(zoo.build(name, dtype=torch.float32), inputs)
 
     def work(rank) -> Split | None:
         model = zoo.build(name, dtype=torch.float32)
@@ -147,20 +153,20 @@ def check(pool: Pool, name: str, sequence_parallel: bool) -> None:
     sent = Counter({name: n for (name, _), n in split.counts.items() if name.startswith(COLLECTIVES)})
     copied = sum(n for name, n in sent.items() if "all_reduce" not in name)
     allowed = {extra.why: n for extra in EXTRAS if (n := int(extra.launches(split)))}
-    more = split.counts.total() - sent.total() - whole.total()
+    added = split.counts.total() - sent.total() - unsplit.total()
     assert sent
-    assert more <= copied + sum(allowed.values()), (more, copied, allowed, table(split.counts, whole))
+    assert added <= copied + sum(allowed.values()), (added, copied, allowed, table(split.counts, unsplit))
 
 
-def table(split: Counter, whole: Counter) -> str:
-    """Return what the split step launches and the whole one does not, by operator and place."""
-    left = split - whole
-    rows = sorted(left.items(), key=lambda row: str(row[0][::-1]))
-    return "".join(f"\n{n:5} {name} in {place}" for (name, place), n in rows)
+def table(split: Counter, unsplit: Counter) -> str:
+    """Return the launches of the split step that the unsplit step has not, by operator and caller."""
+    added = split - unsplit
+    entries = sorted(added.items(), key=lambda entry: str(entry[0][::-1]))
+    return "".join(f"\n{n:5} {name} in {caller}" for (name, caller), n in entries)
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_a_split_step_launches_nothing_that_is_not_declared(pool, sequence_parallel):
+def test_a_split_step_launches_only_declared_kernels(pool, sequence_parallel):
     for name in COVERING:
         check(pool, name, sequence_parallel)
 
@@ -168,5 +174,5 @@ def test_a_split_step_launches_nothing_that_is_not_declared(pool, sequence_paral
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("name", sorted({*zoo.ARCHITECTURES, *zoo.FAMILIES} - set(COVERING)))
-def test_nor_does_that_of_any_other_architecture(pool, name, sequence_parallel):
+def test_a_split_step_of_any_other_architecture_launches_nothing_else(pool, name, sequence_parallel):
     check(pool, name, sequence_parallel)

@@ -1,4 +1,4 @@
-"""What a user sets on `module.weight` of a split model reaches the parameter."""
+"""Attributes and hooks that a user sets on `module.weight` of a split model reach the parameter."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from titanplans.split.module_weight import LocalWeight
 TOKENS = torch.arange(16)[None]
 
 
-def test_requires_grad():
+def test_requires_grad_reaches_the_parameter():
     def work(world):
         model = split(world)
         norm, head = model.layers[0].attn_norm, model.lm_head
@@ -34,18 +34,18 @@ def test_requires_grad():
     assert run_on_threads(work) == ([False, False], [None, None], [DTensor, DTensor])
 
 
-def test_gradient_and_hooks():
+def test_gradient_and_hooks_reach_the_parameter():
     def work(world):
-        model, seen = split(world), []
+        model, calls = split(world), []
         weight = model.layers[0].attn_norm.weight
-        weight.register_hook(lambda grad: seen.append(grad.placements))
-        weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter))
+        weight.register_hook(lambda grad: calls.append(grad.placements))
+        weight.register_post_accumulate_grad_hook(lambda parameter: calls.append(parameter))
         model(TOKENS).logits.sum().backward()
         parameter = model.layers[0].attn_norm._parameters["weight"]
         assert weight.grad is parameter.grad is not None
         weight.grad = None
         assert parameter.grad is None
-        return seen[0], seen[1] is parameter
+        return calls[0], calls[1] is parameter
 
     assert run_on_threads(work) == ((Partial(),), True)
 
@@ -85,7 +85,7 @@ def test_new_data_is_refused():
         lambda weight: weight.data.normal_(std=0.02),
     ],
 )
-def test_ranks_draw_no_weights_each_for_itself(draw):
+def test_random_initialization_by_each_rank_is_refused(draw):
     def work(world):
         draw(split(world).layers[0].mlp.gate_proj.weight)
 
@@ -94,7 +94,7 @@ def test_ranks_draw_no_weights_each_for_itself(draw):
     run_on_threads(work, 1)
 
 
-def test_values_without_chance_are_written():
+def test_deterministic_values_are_written():
     def work(world):
         weight = split(world).layers[0].attn.q_norm.weight
         nn.init.ones_(weight)

@@ -1,4 +1,4 @@
-"""Partial gradients are summed together: in one all-reduce for each dtype, and with FSDP2 for each unit."""
+"""Partial gradients are summed in one all-reduce for each dtype; with FSDP2, in one for each FSDP module and dtype."""
 
 from collections import Counter
 
@@ -39,7 +39,7 @@ def test_sums_are_those_of_each_gradient_by_itself(monkeypatch):
             gradient((5,), Shard(0)),
             torch.randn(2),
             gradient(()),
-            gradient((10, 10)),  # large: by itself
+            gradient((10, 10)),  # large, so not bucketed with others
             gradient((7,), Replicate()),
             gradient((0, 3)),
             transposed,
@@ -52,8 +52,8 @@ def test_sums_are_those_of_each_gradient_by_itself(monkeypatch):
             else g
             for g in grads
         ]
-        found = sum_partial(grads)
-        for ours, theirs in zip(found, alone, strict=True):
+        sums = sum_partial(grads)
+        for ours, theirs in zip(sums, alone, strict=True):
             assert type(ours) is type(theirs)
             if isinstance(ours, DTensor):
                 assert (ours.placements, ours.shape, ours.dtype) == (
@@ -70,15 +70,15 @@ def test_sums_are_those_of_each_gradient_by_itself(monkeypatch):
 
 
 def all_reduces(record, tp, phase):
-    """Those of gradients over the ranks `tp`, by module."""
-    found = (
+    """Return the count of all-reduces of gradients over the ranks `tp`, by module."""
+    collectives = (
         c for c in record.collectives if c.operation == "all_reduce" and c.group == tp and c.phase == phase
     )
-    return Counter(c.module for c in found)
+    return Counter(c.module for c in collectives)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_fsdp_sums_those_of_a_unit_as_its_backward_ends(name):
+def test_fsdp_sums_the_gradients_of_a_module_when_its_backward_ends(name):
     with fake_ranks(8):
         mesh = Mesh(Degrees(tp=2, dp_replicate=2), "cpu")
         model, inputs = zoo.build(name, dtype=torch.float32, options=False), zoo.inputs(name)
@@ -93,7 +93,7 @@ def test_fsdp_sums_those_of_a_unit_as_its_backward_ends(name):
         assert {block: once[block] for block in blocks} == dict.fromkeys(blocks, 1)
         assert set(once.values()) == {1}
 
-        # Of micro batches that defer, once for all of them.
+        # Deferred micro batches: one sum for all of them.
         counts = []
         for last in (False, False, True):
             with gradient_sync.accumulate(model, last=last), record_collectives(model) as record:
@@ -103,7 +103,7 @@ def test_fsdp_sums_those_of_a_unit_as_its_backward_ends(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_without_fsdp_all_are_summed_together_once_a_step(name):
+def test_without_fsdp_all_gradients_are_summed_together_once_a_step(name):
     with fake_ranks(2) as mesh:
         model, inputs = zoo.build(name, dtype=torch.float32), zoo.inputs(name)
         apply_plan(model, mesh)

@@ -1,4 +1,4 @@
-"""Where tokens are cut, nothing of the whole sequence's hidden states is made, on fake tensors too."""
+"""Under context parallelism no hidden states of the full sequence are allocated, on fake tensors too."""
 
 from contextlib import contextmanager
 
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.usefixtures("cpu_kernels")
 GRANTED = GatherPermission(True, "")
 
 
-class Made(TorchDispatchMode):
-    """Keeps the shapes of what takes as much memory as it looks."""
+class AllocatedShapes(TorchDispatchMode):
+    """Collects the shapes of tensors whose memory is as large as their shape says."""
 
     def __init__(self):
         super().__init__()
@@ -34,10 +34,10 @@ class Made(TorchDispatchMode):
         if not all(issubclass(kind, FakeTensor | nn.Parameter) or kind is torch.Tensor for kind in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        for made in tree_leaves(result):
-            is_real = isinstance(made, FakeTensor) and made.device.type != "meta"
-            if is_real and made.untyped_storage().nbytes() >= made.nbytes:
-                self.shapes.add(tuple(made.shape))
+        for tensor in tree_leaves(result):
+            is_real = isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+            if is_real and tensor.untyped_storage().nbytes() >= tensor.nbytes:
+                self.shapes.add(tuple(tensor.shape))
         return result
 
 
@@ -52,49 +52,49 @@ def split(name, **sizes):
 
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize(("name", "sizes"), [("llama", {"hidden_size": 112}), ("gla", {})])
-def test_no_hidden_states_of_all_tokens_are_made(name, sizes, recomputed):
-    with split(name, **sizes) as model:  # of a width that no other tensor has
-        if recomputed:  # whose first input is made to require a gradient
+def test_no_hidden_states_of_all_tokens_are_allocated(name, sizes, recomputed):
+    with split(name, **sizes) as model:  # hidden_size 112 is no other tensor's width
+        if recomputed:  # makes the first input require a gradient
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         ids = torch.zeros(1, LENGTH, dtype=torch.long)
         for _ in range(2):
-            with Made() as made:
+            with AllocatedShapes() as allocated:
                 logits = model(input_ids=ids, use_cache=False).logits
                 cross_entropy(logits, ids, LENGTH).backward()
     config = model.config
-    assert (1, LENGTH // CONTEXT, config.hidden_size) in made.shapes
+    assert (1, LENGTH // CONTEXT, config.hidden_size) in allocated.shapes
     widths = {config.hidden_size, config.intermediate_size, config.vocab_size}
-    whole = {shape for shape in made.shapes if LENGTH in shape and shape[-1] in widths}
-    assert not whole
+    full = {shape for shape in allocated.shapes if LENGTH in shape and shape[-1] in widths}
+    assert not full
 
 
-def test_a_fake_tensor_looks_whole():
+def test_a_sharded_sequence_of_fake_tensors_has_the_full_shape():
     with fake_ranks(CONTEXT, cp=CONTEXT) as mesh, FakeTensorMode():
         tokens = LocalTokens(mesh["cp"], 1)
         shard = torch.empty(1, LENGTH // CONTEXT, 8, requires_grad=True)
-        whole = sharded_sequence(shard, tokens, GRANTED)
-        assert isinstance(whole, ShardedSequence)
-        assert whole.shape == (1, LENGTH, 8)
-        assert (whole * 2).shard.shape == shard.shape
-        assert not whole.gathered
-        assert whole.to_full().shape == whole.shape
-        whole.to_full().sum().backward()
+        sequence = sharded_sequence(shard, tokens, GRANTED)
+        assert isinstance(sequence, ShardedSequence)
+        assert sequence.shape == (1, LENGTH, 8)
+        assert (sequence * 2).shard.shape == shard.shape
+        assert not sequence.gathered
+        assert sequence.to_full().shape == sequence.shape
+        sequence.to_full().sum().backward()
         assert shard.grad.shape == shard.shape
 
 
-def test_what_looks_whole_is_made_to_require_a_gradient():
+def test_requires_grad_of_a_sharded_sequence_sets_its_shard():
     with fake_ranks(CONTEXT, cp=CONTEXT) as mesh:
         tokens = LocalTokens(mesh["cp"], 1)
-        whole = sharded_sequence(torch.ones(1, LENGTH // CONTEXT, 8), tokens, GRANTED)
-        assert whole.requires_grad_() is whole
-        assert not whole.gathered, "it was gathered"
-        whole.shard.sum().backward()
-        assert whole.requires_grad
-        assert whole.shard.grad.equal(torch.ones_like(whole.shard))
+        sequence = sharded_sequence(torch.ones(1, LENGTH // CONTEXT, 8), tokens, GRANTED)
+        assert sequence.requires_grad_() is sequence
+        assert not sequence.gathered, "it was gathered"
+        sequence.shard.sum().backward()
+        assert sequence.requires_grad
+        assert sequence.shard.grad.equal(torch.ones_like(sequence.shard))
 
 
 class Doubled(torch.autograd.Function):
-    """Like FLA's `Rwkv7FusedAddcmul`: what it saves is where its backward writes the gradient."""
+    """Like FLA's `Rwkv7FusedAddcmul`: its backward writes the gradient into the saved tensor."""
 
     @staticmethod
     def forward(ctx, x):
@@ -107,7 +107,7 @@ class Doubled(torch.autograd.Function):
         return torch.mul(grad, 2, out=saved)
 
 
-def test_an_autograd_function_saves_numbers():
+def test_an_autograd_function_saves_plain_tensors():
     with fake_ranks(CONTEXT, cp=CONTEXT) as mesh:
         tokens = LocalTokens(mesh["cp"], 1)
         shard = torch.ones(1, LENGTH // CONTEXT, 8, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Losses and parameters of one's own beside a model that is cut by weights or by tokens."""
+"""Losses and parameters of the user next to a model under tensor or context parallelism."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -19,8 +19,10 @@ from titanplans.split.gradients import align_gradients
 
 
 def balance(logits):
-    """The balance of routers whose logits are [batch, tokens, experts]."""
-    return sum(one.softmax(-1).flatten(0, -2).mean(0).square().sum() for one in logits) / len(logits)
+    """Return the load-balancing loss of router logits [batch, tokens, experts] of each layer."""
+    return sum(of_layer.softmax(-1).flatten(0, -2).mean(0).square().sum() for of_layer in logits) / len(
+        logits
+    )
 
 
 class Mixture(nn.Module):
@@ -64,7 +66,7 @@ class Routed(Tiny):
 
 
 class Plan(TinyPlan):
-    """Its mixture is called `moe`, which no list of names has, and adds a shared expert to 3-D ones."""
+    """A plan for three-dimensional experts and a shared expert, in a mixture named `moe`, which the engine does not know."""
 
     def layer_plan(self, layer):
         on_stream = {name: self.replicated_on_stream() for name in ("attn_norm", "moe_norm")}
@@ -83,7 +85,7 @@ class Plan(TinyPlan):
         return {"balance": self.count_once}
 
 
-def a_balance_by_hand(rank, axis):
+def load_balancing_loss_by_user(rank, axis):
     torch.manual_seed(0)
     model, ids = Routed().double(), torch.randint(32, (2, 14))
     labels = torch.roll(ids, -1, 1)
@@ -98,33 +100,33 @@ def a_balance_by_hand(rank, axis):
 
     expected, gradients = step()
     apply_plan(model, init_device_mesh("cpu", (2,), mesh_dim_names=(axis,)), plan=Plan)
-    loss, found = step()
+    loss, split_gradients = step()
     if axis == "cp":
-        dist.all_reduce(loss)  # each rank's is its part
+        dist.all_reduce(loss)  # each rank has the loss of its tokens
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
     for name, grad in gradients.items():
-        torch.testing.assert_close(found[name].full_tensor(), grad, rtol=1e-9, atol=1e-11, msg=name)
+        torch.testing.assert_close(split_gradients[name].full_tensor(), grad, rtol=1e-9, atol=1e-11, msg=name)
 
 
 @pytest.mark.parametrize("axis", ["tp", "cp"])
-def test_a_balance_added_by_hand_and_a_mixture_of_any_name(axis):
-    run(partial(a_balance_by_hand, axis=axis), 2)
+def test_a_load_balancing_loss_added_by_the_user(axis):
+    run(partial(load_balancing_loss_by_user, axis=axis), 2)
 
 
 def parameters_outside(rank, axis):
-    """The rule of docs/context.md: a loss of what is whole is divided by cp, and all gradients are summed over it."""
+    """The rule of docs/context.md: a loss of full tensors is divided by cp, and all gradients are summed over cp."""
     torch.manual_seed(0)
     model = zoo.build("llama").double().train()
     width, ids = model.config.hidden_size, torch.randint(64, (2, 10))
     prompt, head = nn.Parameter(torch.randn(2, 4, width).double()), nn.Linear(width, 3).double()
     outside = [prompt, *head.parameters()]
 
-    def step(parts=1):
+    def step(divisor=1):
         embedded = torch.cat([prompt, model.get_input_embeddings()(ids)], 1)
         output = model(inputs_embeds=embedded, output_hidden_states=True)
         labels = torch.roll(torch.cat([ids[:, :4], ids], 1), -1, 1)
-        own = head(output.hidden_states[-1]).square().sum() / parts
-        (cross_entropy(output.logits, labels, 1) + own).backward()
+        user_loss = head(output.hidden_states[-1]).square().sum() / divisor
+        (cross_entropy(output.logits, labels, 1) + user_loss).backward()
 
     step()
     expected = [param.grad.clone() for param in outside]
@@ -134,7 +136,7 @@ def parameters_outside(rank, axis):
     prompt.grad = None
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
     apply_plan(model, mesh)
-    step(parts=2 if axis == "cp" else 1)
+    step(divisor=2 if axis == "cp" else 1)
     align_gradients(model.parameters())
     if axis == "cp":
         for param in outside:
@@ -146,7 +148,7 @@ def parameters_outside(rank, axis):
 
 
 @pytest.mark.parametrize("axis", ["tp", "cp"])
-def test_a_prompt_and_a_head_of_ones_own(axis):
+def test_a_soft_prompt_and_a_head_of_the_user(axis):
     run(partial(parameters_outside, axis=axis), 2)
 
 

@@ -1,4 +1,4 @@
-"""A mixer of one's own, cut by weights and by tokens: what its code does between its projections, eager and compiled."""
+"""Mixers of the user under tensor and context parallelism: code between the projections, eager and compiled."""
 
 import itertools
 from functools import partial
@@ -22,7 +22,7 @@ class Scaled(nn.LayerNorm):
 
 
 class Saved(torch.autograd.Function):
-    """Saves its input as it is given."""
+    """Saves its input unchanged."""
 
     @staticmethod
     def forward(ctx, x):
@@ -48,7 +48,7 @@ class Mixer(nn.Module):
     def forward(self, hidden_states):
         x, kind = hidden_states, self.kind
         batch, length, _ = x.shape
-        if kind == "indexer":  # called first, and without a gradient
+        if kind == "indexer":  # it is called first, without a gradient
             with torch.no_grad():
                 q = self.q_proj(x)
         else:
@@ -84,14 +84,14 @@ class Plan(TinyPlan):
 
 
 def gradients(model, call, ids):
-    """Return the logits and the gradients of the second of two steps."""
+    """Train two steps; return logits and gradients of the second."""
     for _ in range(2):
         model.zero_grad()
         logits = call(ids).logits
         cross_entropy(logits, torch.roll(ids, -1, 1), 1).backward()
     align_gradients(model.parameters())
-    found = {name: param.grad for name, param in model.named_parameters()}
-    return {"logits": logits.detach()} | {name: grad for name, grad in found.items() if grad is not None}
+    grads = {name: param.grad for name, param in model.named_parameters()}
+    return {"logits": logits.detach()} | {name: grad for name, grad in grads.items() if grad is not None}
 
 
 def compared(rank, kind, axes, compiled):
@@ -100,17 +100,17 @@ def compared(rank, kind, axes, compiled):
     expected = gradients(model, model, ids)
     state = {name: tensor.clone() for name, tensor in model.named_buffers()}
     apply_plan(model, init_device_mesh("cpu", (2,) * len(axes), mesh_dim_names=axes), plan=Plan)
-    assert all(torch.equal(model.state_dict()[name], whole) for name, whole in state.items())
+    assert all(torch.equal(model.state_dict()[name], full) for name, full in state.items())
     call = model
     if compiled == "blocks":
         for block in model.layers:
             block.compile(backend="aot_eager")
     elif compiled == "model":
         call = torch.compile(model, backend="aot_eager")
-    found = gradients(model, call, ids)
-    assert found.keys() == expected.keys()
+    actual = gradients(model, call, ids)
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name].full_tensor(), value, rtol=1e-10, atol=1e-12, msg=name)
+        torch.testing.assert_close(actual[name].full_tensor(), value, rtol=1e-10, atol=1e-12, msg=name)
 
 
 KINDS = ("indexer", "scaled", "saved", "vmapped", "typed", "buffer")
@@ -119,7 +119,7 @@ KINDS = ("indexer", "scaled", "saved", "vmapped", "typed", "buffer")
 @pytest.mark.parametrize(
     ("kind", "axes"), [*itertools.product(KINDS, [("tp",), ("cp",)]), ("buffer", ("cp", "tp"))]
 )
-def test_what_code_does_between_its_projections(kind, axes):
+def test_code_between_the_projections_of_a_mixer(kind, axes):
     run(partial(compared, kind=kind, axes=axes, compiled=None), 2 ** len(axes))
 
 
@@ -130,7 +130,7 @@ def test_a_function_or_a_buffer_of_the_plan_in_compiled_code(kind, compiled, axe
     run(partial(compared, kind=kind, axes=axes, compiled=compiled), 2)
 
 
-def test_a_buffer_s_key_gives_each_rank_its_part_or_is_refused():
+def test_a_buffer_with_a_key_is_sharded_or_refused():
     plan = changed(Plan, lambda plan: {"by_head": plan.replicated_in_region()})
     with pytest.raises(PlanError, match=r"'layers.0.attn.by_head' .* names a buffer, .* remove the key"):
         check_plan(with_mixer(partial(Mixer, "buffer")), Degrees(tp=2), plan=plan)

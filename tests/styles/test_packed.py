@@ -1,4 +1,4 @@
-"""Packed projections whose sections the degree does not divide: the last rank has fewer rows of each, but some."""
+"""Packed projections whose sections the degree does not divide: the last rank has fewer rows of each section, but some."""
 
 import pytest
 from torch import nn
@@ -24,7 +24,7 @@ def with_adapters():
 
 
 def experts():
-    """Three-dimensional weights, sharded along other dimensions, and replicated biases."""
+    """Return a model with three-dimensional expert weights, sharded along other dimensions, and replicated biases."""
     model = Tiny()
     for layer in model.layers:
         layer.mlp = plan_examples.Experts(width=7)
@@ -41,13 +41,13 @@ def olmoe():
     ("model", "plan"),
     [(phi3, None), (with_adapters, None), (experts, plan_examples.ExpertsPlan), (olmoe, None)],
 )
-def test_equal_to_the_whole_model(model, plan):
+def test_packed_projections_train_as_the_unsplit_model(model, plan):
     report = verify_sharded(model, plan, degrees=[2, 4])
     assert report.passed, report.table()
     assert len(report.cases) == 2
 
 
-def test_ranks_without_a_row_are_refused():
+def test_ranks_without_rows_are_refused():
     with pytest.raises(PlanError, match=r"degree = 8 leaves .*section 1 of its rows = 9 .* 16"):
         check_plan(build_real(zoo.config("phi3", intermediate_size=9)), Degrees(tp=8))
 
@@ -76,9 +76,9 @@ def norm_plan(style):
 
 @pytest.mark.parametrize("style", ["split_norm", "gathered_in_region"])
 def test_a_norm_over_a_width_needs_equal_shards(style):
-    """Each rank takes its shard's width for that of the others."""
-    words = r"degree = 4 does not divide dimension 0 of \w+ = 10 .* 1 or 2 would work"
-    with pytest.raises(PlanError, match=words):
+    """Each rank assumes that the other ranks' shards are as wide as its own."""
+    message = r"degree = 4 does not divide dimension 0 of \w+ = 10 .* 1 or 2 would work"
+    with pytest.raises(PlanError, match=message):
         check_plan(plan_examples.with_mlp(lambda: NormMLP(10)), Degrees(tp=4), plan=norm_plan(style))
     report = verify_sharded(
         lambda: plan_examples.with_mlp(lambda: NormMLP(12)), norm_plan(style), degrees=[2, 4]

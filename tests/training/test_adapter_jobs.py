@@ -46,9 +46,13 @@ def _jobs(rank: int, folder: Path) -> dict:
     found["saved"] = [
         name for name in index if not name.startswith(("optimizer", "train_state", "lr_", "dataloader"))
     ]
-    words = [f"{folder}/job.toml", f"--job.dump_folder={folder}/tuned", f"--model.config={folder}/dense.json"]
-    words += [f"--training.dataset_path={folder}/text", *SAVES, *adapters, *FROM_4]
-    check_job(load_job([*words, TP]), 2)
+    arguments = [
+        f"{folder}/job.toml",
+        f"--job.dump_folder={folder}/tuned",
+        f"--model.config={folder}/dense.json",
+    ]
+    arguments += [f"--training.dataset_path={folder}/text", *SAVES, *adapters, *FROM_4]
+    check_job(load_job([*arguments, TP]), 2)
     found["resumed"] = train(*job, TP, *FROM_4)[0].losses()
     still = ("--training.steps=1", "--optimizer.lr=1e-12", "--lora.rank=3", "--checkpoint.enable")
     _, trainer = train(
@@ -106,8 +110,8 @@ def test_a_published_model_is_tuned_and_handed_on(tmp_path, capsys):
     def step(name: str) -> Path:
         return folder / name / "checkpoint" / "step-2"
 
-    def export(source: Path, name: str, *words: str) -> str:
-        assert main(["export", str(source), str(folder / name), *words]) == 0
+    def export(source: Path, name: str, *arguments: str) -> str:
+        assert main(["export", str(source), str(folder / name), *arguments]) == 0
         return capsys.readouterr().out
 
     assert "added to weights rounded to NF4: --adapter" in export(step("nf4"), "out")
@@ -160,8 +164,8 @@ def _exported(folder: Path, capsys) -> None:
     """The job's adapters are added to the weights of the checkpoint that it started from; what does not fit is refused."""
     last, base = folder / "tuned" / "checkpoint" / "step-8", folder / "base" / "checkpoint" / "step-2"
 
-    def export(checkpoint: Path, name: str, *words: object) -> tuple[int, list[str]]:
-        status = main(["export", str(checkpoint), str(folder / name), *map(str, words)])
+    def export(checkpoint: Path, name: str, *arguments: object) -> tuple[int, list[str]]:
+        status = main(["export", str(checkpoint), str(folder / name), *map(str, arguments)])
         return status, capsys.readouterr().err.splitlines()[-1:]
 
     assert export(last, "merged") == export(base, "plain") == (0, [])
@@ -193,7 +197,7 @@ def _exported(folder: Path, capsys) -> None:
     base.rename(folder / "moved")
     refused["gone"] = export(last, "x")
     assert {status for status, _ in refused.values()} == {2}
-    lines = {case: said[0].replace(str(folder), "") for case, (_, said) in refused.items()}
+    lines = {case: message[0].replace(str(folder), "") for case, (_, message) in refused.items()}
     step = "error: export /tuned/checkpoint/step-8"
     assert "does not hold the weights of this model" in lines.pop("another")
     to = "--base is for weights that adapters are added to, but"

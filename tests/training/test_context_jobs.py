@@ -100,7 +100,7 @@ def test_the_report_names_the_degree_and_the_mixers(folder, four):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (
             ["--training.seq_len=30"],
@@ -113,15 +113,15 @@ def test_the_report_names_the_degree_and_the_mixers(folder, four):
         ([TP, "--parallelism.data_parallel_strategy=ddp"], "tensor_parallel_degree = 2"),
     ],
 )
-def test_what_a_job_can_not_have_beside_it(folder, words, said):
-    with pytest.raises(OptionError, match=said):
-        load_job([f"{folder}/job.toml", CP, *words])
+def test_what_a_job_can_not_have_beside_it(folder, arguments, message):
+    with pytest.raises(OptionError, match=message):
+        load_job([f"{folder}/job.toml", CP, *arguments])
 
 
 def test_more_ranks_than_heads_are_refused_before_a_process_starts(folder):
     from titanplans.training.job.checks import check_job
 
-    words = [f"--model.config={folder}/gla.json", f"--training.dataset_path={folder}/text"]
-    job = load_job([f"{folder}/job.toml", *words, "--parallelism.context_parallel_degree=8"])
+    arguments = [f"--model.config={folder}/gla.json", f"--training.dataset_path={folder}/text"]
+    job = load_job([f"{folder}/job.toml", *arguments, "--parallelism.context_parallel_degree=8"])
     with pytest.raises(PlanError, match="context_parallel_degree = 8 does not divide num_heads = 4"):
         check_job(job, 8)

@@ -110,13 +110,13 @@ def test_the_report_names_the_degree_and_the_mixtures(folder, four):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         ([TP, "--parallelism.expert_parallel_degree=3"], "tensor_parallel_degree = 2, .* 2 or 4 would work"),
         (["--parallelism.data_parallel_strategy=ddp", EP], "DDP replicates the full model"),
         ([EP, "--parallelism.expert_tensor_parallel_degree=2"], "experts that processes share out"),
     ],
 )
-def test_what_a_job_can_not_have_with_it(folder, words, said):
-    with pytest.raises((ConfigError, OptionError), match=said):
-        load_job([f"{folder}/job.toml", *words])
+def test_what_a_job_can_not_have_with_it(folder, arguments, message):
+    with pytest.raises((ConfigError, OptionError), match=message):
+        load_job([f"{folder}/job.toml", *arguments])

@@ -19,13 +19,13 @@ def load(tmp_path, monkeypatch):
     for number in range(40):
         (tmp_path / "text" / f"{number}.txt").write_text("all work and no play makes jack a dull boy\n" * 40)
 
-    def load(float8="", *words, model=""):
+    def load(float8="", *arguments, model=""):
         text = (
             f"[model]\n{model}\n[training]\ndataset_path = 'text'\nseq_len = 64\n[activation_checkpoint]\nmode = 'none'\n"
             f"[{SECTION}]\n{float8}\n"
         )
         (tmp_path / "job.toml").write_text(text)
-        return load_job(["job.toml", *words])
+        return load_job(["job.toml", *arguments])
 
     return load
 
@@ -76,9 +76,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_in_the_jobs_words(load, case):
-    float8, model, words = REFUSED[case]
-    said = refusal(lambda: check_job(load(float8, model=model), 1))
-    assert words in said
+    float8, model, expected = REFUSED[case]
+    message = refusal(lambda: check_job(load(float8, model=model), 1))
+    assert expected in message
 
 
 def test_sizes_and_degrees(load):

@@ -62,11 +62,11 @@ def test_a_model_that_does_more_with_its_logits_gets_the_loss_of_these_and_the_l
         found, stands_in = losses(None, model)
     assert not stands_in
     assert model.fused is None
-    (said,) = (text for text in caplog.messages if "fused" in text)
-    assert said.startswith(
+    (message,) = (text for text in caplog.messages if "fused" in text)
+    assert message.startswith(
         "the loss is computed from logits, not in the head (loss.fused is unset): after its head "
     )
-    assert "switch" not in said  # it is off
+    assert "switch" not in message  # it is off
     wanted, _ = losses(False, model)
     assert found == wanted
 

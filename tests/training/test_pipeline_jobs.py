@@ -108,19 +108,19 @@ def test_a_job_goes_on_with_other_degrees_and_its_weights_are_published(folder, 
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         ([*PP, "--parallelism.data_parallel_strategy=ddp"], "DDP replicates the full model"),
         (["--parallelism.pipeline_parallel_microbatch_size=3", PP[0]], "local_batch_size.*would work"),
     ],
 )
-def test_what_a_job_can_not_have_with_it(folder, words, said):
-    with pytest.raises(OptionError, match=said):
-        load_job([f"{folder}/job.toml", *words])
+def test_what_a_job_can_not_have_with_it(folder, arguments, message):
+    with pytest.raises(OptionError, match=message):
+        load_job([f"{folder}/job.toml", *arguments])
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         ([*PP[1:], "--parallelism.pipeline_parallel_degree=8"], "8 stages of 4 blocks"),
         ([*PP, schedule("Interleaved1F1B"), "--parallelism.pipeline_parallel_layers_per_stage=2"], "1 stage per rank"),
@@ -128,10 +128,10 @@ def test_what_a_job_can_not_have_with_it(folder, words, said):
         ([PP[0], "--parallelism.pipeline_parallel_microbatch_size=4"], "1F1B with 1 micro batch"),
     ],
 )  # fmt: skip
-def test_bad_stages_are_refused_before_a_process_starts(folder, words, said):
+def test_bad_stages_are_refused_before_a_process_starts(folder, arguments, message):
     from titanplans.training.job.checks import check_job
 
     config = [f"--model.config={folder}/gla.json", f"--training.dataset_path={folder}/text"]
-    job = load_job([f"{folder}/job.toml", *config, *words])
-    with pytest.raises(ParallelError, match=said):
+    job = load_job([f"{folder}/job.toml", *config, *arguments])
+    with pytest.raises(ParallelError, match=message):
         check_job(job, 8)

@@ -32,9 +32,9 @@ def test_the_balance_is_in_the_loss_at_every_degree(tmp_path):
     job, found = Job(tmp_path), {}
     zoo.config("mixtral", **BALANCED).save_pretrained(tmp_path)
     for degree in (1, 2):
-        words = (f"--parallelism.tensor_parallel_degree={degree}", f"--job.dump_folder=out{degree}")
-        words += ("--model.config=config.json", "--training.steps=3", "--checkpoint.no-enable")
-        assert job.run(*words) == 0, job.err
+        arguments = (f"--parallelism.tensor_parallel_degree={degree}", f"--job.dump_folder=out{degree}")
+        arguments += ("--model.config=config.json", "--training.steps=3", "--checkpoint.no-enable")
+        assert job.run(*arguments) == 0, job.err
         found[degree] = [float(loss) for _, loss in job.losses]
     assert len(found[1]) == 3
     assert found[2] == pytest.approx(found[1], abs=2e-4)
@@ -45,9 +45,9 @@ def test_a_job_says_what_moves_the_biases_and_keeps_them_in_float32(tmp_path):
     job, bias = Job(tmp_path), "model.layers.1.mlp.gate.e_score_correction_bias"
     config = zoo.config("deepseek_v3", vocab_size=4096)
     config.save_pretrained(tmp_path)
-    words = ("--model.config=config.json", "--training.steps=2", "--checkpoint.interval=1")
+    arguments = ("--model.config=config.json", "--training.steps=2", "--checkpoint.interval=1")
     dtypes = ("--training.dtype=bfloat16", "--checkpoint.export_dtype=bfloat16")
-    assert job.run(*words, *dtypes) == 0, job.err
+    assert job.run(*arguments, *dtypes) == 0, job.err
     assert "keep experts equally busy, in 1 routers, move by 0.001 a step" in job.out + job.err
     for step in (1, 2):
         reader = CheckpointReader(tmp_path / "out" / "checkpoint" / f"step-{step}")
@@ -114,8 +114,8 @@ def test_the_loads_are_figures_and_a_picture(tmp_path):
 
     job = Job(tmp_path)
     zoo.config("glm4_moe", vocab_size=4096).save_pretrained(tmp_path)
-    words = ("--model.config=config.json", "--training.steps=2", "--checkpoint.no-enable")
-    assert job.run(*words, "--metrics.enable_tensorboard", "--metrics.log_freq=1") == 0, job.err
+    arguments = ("--model.config=config.json", "--training.steps=2", "--checkpoint.no-enable")
+    assert job.run(*arguments, "--metrics.enable_tensorboard", "--metrics.log_freq=1") == 0, job.err
     (file,) = (tmp_path / "out").rglob("events.out.*")
     events = EventAccumulator(str(file)).Reload()
     assert [image.step for image in events.Images("experts/load")] == [1, 2]

@@ -116,11 +116,17 @@ def test_names_that_differ_are_told_together(single, values):
             values[f"model.layers.{layer}.mlp.down_proj.weight"],
         )
     save_file(values, single / SINGLE)
-    said, first, second = refusal(single), "model.layers.0.mlp", "model.layers.1.mlp"
-    assert said.startswith(f"{single} does not hold the weights of this model, LlamaForCausalLM: 4 tensors ")
-    assert f"({first}.up_proj.weight, {first}.down_proj.weight, {second}.up_proj.weight and 1 more)" in said
-    assert "1 tensor unexpected (surplus.weight); 1 tensor of another shape" in said
-    assert "(model.norm.weight is (17,) of float32 in model.safetensors, expected (16,) of float32)" in said
+    message, first, second = refusal(single), "model.layers.0.mlp", "model.layers.1.mlp"
+    assert message.startswith(
+        f"{single} does not hold the weights of this model, LlamaForCausalLM: 4 tensors "
+    )
+    assert (
+        f"({first}.up_proj.weight, {first}.down_proj.weight, {second}.up_proj.weight and 1 more)" in message
+    )
+    assert "1 tensor unexpected (surplus.weight); 1 tensor of another shape" in message
+    assert (
+        "(model.norm.weight is (17,) of float32 in model.safetensors, expected (16,) of float32)" in message
+    )
     built = model()
     before = built.model.layers[1].mlp.up_proj.weight.data.fill_(7.0).clone()
     values["model.norm.weight"] = torch.ones(16)
@@ -134,9 +140,9 @@ def test_names_that_differ_are_told_together(single, values):
 def test_types_whose_values_mean_something_else(single, values, dtype):
     values["model.norm.weight"] = values["model.norm.weight"].to(dtype)
     save_file(values, single / SINGLE)
-    said = refusal(single)
-    assert f"(16,) of {str(dtype).removeprefix('torch.')}" in said
-    assert "expected (16,) of float32" in said
+    message = refusal(single)
+    assert f"(16,) of {str(dtype).removeprefix('torch.')}" in message
+    assert "expected (16,) of float32" in message
 
 
 def test_a_tied_head_may_be_there_under_either_name_and_twice_only_if_equal(single, values):
@@ -175,9 +181,9 @@ def test_pickles_are_not_read(tmp_path):
 
     for name in ("pytorch_model.bin", "other.pt"):
         (tmp_path / name).write_bytes(pickle.dumps(Runs()))
-    said = refusal(tmp_path)
-    assert "holds its weights as pickles (other.pt, pytorch_model.bin)" in said
-    assert "convert them to safetensors" in said
+    message = refusal(tmp_path)
+    assert "holds its weights as pickles (other.pt, pytorch_model.bin)" in message
+    assert "convert them to safetensors" in message
     (tmp_path / SINGLE).write_bytes(pickle.dumps(Runs()))
     assert "model.safetensors is damaged" in refusal(tmp_path)
     assert not (tmp_path / "ran").exists()

@@ -79,21 +79,21 @@ def refusals(rank):
         "shape": whole | {norm: torch.zeros(65)},
         "tied": whole | {head: whole[head] + 1},
     }
-    said = {case: refused(model, state if rank == 0 else None) for case, state in states.items()}
-    said["none"] = refused(model, None)
-    said["one rank's own"] = refused(model, whole | ({norm: torch.zeros(65)} if rank == 3 else {}))
-    said["not strict"] = refused(model, states["lacking"] if rank == 0 else None, strict=False)
+    message = {case: refused(model, state if rank == 0 else None) for case, state in states.items()}
+    message["none"] = refused(model, None)
+    message["one rank's own"] = refused(model, whole | ({norm: torch.zeros(65)} if rank == 3 else {}))
+    message["not strict"] = refused(model, states["lacking"] if rank == 0 else None, strict=False)
     optimizer = torch.optim.AdamW(model.parameters())
     state = gather_full_optimizer_state_dict(model, optimizer)
     halves = list(model.parameters())
     other = torch.optim.AdamW([{"params": halves[:3]}, {"params": halves[3:]}])
-    said["groups"] = refusal_or_none(load_full_optimizer_state_dict, model, other, state or None)
+    message["groups"] = refusal_or_none(load_full_optimizer_state_dict, model, other, state or None)
     with torch.device("meta"):
-        said["meta"] = refused(nn.Linear(2, 2), {"weight": torch.ones(2, 2), "bias": torch.ones(2)})
+        message["meta"] = refused(nn.Linear(2, 2), {"weight": torch.ones(2, 2), "bias": torch.ones(2)})
     only = gather_full_state_dict(model, only=lambda name: "norm" in name)
     assert len(only) == (0 if rank else 9)
-    assert all(others == said for others in gather_objects(said))
-    return said
+    assert all(others == message for others in gather_objects(message))
+    return message
 
 
 def memory(rank):
@@ -181,10 +181,10 @@ def test_what_is_gathered_and_loaded_is_that_of_one_process(found):
 
 
 def test_a_state_that_does_not_fit_is_refused_by_every_rank(found):
-    said = found[1]
+    message = found[1]
     q, norm = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"
     begin = "the model can't be loaded: "
-    assert said.pop("not strict") is None
+    assert message.pop("not strict") is None
     words = {
         "lacking": f"{begin}2 tensors missing ({q}, model.layers.1.self_attn.q_proj.weight)",
         "unknown": f"{begin}1 tensor unexpected (model.nrm.weight)",
@@ -195,8 +195,8 @@ def test_a_state_that_does_not_fit_is_refused_by_every_rank(found):
         "groups": "the optimizer can't be loaded: it has other groups",
         "meta": f"{begin}2 tensors without memory yet",
     }
-    assert {case: text[: len(words[case])] for case, text in said.items()} == words
-    assert said["meta"].endswith(" (weight, bias)")
+    assert {case: text[: len(words[case])] for case, text in message.items()} == words
+    assert message["meta"].endswith(" (weight, bias)")
 
 
 def test_a_parameter_without_gradients_has_no_state_before_and_after(found):

@@ -97,24 +97,26 @@ def mixtral(folder, change):
     experts(state)
     change(state)
     save_file(state, folder / "model.safetensors")
-    said = refusal(load_weights, modeling.build(model.config).to_empty(device="cpu"), folder, kind=ModelError)
-    return said
+    message = refusal(
+        load_weights, modeling.build(model.config).to_empty(device="cpu"), folder, kind=ModelError
+    )
+    return message
 
 
 def test_experts_that_are_missing_or_do_not_fit(tmp_path):
     block = "model.layers.0.block_sparse_moe.experts"
-    said = mixtral(tmp_path, lambda state: state.pop(f"{block}.2.w3.weight"))
-    assert f"{block}.0.w3.weight ... {block}.3.w3.weight has the shape (3, 48, 64)" in said
-    assert f"{block}.0.w1.weight ... {block}.3.w1.weight (4, 48, 64)" in said
-    said = mixtral(tmp_path, lambda state: state.pop(f"{block}.3.w2.weight"))
-    assert "model.layers.0.mlp.experts.down_proj is (3, 64, 48) of float32" in said
-    assert "expected (4, 64, 48) of float32" in said
-    said = mixtral(tmp_path, lambda state: state.update({f"{block}.1.w2.weight": torch.zeros(3, 3)}))
-    assert f"{block}.1.w2.weight has the shape (3, 3) and {block}.0.w2.weight (64, 48)" in said
+    message = mixtral(tmp_path, lambda state: state.pop(f"{block}.2.w3.weight"))
+    assert f"{block}.0.w3.weight ... {block}.3.w3.weight has the shape (3, 48, 64)" in message
+    assert f"{block}.0.w1.weight ... {block}.3.w1.weight (4, 48, 64)" in message
+    message = mixtral(tmp_path, lambda state: state.pop(f"{block}.3.w2.weight"))
+    assert "model.layers.0.mlp.experts.down_proj is (3, 64, 48) of float32" in message
+    assert "expected (4, 64, 48) of float32" in message
+    message = mixtral(tmp_path, lambda state: state.update({f"{block}.1.w2.weight": torch.zeros(3, 3)}))
+    assert f"{block}.1.w2.weight has the shape (3, 3) and {block}.0.w2.weight (64, 48)" in message
 
 
 def test_two_names_for_one_tensor(tmp_path):
-    said = mixtral(
+    message = mixtral(
         tmp_path, lambda state: state.update({"model.layers.0.mlp.gate.weight": torch.zeros(4, 64)})
     )
-    assert "are both model.layers.0.mlp.gate.weight" in said
+    assert "are both model.layers.0.mlp.gate.weight" in message

@@ -63,7 +63,7 @@ def save_all(rank):
     save = partial(save_weights, model, folder / "bf16")
     save(dtype=torch.bfloat16, tokenizer=folder / "tokenizer")
     (folder / ".killed.writing").mkdir(exist_ok=True)
-    said = {
+    message = {
         "there": refused(save),
         "killed": refused(partial(save_weights, model, folder / "killed")),
         "size": refused(partial(save_weights, model, folder / "new", max_shard_size="5 bananas")),
@@ -74,16 +74,16 @@ def save_all(rank):
     (folder / "link").symlink_to(folder / "linked") if rank == 0 else None
     save_weights(model, folder / "link")
     model.config.temperature = 0.5  # which transformers takes for generation's, and refuses to write
-    said["of a library"] = refused(partial(save_weights, model, folder / "new"))
+    message["of a library"] = refused(partial(save_weights, model, folder / "new"))
     del model.config.temperature
-    said["no config"] = refused(partial(save_weights, torch.nn.Linear(2, 2), folder / "new"))
+    message["no config"] = refused(partial(save_weights, torch.nn.Linear(2, 2), folder / "new"))
     model.register_buffer("unheard", torch.ones(3))
-    said["of its config"] = refused(partial(save_weights, model, folder / "new"))
+    message["of its config"] = refused(partial(save_weights, model, folder / "new"))
     model = split("qwen2", SPLITS["tp 2"])
     with largest_file(20_000):
-        said["full"] = refused(partial(save_weights, model, folder / "new"))
-    assert all(others == said for others in gather_objects(said))
-    return said
+        message["full"] = refused(partial(save_weights, model, folder / "new"))
+    assert all(others == message for others in gather_objects(message))
+    return message
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,7 @@ def test_the_dtype_is_the_chosen_one_and_the_tokenizer_is_beside_it(saved):
 
 
 def test_what_can_not_be_written_is_refused_by_every_rank_and_leaves_nothing(saved):
-    folder, said = saved
+    folder, message = saved
     begin = {
         "there": "ModelError: /bf16 already exists",
         "killed": "ModelError: /.killed.writing is there: another process writes /killed",
@@ -172,7 +172,7 @@ def test_what_can_not_be_written_is_refused_by_every_rank_and_leaves_nothing(sav
         "no config": "ModelError: Linear has no config of transformers",
         "full": "NotSaved: /.new.writing can't be written (File too large)",
     }
-    lines = {case: line.replace(str(folder), "") for case, line in said.items()}
+    lines = {case: line.replace(str(folder), "") for case, line in message.items()}
     assert {case: line[: len(begin[case])] for case, line in lines.items()} == begin
     assert not [
         path for path in folder.iterdir() if path.name.startswith(".") and path.name != ".killed.writing"

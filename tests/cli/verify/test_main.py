@@ -129,8 +129,8 @@ def command(folder, capsys, monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
-    def call(*words: str) -> tuple[int, str, str]:
-        status = main(list(words))
+    def call(*arguments: str) -> tuple[int, str, str]:
+        status = main(list(arguments))
         return status, *capsys.readouterr()
 
     yield call
@@ -226,7 +226,7 @@ def test_a_job_is_proved_as_it_is_split(command, folder):
 
 
 @pytest.mark.parametrize(
-    ("words", "model"),
+    ("arguments", "model"),
     [
         (("titanplans.plans.hf.qwen:Qwen3Plan", "--layers", "1"), "qwen3, flavor debug"),
         (("own_plans_of_test_verify:Unregistered", "--model", "qwen3.json", "--layers", "1"), "qwen3.json"),
@@ -240,15 +240,15 @@ def test_a_job_is_proved_as_it_is_split(command, folder):
         ),
     ],
 )
-def test_a_plan_finds_its_model(command, words, model):
-    status, out, err = command("verify", *words, "--quick", *ONE_CASE)
+def test_a_plan_finds_its_model(command, arguments, model):
+    status, out, err = command("verify", *arguments, "--quick", *ONE_CASE)
     assert (status, err) == (0, "")
     assert out.splitlines()[0] == model
 
 
 def test_a_dict_for_a_model_of_no_known_parts(command):
-    words = (f"{OURS}:NO_BLOCKS", "--model", f"{OURS}:no_blocks", "--no-sequence-parallel")
-    status, out, err = command("verify", *words)
+    arguments = (f"{OURS}:NO_BLOCKS", "--model", f"{OURS}:no_blocks", "--no-sequence-parallel")
+    status, out, err = command("verify", *arguments)
     assert (status, err) == (0, "")
     assert "collectives are not counted: there is no list of blocks" in out
     assert out.splitlines()[-1].startswith("proved: 14 cases")  # an MLP of 12 is no share for each of 8 ranks
@@ -399,25 +399,25 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_one_line_and_status_2(command, case):
-    words, said = REFUSED[case]
-    status, out, err = command(*words)
+    arguments, message = REFUSED[case]
+    status, out, err = command(*arguments)
     assert (status, out) == (2, "")
     assert err.startswith("error: ")
-    assert said in err
+    assert message in err
     assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("size", "words", "said"),
+    ("size", "arguments", "message"),
     [
         ("2", (), "--nproc-per-node 2 -m titanplans verify gla --process-group"),
         ("2", ("--process-group", "--tp", "4"), "tp 4: torchrun started 2 processes"),
         ("1", ("--process-group",), "--process-group: torchrun started 1 processes"),
     ],
 )
-def test_a_launch_that_does_not_fit_is_refused(command, monkeypatch, size, words, said):
+def test_a_launch_that_does_not_fit_is_refused(command, monkeypatch, size, arguments, message):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", size)
-    status, out, err = command("verify", "gla", *words)
+    status, out, err = command("verify", "gla", *arguments)
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert said in err
+    assert message in err

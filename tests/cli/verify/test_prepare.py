@@ -113,7 +113,7 @@ def test_special_tokens_of_images_and_videos_stay_different():
 
 
 @pytest.mark.parametrize(
-    ("words", "degrees"),
+    ("arguments", "degrees"),
     [
         ("", [Degrees(tp=2, cp=2)]),
         ("--tp 4", [Degrees(tp=4, cp=2)]),
@@ -121,8 +121,8 @@ def test_special_tokens_of_images_and_videos_stay_different():
         ("--cp 1 --tp 1 --process-group", [Degrees(tp=1)]),
     ],
 )
-def test_what_the_command_line_leaves_open_is_as_the_job_says(tmp_path, words, degrees):
+def test_what_the_command_line_leaves_open_is_as_the_job_says(tmp_path, arguments, degrees):
     job = tmp_path / "job.toml"
     job.write_text("[parallelism]\ntensor_parallel_degree = 2\ncontext_parallel_degree = 2\n")
-    request = parse(["verify", str(job), *words.split()])
+    request = parse(["verify", str(job), *arguments.split()])
     assert find_subject(str(job), request).degrees == tuple(degrees)

@@ -43,14 +43,14 @@ def run(folder: Path, *command: str, **environment: str) -> tuple[int, str, str]
     inherited = {
         k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "TORCHDYNAMO_DISABLE")
     }
-    words = ["-m", *command]
+    arguments = ["-m", *command]
     if command[0] == "titanplans":  # which lies elsewhere, and whose folder Python then looks into
         installed = folder / "bin" / "titanplans"
         installed.parent.mkdir(exist_ok=True)
         installed.write_text("from titanplans.cli.main import run\n\nif __name__ == '__main__':\n    run()\n")
-        words[:2] = [str(installed)]
+        arguments[:2] = [str(installed)]
     done = subprocess.run(
-        [sys.executable, *words],
+        [sys.executable, *arguments],
         cwd=folder,
         env=inherited | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
         capture_output=True,
@@ -113,12 +113,12 @@ def test_a_process_group_proves_its_degree_and_json_is_all_of_stdout(tmp_path):
     }
 
 
-def stopped(folder: Path, words: list[str], until: str) -> tuple[int, str, str, str]:
+def stopped(folder: Path, arguments: list[str], until: str) -> tuple[int, str, str, str]:
     """Stop `words` by SIGINT when the file matches `until`; return status, stdout, the terminal (stderr) and the file."""
     written = folder / "so_far"
     master, slave = os.openpty()
     started = subprocess.Popen(
-        [sys.executable, *words, f"--output={written}"],
+        [sys.executable, *arguments, f"--output={written}"],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -184,7 +184,7 @@ def test_of_several_models_those_that_are_done(tmp_path):
 @pytest.mark.thorough
 def test_the_file_has_what_is_printed(tmp_path, capsys):
     written = tmp_path / "proof.json"
-    words = [
+    arguments = [
         "verify",
         "llama",
         "--tp=2",
@@ -194,7 +194,7 @@ def test_the_file_has_what_is_printed(tmp_path, capsys):
         "--json",
         f"--output={written}",
     ]
-    assert main(words) == 0
+    assert main(arguments) == 0
     out = capsys.readouterr().out
     assert json.loads(out)["verdict"] == "proved"
     assert written.read_text() == out

@@ -81,7 +81,7 @@ def test_one_graph_under_compile():
 
 
 @pytest.mark.parametrize(
-    ("words", "kv_heads", "option"),
+    ("message", "kv_heads", "option"),
     [
         ("softcap", 4, dict(softcap=30.0)),
         ("alibi_slopes", 4, dict(alibi_slopes=torch.ones(4))),
@@ -89,8 +89,8 @@ def test_one_graph_under_compile():
         ("4 query heads are not a multiple of 3 key heads", 3, {}),
     ],
 )
-def test_what_torch_has_no_operator_for_is_refused(words, kv_heads, option):
-    with pytest.raises(KernelError, match=words):
+def test_what_torch_has_no_operator_for_is_refused(message, kv_heads, option):
+    with pytest.raises(KernelError, match=message):
         flash_attn_func(*tensors(4, 4, kv_heads=kv_heads), **option)
 
 

@@ -258,10 +258,10 @@ def applied(mode):
     return model
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_refused(words):
-    with pytest.raises(ParallelError, match=words):
-        REFUSED[words]()
+@pytest.mark.parametrize("message", REFUSED)
+def test_refused(message):
+    with pytest.raises(ParallelError, match=message):
+        REFUSED[message]()
 
 
 def test_options_reach_the_compiler():

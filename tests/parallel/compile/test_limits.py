@@ -61,12 +61,12 @@ NOT_FOR = {
 }
 
 
-@pytest.mark.parametrize("words", NOT_FOR)
-def test_no_use_on_this_device(words):
-    options, device = NOT_FOR[words]
-    with pytest.raises(ParallelError, match=words):
+@pytest.mark.parametrize("message", NOT_FOR)
+def test_no_use_on_this_device(message):
+    options, device = NOT_FOR[message]
+    with pytest.raises(ParallelError, match=message):
         check_on_mesh(on_mesh(options, device))
-    if 'cudagraphs"' not in words or device == "cuda":
+    if 'cudagraphs"' not in message or device == "cuda":
         check_on_mesh(on_mesh(options, {"cpu": "cuda", "cuda": "cpu"}[device]))
 
 

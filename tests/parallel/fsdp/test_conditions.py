@@ -127,9 +127,9 @@ def test_units_and_step(name, results):
         torch.testing.assert_close(weights[key], value.detach(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_refusals_come_before_anything_is_sharded(words, results):
-    message, untouched = results[1][words]
-    assert words in message
+@pytest.mark.parametrize("expected", REFUSED)
+def test_refusals_come_before_anything_is_sharded(expected, results):
+    message, untouched = results[1][expected]
+    assert expected in message
     assert "\n" not in message
     assert untouched

@@ -506,8 +506,8 @@ def test_ranks_without_images_join_the_sum(results):
 
 
 def test_units_refuse_images_on_some_ranks_only(results):
-    words = 'fsdp_towers = "blocks": some ranks\' batches have images'
-    assert [error.startswith(words) for error in results["only some, units"]] == [True, True]
+    message = 'fsdp_towers = "units": some ranks\' batches have images'
+    assert [error.startswith(message) for error in results["only some, units"]] == [True, True]
 
 
 REFUSED = {
@@ -542,13 +542,13 @@ def refusal(kind="tiny", fsdp=4, call=None):
             with call(model):
                 pass
 
-    said = refusal_or_none(attempt, kind=ParallelError) or ""
-    return said, call is not None or not any(isinstance(p, DTensor) for p in model.parameters())
+    message = refusal_or_none(attempt, kind=ParallelError) or ""
+    return message, call is not None or not any(isinstance(p, DTensor) for p in model.parameters())
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_refusals_come_before_anything_is_sharded(words, results):
-    message, untouched = results["refused"][words]
-    assert message.startswith(words)
+@pytest.mark.parametrize("expected", REFUSED)
+def test_refusals_come_before_anything_is_sharded(expected, results):
+    message, untouched = results["refused"][expected]
+    assert message.startswith(expected)
     assert "\n" not in message
     assert untouched

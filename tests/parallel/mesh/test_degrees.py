@@ -80,20 +80,20 @@ def test_the_outermost_axis_comes_first():
 
 
 @pytest.mark.parametrize(
-    ("degrees", "words"),
+    ("degrees", "message"),
     [
         (Degrees(pp=4), "pipeline_parallel_degree = 4"),
         (SimpleNamespace(cp=1, pp=2, ep=8), "pipeline_parallel_degree = 2"),
     ],
 )
-def test_what_is_laid_out_but_not_built_is_refused_by_name(degrees, words):
+def test_what_is_laid_out_but_not_built_is_refused_by_name(degrees, message):
     for ddp in (False, True):
-        with pytest.raises(ParallelError, match=words):
+        with pytest.raises(ParallelError, match=message):
             refuse_degrees(degrees, ddp=ddp)
 
 
 @pytest.mark.parametrize(
-    ("degrees", "words"),
+    ("degrees", "message"),
     [
         (
             dict(dp_shard=4, tp=2, ep=3),
@@ -103,8 +103,8 @@ def test_what_is_laid_out_but_not_built_is_refused_by_name(degrees, words):
         (dict(dp_shard=2, tp=4, ep=2), "ep = 2: .* 1, 4 or 8 would work"),
     ],
 )
-def test_ranks_that_can_not_share_experts_are_refused(degrees, words):
-    with pytest.raises(ParallelError, match=words):
+def test_ranks_that_can_not_share_experts_are_refused(degrees, message):
+    with pytest.raises(ParallelError, match=message):
         Degrees(**degrees).refuse_experts()
 
 
@@ -114,16 +114,16 @@ def test_ranks_that_share_experts(degrees):
 
 
 @pytest.mark.parametrize(
-    ("degrees", "words"),
+    ("degrees", "message"),
     [
         (Degrees(dp_replicate=2, dp_shard=1, ep=2), "ddp with ep = 2"),
         (Degrees(dp_replicate=2, dp_shard=1, tp=2), "ddp with tp = 2"),
         (Degrees(dp_shard=4), "set dp_shard to 1 and dp_replicate to 4"),
     ],
 )
-def test_degrees_that_split_the_model_are_refused_by_ddp(degrees, words):
+def test_degrees_that_split_the_model_are_refused_by_ddp(degrees, message):
     refuse_degrees(degrees)
-    with pytest.raises(ParallelError, match=words):
+    with pytest.raises(ParallelError, match=message):
         refuse_degrees(degrees, ddp=True)
 
 

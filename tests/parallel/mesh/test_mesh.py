@@ -158,7 +158,7 @@ def test_a_world_of_4096_is_no_more_work_than_one_of_8():
 
 
 @pytest.mark.parametrize(
-    ("names", "words"),
+    ("names", "message"),
     [
         ("ep", "no mesh is called 'ep': there are pp, "),
         (["tp", "fsdp"], "in the order pp"),
@@ -167,8 +167,8 @@ def test_a_world_of_4096_is_no_more_work_than_one_of_8():
         ([], "no mesh is called"),
     ],
 )
-def test_what_is_no_mesh(names, words):
-    with process_groups.fake_group(8), pytest.raises(ParallelError, match=words):
+def test_what_is_no_mesh(names, message):
+    with process_groups.fake_group(8), pytest.raises(ParallelError, match=message):
         Mesh(Degrees(cp=2, tp=2), "cpu").get_mesh(names)
 
 

@@ -105,7 +105,7 @@ def test_ctrl_c_during_the_tear_down_is_neither_lost_nor_in_its_way():
 
 
 @pytest.mark.parametrize(
-    ("variables", "words"),
+    ("variables", "message"),
     [
         ({"RANK": "0", "WORLD_SIZE": "1"}, "RANK, WORLD_SIZE set, but not LOCAL_RANK, "),
         ({"MASTER_ADDR": "localhost"}, "unset MASTER_ADDR for a single process"),
@@ -115,10 +115,10 @@ def test_ctrl_c_during_the_tear_down_is_neither_lost_nor_in_its_way():
         (dict.fromkeys(VARIABLES, "2") | {"RANK": "1"}, "LOCAL_RANK = 2 of LOCAL_WORLD_SIZE = 2"),
     ],
 )
-def test_variables_that_make_no_sense(monkeypatch, variables, words):
+def test_variables_that_make_no_sense(monkeypatch, variables, message):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ParallelError, match=words) as error, process_group("cpu"):
+    with pytest.raises(ParallelError, match=message) as error, process_group("cpu"):
         pass
     assert "\n" not in str(error.value)
     assert not dist.is_initialized()

@@ -128,10 +128,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_before_anything_is_changed(case):
-    make, options, words = REFUSED[case]
+    make, options, message = REFUSED[case]
     model = make()
     types = [type(module) for module in model.modules()]
-    with pytest.raises(ParallelError, match=words):
+    with pytest.raises(ParallelError, match=message):
         convert(model, **options)
     assert [type(module) for module in model.modules()] == types
 
@@ -207,6 +207,6 @@ OPTIONS = {
 
 @pytest.mark.parametrize("case", OPTIONS)
 def test_options_that_exclude_each_other(case):
-    options, words = OPTIONS[case]
-    with pytest.raises(ParallelError, match=words):
+    options, message = OPTIONS[case]
+    with pytest.raises(ParallelError, match=message):
         FSDP2Config(float8=options)

@@ -292,8 +292,9 @@ def test_shards_that_are_not_equal_are_not_gathered_in_float8(ranks, degrees, ro
     options = {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}
     with process_groups.fake_group(ranks):
         manager = ParallelManager(strategy(options), degrees, device_type="cpu")
-        said = refusal(manager.parallelize, modeling.build(config))
+        message = refusal(manager.parallelize, modeling.build(config))
     assert (
-        f"q_proj has {rows} and FSDP2 gathers only equal shards in float8, which 3 ranks do not have" in said
+        f"q_proj has {rows} and FSDP2 gathers only equal shards in float8, which 3 ranks do not have"
+        in message
     )
-    assert said.endswith("filter_fqns ('q_proj'), or set data_parallel_shard_degree to 1 or 2")
+    assert message.endswith("filter_fqns ('q_proj'), or set data_parallel_shard_degree to 1 or 2")

@@ -254,7 +254,7 @@ def test_conditions_that_a_model_refuses_are_left_out_and_reported():
     assert {
         "documents in a sequence: its forward refuses cu_seqlens: NotImplementedError: no documents "
         "(tests.proof.batches.test_conditions)",
-        "padding with a cache: its forward refuses use_cache: AssertionError: no mask beside a cache "
+        "padding with a cache: its forward refuses use_cache: AssertionError: no mask with a cache "
         "(tests.proof.batches.test_conditions)",
     } <= without_line_numbers(report.uncovered)
 
@@ -351,7 +351,7 @@ def test_images_that_no_batch_has_are_reported():
 
     def uncovered(inputs, conditions):
         report = verify_sharded(Seeing, TinyPlan, inputs=inputs, conditions=conditions)
-        return [words for words in report.uncovered if "pixel_values" in words]
+        return [message for message in report.uncovered if "pixel_values" in message]
 
     named = ["images: no batch has pixel_values, which verify(inputs=...) would give"]
     tokens = torch.arange(16)[None]

@@ -1,4 +1,4 @@
-"""What can be known only once a split model runs: batches that differ, parameters that came later, random numbers."""
+"""Checks in the first forward of a split model: batches that differ, parameters added later, random numbers."""
 
 import copy
 import gc
@@ -16,7 +16,7 @@ TOKENS = torch.arange(16)[None]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (lambda rank: ((TOKENS + (rank == 2),), {}), r"different input_ids on .* rank 2 than"),
         (
@@ -27,17 +27,17 @@ TOKENS = torch.arange(16)[None]
     ],
     ids=["values", "shape", "flag"],
 )
-def test_ranks_with_different_batches(arguments, words):
+def test_ranks_with_different_batches_are_refused(arguments, message):
     def work(world):
         model = split(world)
         args, kwargs = arguments(world.mesh.get_local_rank())
         model(*args, **kwargs)
 
-    with pytest.raises(PlanError, match=words):
+    with pytest.raises(PlanError, match=message):
         run_on_threads(work, 4)
 
 
-def test_nothing_is_left_after_the_first_forward_in_training():
+def test_the_hooks_are_removed_after_the_first_forward_in_training():
     def work(world):
         model = split(world)
         hooks = [len(table) for table in (model._forward_pre_hooks, model._forward_hooks)]
@@ -46,26 +46,26 @@ def test_nothing_is_left_after_the_first_forward_in_training():
         twin = copy.deepcopy(model)
         model.train()(TOKENS)
         twin.train()(TOKENS)
-        left = [len(table) for table in (model._forward_pre_hooks, model._forward_hooks)]
-        assert left == [len(table) for table in (twin._forward_pre_hooks, twin._forward_hooks)]
-        return [before - after for before, after in zip(hooks, left, strict=True)]
+        hooks_left = [len(table) for table in (model._forward_pre_hooks, model._forward_hooks)]
+        assert hooks_left == [len(table) for table in (twin._forward_pre_hooks, twin._forward_hooks)]
+        return [before - after for before, after in zip(hooks, hooks_left, strict=True)]
 
     assert min(run_on_threads(work)) >= 1
 
 
-def test_a_split_model_holds_no_whole_parameter():
+def test_a_split_model_keeps_no_full_parameter():
     def work(world):
         model = Tiny()
-        whole = [weakref.ref(parameter) for parameter in model.parameters()]
+        references = [weakref.ref(parameter) for parameter in model.parameters()]
         split(world, model)
         gc.collect()
-        return [reference() for reference in whole if reference() is not None]
+        return [reference() for reference in references if reference() is not None]
 
     assert run_on_threads(work) == []
 
 
 class Adapted(nn.Module):
-    """A projection with a low-rank adapter beside it, as peft's."""
+    """A projection with a low-rank adapter, as in peft."""
 
     def __init__(self, base):
         super().__init__()
@@ -75,7 +75,7 @@ class Adapted(nn.Module):
         return self.base(x) + self.lora_B(self.lora_A(x))
 
 
-def test_an_adapter_that_came_after_the_split():
+def test_an_adapter_added_after_the_split_is_refused():
     def work(world):
         model = split(world)
         model.layers[1].attn.q_norm = Adapted(model.layers[1].attn.q_norm)
@@ -85,7 +85,7 @@ def test_an_adapter_that_came_after_the_split():
         run_on_threads(work)
 
 
-def test_an_adapter_that_came_before_the_split():
+def test_an_adapter_added_before_the_split():
     model = Tiny()
     model.layers[1].mlp.down_proj = Adapted(model.layers[1].mlp.down_proj)
     with pytest.raises(PlanError, match=r"lora_A.* is an adapter's"):
@@ -111,7 +111,7 @@ def test_dropout_is_refused_for_training_before_anything_moves():
     check_plan(WithDropout(False), Degrees(tp=1), plan=TinyPlan)
 
 
-def test_random_numbers_in_a_forward_are_found_when_it_trains():
+def test_random_numbers_in_a_forward_in_training_are_refused():
     def work(world):
         model = split(world, WithDropout(True))
         model.eval()

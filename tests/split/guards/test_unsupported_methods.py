@@ -1,4 +1,4 @@
-"""What takes a split model's weights for whole: state dicts are distributed, methods of transformers refused by name."""
+"""Methods that expect full weights: full state dicts are distributed, methods of transformers are refused by name."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def llama(**options):
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "message"),
     [
         (lambda model: model.init_weights(), r"init_weights .*initialize\(model, seed=0\)"),
         (lambda model: model.apply(model._init_weights), r"_init_weights .*initialize\(model, seed=0\)"),
@@ -37,44 +37,42 @@ def llama(**options):
     ],
     ids=["init_weights", "apply", "base", "reset", "resize", "tie", "save"],
 )
-def test_methods_that_take_weights_for_whole(call, words):
+def test_methods_that_expect_full_weights_are_refused(call, message):
     def work(world):
         model = llama()
         apply_plan(model, world.mesh)
         call(model)
 
-    with pytest.raises(PlanError, match=words):
+    with pytest.raises(PlanError, match=message):
         threads.run(1, CPU, work)
 
 
 def loading(rank):
-    """On each kind of mesh: a whole state dict in, and out into a file."""
-    whole = {name: value * 2 + 1 for name, value in llama().state_dict().items()}
+    """On each kind of mesh, load a full state dict, and save one to a file."""
+    full = {name: value * 2 + 1 for name, value in llama().state_dict().items()}
     wrong, saved = [], []
     for degrees in (Degrees(tp=4), Degrees(tp=2), Degrees(dp_replicate=2, dp_shard=1, tp=2)):
         config = FSDP2Config(disable_loss_parallel=True)
         model = ParallelManager(config, degrees, device_type="cpu").parallelize(llama())
-        assert not model.load_state_dict(whole).missing_keys
+        assert not model.load_state_dict(full).missing_keys
         state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        wrong += [
-            name for name, value in (state if rank == 0 else {}).items() if not value.equal(whole[name])
-        ]
+        wrong += [name for name, value in (state if rank == 0 else {}).items() if not value.equal(full[name])]
         if rank == 0:
             model.save_pretrained("saved", state_dict=state)
-            saved.append(type(model).from_pretrained("saved").lm_head.weight.equal(whole["lm_head.weight"]))
+            saved.append(type(model).from_pretrained("saved").lm_head.weight.equal(full["lm_head.weight"]))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(model, dict(whole) if rank == 0 else {}, options=options)
+        set_model_state_dict(model, dict(full) if rank == 0 else {}, options=options)
         state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-        wrong += [name for name, value in state.items() if not value.equal(whole[name])]
+        wrong += [name for name, value in state.items() if not value.equal(full[name])]
         wrong += other_batches(model, rank)
     return wrong, saved
 
 
 def other_batches(model, rank):
-    """Ranks with other data each: right for those of the data-parallel mesh, and an error for those that split a model."""
+    """Batches that differ: correct between data-parallel ranks, an error between ranks that split a model."""
     mesh = model.lm_head._parameters["weight"].device_mesh
     tp = mesh.get_local_rank("tp")
     try:
@@ -82,28 +80,28 @@ def other_batches(model, rank):
             model(TOKENS + rank)
         return ["not noticed"]
     except PlanError as error:
-        found = (
+        results = (
             []
             if "different input_ids on model-parallel rank 1 than on rank 0" in str(error)
             else [str(error)]
         )
     model(TOKENS + rank - tp).logits.sum().backward()
-    return found
+    return results
 
 
-def test_whole_state_dicts(tmp_path, monkeypatch):
+def test_full_state_dicts_are_loaded_and_saved(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert process_groups.run(loading, 4) == ([], [True] * 3)
 
 
-def test_a_whole_state_dict_without_fsdp_and_one_of_another_shape():
-    whole, other = Tiny(tied=True).state_dict(), Tiny().state_dict()
+def test_full_state_dicts_without_fsdp_and_with_another_shape():
+    full, other = Tiny(tied=True).state_dict(), Tiny().state_dict()
 
     def work(world):
         model = Tiny(tied=True)
         apply_plan(model, world.mesh, plan=TinyPlan)
-        model.load_state_dict(whole)
-        right = [p.full_tensor().equal(whole[name]) for name, p in model.named_parameters()]
+        model.load_state_dict(full)
+        right = [p.full_tensor().equal(full[name]) for name, p in model.named_parameters()]
         model.layers.load_state_dict(
             {k.removeprefix("layers."): v for k, v in other.items() if "layers" in k}
         )
@@ -111,7 +109,7 @@ def test_a_whole_state_dict_without_fsdp_and_one_of_another_shape():
             p.full_tensor().equal(other[name]) for name, p in model.named_parameters() if "layers" in name
         ]
         with pytest.raises(RuntimeError, match=r"size mismatch for norm\.weight"):
-            model.load_state_dict(whole | {"norm.weight": torch.ones(8)})
+            model.load_state_dict(full | {"norm.weight": torch.ones(8)})
         return all(right)
 
     assert threads.run(4, CPU, work)
@@ -124,13 +122,13 @@ def test_gradients_clipped_by_value():
         nn.utils.clip_grad_value_(model.parameters(), 1e-3)
         return {name: parameter.grad for name, parameter in model.named_parameters()}
 
-    whole = llama()
-    expected = gradients(whole, whole(TOKENS).logits)
+    unsplit = llama()
+    expected = gradients(unsplit, unsplit(TOKENS).logits)
 
     def work(world):
         model = llama()
         apply_plan(model, world.mesh, loss_parallel=False)
-        found = gradients(model, model(TOKENS).logits)
-        return max((grad.full_tensor() - expected[name]).abs().max().item() for name, grad in found.items())
+        grads = gradients(model, model(TOKENS).logits)
+        return max((grad.full_tensor() - expected[name]).abs().max().item() for name, grad in grads.items())
 
     assert threads.run(2, CPU, work) < 1e-7

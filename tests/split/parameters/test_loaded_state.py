@@ -36,31 +36,31 @@ def weights(model):
 
 
 def loads(rank):
-    """Per split, the errors of loading the own files and those of rank 0, on each rank; what loads goes on alike."""
+    """Return by split the errors of each rank that loads its own file and that of rank 0; check the next step."""
     folder = Path(gather_objects(tempfile.mkdtemp())[0])
-    found = {}
+    errors = {}
     for split, degrees in SPLITS.items():
         model, optimizer = trained(degrees)
         torch.save([model.state_dict(), optimizer.state_dict()], folder / f"{rank}.pt")
         step(model, optimizer)
         right = weights(model)
         dist.barrier()
-        said = []
+        messages = []
         for name in (f"{rank}.pt", "0.pt"):
             model, optimizer = trained(degrees)
-            own, moments = torch.load(folder / name, weights_only=True)
-            said.append(refusal_or_none(model.load_state_dict, own, kind=ModelError))
+            state, moments = torch.load(folder / name, weights_only=True)
+            messages.append(refusal_or_none(model.load_state_dict, state, kind=ModelError))
             optimizer.load_state_dict(moments)
-            said.append(refusal_or_none(step, model, optimizer, kind=ModelError))
-            if said[-2:] == [None, None]:
+            messages.append(refusal_or_none(step, model, optimizer, kind=ModelError))
+            if messages[-2:] == [None, None]:
                 equal = all(torch.equal(*pair) for pair in zip(weights(model), right, strict=True))
                 assert equal, (split, name)
-        found[split] = gather_objects(said)
+        errors[split] = gather_objects(messages)
         full = zoo.build("qwen3", dtype=torch.float32).state_dict()
         model.load_state_dict({name: tensor + 1 for name, tensor in full.items()})
         for name, tensor in model.state_dict().items():
             assert torch.equal(tensor.full_tensor(), full[name] + 1), (split, name)
-    return found
+    return errors
 
 
 loaded = process_groups.module_fixture(loads, 2)
@@ -81,5 +81,5 @@ def test_a_rank_loads_its_own_shards_and_not_those_of_another(loaded):
         assert "load_full_optimizer_state_dict" in others_moments
 
 
-def test_replicas_load_what_one_of_them_saved(loaded):
+def test_replicas_load_the_shards_that_one_of_them_saved(loaded):
     assert loaded["two copies"] == [[None] * 4] * 2

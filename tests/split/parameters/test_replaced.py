@@ -1,6 +1,6 @@
-"""An optimizer that was made before the split: carried over by `prepare_optimizer`, and refused at its step elsewhere.
+"""Optimizers built before the split: `prepare_optimizer` carries them over; otherwise their step is refused.
 
-One spawn of four ranks; what a carried one trains is compared in test_manager.
+test_manager.py compares training with an optimizer that was carried over.
 """
 
 import copy
@@ -30,7 +30,7 @@ def backward(
 
 
 def after_the_split(tied):
-    """What optimizers made before `apply_plan` say, and one made behind it."""
+    """Return the errors of optimizers built before `apply_plan`; and of one built after it, and of a copy made before."""
     model = Tiny(tied)
     params = list(model.parameters())
     matrices = [param for param in params if param.ndim == 2]
@@ -39,16 +39,20 @@ def after_the_split(tied):
     apply_plan(model, init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)), plan=TinyPlan)
     late = torch.optim.AdamW(model.parameters())
     backward(model)
-    found = [refusal_or_none(optimizer.step) for optimizer in early]
-    found += [
+    of_early = [refusal_or_none(optimizer.step) for optimizer in early]
+    of_early += [
         refusal_or_none(early[0].zero_grad),
         refusal_or_none(torch.nn.utils.clip_grad_norm_, params, 1.0),
     ]
-    return found, [refusal_or_none(late.step), refusal_or_none(late.zero_grad), refusal_or_none(copied.step)]
+    return of_early, [
+        refusal_or_none(late.step),
+        refusal_or_none(late.zero_grad),
+        refusal_or_none(copied.step),
+    ]
 
 
 def between_split_and_shard():
-    """What an optimizer made between `apply_plan` and torch's own `fully_shard` says; and one made later."""
+    """Return the errors of an optimizer built between `apply_plan` and torch's `fully_shard`, and of one built later."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = Tiny()
     apply_plan(model, mesh["tp"], plan=TinyPlan)
@@ -61,7 +65,7 @@ def between_split_and_shard():
 
 
 def by_a_manager(make=torch.optim.AdamW, prepare=True, step=False, strategy=TP, **options):
-    """What `prepare_optimizer`, or a step without it, says of an optimizer made before `parallelize`."""
+    """Return the error of `prepare_optimizer`, or of a step without it, for an optimizer built before `parallelize`."""
     manager = ParallelManager(strategy[0].replace(**options), strategy[1], device_type="cpu")
     model = build()
     optimizer = make(model.parameters(), lr=0.1)
@@ -74,7 +78,7 @@ def by_a_manager(make=torch.optim.AdamW, prepare=True, step=False, strategy=TP, 
 
 
 def muon(early):
-    """The weights after a step of Muon on packed matrices, made before `parallelize` or behind it."""
+    """Return the weights after a step of Muon on packed matrices; it is built before or after `parallelize`."""
     manager, model = ParallelManager(*TP, device_type="cpu"), build()
 
     def make():
@@ -116,30 +120,30 @@ REPLACED = "was replaced when"
 
 
 @pytest.mark.parametrize("case", ["split", "split, tied"])
-def test_a_step_of_an_optimizer_made_before_the_split_is_refused(case, results):
+def test_a_step_of_an_optimizer_built_before_the_split_is_refused(case, results):
     early, others = results[case]
     assert len(early) == 5
-    for words in early:
-        assert words.startswith("parameter '")
-        assert REPLACED in words
-        assert "prepare_optimizer" in words
+    for message in early:
+        assert message.startswith("parameter '")
+        assert REPLACED in message
+        assert "prepare_optimizer" in message
     assert others == [None, None, None]
 
 
-def test_an_optimizer_made_between_the_split_and_torch_s_fully_shard_is_refused(results):
+def test_an_optimizer_built_between_the_split_and_fully_shard_is_refused(results):
     early, late = results["sharded"]
     assert REPLACED in early
     assert late is None
 
 
-def test_a_manager_s_model_with_an_optimizer_that_was_not_prepared(results):
+def test_an_optimizer_that_was_not_prepared_is_refused(results):
     assert REPLACED in results["fsdp2"]
     assert REPLACED in results["tp"]
     assert results["ddp"] is None
 
 
 @pytest.mark.parametrize(
-    ("case", "words"),
+    ("case", "message"),
     [
         ("state", "AdamW was built before the model was parallelised"),
         ("adagrad", "Adagrad was built before the model was parallelised"),
@@ -148,11 +152,11 @@ def test_a_manager_s_model_with_an_optimizer_that_was_not_prepared(results):
         ("no model", "call parallelize(model) first"),
     ],
 )
-def test_what_prepare_optimizer_can_t_carry_over(case, words, results):
-    assert words in results[case]
+def test_prepare_optimizer_refuses_what_it_can_t_carry_over(case, message, results):
+    assert message in results[case]
 
 
-def test_muon_is_carried_over_with_what_its_packed_matrices_hold(results):
+def test_muon_is_carried_over_with_its_packed_matrices(results):
     early, late, begun = results["muon"]
     torch.testing.assert_close(early, late, rtol=0, atol=0)
     assert not early["layers.0.mlp.gate_proj.weight"].equal(begun["layers.0.mlp.gate_proj.weight"])

@@ -1,4 +1,4 @@
-"""Orders of every schedule of torch's: each computation once, none that waits for ever, and refusals before torch's."""
+"""Orders of every schedule of torch: each computation once, no deadlock, and refusals before torch's."""
 
 import itertools
 from typing import get_args
@@ -21,7 +21,7 @@ from titanplans.split.stages.schedules import (
 from titanplans.torch_private.pipelining import rank_orders
 
 SIZES = list(itertools.product(SCHEDULES, (1, 2, 4), (1, 2, 3), (1, 2, 3, 4, 7, 8, 9)))
-"""Schedules, ranks, stages a rank, micro batches."""
+"""Schedule, ranks, stages per rank, micro batches."""
 
 
 def allowed(schedule, ranks, each, microbatches):
@@ -32,48 +32,48 @@ def allowed(schedule, ranks, each, microbatches):
     return True
 
 
-def words(schedule, ranks, stages, microbatches):
-    """The orders by torch's letters."""
+def letters_of(schedule, ranks, stages, microbatches):
+    """Return the orders as torch writes them, with its letters."""
     letters = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
     return [
-        " ".join(f"{one.stage}{letters[one.kind]}{one.microbatch}" for one in order)
+        " ".join(f"{action.stage}{letters[action.kind]}{action.microbatch}" for action in order)
         for order in orders(schedule, ranks, stages, microbatches)
     ]
 
 
-def test_the_names_are_those_of_the_option():
+def test_the_schedules_are_those_of_the_option():
     assert get_args(PipelineParallel.model_fields["pipeline_parallel_schedule"].annotation) == tuple(
         SCHEDULES
     )
 
 
-def test_each_computation_is_there_once_and_after_what_it_needs():
+def test_each_computation_occurs_once_and_after_its_inputs():
     for schedule, ranks, each, microbatches in (size for size in SIZES if allowed(*size)):
         stages = ranks * each
-        found = orders(schedule, ranks, stages, microbatches)
-        placed = [{action.stage for action in order} for order in found]
+        by_rank = orders(schedule, ranks, stages, microbatches)
+        placed = [{action.stage for action in order} for order in by_rank]
         assert placed == list(map(set, stages_of_ranks(schedule, ranks, stages)))
-        one = merge_orders(found)
+        merged = merge_orders(by_rank)
         backwards = {"backward", "backward_input"} if SCHEDULES[schedule].splits_backward else {"backward"}
-        assert len(one) == len(set(one)) == sum(map(len, found))
-        assert {action.kind for action in one} - {"forward", "backward_weight"} <= backwards
-        assert {completed(action) for action in one if action.kind != "backward_weight"} == {
-            Action(stage, kind, number)
+        assert len(merged) == len(set(merged)) == sum(map(len, by_rank))
+        assert {action.kind for action in merged} - {"forward", "backward_weight"} <= backwards
+        assert {completed(action) for action in merged if action.kind != "backward_weight"} == {
+            Action(stage, kind, microbatch)
             for stage in range(stages)
             for kind in ("forward", "backward_input")
-            for number in range(microbatches)
+            for microbatch in range(microbatches)
         }
-        parts = {(a.stage, a.microbatch) for a in one if a.kind == "backward_input"}
-        assert parts == {(a.stage, a.microbatch) for a in one if a.kind == "backward_weight"}
+        split_backwards = {(a.stage, a.microbatch) for a in merged if a.kind == "backward_input"}
+        assert split_backwards == {(a.stage, a.microbatch) for a in merged if a.kind == "backward_weight"}
         done = set()
-        for action in one:
+        for action in merged:
             assert done.issuperset(needs(action, stages))
             done.add(completed(action))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_torch_refuses_is_refused_before(schedule):
-    """And of what is refused torch takes only one stage a rank under the loops, which are then 1F1B and GPipe."""
+def test_orders_that_torch_refuses_are_refused(schedule):
+    """Torch accepts one of these: a looped schedule with one stage per rank, which is then 1F1B or GPipe."""
     for _, ranks, each, microbatches in (size for size in SIZES if size[0] == schedule):
         if schedule in ("GPipe", "1F1B") and each > 1:
             continue  # torch is given one stage
@@ -87,10 +87,10 @@ def test_what_torch_refuses_is_refused_before(schedule):
 
 
 def test_the_orders_of_small_pipelines():
-    assert words("1F1B", 2, 2, 3) == ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
-    assert words("GPipe", 2, 2, 2) == ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"]
-    assert words("LoopedBFS", 2, 4, 1) == ["0F0 2F0 2B0 0B0", "1F0 3F0 3B0 1B0"]
-    first, second = words("DualPipeV", 2, 4, 4)
+    assert letters_of("1F1B", 2, 2, 3) == ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
+    assert letters_of("GPipe", 2, 2, 2) == ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"]
+    assert letters_of("LoopedBFS", 2, 4, 1) == ["0F0 2F0 2B0 0B0", "1F0 3F0 3B0 1B0"]
+    first, second = letters_of("DualPipeV", 2, 4, 4)
     assert first.startswith("0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0")
     assert second.endswith("2I3 1I3 2W3 1W3")
 
@@ -114,7 +114,7 @@ def test_orders_that_never_end_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         (("1f1b", 2, 2, 4), 'schedule = "1f1b": no such schedule; there are GPipe, 1F1B'),
         (("1F1B", 3, 4, 4), "4 stages over 3 ranks: .*; 3 or 6 stages would work"),
@@ -129,6 +129,6 @@ def test_orders_that_never_end_are_refused():
         (("Interleaved1F1B", 4, 8, 9), "it runs them in 2 equal rounds; 8 or 12 would work"),
     ],
 )
-def test_a_refusal_names_what_would_work(given, message):
+def test_a_refusal_names_what_would_work(arguments, message):
     with pytest.raises(ParallelError, match=message):
-        orders(*given)
+        orders(*arguments)

@@ -1,6 +1,6 @@
-"""Stages one after the other in one process are the whole model: logits to the last bit, and every gradient.
+"""Stages that run one after the other in one process have the logits of the unsplit model, bit for bit, and its gradients.
 
-A parameter that several stages hold, such as that of a tied embedding, gets the sum of their gradients.
+A parameter of several stages, such as a tied embedding, gets the sum of their gradients.
 """
 
 import copy
@@ -20,7 +20,7 @@ OWN = {
     "nsa": dict(num_hidden_layers=2),  # its tiny config has one block
 }
 READS_VALUES = ("moba", "mom", "cat")
-"""Their code makes Python numbers of tensors, of which there are none on meta."""
+"""Their code reads Python numbers from tensors, which tensors on meta do not have."""
 NAMES = [name for name in (*zoo.ARCHITECTURES, *zoo.FAMILIES) if name != "tiny"]
 
 
@@ -29,29 +29,29 @@ def build(name, **fields):
     if hasattr(model.config, "output_router_logits"):
         model.config.output_router_logits = False  # refused below
     if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # the others multiply no float64
+        model.set_experts_implementation("eager")  # the other implementations do not support float64
     return model
 
 
-def cut(model, bounds, inputs):
-    """Stages of copies of `model`, traced on meta, and on text alone."""
+def split_into_stages(model, bounds, inputs):
+    """Return stages of copies of `model`, traced on the meta device with text alone."""
     decoder, traced, ids = find_decoder(model), copy.deepcopy(model), inputs["input_ids"]
     if model.config.model_type not in READS_VALUES:
         traced, ids = traced.to("meta"), ids.to("meta")
     with for_meta():
-        found = trace(traced, decoder, {"input_ids": ids})
-    stages = Stages(model, found, bounds[:-1])
-    made = [stages.build_stage(copy.deepcopy(model), at) for at in range(len(stages))]
-    for stage in made:
+        traced_values = trace(traced, decoder, {"input_ids": ids})
+    stages = Stages(model, traced_values, bounds[:-1])
+    built = [stages.build_stage(copy.deepcopy(model), at) for at in range(len(stages))]
+    for stage in built:
         stage.watch()
-    return made
+    return built
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_two_stages_are_the_model(name):
+def test_two_stages_equal_the_model(name):
     model, inputs = build(name), zoo.inputs(name)
     blocks = len(find_decoder(model).names)
-    stages = cut(model, (0, blocks // 2, blocks), inputs)
+    stages = split_into_stages(model, (0, blocks // 2, blocks), inputs)
     check(model, stages, inputs)
 
 
@@ -59,26 +59,26 @@ def test_two_stages_are_the_model(name):
     ("name", "takes"),
     [("llama", [0, 1, 1, 1]), ("gla", [0, 1, 1, 1]), ("rwkv7", [0, 2, 2, 2]), ("gpt2", [0, 1, 1, 1])],
 )
-def test_unequal_stages_hold_their_own_blocks_alone(name, takes):
+def test_unequal_stages_have_only_their_own_blocks(name, takes):
     layers = {"gpt2": "n_layer"}.get(name, "num_hidden_layers")
     model, inputs = build(name, **{layers: 6}), zoo.inputs(name)
-    stages = cut(model, (0, 1, 2, 5, 6), inputs)
+    stages = split_into_stages(model, (0, 1, 2, 5, 6), inputs)
     check(model, stages, inputs)
     assert [len(stage.takes) for stage in stages] == takes
-    for stage, own in zip(stages, (1, 1, 3, 1), strict=True):
-        assert len(find_decoder(stage.model).blocks) == own
-        assert sum(isinstance(module, StandInBlock) for module in stage.model.modules()) == 6 - own
+    for stage, count in zip(stages, (1, 1, 3, 1), strict=True):
+        assert len(find_decoder(stage.model).blocks) == count
+        assert sum(isinstance(module, StandInBlock) for module in stage.model.modules()) == 6 - count
     first, *inner, last = (stage.model for stage in stages)
     decoder = find_decoder(model)
     assert isinstance(last.get_submodule(decoder.embedding), StandInModule)
     assert isinstance(first.get_submodule(decoder.head), StandInModule)
     for stage in inner:
-        held = {name for name, _ in stage.named_parameters()}
-        assert all(any(name.startswith(f"{block}.") for block in decoder.names) for name in held), held
+        names = {name for name, _ in stage.named_parameters()}
+        assert all(any(name.startswith(f"{block}.") for block in decoder.names) for name in names), names
 
 
-def test_the_balance_of_routers_is_refused():
+def test_a_load_balancing_loss_is_refused():
     model, inputs = build("mixtral"), zoo.inputs("mixtral")
     model.config.output_router_logits = True
     with pytest.raises(ParallelError, match=r"output_router_logits = True: .* set it to False"):
-        cut(model, (0, 1, 2), inputs)
+        split_into_stages(model, (0, 1, 2), inputs)

@@ -1,4 +1,4 @@
-"""A job's stages of models of one's own: right to the last bit, or refused by name before a process starts."""
+"""Stages of a job for models of the user: bit-identical to the model, or refused by name before a process starts."""
 
 import copy
 import re
@@ -20,7 +20,7 @@ def parallelism(starts):
 
 
 def job_stages(name, starts):
-    """The stages that a job has of the model `name`, after its checks; and the model, as the job wraps it."""
+    """Return the stages that a job makes of the model `name` after its checks, and the model as the job wraps it."""
     config = user_model_config(f"tests.support.pipeline_models:{name}", {})
     on_meta = construct_user_model(config, torch.device("meta"), torch.float32)
     stages = stages_of(on_meta, parallelism(starts), len(starts) + 1, 8)
@@ -31,20 +31,20 @@ def job_stages(name, starts):
 
 @pytest.mark.parametrize("starts", [(2,), (1, 3)], ids=str)
 @pytest.mark.parametrize("name", pipeline_models.SUPPORTED)
-def test_stages_are_the_model(name, starts):
+def test_stages_equal_the_model(name, starts):
     stages, model = job_stages(name, starts)
     inputs = {"input_ids": torch.randint(pipeline_models.VOCABULARY, (2, 8))}
-    parts = [stages.build_stage(copy.deepcopy(model), at) for at in range(len(stages))]
-    for part in parts:
-        part.watch()
-    check(model, parts, inputs)
+    built = [stages.build_stage(copy.deepcopy(model), at) for at in range(len(stages))]
+    for stage in built:
+        stage.watch()
+    check(model, built, inputs)
 
 
 @pytest.mark.parametrize("name", pipeline_models.REFUSED)
-def test_what_no_stage_can_run_is_refused(name):
+def test_models_that_stages_can_not_run_are_refused(name):
     _, pattern = pipeline_models.REFUSED[name]
     with pytest.raises(ParallelError, match=pattern) as refusal:
         job_stages(name, (2,))
-    said = str(refusal.value)
-    assert re.match(rf"{name} can't be split into stages: ", said)
-    assert "without stages (pipeline_parallel_degree = 1)" in said
+    message = str(refusal.value)
+    assert re.match(rf"{name} can't be split into stages: ", message)
+    assert "without stages (pipeline_parallel_degree = 1)" in message

@@ -1,4 +1,4 @@
-"""Every function that torch lets a subclass override, on a sequence that looks whole: as on the whole one, or refused."""
+"""Every torch function that a subclass may override: on a ShardedSequence it equals the full sequence, or is refused."""
 
 import inspect
 import itertools
@@ -21,14 +21,14 @@ LEFT_OUT = """
     empty_like new_empty __reduce_ex__ __reduce__ __deepcopy__ __repr__ __format__ __hash__ share_memory_ storage
     untyped_storage typed_storage data_ptr const_data_ptr _cdata module_load retain_grad grad_fn
 """.split()  # noqa: SIM905
-"""Functions whose result is memory or an address, or of no tensor's numbers."""
+"""Functions that return memory or an address, or do not depend on values of a tensor."""
 
 
 class Alone(LocalTokens):
-    """The last of two ranks; it knows the numbers of the other."""
+    """The last of two ranks; it has the values of the other rank, so that gathers need no collective."""
 
-    def __init__(self, whole):
-        self.dim, self.rank, self.group, self.everyones = 1, RANKS - 1, ("", RANKS), whole
+    def __init__(self, full_sequence):
+        self.dim, self.rank, self.group, self.everyones = 1, RANKS - 1, ("", RANKS), full_sequence
 
     def gather(self, x):
         return Gathered.apply(x, self)
@@ -57,7 +57,7 @@ def other():
 
 
 def arguments(dummy):
-    """Yield arguments behind the sequence by which a function may be called."""
+    """Yield arguments, after the sequence, with which a function may be called."""
     names = [name for name, p in inspect.signature(dummy).parameters.items() if p.default is p.empty][1:]
     named = {"dim": 1, "dim0": 0, "dim1": 1, "p": 2, "dtype": torch.float32, "repeats": 2}
     if all(name in named for name in names):
@@ -71,7 +71,7 @@ def arguments(dummy):
 
 
 def called(function, make, rest):
-    """Return the sequence and what `function` makes of it, or None and the error."""
+    """Return the sequence and the result of `function`, or None and the error."""
     torch.manual_seed(0)
     x = make()
     try:
@@ -88,39 +88,39 @@ def called(function, make, rest):
         return x, None, error
 
 
-def whole():
-    return WHOLE.clone().requires_grad_() * 1  # no leaf
+def full_sequence():
+    return WHOLE.clone().requires_grad_() * 1  # not a leaf
 
 
 def plain():
     return WHOLE.clone()
 
 
-def seen(x):
-    """Return this rank's tokens of what may look whole, with which other results are compared as they are."""
+def local_tokens(x):
+    """Return this rank's tokens of a ShardedSequence, and any other result unchanged."""
     return x.shard if isinstance(x, ShardedSequence) else x
 
 
-def differs(found, expected):
+def differs(actual, expected):
     if isinstance(expected, torch.Tensor):
-        if isinstance(found, ShardedSequence):
-            found, expected = found.shard, own(expected)
-        if found.shape != expected.shape or found.dtype != expected.dtype:
+        if isinstance(actual, ShardedSequence):
+            actual, expected = actual.shard, own(expected)
+        if actual.shape != expected.shape or actual.dtype != expected.dtype:
             return True
-        found, expected = (
-            x.detach().to_dense() if x.layout != torch.strided else x.detach() for x in (found, expected)
+        actual, expected = (
+            x.detach().to_dense() if x.layout != torch.strided else x.detach() for x in (actual, expected)
         )
-        return not torch.allclose(found.double(), expected.double(), equal_nan=True)
-    return isinstance(expected, int | float | bool | str | torch.Size | torch.dtype) and found != expected
+        return not torch.allclose(actual.double(), expected.double(), equal_nan=True)
+    return isinstance(expected, int | float | bool | str | torch.Size | torch.dtype) and actual != expected
 
 
 @pytest.mark.parametrize("permission", [GRANTED, NOT_GRANTED], ids=["granted", "not granted"])
 @pytest.mark.parametrize("gradient", [True, False])
-def test_every_function_gives_what_the_whole_sequence_gives(permission, gradient):
-    """Or is refused, where it needs tokens that the plan does not let it gather."""
+def test_every_function_gives_the_result_of_the_full_sequence(permission, gradient):
+    """It is refused if it needs tokens that the plan does not permit to gather."""
     functions = list(itertools.chain.from_iterable(get_overridable_functions().values()))
     dummies, wrong, ran = get_testing_overrides(), [], set()
-    make = whole if gradient else plain
+    make = full_sequence if gradient else plain
 
     def shown():
         x = make()
@@ -136,13 +136,13 @@ def test_every_function_gives_what_the_whole_sequence_gives(permission, gradient
             if error is not None:
                 continue
             ran.add(name)
-            y, found, failed = called(function, shown, rest)
+            y, actual, failed = called(function, shown, rest)
             if isinstance(failed, PlanError):
                 break
             if failed is not None:
                 wrong.append(f"{name}{rest}: {failed!r}"[:200])
                 break
-            pairs = list(zip(tree_leaves(found), tree_leaves(expected), strict=False))
+            pairs = list(zip(tree_leaves(actual), tree_leaves(expected), strict=False))
             if any(differs(a, b) for a, b in pairs) or differs(y, x):
                 wrong.append(f"{name}{tuple(r.shape if isinstance(r, torch.Tensor) else r for r in rest)}")
                 break
@@ -157,7 +157,7 @@ def test_every_function_gives_what_the_whole_sequence_gives(permission, gradient
                 weight = floats[0].detach().cos()
                 try:
                     (at_x,) = torch.autograd.grad((floats[0] * weight).sum(), x, allow_unused=True)
-                except RuntimeError:  # it has no derivative
+                except RuntimeError:  # the function has no derivative
                     break
                 sums = a.shard * own(weight) if isinstance(a, ShardedSequence) else a * weight
                 (at_shard,) = torch.autograd.grad(sums.sum(), y.shard, allow_unused=True)
@@ -170,13 +170,13 @@ def test_every_function_gives_what_the_whole_sequence_gives(permission, gradient
     assert len(ran) > 500, len(ran)
 
 
-def test_the_table_names_functions_of_torch():
+def test_the_tables_name_functions_of_torch():
     holders = (torch.Tensor, torch, torch.nn.functional)
     table = rules.OF_TOKENS | rules.LIKE_ANOTHER
     assert not [name for name in table if not any(hasattr(holder, name) for holder in holders)]
 
 
-def test_without_a_permission_it_answers_casts_scales_and_views_of_its_shape():
+def test_without_a_permission_casts_scales_and_views_work():
     x = sharded_sequence(own(WHOLE), Alone(WHOLE), NOT_GRANTED)
     for same in (x.float(), x * 2, 2 * x / torch.tensor(3.0), x.view(x.shape), x[:, :], x.contiguous()):
         assert isinstance(same, ShardedSequence)
@@ -192,8 +192,8 @@ def test_without_a_permission_it_answers_casts_scales_and_views_of_its_shape():
     assert not x.gathered
 
 
-def test_a_part_of_a_sum_is_not_changed_in_place_by_another():
-    """Own tokens of the other part would be all that is left of it."""
+def test_a_partial_sum_is_not_changed_in_place_by_another():
+    """Otherwise only the local tokens of the other summand would remain."""
     doubled, x = (sharded_sequence(own(WHOLE), Alone(WHOLE), GRANTED, partial=True) for _ in range(2))
     doubled *= 2
     assert torch.equal(doubled.shard, own(WHOLE) * 2)
@@ -208,5 +208,5 @@ def test_the_sequence_may_be_given_by_keyword():
         torch.nn.functional.dropout(input=x, p=0.0),
         torch.where(condition=WHOLE > 0, input=x, other=torch.zeros(())),
     )
-    for found, expected in zip(made, (WHOLE.reshape(2, -1), WHOLE, WHOLE.clamp(min=0)), strict=True):
-        assert torch.equal(found.to_full() if isinstance(found, ShardedSequence) else found, expected)
+    for actual, expected in zip(made, (WHOLE.reshape(2, -1), WHOLE, WHOLE.clamp(min=0)), strict=True):
+        assert torch.equal(actual.to_full() if isinstance(actual, ShardedSequence) else actual, expected)

@@ -47,8 +47,8 @@ def at(job):
     return job.folder / "out" / "checkpoint"
 
 
-def run(capsys, *words):
-    status = main([str(word) for word in words])
+def run(capsys, *arguments):
+    status = main([str(word) for word in arguments])
     captured = capsys.readouterr()
     return status, captured.out + captured.err
 
@@ -91,9 +91,9 @@ def test_a_job_that_is_prolonged_says_which_steps_it_takes_again(job, at):
     shutil.copytree(at, job.folder / "prolonged" / "checkpoint")
     options = ("--job.dump_folder=prolonged", "--training.steps=3", "--checkpoint.interval=1")
     assert job.run(*options) == 0, job.err
-    said = job.out + job.err
-    assert "the job resumes from step-1 and repeats the steps up to 2: step-2 holds only" in said
-    assert "checkpoint.last_save_model_only = false" in said
+    message = job.out + job.err
+    assert "the job resumes from step-1 and repeats the steps up to 2: step-2 holds only" in message
+    assert "checkpoint.last_save_model_only = false" in message
     assert [step for step, _ in job.losses] == [2, 3]
     shutil.copytree(at / "step-1", job.folder / "whole" / "checkpoint" / "step-1")
     options = ("--job.dump_folder=whole", "--checkpoint.no-last_save_model_only")
@@ -109,9 +109,9 @@ def test_the_same_step_exported_has_the_same_weights(job, at, capsys):
     shutil.copytree(at / "step-1", other / "step-1")
     options = ("--job.dump_folder=again", "--training.steps=2", "--checkpoint.interval=1")
     assert job.run(*options, "--checkpoint.last_save_model_only=false") == 0, job.err
-    status, said = run(capsys, "export", other / "step-2", job.folder / "hf")
-    assert status == 0, said
-    assert said == f"{job.folder}/hf: 0.001 GB in 4 files, the tokenizer of {default_tokenizer_path()}\n"
+    status, message = run(capsys, "export", other / "step-2", job.folder / "hf")
+    assert status == 0, message
+    assert message == f"{job.folder}/hf: 0.001 GB in 4 files, the tokenizer of {default_tokenizer_path()}\n"
     exported, saved = (
         load_file(folder / "model.safetensors") for folder in (job.folder / "hf", at / "step-2")
     )
@@ -124,9 +124,9 @@ def test_the_same_step_exported_has_the_same_weights(job, at, capsys):
 
 def test_a_folder_becomes_a_seed_that_a_job_starts_from(job, at, capsys):
     seed = job.folder / "seed" / "step-0"
-    status, said = run(capsys, "import", at / "step-2", seed)
-    assert status == 0, said
-    assert said.endswith("; a job starts from it by checkpoint.initial_load_path\n")
+    status, message = run(capsys, "import", at / "step-2", seed)
+    assert status == 0, message
+    assert message.endswith("; a job starts from it by checkpoint.initial_load_path\n")
     assert damage(seed) is None
     weights, saved = weights_of(seed), load_file(at / "step-2" / "model.safetensors")
     assert weights.keys() == saved.keys()
@@ -140,8 +140,14 @@ def test_experts_and_towers_go_there_and_back(tmp_path, capsys):
         model = zoo.build(name, dtype=torch.bfloat16 if name == "qwen3" else torch.float32)
         model.save_pretrained(tmp_path / name)
         assert run(capsys, "import", tmp_path / name, tmp_path / f"{name}-seed", "--dtype", "float32")[0] == 0
-        words = ("export", tmp_path / f"{name}-seed", tmp_path / f"{name}-back", "--max-shard-size", "100KB")
-        assert run(capsys, *words)[0] == 0
+        arguments = (
+            "export",
+            tmp_path / f"{name}-seed",
+            tmp_path / f"{name}-back",
+            "--max-shard-size",
+            "100KB",
+        )
+        assert run(capsys, *arguments)[0] == 0
         back = AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}-back")
         inputs = zoo.inputs(name)
         with torch.no_grad():
@@ -193,7 +199,7 @@ def test_what_can_not_be_written_is_one_line(job, at, tmp_path, capsys):
     config.write_text(json.dumps(json.loads((job.folder / "gla.json").read_text()) | {"num_heads": 2}))
     hf, metadata = at / "step-2", "it holds no distributed checkpoint (.metadata)"
     plainly = ("export", plain, new)
-    for words, begins in (
+    for arguments, begins in (
         (("export", step, tmp_path / "there"), "export: /there already exists"),
         (("export", hf, new), f"export at/step-2: {metadata}; it already is a Hugging Face"),
         (("export", tmp_path / "there", new), f"export /there: {metadata}; name a step-N"),
@@ -217,10 +223,10 @@ def test_what_can_not_be_written_is_one_line(job, at, tmp_path, capsys):
             "model config '/there/config.json' can't be read: No such file",
         ),
     ):
-        status, said = run(capsys, *words)
-        said = said.replace(str(tmp_path), "").replace(str(at), "at")
-        assert re.match(re.escape(f"error: {begins}").replace(r"\.\*", ".*"), said), said
-        assert (status, said.index("\n")) == (2, len(said) - 1)
+        status, message = run(capsys, *arguments)
+        message = message.replace(str(tmp_path), "").replace(str(at), "at")
+        assert re.match(re.escape(f"error: {begins}").replace(r"\.\*", ".*"), message), message
+        assert (status, message.index("\n")) == (2, len(message) - 1)
     assert not new.exists()
     with largest_file(100_000):
         assert run(capsys, "export", step, new) == (1, f"error: {tmp_path}/.new.writing {FULL}")
@@ -259,17 +265,19 @@ def test_the_folder_has_the_chat_template_that_the_job_trained_with(tmp_path, ca
 
     assert template_of(checkpoint / "step-2") == TEMPLATE
     assert damage(checkpoint / "step-2") is None
-    words = ("export", checkpoint / "step-1")
-    status, said = run(capsys, *words, tmp_path / "missing", "--tokenizer", tmp_path / "tokenizer")
+    arguments = ("export", checkpoint / "step-1")
+    status, message = run(capsys, *arguments, tmp_path / "missing", "--tokenizer", tmp_path / "tokenizer")
     assert status == 2
-    assert "the chat template job.jinja can't be read (No such file or directory); name a Jinja file" in said
+    assert (
+        "the chat template job.jinja can't be read (No such file or directory); name a Jinja file" in message
+    )
     with contextlib.chdir(tmp_path):
-        assert run(capsys, *words, "hf") == (
+        assert run(capsys, *arguments, "hf") == (
             0,
             "hf: 0.001 GB in 5 files, the tokenizer of tokenizer with the chat template job.jinja\n",
         )
         (tmp_path / "other.jinja").write_text("other")
-        assert run(capsys, *words, "other", "--chat-template", "other.jinja")[0] == 0
+        assert run(capsys, *arguments, "other", "--chat-template", "other.jinja")[0] == 0
     assert template_of(tmp_path / "hf") == TEMPLATE
     assert template_of(tmp_path / "other") == "other"
 

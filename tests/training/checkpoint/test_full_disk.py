@@ -16,16 +16,16 @@ from titanplans.errors import NotSaved
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mounts a small disk, and looks into /proc")
 
 
-def on_a_small_disk(words):
+def on_a_small_disk(arguments):
     Path("out").mkdir()
     if not mount_small_disk(Path("out"), megabytes=8):
         sys.exit("no mount")
-    run_titanplans(words)
+    run_titanplans(arguments)
 
 
-def with_stdout_full(words):
+def with_stdout_full(arguments):
     os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
-    run_titanplans(words)
+    run_titanplans(arguments)
 
 
 def fill(folder):

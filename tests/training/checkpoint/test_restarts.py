@@ -25,7 +25,7 @@ def job(tmp_path):
     return Job(tmp_path)
 
 
-def by_torchrun(backend, endpoint, words):
+def by_torchrun(backend, endpoint, arguments):
     """torchrun --nproc-per-node 2 --max-restarts 3, whose workers are forked."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -41,7 +41,7 @@ def by_torchrun(backend, endpoint, words):
         monitor_interval=0.1,
         start_method="fork",
     )
-    elastic_launch(config, worker)(words[1:])
+    elastic_launch(config, worker)(arguments[1:])
 
 
 def free_endpoint():
@@ -50,8 +50,8 @@ def free_endpoint():
         return f"127.0.0.1:{free.getsockname()[1]}"
 
 
-def worker(words):
-    sys.exit(main(words))
+def worker(arguments):
+    sys.exit(main(arguments))
 
 
 def repeats_itself(job):
@@ -104,7 +104,7 @@ class Slow:
         time.sleep(30 * int(os.environ["RANK"]))
 
 
-def slow_to_free(words):
+def slow_to_free(arguments):
     """A training that holds what takes long to free, as workers of a loader do, and must not be interrupted."""
     from titanplans.cli.main import run
     from titanplans.training.trainer.trainer import Trainer
@@ -114,7 +114,7 @@ def slow_to_free(words):
         before(self)
 
     before, Trainer.train = Trainer.train, train
-    run(words)
+    run(arguments)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -84,9 +84,9 @@ def test_what_a_job_begins_with(tmp_path, options, checkpoints, does):
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize(("options", "checkpoints", "words"), REFUSED)
-def test_what_a_job_does_not_begin_with(tmp_path, options, checkpoints, words):
-    assert re.search(words, refused(create(tmp_path, checkpoints), **options))
+@pytest.mark.parametrize(("options", "checkpoints", "message"), REFUSED)
+def test_what_a_job_does_not_begin_with(tmp_path, options, checkpoints, message):
+    assert re.search(message, refused(create(tmp_path, checkpoints), **options))
 
 
 def test_a_hugging_face_folder_is_taken_for_its_weights(tmp_path):
@@ -123,9 +123,9 @@ def test_a_damaged_manifest_is_refused_and_the_newest_intact_one_offered(tmp_pat
         manifest = tmp_path / f"step-{step}" / MANIFEST
         manifest.write_bytes(manifest.read_bytes()[:-5])
     for options in ({}, {"load_step": 8}):
-        words = refused(tmp_path, **options)
-        assert re.search(r"step-8/titanplans\.json is damaged .*; remove step-8 and step-6, ", words)
-        assert "the same command resumes from step-4, the newest intact one" in words
+        message = refused(tmp_path, **options)
+        assert re.search(r"step-8/titanplans\.json is damaged .*; remove step-8 and step-6, ", message)
+        assert "the same command resumes from step-4, the newest intact one" in message
     for step in (8, 6):
         shutil.rmtree(tmp_path / f"step-{step}")
     assert decide(tmp_path) == Resume(tmp_path / "step-4", "training", FOLDER_OPTION)
@@ -140,8 +140,8 @@ def test_a_checkpoint_that_was_renamed_is_not_taken_for_another_step(tmp_path):
     for step in (4, 6):
         write(tmp_path, step)
     renamed = (tmp_path / "step-4").rename(tmp_path / "step-9")
-    words = refused(tmp_path)
-    assert words.startswith(f"checkpoint.folder: {renamed} holds step 4; ")
-    assert "remove step-9, and the same command resumes from step-6" in words
+    message = refused(tmp_path)
+    assert message.startswith(f"checkpoint.folder: {renamed} holds step 4; ")
+    assert "remove step-9, and the same command resumes from step-6" in message
     kept = (tmp_path / "step-9").rename(tmp_path / "best")  # by a name of its own it may be started from
     assert damage(kept) is None

@@ -209,8 +209,8 @@ def test_a_finished_job_is_another_where_a_key_that_decides_its_result_differs(t
     write(tmp_path, 4, holds="weights", job=job_values(job))
     other = {"lora.rank": 8, "optimizer.lr": 0.2, "training.seq_len": 64, "data.packing": "best_fit"}
     for key, value in (other | {"debug.seed": 1}).items():
-        said = rf"other options \({key} = .*, now \"?{value}\"?\); name another"
-        with pytest.raises(ConfigError, match=said):
+        message = rf"other options \({key} = .*, now \"?{value}\"?\); name another"
+        with pytest.raises(ConfigError, match=message):
             check_finished(last, build_job(LR | {key: value}))
     alike = {"training.steps": 3, "metrics.log_freq": 1, "training.gc_freq": 9}
     for key, value in (alike | {"parallelism.tensor_parallel_degree": 2}).items():

@@ -123,9 +123,9 @@ def refusal(job, *options: str) -> str:
 def test_what_does_not_fit_is_refused_before_processes_start(job, monkeypatch):
     monkeypatch.chdir(job.folder)
     folder, file = job.folder / "gla", job.folder / "gla" / "model.safetensors"
-    said = refusal(job, "--model.config=gla.json", "--checkpoint.initial_load_path=nowhere")
-    assert said.startswith('checkpoint.initial_load_path = "nowhere"')
-    assert "checkpoint.initial_load_in_hf = true" in said
+    message = refusal(job, "--model.config=gla.json", "--checkpoint.initial_load_path=nowhere")
+    assert message.startswith('checkpoint.initial_load_path = "nowhere"')
+    assert "checkpoint.initial_load_in_hf = true" in message
     (job.folder / "other.json").write_text(
         json.dumps(json.loads((job.folder / "gla.json").read_text()) | {"num_heads": 2})
     )
@@ -138,9 +138,9 @@ def test_what_does_not_fit_is_refused_before_processes_start(job, monkeypatch):
     values = load_file(file)
     values["model.norm.weight"] = torch.zeros(31)
     save_file(values, file)
-    said = refusal(job)
-    assert "(model.norm.weight is (31,) of float32" in said
-    assert "(32,) of float32)" in said
+    message = refusal(job)
+    assert "(model.norm.weight is (31,) of float32" in message
+    assert "(32,) of float32)" in message
     file.write_bytes(file.read_bytes()[:-1])
     assert "model.safetensors is damaged" in refusal(job)
 

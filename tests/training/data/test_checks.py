@@ -31,7 +31,7 @@ def test_usable_data_sets_pass(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("names", "split", "said"),
+    ("names", "split", "message"),
     [
         (("local", "nowhere"), "train", "dataset_path = 'nowhere': no such file or folder"),
         (("stdlib", "nowhere"), "train", "dataset_path = 'nowhere'"),
@@ -49,14 +49,14 @@ def test_usable_data_sets_pass(tmp_path):
         (("./one",), "dev", "can't be opened (ValueError"),
     ],
 )  # fmt: skip
-def test_paths_and_splits_that_hold_no_corpus(tmp_path, monkeypatch, names, split, said):
+def test_paths_and_splits_that_hold_no_corpus(tmp_path, monkeypatch, names, split, message):
     monkeypatch.chdir(tmp_path)
     for file, text in (("empty/empty.txt", ""), ("csv/a.csv", "text\nx\n"), ("one.txt", "alone")):
         Path(file).parent.mkdir(exist_ok=True)
         Path(file).write_text(text)
     Path("one").mkdir()
     write_rows(Path("one/train.jsonl"), [{"text": "alone"}])
-    assert said in refused(check_dataset, *names, split=split)
+    assert message in refused(check_dataset, *names, split=split)
 
 
 def test_too_few_tokens_for_one_sequence(tmp_path):
@@ -192,5 +192,5 @@ def test_a_tokenizer_that_can_not_read_the_text(tmp_path):
     (tmp_path / "b.txt").write_text("b")
     assert check_tokenizer(str(tmp_path)) == 10, "ids leave gaps"
     given = {"split": "all", "tokenizer_path": str(tmp_path), "seq_len": 2}
-    said = refused(check_dataset, "local", str(tmp_path / "b.txt"), **given)
-    assert "can't read the text (Exception: WordLevel" in said
+    message = refused(check_dataset, "local", str(tmp_path / "b.txt"), **given)
+    assert "can't read the text (Exception: WordLevel" in message

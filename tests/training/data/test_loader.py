@@ -324,8 +324,8 @@ def test_a_file_repaired_behind_the_place_goes_on(build, tmp_path, packing):
     for i, text in enumerate(TEXTS):
         (tmp_path / f"{i}.txt").write_text("repaired " + text)
         with suppress(DataError):
-            _, (said,) = build(config, **sizes).check_state(state)
-            assert f"{i}.txt); what was read before its position is the same" in said
+            _, (message,) = build(config, **sizes).check_state(state)
+            assert f"{i}.txt); what was read before its position is the same" in message
             may.append(i)
         (tmp_path / f"{i}.txt").write_text(text)
     assert 5 < len(may) < 28

@@ -99,7 +99,7 @@ def test_sources_come_go_move_and_pause_by_name(build, data, tokenizer):
     a, b = data.sources
     alone = {of.name: global_batches([build(data.replace(sources=(of,)))], 14) for of in (a, b)}
     taken, state = [], None
-    for sources, said in (
+    for sources, message in (
         ((a,), None),
         ((b, a), '{"b" = 1.0, "a" = 3.0} from here on, and had {"a" = 3.0}'),
         ((a, b), None),
@@ -109,7 +109,9 @@ def test_sources_come_go_move_and_pause_by_name(build, data, tokenizer):
     ):
         loader = build(data.replace(sources=sources))
         if state is not None:
-            assert loader.check_state(state)[1] == ([f"data.sources have the weights {said}"] if said else [])
+            assert loader.check_state(state)[1] == (
+                [f"data.sources have the weights {message}"] if message else []
+            )
             loader.load_state_dict(state)
         taken += global_batches([loader], 2)
         state = loader.state_dict()

@@ -34,8 +34,8 @@ def job(tmp_path, monkeypatch):
     )
 
     def job(**options: object) -> JobConfig:
-        words = [f"--{key.replace('__', '.')}={value}" for key, value in options.items()]
-        return load_job(["job.toml", *words])
+        arguments = [f"--{key.replace('__', '.')}={value}" for key, value in options.items()]
+        return load_job(["job.toml", *arguments])
 
     return job
 
@@ -108,9 +108,9 @@ def test_the_experts_have_to_fit_the_ranks(job):
     assert fewest_processes(job(**of)) == 4
     assert fewest_processes(job(**of, parallelism__tensor_parallel_degree=2)) == 4
     check_job(job(**of), 4)
-    said = refusal(job(**of, parallelism__data_parallel_shard_degree=2), 2)
-    assert "expert_parallel_degree = 4 does not divide" in said
-    assert said.endswith("1 or 2 would, or a data_parallel_shard_degree that is a multiple of 4")
+    message = refusal(job(**of, parallelism__data_parallel_shard_degree=2), 2)
+    assert "expert_parallel_degree = 4 does not divide" in message
+    assert message.endswith("1 or 2 would, or a data_parallel_shard_degree that is a multiple of 4")
     assert "1 or 2 would" in refusal(job(**of), 2)
 
 
@@ -201,21 +201,21 @@ def test_wandb_has_to_be_installed(job, monkeypatch):
 def test_a_tokenizer_larger_than_the_vocabulary(job, tmp_path):
     config = modeling.load_config("gla", "debug", vocab_size=1024)
     config.save_pretrained(tmp_path)
-    said = refusal(job(model__config=str(tmp_path / "config.json")))
-    assert "has 4096 tokens" in said
-    assert "vocab_size = 1024" in said
+    message = refusal(job(model__config=str(tmp_path / "config.json")))
+    assert "has 4096 tokens" in message
+    assert "vocab_size = 1024" in message
 
 
 def test_a_penalty_of_the_models_own_loss(job, tmp_path):
     modeling.load_config("rwkv7", "debug", use_l2warp=True).save_pretrained(tmp_path)
-    said = refusal(job(model__config=str(tmp_path / "config.json")))
-    assert "use_l2warp = True" in said
-    assert "set use_l2warp = false" in said
+    message = refusal(job(model__config=str(tmp_path / "config.json")))
+    assert "use_l2warp = True" in message
+    assert "set use_l2warp = false" in message
 
 
 def test_groups_of_parameters_have_to_fit_the_model(job):
-    said = refusal(job(optimizer__groups="[{pattern = 'self_attn', lr = 1e-3}]"))
-    assert 'optimizer.groups, table 1 (pattern = "self_attn"): it matches no parameter' in said
+    message = refusal(job(optimizer__groups="[{pattern = 'self_attn', lr = 1e-3}]"))
+    assert 'optimizer.groups, table 1 (pattern = "self_attn"): it matches no parameter' in message
 
 
 def test_a_users_own_module_is_imported(job, tmp_path, monkeypatch):
@@ -246,8 +246,8 @@ def test_what_is_incidental_in_a_config_is_so_in_the_configs_of_its_parts():
     assert compared_fields(config) == ours
     assert describe_model_changes(whole, config) == ""  # the manifest of an earlier version
     config.text_config.head_dim, config.vision_config.image_size = 64, 112
-    said = "text_config.head_dim = 32, now 64; vision_config.image_size = 56, now 112"
-    assert describe_model_changes(ours, config) == said
+    message = "text_config.head_dim = 32, now 64; vision_config.image_size = 56, now 112"
+    assert describe_model_changes(ours, config) == message
     assert describe_model_changes(ours, config, ["head_dim", "image_size"]) == ""
 
 
@@ -275,8 +275,8 @@ def test_checkpoints_of_this_and_of_another_model(job, tmp_path, weights):
     check_job(wanted, 1)
     write_checkpoint(folder / "step-5", weights, **{"train_state.step": torch.tensor(5)})
     check_job(wanted, 1)
-    said = refusal(job(checkpoint__enable="true", model__name="transformer"))
-    assert "step-5 is of another model" in said
+    message = refusal(job(checkpoint__enable="true", model__name="transformer"))
+    assert "step-5 is of another model" in message
     # Of the same shapes: the manifest says that the heads are others.
     write_checkpoint(folder / "step-6", weights, heads=4, **{"train_state.step": torch.tensor(6)})
     assert "num_heads = 4, now 8" in refusal(wanted)
@@ -286,9 +286,9 @@ def test_a_checkpoint_of_another_optimizer(job, tmp_path, weights):
     folder = tmp_path / "outputs" / "checkpoint"
     write_checkpoint(folder / "step-5", weights, **{"train_state.step": torch.tensor(5)})
     muon = {"checkpoint__enable": "true", "optimizer__name": "Muon"}
-    said = refusal(job(**muon))
-    assert "step-5 holds exp_avg of model.layers.0.attn.q_proj.weight, but Muon" in said
-    assert "needs momentum_buffer" in said
+    message = refusal(job(**muon))
+    assert "step-5 holds exp_avg of model.layers.0.attn.q_proj.weight, but Muon" in message
+    assert "needs momentum_buffer" in message
     check_job(job(**muon, checkpoint__exclude_from_loading="optimizer,dataloader"), 1)
 
 
@@ -336,9 +336,9 @@ def test_a_checkpoint_without_a_manifest_that_is_cut_names_the_file(job, tmp_pat
     shard.write_bytes(whole[shard])
     for length in (0, 1, len(whole[index]) // 2, len(whole[index]) - 1):
         index.write_bytes(whole[index][:length])
-        said = refusal(wanted)
-        assert said.startswith(f"{index} is damaged (")
-        assert said.endswith("; take another checkpoint")
+        message = refusal(wanted)
+        assert message.startswith(f"{index} is damaged (")
+        assert message.endswith("; take another checkpoint")
     index.unlink()
     assert f'"{initial}" is not a checkpoint' in refusal(wanted)
 

@@ -26,10 +26,10 @@ def job(tmp_path):
     made = Job(tmp_path)
     path = tmp_path / "job.toml"
     path.write_text(path.read_text().replace('dataset_path = "text.txt"\n', "") + SECTION)
-    for name, words in (("text", "quick foxes"), ("other", "all work and no play")):
+    for name, message in (("text", "quick foxes"), ("other", "all work and no play")):
         (tmp_path / name).mkdir()
         for number in range(40):
-            text = " ".join(f"{number * i % 97} {words}" for i in range(100))
+            text = " ".join(f"{number * i % 97} {message}" for i in range(100))
             (tmp_path / name / f"{number}.txt").write_text(text)
     return made
 

@@ -71,9 +71,9 @@ def test_a_path_that_can_not_be_written_to(folder, key, path, why):
     before = there(folder)
     # Every other path is relative to dump_folder.
     given = path if key == "job.dump_folder" or path.startswith("/") else str(folder / path)
-    said = refusal(lambda: check_outputs(build_job(SWITCHES | {key: given})), kind=ConfigError)
-    assert said.startswith(f'{key} = "{given}": ')
-    assert why in said
+    message = refusal(lambda: check_outputs(build_job(SWITCHES | {key: given})), kind=ConfigError)
+    assert message.startswith(f'{key} = "{given}": ')
+    assert why in message
     assert there(folder) == before
 
 

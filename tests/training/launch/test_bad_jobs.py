@@ -74,7 +74,7 @@ def folder(tmp_path, tmp_path_factory, monkeypatch):
     return tmp_path
 
 
-def ends(*words):
+def ends(*arguments):
     """Run `titanplans train` up to the start of ranks; check its output and the folder, and return the exit status."""
     root, before = logging.getLogger(), files()
     handlers, level = root.handlers[:], root.level
@@ -82,7 +82,7 @@ def ends(*words):
     out, err = io.StringIO(), io.StringIO()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            status = main(["train", *words])
+            status = main(["train", *arguments])
     except SystemExit as ended:
         status = ended.code
     finally:
@@ -107,10 +107,10 @@ def files():
     return sorted(str(path) for path in Path().rglob("*"))
 
 
-def loads(*words):
+def loads(*arguments):
     """As `ends`, with `--print-config`: the job is read and not checked against the machine, the data and the model."""
     before = time.process_time()
-    status = ends(*words, "--print-config")
+    status = ends(*arguments, "--print-config")
     # A garbage collection may take seconds; parsing that is quadratic in a long value takes minutes.
     assert time.process_time() - before < 10
     return status

@@ -25,10 +25,10 @@ def job(tmp_path):
     return Job(tmp_path)
 
 
-def as_a_user(words):
+def as_a_user(arguments):
     """Become a process that imports everything."""
     os.environ["WANDB_MODE"] = "offline"
-    os.execv(sys.executable, [sys.executable, str(TRAIN), *words[1:]])
+    os.execv(sys.executable, [sys.executable, str(TRAIN), *arguments[1:]])
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the children of a process from /proc")
@@ -62,8 +62,8 @@ def refused(job, monkeypatch, capsys):
             status = main(["train", *options])
         except SystemExit as ended:
             status = ended.code
-        said = capsys.readouterr()
-        return status, said.out, said.err
+        message = capsys.readouterr()
+        return status, message.out, message.err
 
     yield refused
     root.handlers[:] = handlers
@@ -101,9 +101,9 @@ if "RANK" in os.environ:  # in the process of a rank, which is a new one where a
 """
 
 
-def with_plans_beside(words):
+def with_plans_beside(arguments):
     sys.path.insert(0, os.getcwd())
-    run(words)
+    run(arguments)
 
 
 def test_code_of_the_users_own_reaches_every_rank_and_the_rank_that_fails_first_is_named(job, refused):

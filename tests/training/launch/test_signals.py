@@ -68,7 +68,7 @@ def test_sigterm_saves_once_more_and_no_step_is_lost_or_taken_twice(job):
     assert job.losses == taken
 
 
-def slow_saving(words):
+def slow_saving(arguments):
     """Save so slowly that a signal comes while ranks do."""
     from titanplans.cli.main import run
     from titanplans.training.checkpoint.storage import CheckpointWriter
@@ -79,7 +79,7 @@ def slow_saving(words):
         return before(self, plan, planner)
 
     before, CheckpointWriter.write_data = CheckpointWriter.write_data, write_data
-    run(words)
+    run(arguments)
 
 
 @on_linux
@@ -94,7 +94,7 @@ def test_ctrl_c_to_the_group_while_it_saves_is_one_line(job, mode):
     assert have_ended(ranks, 1)
 
 
-def working(words):
+def working(arguments):
     """Run a command whose work takes longer than this test."""
     from importlib import import_module
 
@@ -104,14 +104,14 @@ def working(words):
         Path("working").touch()
         time.sleep(PATIENCE)
 
-    import_module(f"titanplans.{COMMANDS[words[0]]}").main = work
-    run(words)
+    import_module(f"titanplans.{COMMANDS[arguments[0]]}").main = work
+    run(arguments)
 
 
 @on_linux
-@pytest.mark.parametrize("words", [["data", "job.toml"], ["list", "--long"]])
-def test_ctrl_c_of_any_command_is_one_line(job, words):
-    process = start(words, job.folder, entry=working)
+@pytest.mark.parametrize("arguments", [["data", "job.toml"], ["list", "--long"]])
+def test_ctrl_c_of_any_command_is_one_line(job, arguments):
+    process = start(arguments, job.folder, entry=working)
     job.wait_for(process, lambda: (job.folder / "working").exists())
     os.kill(process.pid, signal.SIGINT)
     assert job.end(process) == 130

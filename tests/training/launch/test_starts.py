@@ -100,8 +100,17 @@ def started_by(job: Job, way: str, options: tuple[str, ...]) -> Started:
     if way == "torchrun":
         return Started(job, [*torchrun("--standalone", "--nproc-per-node", "2"), *options])
     if way == "torchrun -m":
-        words = ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "titanplans", "train", "job.toml"]
-        return Started(job, [*words, *options])
+        arguments = [
+            "torchrun",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "titanplans",
+            "train",
+            "job.toml",
+        ]
+        return Started(job, [*arguments, *options])
     if way == "two machines":
         where = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()))
         each = ("--nnodes", "2", "--nproc-per-node", "1", *where)

@@ -21,8 +21,8 @@ def job(tmp_path):
     """Return a function that makes a job of the smallest llama from options."""
     (tmp_path / "job.toml").write_text("model.name = 'llama'\ntraining.seq_len = 64\n")
 
-    def job(*words: str):
-        return load_job([str(tmp_path / "job.toml"), *words])
+    def job(*arguments: str):
+        return load_job([str(tmp_path / "job.toml"), *arguments])
 
     return job
 
@@ -37,7 +37,7 @@ def refusal(job, model, ranks: int = 1, device_type: str = "cpu") -> str:
 
 
 @pytest.mark.parametrize(
-    ("words", "begins", "of_it"),
+    ("arguments", "begins", "of_it"),
     [
         (
             ["--training.local_batch_size", "2147483648", "--loss.no-fused"],
@@ -72,19 +72,21 @@ def refusal(job, model, ranks: int = 1, device_type: str = "cpu") -> str:
         ),
     ],
 )
-def test_what_no_memory_holds_is_refused_with_the_value_and_both_sizes(job, model, words, begins, of_it):
-    said = refusal(job(*words), model)
-    assert said.startswith(begins)
-    assert of_it in said
+def test_what_no_memory_holds_is_refused_with_the_value_and_both_sizes(job, model, arguments, begins, of_it):
+    message = refusal(job(*arguments), model)
+    assert message.startswith(begins)
+    assert of_it in message
 
 
 def test_processes_that_no_memory_holds(job, model):
-    said = refusal(job("--training.dataloader.num_workers", "2147483648"), model)
-    assert said.startswith("training.dataloader.num_workers = 2147483648: the job needs at least 72,057,594.")
+    message = refusal(job("--training.dataloader.num_workers", "2147483648"), model)
+    assert message.startswith(
+        "training.dataloader.num_workers = 2147483648: the job needs at least 72,057,594."
+    )
     many = ("--parallelism.tensor_parallel_degree", "1000000", "--parallelism.no-enable_sequence_parallel")
-    said = refusal(job(*many), model, 1_000_000)
-    assert said.startswith("parallelism.tensor_parallel_degree = 1000000: ")
-    assert said.endswith(": lower a degree")
+    message = refusal(job(*many), model, 1_000_000)
+    assert message.startswith("parallelism.tensor_parallel_degree = 1000000: ")
+    assert message.endswith(": lower a degree")
 
 
 def test_a_buffer_that_torch_cannot_count_is_refused(job):
@@ -106,9 +108,9 @@ def test_parameters_gradients_and_moments_are_split_among_the_processes_that_sha
         "2",
     )
     # Each of two copies is split among two: together two whole ones.
-    said = refusal(split, large, 4)
-    assert "257.0 GB of it for 8,030,261,248 parameters" in said
-    assert "split among 2" in said
+    message = refusal(split, large, 4)
+    assert "257.0 GB of it for 8,030,261,248 parameters" in message
+    assert "split among 2" in message
     whole = job(
         *named,
         *("--parallelism.data_parallel_strategy", "ddp", "--parallelism.data_parallel_replicate_degree", "4"),
@@ -127,9 +129,9 @@ def test_what_is_merely_large_is_told(job, model, monkeypatch, caplog):
         assert caplog.messages == []
         monkeypatch.setattr(memory, "memory", lambda device: GB)
         check_memory(wanted, model, 1, "cpu")
-    (said,) = caplog.messages
-    assert said.startswith("training.local_batch_size = 1024, seq_len = 64: the job needs at least 0.6 GB")
-    assert said.endswith("and this machine has 1.0 GB")
+    (message,) = caplog.messages
+    assert message.startswith("training.local_batch_size = 1024, seq_len = 64: the job needs at least 0.6 GB")
+    assert message.endswith("and this machine has 1.0 GB")
     assert "0.6 GB of memory in 4 processes" not in refusal(wanted, model, 4)  # but 4 times that
 
 
@@ -137,18 +139,18 @@ def test_a_gpu_is_asked_for_what_lies_on_it_and_the_host_for_the_rest(job, model
     """The GPU holds weights and logits, the host the batches of a step, of every process of this machine."""
     sizes = {"cuda": 0.5 * GB, "cpu": 100 * GB}
     monkeypatch.setattr(memory, "memory", lambda device: int(sizes[device.type]))
-    said = refusal(job("--training.local_batch_size", "1024", "--loss.no-fused"), model, 8, "cuda")
-    assert "in one process, 0.5 GB of it for the logits" in said
-    assert "and each GPU has 0.5 GB" in said
+    message = refusal(job("--training.local_batch_size", "1024", "--loss.no-fused"), model, 8, "cuda")
+    assert "in one process, 0.5 GB of it for the logits" in message
+    assert "and each GPU has 0.5 GB" in message
     check_memory(job("--training.local_batch_size", "512", "--loss.no-fused"), model, 8, "cuda")
     sizes["cpu"] = GB
     accumulated = job(
         "--training.gradient_accumulation_steps", "20000"
     )  # 20000 x 8 x 64 x 24 bytes: 0.25 GB a process
     check_memory(accumulated, model, 2, "cuda")
-    said = refusal(accumulated, model, 8, "cuda")
-    assert "of it for the tokens of a step" in said
-    assert "this machine has 1.0 GB" in said
+    message = refusal(accumulated, model, 8, "cuda")
+    assert "of it for the tokens of a step" in message
+    assert "this machine has 1.0 GB" in message
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # of 8 processes on four machines
     check_memory(accumulated, model, 8, "cuda")
 

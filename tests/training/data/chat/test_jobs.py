@@ -111,11 +111,16 @@ def test_the_command_line_says_what_is_read_and_refuses_a_model_that_lets_conver
     monkeypatch.chdir(tmp_path)
     config = {"model_type": "linear_attn", "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 4}
     (tmp_path / "c.json").write_text(json.dumps(config | {"vocab_size": 4096}))
-    words = ["train", f"{folder}/job.toml", f"--training.dataset_path={folder}/text", "--model.config=c.json"]
-    assert main([*words, "--training.chat.enable"]) == 2
-    said = capsys.readouterr()
-    assert "57 of 57 conversations are read (dataset_split = 'train')" in said.out + said.err
-    assert "training.chat.packing = true: 'linear_attn' is not known to keep documents" in said.err
+    arguments = [
+        "train",
+        f"{folder}/job.toml",
+        f"--training.dataset_path={folder}/text",
+        "--model.config=c.json",
+    ]
+    assert main([*arguments, "--training.chat.enable"]) == 2
+    message = capsys.readouterr()
+    assert "57 of 57 conversations are read (dataset_split = 'train')" in message.out + message.err
+    assert "training.chat.packing = true: 'linear_attn' is not known to keep documents" in message.err
 
 
 # --- models that keep documents apart

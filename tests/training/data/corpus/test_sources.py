@@ -229,7 +229,7 @@ GOOD = {
 
 @pytest.mark.parametrize("name", NO_TEXT)
 def test_a_row_that_is_no_text_is_named_with_its_file(corpus, name, capfd):
-    content, said = NO_TEXT[name]
+    content, message = NO_TEXT[name]
     (corpus / f"train-0.{name.rpartition('.')[2]}").write_bytes(GOOD[name.rpartition(".")[2]])
     (corpus / f"train-1 {name}").write_bytes(content)
     opened = [lambda: open_source(str(corpus))]
@@ -237,7 +237,7 @@ def test_a_row_that_is_no_text_is_named_with_its_file(corpus, name, capfd):
         opened.append(lambda: open_source("local", str(corpus), split="all"))
     for source in opened:
         error = refusal(lambda source=source: read(source()), kind=DataError)
-        assert re.search(re.escape(str(corpus / f"train-1 {name}")) + f"({said})", error)
+        assert re.search(re.escape(str(corpus / f"train-1 {name}")) + f"({message})", error)
     assert capfd.readouterr().err == ""
 
 
