@@ -1,4 +1,4 @@
-"""Activation checkpointing: recomputed operators are counted in real backwards."""
+"""Activation checkpointing: which operators a backward recomputes, and that gradients stay the same."""
 
 import copy
 from collections import Counter
@@ -22,9 +22,9 @@ BLOCKS, IN_BLOCK, IN_MLP = 2, 7, 3  # Tiny: q, k, v, o, gate, up, down
 
 
 def per_op(**options):
-    """Selective checkpointing by operator; `options` without their prefix."""
-    given = {f"per_op_sac_{name}": value for name, value in options.items()}
-    return ActivationCheckpoint(mode="selective", selective_ac_option="op", **given)
+    """Return selective checkpointing by operator; `options` are named without the prefix per_op_sac_."""
+    prefixed = {f"per_op_sac_{name}": value for name, value in options.items()}
+    return ActivationCheckpoint(mode="selective", selective_ac_option="op", **prefixed)
 
 
 def every(n):
@@ -37,10 +37,10 @@ FULL, MLP, KEEP_MIXER, BUDGET = (
 
 
 def drops(model, p=0.5):
-    """Dropout after every mixer and every MLP."""
+    """Add dropout after every mixer and every MLP."""
     for layer in model.layers:
-        for part in (layer.attn, layer.mlp):
-            part.register_forward_hook(lambda module, args, output: F.dropout(output, p))
+        for child in (layer.attn, layer.mlp):
+            child.register_forward_hook(lambda module, args, output: F.dropout(output, p))
 
 
 def build(policy=None, dropout=False):
@@ -58,7 +58,7 @@ def loss_of(model):
 
 
 def gradients(model):
-    """The gradients by name, and what ran in the backward."""
+    """Return the gradients by name, and the counts of operators in the backward."""
     torch.manual_seed(1)
     loss = loss_of(model)
     with OperatorCounts() as count:
@@ -69,42 +69,42 @@ def gradients(model):
 EXPECTED = {
     FULL: BLOCKS * IN_BLOCK,
     ActivationCheckpoint(mode="full", early_stop=True): BLOCKS
-    * (IN_BLOCK - 1),  # nothing in the backward needs down_proj's result
+    * (IN_BLOCK - 1),  # the backward does not need the result of down_proj
     MLP: BLOCKS * IN_MLP,
     KEEP_MIXER: BLOCKS * IN_MLP,
     every(2): IN_BLOCK,
     every(1): BLOCKS * IN_BLOCK,
     per_op(matmuls="all"): 0,
-    per_op(): BLOCKS * 3,  # of seven, the second, fourth and sixth
+    per_op(): BLOCKS * 3,  # of seven products, the second, fourth and sixth
     per_op(matmuls="none"): BLOCKS * IN_BLOCK,
     per_op(matmuls="all", force_recompute_mm_shapes_by_fqns=("gate_proj",)): BLOCKS
     * 2,  # up_proj has gate_proj's size
     per_op(force_recompute_mm_shapes_by_fqns=("attn.",)): BLOCKS
-    * 5,  # four of attention's; the rest counts gate, up, down
+    * 5,  # the four of attention; the policy counts gate, up, down
 }
 
 
 @pytest.mark.parametrize("policy", EXPECTED, ids=str)
-def test_products_that_are_computed_again(policy):
+def test_recomputed_products(policy):
     (_, again), (_, alone) = gradients(build(policy)), gradients(build())
     assert again.of(*PRODUCTS) - alone.of(*PRODUCTS) == EXPECTED[policy]
 
 
 @pytest.mark.parametrize("policy", EXPECTED, ids=str)
 @pytest.mark.parametrize("dropout", [False, True])
-def test_gradients_are_those_without_checkpointing(policy, dropout):
+def test_gradients_equal_those_without_checkpointing(policy, dropout):
     expected, _ = gradients(build(dropout=dropout))
-    found, _ = gradients(build(policy, dropout))
+    actual, _ = gradients(build(policy, dropout))
     for name, value in expected.items():
-        # The same operators on the same numbers in the same order: nothing may differ.
-        assert torch.equal(found[name], value), name
+        # The same operators on the same values in the same order: equal bit for bit.
+        assert torch.equal(actual[name], value), name
 
 
 @pytest.mark.parametrize("policy", [FULL, KEEP_MIXER, MLP, per_op()], ids=str)
 def test_dropout_needs_the_random_state(policy):
     expected, _ = gradients(build(dropout=True))
-    found, _ = gradients(build(policy.replace(preserve_rng_state=False), dropout=True))
-    assert not torch.allclose(found["embed.weight"], expected["embed.weight"])
+    actual, _ = gradients(build(policy.replace(preserve_rng_state=False), dropout=True))
+    assert not torch.allclose(actual["embed.weight"], expected["embed.weight"])
 
 
 def attention_in_backward(policy):
@@ -119,7 +119,7 @@ def test_attention_is_kept_or_recomputed():
 
 
 @pytest.mark.parametrize("policy", [per_op(), KEEP_MIXER, every(2)], ids=str)
-def test_two_models_at_once_do_not_know_of_each_other(policy):
+def test_two_models_at_once_are_independent(policy):
     expected, alone = gradients(build(policy, dropout=True))
     models, losses, counts = [build(policy, dropout=True) for _ in range(2)], [], []
     for model in models:
@@ -136,7 +136,7 @@ def test_two_models_at_once_do_not_know_of_each_other(policy):
     assert counts == [alone.counts] * 2
 
 
-@pytest.mark.parametrize("policy", [FULL, KEEP_MIXER], ids=str)  # torch's own limit: by operator, once
+@pytest.mark.parametrize("policy", [FULL, KEEP_MIXER], ids=str)  # torch allows it once by operator
 def test_a_retained_graph_is_recomputed_twice(policy):
     model = build(policy, dropout=True)
     torch.manual_seed(1)
@@ -148,14 +148,14 @@ def test_a_retained_graph_is_recomputed_twice(policy):
 
 
 @pytest.mark.parametrize("policy", [*EXPECTED, BUDGET], ids=str)
-def test_names_in_state_dicts_stay(policy):
+def test_names_in_state_dicts_are_unchanged(policy):
     bare, model = build(), build(policy)
     assert list(model.state_dict()) == list(bare.state_dict())
     model.load_state_dict(bare.state_dict())
 
 
-def test_kernels_of_a_function_of_their_own():
-    """An autograd.Function runs again whatever is kept; as an operator, or in a kept mixer, it does not."""
+def test_recomputation_of_autograd_functions_and_custom_operators():
+    """An autograd.Function is always recomputed, unless it is in a kept mixer; a custom operator is not."""
     runs = Counter()
 
     class Square(torch.autograd.Function):
@@ -197,15 +197,15 @@ def test_kernels_of_a_function_of_their_own():
 
 @pytest.mark.parametrize("policy", [FULL, KEEP_MIXER, MLP, per_op()], ids=str)
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_model_that_would_keep_a_cache(policy, tp):
-    """As from_pretrained gives it; by a plan, too. Its gradients are those of the model that keeps none."""
-    found = []
+def test_a_model_with_use_cache_in_its_config(policy, tp):
+    """A model from from_pretrained has use_cache = True; its gradients equal those without a cache, also under a plan."""
+    results = []
     for cached in (False, True):
-        whole = zoo.build("llama", options=False).train()
-        whole.config.use_cache = cached
+        unsplit = zoo.build("llama", options=False).train()
+        unsplit.config.use_cache = cached
 
-        def work(rank, whole=whole):
-            model = copy.deepcopy(whole)
+        def work(rank, unsplit=unsplit):
+            model = copy.deepcopy(unsplit)
             if tp > 1:
                 apply_plan(model, rank.mesh, loss_parallel=False)
             apply_activation_checkpointing(model, policy)
@@ -213,11 +213,11 @@ def test_a_model_that_would_keep_a_cache(policy, tp):
             model(torch.arange(16).view(2, 8)).logits.square().mean().backward()
             return [step_comparison.full_copy(p.grad) for p in model.parameters()]
 
-        found.append(process_groups.run_on_threads(work, tp))
-    torch.testing.assert_close(*found)
+        results.append(process_groups.run_on_threads(work, tp))
+    torch.testing.assert_close(*results)
 
 
-def test_what_a_kept_mixer_returned_may_not_change():
+def test_an_output_of_a_kept_mixer_changed_in_place_is_refused():
     model = build(KEEP_MIXER)
     layer = model.layers[0]
     layer.mlp_norm.register_forward_pre_hook(lambda module, args: None)
@@ -256,10 +256,10 @@ REFUSED = {
 }  # fmt: skip
 
 
-def without(part):
+def without(name):
     model = Tiny()
     for layer in model.layers:
-        delattr(layer, part)
+        delattr(layer, name)
     return model
 
 
@@ -270,7 +270,7 @@ def checkpointing_itself():
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_refused(message):
+def test_policies_that_can_not_be_applied_are_refused(message):
     with pytest.raises(ParallelError, match=message):
         REFUSED[message]()
 
@@ -292,7 +292,7 @@ def test_scopes(scope, towers):
     apply_activation_checkpointing(model, every(2).replace(scope=scope))
     wrapped = [n.split(".") for n, m in model.named_modules() if type(m).__name__ == "CheckpointWrapper"]
     assert {name[1] for name in wrapped} == towers
-    assert [name[-1] for name in wrapped] == ["1"] * len(towers), "each list counts for itself"
+    assert [name[-1] for name in wrapped] == ["1"] * len(towers), "each list of blocks is counted separately"
 
 
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
@@ -328,7 +328,7 @@ def collectives_in_backward(rank):
 
 
 class SimpleTokens(torch.nn.Module):
-    """The model under its own names, whatever its logits are."""
+    """The model under its own parameter names, called with tokens alone."""
 
     def __init__(self, model):
         super().__init__()
@@ -343,7 +343,7 @@ under_tp = process_groups.module_fixture(collectives_in_backward, 2)
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_kept_collectives_are_not_sent_again(under_tp, sequence_parallel):
+def test_kept_collectives_are_not_recomputed(under_tp, sequence_parallel):
     (expected, least), counts = under_tp[sequence_parallel, "none"], {}
     for name in UNDER_TP:
         grads, counts[name] = under_tp[sequence_parallel, name]

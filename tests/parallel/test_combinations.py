@@ -1,4 +1,4 @@
-"""Combinations of options: a part of them that holds every pair runs here, and the page of all is up to date."""
+"""Combinations of options: a selection with every pair of options runs here, and the page of all is up to date."""
 
 import itertools
 
@@ -15,9 +15,9 @@ def verdicts():
 
 
 def options(c):
-    """Return each option of a combination with its place: what it does to the sequence and to the logits apart."""
-    apart = (c.tp, c.cp, "whole sequence" in c.tensor, "gathered logits" in c.tensor)
-    return list(enumerate((c.kind, *apart, c.recompute, c.data, c.offload, c.schedule)))
+    """Return the options of a combination with their indices; degrees, sequence and logits are separate options."""
+    of_tensor = (c.tp, c.cp, "whole sequence" in c.tensor, "gathered logits" in c.tensor)
+    return list(enumerate((c.kind, *of_tensor, c.recompute, c.data, c.offload, c.schedule)))
 
 
 def pairs(combination):
@@ -27,27 +27,27 @@ def pairs(combination):
 @pytest.fixture(scope="module")
 def results(verdicts):
     run = [c for c, why in verdicts.items() if why is None and c.ranks <= 8]
-    # Seconds each: every option once, and of GLA, whose graphs test_architectures.py runs, none.
+    # A compiled combination takes seconds: every option once, and none with GLA, which test_architectures.py compiles.
     compiled = [c for c in run if c.compiled and c.ranks < 8 and c.kind != "gla"]
     return run_on_ranks(
         [*cover([c for c in run if not c.compiled], pairs), *cover(compiled, lambda c: set(options(c)))]
     )
 
 
-def test_every_pair_of_options_is_that_of_one_process(results):
+def test_every_pair_of_options_gives_the_step_of_one_process(results):
     assert len(results) > 25
-    wrong = {str(c): result for c, result in results.items() if isinstance(result, str)}
-    assert not wrong
+    errors = {str(c): result for c, result in results.items() if isinstance(result, str)}
+    assert not errors
 
 
-def test_what_is_compiled_was(results):
+def test_compiled_combinations_ran_compiled(results):
     graphs = {str(c): result[1] for c, result in results.items() if not isinstance(result, str)}
     compiled = {str(c) for c in results if c.compiled}
     assert compiled
-    assert {c for c, number in graphs.items() if number > 0} == compiled
+    assert {c for c, count in graphs.items() if count > 0} == compiled
 
 
-def test_the_page_is_what_the_code_refuses(verdicts):
+def test_the_page_is_up_to_date(verdicts):
     assert PAGE.read_text() == page(verdicts), (
         "run tests/support/pages/combinations.py, which writes docs/generated/combinations.md"
     )

@@ -89,8 +89,8 @@ def test_refused_before_anything_moves(message):
     assert message in refused(*CASES[message])
 
 
-def test_torchtitan_s_policy_is_held_to_what_ours_are():
-    """Policies of ours that compile excludes are in docs/generated/combinations.md, which test_combinations.py holds."""
+def test_a_policy_of_torchtitan_has_the_same_limits():
+    """docs/generated/combinations.md has the policies of titanplans that compile excludes."""
     theirs, compiled = SimpleNamespace(build=None), FSDP2Config(compile=COMPILED)
     assert "recomputing attention fails" in refused(compiled, TP, policy=theirs)
     assert "in which no operator can be kept" in refused(compiled, model=gla, policy=theirs)
@@ -104,7 +104,7 @@ def test_torchtitan_s_policy_is_held_to_what_ours_are():
         ({"fullgraph": True, "components": ["optimizer"]}, "the optimizer step compiles to several graphs"),
     ],
 )
-def test_what_the_compiler_does_not_know(options, message):
+def test_unknown_compile_options_are_refused(options, message):
     try:
         config = FSDP2Config(compile=COMPILED | options)
     except ParallelError as error:
@@ -113,14 +113,14 @@ def test_what_the_compiler_does_not_know(options, message):
         assert message in refused(config)
 
 
-def test_fullgraph_and_kernels_outside_of_graphs():
+def test_fullgraph_is_refused_with_kernels_outside_of_graphs():
     assert "whose kernels break every graph" in refused(
         FSDP2Config(compile=COMPILED | {"fullgraph": True}), model=gla
     )
 
 
 def entry(model=Tiny, **changed):
-    """The torchtitan-style entry, with its configs as torchtitan has them."""
+    """Call the torchtitan-style entry with torchtitan's own configs."""
     case = dict(async_tp=False, sequence=True, compile=False, reshard="default") | changed
     with fake_ranks(WORLD):
         return parallelize(
@@ -159,10 +159,10 @@ def entry(model=Tiny, **changed):
         ("reshard_after_forward = 3", dict(reshard=3)),
     ],
 )
-def test_the_entry_refuses_alike(message, case):
+def test_the_entry_refuses_the_same_options(message, case):
     assert message in refusal(entry, **case, kind=ParallelError)
 
 
-def test_the_entry_takes_torchtitan_s_words():
+def test_the_entry_takes_the_options_of_torchtitan():
     model = entry(tp=2, plan=TinyPlan, reshard=1)
     assert all(p.device_mesh.mesh_dim_names == ("dp_shard", "tp") for p in model.parameters())

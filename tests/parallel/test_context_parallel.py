@@ -1,6 +1,6 @@
-"""Context parallelism through the one door: hybrids, token shifts, adapters, documents.
+"""Context parallelism by `parallelize`: a step over ranks equals that of one process.
 
-A step over ranks is that of one process. With Qwen3 and GLA `test_combinations` has every pair of options.
+Hybrid models, token shifts, adapters, documents. For Qwen3 and GLA, `test_combinations` has every pair of options.
 """
 
 import functools
@@ -60,15 +60,15 @@ def case(name, degrees, options):
     return step_comparison.Case(functools.partial(build, name), parallelise, length=16)
 
 
-def test_step_equals_single_process():
+def test_a_step_equals_that_of_one_process():
     differences = step_comparison.equals_one_process(
-        {name: case(*given) for name, given in CASES.items()}, ranks=4
+        {name: case(*arguments) for name, arguments in CASES.items()}, ranks=4
     )
     assert not differences, differences
 
 
 def documents(rank):
-    """Return the losses of documents packed into rows, fused and not, and of the whole model, by model."""
+    """Return by model the losses of packed documents: of the unsplit model, of the split one, and with a fused loss."""
     from titanplans import kernels
     from titanplans.loss import FusedLoss
     from titanplans.parallel import cross_entropy
@@ -77,24 +77,24 @@ def documents(rank):
     kernels.install("cpu")
     ids = torch.randint(96, (2, 14), generator=torch.Generator().manual_seed(2))
     labels, positions = ids.roll(-1, 1), torch.tensor([[*range(5), *range(9)], [*range(11), *range(3)]])
-    found = {}
+    losses = {}
     for name, by in {"gla": "cu_seqlens", "qwen3": "position_ids"}.items():
-        given = inputs(ids, positions, by)
+        batch = inputs(ids, positions, by)
         model = build(name)
-        logits = model(**given, use_cache=False).logits
-        found[name] = [step_comparison.summed_cross_entropy(logits, labels.view(logits.shape[:-1])).item()]
+        logits = model(**batch, use_cache=False).logits
+        losses[name] = [step_comparison.summed_cross_entropy(logits, labels.view(logits.shape[:-1])).item()]
         parallelize(model, parallel_dims=mesh_once(Degrees(cp=2, dp_shard=1)), config=FSDP2Config())
         for _ in range(2):
-            logits = model(**given, use_cache=False).logits
-            found[name].append(cross_entropy(logits, labels.view(logits.shape[:-1]), 1).detach())
+            logits = model(**batch, use_cache=False).logits
+            losses[name].append(cross_entropy(logits, labels.view(logits.shape[:-1]), 1).detach())
             with FusedLoss(model)(labels):
-                logits = model(**given, use_cache=False).logits
-            found[name].append(cross_entropy(logits, labels, 1).detach())
-        for part in found[name][1:]:
-            dist.all_reduce(part)
-    return found
+                logits = model(**batch, use_cache=False).logits
+            losses[name].append(cross_entropy(logits, labels, 1).detach())
+        for local_loss in losses[name][1:]:
+            dist.all_reduce(local_loss)
+    return losses
 
 
-def test_documents_of_a_row_are_kept_apart():
-    for name, (whole, *found) in process_groups.run(documents, 2).items():
-        assert [part.item() for part in found] == pytest.approx([whole] * len(found), rel=1e-6), name
+def test_documents_of_a_sequence_are_kept_apart():
+    for name, (unsplit, *split) in process_groups.run(documents, 2).items():
+        assert [loss.item() for loss in split] == pytest.approx([unsplit] * len(split), rel=1e-6), name

@@ -1,4 +1,4 @@
-"""DDP over real process groups: each option reaches the reducer, and a step is the single process's."""
+"""DDP over real process groups: each option reaches the reducer, and a step equals that of one process."""
 
 from functools import partial
 
@@ -23,7 +23,7 @@ RANKS, BATCH, LENGTH, LAYERS = 2, 8, 8, 4
 
 
 class AsDict(Tiny):
-    """Returns what torch can look into; one block is only used if asked for, and one bias never."""
+    """Returns a dict, whose tensors torch finds. One block is optional, and one bias is never used."""
 
     def __init__(self):
         super().__init__()
@@ -40,7 +40,7 @@ class AsDict(Tiny):
 
 
 class Wide(Tiny):
-    """Its blocks are larger than a bucket of 1 MiB."""
+    """A model whose blocks are larger than a bucket of 1 MiB."""
 
     def widen(self):
         for layer in self.layers:
@@ -67,30 +67,30 @@ def build(cls=Tiny, seed=0, dtype=torch.float64):
     model.layers = nn.ModuleList(Block() for _ in range(LAYERS))
     if cls is Wide:
         model.widen()
-    return model.to(dtype)  # float64, so that the order of a sum does not show
+    return model.to(dtype)  # float64, so that the order of sums makes no visible difference
 
 
-def data(rows=slice(None)):
+def data(sequences=slice(None)):
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, 32, (BATCH, LENGTH), generator=generator)
     labels = tokens.masked_fill(torch.rand(BATCH, LENGTH, generator=generator) < 0.3, -100)
     labels[
         : BATCH // 2, 2:
-    ] = -100  # ranks with different numbers of tokens: their means' mean is not the mean
-    return tokens[rows], labels[rows], (labels != -100).sum()
+    ] = -100  # Ranks have different counts of tokens, so the mean of their means is not the mean.
+    return tokens[sequences], labels[sequences], (labels != -100).sum()
 
 
-def loss_of(model, rows=slice(None), **kwargs):
-    tokens, labels, count = data(rows)
+def loss_of(model, sequences=slice(None), **kwargs):
+    tokens, labels, count = data(sequences)
     out = model(tokens, **kwargs)
     logits = (out["logits"] if isinstance(out, dict) else out.logits).to(torch.float64)
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
 
 
-def mine(rank, part=0, parts=1):
-    """The rank's rows, or one micro batch of them."""
-    rows = BATCH // RANKS // parts
-    return slice(rank * BATCH // RANKS + part * rows, rank * BATCH // RANKS + (part + 1) * rows)
+def mine(rank, index=0, micro_batches=1):
+    """Return the slice of the rank's sequences, or of one of its micro batches."""
+    sequences = BATCH // RANKS // micro_batches
+    return slice(rank * BATCH // RANKS + index * sequences, rank * BATCH // RANKS + (index + 1) * sequences)
 
 
 def gradients(model):
@@ -101,7 +101,7 @@ def gradients(model):
 
 
 def prepared(config, cls=Tiny, seed=0):
-    # autocast leaves float64 alone
+    # autocast does not apply to float64
     model = build(cls, seed, torch.float64 if config.autocast_dtype is None else torch.float32)
     apply_activation_checkpointing(model, config.activation_checkpoint)
     if config.compile.blocks:
@@ -112,13 +112,15 @@ def prepared(config, cls=Tiny, seed=0):
 
 
 def step(rank, options, cls=Tiny, steps=1, **kwargs):
-    """The gradients and the number of all-reduces of the last of `steps`, and the weights after it."""
-    model = prepared(DDPConfig(**options), cls, seed=rank)  # rank 0's values must reach the other
+    """Return gradients and count of all-reduces of the last of `steps`, and the weights after it."""
+    model = prepared(DDPConfig(**options), cls, seed=rank)  # rank 0's values have to be broadcast
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for _ in range(steps):
         optimizer.zero_grad()
         loss = loss_of(model, mine(rank), **kwargs)
-        with OperatorCounts() as sums:  # not around the forward: nothing compiles under such a mode
+        with (
+            OperatorCounts() as sums
+        ):  # not around the forward, which would not compile under a dispatch mode
             loss.backward()
         optimizer.step()
     return gradients(model), sums.of("allreduce_"), {n: t.clone() for n, t in model.state_dict().items()}
@@ -158,7 +160,7 @@ ACCUMULATED = {
 
 
 def all_cases(rank):
-    # Two steps: a static graph learns in the first, buckets are rebuilt before the second.
+    # Two steps: a static graph is recorded in the first, and buckets are rebuilt before the second.
     return {
         **{name: partial(step, rank, options) for name, options in CASES.items()},
         "buckets": lambda: [step(rank, CASES[case], steps=2)[1] for case in ("default", "small buckets")],
@@ -182,14 +184,14 @@ def accumulated(rank, options):
     for _ in range(2):
         model.zero_grad()
         with OperatorCounts() as sums:
-            for part in range(2):
-                with accumulate(model, last=part == 1, defer=config.defer_grad_sync):
-                    loss_of(model, mine(rank, part, 2)).backward()
+            for index in range(2):
+                with accumulate(model, last=index == 1, defer=config.defer_grad_sync):
+                    loss_of(model, mine(rank, index, 2)).backward()
     return gradients(model), sums.of("allreduce_"), None
 
 
 def graphs(rank, split):
-    """How many graphs the compiler made of equal blocks, larger than a bucket, and the gradients."""
+    """Return the count of graphs of equal blocks that are larger than a bucket, and the gradients."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
@@ -213,9 +215,9 @@ def buffers(rank, flag):
         loss_of(model, mine(rank)).backward()
     with torch.no_grad():
         model(data()[0])  # not in training: no communication
-    seen = [torch.zeros_like(model.seen) for _ in range(RANKS)]
-    dist.all_gather(seen, model.seen)
-    return [float(value) for value in seen]
+    by_rank = [torch.zeros_like(model.seen) for _ in range(RANKS)]
+    dist.all_gather(by_rank, model.seen)
+    return [float(value) for value in by_rank]
 
 
 def names():
@@ -251,7 +253,7 @@ def deferred(model, line):
 
 
 def run(model, line, config):
-    """Run a model that returns what torch can't look into."""
+    """Run a model whose output is an object in which torch finds no tensors."""
     apply_ddp(model, line, config)
     loss_of(model)
 
@@ -273,7 +275,7 @@ REFUSALS = {
     "hidden, unused": (lambda model, line: run(model, line, LOOKED_FOR), "a SimpleNamespace"),
     "hidden, static": (lambda model, line: run(model, line, STATIC), "a SimpleNamespace"),
 }
-"""A change of a model after which it can't be replicated, and words of the error."""
+"""A change of the model that prevents replication, and a fragment of the error."""
 
 
 def refusals():
@@ -281,8 +283,8 @@ def refusals():
 
     def replicated(name, model):
         result = REFUSALS[name][0](model, mesh["dp"])
-        whole = result if isinstance(result, nn.Module) else model
-        apply_ddp(whole, mesh["dp"], DDPConfig())
+        to_replicate = result if isinstance(result, nn.Module) else model
+        apply_ddp(to_replicate, mesh["dp"], DDPConfig())
 
     return {name: refusal(replicated, name, build(), kind=ParallelError) for name in REFUSALS}
 
@@ -300,71 +302,73 @@ def reference(cls=Tiny, steps=1, **kwargs):
     return gradients(model), model.state_dict()
 
 
-def check(found, expected):
-    assert found.keys() == expected.keys()
+def check(actual, expected):
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        # float64: what differs is the order of sums, some 1e-16 of values around 1
-        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12) if value is not None else None
-        assert (found[name] is None) == (value is None), name
+        # float64: only the order of sums differs, some 1e-16 for values around 1
+        torch.testing.assert_close(actual[name], value, rtol=1e-10, atol=1e-12) if value is not None else None
+        assert (actual[name] is None) == (value is None), name
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_is_the_single_process_s(results, case):
-    found, _, weights = results[case]
+def test_a_step_equals_that_of_one_process(results, case):
+    grads, _, weights = results[case]
     expected, after = reference()
-    check(found, expected)
+    check(grads, expected)
     check(weights, after)
 
 
 @pytest.mark.parametrize("case", UNUSED)
-def test_parameters_that_nothing_uses(results, case):
-    found, _, weights = results[case]
+def test_unused_parameters(results, case):
+    grads, _, weights = results[case]
     expected, after = reference(AsDict, steps=2)
-    if "static" in case:  # gives zeros to what is unused; SGD without momentum sees no difference
-        assert found["never"] is None or not found["never"].any()
-        expected["never"] = found["never"]
-    check(found, expected)
+    if "static" in case:  # it gives zeros to unused parameters, which SGD without momentum ignores
+        assert grads["never"] is None or not grads["never"].any()
+        expected["never"] = grads["never"]
+    check(grads, expected)
     check(weights, after)
 
 
-def test_parameters_that_one_rank_uses(results):
-    found, _, _ = results["a rank without"]
+def test_parameters_that_only_one_rank_uses(results):
+    grads, _, _ = results["a rank without"]
     model = build(AsDict)
     loss_of(model, mine(0)).backward()
     loss_of(model, mine(1), extra=False).backward()
-    check(found, gradients(model))
+    check(grads, gradients(model))
 
 
 @pytest.mark.parametrize("case", [f"accumulated, {name}" for name in ACCUMULATED])
-def test_accumulated_gradients_are_the_whole_batch_s(results, case):
-    found, sums, _ = results[case]
+def test_accumulated_gradients_equal_those_of_the_full_batch(results, case):
+    grads, sums, _ = results[case]
     cls = AsDict if "static" in case else Tiny
     expected, _ = reference(cls)
     if "static" in case:
-        expected["never"] = found["never"]
-    check(found, expected)
+        expected["never"] = grads["never"]
+    check(grads, expected)
     assert sums == (1 if ACCUMULATED[case.removeprefix("accumulated, ")].get("defer_grad_sync", True) else 2)
 
 
-def test_bucket_size_is_what_one_all_reduce_sums(results):
-    default, small = results["buckets"]  # in the second step: until the first ran, torch makes one bucket
+def test_the_bucket_size_limits_an_all_reduce(results):
+    default, small = results[
+        "buckets"
+    ]  # of the second step: torch uses one bucket until the first step ended
     sizes = [p.numel() * p.element_size() for p in build().parameters()]
     assert default == 1  # 80 KB
-    # A bucket ends with the tensor that fills it, so it is of the size asked for, and less than a tensor more.
+    # A bucket ends with the tensor that fills it, so it is larger than the limit by less than a tensor.
     cap = 0.005 * 2**20
     assert sum(sizes) / (cap + max(sizes)) <= small <= sum(sizes) / cap + 1
 
 
-def test_equal_blocks_stay_one_graph_unless_buckets_may_cut_them(results):
-    whole, split = results["graphs"][False], results["graphs"][True]
-    assert whole[0] == 1  # for all blocks
+def test_equal_blocks_are_one_graph_unless_buckets_split_them(results):
+    one_graph, split = results["graphs"][False], results["graphs"][True]
+    assert one_graph[0] == 1  # for all blocks
     assert split[0] > 1
-    for _, found in (whole, split):
-        check(found, reference(Wide)[0])
+    for _, grads in (one_graph, split):
+        check(grads, reference(Wide)[0])
 
 
 def test_autocast_computes_in_its_dtype_and_keeps_the_parameters(results):
-    found = results["autocast"]
+    grads = results["autocast"]
     model = build(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         tokens, labels, count = data()
@@ -376,20 +380,20 @@ def test_autocast_computes_in_its_dtype_and_keeps_the_parameters(results):
     loss.backward()
     exact = reference()[0]
     for name, value in gradients(model).items():
-        assert found[name].dtype == torch.float32
-        # Both are bfloat16's: half a per cent of each product, in another order for other batch sizes.
-        torch.testing.assert_close(found[name], value, rtol=0.02, atol=0.02 * float(value.abs().max()))
-    assert any(not torch.allclose(found[name].double(), exact[name], rtol=1e-4) for name in exact)
+        assert grads[name].dtype == torch.float32
+        # Both compute in bfloat16: each product is rounded by up to 0.5%, and sums have another order.
+        torch.testing.assert_close(grads[name], value, rtol=0.02, atol=0.02 * float(value.abs().max()))
+    assert any(not torch.allclose(grads[name].double(), exact[name], rtol=1e-4) for name in exact)
 
 
-def test_buffers_take_rank_0_s_values_once_or_each_time(results):
+def test_buffers_are_broadcast_from_rank_0_once_or_in_each_forward(results):
     # 10 at the start, from rank 0; each forward adds 1 on rank 0 and 2 on rank 1
     assert results["buffers"][False] == [14.0, 18.0]
-    # the last forward but one began with rank 0's 12, the last was not in training
+    # the last forward in training began with rank 0's 12; the one after it was not in training
     assert results["buffers"][True] == [14.0, 16.0]
 
 
-def test_names_are_the_model_s_and_options_reach_torch(results):
+def test_names_are_unchanged_and_options_reach_torch(results):
     model = build(AsDict)
     assert results["names"]["parameters"] == [name for name, _ in model.named_parameters()]
     assert results["names"]["state"] == list(model.state_dict())

@@ -1,4 +1,4 @@
-"""A checkpoint knows one weight, however many ranks share its heads and however unevenly it was cut."""
+"""A checkpoint has full weights, however many ranks share heads and however uneven the shards are."""
 
 import tempfile
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ def split(tp, replicate):
     from tests.support.torchtitan_meshes import parallel_dims
     from titanplans.parallel import parallelize
 
-    model = odd_qwen3()  # 8 heads, 2 of keys and values; 97 tokens, 45 wide
+    model = odd_qwen3()  # 8 heads, 2 key/value heads, vocabulary of 97, MLPs of 45
     parallelize(
         model,
         parallel_dims=parallel_dims(replicate, -1, 1, tp, 1, 1, 4),
@@ -40,13 +40,13 @@ def all_pairs(rank):
     dist.broadcast_object_list(folders)
     models = {name: split(*mesh) for name, mesh in MESHES.items()}
     shapes, wrong = {}, []
-    whole = {key: param.detach() for key, param in odd_qwen3().named_parameters()}
+    full = {key: param.detach() for key, param in odd_qwen3().named_parameters()}
     for name, model in models.items():
         path = f"{folders[0]}/{name}"
         dcp.save(get_model_state_dict(model), checkpoint_id=path)
         metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         shapes[name] = {key: tuple(tensor.size) for key, tensor in metadata.items()}
-        for other, target in models.items():
+        for target_name, target in models.items():
             with torch.no_grad():
                 for param in target.parameters():
                     param.to_local().zero_()
@@ -54,9 +54,9 @@ def all_pairs(rank):
             dcp.load(state, checkpoint_id=path)
             set_model_state_dict(target, state)
             wrong += [
-                (name, other, key)
+                (name, target_name, key)
                 for key, param in target.named_parameters()
-                if not torch.equal(param.full_tensor(), whole[key])
+                if not torch.equal(param.full_tensor(), full[key])
             ]
     return shapes, wrong
 
@@ -64,11 +64,11 @@ def all_pairs(rank):
 result = process_groups.module_fixture(all_pairs, 4)
 
 
-def test_what_is_saved_is_the_whole_weight(result):
+def test_full_weights_are_saved(result):
     expected = {key: tuple(value.shape) for key, value in odd_qwen3().state_dict().items()}
     for name, shapes in result[0].items():
         assert shapes == expected, name
 
 
-def test_every_split_loads_what_every_other_saved(result):
+def test_every_split_loads_the_checkpoint_of_every_other(result):
     assert not result[1]

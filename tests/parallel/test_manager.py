@@ -1,4 +1,4 @@
-"""ParallelManager: a user's loop trains as one process does, under each strategy; errors."""
+"""ParallelManager: a user's loop trains as in one process under each strategy, and wrong calls are refused."""
 
 from functools import partial
 
@@ -42,7 +42,7 @@ CASES = {
 
 
 def plain():
-    """The losses, norms and weights of one process."""
+    """Train in one process; return losses, norms and weights."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses, norms = [], []
@@ -63,7 +63,7 @@ def evaluate(model):
 
 
 def train(config, degrees, early=False):
-    """What `plain` does, over the ranks of this world; with an optimizer made before the model was parallel."""
+    """Train as `plain` does, over all ranks; with `early`, the optimizer is built before the model is parallelised."""
     manager = ParallelManager(config, degrees, device_type="cpu")
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -91,10 +91,10 @@ def train(config, degrees, early=False):
         losses.append(total)
     with manager.evaluation():
         assert not model.training
-        seen = evaluate(model)
+        logits = evaluate(model)
     assert model.training
     weights = {name: full_copy(tensor) for name, tensor in model.state_dict().items()}
-    return {"losses": losses, "norms": norms, "weights": weights, "eval": seen}
+    return {"losses": losses, "norms": norms, "weights": weights, "eval": logits}
 
 
 def refused(config, degrees=None, model=build, use=lambda manager, model: None):
@@ -120,7 +120,7 @@ REFUSED = {
     "config = dict: give FSDP2Config": ({}, None),
     "degrees = dict: give Degrees": (FSDP2Config(), {"tp": 1}),
     "model is a str": (FSDP2Config(), None, lambda: "model"),
-    "temperature has no dimension": (FSDP2Config(), None, lambda: with_number()),
+    "temperature has no dimension": (FSDP2Config(), None, lambda: with_scalar_parameter()),
     'autocast_dtype = "float32": on a CPU': (FSDP2Config(autocast_dtype="float32"), None),
     "embed.weight is on meta and the mesh on cpu": (
         DDPConfig(activation_checkpoint={"mode": "full"}), None, lambda: on_meta(),
@@ -140,7 +140,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-def with_number():
+def with_scalar_parameter():
     model = build()
     model.temperature = torch.nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
     return model
@@ -152,14 +152,14 @@ def with_buffer(value):
     return model
 
 
-def given_up(how, **options):
-    """The norm of a step after one that was given up between two micro batches, and that of the step alone."""
+def abandoned(how, **options):
+    """Return the gradient norm of a step after one that was abandoned between micro batches, and that of the step alone."""
     norms = []
-    for giving_up in (True, False):
+    for is_abandoned in (True, False):
         manager = ParallelManager(FSDP2Config(**options), Degrees(dp_replicate=2), device_type="cpu")
         model = manager.parallelize(build())
         tokens, labels = (x[0] for x in batches())
-        if giving_up:
+        if is_abandoned:
             try:
                 with manager.accumulate(last=False):
                     manager.cross_entropy(model(tokens).logits, labels).backward()
@@ -176,7 +176,7 @@ def given_up(how, **options):
 
 
 def modes():
-    """Which modules are in training mode after an evaluation, where one was not before."""
+    """Return which modules are in training mode in and after an evaluation; one was in evaluation mode before."""
     manager = ParallelManager(FSDP2Config(), device_type="cpu")
     model = manager.parallelize(build())
     model.layers[0].eval()
@@ -186,7 +186,7 @@ def modes():
 
 
 def between_forward_and_backward():
-    """Whether parameters that are resharded to two ranks say so, and hold what they did."""
+    """Return the full parameters between forward and backward, when they are resharded to two ranks."""
     manager = ParallelManager(FSDP2Config(fsdp_reshard_after_forward=2), device_type="cpu")
     model = manager.parallelize(build())
     model(batches()[0][0])
@@ -196,14 +196,14 @@ def between_forward_and_backward():
 def all_cases(rank):
     return {
         **{name: partial(train, *case) for name, case in CASES.items()},
-        "given up": lambda: {
-            (how, defer): given_up(how, defer_fsdp_grad_sync=defer)
+        "abandoned": lambda: {
+            (how, defer): abandoned(how, defer_fsdp_grad_sync=defer)
             for how in ("exception", "forgotten")
             for defer in ("all", "replicas", "nothing")
         },
         "modes": modes,
         "resharded": between_forward_and_backward,
-        "refused": lambda: {words: refusal_or_none(refused, *case) for words, case in REFUSED.items()},
+        "refused": lambda: {expected: refusal_or_none(refused, *case) for expected, case in REFUSED.items()},
     }
 
 
@@ -211,9 +211,9 @@ results = process_groups.case_fixture(all_cases, 4)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_loop_trains_as_one_process_does(name, results):
+def test_a_loop_trains_as_in_one_process(name, results):
     expected, got = plain(), results[name]
-    # float64; two steps of AdamW, whose first divides each gradient by itself: 1e-16 becomes 1e-9 where it is near 0.
+    # float64. AdamW's first step divides each gradient by itself, so an error of 1e-16 becomes 1e-9 if it is near 0.
     torch.testing.assert_close(torch.stack(got["losses"]), torch.stack(expected["losses"]), rtol=1e-9, atol=0)
     torch.testing.assert_close(
         torch.stack(got["norms"]).double(), torch.stack(expected["norms"]), rtol=1e-6, atol=0
@@ -224,22 +224,22 @@ def test_a_loop_trains_as_one_process_does(name, results):
 
 
 @pytest.mark.parametrize("expected", REFUSED)
-def test_refused_in_one_line(expected, results):
+def test_wrong_calls_are_refused_in_one_line(expected, results):
     message = results["refused"][expected] or ""
     assert expected in message
     assert "\n" not in message
 
 
-def test_a_step_that_is_given_up_leaves_no_gradient(results):
-    for case, (after, alone) in results["given up"].items():
+def test_an_abandoned_step_leaves_no_gradient(results):
+    for case, (after, alone) in results["abandoned"].items():
         torch.testing.assert_close(after, alone, rtol=1e-12, atol=0, msg=lambda m, case=case: f"{case}: {m}")
 
 
-def test_evaluation_puts_each_module_s_mode_back(results):
+def test_evaluation_restores_the_mode_of_each_module(results):
     assert results["modes"] == (False, True, False, True)
 
 
-def test_parameters_that_are_resharded_to_some_ranks_say_so(results):
+def test_parameters_resharded_to_some_ranks_are_gathered_over_these(results):
     expected = dict(build().named_parameters())
     assert len(results["resharded"]) > 4
     for name, value in results["resharded"].items():
@@ -252,7 +252,7 @@ def test_one_process_without_torchrun():
     torch.testing.assert_close(torch.stack(got["losses"]), torch.stack(plain()["losses"]), rtol=1e-9, atol=0)
 
 
-def test_loss_and_step_are_compiled_where_the_strategy_says_so():
+def test_loss_and_optimizer_step_are_compiled_if_the_strategy_says_so():
     torch._dynamo.reset()
     options = {"enable": True, "components": ["loss", "optimizer"]}
     with process_group("cpu"):
@@ -269,12 +269,12 @@ def test_loss_and_step_are_compiled_where_the_strategy_says_so():
         assert frames >= 1
         assert torch._dynamo.utils.counters["frames"]["ok"] > frames
         got = {name: full_copy(p) for name, p in model.named_parameters()}
-    # A compiled step has its learning rate as a float32.
+    # A compiled step takes the learning rate as float32.
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-8)
 
 
 @pytest.mark.parametrize("degrees", [Degrees(), Degrees(tp=2), Degrees(dp_replicate=2, dp_shard=1)])
-def test_torchs_muon_is_for_weights_that_are_not_sharded(degrees):
+def test_muon_of_torch_is_refused_for_sharded_weights(degrees):
     with process_groups.fake_group(2):
         plan = TinyPlan if degrees.tp > 1 else None
         manager = ParallelManager(FSDP2Config(plan=plan), degrees, device_type="cpu")

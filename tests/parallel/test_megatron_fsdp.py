@@ -1,7 +1,7 @@
-"""Megatron-FSDP: options reach the package by its names; what needs CUDA says so before anything else.
+"""Megatron-FSDP: options reach the package by its names, and the need for CUDA is checked first.
 
-What runs depends on what is installed: with the package, its own signatures and its optimizer; without, the error.
-Nothing here trains: that takes two GPUs.
+With the package installed, its signatures and its optimizer are tested; without it, the error. Nothing is trained here,
+which would take two GPUs.
 """
 
 import importlib.util
@@ -34,7 +34,7 @@ needs_package = pytest.mark.skipif(not INSTALLED, reason="megatron-fsdp is an ex
 
 @pytest.fixture(scope="module", autouse=True)
 def world():
-    """Eight ranks of which only this one exists."""
+    """A fake group of eight ranks."""
     with process_groups.fake_group(8):
         yield
 
@@ -48,14 +48,14 @@ def call(model=None, **options):
     return arguments(library, model or Tiny(), mesh(1, 8, 1), MegatronFSDPConfig(**options))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests the error without CUDA")
 def test_without_cuda_the_error_comes_first():
-    """Before the mesh and the model, which are wrong too, are looked at."""
+    """The mesh and the model are wrong too, but are checked later."""
     message = refusal(apply_megatron_fsdp, nn.Linear(2, 2), mesh(8, 1, 1), MegatronFSDPConfig())
     assert message.startswith("megatron_fsdp needs CUDA")
 
 
-@pytest.mark.skipif(INSTALLED, reason="says what happens without the package")
+@pytest.mark.skipif(INSTALLED, reason="tests the error without the package")
 def test_without_the_package_the_error_names_the_extra():
     message = refusal(apply_megatron_fsdp, Tiny(), mesh(1, 8, 1), MegatronFSDPConfig())
     assert "pip install '.[megatron-fsdp]' in a clone" in message
@@ -72,15 +72,15 @@ def test_without_the_package_the_error_names_the_extra():
         (lambda: mesh(1, 4, 2), "tp = 2"),
     ],
 )
-def test_a_mesh_is_sharded_over_as_a_whole(make, message):
+def test_meshes_that_the_package_can_not_use_are_refused(make, message):
     assert message in refusal(refuse_mesh, make())
 
 
-def test_a_mesh_that_will_do():
+def test_a_mesh_that_is_accepted():
     refuse_mesh(mesh(1, 8, 1))
 
 
-def test_units_are_the_blocks_or_the_classes_named():
+def test_fsdp_modules_are_the_blocks_or_the_classes_named():
     def units(*names):
         return unit_classes(Tiny(), MegatronFSDPConfig(fsdp_unit_modules=names or None))
 
@@ -95,17 +95,17 @@ def test_units_are_the_blocks_or_the_classes_named():
 def test_options_reach_the_package_by_its_own_names():
     from megatron_fsdp import fully_shard_model
 
-    given = call(
+    arguments = call(
         zero_dp_strategy=1,
         fsdp_unit_modules=["Embedding"],
         options={"overlap_grad_reduce": False, "main_grads_dtype": "float32", "main_params_dtype": "none"},
     )
-    inspect.signature(fully_shard_model).bind(**given)
-    policy = given["mixed_precision_policy"]
+    inspect.signature(fully_shard_model).bind(**arguments)
+    policy = arguments["mixed_precision_policy"]
     assert (policy.main_grads_dtype, policy.main_params_dtype) == (torch.float32, None)
-    assert (given["zero_dp_strategy"], given["fsdp_unit_modules"]) == (1, [nn.Embedding])
-    assert given["overlap_grad_reduce"] is False
-    assert given["calculate_per_token_loss"] is True  # not the package's default
+    assert (arguments["zero_dp_strategy"], arguments["fsdp_unit_modules"]) == (1, [nn.Embedding])
+    assert arguments["overlap_grad_reduce"] is False
+    assert arguments["calculate_per_token_loss"] is True  # not the package's default
     assert call(options={"calculate_per_token_loss": False})["calculate_per_token_loss"] is False
 
 
@@ -120,19 +120,19 @@ def test_options_reach_the_package_by_its_own_names():
         ({"main_grads_dtype": "fp32"}, "expected a dtype such as float32"),
     ],
 )
-def test_what_the_package_does_not_take_is_refused(options, message):
+def test_options_that_the_package_lacks_are_refused(options, message):
     assert message in refusal(call, options=options)
 
 
 @needs_package
-def test_a_model_on_meta_is_given_its_values_by_the_package():
+def test_the_package_initializes_a_model_on_meta():
     with torch.device("meta"):
         meta = Tiny()
     assert call(meta)["init_model_with_meta_device"] is True
     assert call()["init_model_with_meta_device"] is False
 
 
-def test_models_that_it_can_t_have():
+def test_models_that_are_refused():
     recomputed, compiled = Tiny(), Tiny()
     apply_activation_checkpointing(recomputed, ActivationCheckpoint(mode="full"))
     compiled.layers[0].compile()
@@ -142,7 +142,7 @@ def test_models_that_it_can_t_have():
 
 
 class Managed:
-    """What the package's optimizer half asks of its model; the parameters are plain ones of the CPU."""
+    """A model with the methods that the package's optimizer calls; its parameters are plain tensors on the CPU."""
 
     model_auto_sync = True
 
@@ -154,11 +154,11 @@ class Managed:
 def optimizer():
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(4, 4))
-    other = nn.Parameter(torch.randn(4))
-    for parameter in (weight, other):
+    vector = nn.Parameter(torch.randn(4))
+    for parameter in (weight, vector):
         parameter._megatron_fsdp_model = Managed()
-    groups = [{"params": [weight], "lr": 0.1}, {"params": [other], "lr": 0.01, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.1), weight, other
+    groups = [{"params": [weight], "lr": 0.1}, {"params": [vector], "lr": 0.01, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.1), weight, vector
 
 
 def stepped(adam, *parameters):
@@ -170,7 +170,7 @@ def stepped(adam, *parameters):
 
 
 @needs_package
-def test_the_first_update_is_the_optimizer_s():
+def test_the_first_update_is_that_of_the_optimizer():
     from megatron_fsdp import fully_shard_optimizer
 
     adam, *parameters = optimizer()
@@ -183,7 +183,7 @@ def test_the_first_update_is_the_optimizer_s():
     torch.testing.assert_close(stepped(adam, *parameters), expected, rtol=0, atol=0)
     assert [group["lr"] for group in adam.param_groups] == [0.1, 0.01]
 
-    # What it is done for: when this fails, the package no longer takes a step by itself.
+    # The reason for all this: if it fails, the package no longer takes a step by itself.
     adam, *parameters = optimizer()
     fully_shard_optimizer(adam)
     assert not torch.allclose(stepped(adam, *parameters)[0], expected[0], rtol=1e-3)
@@ -202,12 +202,12 @@ def test_an_optimizer_of_other_parameters_is_refused_and_still_steps():
 def test_only_the_last_micro_batch_reduces():
     from megatron_fsdp import MegatronFSDP
 
-    model = MegatronFSDP.__new__(MegatronFSDP)  # without CUDA there is no whole one
+    model = MegatronFSDP.__new__(MegatronFSDP)  # its __init__ needs CUDA
     nn.Module.__init__(model)
     model.data_parallel_sharding_strategy, model.dist_index = "optim", SimpleNamespace(use_hybrid_fsdp=False)
-    seen = []
+    syncs = []
     for last in (False, True):
         with accumulate(model, last=last):
-            seen.append(model.model_auto_sync)
+            syncs.append(model.model_auto_sync)
         assert model.model_auto_sync
-    assert seen == [False, True]
+    assert syncs == [False, True]

@@ -1,4 +1,4 @@
-"""The entry in torchtitan's words, over real process groups: ties, odd sizes, dtypes, torchtitan's own meshes and policies.
+"""The torchtitan-style entry over real process groups: tied weights, odd sizes, dtypes, torchtitan's meshes and policies.
 
 Combinations of options are in test_combinations.py.
 """
@@ -102,13 +102,13 @@ def case(options):
     return step_comparison.Case(
         functools.partial(build, kind, tied),
         functools.partial(split, **options),
-        # Without sequence parallelism ranks do not share a sequence.
+        # Without sequence parallelism the length need not be divisible.
         length=32 if options.get("sequence_parallel", True) and options.get("tp", 1) > 1 else 31,
         tolerance=step_comparison.BFLOAT16 if options.get("dtype") == "bfloat16" else step_comparison.FLOAT32,
     )
 
 
-def test_step_equals_single_process():
+def test_a_step_equals_that_of_one_process():
     differences = step_comparison.equals_one_process(
         {name: case(options) for name, options in CASES.items()}, ranks=4
     )

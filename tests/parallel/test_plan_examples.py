@@ -1,4 +1,4 @@
-"""The words of the plan language under FSDP2, recomputed and compiled, over real process groups."""
+"""The styles of the plan language with FSDP2, recomputation and compile, over real process groups."""
 
 from typing import Any, NamedTuple
 
@@ -49,7 +49,7 @@ CASES = {
 }
 
 
-def test_a_step_is_that_of_one_process():
+def test_a_step_equals_that_of_one_process():
     cases = {name: options | {"plan": KINDS[name[0]].plan} for name, options in CASES.items()}
     assert not step_comparison.equals_one_process(
         step_comparison.cases_of(cases, build, step_comparison.by_torchtitan), ranks=4

@@ -1,4 +1,4 @@
-"""Each test counts what dynamo does from nothing."""
+"""Reset dynamo before each test, so that its counts start at zero."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""Architectures compiled on two gloo ranks: the losses of eager mode, by compiled code.
+"""Architectures compiled on two gloo ranks have the losses of eager mode.
 
-Architectures with different blocks, one of them by inductor; exhaustively, every registered one by inductor.
+By default, architectures with different blocks, one of them by inductor; exhaustively, every one by inductor.
 """
 
 import functools
@@ -20,41 +20,41 @@ pytestmark = pytest.mark.thorough
         (graphs.DIFFERENT, graphs.KERNELS),
         pytest.param((tuple(zoo.ARCHITECTURES),) * 2, marks=pytest.mark.exhaustive),
     ],
-    ids=["those that differ", "all, by inductor"],
+    ids=["different blocks", "all, by inductor"],
 )
 def results(request):
     names, inductor = request.param
     return process_groups.run(functools.partial(graphs.run, names=names, inductor=inductor), 2)
 
 
-def test_losses_and_norms_are_those_of_eager_mode(results):
-    # float32: inductor's sums run in another order, an epsilon (1.2e-7) or two a step; AdamW divides by the gradient's
-    # size, which makes more of it where a gradient is all rounding. A dropped sum is off by 1e-2.
+def test_losses_and_norms_equal_those_of_eager_mode(results):
+    # float32: inductor sums in another order, one or two epsilons (1.2e-7) a step. AdamW divides by the gradient's size,
+    # which amplifies a gradient that is only rounding. A missing sum would be off by 1e-2.
     for name, result in results.items():
-        for found, expected in zip(result.compiled, result.eager, strict=True):
-            assert found[0] == pytest.approx(expected[0], rel=1e-6), name
-            assert found[1] == pytest.approx(expected[1], rel=1e-5), name
+        for actual, expected in zip(result.compiled, result.eager, strict=True):
+            assert actual[0] == pytest.approx(expected[0], rel=1e-6), name
+            assert actual[1] == pytest.approx(expected[1], rel=1e-5), name
         assert len({loss for loss, _ in result.eager}) == graphs.STEPS, name
 
 
-def test_every_block_ran_what_was_compiled_once(results):
+def test_every_block_is_compiled_once(results):
     for name, result in results.items():
         assert len(result.calls) == 2 + (name == "gemma3"), "two blocks, and one of the vision tower"
         assert set(result.calls.values()) == {graphs.STEPS}, name
-        made = sum(block.graphs for block in result.blocks)
-        assert result.graphs[0] == made + 1 > 1, f"{name}: those of the blocks, and the loss"
-        # The graph that hands FLA's swiglu a weight is compiled once more: torch has marked the weight's local tensor as
-        # requiring a gradient by then.
+        of_blocks = sum(block.graphs for block in result.blocks)
+        assert result.graphs[0] == of_blocks + 1 > 1, f"{name}: the graphs of the blocks, and one of the loss"
+        # The graph that passes a weight to FLA's swiglu is compiled once more: by then torch has marked the weight's local
+        # tensor as requiring a gradient.
         again = 1 if any("SwiGLULinear" in block.breaks for block in result.blocks) else 0
-        assert result.graphs[1] <= made + 1 + again, name
-        assert result.graphs[2] == result.graphs[1], f"{name}: compiled again after the second step"
+        assert result.graphs[1] <= of_blocks + 1 + again, name
+        assert result.graphs[2] == result.graphs[1], f"{name}: recompiled after the second step"
 
 
 @pytest.mark.parametrize(
     "name",
     ["gla", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("transformer", "gemma3_text"))],
 )
-def test_another_length_is_compiled_once_and_then_any(name):
+def test_a_second_length_compiles_once_for_all_others(name):
     first, second, third = graphs.lengths(name)
     assert first < second <= 2 * first
     assert third == second
@@ -62,7 +62,7 @@ def test_another_length_is_compiled_once_and_then_any(name):
 
 def test_the_page_has_these_graphs_and_breaks(results):
     written = graphs.written(graphs.PAGE.read_text()).splitlines()
-    rows = graphs.table(results).splitlines()
+    lines = graphs.table(results).splitlines()
     how = "python docs/generate.py graphs.md writes it"
-    assert [row for row in written if row in rows] == rows, how
-    assert {row.split(" | ")[0].strip("| ") for row in written[2:]} == set(zoo.ARCHITECTURES), how
+    assert [line for line in written if line in lines] == lines, how
+    assert {line.split(" | ")[0].strip("| ") for line in written[2:]} == set(zoo.ARCHITECTURES), how

@@ -1,6 +1,6 @@
 """Async tensor parallelism without a GPU: errors, the record of compiled graphs, the check.
 
-That anything is really fused is decided on graphs here (tests/cli/test_async_tp.py) and was never run.
+Whether collectives are fused is decided on graphs (tests/cli/test_async_tp.py); fused kernels were never run here.
 """
 
 import copy
@@ -25,11 +25,11 @@ from titanplans.split.meshes import meshes_of
 from titanplans.torch_private.compile import LAST_PASSES, custom_passes
 
 RANKS, BATCH, TOKENS, WIDTH = 2, 2, 8, 16
-WHOLE = BATCH * TOKENS * WIDTH * 4  # bytes
+FULL = BATCH * TOKENS * WIDTH * 4  # bytes
 
 
 def region(border, x, up, down):
-    """An MLP of nothing but its products, between the borders of its region."""
+    """An MLP without activation, between the borders of its region."""
     return border.leave((border.enter(x) @ up) @ down)
 
 
@@ -42,7 +42,7 @@ def mesh():
 @pytest.fixture
 def border(mesh):
     with fresh_cache():
-        # The sequence comes first: gathered along another dimension, shards are put together by a kernel of C++.
+        # The sequence comes first: gathers along another dimension need a C++ kernel that joins the shards.
         border = Border(meshes_of(mesh.get_mesh("tp")), StreamLayout(0))
         border.stream.length = TOKENS
         yield border
@@ -51,7 +51,7 @@ def border(mesh):
 
 
 def run(border):
-    """Compile the region by inductor, and run it forward and backward."""
+    """Compile the region by inductor; run forward and backward."""
     torch._dynamo.reset()
     x = torch.randn(TOKENS // RANKS, BATCH, WIDTH, requires_grad=True)
     up, down = (torch.randn(WIDTH, WIDTH, requires_grad=True) for _ in range(2))
@@ -59,40 +59,40 @@ def run(border):
 
 
 def test_the_collectives_of_compiled_graphs_are_recorded_with_their_bytes(border, mesh, caplog):
-    """A hook of the user's stays in place; no collective is fused."""
-    own = Own()
-    inductor.post_grad_custom_post_pass = own
+    """A hook of the user is kept; no collective is fused."""
+    user_pass = UserPass()
+    inductor.post_grad_custom_post_pass = user_pass
     with pytest.raises(ParallelError, match="inductor's graphs are not recorded"):
         async_tp.check_fused(mesh)
     record = install_record()
     assert install_record() is record
     run(border)
-    assert custom_passes(LAST_PASSES) == (own, record)
-    assert own.calls == len(record.graphs)
+    assert own_passes(LAST_PASSES) == (user_pass, record)
+    assert user_pass.calls == len(record.graphs)
     assert [[(c.operation, c.phase) for c in graph] for graph in record.graphs] == [
         [("all_gather", phase), ("reduce_scatter", phase)] for phase in ("forward", "backward")
     ]
-    found = record.collectives(tuple(range(RANKS)))
-    assert len(found) == 4
-    assert all(c.received == WHOLE // RANKS and not c.fused for c in found)
+    collectives = record.collectives(tuple(range(RANKS)))
+    assert len(collectives) == 4
+    assert all(c.received == FULL // RANKS and not c.fused for c in collectives)
     assert record.collectives((5, 7)) == []
     with pytest.raises(ParallelError, match=r"none of 4 gathers .*in 2 compiled graphs"):
         async_tp.check_fused(mesh)
     with caplog.at_level(logging.WARNING):
         assert async_tp.check_fused(mesh, "warn") == (0, 0, 4)
     assert "titanplans async-tp names each obstacle" in caplog.text
-    run(border)  # the same again, after dynamo has forgotten it
-    assert len(record.graphs) == 4, "no graph came unseen out of a compile cache"
+    run(border)  # compiled again, after dynamo was reset
+    assert len(record.graphs) == 4, "all graphs are recorded, none comes from a compile cache"
 
 
 def gated(border, x, gate, up, down):
-    """An MLP of two products that read the same gathered sequence: the gradient of that is a sum."""
-    whole = border.enter(x)
-    return border.leave(((whole @ gate) * (whole @ up)) @ down)
+    """An MLP of two products of the same gathered sequence, whose gradient is a sum."""
+    gathered = border.enter(x)
+    return border.leave(((gathered @ gate) * (gathered @ up)) @ down)
 
 
-def test_inductor_keeps_products_between_a_scatter_and_its_wait(border):
-    """In the code that inductor writes; without the passes, the wait follows at once."""
+def test_inductor_schedules_products_between_a_scatter_and_its_wait(border):
+    """Checked in inductor's code; without the passes, the wait follows immediately."""
     between = []
     for install in (lambda: None, async_tp.install_passes):
         torch._dynamo.reset()
@@ -110,7 +110,7 @@ def test_inductor_keeps_products_between_a_scatter_and_its_wait(border):
     assert between == [0, 2]
 
 
-def test_a_loop_of_ones_own_is_checked_where_its_second_step_begins(border, mesh):
+def test_a_loop_of_the_user_is_checked_at_its_second_step(border, mesh):
     model = torch.nn.Linear(2, 2)
     async_tp.check_at_second_forward(model, mesh)
     install_record()
@@ -120,10 +120,10 @@ def test_a_loop_of_ones_own_is_checked_where_its_second_step_begins(border, mesh
     model(x)
     with pytest.raises(ParallelError, match=r"no gather .*in 0 compiled graphs"):
         model(x)
-    model(x)  # told once
+    model(x)  # the warning is logged once
 
 
-class Own(CustomGraphPass):
+class UserPass(CustomGraphPass):
     def __init__(self):
         self.calls = 0
 
@@ -137,8 +137,8 @@ class Own(CustomGraphPass):
 def test_prepared_blocks_of_fla_compute_the_same():
     kernels.install("cpu")
     config = modeling.load_config("gla", "debug", num_hidden_layers=1, hidden_size=64, vocab_size=64)
-    whole = modeling.build_real(config)
-    prepared = copy.deepcopy(whole)
+    original = modeling.build_real(config)
+    prepared = copy.deepcopy(original)
     with torch._dynamo.config.patch(nested_graph_breaks=False):
         async_tp.prepare(prepared)
         (block,) = prepared.model.layers
@@ -147,10 +147,10 @@ def test_prepared_blocks_of_fla_compute_the_same():
         block.compile(backend="aot_eager")
         inputs = modeling.sample_inputs(config, batch_size=2, seq_len=80, seed=0)
         results = []
-        for model in (whole, prepared):
+        for model in (original, prepared):
             logits = model(**inputs).logits
             logits.square().mean().backward()
             results.append((logits, *(p.grad for p in model.parameters())))
     torch._dynamo.reset()
-    # float64: another order of the same sums.
+    # float64: only the order of sums differs.
     torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-12)

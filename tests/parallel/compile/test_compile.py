@@ -1,4 +1,4 @@
-"""Compile: what the compiler was given is counted, and the steps it takes are those of eager mode."""
+"""Compile: the graphs that the compiler gets are counted, and compiled steps equal those of eager mode."""
 
 from types import SimpleNamespace
 
@@ -21,13 +21,13 @@ TOKENS = torch.arange(32).reshape(2, 16)
 
 
 def config(backend="aot_eager", **options):
-    """Return the fields of `Compile` that apply_compile reads; the backend may be a counter."""
+    """Return the fields of `Compile` that apply_compile uses; the backend may be a counter."""
     unset = dict.fromkeys(("mode", "fullgraph", "dynamic", "options"))
     return SimpleNamespace(**unset | options, backend=backend)
 
 
 class Counted(CompileCounterWithBackend):
-    """aot_eager, counting the graphs it is given and how often what it made of them runs."""
+    """aot_eager with counts of the graphs that it gets and of the runs of compiled code."""
 
     def __init__(self):
         super().__init__("aot_eager")
@@ -52,7 +52,7 @@ def gla(layers=3):
 
 
 def steps(model, optimizer=None, loss=None, count=3):
-    """Losses of a few training steps."""
+    """Return the losses of `count` training steps."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
     for _ in range(count):
@@ -69,11 +69,11 @@ def steps(model, optimizer=None, loss=None, count=3):
 def test_equal_blocks_are_compiled_once_and_train(build):
     backend, model = Counted(), build(6)
     apply_compile(model, config(backend), None)
-    assert backend.frame_count == 0, "compiled when it first runs"
-    # float32: the same operators, composites taken apart by the compiler; a few epsilons (1.2e-7) over three steps.
+    assert backend.frame_count == 0, "it is compiled when it first runs"
+    # float32: the compiler decomposes some operators; a few epsilons (1.2e-7) over three steps.
     assert steps(model) == pytest.approx(steps(build(6)), rel=1e-5)
     assert backend.frame_count == 1
-    assert backend.runs == 6 * 3, "every block of every step ran what was compiled"
+    assert backend.runs == 6 * 3, "every block of every step ran compiled code"
     assert not counters["graph_break"]
     assert list(model.state_dict()) == list(build(6).state_dict())
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in build(6).named_parameters()]
@@ -86,10 +86,10 @@ def test_flash_linear_attention_breaks_graphs_at_its_own_kernels_only():
         backend, model = Counted(), gla(layers)
         assert not one_graph_a_block(model)
         apply_compile(model, config(backend), None)
-        found = steps(model, count=1)
+        losses = steps(model, count=1)
         frames[layers] = backend.frame_count
-    assert found == pytest.approx(steps(gla(2), count=1), rel=1e-5)
-    assert frames[2] == frames[1] > 1, "more blocks, no more graphs"
+    assert losses == pytest.approx(steps(gla(2), count=1), rel=1e-5)
+    assert frames[2] == frames[1] > 1, "more blocks do not add graphs"
     assert counters["graph_break"]
     for reason in counters["graph_break"]:
         assert "calls a kernel of flash-linear-attention" in reason, reason
@@ -100,7 +100,7 @@ def test_blocks_without_those_kernels_stay_one_graph_each():
     model.layers.append(gla(1).model.layers[0])  # a hybrid: one block with FLA's kernels, one without
     apply_compile(model, config(), None)
     model.layers[0].mlp.register_forward_hook(lambda module, args, output: print(end=""))
-    with pytest.raises(torch._dynamo.exc.Unsupported):  # print breaks a graph, and that is an error here
+    with pytest.raises(torch._dynamo.exc.Unsupported):  # print breaks a graph, which is an error here
         model(TOKENS)
 
 
@@ -127,14 +127,16 @@ def test_checkpointing_in_a_compiled_block(policy):
 
 
 def products_in_backward(policy):
-    """Matrix products in the backward graph of a compiled block."""
+    """Return the count of matrix products in the backward graph of a compiled block."""
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
-    seen = []
+    counts = []
 
     def backward(graph, example_inputs):
-        seen.append(sum(str(node.target).split(".")[-2:][0] in ("mm", "addmm") for node in graph.graph.nodes))
+        counts.append(
+            sum(str(node.target).split(".")[-2:][0] in ("mm", "addmm") for node in graph.graph.nodes)
+        )
         return make_boxed_func(graph.forward)
 
     torch._dynamo.reset()
@@ -144,14 +146,14 @@ def products_in_backward(policy):
     backend = aot_autograd(
         fw_compiler=lambda graph, _: make_boxed_func(graph.forward),
         bw_compiler=backward,
-        partition_fn=min_cut_rematerialization_partition,  # as aot_eager and inductor have it
+        partition_fn=min_cut_rematerialization_partition,  # the partitioner of aot_eager and inductor
     )
     apply_compile(model, config(backend), None)
     steps(model, count=1)
-    return seen[0]
+    return counts[0]
 
 
-def test_what_the_compiler_recomputes():
+def test_which_products_the_compiler_recomputes():
     before = torch._functorch.config.activation_memory_budget
     least = products_in_backward(None)
     again = {
@@ -164,8 +166,8 @@ def test_what_the_compiler_recomputes():
             "budget 0": budget(0.0),
         }.items()
     }
-    # Of six products that lead to a gradient (down_proj's does not) the compiler may keep some all the same,
-    # where its cut through the graph gets no smaller; gate_proj and up_proj it recomputes.
+    # Of six products that a gradient needs (it does not need down_proj's), the partitioner may keep some if its minimal
+    # cut through the graph is no larger; it recomputes gate_proj and up_proj.
     assert again["all kept"] == again["budget 1"] == 0
     assert again["mlp"] == 2
     assert 2 < again["none kept"] <= 6
@@ -177,7 +179,7 @@ def cross_entropy(logits):
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS.flatten())
 
 
-def test_compiled_loss_is_the_one_that_trains():
+def test_the_compiled_loss_is_used_in_training():
     backend, model = Counted(), tiny_of()
     expected = steps(tiny_of(), loss=cross_entropy)
     assert steps(model, loss=compile_loss(cross_entropy, config(backend))) == pytest.approx(
@@ -199,14 +201,14 @@ OPTIMIZERS = {
 @pytest.mark.parametrize(
     ("name", "first"), [*((name, "compile") for name in OPTIMIZERS), ("AdamW", "scheduler")]
 )
-def test_compiled_step_is_the_one_that_trains(name, first):
+def test_the_compiled_step_is_used_in_training(name, first):
     cls, options = OPTIMIZERS[name]
 
     def run(backend):
         model = tiny_of(1)
-        # One MLP: each tensor of an optimizer's step is some tens of operators to compile.
+        # One MLP, because each parameter adds some tens of operators to the optimizer's step.
         optimizer = cls(model.layers[0].mlp.parameters(), lr=0.1, **options)
-        if not backend:  # eager takes capturable on an accelerator only
+        if not backend:  # without compile, capturable is allowed on an accelerator only
             optimizer.param_groups[0].update({key: False for key in ("capturable",) if key in options})
 
         def compiles():
@@ -225,9 +227,9 @@ def test_compiled_step_is_the_one_that_trains(name, first):
         return losses
 
     backend = Counted()
-    # AdamW divides by the gradient's size: where it is all rounding, so is the step.
+    # AdamW divides by the gradient's size: if a gradient is only rounding, so is its step.
     assert run(backend) == pytest.approx(run(None), rel=1e-4)
-    # SGD's first step has no momentum yet. The rate changes at every step, and nothing is compiled for it.
+    # SGD's first step has no momentum yet. The learning rate changes at every step without recompilation.
     assert backend.frame_count == (2 if cls is torch.optim.SGD else 1)
     assert backend.runs == 4
 
@@ -259,7 +261,7 @@ def applied(mode):
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_refused(message):
+def test_compile_that_can_not_be_applied_is_refused(message):
     with pytest.raises(ParallelError, match=message):
         REFUSED[message]()
 
@@ -268,14 +270,14 @@ def test_options_reach_the_compiler():
     model = tiny_of(1)
     apply_compile(model, config(fullgraph=False), None)
     model.layers[0].mlp.register_forward_hook(lambda module, args, output: print(end=""))
-    model(TOKENS)  # print breaks a graph, and is not an error here
+    model(TOKENS)  # print breaks a graph, which is no error here
     assert counters["graph_break"]
     sizes = Counted()
     model = tiny_of(1)
     apply_compile(model, config(sizes, dynamic=True), None)
     for length in (5, 6, 7):
         model(TOKENS[:, :length])
-    assert sizes.frame_count == 1, "one graph for every length"
+    assert sizes.frame_count == 1, "one graph for all lengths"
 
 
 UNDER_TP = {
@@ -328,7 +330,7 @@ def compiled_under_tp(rank):
 
 
 def gradients_of_several_lengths(mesh, compiled):
-    """Gradients of a model of FLA's with blocks compiled inside their checkpoints."""
+    """Return the gradients of an FLA model whose blocks are compiled inside their checkpoints."""
     from titanplans import apply_plan
 
     model = zoo.build("gla", options=False, num_hidden_layers=1)
@@ -348,13 +350,13 @@ def test_checkpointing_in_a_compiled_block_under_tp(under_tp, name):
     expected, results = under_tp
     losses, frames, runs = results[name]
     assert losses == pytest.approx(expected, rel=1e-5)
-    # The stream begins in a hook of the first block. In a recomputed block it is part of what is recomputed, so
-    # the first block is a graph apart; else, under FSDP's hooks, it is a graph of its own before two equal blocks.
+    # The stream begins in a hook of the first block. If blocks are recomputed, so is the hook, and the first block is a
+    # separate graph; otherwise, under FSDP's hooks, the hook is a graph before two equal blocks.
     assert frames == 2
     assert runs == (2 if name.startswith("attention") else 1 + 2) * 2
 
 
-def test_recomputed_attention_under_tp_is_what_torch_cannot_compile(under_tp):
+def test_torch_can_not_compile_recomputed_attention_under_tp(under_tp):
     assert "DeviceMesh" in under_tp[1]["full"]
 
 

@@ -1,4 +1,4 @@
-"""Compiled blocks with several documents in a row: the logits of eager mode, whatever their number."""
+"""Compiled blocks on sequences of several documents have the logits of eager mode, for any count of documents."""
 
 import copy
 
@@ -13,7 +13,7 @@ ROWS = ([0, 7, 20, 40], [0, 33, 40], [0, 3, 9, 15, 40], [0, 40])
 
 
 @pytest.mark.parametrize("name", ["gla", "gated_deltanet", "transformer", "rwkv7"])
-def test_documents_of_any_number(name):
+def test_any_count_of_documents(name):
     kernels.install("cpu")
     eager = zoo.build(name, dtype=torch.float32, options=False)
     model, ids = copy.deepcopy(eager), torch.randint(90, (1, 40), generator=torch.Generator().manual_seed(0))
@@ -24,11 +24,11 @@ def test_documents_of_any_number(name):
         config = FSDP2Config(mixed_precision_param=None, compile=compiled)
         parallelize(model, parallel_dims=mesh, config=config)
         for bounds in ROWS:
-            given = {
+            batch = {
                 "input_ids": ids,
                 "cu_seqlens": torch.tensor(bounds, dtype=torch.int32),
                 "use_cache": False,
             }
-            logits = model(**given).logits
-            torch.testing.assert_close(logits, eager(**given).logits)
+            logits = model(**batch).logits
+            torch.testing.assert_close(logits, eager(**batch).logits)
             logits.sum().backward()

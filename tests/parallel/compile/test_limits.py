@@ -1,4 +1,4 @@
-"""Compile that would do nothing is refused, or an error when it stops; what FLA's kernels leave of a block is few graphs."""
+"""Compile without effect is refused, compiling too often is an error, and blocks with FLA's kernels are low_limit graphs."""
 
 import copy
 
@@ -27,7 +27,7 @@ def build(name, **sizes):
     return modeling.build_real(modeling.load_config(name, "debug", **sizes), dtype=torch.float32)
 
 
-def test_switched_off_by_the_environment(monkeypatch):
+def test_compile_disabled_by_the_environment_is_refused(monkeypatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     with pytest.raises(ParallelError, match="TORCHDYNAMO_DISABLE=1 in the environment"):
         compile_options(Compile(enable=True))
@@ -37,7 +37,7 @@ def test_switched_off_by_the_environment(monkeypatch):
     ("setting", "variable"),
     [("disable", "TORCH_COMPILE_DISABLE"), ("suppress_errors", "TORCHDYNAMO_SUPPRESS_ERRORS")],
 )
-def test_switched_off_by_a_setting(setting, variable):
+def test_compile_disabled_by_a_setting_is_refused(setting, variable):
     with torch._dynamo.config.patch({setting: True}):
         for ask in (
             lambda: compile_options(Compile(enable=True)),
@@ -62,7 +62,7 @@ NOT_FOR = {
 
 
 @pytest.mark.parametrize("message", NOT_FOR)
-def test_no_use_on_this_device(message):
+def test_options_without_effect_on_this_device_are_refused(message):
     options, device = NOT_FOR[message]
     with pytest.raises(ParallelError, match=message):
         check_on_mesh(on_mesh(options, device))
@@ -83,48 +83,48 @@ def test_refused_before_any_weight_moves():
         parallelize(Tiny(), parallel_dims=Mesh(Degrees(), "cpu"), config=strategy)
 
 
-def test_a_value_of_another_type():
+def test_a_value_of_another_type_is_refused():
     with pytest.raises(ParallelError, match="epilogue_fusion, got str should be bool"):
         compile_options(Compile(enable=True, options={"epilogue_fusion": "yes"}))
 
 
 @pytest.fixture
-def few(monkeypatch):
-    """A limit that takes less time to reach than torch's."""
+def low_limit(monkeypatch):
+    """Set a recompile limit that is reached sooner than torch's default; return it."""
     monkeypatch.setattr(components, "RECOMPILATIONS", 3)
     return 3
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
-def test_compiled_too_often_is_an_error(fullgraph, few):
+def test_compiling_too_often_is_an_error(fullgraph, low_limit):
     model = Tiny()
     apply_compile(model, config(dynamic=False, fullgraph=fullgraph), None)
     tokens = torch.zeros(1, 16, dtype=torch.long)
-    for length in range(1, 1 + few):
+    for length in range(1, 1 + low_limit):
         model(tokens[:, :length])
-    assert counters["stats"]["unique_graphs"] == few
+    assert counters["stats"]["unique_graphs"] == low_limit
     with pytest.raises(ParallelError, match=r"layers.0 was compiled 3 times") as error:
-        model(tokens[:, : 1 + few])
+        model(tokens[:, : 1 + low_limit])
     assert "\n" not in str(error.value)
-    model(tokens[:, :few])  # what there is goes on
+    model(tokens[:, :low_limit])  # existing graphs still run
 
 
-def test_so_is_a_loss(few):
+def test_compiling_a_loss_too_often_is_an_error(low_limit):
     loss = compile_loss(lambda x: x.square().mean(), config(dynamic=False))
-    for length in range(1, 1 + few):
+    for length in range(1, 1 + low_limit):
         loss(torch.ones(length))
     with pytest.raises(ParallelError, match="something in the loss was compiled 3 times"):
-        loss(torch.ones(1 + few))
+        loss(torch.ones(1 + low_limit))
 
 
-def test_each_kind_of_block_has_its_share():
+def test_each_kind_of_block_has_its_own_recompile_limit():
     assert count_kinds(Tiny().layers) == 1
     gemma = build("gemma3_text", num_hidden_layers=4)
     assert {layer.self_attn.is_sliding for layer in gemma.model.layers} == {True, False}
     assert count_kinds(gemma.model.layers) == 2
 
 
-def test_what_leaves_the_graphs_is_the_module_around_a_kernel():
+def test_only_the_module_around_a_kernel_is_outside_of_graphs():
     model = build("gla", num_hidden_layers=1)
     block = model.model.layers[0]
     names, keys = [type(module).__name__ for module in block.modules()], list(model.state_dict())
@@ -141,14 +141,14 @@ def test_what_leaves_the_graphs_is_the_module_around_a_kernel():
     assert twin(x).abs().max() == 0 < block.attn_norm(x).abs().max()
 
 
-def test_between_two_kernels_is_one_graph_whatever_modules_lie_there():
+def test_between_two_kernels_is_one_graph_across_modules():
     model = build("gla", num_hidden_layers=2)
     expected = model(torch.arange(32).reshape(2, 16), use_cache=False).logits
     apply_compile(model, config(), None)
-    found = model(torch.arange(32).reshape(2, 16), use_cache=False).logits
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # float32, a few layers
+    logits = model(torch.arange(32).reshape(2, 16), use_cache=False).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)  # float32, a low_limit layers
     # attn_norm | projections | recurrence | gated norm | output | mlp_norm | gate and up | swiglu | sum.
     assert counters["stats"]["unique_graphs"] == 5
-    # The output's projection and the MLP's norm lie in different modules, gate, up and the border of the MLP too.
-    # torch counts the recurrence twice: where it looks into the function, and where it calls it.
+    # The output projection and the MLP's norm are in different modules, as are gate, up and the border of the MLP.
+    # torch counts the recurrence twice: where it traces into the function, and where it calls it.
     assert sum(counters["graph_break"].values()) == 6

@@ -1,7 +1,7 @@
-"""What async tensor parallelism makes of a block's graphs: the same functions, in fused operators and another order.
+"""The passes of async tensor parallelism fuse and reorder the operators of a block's graphs; results stay the same.
 
-Each graph of a block is run before and after all passes on the same numbers, on a CPU: fused operators as torch's own
-functions for any device, collectives as `capture` runs them.
+Each graph of a block runs before and after all passes on the same values, on a CPU: fused operators by torch's functions for
+any device, collectives as `capture` runs them.
 """
 
 import copy
@@ -27,7 +27,7 @@ FUSED = ("all_gather_matmul", "matmul_reduce_scatter")
 
 
 class Hook(CustomGraphPass):
-    """Keeps a copy of each graph."""
+    """Collects a copy of each graph."""
 
     def __init__(self):
         self.kept = []
@@ -39,8 +39,8 @@ class Hook(CustomGraphPass):
         return None
 
 
-class Alone(_OneRank):
-    """With the functions that torch has for devices without symmetric memory."""
+class Alone(_Alone):
+    """Uses the functions that torch has for devices without symmetric memory."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         for name in FUSED:
@@ -51,8 +51,8 @@ class Alone(_OneRank):
 
 
 def graphs(name):
-    """The graphs of a block, before the passes and after."""
-    # Recorded logits of routers end a graph.
+    """Return the graphs of a block before and after the passes."""
+    # Recording router logits breaks a graph.
     experts = dict(output_router_logits=False, mlp_only_layers=[]) if name == "qwen2_moe" else {}
     model = zoo.build(name, dtype=torch.float32, options=False, num_hidden_layers=1, **experts)
     before, after = Hook(), Hook()
@@ -65,7 +65,7 @@ def graphs(name):
     with fake_ranks(2) as mesh, graphs_end_as_on_a_gpu():
         apply_plan(model, mesh, loss_parallel=False)
         async_tp.prepare(model)
-        # More than the 64 tokens up to which FLA's mixers take another kernel.
+        # More than 64 tokens, up to which FLA's mixers use another kernel.
         inputs = zoo.inputs(name, batch_size=1, seq_len=80)
         capture(
             model,
@@ -79,15 +79,15 @@ def graphs(name):
 
 
 def values(module):
-    """Values for the inputs of a graph. Integers are indices, and index 0 always exists."""
+    """Yield values for the inputs of a graph. Integers are indices; index 0 always exists."""
     generator = torch.Generator().manual_seed(0)
     for node in module.graph.find_nodes(op="placeholder"):
         fake = node.meta["val"]
         if not isinstance(fake, torch.Tensor):
             yield fake
         elif fake.dtype.is_floating_point:
-            made = torch.randn(fake.shape, generator=generator).abs() + 0.1
-            yield torch.empty_strided(fake.shape, fake.stride()).copy_(made)
+            value = torch.randn(fake.shape, generator=generator).abs() + 0.1
+            yield torch.empty_strided(fake.shape, fake.stride()).copy_(value)
         else:
             yield torch.zeros(fake.shape, dtype=fake.dtype)
 
@@ -100,8 +100,8 @@ def test_fused_and_overlapped_graphs_compute_the_same(name):
         with _OneRank():
             expected = before(*inputs)
         with Alone():
-            found = after(*inputs)
-        for ours, theirs in zip(found, expected, strict=True):
+            actual = after(*inputs)
+        for ours, theirs in zip(actual, expected, strict=True):
             if isinstance(theirs, torch.Tensor):
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5, equal_nan=True)
         names += [name_of(node) for node in after.graph.nodes]

@@ -1,4 +1,4 @@
-"""Units by conditions over real process groups: what matched is a unit, what matched nothing is refused."""
+"""FSDP modules chosen by conditions, over real process groups; a condition that matches nothing is refused."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from titanplans.parallel.fsdp.conditions import shard_model
 
 
 class Net(nn.Module):
-    """No decoder: two stages of blocks, without an embedding or a head."""
+    """A model without decoder: two lists of blocks, no embedding, no head."""
 
     def __init__(self):
         super().__init__()
@@ -100,12 +100,12 @@ def all_cases(rank):
         params = dict(model.named_parameters())
         assert all(isinstance(p, DTensor) for p in params.values())
         accepted[name] = [str(u) for u in units], {k: p.full_tensor() for k, p in params.items()}
-    for words, conditions in REFUSED.items():
+    for expected, conditions in REFUSED.items():
         model = build()
         if conditions == [tied]:
             model.stages[0][0][0].weight = model.stages[1][1][0].weight
         error = refusal_or_none(shard_model, model, conditions, mesh)
-        refused[words] = error, not any(isinstance(p, DTensor) for p in model.parameters())
+        refused[expected] = error, not any(isinstance(p, DTensor) for p in model.parameters())
     return accepted, refused
 
 
@@ -117,7 +117,7 @@ results = process_groups.module_fixture(all_cases, 4)
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_units_and_step(name, results):
+def test_fsdp_modules_and_step(name, results):
     units, weights = results[0][name]
     assert units == UNITS[name]
     model = build()
@@ -128,7 +128,7 @@ def test_units_and_step(name, results):
 
 
 @pytest.mark.parametrize("expected", REFUSED)
-def test_refusals_come_before_anything_is_sharded(expected, results):
+def test_conditions_are_refused_before_anything_is_sharded(expected, results):
     message, untouched = results[1][expected]
     assert expected in message
     assert "\n" not in message

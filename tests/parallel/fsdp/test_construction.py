@@ -1,4 +1,4 @@
-"""What it takes to parallelise a model does not grow with the number of ranks: counted, not timed."""
+"""The work to parallelise a model does not grow with the number of ranks, by counts of groups and operators."""
 
 import itertools
 
@@ -26,8 +26,8 @@ def build():
 
 @pytest.fixture(scope="module")
 def counted():
-    """For each world: groups of this rank, and operators of the plan alone and of everything."""
-    found = {}
+    """Return for each world size the groups of this rank, and the operators of the plan alone and of everything."""
+    by_world = {}
     for world in WORLDS:
         with fake_ranks(world):
             before = len(distributed_c10d._world.pg_map)
@@ -40,14 +40,14 @@ def counted():
             with OperatorCounts() as everything:
                 parallelize(model, parallel_dims=mesh, config=FSDP2Config())
             groups_after = len(distributed_c10d._world.pg_map) - before
-        found[world] = groups, groups_after, plan.counts, everything.counts
-    return found
+        by_world[world] = groups, groups_after, plan.counts, everything.counts
+    return by_world
 
 
 def test_a_rank_joins_as_many_groups_in_every_world(counted):
-    groups = {found[0] for found in counted.values()}
+    groups = {counts[0] for counts in counted.values()}
     assert len(groups) == 1
-    # One an axis longer than 1, and one that axes of one rank share.
+    # One for each dimension larger than 1, and one that dimensions of one rank share.
     assert groups == {3}
 
 
@@ -55,27 +55,27 @@ def test_parallelising_makes_no_group_and_communicates_nothing(counted):
     for groups, groups_after, _, operators in counted.values():
         assert groups_after == groups
         assert not [name for name in operators if "c10d" in name]
-        assert operators  # it does count
+        assert operators  # the counter works
 
 
 def test_sharding_costs_the_same_in_every_world(counted):
-    """FSDP2 by itself makes the shards of all ranks, of every parameter."""
-    first, *others = (found[3] for found in counted.values())
+    """Without titanplans, FSDP2 makes the shards of all ranks for every parameter."""
+    first, *others = (counts[3] for counts in counted.values())
     assert first.total() > 0
     assert all(other == first for other in others)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_shards_are_those_of_torch(dim):
-    # Sizes that divide, that leave a shorter last shard, and that leave ranks with none.
-    for size, number in itertools.product(range(1, 14), range(1, 14)):
+    # Sizes that divide, that leave a shorter last shard, and that leave ranks without one.
+    for size, ranks in itertools.product(range(1, 14), range(1, 14)):
         tensor = torch.arange(size * 3).view(size, 3) if dim == 0 else torch.arange(size * 3).view(3, size)
-        ours, torchs = Chunks(tensor, number, dim), _chunk_with_empty(tensor, number, dim)
-        assert len(ours) == len(torchs) == number
+        ours, torchs = Chunks(tensor, ranks, dim), _chunk_with_empty(tensor, ranks, dim)
+        assert len(ours) == len(torchs) == ranks
         assert all(a.shape == b.shape and a.equal(b) for a, b in zip(ours, torchs, strict=True))
 
 
-def test_torch_is_as_it_was_after_an_error():
+def test_torch_is_restored_after_an_error():
     before = DeviceMesh._concatenate, _fsdp_param._chunk_with_empty
     with independent_of_world():
         assert _fsdp_param._chunk_with_empty is not before[1]
@@ -85,6 +85,6 @@ def test_torch_is_as_it_was_after_an_error():
 
 
 def test_a_plan_costs_the_same_in_every_world(counted):
-    first, *others = (found[2] for found in counted.values())
+    first, *others = (counts[2] for counts in counted.values())
     assert first.total() > 0
     assert all(other == first for other in others)

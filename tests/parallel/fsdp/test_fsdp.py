@@ -1,4 +1,4 @@
-"""FSDP over real process groups: each option does what it says, and gives the single process's training step."""
+"""FSDP over real process groups: each option has its effect, and a step equals that of one process."""
 
 import contextlib
 from functools import cache, partial
@@ -22,11 +22,11 @@ pytestmark = pytest.mark.thorough
 
 BATCH, LENGTH, LAYERS = 8, 8, 3
 GATHER, SCATTER, REDUCE = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_"
-UNITS = LAYERS + 2  # the embedding, blocks, the ends; this model's root holds nothing itself
+FSDP_MODULES = LAYERS + 2  # the embedding, the blocks, norm and head; the root has no parameters of its own
 
 
 class Tower(nn.Module):
-    """A vision encoder of its own kind, before the decoder: images [rows, tokens, 16] in."""
+    """A vision encoder before the decoder, for images [batch, tokens, 16]."""
 
     def __init__(self):
         super().__init__()
@@ -66,11 +66,11 @@ def build(kind="tiny"):
     model = {"seeing": Seeing, "dict": AsDict}.get(kind, Tiny)(*([True] if kind == "tied" else []))
     model.layers = nn.ModuleList(Block() for _ in range(LAYERS))
     if kind == "frozen units":
-        for part in (model.embed, model.layers[0], model.layers[2]):
-            part.requires_grad_(False)
+        for module in (model.embed, model.layers[0], model.layers[2]):
+            module.requires_grad_(False)
     if (
         kind == "frozen parts"
-    ):  # of every block all but two biases, in another dtype, as under a low-rank adapter
+    ):  # in every block all but two biases, in another dtype, as under a low-rank adapter
         for layer in model.layers:
             layer.requires_grad_(False).to(torch.float64)
             layer.attn.o_proj.bias = nn.Parameter(layer.attn.o_proj.bias.detach().float())
@@ -97,8 +97,8 @@ def loss_of(model, tokens, images=None):
     return loss / (BATCH * LENGTH)
 
 
-def taken(calls):
-    """Return the collectives since the last time."""
+def collectives_of(calls):
+    """Return the counts of collectives since the last call."""
     return {kind: count for kind, count in calls.take().items() if kind in (GATHER, SCATTER, REDUCE)}
 
 
@@ -119,39 +119,39 @@ def prepare(kind, replicate, fsdp, tp, options):
 
         apply_plan(model, mesh["tp"], loss_parallel=False, plan=TinyPlan)
     units = shard(model, mesh["r", "f"] if replicate > 1 else mesh["f"], FSDP2Config(**options))
-    parts = replicate * fsdp
-    part = mesh["r"].get_local_rank() * fsdp + mesh["f"].get_local_rank()
-    tokens, images = (t.chunk(parts)[part] for t in data())
+    ranks = replicate * fsdp
+    rank = mesh["r"].get_local_rank() * fsdp + mesh["f"].get_local_rank()
+    tokens, images = (t.chunk(ranks)[rank] for t in data())
     return model, units, tokens, images if kind == "seeing" else None
 
 
 def outcome(model):
     gradients = {name: p.grad is not None and full_copy(p.grad) for name, p in model.named_parameters()}
-    # SGD: AdamW's first step is the gradient's sign, which hides a wrong length.
+    # SGD: AdamW's first step is the gradient's sign, which would hide a wrong scale.
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     return gradients, {name: full_copy(p) for name, p in model.named_parameters()}
 
 
 def one_step(kind="tiny", replicate=1, fsdp=4, tp=1, **options):
     model, _, tokens, images = prepare(kind, replicate, fsdp, tp, options)
-    seen = {}
+    dtypes = {}
     model.layers[1].mlp.register_forward_hook(
-        lambda module, args, out: seen.update(
+        lambda module, args, out: dtypes.update(
             block=out.dtype, weight=full_copy(module.gate_proj.weight).dtype, device=out.device
         )
     )
     model.register_forward_hook(
-        lambda module, args, out: seen.update(out=out["logits"].dtype if isinstance(out, dict) else None)
+        lambda module, args, out: dtypes.update(out=out["logits"].dtype if isinstance(out, dict) else None)
     )
     with OperatorCounts() as calls:
         loss = loss_of(model, tokens, images)
-        forward = taken(calls)
+        forward = collectives_of(calls)
         loss.backward()
-        backward = taken(calls)
+        backward = collectives_of(calls)
     stored = {p.dtype for p in model.parameters()}
     gradients, weights = outcome(model)
     return SimpleNamespace(
-        forward=forward, backward=backward, gradients=gradients, weights=weights, seen=seen, stored=stored
+        forward=forward, backward=backward, gradients=gradients, weights=weights, seen=dtypes, stored=stored
     )
 
 
@@ -189,17 +189,17 @@ STEPS = {
 
 
 def in_batches(defer="all", micro=2, kind="tiny", replicate=1, fsdp=4, tp=1, keep_gathered=False, **options):
-    """Forward and backward over micro batches; calls of each, and whether gradients were there before the last."""
+    """Run forward and backward over micro batches; return collectives of each, and after which there were gradients."""
     model, _, tokens, _ = prepare(kind, replicate, fsdp, tp, options)
     counted, early, waits = [], [], []
-    for i, part in enumerate(tokens.chunk(micro)):
+    for i, micro_batch in enumerate(tokens.chunk(micro)):
         with (
             OperatorCounts() as calls,
             accumulate(model, last=i == micro - 1, defer=defer, keep_gathered=keep_gathered),
         ):
-            loss_of(model, part).backward()
+            loss_of(model, micro_batch).backward()
             waits += {last for *_, last in flags(model)}
-        counted.append(taken(calls))
+        counted.append(collectives_of(calls))
         early.append(any(p.grad is not None for p in model.parameters()))
     after = flags(model)
     gradients, weights = outcome(model)
@@ -237,7 +237,7 @@ BATCHES = {
 
 
 def evaluation(reshard="default", fails=False, before=False, **options):
-    """Two forwards under `unsharded`, then a training step: calls, logits, and the step."""
+    """Run two forwards under `unsharded`, then a training step; return collectives, logits, and the step."""
     options |= dict(fsdp_reshard_after_forward=reshard)
     model, _, tokens, _ = prepare("tiny", 1, 4, 1, options)
     if before:
@@ -245,9 +245,9 @@ def evaluation(reshard="default", fails=False, before=False, **options):
         model.zero_grad()
     with OperatorCounts() as calls:
         with contextlib.suppress(KeyError), unsharded(model):
-            gathered = taken(calls)
+            gathered = collectives_of(calls)
             logits = [model(tokens).logits, model(tokens).logits]
-            inside = taken(calls)
+            inside = collectives_of(calls)
             if fails:
                 handle = model.layers[2].register_forward_pre_hook(lambda *_: {}["a block that raises"])
                 try:
@@ -257,9 +257,9 @@ def evaluation(reshard="default", fails=False, before=False, **options):
         sharded = all(isinstance(p, DTensor) for p in model.parameters())
         calls.take()
         loss = loss_of(model, tokens)
-        forward = taken(calls)
+        forward = collectives_of(calls)
         loss.backward()
-        backward = taken(calls)
+        backward = collectives_of(calls)
     gradients, weights = outcome(model)
     same = torch.equal(*logits) and not logits[0].requires_grad
     return SimpleNamespace(
@@ -279,25 +279,25 @@ EVALUATIONS = {
 
 
 def chains(**options):
-    """Return, by name of the unit, the names of the units that it prefetches, forward and backward."""
+    """Return for each FSDP module the names of those that it prefetches in forward and backward."""
     model, *_ = prepare(options.pop("kind", "tiny"), 1, 4, 1, options)
     names = {}
     for name, module in model.named_modules():
         if hasattr(module, "_get_fsdp_state"):
             names.setdefault(id(module._get_fsdp_state()), name)
-    found = {}
+    prefetched = {}
     for module in model.modules():
         if hasattr(module, "_get_fsdp_state"):
             state = module._get_fsdp_state()
-            found[names[id(state)]] = tuple(
+            prefetched[names[id(state)]] = tuple(
                 [names[id(s)] for s in targets]
                 for targets in (state._states_to_forward_prefetch, state._states_to_backward_prefetch)
             )
-    return found
+    return prefetched
 
 
 def only_some_see():
-    """Rank 0 has images, the others none: the tower is in the root, so that all ranks gather it."""
+    """Train with images on rank 0 alone; the tower is in the root module, so that all ranks gather it."""
     model, _, tokens, images = prepare("seeing", 1, 4, 1, dict(fsdp_towers="root"))
     sees = torch.distributed.get_rank() == 0
     loss_of(model, tokens, images if sees else None).backward()
@@ -305,23 +305,23 @@ def only_some_see():
 
 
 def only_some_see_units():
-    """The same with the tower's blocks as units, over copies of shards: the error on this rank."""
-    found = []
+    """Do the same with the tower's blocks as FSDP modules, with FSDP and HSDP; return the errors of this rank."""
+    errors = []
     for replicate, fsdp in ((1, 4), (2, 2)):
         model, _, tokens, images = prepare("seeing", replicate, fsdp, 1, dict())
-        found.append(
+        errors.append(
             refusal_or_none(loss_of, model, tokens, images if torch.distributed.get_rank() == 0 else None)
         )
         loss_of(model, tokens, None).backward()
         loss_of(model, tokens, images).backward()
-    return found
+    return errors
 
 
 def groups_made(**options):
-    made = torch.distributed.distributed_c10d._world.pg_map
-    before = len(made)
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    before = len(groups)
     prepare("tiny", 1, 4, 1, options)
-    return len(made) - before
+    return len(groups) - before
 
 
 def all_cases(rank):
@@ -366,7 +366,7 @@ def assert_same_step(got, expected, low_precision=False):
                 assert ours[name] is False, name
                 continue
             # float32, sums of a few hundred terms in another order: some tens of epsilons (1.2e-7). bfloat16 has 8
-            # bits: a gradient is off by a few 2^-8 of the largest.
+            # bits: a gradient is off by a few 2^-8 of the largest element.
             rtol, atol = (5e-2, 5e-2 * value.abs().max().item()) if low_precision else (1e-4, 2e-6)
             torch.testing.assert_close(
                 ours[name].float(), value, rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
@@ -374,7 +374,7 @@ def assert_same_step(got, expected, low_precision=False):
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_step_equals_single_process(name, results):
+def test_a_step_equals_that_of_one_process(name, results):
     kind = STEPS[name].get("kind", "tiny")
     step = results["step", name]
     assert_same_step((step.gradients, step.weights), reference(kind), "bfloat16" in name)
@@ -383,37 +383,37 @@ def test_step_equals_single_process(name, results):
 @pytest.mark.parametrize(
     ("name", "forward", "backward"),
     [
-        # The backward gathers what the forward has freed: not the last block, nor norm and head.
-        ("default", UNITS, UNITS - 2),
-        ("always", UNITS, UNITS),
-        ("never", UNITS, 0),
-        ("to 2 of 4", UNITS, UNITS - 2),
-        ("to 1 of 4", UNITS, 0),
-        ("to 4 of 4", UNITS, UNITS - 2),
-        ("prefetch", UNITS, UNITS - 2),
-        ("hsdp", UNITS, UNITS - 2),
+        # The backward gathers what the forward freed: not the last block, norm and head.
+        ("default", FSDP_MODULES, FSDP_MODULES - 2),
+        ("always", FSDP_MODULES, FSDP_MODULES),
+        ("never", FSDP_MODULES, 0),
+        ("to 2 of 4", FSDP_MODULES, FSDP_MODULES - 2),
+        ("to 1 of 4", FSDP_MODULES, 0),
+        ("to 4 of 4", FSDP_MODULES, FSDP_MODULES - 2),
+        ("prefetch", FSDP_MODULES, FSDP_MODULES - 2),
+        ("hsdp", FSDP_MODULES, FSDP_MODULES - 2),
         ("replicated", 0, 0),
-        ("tied", UNITS - 1, LAYERS - 1),
+        ("tied", FSDP_MODULES - 1, LAYERS - 1),
         ("bfloat16, one rank", 0, 0),
     ],
 )
-def test_gathers(name, forward, backward, results):
+def test_count_of_gathers(name, forward, backward, results):
     step = results["step", name]
     assert step.forward.get(GATHER, 0) == forward
     assert step.backward.get(GATHER, 0) == backward
 
 
-def test_reductions(results):
+def test_count_of_reductions(results):
     calls = {name: results["step", name].backward for name in STEPS}
-    assert calls["default"] == {GATHER: UNITS - 2, SCATTER: UNITS}
-    assert calls["hsdp"][SCATTER] == calls["hsdp"][REDUCE] == UNITS
-    assert calls["replicated"] == {REDUCE: UNITS}
+    assert calls["default"] == {GATHER: FSDP_MODULES - 2, SCATTER: FSDP_MODULES}
+    assert calls["hsdp"][SCATTER] == calls["hsdp"][REDUCE] == FSDP_MODULES
+    assert calls["replicated"] == {REDUCE: FSDP_MODULES}
     # Embedding and two blocks are frozen.
-    assert calls["frozen units, prefetch"][SCATTER] == UNITS - 3
+    assert calls["frozen units, prefetch"][SCATTER] == FSDP_MODULES - 3
     assert calls["bfloat16, one rank"] == {}
 
 
-def test_mixed_precision_is_seen_inside_and_outside(results):
+def test_mixed_precision_inside_and_outside_of_modules(results):
     for name in ("bfloat16", "bfloat16, one rank", "bfloat16 in, float32 out"):
         step = results["step", name]
         assert step.seen["block"] == step.seen["weight"] == torch.bfloat16
@@ -425,62 +425,62 @@ def test_mixed_precision_is_seen_inside_and_outside(results):
 def test_dtypes_stay_as_stored(results):
     assert results["step", "prefetch, dtypes"].stored == {torch.float32, torch.float64}
     assert (
-        results["step", "prefetch, dtypes"].forward[GATHER] == UNITS + LAYERS + 1
-    )  # the norms of a block are one unit, and the last norm one
+        results["step", "prefetch, dtypes"].forward[GATHER] == FSDP_MODULES + LAYERS + 1
+    )  # the norms of a block are one FSDP module, the last norm another
     assert results["step", "frozen parts"].stored == {torch.float32, torch.float64}
-    assert results["step", "frozen parts"].forward[GATHER] == UNITS
+    assert results["step", "frozen parts"].forward[GATHER] == FSDP_MODULES
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_accumulated_gradients_are_those_of_one_batch(name, results):
+def test_accumulated_gradients_equal_those_of_one_batch(name, results):
     got = results["batches", name]
     assert_same_step(
         (got.gradients, got.weights), reference(BATCHES[name].get("kind", "tiny")), "bfloat16" in name
     )
     assert got.flags == {(True, True, True, True)}
     micro = BATCHES[name].get("micro", 2)
-    assert got.waits == [*[False] * (micro - 1), True], "the last backward alone waits for its reductions"
+    assert got.waits == [*[False] * (micro - 1), True], "only the last backward waits for its reductions"
 
 
 def test_reductions_wait_for_the_last_micro_batch(results):
     calls = {name: results["batches", name].counted for name in BATCHES}
     assert SCATTER not in calls["all"][0]
-    assert calls["all"][1][SCATTER] == UNITS
+    assert calls["all"][1][SCATTER] == FSDP_MODULES
     assert not results["batches", "all"].early[0]
-    assert calls["nothing"][0][SCATTER] == calls["nothing"][1][SCATTER] == UNITS
+    assert calls["nothing"][0][SCATTER] == calls["nothing"][1][SCATTER] == FSDP_MODULES
     assert [c[GATHER] for c in calls["nothing"]] == [
-        2 * UNITS - 2
+        2 * FSDP_MODULES - 2
     ] * 2  # no forward of before is prefetched for
     assert not {SCATTER, REDUCE} & set(calls["all, hsdp"][0])
-    assert calls["all, hsdp"][1][SCATTER] == calls["all, hsdp"][1][REDUCE] == UNITS
-    assert calls["replicas, hsdp"][0][SCATTER] == calls["replicas, hsdp"][1][SCATTER] == UNITS
+    assert calls["all, hsdp"][1][SCATTER] == calls["all, hsdp"][1][REDUCE] == FSDP_MODULES
+    assert calls["replicas, hsdp"][0][SCATTER] == calls["replicas, hsdp"][1][SCATTER] == FSDP_MODULES
     assert REDUCE not in calls["replicas, hsdp"][0]
-    assert calls["replicas, hsdp"][1][REDUCE] == UNITS
+    assert calls["replicas, hsdp"][1][REDUCE] == FSDP_MODULES
 
 
 def test_kept_gathered_saves_the_second_forwards_gathers(results):
     calls = {name: results["batches", name].counted for name in BATCHES}
-    assert [c[GATHER] for c in calls["all"]] == [2 * UNITS - 2] * 2
-    # Kept after the backward; freed, and gathered, between forward and backward.
-    assert [c[GATHER] for c in calls["all, gathered"]] == [2 * UNITS - 2, UNITS - 2]
-    assert [c.get(GATHER, 0) for c in calls["all, gathered, never resharded"]] == [UNITS, 0]
+    assert [c[GATHER] for c in calls["all"]] == [2 * FSDP_MODULES - 2] * 2
+    # Kept after the backward, but freed between forward and backward and gathered again.
+    assert [c[GATHER] for c in calls["all, gathered"]] == [2 * FSDP_MODULES - 2, FSDP_MODULES - 2]
+    assert [c.get(GATHER, 0) for c in calls["all, gathered, never resharded"]] == [FSDP_MODULES, 0]
 
 
 @pytest.mark.parametrize("name", EVALUATIONS)
 def test_unsharded_gathers_once_and_restores(name, results):
     got = results["evaluation", name]
-    assert got.gathered == {GATHER: UNITS}
+    assert got.gathered == {GATHER: FSDP_MODULES}
     assert got.inside == {}
     assert got.same
     assert got.sharded
     always = EVALUATIONS[name].get("reshard") == "always"
-    assert got.forward == {GATHER: UNITS}
-    assert got.backward[GATHER] == (UNITS if always else UNITS - 2)
+    assert got.forward == {GATHER: FSDP_MODULES}
+    assert got.backward[GATHER] == (FSDP_MODULES if always else FSDP_MODULES - 2)
     assert_same_step((got.gradients, got.weights), reference("tiny"))
 
 
-def test_all_units_reshard_over_the_same_groups(results):
-    assert results["groups"] == 2  # over which parameters are sharded, and replicated
+def test_all_fsdp_modules_reshard_over_the_same_groups(results):
+    assert results["groups"] == 2  # one for sharding, one for replication
 
 
 def test_prefetch_chains(results):
@@ -495,7 +495,7 @@ def test_prefetch_chains(results):
         "": ["norm"],
         **{name: order[max(i - 1, 0) : i] for i, name in enumerate(order)},
     }
-    # A batch may have no images: nothing outside of the tower gathers the tower.
+    # A batch may have no images, so nothing outside of the tower gathers the tower.
     assert seeing["vision.layers.0"] == (["vision.layers.1"], [])
     assert seeing["vision.layers.1"] == ([], ["vision.layers.0"])
     assert seeing["layers.0"] == (["layers.1"], ["embed"])
@@ -505,7 +505,7 @@ def test_ranks_without_images_join_the_sum(results):
     assert_same_step(results["only some"], reference("seeing", seeing=BATCH // 4))
 
 
-def test_units_refuse_images_on_some_ranks_only(results):
+def test_images_on_some_ranks_only_are_refused(results):
     message = 'fsdp_towers = "units": some ranks\' batches have images'
     assert [error.startswith(message) for error in results["only some, units"]] == [True, True]
 
@@ -522,11 +522,11 @@ REFUSED = {
 
 
 def refused():
-    return {words: refusal(**case) for words, case in REFUSED.items()}
+    return {expected: refusal(**case) for expected, case in REFUSED.items()}
 
 
 def refusal(kind="tiny", fsdp=4, call=None):
-    """Return the error's words, and whether every parameter is still what it was."""
+    """Return the error, and whether the parameters are unchanged."""
     model = build(kind)
     if kind == "shared":
         model.layers[0].mlp.up_proj.weight = model.layers[1].mlp.up_proj.weight
@@ -547,7 +547,7 @@ def refusal(kind="tiny", fsdp=4, call=None):
 
 
 @pytest.mark.parametrize("expected", REFUSED)
-def test_refusals_come_before_anything_is_sharded(expected, results):
+def test_options_are_refused_before_anything_is_sharded(expected, results):
     message, untouched = results["refused"][expected]
     assert message.startswith(expected)
     assert "\n" not in message

@@ -1,4 +1,4 @@
-"""FSDP's units, of models and of random module trees: a parameter is in one unit, and a unit reduces in one dtype."""
+"""FSDP modules of models and of random trees: each parameter is in exactly one, and each reduces in one dtype."""
 
 from collections import Counter
 
@@ -19,15 +19,15 @@ from titanplans.proof.ranks.fake import fake_ranks
 
 
 class Node(nn.Module):
-    """Parameters of its own, and children, some of them in a container that is never called."""
+    """A module with parameters, and children, some of them in a container that is never called."""
 
     def forward(self, x):
         return x
 
 
-def node(own, children, contained):
+def node(parameters, children, contained):
     module = Node()
-    for index, (dtype, trains) in enumerate(own):
+    for index, (dtype, trains) in enumerate(parameters):
         value = torch.empty(index + 1, 2, dtype=dtype, device="meta")
         module.register_parameter(f"p{index}", nn.Parameter(value, requires_grad=trains))
     for index, child in enumerate(children):
@@ -38,7 +38,7 @@ def node(own, children, contained):
 
 
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
-# A module's own parameters that train have one dtype, or are refused: that is another test's.
+# Trainable parameters of a module have one dtype; another test has those that are refused.
 parameters = st.builds(
     lambda dtype, trains: [(dtype if each else torch.float16, each) for each in trains],
     dtypes,
@@ -65,24 +65,24 @@ def models(draw):
 
 
 def flat(units):
-    return [part for unit in units for part in (unit, *unit.inner)]
+    return [module for unit in units for module in (unit, *unit.inner)]
 
 
 @settings(max_examples=200, deadline=None)
 @given(models())
-def test_every_parameter_is_in_one_unit(model):
+def test_every_parameter_is_in_one_fsdp_module(model):
     units = split_dtypes(model, find_units(model))
-    found = Counter(
+    counts = Counter(
         id(param)
         for unit in flat(units)
         for param in {id(p): p for p in managed(model, unit, units).values()}.values()
     )
-    assert found == Counter({id(param): 1 for param in model.parameters()})
+    assert counts == Counter({id(param): 1 for param in model.parameters()})
 
 
 @settings(max_examples=200, deadline=None)
 @given(models())
-def test_a_unit_reduces_in_one_dtype(model):
+def test_an_fsdp_module_reduces_in_one_dtype(model):
     units = split_dtypes(model, find_units(model))
     for unit in flat(units):
         assert len({p.dtype for p in managed(model, unit, units).values() if p.requires_grad}) <= 1, unit
@@ -90,7 +90,7 @@ def test_a_unit_reduces_in_one_dtype(model):
 
 @settings(max_examples=100, deadline=None)
 @given(models(), st.data())
-def test_a_weight_of_two_blocks_is_refused_or_in_one_unit(model, data):
+def test_a_weight_of_two_blocks_is_refused_or_in_one_fsdp_module(model, data):
     every = [name for name, _ in model.named_parameters() if name.startswith(("layers", "rest"))]
     first, second = (data.draw(st.sampled_from(every or ["embed.weight"])) for _ in range(2))
     owner, _, name = second.rpartition(".")
@@ -112,7 +112,7 @@ def test_resharding_to_some_ranks_is_refused_with_another_parallelism():
         shard(Tiny(), mesh["cp"], FSDP2Config(fsdp_reshard_after_forward=2))
 
 
-def test_units_of_a_vision_language_model():
+def test_fsdp_modules_of_a_vision_language_model():
     model = modeling.build(zoo.config("gemma3", num_hidden_layers=3, vision_config=dict(num_hidden_layers=2)))
     units = [(unit.role, str(unit), unit.last) for unit in split_dtypes(model, find_units(model))]
     language = "model.language_model"
@@ -125,7 +125,7 @@ def test_units_of_a_vision_language_model():
     assert [unit.role for unit in find_units(model, "root")] == ["root", "ends", *["block"] * 3]
 
 
-def test_an_embedding_tied_to_what_the_root_holds_stays_in_the_root():
+def test_an_embedding_tied_to_a_parameter_of_the_root_stays_in_the_root():
     model = Tiny()
     model.score = nn.Linear(16, 32, bias=False)
     model.score.weight = model.embed.weight

@@ -1,4 +1,4 @@
-"""Degrees: inference, errors, and the arithmetic in the errors."""
+"""Degrees: inference, refusals, and the arithmetic in their messages."""
 
 import math
 import re
@@ -18,15 +18,15 @@ degree = st.integers(1, 8)
 
 
 @given(st.lists(degree, min_size=5, max_size=5), st.sampled_from(NAMES))
-def test_one_degree_is_what_the_others_leave(sizes, free):
-    whole = dict(zip(NAMES, sizes, strict=True))
+def test_one_degree_is_inferred_from_the_others(sizes, free):
+    degrees = dict(zip(NAMES, sizes, strict=True))
     world = math.prod(sizes)
-    assert Degrees(**whole | {free: -1}).resolve(world) == Degrees(**whole)
-    assert Degrees(**whole).resolve(world) == Degrees(**whole)
+    assert Degrees(**degrees | {free: -1}).resolve(world) == Degrees(**degrees)
+    assert Degrees(**degrees).resolve(world) == Degrees(**degrees)
 
 
 @given(st.lists(degree, min_size=5, max_size=5), st.integers(1, 200))
-def test_what_the_remedy_says_works(sizes, world):
+def test_the_remedy_of_an_error_works(sizes, world):
     degrees = Degrees(**dict(zip(NAMES, sizes, strict=True)))
     if math.prod(sizes) == world:
         return
@@ -38,7 +38,7 @@ def test_what_the_remedy_says_works(sizes, world):
 
 
 @given(st.integers(2, 64), st.integers(1, 200))
-def test_what_can_not_be_inferred_says_how_many_processes_would_do(tp, world):
+def test_an_impossible_inference_names_world_sizes_that_work(tp, world):
     if world % tp == 0:
         return
     with pytest.raises(ParallelError, match=f"tp {tp} x pp 1 = {tp}") as error:
@@ -50,19 +50,19 @@ def test_what_can_not_be_inferred_says_how_many_processes_would_do(tp, world):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", [0, -2, 2.0, "2", True, None])
-def test_what_is_no_degree(name, value):
+def test_values_that_are_no_degree_are_refused(name, value):
     with pytest.raises(ParallelError, match=rf"^{name} = {re.escape(repr(value))}: a degree is"):
         Degrees(**{name: value})
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.0])
-def test_the_degree_of_experts_is_no_axis_and_is_not_inferred(value):
+def test_the_expert_degree_is_not_inferred(value):
     assert "ep" not in Degrees(ep=2).as_sizes()
     with pytest.raises(ParallelError, match=rf"^ep = {value}: a degree is"):
         Degrees(ep=value)
 
 
-def test_only_one_is_inferred():
+def test_only_one_degree_is_inferred():
     with pytest.raises(ParallelError, match=r"dp_shard and tp are -1"):
         Degrees(tp=-1)
 
@@ -86,7 +86,7 @@ def test_the_outermost_axis_comes_first():
         (SimpleNamespace(cp=1, pp=2, ep=8), "pipeline_parallel_degree = 2"),
     ],
 )
-def test_what_is_laid_out_but_not_built_is_refused_by_name(degrees, message):
+def test_degrees_that_are_not_implemented_are_refused(degrees, message):
     for ddp in (False, True):
         with pytest.raises(ParallelError, match=message):
             refuse_degrees(degrees, ddp=ddp)
@@ -103,13 +103,13 @@ def test_what_is_laid_out_but_not_built_is_refused_by_name(degrees, message):
         (dict(dp_shard=2, tp=4, ep=2), "ep = 2: .* 1, 4 or 8 would work"),
     ],
 )
-def test_ranks_that_can_not_share_experts_are_refused(degrees, message):
+def test_expert_degrees_that_do_not_fit_are_refused(degrees, message):
     with pytest.raises(ParallelError, match=message):
         Degrees(**degrees).refuse_experts()
 
 
 @pytest.mark.parametrize("degrees", [dict(dp_shard=4, tp=2, ep=ep) for ep in (1, 2, 4, 8)])
-def test_ranks_that_share_experts(degrees):
+def test_expert_degrees_that_fit(degrees):
     Degrees(**degrees).refuse_experts()
 
 
@@ -127,6 +127,6 @@ def test_degrees_that_split_the_model_are_refused_by_ddp(degrees, message):
         refuse_degrees(degrees, ddp=True)
 
 
-def test_what_there_is_is_not_refused():
+def test_implemented_degrees_are_accepted():
     refuse_degrees(Degrees(dp_replicate=2, tp=8))
     refuse_degrees(Degrees(dp_replicate=4, cp=2, dp_shard=1), ddp=True)

@@ -1,4 +1,4 @@
-"""The mesh: who is with whom on each axis, by arithmetic of its own, and that groups are not made twice."""
+"""The mesh: the ranks of each dimension, computed independently, and no group is created twice."""
 
 import math
 import time
@@ -32,56 +32,56 @@ NAMES = {**{axis: (axis,) for axis in AXES}, **COMBINED}
 
 
 def coordinates(rank, sizes):
-    place = {}
+    by_axis = {}
     for axis in reversed(AXES):  # the last axis varies fastest
-        rank, place[axis] = divmod(rank, sizes[axis])
-    return place
+        rank, by_axis[axis] = divmod(rank, sizes[axis])
+    return by_axis
 
 
 def companions(rank, sizes, axes):
-    """The ranks that differ from `rank` in `axes` only, ascending."""
+    """Return the ranks that differ from `rank` in `axes` only, in ascending order."""
     mine = coordinates(rank, sizes)
     others = [axis for axis in AXES if axis not in axes]
     return [
-        other
-        for other in range(math.prod(sizes.values()))
-        if all(coordinates(other, sizes)[axis] == mine[axis] for axis in others)
+        candidate
+        for candidate in range(math.prod(sizes.values()))
+        if all(coordinates(candidate, sizes)[axis] == mine[axis] for axis in others)
     ]
 
 
 @st.composite
-def places(draw):
+def ranks_of_meshes(draw):
     sizes = {axis: draw(st.sampled_from([1, 1, 2, 3])) for axis in AXES}
     return sizes, draw(st.integers(0, math.prod(sizes.values()) - 1))
 
 
-@given(places())
-def test_who_is_with_whom(place):
-    sizes, rank = place
+@given(ranks_of_meshes())
+def test_the_ranks_of_each_mesh(rank_of_mesh):
+    sizes, rank = rank_of_mesh
     world = math.prod(sizes.values())
     with process_groups.fake_group(world, rank):
         mesh = Mesh(Degrees(**sizes), "cpu")
         for name, axes in NAMES.items():
             expected = companions(rank, sizes, axes)
-            found = mesh.get_mesh(name)
-            assert found.ndim == 1
-            assert found.mesh.tolist() == expected, name
-            assert dist.get_process_group_ranks(found.get_group()) == expected, name
-            assert found is mesh.get_mesh([name])
+            sub_mesh = mesh.get_mesh(name)
+            assert sub_mesh.ndim == 1
+            assert sub_mesh.mesh.tolist() == expected, name
+            assert dist.get_process_group_ranks(sub_mesh.get_group()) == expected, name
+            assert sub_mesh is mesh.get_mesh([name])
             assert (mesh.get_optional_mesh(name) is None) == (len(expected) == 1 and name != "fsdp")
         for names in (("dp_replicate", "fsdp"), ("fsdp", "tp"), ("pp", "dp_cp", "tp"), ("dp_shard", "tp")):
-            found = mesh.get_mesh(names)
-            assert found.shape == tuple(math.prod(sizes[axis] for axis in NAMES[name]) for name in names)
+            sub_mesh = mesh.get_mesh(names)
+            assert sub_mesh.shape == tuple(math.prod(sizes[axis] for axis in NAMES[name]) for name in names)
             expected = companions(rank, sizes, [axis for name in names for axis in NAMES[name]])
-            assert found.mesh.flatten().tolist() == expected, names
+            assert sub_mesh.mesh.flatten().tolist() == expected, names
             for dim, name in enumerate(names):
-                assert found.get_group(dim) is mesh.get_mesh(name).get_group()
-            assert found is mesh.get_mesh(list(names))
+                assert sub_mesh.get_group(dim) is mesh.get_mesh(name).get_group()
+            assert sub_mesh is mesh.get_mesh(list(names))
 
 
-@given(places())
-def test_no_two_groups_of_the_same_ranks(place):
-    sizes, rank = place
+@given(ranks_of_meshes())
+def test_no_two_groups_have_the_same_ranks(rank_of_mesh):
+    sizes, rank = rank_of_mesh
     with process_groups.fake_group(math.prod(sizes.values()), rank):
         Mesh(Degrees(**sizes), "cpu")
         ranks = [tuple(ranks) for ranks in dist.distributed_c10d._world.pg_group_ranks.values()]
@@ -117,24 +117,24 @@ def test_the_attributes_of_parallel_dims():
 
 
 def _shards(rank):
-    """The ranks of FSDP's meshes, over each backend of ParallelDims, by degrees; and our own."""
+    """Return by degrees the ranks of FSDP's meshes, with each backend of ParallelDims and with Mesh."""
     from tests.support.torchtitan_meshes import parallel_dims
 
-    found = {}
+    by_degrees = {}
     for degrees in ((1, 4, 1, 1, 1), (2, 2, 1, 1, 1), (1, 2, 1, 2, 1), (1, 2, 2, 1, 1), (2, 1, 2, 1, 1)):
         meshes = [
             parallel_dims(*degrees, 1, 4, backend=backend)
             for backend in ("partial_dtensor", "spmd_types", "full_dtensor")
         ]
         meshes.append(Mesh(Degrees(**dict(zip(POSITIONS, degrees, strict=True))), "cpu"))
-        found[degrees] = [fsdp_mesh(mesh).mesh.tolist() for mesh in meshes]
-    return gather_objects(found)
+        by_degrees[degrees] = [fsdp_mesh(mesh).mesh.tolist() for mesh in meshes]
+    return gather_objects(by_degrees)
 
 
 def test_fsdp_has_the_same_ranks_over_every_backend_of_parallel_dims():
-    for found in process_groups.run(_shards, 4):
-        for degrees, ranks in found.items():
-            assert all(one == ranks[-1] for one in ranks), (degrees, ranks)
+    for by_degrees in process_groups.run(_shards, 4):
+        for degrees, ranks in by_degrees.items():
+            assert all(of_backend == ranks[-1] for of_backend in ranks), (degrees, ranks)
 
 
 def test_one_process():
@@ -144,7 +144,7 @@ def test_one_process():
         assert mesh.get_mesh(["dp_replicate", "fsdp"]).shape == (1, 1)
 
 
-def test_a_world_of_4096_is_no_more_work_than_one_of_8():
+def test_a_world_of_4096_takes_little_more_time_than_one_of_8():
     def seconds(world):
         with process_groups.fake_group(world):
             start = time.perf_counter()
@@ -152,8 +152,8 @@ def test_a_world_of_4096_is_no_more_work_than_one_of_8():
             return time.perf_counter() - start
 
     small, large = min(seconds(8) for _ in range(3)), min(seconds(4096) for _ in range(3))
-    # Measured: 6 ms and 20 ms (init_device_mesh with the same five axes: 220 ms). What grows is torch's list
-    # of 4096 ranks in each mesh, and a call for each of the 512 TP groups.
+    # Measured: 6 ms and 20 ms (init_device_mesh with the same five axes: 220 ms). The difference is torch's list of
+    # 4096 ranks in each mesh, and a call for each of the 512 TP groups.
     assert large < small + 0.2
 
 
@@ -167,17 +167,17 @@ def test_a_world_of_4096_is_no_more_work_than_one_of_8():
         ([], "no mesh is called"),
     ],
 )
-def test_what_is_no_mesh(names, message):
+def test_unknown_meshes_are_refused(names, message):
     with process_groups.fake_group(8), pytest.raises(ParallelError, match=message):
         Mesh(Degrees(cp=2, tp=2), "cpu").get_mesh(names)
 
 
-def test_no_process_group():
+def test_a_mesh_needs_a_process_group():
     with pytest.raises(ParallelError, match=r"build the mesh inside process_group\(\)"):
         Mesh(Degrees(), "cpu")
 
 
-def test_degrees_that_do_not_fit():
+def test_degrees_that_do_not_fit_are_refused():
     with process_groups.fake_group(8), pytest.raises(ParallelError, match="tp 3 x pp 1 = 3"):
         Mesh(Degrees(tp=3), "cpu")
 
@@ -203,7 +203,7 @@ def sums_over_every_mesh(rank):
     return gather_objects(result)
 
 
-def test_over_gloo():
+def test_sums_over_every_mesh_by_gloo():
     for result in process_groups.run(sums_over_every_mesh, 4):
         assert len(result) == len(GLOO) * len(NAMES)
         for degrees, name, right, timeout in result:

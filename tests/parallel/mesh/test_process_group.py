@@ -1,4 +1,4 @@
-"""The process group: where it comes from, what it sets and puts back, and that it ends when something else does."""
+"""The process group: its environment variables, what it sets and restores, and that it ends with its body."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def test_a_single_process():
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
-def test_it_comes_down_with_its_body_and_up_again(error):
+def test_the_group_ends_with_its_body_and_can_start_again(error):
     before = torch.get_num_threads(), signal.getsignal(signal.SIGINT)
 
     def body():
@@ -83,14 +83,14 @@ def test_a_body_may_destroy_the_group():
 
 @pytest.fixture
 def interruptible():
-    """A shell starts background jobs with SIGINT ignored, and Python leaves it so."""
+    """Restore the handler of SIGINT, which shells ignore in background jobs."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_during_the_tear_down_is_neither_lost_nor_in_its_way():
+def test_ctrl_c_during_the_tear_down_is_raised_after_it():
     before, done = signal.getsignal(signal.SIGINT), []
 
     def tear_down():
@@ -115,7 +115,7 @@ def test_ctrl_c_during_the_tear_down_is_neither_lost_nor_in_its_way():
         (dict.fromkeys(VARIABLES, "2") | {"RANK": "1"}, "LOCAL_RANK = 2 of LOCAL_WORLD_SIZE = 2"),
     ],
 )
-def test_variables_that_make_no_sense(monkeypatch, variables, message):
+def test_inconsistent_variables_are_refused(monkeypatch, variables, message):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ParallelError, match=message) as error, process_group("cpu"):
@@ -125,14 +125,14 @@ def test_variables_that_make_no_sense(monkeypatch, variables, message):
 
 
 @pytest.mark.parametrize("threads", [0, -1, 1.5, "many", None, True])
-def test_threads_that_are_none(threads):
+def test_invalid_thread_counts_are_refused(threads):
     before = torch.get_num_threads()
     with pytest.raises(ParallelError, match="threads = "), process_group("cpu", threads=threads):
         pass
     assert torch.get_num_threads() == before
 
 
-def test_a_timeout_of_nothing():
+def test_a_timeout_of_zero_is_refused():
     with pytest.raises(ParallelError, match="timeout = 0:00:00"), process_group("cpu", timeout=timedelta(0)):
         pass
 
@@ -145,8 +145,8 @@ def test_backends():
         backend_for("toaster")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a device that is not there")
-def test_a_device_that_is_not_there():
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_missing_device_is_refused():
     with pytest.raises(ParallelError, match="device_type = 'cuda', but the accelerator"):
         process_group("cuda").__enter__()
 
@@ -170,7 +170,7 @@ def test_nccl_and_gloo_side_by_side():
             dist.all_reduce(torch.ones(1, device=device))
 
 
-# What follows runs this file as a rank.
+# The tests below run this file as a rank.
 
 
 def start(ranks):
@@ -192,16 +192,16 @@ AUTO = max(1, available_cores() // 2)
         ({"OMP_NUM_THREADS": "3"}, None),
         ({"OMP_NUM_THREADS": "1"}, None),
         ({"OMP_NUM_THREADS": "3", "TORCHELASTIC_RUN_ID": "x"}, None),
-        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, AUTO),  # torchrun's own 1
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, AUTO),  # the 1 that torchrun sets
     ],
 )
-def test_threads_of_the_users_own_stay(environ, expected):
+def test_thread_counts_of_the_user_are_kept(environ, expected):
     assert _thread_count("auto", 2, environ) == expected
     assert _thread_count(5, 2, environ) == 5
 
 
 @pytest.mark.thorough
-def test_ctrl_c_in_one_rank_ends_all():
+def test_ctrl_c_in_one_rank_ends_all_ranks():
     job = start(2)
     start_time = time.monotonic()
     out, err = job.communicate(timeout=120)
@@ -210,8 +210,8 @@ def test_ctrl_c_in_one_rank_ends_all():
     assert ended[0]["error"] == "KeyboardInterrupt", err
     assert all(line["local_rank"] == line["rank"] and line["sum"] == 3 for line in lines)
     assert ended[0]["threads"] == AUTO  # not the 1 that torchrun sets
-    # Rank 1 waits for rank 0 in an all-reduce whose timeout is ten minutes, and has an error at once; or
-    # torchrun, which sees rank 0 end first, ends it.
+    # Rank 1 waits for rank 0 in an all-reduce with a timeout of ten minutes. It fails at once, or torchrun, which sees
+    # rank 0 end first, ends it.
     assert job.returncode != 0
     assert time.monotonic() - start_time < 60
     assert all(line["handler_as_before"] and not line["up"] for line in lines)
@@ -223,14 +223,14 @@ def rank():
         with process_group("cpu") as process:
             total = torch.tensor(process.rank + 1)
             dist.all_reduce(total)
-            number = torch.get_num_threads()
+            threads = torch.get_num_threads()
             if process.rank == 0:
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(60)
             dist.all_reduce(total.clone())
     except (KeyboardInterrupt, RuntimeError) as caught:
         error = type(caught).__name__
-    line = dict(rank=process.rank, local_rank=process.local_rank, sum=total.item(), threads=number, error=error,
+    line = dict(rank=process.rank, local_rank=process.local_rank, sum=total.item(), threads=threads, error=error,
                 up=dist.is_initialized(), handler_as_before=signal.getsignal(signal.SIGINT) is before)  # fmt: skip
     print(json.dumps(line) + "\n", end="", flush=True)
     sys.exit(error is not None)

@@ -1,7 +1,7 @@
-"""Muon's update of whole matrices: torch's for one, and on four real ranks that of one process, however they are sharded.
+"""Muon updates full matrices: as torch's Muon does, and on four ranks as in one process, for any sharding.
 
-One spawn, shared by all cases. In float64 a gradient of sharded sums differs by rounding, and what is orthogonalised is
-rounded to bfloat16 before that, so weights agree to the last digits or not at all.
+In float64, gradients of sharded sums differ by rounding. Muon rounds to bfloat16 before it orthogonalises, which removes
+this difference or amplifies it, so weights agree to the last digits or not at all.
 """
 
 import pytest
@@ -36,16 +36,16 @@ OPTIONS = Optimizer(name="Muon", lr=0.02, implementation="for-loop")
 
 def build(name: str, sizes: dict):
     model = zoo.build(name, **sizes)
-    model.set_experts_implementation("eager")  # products of groups know no float64
+    model.set_experts_implementation("eager")  # grouped products do not support float64
     return model
 
 
-def trained(model, name: str, part: int = 0, parts: int = 1) -> dict[str, torch.Tensor]:
-    """Return the weights of `model` after three steps on part `part` of each batch, divided into `parts`."""
+def trained(model, name: str, index: int = 0, chunks: int = 1) -> dict[str, torch.Tensor]:
+    """Return the weights of `model` after three steps on chunk `index` of each batch, divided into `chunks`."""
     optimizers = build_optimizers(model, OPTIONS)
     for step in range(3):
         batch = zoo.inputs(name, batch_size=4, seq_len=8, seed=step)
-        tokens = batch["input_ids"].chunk(parts)[part]
+        tokens = batch["input_ids"].chunk(chunks)[index]
         logits = call(model, {"input_ids": tokens}).logits
         logits = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="sum")
@@ -59,11 +59,11 @@ def trained(model, name: str, part: int = 0, parts: int = 1) -> dict[str, torch.
 
 
 def on_four_ranks(rank: int) -> dict:
-    found, whole = {}, {}
+    errors, unsharded = {}, {}
     for case, (name, sizes, degrees) in CASES.items():
         key = name, *sizes
-        if key not in whole and rank == 0:
-            whole[key] = trained(build(name, sizes), name)
+        if key not in unsharded and rank == 0:
+            unsharded[key] = trained(build(name, sizes), name)
         model, mesh = build(name, sizes), Mesh(Degrees(**degrees), "cpu")
         ddp = case == "ddp"
         parallelize(model, parallel_dims=mesh, config=DDPConfig() if ddp else FSDP2Config())
@@ -71,11 +71,11 @@ def on_four_ranks(rank: int) -> dict:
         weights = trained(model, name, rank // tp, 4 // tp)
         if rank == 0:
             begun = build(name, sizes).state_dict()
-            found[case] = {
+            errors[case] = {
                 n: ((weights[n] - w).abs().max().item(), (begun[n] - w).abs().max().item())
-                for n, w in whole[key].items()
+                for n, w in unsharded[key].items()
             }
-    return found
+    return errors
 
 
 four = process_groups.module_fixture(on_four_ranks, 4)
@@ -83,14 +83,14 @@ four = process_groups.module_fixture(on_four_ranks, 4)
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
-def test_sharded_matrices_are_updated_as_whole_ones(four, case):
+def test_sharded_matrices_are_updated_as_full_ones(four, case):
     for name, (error, way) in four[case].items():
         assert way > 1e-3, f"{name} did not move"
         assert error < 1e-10, name
 
 
 def step(*matrices: torch.Tensor, cls=Muon, **settings) -> list[torch.Tensor]:
-    """Return the matrices after two steps along gradients that are drawn anew."""
+    """Return the matrices after two steps with random gradients."""
     params = [torch.nn.Parameter(matrix.clone()) for matrix in matrices]
     optimizer = cls(params, lr=0.1, **settings)
     generator = torch.Generator().manual_seed(1)
@@ -110,7 +110,7 @@ def step(*matrices: torch.Tensor, cls=Muon, **settings) -> list[torch.Tensor]:
         dict(adjust_lr_fn="original"),
     ],
 )
-def test_a_step_is_that_of_torch(settings):
+def test_a_step_equals_that_of_torch(settings):
     settings = {"adjust_lr_fn": "match_rms_adamw"} | settings
     start = [torch.randn(24, 16), torch.randn(16, 40)]
     for ours, theirs in zip(
@@ -141,17 +141,17 @@ def test_each_matrix_of_a_stack_and_of_a_packed_weight_is_updated_by_itself():
         )
         param.grad = stack.clone()
         optimizer.step()
-        parts = param.detach().chunk(3, dim) if sections else param.detach()
-        for part, grad in zip(parts, grads, strict=True):
+        matrices = param.detach().chunk(3, dim) if sections else param.detach()
+        for part, grad in zip(matrices, grads, strict=True):
             alone = torch.nn.Parameter(torch.zeros_like(grad))
             alone.grad = grad.clone()
             Muon([alone], adjust_lr_fn="original").step()
-            for one in part.reshape(-1, 6, 8):
-                torch.testing.assert_close(one, alone.detach())
+            for matrix in part.reshape(-1, 6, 8):
+                torch.testing.assert_close(matrix, alone.detach())
 
 
-def test_the_momentum_is_not_what_is_orthogonalised_in_place():
-    """torch 2.13's Muon divides a momentum in bfloat16, without Nesterov's, by its norm."""
+def test_the_momentum_is_not_changed_by_the_orthogonalisation():
+    """Muon of torch 2.13 divides the momentum itself by its norm, if it is in bfloat16 and without Nesterov."""
     param = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16))
     optimizer = Muon([param], nesterov=False, momentum=0.5)
     param.grad = torch.full((4, 4), 2.0, dtype=torch.bfloat16)
@@ -159,12 +159,12 @@ def test_the_momentum_is_not_what_is_orthogonalised_in_place():
     assert torch.equal(optimizer.state[param]["momentum_buffer"], torch.ones(4, 4, dtype=torch.bfloat16))
 
 
-def test_matrices_are_dealt_out_by_their_cost_and_stacks_in_blocks():
+def test_matrices_are_assigned_to_ranks_by_cost_and_stacks_in_blocks():
     shapes = {0: ((4, 4), ()), 1: ((64, 64), ()), 2: ((3, 8, 8), ()), 5: ((16, 16), ())}
     blocks, first, second = rounds_of(shapes, 2)
-    assert {rank: share.box[0] for rank, share in blocks.items()} == {0: (0, 2), 1: (2, 1)}
-    assert [share.index for share in first.values()] == [1, 5]
-    assert [share.index for share in second.values()] == [0]
+    assert {rank: assigned.box[0] for rank, assigned in blocks.items()} == {0: (0, 2), 1: (2, 1)}
+    assert [assigned.index for assigned in first.values()] == [1, 5]
+    assert [assigned.index for assigned in second.values()] == [0]
 
 
 def test_a_parameter_that_is_no_matrix_is_refused():

@@ -1,4 +1,4 @@
-"""Groups of parameters by pattern, what decays, and which optimizer has what."""
+"""Parameter groups by pattern, weight decay, and which optimizer has which parameters."""
 
 import itertools
 import tomllib
@@ -18,7 +18,7 @@ from titanplans.parallel.optimizers.build import build_optimizers, group_paramet
 from titanplans.parallel.optimizers.roles import find_roles
 
 MARKED = ("gated_deltanet", "mamba")
-"""With vectors, and a matrix, that the model marks `_no_weight_decay`."""
+"""Models with vectors, and a matrix, that are marked `_no_weight_decay`."""
 
 
 def meta(name: str, **sizes: Any):
@@ -26,14 +26,14 @@ def meta(name: str, **sizes: Any):
     return modeling.build(zoo.config(name, **sizes))
 
 
-def kept(model) -> set[str]:
+def without_decay(model) -> set[str]:
     """Return the names of the parameters that do not decay."""
     groups = group_parameters(model, Optimizer())
     return {name for group in groups if not group.settings["weight_decay"] for name in group.parameters}
 
 
 def in_muon(model) -> dict[str, Any]:
-    """Return the names of Muon's parameters, with their sections."""
+    """Return the sections of Muon's parameters by name."""
     roles = find_roles(model)
     groups = group_parameters(model, Optimizer(name="Muon"))
     return {n: roles[n].sections for group in groups if group.optimizer == "Muon" for n in group.parameters}
@@ -44,24 +44,24 @@ def of_layer(names) -> set[str]:
 
 
 def test_vectors_norms_biases_and_marked_ones_do_not_decay():
-    assert kept(meta("llama", num_hidden_layers=1, head_dim=16)) == {
+    assert without_decay(meta("llama", num_hidden_layers=1, head_dim=16)) == {
         f"model.layers.0.{name}"
         for name in (
             *(f"self_attn.{p}_proj.bias" for p in "qkvo"), *(f"mlp.{p}_proj.bias" for p in ("gate", "up", "down")),
             "input_layernorm.weight", "post_attention_layernorm.weight",
         )
     } | {"model.norm.weight"}  # fmt: skip
-    delta = of_layer(kept(meta("gated_deltanet")))
+    delta = of_layer(without_decay(meta("gated_deltanet")))
     assert {"attn.A_log", "attn.dt_bias", "attn.o_norm.weight"} <= delta
     assert "attn.q_conv1d.weight" not in delta
     assert {"mixer.A_log", "mixer.D", "mixer.dt_proj.bias"} <= of_layer(
-        kept(meta("mamba"))
+        without_decay(meta("mamba"))
     )  # A_log: a matrix
-    assert {"mlp.experts.gate_up_proj_bias", "self_attn.sinks"} <= of_layer(kept(meta("gpt_oss")))
-    assert {"attn.x_r", "attn.k_k"} <= of_layer(kept(meta("rwkv7")))  # [1, 1, width]
+    assert {"mlp.experts.gate_up_proj_bias", "self_attn.sinks"} <= of_layer(without_decay(meta("gpt_oss")))
+    assert {"attn.x_r", "attn.k_k"} <= of_layer(without_decay(meta("rwkv7")))  # [1, 1, width]
 
 
-def test_with_decay_all_everything_decays_as_one_group():
+def test_with_decay_all_there_is_one_group_that_decays():
     model = meta("gated_deltanet")
     (group,) = group_parameters(model, Optimizer(decay_all=True, weight_decay=0.3))
     assert set(group.parameters) == {name for name, _ in model.named_parameters()}
@@ -95,19 +95,19 @@ GROUPS = Optimizer(
 )
 
 
-def test_the_first_pattern_that_is_found_has_the_parameter():
+def test_the_first_pattern_that_matches_has_the_parameter():
     model = meta("llama", num_hidden_layers=2, attention_bias=False, mlp_bias=False)
     groups = group_parameters(model, GROUPS)
-    found = [(g.optimizer, g.settings["lr"], g.settings["weight_decay"], set(g.parameters)) for g in groups]
-    projections = {f"self_attn.{part}_proj.weight" for part in "qkvo"}
-    projections |= {f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
+    actual = [(g.optimizer, g.settings["lr"], g.settings["weight_decay"], set(g.parameters)) for g in groups]
+    projections = {f"self_attn.{letter}_proj.weight" for letter in "qkvo"}
+    projections |= {f"mlp.{kind}_proj.weight" for kind in ("gate", "up", "down")}
     norms = {"input_layernorm.weight", "post_attention_layernorm.weight"}
     first, second = ({f"model.layers.{n}.{name}" for name in (*projections, *norms)} for n in (0, 1))
-    own = {name for name in first if "norm" in name}
-    assert sorted(found, key=str) == sorted(
+    norms_of_first = {name for name in first if "norm" in name}
+    assert sorted(actual, key=str) == sorted(
         [
-            ("AdamW", 1e-4, 0.1, first - own),
-            ("AdamW", 1e-4, 0.0, own),
+            ("AdamW", 1e-4, 0.1, first - norms_of_first),
+            ("AdamW", 1e-4, 0.0, norms_of_first),
             ("Muon", 1e-3, 0.1, {name for name in second if "_proj" in name}),
             ("AdamW", 1e-3, 0.2, {"model.norm.weight", *(name for name in second if "norm" in name)}),
             ("AdamW", 1e-3, 0.1, {"model.embed_tokens.weight", "lm_head.weight"}),
@@ -135,7 +135,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_a_group_that_can_t_be_honoured_is_refused(message):
+def test_a_group_that_can_not_be_applied_is_refused(message):
     model = meta("llama")
     model.model.embed_tokens.weight.requires_grad_(False)
     options = Optimizer(name="Muon", groups=REFUSED[message])  # type: ignore[arg-type]
@@ -185,12 +185,12 @@ WAYS = {"tp": dict(tp=2, dp_shard=1), "fsdp": dict(dp_shard=2), "ddp": dict(dp_r
 
 
 def on_two_ranks(rank: int) -> dict:
-    found = {}
+    results = {}
     for name, how in itertools.product(MARKED, WAYS):
         model, mesh = meta(name), Mesh(Degrees(**WAYS[how]), "cpu")
         parallelize(model, parallel_dims=mesh, config=DDPConfig() if how == "ddp" else FSDP2Config())
         model.to_empty(device="cpu")
-        found[name, how] = kept(model)
+        results[name, how] = without_decay(model)
     model = meta("llama")
     config = FSDP2Config(
         float8={"recipe_name": "tensorwise", "emulate": True},
@@ -198,8 +198,8 @@ def on_two_ranks(rank: int) -> dict:
         compile={"enable": True, "backend": "aot_eager"},
     )  # fmt: skip
     parallelize(model, parallel_dims=Mesh(Degrees(dp_shard=2), "cpu"), config=config)
-    found["all at once"] = kept(model)
-    return found
+    results["all at once"] = without_decay(model)
+    return results
 
 
 two = process_groups.module_fixture(on_two_ranks, 2)
@@ -207,11 +207,11 @@ two = process_groups.module_fixture(on_two_ranks, 2)
 
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("name", MARKED)
-def test_marks_survive_being_sharded_and_leaving_the_meta_device(two, name, how):
-    expected = kept(meta(name))
+def test_marks_are_kept_by_sharding_and_materialization(two, name, how):
+    expected = without_decay(meta(name))
     assert any("A_log" in each for each in expected)
     assert two[name, how] == expected
 
 
-def test_names_are_those_of_state_dicts_whatever_wraps_a_block(two):
-    assert two["all at once"] == kept(meta("llama"))
+def test_names_are_those_of_state_dicts_for_wrapped_blocks(two):
+    assert two["all at once"] == without_decay(meta("llama"))

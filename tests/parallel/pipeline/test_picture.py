@@ -1,4 +1,4 @@
-"""Pictures of timelines: each box at its time and in its stage's row, and nothing where a rank is idle."""
+"""Pictures of timelines: each box at its time and in the row of its stage, and no box where a rank is idle."""
 
 from xml.etree import ElementTree
 
@@ -15,7 +15,7 @@ def small():
     return timeline(orders("1F1B", 2, 2, 3))
 
 
-def test_text():
+def test_picture_as_text():
     assert as_text(small(), "1F1B", width=31).splitlines() == [
         "1F1B: 25.0% idle",
         "rank 0 stage 0 FF..B0FB1.B2",
@@ -49,12 +49,12 @@ def test_measured_times_begin_at_any_clock():
     )
 
 
-def test_svg():
-    """Twelve boxes on a scale of 12 units in 882 pixels; an idle rank is white."""
-    found = timeline(orders("1F1B", 2, 2, 3))
-    tree = ElementTree.fromstring(as_svg(found, "1F1B"))
+def test_picture_as_svg():
+    """Twelve boxes on a scale of 12 time steps in 882 pixels; an idle rank is white."""
+    times = timeline(orders("1F1B", 2, 2, 3))
+    tree = ElementTree.fromstring(as_svg(times, "1F1B"))
     boxes = [box.attrib for box in tree.iter(f"{SVG}rect") if box.get("height") == "22"]
-    spans = [span for rank in found.ranks for span in rank]
+    spans = [span for rank in times.ranks for span in rank]
     assert [float(box["x"]) for box in boxes] == pytest.approx(
         [110 + 882 / 12 * s.start for s in spans], abs=0.1
     )
@@ -65,7 +65,9 @@ def test_svg():
     assert numbers[:6] == ["0", "1", "0", "2", "1", "2"]
 
 
-@pytest.mark.parametrize(("schedule", "words"), [("1F1B", 2), ("InterleavedZeroBubble", 3)])
-def test_the_legend_has_what_the_picture_has(schedule, words):
-    tree = ElementTree.fromstring(as_svg(timeline(orders(schedule, 2, 2 if words == 2 else 4, 4)), schedule))
-    assert len([box for box in tree.iter(f"{SVG}rect") if box.get("height") == "14"]) == words
+@pytest.mark.parametrize(("schedule", "entries"), [("1F1B", 2), ("InterleavedZeroBubble", 3)])
+def test_the_legend_has_the_entries_of_the_picture(schedule, entries):
+    tree = ElementTree.fromstring(
+        as_svg(timeline(orders(schedule, 2, 2 if entries == 2 else 4, 4)), schedule)
+    )
+    assert len([box for box in tree.iter(f"{SVG}rect") if box.get("height") == "14"]) == entries
