@@ -1,4 +1,4 @@
-"""Jobs that train adapters: checkpoints of adapters alone, resuming from them, and a start from peft's files."""
+"""Jobs that train adapters: checkpoints of adapters alone, resuming from them, and starting from files of peft."""
 
 import copy
 import json
@@ -35,15 +35,15 @@ def _jobs(rank: int, folder: Path) -> dict:
     adapters = ("--lora.rank=3", "--lora.dropout=0.1", base, "--checkpoint.save_adapters_only")
     job = (folder, "dense", "tuned", *SAVES, *adapters)
     recorder, trainer = train(*job, TP)
-    found = {"whole": recorder.losses()}
+    results = {"uninterrupted": recorder.losses()}
     lm = trainer.model_parts[0].lm
-    found["optimized"] = sum(
+    results["optimized"] = sum(
         len(group["params"]) for each in trainer.optimizers for group in each.param_groups
     )
-    found["trained"] = sum(param.requires_grad for param in lm.parameters())
+    results["trained"] = sum(param.requires_grad for param in lm.parameters())
     save_adapter(lm, folder / "peft")
     index = CheckpointReader(folder / "tuned" / "checkpoint" / "step-4").read_metadata().state_dict_metadata
-    found["saved"] = [
+    results["saved"] = [
         name for name in index if not name.startswith(("optimizer", "train_state", "lr_", "dataloader"))
     ]
     arguments = [
@@ -53,7 +53,7 @@ def _jobs(rank: int, folder: Path) -> dict:
     ]
     arguments += [f"--training.dataset_path={folder}/text", *SAVES, *adapters, *FROM_4]
     check_job(load_job([*arguments, TP]), 2)
-    found["resumed"] = train(*job, TP, *FROM_4)[0].losses()
+    results["resumed"] = train(*job, TP, *FROM_4)[0].losses()
     still = ("--training.steps=1", "--optimizer.lr=1e-12", "--lora.rank=3", "--checkpoint.enable")
     _, trainer = train(
         folder, "dense", "again", TP, *still, f"--checkpoint.initial_adapter_path={folder}/peft"
@@ -61,26 +61,28 @@ def _jobs(rank: int, folder: Path) -> dict:
     save_adapter(trainer.model_parts[0].lm, folder / "again")
     if rank == 0:
         first, second = (load_file(folder / name / WEIGHTS) for name in ("peft", "again"))
-        found["read"] = max(float((first[name] - second[name]).abs().max()) for name in first)
-        found["moved"] = max(float(tensor.abs().max()) for name, tensor in first.items() if "lora_B" in name)
-    return found
+        results["reload_error"] = max(float((first[name] - second[name]).abs().max()) for name in first)
+        results["largest_update"] = max(
+            float(tensor.abs().max()) for name, tensor in first.items() if "lora_B" in name
+        )
+    return results
 
 
-def _published(rank: int, folder: Path) -> dict:
-    """Fine-tune a folder of Hugging Face's over tp 2 x fsdp 2; return the logits of the models that come out."""
+def _fine_tuned(rank: int, folder: Path) -> dict:
+    """Fine-tune a Hugging Face folder over tp 2 x fsdp 2; return the logits of the trained models."""
     start = (
         "--checkpoint.enable",
         "--checkpoint.initial_load_in_hf",
         f"--checkpoint.initial_load_path={folder}/hf",
     )
     tuned = ("--lora.rank=3", "--lora.alpha=30", "--optimizer.lr=1e-2", "--lr_scheduler.warmup_steps=0")
-    found = {}
+    results = {}
     for name, options in JOBS.items():
         _, trainer = train(folder, "qwen", name, TP, "--training.steps=2", *start, *tuned, *options)
         lm = trainer.model_parts[0].lm.eval()
         with torch.no_grad():
-            found[name] = lm(input_ids=IDS).logits.full_tensor()
-    return found
+            results[name] = lm(input_ids=IDS).logits.full_tensor()
+    return results
 
 
 IDS = torch.arange(32).reshape(2, 16) * 7
@@ -97,15 +99,15 @@ JOBS = {
 
 
 @pytest.mark.thorough
-def test_a_published_model_is_tuned_and_handed_on(tmp_path, capsys):
-    """The last step as a folder, `titanplans export` of NF4 weights and adapters, and adapters alone for peft."""
+def test_a_hugging_face_model_is_fine_tuned_and_exported(tmp_path, capsys):
+    """As a Hugging Face folder by the last step, by `titanplans export` of NF4 weights, and as adapters for peft."""
     folder = write_inputs(tmp_path)
     fields = dict(vocab_size=4096, num_key_value_heads=2, num_hidden_layers=1, intermediate_size=128)
     base = zoo.build("qwen3", dtype=torch.float32, tie_word_embeddings=False, **fields)
     base.save_pretrained(folder / "hf")
     shutil.copy(Path(default_tokenizer_path()) / "tokenizer.json", folder / "hf")
     shutil.copy(folder / "hf" / "config.json", folder / "qwen.json")
-    found = process_groups.run(partial(_published, folder=folder), 4)
+    results = process_groups.run(partial(_fine_tuned, folder=folder), 4)
 
     def step(name: str) -> Path:
         return folder / name / "checkpoint" / "step-2"
@@ -126,42 +128,42 @@ def test_a_published_model_is_tuned_and_handed_on(tmp_path, capsys):
         layer = AutoModelForCausalLM.from_pretrained(folder / name).model.layers[0]
         update = layer.mlp.up_proj.weight - base.model.layers[0].mlp.up_proj.weight
         ranks.append(torch.linalg.matrix_rank(update, rtol=1e-4))
-    assert ranks[0] <= 3 < ranks[1], "that of the adapter; the other adds what NF4 rounds, too"
+    assert ranks[0] <= 3 < ranks[1], "the rank of the adapter; the other change also has the rounding of NF4"
     assert damage(step("merged")) is None
     by = {
         "merged": AutoModelForCausalLM.from_pretrained(step("merged")),
         "nf4": AutoModelForCausalLM.from_pretrained(folder / "out"),
         "nf4 alone": AutoModelForCausalLM.from_pretrained(folder / "nf4 alone, merged"),
     }
-    for name, kept in (("alone", folder / "adapter"), ("merged", step("merged") / "adapter")):
-        one, other = (peft.PeftModel.from_pretrained(copy.deepcopy(base), kept) for _ in range(2))
-        assert one.peft_config["default"].base_model_name_or_path == str(folder / "hf")
-        by |= {f"{name}, by peft": one, f"{name}, merged by peft": other.merge_and_unload()}
+    for name, path in (("alone", folder / "adapter"), ("merged", step("merged") / "adapter")):
+        adapted, to_merge = (peft.PeftModel.from_pretrained(copy.deepcopy(base), path) for _ in range(2))
+        assert adapted.peft_config["default"].base_model_name_or_path == str(folder / "hf")
+        by |= {f"{name}, by peft": adapted, f"{name}, merged by peft": to_merge.merge_and_unload()}
     for name in ("alone", "of peft"):
         by[f"alone, {name}"] = AutoModelForCausalLM.from_pretrained(folder / f"{name}, merged")
     with torch.no_grad():
         before = base.eval()(input_ids=IDS).logits
         for name, model in by.items():
-            trained = found[name.partition(",")[0]]
+            trained = results[name.partition(",")[0]]
             logits = model.eval()(input_ids=IDS).logits
             torch.testing.assert_close(logits, trained, rtol=0, atol=1e-4, msg=name)
             assert (trained - before).abs().max() > 1e-2, f"{name} has learned nothing"
 
 
-def test_adapters_alone_are_saved_and_a_job_goes_on_from_them(tmp_path, capsys):
-    found = process_groups.run(partial(_jobs, folder=write_inputs(tmp_path)), 2)
-    assert found["saved"]
-    assert all(name.endswith(("lora_A", "lora_B")) for name in found["saved"])
-    assert found["optimized"] == found["trained"] == len(found["saved"])
-    assert sorted(found["whole"]) == list(range(1, 9))
-    assert found["resumed"] == {step: loss for step, loss in found["whole"].items() if step > 4}
-    assert found["moved"] > 1e-4
-    assert found["read"] < 1e-8
+def test_adapters_alone_are_saved_and_resumed(tmp_path, capsys):
+    results = process_groups.run(partial(_jobs, folder=write_inputs(tmp_path)), 2)
+    assert results["saved"]
+    assert all(name.endswith(("lora_A", "lora_B")) for name in results["saved"])
+    assert results["optimized"] == results["trained"] == len(results["saved"])
+    assert sorted(results["uninterrupted"]) == list(range(1, 9))
+    assert results["resumed"] == {step: loss for step, loss in results["uninterrupted"].items() if step > 4}
+    assert results["largest_update"] > 1e-4
+    assert results["reload_error"] < 1e-8
     _exported(tmp_path, capsys)
 
 
 def _exported(folder: Path, capsys) -> None:
-    """The job's adapters are added to the weights of the checkpoint that it started from; what does not fit is refused."""
+    """Export merges the adapters into the weights of the checkpoint that the job started from, and refuses others."""
     last, base = folder / "tuned" / "checkpoint" / "step-8", folder / "base" / "checkpoint" / "step-2"
 
     def export(checkpoint: Path, name: str, *arguments: object) -> tuple[int, list[str]]:
@@ -212,7 +214,7 @@ def _exported(folder: Path, capsys) -> None:
     assert {case: line[: len(begin[case])] for case, line in lines.items()} == begin
 
 
-def test_the_keys_become_the_strategys_options(tmp_path, monkeypatch):
+def test_the_keys_become_options_of_the_strategy(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("job.toml").write_text(
         "[training]\nfreeze = ['embed']\n[lora]\nrank = 4\ntarget_modules = ['q_proj']\n"

@@ -67,26 +67,28 @@ folder, one, four = runs(MODELS | {"wide": WIDE}, JOBS, TUNED, SEGMENTS, "gla", 
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_a_job_has_the_figures_of_one_process(one, four, name):
+def test_a_job_has_the_metrics_of_one_process(one, four, name):
     model, options = JOBS[name]
-    expected, found = one[model], four[name]
+    expected, actual = one[model], four[name]
     assert expected[LOSS][3] < expected[LOSS][1] - 0.1, "a model that does not learn proves nothing"
     for key in METRICS:
-        if key == MAX_LOSS and not set(STEPS) <= set(options):  # of several batches
-            assert all(found[LOSS][step] < found[key][step] < found[LOSS][step] + 0.2 for step in (1, 2, 3))
+        if key == MAX_LOSS and not set(STEPS) <= set(options):  # the maximum is over several batches here
+            assert all(
+                actual[LOSS][step] < actual[key][step] < actual[LOSS][step] + 0.2 for step in (1, 2, 3)
+            )
             continue
         # float32, summed in another order, as in test_trainer.
-        assert found[key] == pytest.approx(expected[key], rel=1e-5), key
+        assert actual[key] == pytest.approx(expected[key], rel=1e-5), key
 
 
 @pytest.mark.parametrize("name", TUNED)
-def test_adapters_and_muon_train_alike(one, four, name):
-    # bfloat16 rounds what Muon orthogonalises.
+def test_adapters_and_muon_train_as_in_one_process(one, four, name):
+    # Muon rounds matrices to bfloat16 before it orthogonalises them.
     assert four[name][LOSS] == pytest.approx(one[name][LOSS], rel=1e-4 if name == "muon" else 1e-5)
     assert one[name][LOSS][3] < one[name][LOSS][1] - 0.05
 
 
-def test_a_job_goes_on_with_other_degrees_and_its_weights_are_published(folder, one, four):
+def test_a_job_resumes_at_other_degrees_and_its_weights_are_exported(folder, one, four):
     check_resumed(one["uninterrupted"], four["resumed"], folder)
 
 
@@ -113,7 +115,7 @@ def test_the_report_names_the_degree_and_the_mixers(folder, four):
         ([TP, "--parallelism.data_parallel_strategy=ddp"], "tensor_parallel_degree = 2"),
     ],
 )
-def test_what_a_job_can_not_have_beside_it(folder, arguments, message):
+def test_options_that_exclude_context_parallelism_are_refused(folder, arguments, message):
     with pytest.raises(OptionError, match=message):
         load_job([f"{folder}/job.toml", CP, *arguments])
 

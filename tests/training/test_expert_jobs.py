@@ -1,4 +1,4 @@
-"""Jobs whose experts are shared out over ranks, against one process: losses, norms, loads, biases, resumes."""
+"""Jobs with expert parallelism against one process: losses, norms, loads, biases, resumes."""
 
 import json
 
@@ -36,7 +36,7 @@ JOBS = {
     "qwen3_moe, tp 2 x fsdp 2, ep 2": ("qwen3_moe", (*HALF_BATCH, TP, EP)),
     "qwen3_moe, tp 2 x cp 2, ep 4": ("qwen3_moe", (*STEPS, TP, CP, ALL)),
     "mixtral, tp 2 x fsdp 2, ep 4": ("mixtral", (*HALF_BATCH, TP, ALL)),
-    "glm4_moe, hsdp 2 x 2, ep 2, accumulated": (  # the balance of Mixtral's loss is each batch's
+    "glm4_moe, hsdp 2 x 2, ep 2, accumulated": (  # Mixtral's load-balancing loss depends on the batch
         "glm4_moe", (*STEPS[:2], "--training.local_batch_size=1", "--training.gradient_accumulation_steps=2", *HSDP, EP),
     ),
     "glm4_moe, fsdp 4, ep 2, compiled and recomputed": ("glm4_moe", (*QUARTER, EP, *COMPILED)),
@@ -68,38 +68,39 @@ folder, one, four = runs(MODELS, JOBS | {"capacity": CAPACITY}, TUNED, SEGMENTS,
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_a_job_has_the_figures_of_one_process(one, four, name):
-    expected, found = one[JOBS[name][0]], four[name]
+def test_a_job_has_the_metrics_of_one_process(one, four, name):
+    expected, actual = one[JOBS[name][0]], four[name]
     assert expected[LOSS][3] < expected[LOSS][1] - 0.1, "a model that does not learn proves nothing"
     assert ("experts/largest_bias" in expected) == ("glm4_moe" in name)
-    for key in expected.keys() - {MAX_LOSS}:  # of several batches, where a step has them
-        # float32, summed in another order, as in test_trainer; loads are numbers of rows.
-        assert found[key] == pytest.approx(expected[key], rel=1e-5), key
+    for key in expected.keys() - {MAX_LOSS}:  # the maximum is over several batches, if a step has them
+        # float32, summed in another order, as in test_trainer; loads are counts of tokens.
+        assert actual[key] == pytest.approx(expected[key], rel=1e-5), key
 
 
-def test_dropped_rows_are_counted(four):
-    """Half of the mean, so at least half of all pairs of a row and an expert are left out, and not all."""
-    pairs = 2 * 8 * 32 * 2  # blocks, sequences, tokens, experts a token
+def test_dropped_tokens_are_counted(four):
+    """The capacity is half of the mean load, so at least half of all pairs of token and expert are dropped, but not all."""
+    pairs = 2 * 8 * 32 * 2  # blocks, sequences, tokens, experts per token
     assert set(four["qwen3_moe, fsdp 4, ep 4, room for all"][DROPPED].values()) == {0}
     assert all(pairs / 2 <= dropped < pairs for dropped in four["capacity"][DROPPED].values())
     assert four["capacity"][LOSS][3] < four["capacity"][LOSS][1]
 
 
 @pytest.mark.parametrize("name", TUNED)
-def test_adapters_muon_and_float8_train_alike(one, four, name):
-    # bfloat16 rounds what Muon orthogonalises; each rank scales its own tokens to float8, whose rounding is 2^-4.
+def test_adapters_muon_and_float8_train_as_in_one_process(one, four, name):
+    # Muon rounds matrices to bfloat16 before it orthogonalises them. In float8 each rank has its own scale, and float8
+    # rounds by 2^-4.
     rel = {"muon": 1e-4, "float8": 2e-3}.get(name, 1e-5)
     assert four[name][LOSS] == pytest.approx(one[name][LOSS], rel=rel)
     assert one[name][LOSS][3] < one[name][LOSS][1] - 0.03
 
 
-def test_a_job_goes_on_with_other_degrees_and_its_weights_are_published(folder, one, four):
-    # Of eight steps; a token whose experts' scores nearly tie may go to another one. A load next to the mean may be on
-    # its other side: a step of 0.001 up and not down.
-    whole = check_resumed(
+def test_a_job_resumes_at_other_degrees_and_its_weights_are_exported(folder, one, four):
+    # A token with two nearly equal scores may go to another expert within eight steps. A load close to the mean may be
+    # on its other side, so that the bias moves by 0.001 up instead of down.
+    weights = check_resumed(
         one["uninterrupted"], four["resumed"], folder, rel=5e-5, e_score_correction_bias=4e-3
     )
-    assert any(name.endswith("e_score_correction_bias") and weight.any() for name, weight in whole.items())
+    assert any(name.endswith("e_score_correction_bias") and weight.any() for name, weight in weights.items())
 
 
 def test_the_report_names_the_degree_and_the_mixtures(folder, four):
@@ -117,6 +118,6 @@ def test_the_report_names_the_degree_and_the_mixtures(folder, four):
         ([EP, "--parallelism.expert_tensor_parallel_degree=2"], "experts that processes share out"),
     ],
 )
-def test_what_a_job_can_not_have_with_it(folder, arguments, message):
+def test_options_that_exclude_expert_parallelism_are_refused(folder, arguments, message):
     with pytest.raises((ConfigError, OptionError), match=message):
         load_job([f"{folder}/job.toml", *arguments])

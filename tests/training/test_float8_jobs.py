@@ -1,4 +1,4 @@
-"""[quantize.linear.float8] of a job: reading, and errors before anything starts."""
+"""[quantize.linear.float8] of a job: how it is read, and errors before anything starts."""
 
 import pytest
 
@@ -16,8 +16,8 @@ SECTION = "quantize.linear.float8"
 def load(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").mkdir()
-    for number in range(40):
-        (tmp_path / "text" / f"{number}.txt").write_text("all work and no play makes jack a dull boy\n" * 40)
+    for index in range(40):
+        (tmp_path / "text" / f"{index}.txt").write_text("all work and no play makes jack a dull boy\n" * 40)
 
     def load(float8="", *arguments, model=""):
         text = (
@@ -30,7 +30,7 @@ def load(tmp_path, monkeypatch):
     return load
 
 
-def test_the_section_becomes_the_strategys_options(load):
+def test_the_section_becomes_options_of_the_strategy(load):
     assert strategy_of(load()).float8 == FSDP2Config().float8
     job = load(
         "recipe_name = 'tensorwise'\nfilter_fqns = ['lm_head']\nfilter_unaligned = true\nemulate = true\n"
@@ -47,12 +47,12 @@ def test_the_section_becomes_the_strategys_options(load):
 
 
 def test_torchtitans_template_loads_without_float8(load):
-    """Its configuration files carry a filter, and switch float8 on elsewhere."""
+    """torchtitan's config files have the filter, but enable float8 elsewhere."""
     assert strategy_of(load("filter_fqns = ['output']", model="converters = []")).float8.recipe_name is None
 
 
 @pytest.mark.parametrize("name", ["quantize.linear.float8", "float8"])
-def test_torchtitans_converter_switches_it_on(load, name):
+def test_the_converter_of_torchtitan_enables_float8(load, name):
     job = load(model=f"converters = ['{name}']")
     assert job.quantize.linear.float8.recipe_name == "tensorwise"
     assert (
@@ -75,13 +75,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_in_the_jobs_words(load, case):
+def test_errors_name_the_options_of_the_job(load, case):
     float8, model, expected = REFUSED[case]
     message = refusal(lambda: check_job(load(float8, model=model), 1))
     assert expected in message
 
 
-def test_sizes_and_degrees(load):
+def test_sizes_that_float8_does_not_support_are_refused(load):
     with pytest.raises(UserError, match=r"float8 needs .*16; 112 or 128"):
         load("recipe_name = 'rowwise'", "--training.seq_len=15", "--training.local_batch_size=8")
     job = load("recipe_name = 'rowwise'", "--parallelism.tensor_parallel_degree=16", model=MODEL)

@@ -1,4 +1,4 @@
-"""The loss of a job: computed in the head where possible, else from logits, with the reason in the log."""
+"""The loss of a job: fused with the head where possible, otherwise from logits, with the reason in the log."""
 
 import logging
 
@@ -23,24 +23,26 @@ def language_model() -> LanguageModel:
 
 
 def losses(fused, model):
-    """The loss of a step, and that of a validation."""
+    """Return the losses of a training step and of a validation, and whether logits are deferred."""
     loss = CrossEntropyLoss(Loss(fused=fused, label_smoothing=0.2, z_loss=0.1))
     model.set_loss(loss, None)
-    found = []
+    values = []
     for training, tokens in ((True, torch.tensor(24)), (False, None)):
         model.lm.train(training)
         with torch.set_grad_enabled(training):
             logits = model(TOKENS, labels=LABELS)
-            found.append(loss(logits, LABELS, tokens).detach())
-    return found, isinstance(logits, DeferredLogits)
+            values.append(loss(logits, LABELS, tokens).detach())
+    return values, isinstance(logits, DeferredLogits)
 
 
-def test_fused_and_of_logits_it_is_the_same_and_smoothed_in_training_alone():
+def test_the_fused_loss_equals_that_of_logits_and_is_smoothed_only_in_training():
     model = language_model()
     (trained, validated), stands_in = losses(None, model)
-    (other, wanted), logits = losses(False, model)
+    (trained_from_logits, validated_from_logits), logits = losses(False, model)
     assert (stands_in, logits) == (True, False)
-    torch.testing.assert_close((trained, validated), (other, wanted), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        (trained, validated), (trained_from_logits, validated_from_logits), rtol=1e-6, atol=0
+    )
     model.lm.train(False)
     plain = torch.nn.functional.cross_entropy(model(TOKENS).flatten(0, 1), LABELS.flatten(), reduction="sum")
     torch.testing.assert_close(validated, plain.detach(), rtol=1e-6, atol=0)
@@ -56,22 +58,22 @@ def doubled(model):
     return model
 
 
-def test_a_model_that_does_more_with_its_logits_gets_the_loss_of_these_and_the_log_says_so(caplog):
+def test_a_model_that_changes_its_logits_gets_their_loss_and_a_log_line(caplog):
     model = doubled(language_model())
     with caplog.at_level(logging.INFO):
-        found, stands_in = losses(None, model)
+        actual, stands_in = losses(None, model)
     assert not stands_in
     assert model.fused is None
     (message,) = (text for text in caplog.messages if "fused" in text)
     assert message.startswith(
         "the loss is computed from logits, not in the head (loss.fused is unset): after its head "
     )
-    assert "switch" not in message  # it is off
-    wanted, _ = losses(False, model)
-    assert found == wanted
+    assert "switch" not in message  # fusing is not requested
+    expected, _ = losses(False, model)
+    assert actual == expected
 
 
-def test_where_it_was_asked_for_that_is_an_error():
+def test_a_fused_loss_that_is_requested_and_impossible_is_an_error():
     with pytest.raises(NotFused, match=r"makes -200 of a logit of -100.*\(loss.fused = false\)"):
         losses(True, doubled(language_model()))
     model = language_model()

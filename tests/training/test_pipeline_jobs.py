@@ -1,4 +1,4 @@
-"""Jobs whose layers are spread over the stages of a pipeline, against one process: losses, norms, counts, resumes."""
+"""Jobs with pipeline parallelism against one process: losses, norms, counts, resumes."""
 
 import pytest
 
@@ -58,8 +58,8 @@ JOBS = {
     "glm4_moe, pp 2 x tp 2, ep 2": ("glm4_moe", (*STEPS, *PP, TP, EP)),
 }  # fmt: skip
 TUNED = {
-    # Its head reads the embedding and every block.
-    "own": ("tests.support.pipeline_models:SumOfAllStates", ("--optimizer.lr=3e-2",), (*HALF_BATCH, *PP)),
+    # Its head uses the embedding and the output of every block.
+    "user's model": ("tests.support.pipeline_models:SumOfAllStates", ("--optimizer.lr=3e-2",), (*HALF_BATCH, *PP)),
     "lora": ("gla", ("--lora.rank=3", "--optimizer.lr=3e-2"), (*HALF_BATCH, *PP)),
     "qlora": ("wide", ("--lora.rank=3", "--lora.quantize_base=nf4", "--optimizer.lr=3e-2"), (*STEPS, *PP, TP)),
     "float8": (
@@ -83,27 +83,27 @@ folder, one, four = runs(MODELS, JOBS, TUNED, SEGMENTS, "llama", {*MODELS} - {"w
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", JOBS)
-def test_a_job_has_the_figures_of_one_process(one, four, name):
-    expected, found = one[JOBS[name][0]], four[name]
+def test_a_job_has_the_metrics_of_one_process(one, four, name):
+    expected, actual = one[JOBS[name][0]], four[name]
     assert expected[LOSS][3] < expected[LOSS][1] - 0.1, "a model that does not learn proves nothing"
     assert ("experts/largest_bias" in expected) == ("glm4_moe" in name)
     for key in expected:
-        if key != MAX_LOSS:  # of several batches, where a step has them
-            # float32, summed in another order, as in test_trainer; the norm of four blocks under tensor parallelism alone is
-            # 7e-5 off in step 3.
-            assert found[key] == pytest.approx(expected[key], rel=2e-4 if key == "grad_norm" else 1e-5), key
+        if key != MAX_LOSS:  # the maximum is over several batches, if a step has them
+            # float32, summed in another order, as in test_trainer; even without a pipeline, tensor parallelism
+            # alone changes the norm by 7e-5 in step 3.
+            assert actual[key] == pytest.approx(expected[key], rel=2e-4 if key == "grad_norm" else 1e-5), key
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", TUNED)
-def test_own_models_adapters_float8_and_muon_train_alike(one, four, name):
-    # bfloat16 rounds what Muon orthogonalises.
+def test_user_models_adapters_float8_and_muon_train_as_in_one_process(one, four, name):
+    # Muon rounds matrices to bfloat16 before it orthogonalises them.
     assert four[name][LOSS] == pytest.approx(one[name][LOSS], rel=1e-4 if name == "muon" else 1e-5)
     assert one[name][LOSS][3] < one[name][LOSS][1] - 0.05
 
 
 @pytest.mark.thorough
-def test_a_job_goes_on_with_other_degrees_and_its_weights_are_published(folder, one, four):
+def test_a_job_resumes_at_other_degrees_and_its_weights_are_exported(folder, one, four):
     check_resumed(one["uninterrupted"], four["resumed"], folder)
 
 
@@ -114,7 +114,7 @@ def test_a_job_goes_on_with_other_degrees_and_its_weights_are_published(folder, 
         (["--parallelism.pipeline_parallel_microbatch_size=3", PP[0]], "local_batch_size.*would work"),
     ],
 )
-def test_what_a_job_can_not_have_with_it(folder, arguments, message):
+def test_options_that_exclude_a_pipeline_are_refused(folder, arguments, message):
     with pytest.raises(OptionError, match=message):
         load_job([f"{folder}/job.toml", *arguments])
 

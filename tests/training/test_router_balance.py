@@ -1,4 +1,4 @@
-"""Jobs of mixtures of experts with the balance of routers in the loss (`output_router_logits`), and biases of routers."""
+"""Jobs of mixtures of experts: the load-balancing loss (`output_router_logits`), and biases of routers."""
 
 import math
 from dataclasses import dataclass
@@ -27,21 +27,21 @@ from titanplans.training.trainer.model import LanguageModel
 BALANCED = {"vocab_size": 4096, "output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
-def test_the_balance_is_in_the_loss_at_every_degree(tmp_path):
-    """With two experts a token a balanced router has a balance of 2; a new model's cross entropy is log 4096."""
-    job, found = Job(tmp_path), {}
+def test_the_load_balancing_loss_is_added_at_every_degree(tmp_path):
+    """With two experts per token, the loss of a balanced router is 2; an untrained model's cross entropy is log 4096."""
+    job, losses = Job(tmp_path), {}
     zoo.config("mixtral", **BALANCED).save_pretrained(tmp_path)
     for degree in (1, 2):
         arguments = (f"--parallelism.tensor_parallel_degree={degree}", f"--job.dump_folder=out{degree}")
         arguments += ("--model.config=config.json", "--training.steps=3", "--checkpoint.no-enable")
         assert job.run(*arguments) == 0, job.err
-        found[degree] = [float(loss) for _, loss in job.losses]
-    assert len(found[1]) == 3
-    assert found[2] == pytest.approx(found[1], abs=2e-4)
-    assert found[2][0] == pytest.approx(math.log(4096) + 0.5 * 2, abs=0.1)
+        losses[degree] = [float(loss) for _, loss in job.losses]
+    assert len(losses[1]) == 3
+    assert losses[2] == pytest.approx(losses[1], abs=2e-4)
+    assert losses[2][0] == pytest.approx(math.log(4096) + 0.5 * 2, abs=0.1)
 
 
-def test_a_job_says_what_moves_the_biases_and_keeps_them_in_float32(tmp_path):
+def test_a_job_logs_how_biases_move_and_keeps_them_in_float32(tmp_path):
     job, bias = Job(tmp_path), "model.layers.1.mlp.gate.e_score_correction_bias"
     config = zoo.config("deepseek_v3", vocab_size=4096)
     config.save_pretrained(tmp_path)
@@ -53,9 +53,9 @@ def test_a_job_says_what_moves_the_biases_and_keeps_them_in_float32(tmp_path):
         reader = CheckpointReader(tmp_path / "out" / "checkpoint" / f"step-{step}")
         saved = tensors_of(reader.read_metadata().state_dict_metadata)
         dtypes = {name: tensor.dtype for name, tensor in saved.items()}
-        kept = {f"model.layers.1.mlp.{name}" for name in zoo.float32_of_routers()}
-        assert bias in kept
-        assert {name for name, dtype in dtypes.items() if dtype == torch.float32} == kept
+        in_float32 = {f"model.layers.1.mlp.{name}" for name in zoo.float32_of_routers()}
+        assert bias in in_float32
+        assert {name for name, dtype in dtypes.items() if dtype == torch.float32} == in_float32
         assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
 
 
@@ -67,11 +67,11 @@ def test_a_job_says_what_moves_the_biases_and_keeps_them_in_float32(tmp_path):
         (zoo.config("mixtral"), None),
     ],
 )  # fmt: skip
-def test_biases_that_no_gradient_moves(config, bias):
+def test_biases_without_gradient_are_found(config, bias):
     model = modeling.build(config)
-    found = [mixture.bias for mixture in find_mixtures(model) if mixture.bias is not None]
+    biases = [mixture.bias for mixture in find_mixtures(model) if mixture.bias is not None]
     names = {id(x): name for name, x in (*model.named_buffers(), *model.named_parameters())}
-    assert [names[id(x)] for x in found[:1]] == [bias] * (bias is not None)
+    assert [names[id(x)] for x in biases[:1]] == [bias] * (bias is not None)
 
 
 def test_loads_are_counted_once_in_training_and_even_out_by_the_biases():
@@ -82,14 +82,14 @@ def test_loads_are_counted_once_in_training_and_even_out_by_the_biases():
     first = None
     for _ in range(300):
         model(tokens).logits.sum().backward()
-        found = loads.take([])
-        assert found.sum(1).tolist() == [2 * 24 * model.config.num_experts_per_tok] * len(loads.mixtures)
-        first = found if first is None else first
-        loads.move_biases(found, 0.002)
-    busiest = [(x.amax(1) / x.mean(1)).amax().item() for x in (first, found)]
+        counts = loads.take([])
+        assert counts.sum(1).tolist() == [2 * 24 * model.config.num_experts_per_tok] * len(loads.mixtures)
+        first = counts if first is None else first
+        loads.move_biases(counts, 0.002)
+    busiest = [(x.amax(1) / x.mean(1)).amax().item() for x in (first, counts)]
     assert busiest[1] < 1.3 < busiest[0]
     before = [mixture.bias.clone() for mixture in loads.mixtures]
-    loads.move_biases(torch.tensor([[3.0, 1.0, 2.0, 2.0]]).repeat(len(before), 2)[:, : found.shape[1]], 0.25)
+    loads.move_biases(torch.tensor([[3.0, 1.0, 2.0, 2.0]]).repeat(len(before), 2)[:, : counts.shape[1]], 0.25)
     moved = [mixture.bias - x for mixture, x in zip(loads.mixtures, before, strict=True)]
     for x in moved:
         torch.testing.assert_close(x[:4], torch.tensor([-0.25, 0.25, 0.0, 0.0]).to(x))
@@ -99,7 +99,7 @@ def test_loads_are_counted_once_in_training_and_even_out_by_the_biases():
 
 
 class GradientCheckpointed(nn.Module):
-    """A module that is computed again in the backward."""
+    """A module that is recomputed in the backward."""
 
     def __init__(self, module):
         super().__init__()
@@ -109,7 +109,7 @@ class GradientCheckpointed(nn.Module):
         return torch.utils.checkpoint.checkpoint(self.module, x, use_reentrant=False)
 
 
-def test_the_loads_are_figures_and_a_picture(tmp_path):
+def test_the_loads_are_metrics_and_a_picture(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     job = Job(tmp_path)
@@ -134,7 +134,7 @@ def test_a_coefficient_without_biases_is_refused(tmp_path):
     assert "optimizer.load_balance_coeff = 0.01: no router of" in job.err
 
 
-def test_a_model_without_a_balance_refuses_the_option():
+def test_a_model_without_load_balancing_loss_refuses_the_option():
     config = modeling.load_config("deepseek_v3", "debug", output_router_logits=True)
     model = LanguageModel(config)
     model.lm.to_empty(device="cpu")
@@ -143,7 +143,7 @@ def test_a_model_without_a_balance_refuses_the_option():
         model(torch.zeros(1, 8, dtype=torch.int64))
 
 
-def test_what_a_model_adds_to_the_loss_is_its_aux_loss_and_no_other():
+def test_only_the_aux_loss_of_a_model_is_added():
     model, balance = nn.Identity(), torch.tensor(3.0)
     model.config = SimpleNamespace(router_aux_loss_coef=0.5)
     assert added_loss(model, SimpleNamespace(logits=None, loss=None)) is None
@@ -167,7 +167,7 @@ class Slotted:
 
 
 class Computed:
-    """Its balance is a property."""
+    """An output whose aux_loss is a property."""
 
     def __init__(self, logits, balance):
         self.logits, self._balance = logits, balance
@@ -178,7 +178,7 @@ class Computed:
 
 
 def of_transformers(logits, balance):
-    """An output on which the balance is set: an attribute, and no key."""
+    """Return an output of transformers with aux_loss set as an attribute, not as a key."""
     output = CausalLMOutputWithPast(logits=logits)
     output.aux_loss = balance
     return output
@@ -194,7 +194,7 @@ def of_transformers(logits, balance):
         lambda logits, balance: {"logits": logits, "aux_loss": balance},
     ],
 )
-def test_a_balance_is_read_from_whatever_has_it(kind):
+def test_aux_loss_is_read_from_any_kind_of_output(kind):
     model = nn.Identity()
     model.config = SimpleNamespace(router_aux_loss_coef=0.5)
     assert added_loss(model, kind(torch.zeros(2, 3, 5), torch.tensor(3.0))) == 1.5
@@ -210,15 +210,15 @@ def test_a_loss_without_a_name_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "one"),
+    ("name", "fields", "expected"),
     [("mixtral", {}, True), ("mixtral", {"output_router_logits": True}, False), ("qwen3_next", {}, False)],
 )
-def test_what_a_graph_can_hold(name, fields, one):
-    """Not what transformers records, nor FLA's kernels, which transformers calls where FLA is installed."""
-    assert one_graph_a_block(modeling.build(modeling.load_config(name, "debug", **fields))) is one
+def test_whether_a_block_is_one_graph(name, fields, expected):
+    """Recorded router logits break a graph, and so do FLA's kernels, which transformers calls if FLA is installed."""
+    assert one_graph_a_block(modeling.build(modeling.load_config(name, "debug", **fields))) is expected
 
 
-def test_compiled_blocks_record_their_routers():
+def test_compiled_blocks_record_router_logits():
     config = modeling.load_config(
         "mixtral", "debug", hidden_size=32, num_hidden_layers=2, output_router_logits=True
     )

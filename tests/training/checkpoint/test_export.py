@@ -1,4 +1,4 @@
-"""A job's last step as a Hugging Face folder, checkpoints exported, a folder imported: the same weights, bit for bit."""
+"""The last step as a Hugging Face folder, export of checkpoints, import of folders: weights stay the same bit for bit."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ IN_HF = "--checkpoint.last_save_in_hf"
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    """A job of 2 steps on 2 ranks, which has saved step 1 whole and step 2 as a Hugging Face folder."""
+    """Return a finished job of 2 steps on 2 ranks that saved step 1 as a checkpoint and step 2 as a Hugging Face folder."""
     kernels.install("cpu")
     job = Job(tmp_path_factory.mktemp("job"))
     status = job.run("--training.steps=2", "--checkpoint.interval=1", IN_HF)
@@ -74,20 +74,20 @@ def test_the_last_step_is_a_folder_that_transformers_loads(job, at):
     assert read_manifest(last).holds == "weights"
 
 
-def test_the_job_knows_that_it_is_finished(job, at):
+def test_a_finished_job_is_not_trained_again(job, at):
     options = ("--training.steps=2", "--checkpoint.interval=1", IN_HF)
     assert job.run(*options) == 0
     assert "step-2 is complete: the job has taken its training.steps = 2" in job.out
     assert job.run(*options, "--lora.rank=8") == 2
     assert "step-2 is the end of a finished job with other options (lora.rank = unset, now 8)" in job.err
-    with locked(build_job({"job.dump_folder": str(job.folder / "out")})):  # another job trains there
+    with locked(build_job({"job.dump_folder": str(job.folder / "out")})):  # as if another job trained there
         assert job.run(*options) == 2
     assert "another job writes to" in job.err
     assert job.run("--training.steps=3", "--checkpoint.load_step=2", IN_HF) == 2
     assert "step-2 holds the weights alone (checkpoint.last_save_in_hf)" in job.err
 
 
-def test_a_job_that_is_prolonged_says_which_steps_it_takes_again(job, at):
+def test_a_prolonged_job_logs_which_steps_it_repeats(job, at):
     shutil.copytree(at, job.folder / "prolonged" / "checkpoint")
     options = ("--job.dump_folder=prolonged", "--training.steps=3", "--checkpoint.interval=1")
     assert job.run(*options) == 0, job.err
@@ -104,12 +104,12 @@ def test_a_job_that_is_prolonged_says_which_steps_it_takes_again(job, at):
 
 
 def test_the_same_step_exported_has_the_same_weights(job, at, capsys):
-    other = job.folder / "again" / "checkpoint"
-    other.mkdir(parents=True)
-    shutil.copytree(at / "step-1", other / "step-1")
+    copy = job.folder / "again" / "checkpoint"
+    copy.mkdir(parents=True)
+    shutil.copytree(at / "step-1", copy / "step-1")
     options = ("--job.dump_folder=again", "--training.steps=2", "--checkpoint.interval=1")
     assert job.run(*options, "--checkpoint.last_save_model_only=false") == 0, job.err
-    status, message = run(capsys, "export", other / "step-2", job.folder / "hf")
+    status, message = run(capsys, "export", copy / "step-2", job.folder / "hf")
     assert status == 0, message
     assert message == f"{job.folder}/hf: 0.001 GB in 4 files, the tokenizer of {default_tokenizer_path()}\n"
     exported, saved = (
@@ -117,9 +117,11 @@ def test_the_same_step_exported_has_the_same_weights(job, at, capsys):
     )
     assert exported.keys() == saved.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in saved.items())
-    one, two = (AutoModelForCausalLM.from_pretrained(f).eval() for f in (job.folder / "hf", at / "step-2"))
+    by_export, by_job = (
+        AutoModelForCausalLM.from_pretrained(f).eval() for f in (job.folder / "hf", at / "step-2")
+    )
     inputs = zoo.inputs("gla")
-    assert torch.equal(one(**inputs).logits, two(**inputs).logits)
+    assert torch.equal(by_export(**inputs).logits, by_job(**inputs).logits)
 
 
 def test_a_folder_becomes_a_seed_that_a_job_starts_from(job, at, capsys):
@@ -135,7 +137,7 @@ def test_a_folder_becomes_a_seed_that_a_job_starts_from(job, at, capsys):
     assert job.run(*options, f"--checkpoint.initial_load_path={seed}") == 0, job.err
 
 
-def test_experts_and_towers_go_there_and_back(tmp_path, capsys):
+def test_experts_and_towers_are_exported_and_imported(tmp_path, capsys):
     for name in ("mixtral", "gemma3", "qwen3"):
         model = zoo.build(name, dtype=torch.bfloat16 if name == "qwen3" else torch.float32)
         model.save_pretrained(tmp_path / name)
@@ -154,7 +156,7 @@ def test_experts_and_towers_go_there_and_back(tmp_path, capsys):
             assert torch.equal(back.eval()(**inputs).logits, model.float().eval()(**inputs).logits)
 
 
-def test_no_more_than_some_tensors_are_in_memory(tmp_path, capsys):
+def test_only_a_few_tensors_are_in_memory(tmp_path, capsys):
     config = zoo.config(
         "llama", hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, vocab_size=4096
     )
@@ -163,27 +165,27 @@ def test_no_more_than_some_tensors_are_in_memory(tmp_path, capsys):
         parameter.data.normal_()
     model.save_pretrained(tmp_path / "folder")
     del model
-    largest = 16  # MB; all are 270
+    largest = 16  # MB; all tensors have 270 MB
     assert sum(path.stat().st_size for path in (tmp_path / "folder").iterdir()) > 200e6
     there = peak_without_files(lambda: run(capsys, "import", tmp_path / "folder", tmp_path / "seed"))
     back, _ = peak(
         lambda: run(capsys, "export", tmp_path / "seed", tmp_path / "back", "--max-shard-size", "50MB")
     )
     assert max(there, back) < 5 * largest
-    one, two = (
+    imported, expected = (
         AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("folder", "back")
     )
-    assert all(torch.equal(one[name], tensor) for name, tensor in two.items())
+    assert all(torch.equal(imported[name], tensor) for name, tensor in expected.items())
 
 
-def test_libraries_say_nothing(job, at):
+def test_libraries_log_nothing(job, at):
     command = [sys.executable, "-m", "titanplans", "export", at / "step-1", job.folder / "quiet"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("\n") == 1
 
 
-def test_what_can_not_be_written_is_one_line(job, at, tmp_path, capsys):
+def test_a_refused_export_prints_one_line(job, at, tmp_path, capsys):
     step, new = at / "step-1", tmp_path / "new"
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "notes").write_text("mine")
@@ -198,12 +200,12 @@ def test_what_can_not_be_written_is_one_line(job, at, tmp_path, capsys):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads((job.folder / "gla.json").read_text()) | {"num_heads": 2}))
     hf, metadata = at / "step-2", "it holds no distributed checkpoint (.metadata)"
-    plainly = ("export", plain, new)
+    export = ("export", plain, new)
     for arguments, begins in (
         (("export", step, tmp_path / "there"), "export: /there already exists"),
         (("export", hf, new), f"export at/step-2: {metadata}; it already is a Hugging Face"),
         (("export", tmp_path / "there", new), f"export /there: {metadata}; name a step-N"),
-        (plainly, "export /plain/step-1: it has no titanplans.json"),
+        (export, "export /plain/step-1: it has no titanplans.json"),
         (
             ("export", flipped, new),
             f"export /flipped/step-1: /flipped/step-1/{path.name} is damaged: its checksum",
@@ -213,7 +215,7 @@ def test_what_can_not_be_written_is_one_line(job, at, tmp_path, capsys):
             "--config /config.json: at/step-1 is of another model (num_heads = 4, now 2)",
         ),
         (
-            (*plainly, "--config", tmp_path / "other"),
+            (*export, "--config", tmp_path / "other"),
             "these are not the weights of a GLAForCausalLM.*model.embeddings.weight (4096, 32), expected",
         ),
         (("import", hf, tmp_path / "there"), "import: /there already exists"),
@@ -232,7 +234,7 @@ def test_what_can_not_be_written_is_one_line(job, at, tmp_path, capsys):
         assert run(capsys, "export", step, new) == (1, f"error: {tmp_path}/.new.writing {FULL}")
         assert run(capsys, "import", at / "step-2", new) == (1, f"error: {new} {FULL}")
     assert not (tmp_path / ".new.writing").exists()
-    assert run(capsys, *plainly, "--config", job.folder / "gla.json")[0] == 0
+    assert run(capsys, *export, "--config", job.folder / "gla.json")[0] == 0
 
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
@@ -240,7 +242,7 @@ TEMPLATE += "{% if add_generation_prompt %}assistant: {% endif %}"
 
 
 def test_the_folder_has_the_chat_template_that_the_job_trained_with(tmp_path, capsys):
-    """The old one is neither in a file nor in tokenizer_config.json."""
+    """The template of the base model is neither in a file nor in tokenizer_config.json."""
     job = Job(tmp_path)
     shutil.copytree(default_tokenizer_path(), tmp_path / "tokenizer")
     config = tmp_path / "tokenizer" / "tokenizer_config.json"

@@ -1,4 +1,4 @@
-"""A disk that is full when a run writes its metrics or its log: one line, as where it is full at a save."""
+"""A full disk when a job writes metrics or its log ends the job in one line, as at a save."""
 
 import contextlib
 import errno
@@ -39,7 +39,7 @@ def fill(folder):
     ("writer", "refused", "ranks"),
     [("jsonl", "out/metrics.jsonl", 2), ("jsonl", "out/metrics.jsonl", 1), ("tensorboard", "out", 1)],
 )
-def test_metrics_that_meet_a_full_disk_end_the_job_in_one_line(tmp_path, writer, refused, ranks):
+def test_a_full_disk_for_metrics_ends_the_job_in_one_line(tmp_path, writer, refused, ranks):
     job = Job(tmp_path)
     options = ("--checkpoint.interval=100000", "--checkpoint.enable_first_step_checkpoint")
     options += (f"--metrics.enable_{writer}", f"--parallelism.tensor_parallel_degree={ranks}")
@@ -58,7 +58,7 @@ def test_metrics_that_meet_a_full_disk_end_the_job_in_one_line(tmp_path, writer,
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_log_that_meets_a_full_disk_ends_the_job_in_one_line(tmp_path, ranks):
+def test_a_full_disk_for_the_log_ends_the_job_in_one_line(tmp_path, ranks):
     job = Job(tmp_path)
     assert job.run(f"--parallelism.tensor_parallel_degree={ranks}", entry=with_stdout_full) == 1
     assert job.err.startswith("error: stdout can't be written (no space is left); there is no checkpoint")
@@ -75,7 +75,7 @@ def test_a_log_that_meets_a_full_disk_ends_the_job_in_one_line(tmp_path, ranks):
         (errno.EROFS, "Read-only file system"),
     ],
 )
-def test_what_a_disk_refuses_has_the_systems_reason(number, why):
+def test_a_failed_write_has_the_reason_of_the_system(number, why):
     with (
         pytest.raises(NotSaved) as raised,
         raise_not_saved(lambda: "step-4 is left"),
@@ -85,6 +85,6 @@ def test_what_a_disk_refuses_has_the_systems_reason(number, why):
     assert str(raised.value) == f"out/rows can't be written ({why}); step-4 is left"
 
 
-def test_what_no_disk_refused_stays_what_it_is():
+def test_other_errors_are_not_changed():
     with pytest.raises(PermissionError), raise_not_saved(lambda: ""):
         raise PermissionError(errno.EACCES, "may not")

@@ -1,4 +1,4 @@
-"""Checkpoints of real jobs on several ranks: going back, numbers that are not finite, full disks, other degrees."""
+"""Checkpoints of jobs on several ranks: going back, values that are not finite, full disks, other degrees."""
 
 import gc
 import math
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.thorough
 
 
 def dense(dump: str, *options: str) -> tuple:
-    """Return the arguments of a job that saves every second step, on two ranks."""
+    """Return the arguments for `train` of a job on two ranks that saves every second step."""
     return Path(os.environ["TEST_FOLDER"]), "dense", dump, TP, *SAVES, *options
 
 
@@ -33,20 +33,20 @@ def names(path: Path) -> list[str]:
 
 
 def goes_back(rank: int, folder: Path) -> dict:
-    """From step 4 of a job of 8 steps, in a new folder; and on from there, as a launcher starts it again."""
-    found = {"whole": train(*dense("straight", "--checkpoint.keep_latest_k=0"))[0].losses()}
+    """Start from step 4 of a job of 8 steps in a new folder, and resume there as a launcher restarts it."""
+    results = {"uninterrupted": train(*dense("straight", "--checkpoint.keep_latest_k=0"))[0].losses()}
     start = f"--checkpoint.initial_load_path={folder}/straight/checkpoint/step-4"
     again = dense("again", "--checkpoint.keep_latest_k=2", start, "--checkpoint.no-initial_load_model_only")
-    found["again"] = train(*again)[0].losses()
-    found["names"] = names(folder / "straight" / "checkpoint"), names(folder / "again" / "checkpoint")
-    found["on"] = train(*again, "--training.steps=10", "--checkpoint.load_step=8")[0].losses()
+    results["again"] = train(*again)[0].losses()
+    results["names"] = names(folder / "straight" / "checkpoint"), names(folder / "again" / "checkpoint")
+    results["on"] = train(*again, "--training.steps=10", "--checkpoint.load_step=8")[0].losses()
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
-    found["restarted"] = train(*again, "--training.steps=12", "--checkpoint.load_step=8")[0].losses()
+    results["restarted"] = train(*again, "--training.steps=12", "--checkpoint.load_step=8")[0].losses()
     del os.environ["TORCHELASTIC_RESTART_COUNT"]
-    return found
+    return results
 
 
-def a_strangers(rank: int, folder: Path) -> dict:
+def of_a_stranger(rank: int, folder: Path) -> dict:
     poisoned = folder / "poisoned"
 
     class Runs:
@@ -79,7 +79,7 @@ def changed_options(rank: int, folder: Path) -> dict:
 
 
 def poisoned_at(*steps: int):
-    """Make the gradient of the second rank not finite at these steps."""
+    """Return a `prepare` that makes the gradient of rank 1 not finite at these steps."""
 
     def prepare(trainer) -> None:
         real = trainer.forward_backward_step
@@ -98,36 +98,36 @@ def poisoned_at(*steps: int):
 
 
 def not_finite(rank: int, folder: Path) -> dict:
-    found = {}
+    results = {}
     for mode in ("disabled", "async"):
         job = dense(f"nan-{mode}", f"--checkpoint.async_mode={mode}")
-        found[mode] = refusal(train, *job, "--metrics.log_freq=10", prepare=poisoned_at(5), kind=Diverged)
-        found[mode, "names"] = names(folder / f"nan-{mode}" / "checkpoint")
-        found[mode, "logged"] = refusal(train, *job, prepare=poisoned_at(5), kind=Diverged)
+        results[mode] = refusal(train, *job, "--metrics.log_freq=10", prepare=poisoned_at(5), kind=Diverged)
+        results[mode, "names"] = names(folder / f"nan-{mode}" / "checkpoint")
+        results[mode, "logged"] = refusal(train, *job, prepare=poisoned_at(5), kind=Diverged)
     # The loss and the gradient of the first step are finite; the weights after it are not.
     options = ("--lr_scheduler.warmup_steps=0", "--checkpoint.interval=1", "--optimizer.lr=1e39")
-    found["overflow"] = refusal(train, *dense("overflow", *options), kind=Diverged)
-    found["overflow", "names"] = names(folder / "overflow" / "checkpoint")
+    results["overflow"] = refusal(train, *dense("overflow", *options), kind=Diverged)
+    results["overflow", "names"] = names(folder / "overflow" / "checkpoint")
     options = ("--training.skip_nan_inf", "--training.skip_nan_inf_limit=2")
-    found["skipped"] = refusal(
+    results["skipped"] = refusal(
         train, *dense("skipped", *options), prepare=poisoned_at(4, 6, 7), kind=Diverged
     )
-    return found
+    return results
 
 
 def full(rank: int, folder: Path) -> dict:
-    found = {}
+    results = {}
     for mode in ("disabled", "async"):
         job = dense(f"full-{mode}", f"--checkpoint.async_mode={mode}")
         train(*job, "--training.steps=2")
         with largest_file(300_000):
-            found[f"full {mode}"] = refusal(train, *job, "--training.steps=8", kind=NotSaved)
-        found[f"full {mode}", "names"] = names(folder / f"full-{mode}" / "checkpoint")
-    return found
+            results[f"full {mode}"] = refusal(train, *job, "--training.steps=8", kind=NotSaved)
+        results[f"full {mode}", "names"] = names(folder / f"full-{mode}" / "checkpoint")
+    return results
 
 
-def held() -> dict[str, int]:
-    """What this process holds."""
+def resource_counts() -> dict[str, int]:
+    """Return counts of what this process holds: threads, files, objects."""
     present = gc.get_objects()
     tensors = [each for each in present if type(each) is torch.Tensor]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
@@ -142,9 +142,9 @@ def held() -> dict[str, int]:
 
 
 def many_saves(rank: int, folder: Path) -> dict:
-    found = {}
+    results = {}
     for mode in ("disabled", "async"):
-        after = found[mode] = {}
+        after = results[mode] = {}
 
         def prepare(trainer, after=after) -> None:
             save = trainer.checkpointer.save
@@ -152,8 +152,8 @@ def many_saves(rank: int, folder: Path) -> dict:
             def saves(step, is_last=False):
                 trainer.checkpointer.wait_for_saving()
                 if step in (6, 30):
-                    time.sleep(0.5)  # the thread that has saved lets go of the state after it has said so
-                    after[step] = held()
+                    time.sleep(0.5)  # the saving thread releases the state only after it reports the save
+                    after[step] = resource_counts()
                 return save(step, is_last=is_last)
 
             trainer.checkpointer.save = saves
@@ -161,15 +161,15 @@ def many_saves(rank: int, folder: Path) -> dict:
         options = ("--checkpoint.interval=1", "--checkpoint.keep_latest_k=2", "--comm.trace_buf_size=0")
         options += (f"--checkpoint.async_mode={mode}", "--training.steps=31")
         train(*dense(f"many-{mode}", *options), prepare=prepare)
-    return {"held": found}
+    return {"resource_counts": results}
 
 
 def on_two_ranks(rank: int) -> dict:
     folder = Path(os.environ["TEST_FOLDER"])
-    found = {}
-    for cases in (goes_back, a_strangers, changed_options, not_finite, full, many_saves):
-        found |= cases(rank, folder)
-    return found
+    results = {}
+    for cases in (goes_back, of_a_stranger, changed_options, not_finite, full, many_saves):
+        results |= cases(rank, folder)
+    return results
 
 
 BATCH = ("--training.local_batch_size=1", "--training.global_batch_size=4")
@@ -184,7 +184,7 @@ FOUR = {
 
 
 def state_of(trainer) -> dict:
-    """Return all of training's state, whole: weights, moments, schedule, step, random generators."""
+    """Return the state of training as full tensors: weights, moments, schedule, step, random generators."""
     states, rng = trainer.checkpointer.states, trainer._loaded_rng or trainer.state_dict()["rng"]
     weights = {name: value for model in trainer.model_parts for name, value in model.lm.state_dict().items()}
     tensors = {**weights, **states["optimizer"].state_dict(), "rng": rng["cpu"]}
@@ -194,7 +194,7 @@ def state_of(trainer) -> dict:
 
 
 def resharded(folder: Path, *degrees: str) -> tuple[list[str], dict[int, float]]:
-    """Go on from step 4 at other degrees; return what of the state is not what was saved, bit for bit, and the losses."""
+    """Resume from step 4 at other degrees; return the keys of the state that are not bit-identical, and the losses."""
     loaded = {}
 
     def prepare(trainer) -> None:
@@ -229,8 +229,8 @@ def on_four_ranks(rank: int) -> dict:
         trainer.checkpointer.save = saves
 
     first = (*SAVES, *BATCH, *FOUR["tp 2 x fsdp 2"])
-    found = {"whole": train(folder, "dense", "reshard", *first, prepare=prepare)[0].losses()}
-    return found | {name: resharded(folder, *degrees) for name, degrees in FOUR.items()}
+    results = {"uninterrupted": train(folder, "dense", "reshard", *first, prepare=prepare)[0].losses()}
+    return results | {name: resharded(folder, *degrees) for name, degrees in FOUR.items()}
 
 
 def on_one_rank(rank: int) -> dict:
@@ -243,14 +243,14 @@ def resumed_at(folder):
 
 
 @pytest.mark.parametrize("degrees", [*FOUR, "one process"])
-def test_a_checkpoint_goes_on_at_any_degree(resumed_at, degrees):
+def test_a_checkpoint_resumes_at_any_degree(resumed_at, degrees):
     differing, losses = resumed_at[degrees]
     assert not differing
-    whole = {step: loss for step, loss in resumed_at["whole"].items() if step > 4}
-    # float32: sums over other numbers of ranks are rounded in another order.
-    assert losses == pytest.approx(whole, rel=1e-5)
+    uninterrupted = {step: loss for step, loss in resumed_at["uninterrupted"].items() if step > 4}
+    # float32: sums over other counts of ranks round in another order.
+    assert losses == pytest.approx(uninterrupted, rel=1e-5)
     if degrees == "tp 2 x fsdp 2":
-        assert losses == whole
+        assert losses == uninterrupted
 
 
 @pytest.fixture(scope="module")
@@ -263,18 +263,18 @@ def two(folder):
     return process_groups.run(on_two_ranks, 2)
 
 
-def test_going_back_is_a_new_folder_and_the_old_one_stays(two):
-    whole = two["whole"]
-    assert two["again"] == {step: whole[step] for step in (5, 6, 7, 8)}
+def test_going_back_uses_a_new_folder_and_keeps_the_old_one(two):
+    uninterrupted = two["uninterrupted"]
+    assert two["again"] == {step: uninterrupted[step] for step in (5, 6, 7, 8)}
     assert two["names"] == (["step-2", "step-4", "step-6", "step-8"], ["step-6", "step-8"])
 
 
-def test_a_launcher_that_starts_again_goes_on_from_the_newest(two):
+def test_a_restart_by_the_launcher_resumes_from_the_newest(two):
     assert list(two["on"]) == [9, 10]
     assert list(two["restarted"]) == [11, 12]
 
 
-def test_a_checkpoint_of_a_stranger_runs_nothing(two, folder):
+def test_a_foreign_checkpoint_runs_no_code(two, folder):
     assert "train_state.step in it is damaged" in two["poisoned"]
     assert not (folder / "ran").exists()
 
@@ -300,25 +300,25 @@ def test_weights_that_are_not_finite_are_never_saved(two, mode):
     assert two[mode].startswith("step 6 is not saved")
     advice = "checkpoint is step-4. Start the job again with a lower optimizer.lr"
     assert advice in two[mode]
-    assert "skip_nan_inf" not in two[mode]  # nothing is left that could be kept
+    assert "skip_nan_inf" not in two[mode]  # skipping steps would not help
     assert two[mode, "names"] == ["step-2", "step-4"]
     assert two[mode, "logged"].startswith("step 5: the gradient's norm is")
     assert advice in two[mode, "logged"]
     assert "skip_nan_inf" not in two[mode, "logged"]
 
 
-def test_an_update_that_no_weight_bears_is_never_saved(two):
+def test_an_update_that_overflows_weights_is_never_saved(two):
     assert two["overflow"].startswith("step 1 is not saved")
     assert two["overflow", "names"] == []
 
 
-def test_steps_that_are_left_out_in_a_row_end_the_job(two):
+def test_too_many_skipped_steps_in_a_row_end_the_job(two):
     assert two["skipped"].startswith("step 7: the gradient was not finite in 2")
     assert "checkpoint is step-6" in two["skipped"]
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_disk_that_refuses_is_one_line_and_nothing_half(two, mode, folder):
+def test_a_full_disk_prints_one_line_and_leaves_no_partial_checkpoint(two, mode, folder):
     path = folder / f"full-{mode}" / "checkpoint"
     assert f"can't be saved in {path} (File too large); " in two[f"full {mode}"]
     assert "checkpoint is step-2" in two[f"full {mode}"]
@@ -327,10 +327,10 @@ def test_a_disk_that_refuses_is_one_line_and_nothing_half(two, mode, folder):
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_saves_leave_nothing_behind_in_memory(two, mode):
-    early, late = two["held"][mode][6], two["held"][mode][30]
+def test_saves_do_not_leak(two, mode):
+    early, late = two["resource_counts"][mode][6], two["resource_counts"][mode][30]
     grown = {name: late[name] - early[name] for name in late}
-    # In 24 saves. What the test has recorded of each step is there, too.
+    # After 24 saves; the records of this test are counted too.
     assert grown.pop("objects") < 24 * 50
     assert grown.pop("bytes of tensors") < 24 * 8
-    assert all(number < 24 for number in grown.values()), grown
+    assert all(count < 24 for count in grown.values()), grown

@@ -1,4 +1,4 @@
-"""A job that loses ranks goes on, under our launcher and under torchrun; ranks end with a killed launcher."""
+"""A job that loses ranks is restarted, by our launcher and by torchrun; ranks end after a killed launcher."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ def job(tmp_path):
 
 
 def by_torchrun(backend, endpoint, arguments):
-    """torchrun --nproc-per-node 2 --max-restarts 3, whose workers are forked."""
+    """Run as torchrun --nproc-per-node 2 --max-restarts 3, with forked workers."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     config = LaunchConfig(
@@ -55,13 +55,13 @@ def worker(arguments):
 
 
 def repeats_itself(job):
-    """Whether each step that was taken again had the same loss, and none is missing."""
+    """Whether repeated steps have the same loss, and no step is missing."""
     losses = dict(job.losses)
     return set(losses) == set(range(1, max(losses) + 1)) and len(set(job.losses)) == len(losses)
 
 
 def kill(job, process, rank, restarts):
-    """Kill a rank of a job that was restarted so often before; return its pid."""
+    """Kill a rank of a job that was restarted `restarts` times before; return its pid."""
     job.wait_for(process, lambda: job.out.count("Training starts at") == restarts + 1)
     job.wait_for_steps(process, 6)
     pid = descendants(process.pid)[rank]
@@ -69,7 +69,7 @@ def kill(job, process, rank, restarts):
     return pid
 
 
-def test_killed_ranks_are_started_again_up_to_so_many_times(job):
+def test_killed_ranks_are_restarted_up_to_max_restarts(job):
     process = job.start("--max-restarts", "1")
     pids = [kill(job, process, rank, number) for number, rank in enumerate((0, 1))]
     assert job.end(process) == 1
@@ -81,7 +81,7 @@ def test_killed_ranks_are_started_again_up_to_so_many_times(job):
     steps = job.steps[-1]
     assert job.run(f"--training.steps={steps + 2}", "--max-restarts=1") == 0
     assert job.steps[-1] == steps + 2
-    # Its last checkpoint holds the weights alone. It is finished, by whatever starts it, and can be prolonged.
+    # The last checkpoint has the weights alone. The job is finished for every launcher, and can be prolonged.
     for entry in (None, partial(by_torchrun, "static", free_endpoint())):
         restarts = () if entry else ("--max-restarts=1",)
         assert job.run(f"--training.steps={steps + 2}", *restarts, entry=entry) == 0
@@ -91,7 +91,7 @@ def test_killed_ranks_are_started_again_up_to_so_many_times(job):
     assert "Training completed" in job.out
     assert "Sleeping" not in job.out
     assert job.steps[-1] == job.losses[-1][0] == steps + 4
-    # What a finished job has left is read before it says so.
+    # The checkpoint is checked before a job is reported as finished.
     shard = job.folder / "out" / "checkpoint" / f"step-{steps + 4}" / "__1_0.distcp"
     flip(shard)
     assert job.run(f"--training.steps={steps + 4}") == 2
@@ -105,7 +105,7 @@ class Slow:
 
 
 def slow_to_free(arguments):
-    """A training that holds what takes long to free, as workers of a loader do, and must not be interrupted."""
+    """Train with an object that takes long to free, as data workers do, and must not be interrupted."""
     from titanplans.cli.main import run
     from titanplans.training.trainer.trainer import Trainer
 
@@ -118,7 +118,7 @@ def slow_to_free(arguments):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_would_end_in_the_same_line_is_not_started_again(job, ranks):
+def test_an_error_that_would_repeat_is_not_restarted(job, ranks):
     options = (
         f"--parallelism.tensor_parallel_degree={ranks}",
         "--optimizer.lr=1e30",
@@ -134,8 +134,8 @@ def test_what_would_end_in_the_same_line_is_not_started_again(job, ranks):
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_torchrun_restarts_ranks(job, backend):
     process = job.start(entry=partial(by_torchrun, backend, free_endpoint()))
-    for number, rank in enumerate((0, 1)):
-        kill(job, process, rank, number)
+    for restarts, rank in enumerate((0, 1)):
+        kill(job, process, rank, restarts)
     job.wait_for(process, lambda: job.out.count("Training starts at") == 3)
     job.wait_for_steps(process, 3)
     assert repeats_itself(job)
@@ -145,20 +145,20 @@ def test_torchrun_restarts_ranks(job, backend):
 
 
 @pytest.mark.parametrize("when", ["at once", "later"])
-def test_what_a_killed_launcher_leaves_ends(job, when):
+def test_processes_of_a_killed_launcher_end(job, when):
     process = job.start("--training.dataloader.num_workers=1", "--checkpoint.async_mode=async")
     job.wait_for(process, lambda: len(descendants(process.pid)) >= 2)
     if when == "later":
         job.wait_for_steps(process, 6)
         assert len(descendants(process.pid)) == 4  # two ranks, each with a worker
-    left = descendants(process.pid)
+    processes = descendants(process.pid)
     process.kill()
     process.join()
-    assert have_ended(left, 5)
+    assert have_ended(processes, 5)
     assert not list(job.folder.glob("out/checkpoint/.*.removed"))
 
 
-def test_only_this_machine_reaches_the_store():
+def test_the_store_listens_on_this_machine_only():
     store = _local_store()
     listening = [
         line.split()[1]

@@ -1,4 +1,4 @@
-"""`decide_resume`: each line of its table; damage; and that the table is complete."""
+"""`decide_resume`: each line of its table, and damaged checkpoints."""
 
 import re
 import shutil
@@ -15,7 +15,7 @@ from titanplans.training.checkpoint.resume import FOLDER_OPTION, Resume, decide_
 
 
 def write(path: Path, step: int, holds: str = "training", load_step: int | None = None) -> Path:
-    """Write a checkpoint that is a manifest alone."""
+    """Write a checkpoint that consists of a manifest alone."""
     checkpoint = folder.checkpoint_path(path, step)
     checkpoint.mkdir(parents=True)
     job = {} if load_step is None else {"checkpoint.load_step": load_step}
@@ -33,7 +33,7 @@ def refused(path: Path, **options: object) -> str:
     return refusal(decide, path, **options, kind=ConfigError)
 
 
-# The lines of the docstring's table: the options, the checkpoints by step ("w": with the weights alone), and what is loaded.
+# The lines of the table in the docstring: options, checkpoints by step ("w": weights alone), and what is loaded.
 LOADS = [
     ({"enable": False}, "8", "nothing"),
     ({"create_seed_checkpoint": True}, "", "nothing"),
@@ -70,7 +70,7 @@ def create(path: Path, checkpoints: str) -> Path:
 
 
 @pytest.mark.parametrize(("options", "checkpoints", "does"), LOADS)
-def test_what_a_job_begins_with(tmp_path, options, checkpoints, does):
+def test_what_a_job_loads(tmp_path, options, checkpoints, does):
     create(tmp_path, checkpoints)
     before = sorted(tmp_path.iterdir())
     resume = decide(tmp_path, **options)
@@ -85,14 +85,14 @@ def test_what_a_job_begins_with(tmp_path, options, checkpoints, does):
 
 
 @pytest.mark.parametrize(("options", "checkpoints", "message"), REFUSED)
-def test_what_a_job_does_not_begin_with(tmp_path, options, checkpoints, message):
+def test_what_a_job_refuses_to_load(tmp_path, options, checkpoints, message):
     assert re.search(message, refused(create(tmp_path, checkpoints), **options))
 
 
-def test_a_hugging_face_folder_is_taken_for_its_weights(tmp_path):
-    own = tmp_path / "own"
+def test_a_job_loads_the_weights_of_a_hugging_face_folder(tmp_path):
+    folder = tmp_path / "own"
     named = {"initial_load_in_hf": True, "initial_load_path": "published"}
-    assert decide(own, **named) == Resume(
+    assert decide(folder, **named) == Resume(
         Path("published"), "weights", "checkpoint.initial_load_path", in_hf=True
     )
     assets = {
@@ -100,23 +100,25 @@ def test_a_hugging_face_folder_is_taken_for_its_weights(tmp_path):
         "checkpoint.initial_load_in_hf": True,
         "model.hf_assets_path": "assets",
     }
-    found = decide_resume(build_job(assets), own, restarted=False)
-    assert found == Resume(Path("assets"), "weights", "model.hf_assets_path", in_hf=True)
+    resume = decide_resume(build_job(assets), folder, restarted=False)
+    assert resume == Resume(Path("assets"), "weights", "model.hf_assets_path", in_hf=True)
 
 
-def test_a_job_that_a_launcher_restarts_goes_on_with_what_it_has_saved_itself(tmp_path):
+def test_a_job_restarted_by_a_launcher_resumes_its_own_checkpoint(tmp_path):
     write(tmp_path, 4)
     write(tmp_path, 8)
-    # The newest is another job's: the launcher started one that was refused, and starts it again.
+    # The newest is of another job: the launcher restarts a job that was refused.
     assert "later checkpoints" in refused(tmp_path, load_step=4, restarted=True)
-    own = write(tmp_path, 9, load_step=4)
-    assert decide(tmp_path, load_step=4, restarted=True) == Resume(own, "training", FOLDER_OPTION)
-    assert "up to step-9" in refused(tmp_path, load_step=4)  # typed again: the steps after 4 would be lost
+    of_this_job = write(tmp_path, 9, load_step=4)
+    assert decide(tmp_path, load_step=4, restarted=True) == Resume(of_this_job, "training", FOLDER_OPTION)
+    assert "up to step-9" in refused(
+        tmp_path, load_step=4
+    )  # started again by the user: the steps after 4 would be lost
     last = write(tmp_path, 10, "weights", load_step=4)
     assert decide(tmp_path, load_step=4, restarted=True) == Resume(last, key=FOLDER_OPTION, is_finished=True)
 
 
-def test_a_damaged_manifest_is_refused_and_the_newest_intact_one_offered(tmp_path):
+def test_a_damaged_manifest_is_refused_and_the_newest_intact_checkpoint_offered(tmp_path):
     for step in (0, 2, 4, 6, 8):
         write(tmp_path, step, "training" if step else "weights")
     for step in (6, 8):
@@ -136,12 +138,14 @@ def test_a_damaged_manifest_is_refused_and_the_newest_intact_one_offered(tmp_pat
 
 
 def test_a_checkpoint_that_was_renamed_is_not_taken_for_another_step(tmp_path):
-    """Else it would stay the newest for ever, and each restart begin from it."""
+    """Otherwise it would stay the newest, and every restart would begin from it."""
     for step in (4, 6):
         write(tmp_path, step)
     renamed = (tmp_path / "step-4").rename(tmp_path / "step-9")
     message = refused(tmp_path)
     assert message.startswith(f"checkpoint.folder: {renamed} holds step 4; ")
     assert "remove step-9, and the same command resumes from step-6" in message
-    kept = (tmp_path / "step-9").rename(tmp_path / "best")  # by a name of its own it may be started from
-    assert damage(kept) is None
+    renamed_again = (tmp_path / "step-9").rename(
+        tmp_path / "best"
+    )  # under another name a job may start from it
+    assert damage(renamed_again) is None

@@ -1,4 +1,4 @@
-"""Checkpoints on the disk: whole or not there, wherever a process is killed; checked; read without running code."""
+"""Checkpoints on disk: complete or absent wherever a process is killed, checked, and read without running code."""
 
 import json
 import os
@@ -37,7 +37,7 @@ LR = {"optimizer.lr": 0.1}
 def write(
     path: Path, step: int, value: float = 1.0, holds: str = "training", job: dict | None = None
 ) -> Path:
-    """Write a checkpoint, in the place of one that is there."""
+    """Write a checkpoint; replace an existing one."""
     checkpoint = folder.checkpoint_path(path, step)
     manifest = Manifest(step, holds, {"hidden_size": 8}, LR if job is None else job, {})  # type: ignore[arg-type]
     dcp.save(state(value), storage_writer=CheckpointWriter(checkpoint, manifest), no_dist=True)
@@ -45,12 +45,12 @@ def write(
 
 
 def load(checkpoint: Path) -> dict:
-    found = state(0.0)
-    dcp.load(found, storage_reader=CheckpointReader(checkpoint), planner=Planner(), no_dist=True)
-    return found
+    loaded = state(0.0)
+    dcp.load(loaded, storage_reader=CheckpointReader(checkpoint), planner=Planner(), no_dist=True)
+    return loaded
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_a_checkpoint_is_written_and_read(tmp_path):
     checkpoint = write(tmp_path, 4, 2.5)
     assert torch.equal(load(checkpoint)["weight"], torch.full((64, 8), 2.5))
     manifest = read_manifest(checkpoint)
@@ -66,21 +66,21 @@ def test_what_is_written_is_read(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-4"]
 
 
-def test_every_flipped_bit_is_found(tmp_path, capsys):
+def test_every_flipped_bit_is_detected(tmp_path, capsys):
     checkpoint, draw = write(tmp_path, 4), random.Random(0)
     for path in checkpoint.iterdir():
-        whole = path.read_bytes()
+        content = path.read_bytes()
         for _ in range(20):
-            flipped = bytearray(whole)
-            flipped[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
+            flipped = bytearray(content)
+            flipped[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
             path.write_bytes(flipped)
             assert main(["check", str(checkpoint)]) == 1
             assert path.name in capsys.readouterr().out
-        path.write_bytes(whole[:-1])
+        path.write_bytes(content[:-1])
         assert main(["check", str(tmp_path)]) == 1
         path.unlink()
         assert main(["check", str(checkpoint)]) == (2 if path.name == MANIFEST else 1)
-        path.write_bytes(whole)
+        path.write_bytes(content)
     assert main(["check", str(tmp_path)]) == 0
 
 
@@ -89,7 +89,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("present", ["nothing", "the same step"])
-def test_a_save_that_is_killed_anywhere_leaves_a_whole_checkpoint_or_none(tmp_path, monkeypatch, present):
+def test_a_killed_save_leaves_a_complete_checkpoint_or_none(tmp_path, monkeypatch, present):
     calls = 0
 
     def counted(real: Callable, die_at: int) -> Callable:
@@ -111,51 +111,51 @@ def test_a_save_that_is_killed_anywhere_leaves_a_whole_checkpoint_or_none(tmp_pa
                 patched.setattr(module, name, counted(getattr(module, name), die_at))
             try:
                 write(path, 4, 2.0)
-            except BaseException:  # noqa: BLE001  torch wraps it
+            except BaseException:  # noqa: BLE001  torch wraps `Killed` in an error of its own
                 ended = False
             else:
                 ended = True
         folder.tidy(path)
-        found = folder.steps(path)
-        assert found == ([4] if present != "nothing" or ended else found)
-        for step in found:
+        steps = folder.steps(path)
+        assert steps == ([4] if present != "nothing" or ended else steps)
+        for step in steps:
             checkpoint = folder.checkpoint_path(path, step)
             assert damage(checkpoint) is None
             value = load(checkpoint)["weight"].unique().item()
             assert value == 2.0 if ended else value in (1.0, 2.0)
-        assert [entry.name for entry in path.iterdir()] == [f"step-{step}" for step in found]
+        assert [entry.name for entry in path.iterdir()] == [f"step-{step}" for step in steps]
         if ended:
             break
     assert ended
-    assert die_at > 6  # it was killed in the midst of it, too
+    assert die_at > 6  # it was also killed in the middle of the save
 
 
-def test_only_checkpoints_of_ours_are_seen(tmp_path):
+def test_only_checkpoints_of_titanplans_are_listed(tmp_path):
     write(tmp_path, 4)
     others = "step-4-best keep-step-4 notes-step-1 step-100.bak step-08 .step-5.mine"
     for name in others.split():
         shutil.copytree(tmp_path / "step-4", tmp_path / name)
-    (tmp_path / "step-9").mkdir()  # empty: nobody's
+    (tmp_path / "step-9").mkdir()  # empty, so not a checkpoint
     before = sorted(path.name for path in tmp_path.iterdir())
     assert folder.steps(tmp_path) == [4]
     folder.tidy(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
-def test_a_file_or_a_link_with_the_name_of_something_half_done_goes(tmp_path):
-    """Of a link the link alone."""
-    kept = tmp_path / "kept"
-    kept.mkdir()
-    (kept / "precious").touch()
+def test_leftovers_are_removed_also_if_files_or_links(tmp_path):
+    """A link is removed, not its target."""
+    target = tmp_path / "kept"
+    target.mkdir()
+    (target / "precious").touch()
     (tmp_path / ".step-6.writing").touch()
-    (tmp_path / ".step-8.removed").symlink_to(kept)
+    (tmp_path / ".step-8.removed").symlink_to(target)
     (tmp_path / ".step-9.writing").symlink_to("nowhere")
     folder.tidy(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
-    assert (kept / "precious").exists()
+    assert (target / "precious").exists()
 
 
-def test_what_is_not_ours_is_neither_taken_for_a_checkpoint_nor_replaced(tmp_path):
+def test_foreign_folders_are_neither_listed_nor_replaced(tmp_path):
     (tmp_path / "step-4").mkdir()
     (tmp_path / "step-4" / "notes").write_text("mine")
     with pytest.raises(BaseException, match=r"step-4 has no titanplans\.json"):
@@ -166,7 +166,7 @@ def test_what_is_not_ours_is_neither_taken_for_a_checkpoint_nor_replaced(tmp_pat
 
 
 class Runs:
-    """Leaves a file behind when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, file: Path):
         self.file = file
@@ -175,7 +175,7 @@ class Runs:
         return Path.touch, (self.file,)
 
 
-def test_nothing_in_a_checkpoint_is_run(tmp_path):
+def test_no_code_of_a_checkpoint_runs(tmp_path):
     checkpoint, ran = write(tmp_path, 4), tmp_path / "ran"
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Runs(ran)))
     with pytest.raises(ConfigError, match=r"damaged .*does not belong"):
@@ -202,13 +202,13 @@ def test_changes_are_named_up_to_five():
     assert describe_changes({}, dict.fromkeys("abcdefg", 0)).endswith("e = unset, now 0 and 2 more keys")
 
 
-def test_a_finished_job_is_another_where_a_key_that_decides_its_result_differs(tmp_path):
+def test_a_finished_job_differs_by_keys_that_decide_its_result(tmp_path):
     job = build_job({"checkpoint.folder": str(tmp_path), "training.steps": 4, "optimizer.lr": 0.1})
     last = write(tmp_path, 4)
-    check_finished(last, job)  # whose manifest has one key, as that of an earlier release lacks some
+    check_finished(last, job)  # its manifest has only one key, like that of an earlier release
     write(tmp_path, 4, holds="weights", job=job_values(job))
-    other = {"lora.rank": 8, "optimizer.lr": 0.2, "training.seq_len": 64, "data.packing": "best_fit"}
-    for key, value in (other | {"debug.seed": 1}).items():
+    deciding = {"lora.rank": 8, "optimizer.lr": 0.2, "training.seq_len": 64, "data.packing": "best_fit"}
+    for key, value in (deciding | {"debug.seed": 1}).items():
         message = rf"other options \({key} = .*, now \"?{value}\"?\); name another"
         with pytest.raises(ConfigError, match=message):
             check_finished(last, build_job(LR | {key: value}))

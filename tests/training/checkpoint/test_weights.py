@@ -22,34 +22,36 @@ from titanplans.config import load_job
 from titanplans.training.data.vocabulary import default_tokenizer_path
 
 
-def publish(config: Path, folder: Path) -> None:
-    """Write a model of this config.json as transformers does, and a tokenizer, into `folder`."""
+def save_hugging_face(config: Path, folder: Path) -> None:
+    """Save a model of this config.json by transformers, and a tokenizer, in `folder`."""
     kernels.install("cpu")
     modeling.build_real(modeling.load_config_file(config)).save_pretrained(folder)
     shutil.copy(Path(default_tokenizer_path()) / "tokenizer.json", folder)
 
 
 def starts(rank: int, folder: Path) -> dict:
-    """Weights of a job on two ranks before its first step, and losses of the job and of its prolongation."""
-    found = {}
+    """Return the weights of a job on two ranks before its first step, and the losses of the job and of its prolongation."""
+    results = {}
     published = folder / "published"
     start = (f"--checkpoint.initial_load_path={published}", "--checkpoint.initial_load_in_hf")
 
     def look(trainer):
         trainer.checkpointer.load()
-        found["weights"] = {name: full_copy(x) for name, x in trainer.model_parts[0].lm.state_dict().items()}
+        results["weights"] = {
+            name: full_copy(x) for name, x in trainer.model_parts[0].lm.state_dict().items()
+        }
 
     job = (folder, "dense", "start", TP, *SAVES, *start)
-    found["losses"] = train(*job, "--training.steps=4", prepare=look)[0].losses()
-    with logged_messages() as found["said"]:
-        found["prolonged"] = train(*job, "--training.steps=6")[0].losses()
-    return found
+    results["losses"] = train(*job, "--training.steps=4", prepare=look)[0].losses()
+    with logged_messages() as results["said"]:
+        results["prolonged"] = train(*job, "--training.steps=6")[0].losses()
+    return results
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = write_inputs(tmp_path_factory.mktemp("weights"))
-    publish(folder / "dense.json", folder / "published")
+    save_hugging_face(folder / "dense.json", folder / "published")
     return folder
 
 
@@ -64,7 +66,7 @@ def test_a_job_starts_with_the_weights_of_the_folder(started, folder):
     assert [name for name in expected if not torch.equal(expected[name], started["weights"][name])] == []
 
 
-def test_resuming_beats_starting_anew(started):
+def test_a_checkpoint_takes_precedence_over_the_folder(started):
     assert list(started["losses"]) == [1, 2, 3, 4]
     assert list(started["prolonged"]) == [5, 6]
     assert not any("read 20 tensors" in line for line in started["said"])
@@ -75,22 +77,22 @@ def test_resuming_beats_starting_anew(started):
 
 @pytest.fixture
 def job(tmp_path):
-    """A job that takes its model from a folder alone."""
+    """Return a job whose model is a Hugging Face folder."""
     job = Job(tmp_path)
-    publish(tmp_path / "gla.json", tmp_path / "gla")
+    save_hugging_face(tmp_path / "gla.json", tmp_path / "gla")
     toml = (tmp_path / "job.toml").read_text().replace('[model]\nconfig = "gla.json"\n', "")
     toml = toml.replace("interval = 5", 'interval = 5\ninitial_load_path = "gla"\ninitial_load_in_hf = true')
     (tmp_path / "job.toml").write_text(toml)
     return job
 
 
-def test_a_folder_is_all_that_a_job_needs(job):
+def test_a_job_needs_only_a_folder(job):
     assert job.run("--training.steps=2", "--checkpoint.enable") == 0, job.err
     assert "model from gla, tokenizer from gla" in job.out
     assert "bytes on this rank in" in job.out
 
 
-def test_a_longer_context_of_published_weights(job, monkeypatch):
+def test_a_longer_context_than_that_of_the_weights(job, monkeypatch):
     monkeypatch.chdir(job.folder)
     longer = "--model.config_overrides={max_position_embeddings = 4096}"
     options = ("--training.steps=2", "--lora.rank=2", "--checkpoint.save_adapters_only")
@@ -114,13 +116,13 @@ def test_a_longer_context_of_published_weights(job, monkeypatch):
 
 
 def refusal(job, *options: str) -> str:
-    """Return the line in which a job is refused before its processes start."""
+    """Return the error line of a job that is refused before its processes start."""
     from titanplans.training.job.checks import check_job
 
     return said_of(lambda: check_job(load_job([str(job.folder / "job.toml"), *options]), 2))
 
 
-def test_what_does_not_fit_is_refused_before_processes_start(job, monkeypatch):
+def test_folders_that_do_not_fit_are_refused_before_processes_start(job, monkeypatch):
     monkeypatch.chdir(job.folder)
     folder, file = job.folder / "gla", job.folder / "gla" / "model.safetensors"
     message = refusal(job, "--model.config=gla.json", "--checkpoint.initial_load_path=nowhere")

@@ -1,4 +1,4 @@
-"""A job some of whose parameters have no gradient, as a vision tower that sees text alone, goes on from its checkpoints."""
+"""A job with parameters without gradient, such as a vision tower trained on text alone, resumes from its checkpoints."""
 
 import shutil
 
@@ -12,12 +12,12 @@ OPTIONS = ("--checkpoint.interval=2", "--checkpoint.no-last_save_model_only")
 
 @pytest.fixture
 def job(tmp_path):
-    made = Job(tmp_path)
+    job_in_folder = Job(tmp_path)
     modeling.load_config("gemma3", "debug").to_json_file(tmp_path / "gla.json", use_diff=False)
-    return made
+    return job_in_folder
 
 
-def test_it_goes_on_as_if_undisturbed_and_may_be_started_from(job):
+def test_it_resumes_as_if_undisturbed_and_another_job_starts_from_it(job):
     assert job.run(*OPTIONS, "--training.steps=4") == 0, job.err
     undisturbed = job.losses
     shutil.rmtree(job.folder / "out" / "checkpoint" / "step-4")

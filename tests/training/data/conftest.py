@@ -1,4 +1,4 @@
-"""Copies of corpora that these tests make are not the user's."""
+"""Use a separate cache for copies of corpora, not the user's."""
 
 import datasets
 import pytest

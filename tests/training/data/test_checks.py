@@ -49,7 +49,7 @@ def test_usable_data_sets_pass(tmp_path):
         (("./one",), "dev", "can't be opened (ValueError"),
     ],
 )  # fmt: skip
-def test_paths_and_splits_that_hold_no_corpus(tmp_path, monkeypatch, names, split, message):
+def test_paths_and_splits_without_a_corpus_are_refused(tmp_path, monkeypatch, names, split, message):
     monkeypatch.chdir(tmp_path)
     for file, text in (("empty/empty.txt", ""), ("csv/a.csv", "text\nx\n"), ("one.txt", "alone")):
         Path(file).parent.mkdir(exist_ok=True)
@@ -59,7 +59,7 @@ def test_paths_and_splits_that_hold_no_corpus(tmp_path, monkeypatch, names, spli
     assert message in refused(check_dataset, *names, split=split)
 
 
-def test_too_few_tokens_for_one_sequence(tmp_path):
+def test_too_few_tokens_for_one_sequence_are_refused(tmp_path):
     (tmp_path / "short.txt").write_text("import os\n")
     path = str(tmp_path / "short.txt")
     message = refused(check_dataset, "local", path, seq_len=128, split="all")
@@ -68,8 +68,8 @@ def test_too_few_tokens_for_one_sequence(tmp_path):
     check_dataset("local", path, seq_len=2, split="all")
 
 
-def test_a_name_that_the_hub_cannot_give_says_why():
-    # In a process of its own: the libraries read HF_HUB_OFFLINE when they are imported.
+def test_a_name_that_the_hub_can_not_load_is_refused_with_the_reason():
+    # In a new process, because the libraries read HF_HUB_OFFLINE at import.
     code = "from tests.support.data_sources import check_dataset; check_dataset('nobody/nothing')"
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -81,7 +81,7 @@ def test_a_name_that_the_hub_cannot_give_says_why():
     assert "give 'stdlib', " in last
 
 
-def test_tokenizers(tmp_path):
+def test_tokenizers_are_checked(tmp_path):
     assert check_tokenizer(default_tokenizer_path()) == 4096
     remedy = f"the default is {default_tokenizer_path()!r}"
     for path, reason in {
@@ -97,7 +97,7 @@ def test_tokenizers(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_a_checkpoint_whose_place_in_the_data_is_a_pickle(tmp_path):
+def test_a_checkpoint_with_a_pickled_data_position_is_refused(tmp_path):
     import torch
     import torch.distributed.checkpoint as dcp
 
@@ -117,13 +117,13 @@ GOOD = b'{"text": "a quick brown fox", "id": 1}\n' * 50
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
-        (b"null\n", "line 1 holds no value"),  # at which pyarrow ends the process
+        (b"null\n", "line 1 holds no value"),  # pyarrow would end the process at this line
         (GOOD + b"[1]\n", "line 51 holds a value of type list"),
         (GOOD * 4000 + b'{"text": 3}\n', "line 200001 holds a value of type int"),
         (b'["a"]\n["b"]\n', "can't be read as json (JSONDecodeError: Extra data"),
     ],
 )
-def test_lines_that_are_no_rows(tmp_path, lines, reason):
+def test_lines_that_are_no_rows_are_refused(tmp_path, lines, reason):
     (tmp_path / "rows.jsonl").write_bytes(lines)
     assert reason in refused(check_dataset, "local", str(tmp_path / "rows.jsonl"), split="all")
 
@@ -138,12 +138,12 @@ def test_lines_that_are_no_rows(tmp_path, lines, reason):
         b'["a", "b"]',
     ],
 )
-def test_json_that_is_rows(tmp_path, content):
+def test_json_with_rows_is_accepted(tmp_path, content):
     (tmp_path / "rows.json").write_bytes(content)
     check_dataset("local", str(tmp_path / "rows.json"), split="all")
 
 
-def test_a_field_in_a_field_is_a_text(tmp_path):
+def test_a_nested_field_may_be_the_text(tmp_path):
     rows = [{"content": {"body": f"text {i}"}} for i in range(3)]
     write_rows(tmp_path / "a.jsonl", rows)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
@@ -177,7 +177,7 @@ TOKENIZER = json.loads((Path(default_tokenizer_path()) / "tokenizer.json").read_
         ("chat_template.jinja", b"\xff", "no chat_template.jinja can be read there (UnicodeDecodeError"),
     ],
 )
-def test_tokenizers_that_are_broken(tmp_path, name, content, reason):
+def test_broken_tokenizers_are_refused(tmp_path, name, content, reason):
     for file in Path(default_tokenizer_path()).iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     content = json.dumps(content) if isinstance(content, dict) else content
@@ -185,12 +185,12 @@ def test_tokenizers_that_are_broken(tmp_path, name, content, reason):
     assert reason in refused(check_tokenizer, str(tmp_path))
 
 
-def test_a_tokenizer_that_can_not_read_the_text(tmp_path):
+def test_a_tokenizer_that_can_not_encode_the_text_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text(
         '{"model": {"type": "WordLevel", "vocab": {"a": 9}, "unk_token": "?"}}'
     )
     (tmp_path / "b.txt").write_text("b")
     assert check_tokenizer(str(tmp_path)) == 10, "ids leave gaps"
-    given = {"split": "all", "tokenizer_path": str(tmp_path), "seq_len": 2}
-    message = refused(check_dataset, "local", str(tmp_path / "b.txt"), **given)
+    options = {"split": "all", "tokenizer_path": str(tmp_path), "seq_len": 2}
+    message = refused(check_dataset, "local", str(tmp_path / "b.txt"), **options)
     assert "can't read the text (Exception: WordLevel" in message

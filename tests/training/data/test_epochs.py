@@ -1,4 +1,4 @@
-"""Every document is read once an epoch, for any batch, ranks, workers, packing and resume; the lines about it."""
+"""Every document is read once per epoch, for any batch, ranks, workers, packing and resume."""
 
 import multiprocessing
 import os
@@ -19,12 +19,12 @@ from titanplans.split.objects import gather_objects
 
 SEQ_LEN = 24
 SOURCES = {"a": (57, "0123456789", 3), "b": (23, "uvwxyz", 17), "c": (6, "klmn", 40)}
-"""Documents, words, and the fewest of them in one: the longest of each source is longer than a row."""
+"""Count of documents, letters, and minimum of words in a document; the longest of each source is longer than a sequence."""
 
 
 def texts(name):
-    number, words, least = SOURCES[name]
-    return [" ".join((words * 20)[i : i + least + (5 * i) % 19]) for i in range(number)]
+    count, words, least = SOURCES[name]
+    return [" ".join((words * 20)[i : i + least + (5 * i) % 19]) for i in range(count)]
 
 
 def write(folder: Path) -> Data:
@@ -32,8 +32,8 @@ def write(folder: Path) -> Data:
     for name in "ab":
         data_sources.write_rows(folder / f"{name}.jsonl", [{"text": text} for text in texts(name)])
     (folder / "c").mkdir()
-    for number, text in enumerate(texts("c")):
-        (folder / "c" / f"{number}.txt").write_text(text)
+    for index, text in enumerate(texts("c")):
+        (folder / "c" / f"{index}.txt").write_text(text)
     paths = {"a": "a.jsonl", "b": "b.jsonl", "c": "c"}
     sources = [
         {"name": name, "dataset_path": str(folder / path), "dataset_split": "all", "weight": weight}
@@ -51,22 +51,22 @@ def build(data, batch, *, epochs=1, **options):
     return data_sources.build(data, seq_len=SEQ_LEN, batch=batch, epochs=epochs, **options)
 
 
-def predicted(batches) -> Counter:
-    """Return how often each token is to be predicted behind each."""
-    found: Counter = Counter()
+def predicted_pairs(batches) -> Counter:
+    """Return the count of each pair of a token and its predicted_pairs next token."""
+    pairs: Counter = Counter()
     for inputs, labels in batches:
-        kept = labels != IGNORED
-        found.update(zip(inputs["input"][kept].tolist(), labels[kept].tolist(), strict=True))
-    return found
+        is_predicted = labels != IGNORED
+        pairs.update(zip(inputs["input"][is_predicted].tolist(), labels[is_predicted].tolist(), strict=True))
+    return pairs
 
 
-def wanted(names, epochs) -> Counter:
+def expected_pairs(names, epochs) -> Counter:
     tokenizer = data_sources.tokenizer()
-    found: Counter = Counter()
+    pairs: Counter = Counter()
     for text in (text for name in names for text in texts(name)):
         tokens = tokenizer.encode(text, add_bos=True, add_eos=True)
-        found.update({pair: n * epochs for pair, n in Counter(pairwise(tokens)).items()})
-    return found
+        pairs.update({pair: n * epochs for pair, n in Counter(pairwise(tokens)).items()})
+    return pairs
 
 
 @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -74,84 +74,86 @@ def wanted(names, epochs) -> Counter:
     st.integers(1, 16), st.integers(1, 16), st.sampled_from(["cut", "best_fit"]), st.integers(1, 2),
     st.sampled_from(["a", "abc"]), st.integers(0, 40),
 )  # fmt: skip
-def test_every_document_is_read_once_an_epoch(data, batch, other, packing, epochs, names, stop):
+def test_every_document_is_read_once_per_epoch(data, batch, other, packing, epochs, names, stop):
     data = data.replace(packing=packing, sources=tuple(of for of in data.sources if of.name in names))
     first = build(data, batch, epochs=epochs)
     batches = iter(first)
-    read = predicted(islice(batches, stop))
+    read = predicted_pairs(islice(batches, stop))
     state = first.state_dict()
-    assert read + predicted(batches) == wanted(names, epochs)
+    assert read + predicted_pairs(batches) == expected_pairs(names, epochs)
     assert first.epochs_read() == {
         name: (epochs, f"{epochs}.00 epochs, {epochs * SOURCES[name][0]} documents of {SOURCES[name][0]}")
         for name in names
     }
     second = build(data, other, epochs=epochs)
     second.load_state_dict(state)
-    assert read + predicted(second) == wanted(names, epochs)
+    assert read + predicted_pairs(second) == expected_pairs(names, epochs)
 
 
-def test_only_the_last_batch_is_filled_up(data):
-    *whole, last = build(data, 7)
-    rows = [(labels != IGNORED).any(1).all() for _, labels in whole]
-    assert all(rows)
+def test_only_the_last_batch_is_padded(data):
+    *full_batches, last = build(data, 7)
+    is_full = [(labels != IGNORED).any(1).all() for _, labels in full_batches]
+    assert all(is_full)
     assert (last[1] != IGNORED).any()
     assert last[1].shape == (7, SEQ_LEN)
 
 
 def test_workers_read_the_same_documents_once(data):
     for options in ({}, {"persistent_workers": True}):
-        assert predicted(build(data, 6, workers=2, **options)) == wanted("abc", 1)
+        assert predicted_pairs(build(data, 6, workers=2, **options)) == expected_pairs("abc", 1)
 
 
-def test_a_source_keeps_its_share_until_another_is_used_up(data):
+def test_a_source_keeps_its_weight_until_another_is_exhausted(data):
     batches = list(build(data, 9))
     tokenizer = data_sources.tokenizer()
-    rows = [tokenizer.decode(row.tolist()) for inputs, _ in batches[:3] for row in inputs["input"]]
-    assert sum(bool(set(row) & set("0123456789")) for row in rows) / len(rows) == pytest.approx(
-        2 / 3, abs=0.04
-    )
+    sequences = [
+        tokenizer.decode(sequence.tolist()) for inputs, _ in batches[:3] for sequence in inputs["input"]
+    ]
+    assert sum(bool(set(sequence) & set("0123456789")) for sequence in sequences) / len(
+        sequences
+    ) == pytest.approx(2 / 3, abs=0.04)
 
 
 def on_two_ranks(rank: int) -> list[dict]:
-    """Return what each rank reads: alone, with workers, and resumed by another batch."""
-    multiprocessing.set_start_method("fork", force=True)  # of workers, as in a job
-    data, found = write(Path(os.environ["TEST_FOLDER"]) / str(rank)), {}
+    """Return the pairs that this rank reads: uninterrupted, with workers, and resumed with another batch size."""
+    multiprocessing.set_start_method("fork", force=True)  # data workers are forked, as in a job
+    data, results = write(Path(os.environ["TEST_FOLDER"]) / str(rank)), {}
     for batch, workers, packing in ((2, 0, "cut"), (10, 0, "best_fit"), (6, 2, "cut"), (4, 1, "best_fit")):
-        of = data.replace(packing=packing)
-        whole = predicted(build(of, batch, rank=rank, ranks=2, workers=workers))
+        packed = data.replace(packing=packing)
+        uninterrupted = predicted_pairs(build(packed, batch, rank=rank, ranks=2, workers=workers))
         for stop in (0, 3, 11):
-            first = build(of, batch, rank=rank, ranks=2, workers=workers)
-            before = predicted(islice(iter(first), stop))
-            second = build(of, 2 * batch, rank=rank, ranks=2, workers=workers)
+            first = build(packed, batch, rank=rank, ranks=2, workers=workers)
+            before = predicted_pairs(islice(iter(first), stop))
+            second = build(packed, 2 * batch, rank=rank, ranks=2, workers=workers)
             second.load_state_dict(first.state_dict())
-            found[batch, stop] = before + predicted(second)
-        found[batch, None] = whole
+            results[batch, stop] = before + predicted_pairs(second)
+        results[batch, None] = uninterrupted
     try:
         broken = build(data, 4, rank=rank, ranks=2)
         for step, _ in enumerate(iter(broken)):
             if step == 2 and rank == 1:
                 for file in (Path(os.environ["TEST_FOLDER"]) / "1" / "c").iterdir():
                     file.write_text("")
-        found["error"] = None
+        results["error"] = None
     except DataError as error:
-        found["error"] = str(error)
-    return gather_objects(found)
+        results["error"] = str(error)
+    return gather_objects(results)
 
 
-def test_ranks_read_every_document_once_between_them_and_fail_together(tmp_path):
+def test_ranks_together_read_every_document_once_and_fail_together(tmp_path):
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
     os.environ["TEST_FOLDER"] = str(tmp_path)
-    one, two = process_groups.run(on_two_ranks, 2)
-    errors = one.pop("error"), two.pop("error")
-    for case, read in one.items():
-        assert read + two[case] == wanted("abc", 1), case
+    of_rank_0, of_rank_1 = process_groups.run(on_two_ranks, 2)
+    errors = of_rank_0.pop("error"), of_rank_1.pop("error")
+    for case, read in of_rank_0.items():
+        assert read + of_rank_1[case] == expected_pairs("abc", 1), case
     assert errors[0] == errors[1]
     assert "it was truncated while it was read" in errors[0]
 
 
-def test_a_token_is_drawn_from_no_random_generator(data):
-    """A job that resumes behind the first reader's end has the random numbers of one that was not stopped."""
+def test_the_loader_does_not_use_the_default_random_generator(data):
+    """A job that resumes after the end of the first reader draws the same random numbers as an uninterrupted one."""
     batches = iter(build(data, 8))
     next(batches)
     state = torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""The loader: its batches, its ranks, and that it goes on exactly where it stopped."""
+"""The loader: its batches, its ranks, and that it resumes exactly where it stopped."""
 
 import json
 import os
@@ -26,11 +26,11 @@ from titanplans.training.data.loader import TextDataLoader
 from titanplans.training.data.vocabulary import default_tokenizer_path
 from titanplans.training.launch.orphans import end_with_rank
 
-# Short documents and short sequences: an epoch ends every few batches, and most batches begin and end
-# inside a document.
+# Short documents and short sequences: an epoch ends every few batches, and most batches begin and end inside a
+# document.
 TEXTS = [f"def f{i}(x):\n" + f"    return x + {i}\n" * (1 + 7 * i % 5) for i in range(30)]
 SEQ_LEN, BATCH = 16, 2
-# Conversations of at most 17 tokens, of which some fit two into a sequence, and one too long.
+# Conversations of at most 17 tokens, of which some sequences hold two, and one that is too long.
 CHATS = [
     [{"role": "user", "content": f"f{i}" * (1 + i % 3)}, {"role": "assistant", "content": f"x + {i}"}]
     for i in range(30)
@@ -50,7 +50,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory):
-    """The same 30 documents as text files, as rows, and as a streamed data set of four files; conversations likewise."""
+    """Return configs of 30 documents as text files, rows and a streamed data set of four files; and of conversations."""
     root = tmp_path_factory.mktemp("corpora")
     for folder in ("text", "reader", "chats"):
         (root / folder).mkdir()
@@ -87,7 +87,7 @@ def build(tokenizer):
 
 
 def flat(batches):
-    """Batches as nested lists, which compare exactly."""
+    """Return batches as nested lists, which compare exactly."""
     return [(b["input"].tolist(), b["positions"].tolist(), labels.tolist()) for b, labels in batches]
 
 
@@ -95,19 +95,19 @@ def flat(batches):
 
 
 @pytest.mark.parametrize("name", ["text", "rows", "reader", "stdlib"])
-def test_each_row_is_the_tokenised_documents_of_a_stream_in_their_order(build, corpora, tokenizer, name):
+def test_each_sequence_of_a_batch_has_the_documents_of_a_reader_in_order(build, corpora, tokenizer, name):
     config = corpora[name]
     (of,) = config.data.sources
     source = open_source(of.dataset, of.dataset_path, of.dataset_split)
     batches = list(islice(build(config), 12))
-    for row in range(BATCH):
+    for sequence in range(BATCH):
         documents = (
             tokenizer.encode(text, add_bos=True, add_eos=True)
-            for _, text in source.documents(0, row, BATCH, None)
+            for _, text in source.documents(0, sequence, BATCH, None)
         )
         expected = list(chain.from_iterable(islice(documents, 12)))
-        inputs = torch.cat([b["input"][row] for b, _ in batches])[: len(expected) - 1]
-        labels = torch.cat([labels[row] for _, labels in batches])[: len(expected) - 1]
+        inputs = torch.cat([b["input"][sequence] for b, _ in batches])[: len(expected) - 1]
+        labels = torch.cat([labels[sequence] for _, labels in batches])[: len(expected) - 1]
         assert len(inputs) > 150
         assert inputs.tolist() == expected[: len(inputs)]
         assert labels.tolist() == expected[1 : len(labels) + 1]
@@ -117,22 +117,22 @@ def test_each_row_is_the_tokenised_documents_of_a_stream_in_their_order(build, c
 
 def test_one_pass_over_any_number_of_ranks_predicts_every_token_once(build, corpora):
     def predictions(batches):
-        """Sequences, by what they ask for; filled-up places and sequences left out."""
+        """Return counts of sequences by their predicted tokens; padding is left out."""
         sequences = Counter()
         for inputs, labels in batches:
             for x, y in zip(inputs["input"], labels, strict=True):
-                kept = y != IGNORE_INDEX
-                if kept.any():
-                    sequences[tuple(x[kept].tolist()), tuple(y[kept].tolist())] += 1
+                is_predicted = y != IGNORE_INDEX
+                if is_predicted.any():
+                    sequences[tuple(x[is_predicted].tolist()), tuple(y[is_predicted].tolist())] += 1
         return sequences
 
-    whole = predictions(build(replace(corpora["text"], infinite=False)))
-    assert whole.total() > 20
+    of_one_rank = predictions(build(replace(corpora["text"], infinite=False)))
+    assert of_one_rank.total() > 20
     for ranks, workers in ((2, 0), (3, 0), (2, 2)):
         config = with_workers(replace(corpora["text"], infinite=False), workers)
         by_rank = [list(build(config, dp_rank=rank, dp_world_size=ranks)) for rank in range(ranks)]
-        assert len({len(batches) for batches in by_rank}) == 1, "a rank would wait for another for ever"
-        assert sum(map(predictions, by_rank), Counter()) == whole
+        assert len({len(batches) for batches in by_rank}) == 1, "a rank would wait for another forever"
+        assert sum(map(predictions, by_rank), Counter()) == of_one_rank
         for step in zip(*by_rank, strict=True):  # the mean over tokens of a step is never 0 / 0
             assert any((labels != IGNORE_INDEX).any() for _, labels in step)
 
@@ -143,12 +143,12 @@ def test_one_pass_is_the_same_for_any_number_of_workers_and_can_be_repeated(buil
     expected = flat(loader)
     assert flat(loader) == expected
     assert flat(build(with_workers(config, 2))) == expected
-    kept = build(with_workers(config, 1, persistent=True))
-    batches = iter(kept)
+    persistent = build(with_workers(config, 1, persistent=True))
+    batches = iter(persistent)
     before = flat(islice(batches, 2))
-    state = kept.state_dict()
-    assert flat(kept) == expected
-    assert flat(kept) == expected
+    state = persistent.state_dict()
+    assert flat(persistent) == expected
+    assert flat(persistent) == expected
     assert before == expected[:2]
     resumed = build(with_workers(config, 1, persistent=True))
     resumed.load_state_dict(state)
@@ -156,7 +156,7 @@ def test_one_pass_is_the_same_for_any_number_of_workers_and_can_be_repeated(buil
     assert flat(resumed) == expected
 
 
-def test_data_without_any_text_end_with_an_error_instead_of_a_search_for_ever(build, corpora, tmp_path):
+def test_data_without_text_raise_instead_of_searching_forever(build, corpora, tmp_path):
     (tmp_path / "train.jsonl").write_text('{"text": "only one"}\n')
     config = data_sources.config(dataset=str(tmp_path))
     with pytest.raises(DataError, match="holds no text for reader 1 of 2"):
@@ -169,20 +169,20 @@ def test_data_without_any_text_end_with_an_error_instead_of_a_search_for_ever(bu
 @pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", ["text", "rows", "reader", "stdlib", "chats", "streamed chats"])
-def test_a_resumed_loader_goes_on_bit_for_bit(build, corpora, name, workers):
+def test_a_resumed_loader_continues_bit_for_bit(build, corpora, name, workers):
     config = with_workers(corpora[name], workers)
-    place = {"dp_rank": 1, "dp_world_size": 2}
-    # The tiny corpora give about 12 batches an epoch to each rank: 40 cross its end more than twice.
-    expected = flat(islice(build(config, **place), 46))
-    if name not in ("stdlib", "streamed chats"):  # which are put together alike in each epoch
-        assert len({json.dumps(batch) for batch in expected}) == 46, "the epochs differ in order"
+    rank_options = {"dp_rank": 1, "dp_world_size": 2}
+    # Each rank has about 12 batches per epoch, so 40 batches cross the end of an epoch more than twice.
+    expected = flat(islice(build(config, **rank_options), 46))
+    if name not in ("stdlib", "streamed chats"):  # these have the same order in each epoch
+        assert len({json.dumps(batch) for batch in expected}) == 46, "epochs have different orders"
     for k in (0, 1, 7, 12, 23, 40) if workers == 0 else (0, 13, 40):
-        first = build(config, **place)
+        first = build(config, **rank_options)
         batches = iter(first)
         assert flat(islice(batches, k)) == expected[:k]
         state = first.state_dict()
-        assert len(str(state)) < 4_000 or name == "stdlib", "a state is a place, not a buffer"
-        second = build(config, **place)
+        assert len(str(state)) < 4_000 or name == "stdlib", "a state is a position, not a buffer"
+        second = build(config, **rank_options)
         second.load_state_dict(state)
         assert second.state_dict() == state or workers
         assert flat(islice(second, 6)) == expected[k : k + 6]
@@ -197,13 +197,11 @@ def test_a_state_survives_a_checkpoint_file(build, corpora, tmp_path):
     dcp.save({"dataloader": first}, checkpoint_id=tmp_path)
     assert read_position(tmp_path) == {"place": first.state_dict()["place"]}
     second = build(corpora["reader"])
-    dcp.load(
-        {"dataloader": second}, checkpoint_id=tmp_path, planner=Planner()
-    )  # which unpickles nothing that runs
+    dcp.load({"dataloader": second}, checkpoint_id=tmp_path, planner=Planner())  # this unpickles no code
     assert flat(islice(second, 4)) == expected
 
 
-def test_a_place_within_a_step_is_the_steps_beginning(build, corpora):
+def test_a_state_within_a_step_is_that_of_its_beginning(build, corpora):
     config = replace(corpora["text"], global_batch_size=3 * BATCH)
     expected = flat(islice(build(config), 6))
     first = build(config)
@@ -218,20 +216,20 @@ def test_a_place_within_a_step_is_the_steps_beginning(build, corpora):
 @pytest.mark.parametrize(("name", "workers"), [("text", 0), ("text", 2), ("chats", 0)])
 def test_a_resumed_pass_ends_where_the_first_would_have(build, corpora, name, workers):
     config = with_workers(replace(corpora[name], infinite=False), workers)
-    place = {"dp_rank": 2, "dp_world_size": 3}
-    expected = flat(build(config, **place))
-    assert IGNORE_INDEX in chain.from_iterable(expected[-1][2]), "this rank's last batch is filled up"
+    rank_options = {"dp_rank": 2, "dp_world_size": 3}
+    expected = flat(build(config, **rank_options))
+    assert IGNORE_INDEX in chain.from_iterable(expected[-1][2]), "the last batch of this rank is padded"
     for k in range(len(expected) + 1) if workers == 0 else (3, len(expected)):
-        first = build(config, **place)
+        first = build(config, **rank_options)
         batches = iter(first)
         flat(islice(batches, k))
-        second = build(config, **place)
+        second = build(config, **rank_options)
         second.load_state_dict(first.state_dict())
         assert flat(second) == expected[k:]
-        assert flat(second) == expected, "the pass after a resumed one is a whole one"
+        assert flat(second) == expected, "the pass after a resumed one is a full one"
 
 
-def test_resuming_tokenises_no_document_before_the_one_it_stopped_in(build, corpora, tokenizer, monkeypatch):
+def test_resuming_tokenises_no_earlier_document(build, corpora, tokenizer, monkeypatch):
     encoded = []
     encode = tokenizer.encode
     monkeypatch.setattr(tokenizer, "encode", lambda text, **kw: (encoded.append(text), encode(text, **kw))[1])
@@ -248,7 +246,7 @@ def test_resuming_tokenises_no_document_before_the_one_it_stopped_in(build, corp
     encoded.clear()
     next(iter(resumed))
     assert before > 30
-    # Of each reader: the next ones, the one that it stopped in, and the one that the last label may have been read from.
+    # For each reader: the next documents, the one in which it stopped, and the one that may have the last label.
     assert len(encoded) <= after + 2 * 4
 
 
@@ -266,20 +264,25 @@ def test_resuming_tokenises_no_document_before_the_one_it_stopped_in(build, corp
 def test_a_state_of_other_data_is_refused(build, corpora, changes, message):
     config = corpora["text"]
     state = build(config).state_dict()
-    other = data_sources.other(config, **changes) if changes else replace(config, seed=1)
+    changed = data_sources.other(config, **changes) if changes else replace(config, seed=1)
     with pytest.raises(DataError, match=message + ".*exclude_from_loading"):
-        build(other).load_state_dict(state)
+        build(changed).load_state_dict(state)
 
 
 def test_a_tokenizer_with_another_merge_is_refused(build, corpora, tmp_path):
     shutil.copytree(default_tokenizer_path(), tmp_path / "other")
     values = json.loads((tmp_path / "other" / "tokenizer.json").read_text())
-    values["model"]["merges"].pop()  # as many tokens
+    values["model"]["merges"].pop()  # the vocabulary size is unchanged
     (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(values))
     state = build(corpora["text"]).state_dict()
-    other = HuggingFaceTokenizer.Config().build(tokenizer_path=str(tmp_path / "other"))
+    changed = HuggingFaceTokenizer.Config().build(tokenizer_path=str(tmp_path / "other"))
     loader = TextDataLoader(
-        corpora["text"], dp_rank=0, dp_world_size=1, tokenizer=other, seq_len=SEQ_LEN, local_batch_size=BATCH
+        corpora["text"],
+        dp_rank=0,
+        dp_world_size=1,
+        tokenizer=changed,
+        seq_len=SEQ_LEN,
+        local_batch_size=BATCH,
     )
     with pytest.raises(DataError, match=r"^tokenizer = '4096 tokens, .*': .* had '"):
         loader.load_state_dict(state)
@@ -293,10 +296,10 @@ def test_a_corpus_that_changed_is_refused(build, tmp_path):
         (tmp_path / f"{i}.txt").write_text(text)
     config = data_sources.config(dataset="local", dataset_path=str(tmp_path))
     first = build(config)
-    flat(islice(first, 40))  # which is more than an epoch: every document was read
+    flat(islice(first, 40))  # more than an epoch, so every document was read
     state = first.state_dict() | {}
     build(config).load_state_dict(state)
-    (tmp_path / "3.txt").write_text(TEXTS[3].replace("x", "y"))  # of the same size
+    (tmp_path / "3.txt").write_text(TEXTS[3].replace("x", "y"))  # the size is unchanged
     with pytest.raises(DataError, match=r"^since the checkpoint files have changed \(.*/3\.txt\), and "):
         build(config).load_state_dict(state)
     (tmp_path / "3.txt").write_text(TEXTS[3])
@@ -312,7 +315,7 @@ def test_a_corpus_that_changed_is_refused(build, tmp_path):
 
 
 @pytest.mark.parametrize("packing", ["cut", "best_fit"])
-def test_a_file_repaired_behind_the_place_goes_on(build, tmp_path, packing):
+def test_a_file_repaired_after_the_position_is_accepted(build, tmp_path, packing):
     for i, text in enumerate(TEXTS):
         (tmp_path / f"{i}.txt").write_text(text)
     config = data_sources.config(dataset="local", dataset_path=str(tmp_path), split="all")
@@ -331,14 +334,14 @@ def test_a_file_repaired_behind_the_place_goes_on(build, tmp_path, packing):
     assert 5 < len(may) < 28
     for i in may:
         (tmp_path / f"{i}.txt").write_text("repaired " + TEXTS[i])
-    whole = flat(islice(build(config, **sizes), 80))
-    assert whole[:20] == before, "nothing of those that may change was read"
+    uninterrupted = flat(islice(build(config, **sizes), 80))
+    assert uninterrupted[:20] == before, "none of the files that change was read"
     second = build(config, **sizes)
     second.load_state_dict(state)
-    assert flat(islice(second, 60)) == whole[20:]
+    assert flat(islice(second, 60)) == uninterrupted[20:]
 
 
-def test_a_file_that_is_cut_while_it_is_read_is_named(build, tmp_path):
+def test_a_file_truncated_while_it_is_read_is_named(build, tmp_path):
     (tmp_path / "long.txt").write_text("a line of text\n" * 60_000)
     config = data_sources.config(dataset="local", dataset_path=str(tmp_path), split="all", seed=1)
     for workers in (0, 1):
@@ -346,13 +349,13 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(build, tmp_path):
         next(batches)
         with (tmp_path / "long.txt").open("r+b") as file:
             file.truncate(70_000)
-        cut = r"^[^\n]*long\.txt has 70,000 bytes, and had 900,000 when the job began: it was truncated while[^\n]*$"
-        with pytest.raises(DataError, match=cut):
+        message = r"^[^\n]*long\.txt has 70,000 bytes, and had 900,000 when the job began: it was truncated while[^\n]*$"
+        with pytest.raises(DataError, match=message):
             list(batches)
         (tmp_path / "long.txt").write_text("a line of text\n" * 60_000)
 
 
-def test_no_state_at_all_is_a_fresh_start(build, corpora):
+def test_an_empty_state_is_a_fresh_start(build, corpora):
     loader = build(corpora["text"])
     loader.load_state_dict({})
     assert flat(islice(loader, 2)) == flat(islice(build(corpora["text"]), 2))
@@ -363,41 +366,41 @@ def test_sequence_length_and_batch_size_may_change_between_runs(build, corpora):
     before = [b["input"] for b, _ in islice(first, 10)]
     second = build(corpora["text"], seq_len=24, local_batch_size=1)
     second.load_state_dict(first.state_dict())
-    after = [b["input"] for b, _ in islice(second, 10)]  # of the two readers in turns
-    whole = [b["input"] for b, _ in islice(build(corpora["text"]), 30)]
+    after = [b["input"] for b, _ in islice(second, 10)]  # the two readers alternate
+    uninterrupted = [b["input"] for b, _ in islice(build(corpora["text"]), 30)]
     for reader in range(BATCH):
         tokens = torch.cat([b[reader] for b in before] + [b[0] for b in after[reader::2]])
-        assert torch.equal(tokens, torch.cat([b[reader] for b in whole])[: len(tokens)])
+        assert torch.equal(tokens, torch.cat([b[reader] for b in uninterrupted])[: len(tokens)])
 
 
-def test_a_worker_ends_when_its_rank_says_so_and_for_nobody_else(build, corpora):
+def test_a_worker_ends_only_when_its_rank_says_so(build, corpora):
     others = active_children()
     batches = iter(build(with_workers(corpora["text"], 1)))
     next(batches)
     (worker,) = set(active_children()) - set(others)
-    subprocess.run(["kill", str(worker.pid)], check=True)  # as a scheduler does, of every process
+    subprocess.run(["kill", str(worker.pid)], check=True)  # as a scheduler signals every process
     list(islice(batches, 9))
     assert worker.is_alive()
-    worker.terminate()  # as Python does at the exit of a process that an error ends, and waits
+    worker.terminate()  # as Python does, before it waits, when a process ends by an error
     worker.join(60)
     assert worker.exitcode == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_worker_whose_rank_ended_before_it_asked_ends_at_once():
-    """Asked for its parent then, it would name another process, and live as long as that."""
+def test_a_worker_whose_rank_ended_early_ends_at_once():
+    """If it looked up its parent only then, it would find another process, and live as long as that."""
     reading, writing = os.pipe()
     rank = os.fork()
     if rank == 0:
-        own = os.getpid()
+        parent = os.getpid()
         if os.fork() == 0:
-            while os.getppid() == own:
+            while os.getppid() == parent:
                 pass
             os.write(writing, b"asks")
-            end_with_rank(own, 0)
+            end_with_rank(parent, 0)
             os.write(writing, b"lives")
         os._exit(0)
     os.close(writing)
     os.waitpid(rank, 0)
-    with os.fdopen(reading, "rb") as file:  # to the end: when the worker has ended, too
+    with os.fdopen(reading, "rb") as file:  # reads to the end, which comes after the worker has ended
         assert file.read() == b"asks"

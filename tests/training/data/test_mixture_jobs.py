@@ -1,4 +1,4 @@
-"""A job of a mixture, documents apart: its losses on one process, on four, and resumed on another layout."""
+"""A job on a mixture with separated documents: its losses in one process, on four ranks, and resumed at other degrees."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ HALF = ("--training.steps=6", "--lr_scheduler.total_steps=6", "--training.local_
 TP, CP = "--parallelism.tensor_parallel_degree=2", "--parallelism.context_parallel_degree=2"
 FSDP = "--parallelism.data_parallel_shard_degree=2"
 SAVES = ("--checkpoint.enable", "--checkpoint.interval=3", "--checkpoint.no-last_save_model_only")
-FIGURES = ("loss_metrics/global_avg_loss", "grad_norm", "data/padding(%)", "data/tokens/a", "data/tokens/b")
+METRICS = ("loss_metrics/global_avg_loss", "grad_norm", "data/padding(%)", "data/tokens/a", "data/tokens/b")
 
 
 @pytest.fixture(scope="module")
@@ -29,32 +29,32 @@ def folder(tmp_path_factory):
 
 
 def mixture(folder: Path) -> tuple[str, ...]:
-    """Return the words that put a mixture in the place of the job's texts."""
+    """Return the arguments that replace the job's data by a mixture."""
     source = '{{name = "{0}", dataset_path = "{1}/{0}.jsonl", weight = {2}}}'
     sources = ", ".join(source.format(name, folder, weight) for name, weight in (("a", 2.0), ("b", 1.0)))
-    words = ("--data.documents=apart", "--data.packing=best_fit", f"--data.sources=[{sources}]")
-    return (*words, "--training.dataset=stdlib", "--training.dataset_path=none")
+    options = ("--data.documents=apart", "--data.packing=best_fit", f"--data.sources=[{sources}]")
+    return (*options, "--training.dataset=stdlib", "--training.dataset_path=none")
 
 
-def figures(dump: str, *options: str) -> dict[str, dict[int, float]]:
+def metrics(dump: str, *options: str) -> dict[str, dict[int, float]]:
     folder = Path(os.environ["TEST_FOLDER"])
     recorder, _ = train(folder, "gla", dump, *mixture(folder), *options)
-    return {name: recorder.losses(name) for name in FIGURES}
+    return {name: recorder.losses(name) for name in METRICS}
 
 
 def on_one_rank(rank: int) -> dict:
-    return figures("alone", *STEPS)
+    return metrics("alone", *STEPS)
 
 
 def on_four_ranks(rank: int) -> dict:
     return {
-        "tp 2 x cp 2": figures("shared", *STEPS, TP, CP),
-        "stopped": figures("moved", *STEPS[1:], "--training.steps=3", *SAVES, TP, CP),
-        "resumed": figures("moved", *HALF, *SAVES, CP),
+        "tp 2 x cp 2": metrics("shared", *STEPS, TP, CP),
+        "stopped": metrics("moved", *STEPS[1:], "--training.steps=3", *SAVES, TP, CP),
+        "resumed": metrics("moved", *HALF, *SAVES, CP),
     }
 
 
-def test_a_mixture_trains_alike_on_any_layout_and_resumes(folder):
+def test_a_mixture_trains_the_same_at_any_degrees_and_resumes(folder):
     alone, four = process_groups.run(on_one_rank, 1), process_groups.run(on_four_ranks, 4)
     loss = "loss_metrics/global_avg_loss"
     assert list(alone[loss]) == [1, 2, 3, 4, 5, 6]
@@ -75,18 +75,18 @@ def on_two_ranks(rank: int) -> list[list[int]]:
         *SAVES,
         FSDP,
     )
-    return [list(figures("ended", *options)["grad_norm"]) for _ in range(2)]
+    return [list(metrics("ended", *options)["grad_norm"]) for _ in range(2)]
 
 
-def test_a_job_ends_with_a_source_on_all_ranks_and_is_saved(folder):
+def test_a_job_ends_on_all_ranks_when_a_source_is_exhausted_and_is_saved(folder):
     first, again = process_groups.run(on_two_ranks, 2)
     assert 3 < len(first) < 80
-    assert again == [], "nothing is left to train on"
+    assert again == [], "no data is left to train on"
     assert (folder / "ended" / "checkpoint" / f"step-{first[-1]}").is_dir()
 
 
-def test_what_is_not_resumed_is_refused_before_the_model_is_loaded(folder):
-    """And a file that was repaired behind the place is not."""
+def test_data_that_can_not_be_resumed_are_refused_before_the_model_is_loaded(folder):
+    """A file that was repaired after the position is not refused."""
     from titanplans.config import load_job
     from titanplans.errors import DataError
     from titanplans.training.job.checks import check_job
@@ -105,4 +105,4 @@ def test_what_is_not_resumed_is_refused_before_the_model_is_loaded(folder):
 
 
 def on_one_rank_saving(rank: int) -> None:
-    figures("early", *STEPS[1:], "--training.steps=3", *SAVES)
+    metrics("early", *STEPS[1:], "--training.steps=3", *SAVES)

@@ -1,4 +1,4 @@
-"""Mixtures: each row is one source's, by weight, the same on any layout; best fit; the end of a source."""
+"""Mixtures: each sequence is of one source, chosen by weight, the same for any ranks; best fit; the end of a source."""
 
 from functools import partial
 from itertools import islice
@@ -22,7 +22,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Sources whose rows tell which is which: a has digits, b letters, of other lengths."""
+    """Return sources that can be told apart: a has digits, b letters, and documents of other lengths."""
     folder = tmp_path_factory.mktemp("sources")
     for name, column, words, least in (("a", "text", "0123456789", 2), ("b", "body", "uvwxyz", 30)):
         rows = [{column: " ".join((words * 20)[i : i + least + i % 40])} for i in range(80)]
@@ -39,63 +39,63 @@ def build():
     return partial(data_sources.build, seq_len=SEQ_LEN)
 
 
-def rows(batches):
-    return [row.tolist() for inputs, _ in batches for row in inputs["input"]]
+def sequences(batches):
+    return [sequence.tolist() for inputs, _ in batches for sequence in inputs["input"]]
 
 
 def global_batches(loaders, steps):
-    """Return the rows of some global batches, those of all ranks in their order."""
-    every = [list(islice(iter(loader), steps)) for loader in loaders]
-    return [rows(batches[step] for batches in every) for step in range(steps)]
+    """Return the sequences of some global batches, rank after rank."""
+    by_rank = [list(islice(iter(loader), steps)) for loader in loaders]
+    return [sequences(batches[step] for batches in by_rank) for step in range(steps)]
 
 
-def of_source(tokenizer, row):
-    return "a" if set(tokenizer.decode(row)) & set("0123456789") else "b"
+def of_source(tokenizer, sequence):
+    return "a" if set(tokenizer.decode(sequence)) & set("0123456789") else "b"
 
 
 @pytest.mark.parametrize("packing", ["cut", "best_fit"])
-def test_it_resumes_on_another_layout_at_any_step(build, data, packing):
+def test_it_resumes_on_other_ranks_at_any_step(build, data, packing):
     data = data.replace(packing=packing)
-    whole = global_batches([build(data)], 12)
+    uninterrupted = global_batches([build(data)], 12)
     for stop in (1, 5, 8):
         first = build(data)
         list(islice(iter(first), stop))
         state, loaders = first.state_dict(), [build(data, rank=r, ranks=2) for r in range(2)]
         for loader in loaders:
             loader.load_state_dict(state)
-        assert global_batches(loaders, 12 - stop) == whole[stop:]
+        assert global_batches(loaders, 12 - stop) == uninterrupted[stop:]
 
 
-def test_rows_are_of_the_sources_by_weight_in_each_batch_and_stream(build, data, tokenizer):
+def test_sequences_are_of_the_sources_by_weight_in_each_batch_and_reader(build, data, tokenizer):
     batches = global_batches([build(data)], 40)
-    found = np.array([[of_source(tokenizer, row) == "a" for row in batch] for batch in batches])
-    assert found.mean() == 0.75
-    assert set(found.sum(1)) == {6}, "of 8 rows"
-    assert set(found.sum(0)) == {30}, "of 40 in each reader"
+    is_of_a = np.array([[of_source(tokenizer, sequence) == "a" for sequence in batch] for batch in batches])
+    assert is_of_a.mean() == 0.75
+    assert set(is_of_a.sum(1)) == {6}, "of 8 sequences"
+    assert set(is_of_a.sum(0)) == {30}, "of 40 in each reader"
 
 
-def test_weights_may_change_and_count_from_there_on(build, data, tokenizer):
+def test_changed_weights_apply_from_the_resume_on(build, data, tokenizer):
     first = build(data)
     global_batches([first], 8)
     even = data.replace(sources=tuple(source.replace(weight=1.0) for source in data.sources))
     second = build(even)
     second.load_state_dict(first.state_dict())
     after = global_batches([second], 8)
-    assert [sum(of_source(tokenizer, row) == "a" for row in batch) for batch in after] == [4] * 8
+    assert [sum(of_source(tokenizer, sequence) == "a" for sequence in batch) for batch in after] == [4] * 8
 
 
-def test_what_is_not_resumed(build, data):
+def test_sources_that_can_not_be_resumed_are_refused(build, data):
     state = build(data).state_dict()
     few = data.sources[0].replace(name="few", dataset_split="validation")  # 4 documents
     with pytest.raises(DataError, match=r"^data.sources, few: it has fewer documents than the 8 readers"):
         build(data.replace(sources=(*data.sources, few))).load_state_dict(state)
-    other = (data.sources[0].replace(dataset_split="train"), data.sources[1])
+    changed = (data.sources[0].replace(dataset_split="train"), data.sources[1])
     with pytest.raises(DataError, match=r"^split of a = 'train': the checkpoint's data loader had 'all'"):
-        build(data.replace(sources=other)).load_state_dict(state)
+        build(data.replace(sources=changed)).load_state_dict(state)
 
 
-def test_sources_come_go_move_and_pause_by_name(build, data, tokenizer):
-    """Each source goes on where it stopped, whichever sources are added or left out; a line names the change."""
+def test_sources_are_added_removed_and_moved_by_name(build, data, tokenizer):
+    """Each source continues where it stopped, whichever sources are added or removed; a log line names the change."""
     a, b = data.sources
     alone = {of.name: global_batches([build(data.replace(sources=(of,)))], 14) for of in (a, b)}
     taken, state = [], None
@@ -117,60 +117,62 @@ def test_sources_come_go_move_and_pause_by_name(build, data, tokenizer):
         state = loader.state_dict()
     for reader, rows_of in enumerate(zip(*taken, strict=True)):
         for name in "ab":
-            found = [row for row in rows_of if of_source(tokenizer, row) == name]
-            assert found == [batch[reader] for batch in alone[name]][: len(found)]
-            assert found
+            of_name = [sequence for sequence in rows_of if of_source(tokenizer, sequence) == name]
+            assert of_name == [batch[reader] for batch in alone[name]][: len(of_name)]
+            assert of_name
 
 
-def test_a_pass_reads_every_source_whole(build, data, tokenizer):
+def test_a_pass_reads_every_source_to_its_end(build, data, tokenizer):
     def read(data):
         batches = build(data, infinite=False)
-        return sorted(row for x, y in batches for row in x["input"][(y != IGNORED).any(1)].tolist())
+        return sorted(sequence for x, y in batches for sequence in x["input"][(y != IGNORED).any(1)].tolist())
 
-    seen = read(data)
-    assert seen == sorted(row for source in data.sources for row in read(data.replace(sources=(source,))))
-    assert {of_source(tokenizer, row) for row in seen} == {"a", "b"}
+    of_mixture = read(data)
+    assert of_mixture == sorted(
+        sequence for source in data.sources for sequence in read(data.replace(sources=(source,)))
+    )
+    assert {of_source(tokenizer, sequence) for sequence in of_mixture} == {"a", "b"}
 
 
-def test_figures_count_tokens_of_each_source_padding_and_what_is_long(build, data):
+def test_metrics_count_tokens_of_each_source_padding_and_long_documents(build, data):
     loader = build(data.replace(packing="best_fit", long_documents="drop"), seq_len=56)
     batches = list(islice(iter(loader), 20))
-    found = loader.take_metrics()
+    metrics = loader.take_metrics()
     tokens = sum(int((inputs["positions"] >= 0).sum()) for inputs, _ in batches)
-    assert found["data/tokens/a"] + found["data/tokens/b"] == pytest.approx(
-        tokens * (1 - found["data/padding(%)"] / 100)
+    assert metrics["data/tokens/a"] + metrics["data/tokens/b"] == pytest.approx(
+        tokens * (1 - metrics["data/padding(%)"] / 100)
     )
-    assert 0 < found["data/padding(%)"] < 40
-    assert found["data/long_documents/b"] > 0
+    assert 0 < metrics["data/padding(%)"] < 40
+    assert metrics["data/long_documents/b"] > 0
     assert loader.take_metrics()["data/tokens/a"] == 0
     assert build(data.replace(sources=data.sources[:1])).take_metrics() == {}
 
 
-def test_a_source_of_nothing_but_long_documents_is_refused(build, data):
+def test_a_source_with_only_long_documents_is_refused(build, data):
     dropping = data.replace(packing="best_fit", long_documents="drop")
     with pytest.raises(DataError, match=r"holds no document within seq_len = 2 tokens"):
         next(iter(build(dropping, seq_len=2)))
 
 
-def test_a_job_of_best_fit_goes_on_at_another_length(build, data):
-    """Whatever the length was before, `epochs` reads every token of every document once."""
+def test_best_fit_resumes_at_another_length(build, data):
+    """For any earlier length, `epochs` reads every token of every document once."""
     data = data.replace(packing="best_fit")
 
     def pairs(batches):
-        rows = [(x[y != IGNORED], y[y != IGNORED]) for inputs, y in batches for x in [inputs["input"]]]
-        return [pair for x, y in rows for pair in zip(x.tolist(), y.tolist(), strict=True)]
+        sequences = [(x[y != IGNORED], y[y != IGNORED]) for inputs, y in batches for x in [inputs["input"]]]
+        return [pair for x, y in sequences for pair in zip(x.tolist(), y.tolist(), strict=True)]
 
     once = data.replace(exhausted="end")
-    whole = sorted(pairs(build(once)))
+    expected = sorted(pairs(build(once)))
     for steps in (1, 3):
-        found, first = [], build(once)
-        found += pairs(islice(iter(first), steps))
+        read, first = [], build(once)
+        read += pairs(islice(iter(first), steps))
         second = build(once, seq_len=17)
         second.load_state_dict(first.state_dict())
-        found += pairs(islice(iter(second), steps))
+        read += pairs(islice(iter(second), steps))
         third = build(once, seq_len=64)
         third.load_state_dict(second.state_dict())
-        assert sorted(found + pairs(third)) == whole
+        assert sorted(read + pairs(third)) == expected
 
 
 @pytest.mark.parametrize(
@@ -183,13 +185,13 @@ def test_a_job_of_best_fit_goes_on_at_another_length(build, data):
         ({"sources": [{"text_column": "x", "chat": {"enable": True}}]}, "data.sources.text_column"),
     ],
 )
-def test_options_that_contradict_each_other(values, option):
+def test_contradictory_options_are_refused(values, option):
     with pytest.raises(OptionError) as refused:
         Data(**values)
     assert refused.value.option == option
 
 
-def test_rows_tell_where_documents_begin(build, data):
+def test_positions_mark_where_documents_begin(build, data):
     inputs, labels = next(iter(build(data)))
     starts = inputs["positions"][:, 1:] == 0
     assert starts.any()

@@ -1,4 +1,4 @@
-"""Sequences are the reader, cut without a gap, and can be cut from any point on."""
+"""Sequences are consecutive fragments of the documents without a gap, and packing can resume at any point."""
 
 import itertools
 
@@ -11,12 +11,12 @@ from titanplans.loss import IGNORED
 from titanplans.training.data.chat.chat import Tokens
 from titanplans.training.data.packing import pack, pack_best_fit, pack_conversations
 
-# Documents as lengths: tokens are numbered through, so that any gap, repeat or swap shows.
+# Documents by their lengths: tokens are numbered consecutively, so that any gap, repeat or swap shows.
 lengths = st.lists(st.integers(0, 30), max_size=20)
 some_lengths = st.lists(st.integers(0, 40), max_size=90)
 many_lengths = st.lists(
     st.integers(0, 40), min_size=30, max_size=90
-)  # several times the rows that are filled together
+)  # several times the sequences that are packed together
 
 
 def documents_of(lengths: list[int]) -> list[tuple[int, np.ndarray]]:
@@ -25,7 +25,7 @@ def documents_of(lengths: list[int]) -> list[tuple[int, np.ndarray]]:
 
 
 @given(lengths, st.integers(1, 12))
-def test_windows_put_together_are_the_documents_put_together(lengths, seq_len):
+def test_concatenated_sequences_are_the_concatenated_documents(lengths, seq_len):
     sequences = list(pack(documents_of(lengths), seq_len))
     reader = np.arange(sum(lengths))
     if len(reader) < 2:
@@ -40,21 +40,23 @@ def test_windows_put_together_are_the_documents_put_together(lengths, seq_len):
 
 
 @given(lengths, st.integers(1, 12))
-def test_positions_count_from_the_document_or_the_window(lengths, seq_len):
+def test_positions_count_from_the_start_of_the_document_or_of_the_sequence(lengths, seq_len):
     starts = {int(tokens[0]) for _, tokens in documents_of(lengths) if len(tokens)}
     joined = pack(documents_of(lengths), seq_len)
-    for sequence, whole in zip(pack(documents_of(lengths), seq_len, apart=True), joined, strict=True):
+    for sequence, joined_sequence in zip(
+        pack(documents_of(lengths), seq_len, apart=True), joined, strict=True
+    ):
         expected = []
         for token in sequence.inputs:
             expected.append(0 if not expected or int(token) in starts else expected[-1] + 1)
         assert sequence.positions.tolist() == expected
-        assert whole.positions.tolist() == list(range(len(expected)))
-        # What follows on a document's last token is another's first, which is not predicted.
-        labels = [IGNORED if int(label) in starts else int(label) for label in whole.labels]
+        assert joined_sequence.positions.tolist() == list(range(len(expected)))
+        # The token after a document's last is the first of another document, which is not predicted.
+        labels = [IGNORED if int(label) in starts else int(label) for label in joined_sequence.labels]
         assert sequence.labels.tolist() == labels
 
 
-def test_a_window_is_cut_before_the_document_after_it_is_read():
+def test_a_sequence_is_returned_before_the_next_document_is_read():
     def documents():
         yield 0, np.arange(9)
         pytest.fail("asked for a document that the first two sequences don't need")
@@ -72,27 +74,29 @@ short = st.lists(st.integers(3, 9), max_size=20)
 
 
 @given(short, st.integers(8, 20), st.booleans())
-def test_conversations_stay_whole_and_in_order_and_none_predicts_another(lengths, seq_len, packing):
+def test_conversations_are_not_split_stay_in_order_and_none_predicts_another(lengths, seq_len, packing):
     conversations = conversations_of(lengths)
     sequences = list(pack_conversations(conversations, seq_len, packing=packing))
     assert all(len(w.inputs) == len(w.labels) == len(w.positions) <= seq_len for w in sequences)
     starts = [np.flatnonzero(w.positions == 0) for w in sequences]
-    parts = [
-        (part.tolist(), labels.tolist())
+    fragments = [
+        (fragment.tolist(), labels.tolist())
         for w, cuts in zip(sequences, starts, strict=True)
-        for part, labels in zip(np.split(w.inputs, cuts)[1:], np.split(w.labels, cuts)[1:], strict=True)
+        for fragment, labels in zip(np.split(w.inputs, cuts)[1:], np.split(w.labels, cuts)[1:], strict=True)
     ]
-    assert parts == [
+    assert fragments == [
         (t.ids[:-1].tolist(), [i if i % 3 else -100 for i in t.ids[1:].tolist()]) for _, t in conversations
     ]
     assert packing or all(len(cuts) == 1 for cuts in starts)
-    for one, other in itertools.pairwise(sequences):
-        first = next(np.diff(np.append(np.flatnonzero(other.positions == 0), len(other.positions))).flat)
-        assert not packing or len(one.inputs) + first > seq_len, "it would have fitted"
+    for sequence, following in itertools.pairwise(sequences):
+        first = next(
+            np.diff(np.append(np.flatnonzero(following.positions == 0), len(following.positions))).flat
+        )
+        assert not packing or len(sequence.inputs) + first > seq_len, "it would have fitted into the sequence"
 
 
 def pairs_of(sequences) -> list[tuple[int, int]]:
-    """Return the tokens and the labels of sequences, in the order of the tokens."""
+    """Return pairs of token and label of the sequences, in the order of the tokens."""
     return sorted((int(x), int(y)) for w in sequences for x, y in zip(w.inputs, w.labels, strict=True))
 
 
@@ -120,18 +124,18 @@ def plain(sequences):
 
 @pytest.mark.parametrize("name", PACKERS)
 @given(draw=st.data())
-def test_going_on_after_any_window_gives_the_windows_that_followed(name, draw):
+def test_packing_resumes_after_any_sequence(name, draw):
     lengths, seq_lens, documents_of, packed = PACKERS[name]
     documents, seq_len = documents_of(draw.draw(lengths)), draw.draw(seq_lens)
     if sequences := list(packed(documents, seq_len)):
         k = draw.draw(st.integers(0, len(sequences) - 1))
-        rest = packed(documents[sequences[k].next_document :], seq_len, sequences[k].next_offset)
-        assert plain(rest) == plain(sequences[k + 1 :])
+        resumed = packed(documents[sequences[k].next_document :], seq_len, sequences[k].next_offset)
+        assert plain(resumed) == plain(sequences[k + 1 :])
 
 
 @given(many_lengths, st.lists(st.integers(1, 40), min_size=2, max_size=4), st.data())
-def test_another_length_leaves_no_token_of_best_fit_out_and_reads_none_twice(lengths, changes, draw):
-    """The length changes at rows drawn at random, also inside what was packed by the lengths before."""
+def test_after_a_change_of_length_best_fit_reads_every_token_once(lengths, changes, draw):
+    """The length changes at random sequences, also among documents that were packed for earlier lengths."""
     documents = documents_of(lengths)
     document, offset, packed, taken = 0, 0, (), []
     for seq_len in changes:

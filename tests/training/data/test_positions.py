@@ -1,4 +1,4 @@
-"""Every token is read once, and every global batch is the same, whatever the number of ranks, and whenever it changes."""
+"""Every token is read once, and every global batch is the same, for any count of ranks, even if it changes."""
 
 import json
 from collections import Counter
@@ -17,7 +17,7 @@ from titanplans.training.data.positions import source_of as source_of_row
 
 
 class Corpus:
-    """Documents as lengths: tokens are numbered through, so that any gap, repeat or swap shows."""
+    """Documents by their lengths: tokens are numbered consecutively, so that any gap, repeat or swap shows."""
 
     files = ()
     identity: ClassVar[dict[str, int]] = {"piece_bytes": 0}
@@ -42,8 +42,8 @@ def source_of(lengths):
 
 
 def run(source, position, slice_size, ranks, workers, seq_len, steps):
-    """The sequences of some steps in their order, and the position afterwards, as a checkpoint would hold it."""
-    rows, positions = [[] for _ in range(steps)], []
+    """Return the sequences of some steps in order, and the position after them, as a checkpoint saves it."""
+    by_step, positions = [[] for _ in range(steps)], []
     for rank in range(ranks):
         batch_slice = BatchSlice(slice_size, rank, ranks, workers)
         sources = [PackedSource("numbers", source, Data(documents="joined"), Tokenizer(), seq_len)]
@@ -53,18 +53,18 @@ def run(source, position, slice_size, ranks, workers, seq_len, steps):
         for step in range(steps):
             batch = next(of_workers[step % workers])
             assert batch.tokens.shape == (slice_size, seq_len)
-            rows[step] += batch.tokens.tolist()
+            by_step[step] += batch.tokens.tolist()
             by_reader |= batch.by_reader
         positions.append(
             DataPosition(position.readers, position.sequences + steps * batch_slice.global_batch, by_reader)
         )
-    return rows, DataPosition.from_json(json.loads(json.dumps(merged(positions).to_json())))
+    return by_step, DataPosition.from_json(json.loads(json.dumps(merged(positions).to_json())))
 
 
 lengths = st.lists(st.integers(1, 20), min_size=1, max_size=30)
 phases = st.lists(
     st.tuples(
-        st.integers(1, 3),  # sequences a rank
+        st.integers(1, 3),  # sequences per rank
         st.integers(1, 4),  # ranks
         st.integers(1, 3),  # workers
         st.integers(2, 9),  # tokens in a sequence
@@ -76,23 +76,25 @@ phases = st.lists(
 
 
 @given(lengths, phases)
-def test_no_token_is_read_twice_or_left_out_when_anything_changes_at_any_step(lengths, phases):
+def test_no_token_is_read_twice_or_skipped_whatever_changes_at_any_step(lengths, phases):
     source = source_of(lengths)
     size, ranks, workers, *_ = phases[0]
     position = DataPosition(divide(source.choose_readers, BatchSlice(size, 0, ranks, workers)))
     read = {reader: [] for reader in range(position.readers.count)}
     for size, ranks, workers, seq_len, steps in phases:
         first = position.sequences
-        rows, position = run(source, position, size, ranks, workers, seq_len, steps)
-        for sequence, row in enumerate((row for step in rows for row in step), first):
-            read[position.readers.locate(sequence)[0]] += row
+        by_step, position = run(source, position, size, ranks, workers, seq_len, steps)
+        for sequence, tokens_of_sequence in enumerate(
+            (tokens_of_sequence for step in by_step for tokens_of_sequence in step), first
+        ):
+            read[position.readers.locate(sequence)[0]] += tokens_of_sequence
     for reader, tokens in read.items():
-        whole, epoch = [], 0
-        while len(whole) < len(tokens):
+        expected, epoch = [], 0
+        while len(expected) < len(tokens):
             for _, text in source.documents(epoch, reader, position.readers.count, None):
-                whole += Tokenizer().encode(text)
+                expected += Tokenizer().encode(text)
             epoch += 1
-        assert tokens == whole[: len(tokens)]
+        assert tokens == expected[: len(tokens)]
 
 
 @given(
@@ -106,15 +108,13 @@ def test_a_global_batch_is_the_same_on_any_number_of_ranks_and_workers(lengths, 
     undisturbed, _ = run(source, start, 12 // began_with, began_with, 1, 5, 1 + 2 * len(others))
     position, resumed = start, []
     for ranks, workers in others:
-        rows, position = run(source, position, 12 // ranks, ranks, workers, 5, 2)
-        resumed += rows
+        by_step, position = run(source, position, 12 // ranks, ranks, workers, 5, 2)
+        resumed += by_step
     assert resumed == undisturbed[: len(resumed)]
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 60), st.data())
-def test_ranks_and_workers_open_readers_of_their_own_and_each_reader_has_its_turn(
-    size, ranks, workers, documents, data
-):
+def test_ranks_and_workers_have_different_readers_which_alternate(size, ranks, workers, documents, data):
     readers = divide(source_of([1] * documents).choose_readers, BatchSlice(size, 0, ranks, workers))
     slots = size * ranks * workers
     assert readers.count * readers.sequences_per_turn == slots
@@ -135,8 +135,8 @@ def test_ranks_and_workers_open_readers_of_their_own_and_each_reader_has_its_tur
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any), st.integers(1, 200))
-def test_a_source_has_its_share_of_any_first_rows(weights, rows):
-    found = Counter(source_of_row(row, weights) for row in range(rows))
+def test_the_first_sequences_are_of_the_sources_by_weight(weights, sequences):
+    counts = Counter(source_of_row(index, weights) for index in range(sequences))
     for source, weight in enumerate(weights):
-        assert abs(found[source] - rows * weight / sum(weights)) < len(weights)
-        assert weight or not found[source]
+        assert abs(counts[source] - sequences * weight / sum(weights)) < len(weights)
+        assert weight or not counts[source]

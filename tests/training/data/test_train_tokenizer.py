@@ -1,4 +1,4 @@
-"""The committed tokenizer is what docs/data.md says, and loses nothing."""
+"""The committed tokenizer is as docs/data.md says, and its encoding is lossless."""
 
 import json
 from pathlib import Path
@@ -16,14 +16,14 @@ TOKENIZER = load_tokenizer(default_tokenizer_path())
 
 
 @given(st.text().filter(lambda text: BOS not in text and EOS not in text))
-def test_any_text_comes_back(text):
+def test_any_text_is_decoded_as_it_was_encoded(text):
     ids = TOKENIZER.encode(text).ids
     assert TOKENIZER.decode(ids) == text
     assert not {0, 1} & set(ids)
     assert len(ids) <= len(text.encode())
 
 
-def test_it_is_what_it_claims_to_be():
+def test_its_size_and_special_tokens():
     assert TOKENIZER.get_vocab_size() == VOCAB_SIZE == 4096
     assert (TOKENIZER.token_to_id(BOS), TOKENIZER.token_to_id(EOS)) == (0, 1)
     file = Path(default_tokenizer_path()) / "tokenizer.json"
@@ -34,7 +34,7 @@ def test_it_is_what_it_claims_to_be():
     assert sorted(model["vocab"].values()) == list(range(VOCAB_SIZE))
 
 
-def test_it_spends_less_than_a_token_on_three_bytes_of_held_out_text():
+def test_it_needs_less_than_a_token_for_three_bytes_of_held_out_text():
     from tests.support.data_sources import open_source
 
     texts = [text for _, text in open_source("stdlib", split="validation").documents(0, 0, 1, None)]

@@ -24,11 +24,11 @@ from titanplans.training.job.resolve import fewest_processes
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    """Return a function that makes a job from dotted options, on a tiny data set of its own."""
+    """Return a function that makes a job from dotted options, on a tiny data set."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").mkdir()
-    for number in range(40):
-        (tmp_path / "text" / f"{number}.txt").write_text("all work and no play makes jack a dull boy\n" * 40)
+    for index in range(40):
+        (tmp_path / "text" / f"{index}.txt").write_text("all work and no play makes jack a dull boy\n" * 40)
     (tmp_path / "job.toml").write_text(
         "[training]\ndataset_path = 'text'\nseq_len = 64\n[activation_checkpoint]\nmode = 'none'\n"
     )
@@ -62,15 +62,15 @@ def refusal(job: JobConfig, world_size: int = 1) -> str:
         ),
     ],
 )  # fmt: skip
-def test_what_should_run_is_let_through(job, world_size, options):
+def test_correct_jobs_pass(job, world_size, options):
     check_job(job(**options), world_size)
 
 
 def test_a_check_of_a_debug_flavor_takes_seconds(job):
-    wanted = job(parallelism__tensor_parallel_degree=2)
-    check_job(wanted, 2)  # imports
+    job_of_options = job(parallelism__tensor_parallel_degree=2)
+    check_job(job_of_options, 2)  # the first call imports the libraries
     begin = time.perf_counter()
-    check_job(wanted, 2)
+    check_job(job_of_options, 2)
     assert time.perf_counter() - begin < 5
 
 
@@ -98,12 +98,12 @@ PARALLEL = [
 
 @pytest.mark.parametrize(("world_size", "options", "message"), PARALLEL)
 def test_degrees_have_to_fit_the_processes_and_the_model(job, world_size, options, message):
-    wanted = job(**{f"parallelism__{key}": value for key, value in options.items()})
-    assert re.search(message, refusal(wanted, world_size))
+    job_of_options = job(**{f"parallelism__{key}": value for key, value in options.items()})
+    assert re.search(message, refusal(job_of_options, world_size))
 
 
 def test_the_experts_have_to_fit_the_ranks(job):
-    """Unset, the shard degree is what the experts need; a set one is not changed."""
+    """If the shard degree is not set, it is what the experts need; a given one is not changed."""
     of = {"model__name": "qwen3_moe", "parallelism__expert_parallel_degree": 4}
     assert fewest_processes(job(**of)) == 4
     assert fewest_processes(job(**of, parallelism__tensor_parallel_degree=2)) == 4
@@ -115,23 +115,25 @@ def test_the_experts_have_to_fit_the_ranks(job):
 
 
 def test_the_batch_has_to_fit_the_data_parallel_degree(job):
-    wanted = job(training__global_batch_size=24, parallelism__tensor_parallel_degree=2)
-    assert re.match(r"training.global_batch_size = 24 .* = 8 x 2 = 16; 16 or 32", refusal(wanted, 4))
+    job_of_options = job(training__global_batch_size=24, parallelism__tensor_parallel_degree=2)
+    assert re.match(r"training.global_batch_size = 24 .* = 8 x 2 = 16; 16 or 32", refusal(job_of_options, 4))
 
 
-def test_ranks_share_a_sequence_equally_in_training(job):
-    wanted = {"parallelism__tensor_parallel_degree": 2, "training__seq_len": 63}
+def test_the_sequence_length_has_to_be_divisible_in_training(job):
+    options = {"parallelism__tensor_parallel_degree": 2, "training__seq_len": 63}
     with pytest.raises(
         OptionError, match=r"multiple of tensor_parallel_degree = 2, .*62 or 64 would work, or "
     ):
-        job(**wanted)
-    check_job(job(**wanted, parallelism__enable_sequence_parallel="false"), 2)
-    check_job(job(**wanted | {"training__seq_len": 64}, validation__enable="true", validation__seq_len=31), 2)
-    wanted = {"parallelism__context_parallel_degree": 2, "training__seq_len": 62}
+        job(**options)
+    check_job(job(**options, parallelism__enable_sequence_parallel="false"), 2)
+    check_job(
+        job(**options | {"training__seq_len": 64}, validation__enable="true", validation__seq_len=31), 2
+    )
+    options = {"parallelism__context_parallel_degree": 2, "training__seq_len": 62}
     with pytest.raises(
         OptionError, match=r"multiple of context_parallel_degree x 2 = 4, .*60 or 64 would work$"
     ):
-        job(**wanted)
+        job(**options)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,7 @@ def test_ranks_share_a_sequence_equally_in_training(job):
         ),
     ],
 )
-def test_what_is_not_there(job, options, message):
+def test_missing_files_and_modules_are_refused(job, options, message):
     assert message in refusal(job(**options))
 
 
@@ -173,7 +175,7 @@ def test_what_is_not_there(job, options, message):
     ids=lambda options: list(options)[-1],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with CUDA can do it")
-def test_what_needs_cuda(job, options):
+def test_options_that_need_cuda_are_refused(job, options):
     assert "needs CUDA, but this machine" in refusal(job(**options), 2)
 
 
@@ -188,17 +190,17 @@ def test_what_needs_cuda(job, options):
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="an accelerator can do it")
-def test_autocast_of_linear_attention_on_a_cpu(job, options, message):
+def test_autocast_of_linear_attention_on_a_cpu_is_refused(job, options, message):
     assert message in refusal(job(**options))
 
 
 def test_wandb_has_to_be_installed(job, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)  # as Python marks a module that can't be imported
+    monkeypatch.setitem(sys.modules, "wandb", None)  # Python's mark of a module that can't be imported
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "metrics.enable_wandb = true, but wandb" in refusal(job(metrics__enable_wandb="true"))
 
 
-def test_a_tokenizer_larger_than_the_vocabulary(job, tmp_path):
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(job, tmp_path):
     config = modeling.load_config("gla", "debug", vocab_size=1024)
     config.save_pretrained(tmp_path)
     message = refusal(job(model__config=str(tmp_path / "config.json")))
@@ -206,7 +208,7 @@ def test_a_tokenizer_larger_than_the_vocabulary(job, tmp_path):
     assert "vocab_size = 1024" in message
 
 
-def test_a_penalty_of_the_models_own_loss(job, tmp_path):
+def test_a_penalty_in_the_loss_of_the_model_is_refused(job, tmp_path):
     modeling.load_config("rwkv7", "debug", use_l2warp=True).save_pretrained(tmp_path)
     message = refusal(job(model__config=str(tmp_path / "config.json")))
     assert "use_l2warp = True" in message
@@ -218,7 +220,7 @@ def test_groups_of_parameters_have_to_fit_the_model(job):
     assert 'optimizer.groups, table 1 (pattern = "self_attn"): it matches no parameter' in message
 
 
-def test_a_users_own_module_is_imported(job, tmp_path, monkeypatch):
+def test_a_module_of_the_user_is_imported(job, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_plans_for_a_test.py").write_text("")
     check_job(job(experimental__custom_import="my_plans_for_a_test"), 1)
@@ -228,7 +230,7 @@ def test_a_users_own_module_is_imported(job, tmp_path, monkeypatch):
 # ---------------------------------------------------------------- checkpoints
 
 
-def test_a_manifest_tells_models_apart_and_not_kernels():
+def test_a_manifest_distinguishes_models_but_not_kernels():
     config = modeling.load_config("gla", "debug")
     ours = compared_fields(config)
     assert compared_fields(modeling.load_config("gla", "debug", fuse_norm=not config.fuse_norm)) == ours
@@ -236,15 +238,15 @@ def test_a_manifest_tells_models_apart_and_not_kernels():
     assert describe_changes(ours, theirs) == "num_heads = 8, now 4; use_short_conv = false, now true"
 
 
-def test_what_is_incidental_in_a_config_is_so_in_the_configs_of_its_parts():
+def test_incidental_fields_are_ignored_in_nested_configs_too():
     config = modeling.load_config("gemma3", "debug")
     ours = compared_fields(config)
-    whole = json.loads(config.to_json_string(use_diff=False))
-    for part in (config, config.text_config, config.vision_config):
-        part.dtype = torch.bfloat16
+    values = json.loads(config.to_json_string(use_diff=False))
+    for sub_config in (config, config.text_config, config.vision_config):
+        sub_config.dtype = torch.bfloat16
     config.text_config.use_cache = not config.text_config.use_cache
     assert compared_fields(config) == ours
-    assert describe_model_changes(whole, config) == ""  # the manifest of an earlier version
+    assert describe_model_changes(values, config) == ""  # the manifest of an earlier version
     config.text_config.head_dim, config.vision_config.image_size = 64, 112
     message = "text_config.head_dim = 32, now 64; vision_config.image_size = 56, now 112"
     assert describe_model_changes(ours, config) == message
@@ -253,13 +255,13 @@ def test_what_is_incidental_in_a_config_is_so_in_the_configs_of_its_parts():
 
 @pytest.fixture(scope="module")
 def weights() -> dict[str, torch.Tensor]:
-    """Return the weights of the debug GLA, empty, by name."""
+    """Return uninitialized tensors of the weights of the debug GLA, by name."""
     model = modeling.build(modeling.load_config("gla", "debug"))
     return {name: torch.empty(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def write_checkpoint(folder: Path, weights: dict[str, torch.Tensor], **more: Any) -> None:
-    """Write a checkpoint as the manager does; `heads`: of the model in its manifest; `moments`: whose state it has."""
+    """Write a checkpoint as the manager does, with `heads` in its manifest and optimizer state for `moments`."""
     config = modeling.load_config("gla", "debug", num_heads=more.pop("heads", 8))
     moments = more.pop("moments", weights)
     holds = "training" if more else "weights"
@@ -269,20 +271,20 @@ def write_checkpoint(folder: Path, weights: dict[str, torch.Tensor], **more: Any
     save(weights | more, storage_writer=CheckpointWriter(folder, manifest), no_dist=True)
 
 
-def test_checkpoints_of_this_and_of_another_model(job, tmp_path, weights):
+def test_a_checkpoint_of_another_model_is_refused(job, tmp_path, weights):
     folder = tmp_path / "outputs" / "checkpoint"
-    wanted = job(checkpoint__enable="true")
-    check_job(wanted, 1)
+    job_of_options = job(checkpoint__enable="true")
+    check_job(job_of_options, 1)
     write_checkpoint(folder / "step-5", weights, **{"train_state.step": torch.tensor(5)})
-    check_job(wanted, 1)
+    check_job(job_of_options, 1)
     message = refusal(job(checkpoint__enable="true", model__name="transformer"))
     assert "step-5 is of another model" in message
-    # Of the same shapes: the manifest says that the heads are others.
+    # The shapes are the same, but the manifest has another number of heads.
     write_checkpoint(folder / "step-6", weights, heads=4, **{"train_state.step": torch.tensor(6)})
-    assert "num_heads = 4, now 8" in refusal(wanted)
+    assert "num_heads = 4, now 8" in refusal(job_of_options)
 
 
-def test_a_checkpoint_of_another_optimizer(job, tmp_path, weights):
+def test_a_checkpoint_of_another_optimizer_is_refused(job, tmp_path, weights):
     folder = tmp_path / "outputs" / "checkpoint"
     write_checkpoint(folder / "step-5", weights, **{"train_state.step": torch.tensor(5)})
     muon = {"checkpoint__enable": "true", "optimizer__name": "Muon"}
@@ -292,7 +294,7 @@ def test_a_checkpoint_of_another_optimizer(job, tmp_path, weights):
     check_job(job(**muon, checkpoint__exclude_from_loading="optimizer,dataloader"), 1)
 
 
-def test_a_checkpoint_without_any_optimizer_state(job, tmp_path, weights):
+def test_a_checkpoint_without_any_optimizer_state_is_refused(job, tmp_path, weights):
     folder = tmp_path / "outputs" / "checkpoint"
     write_checkpoint(folder / "step-5", weights, moments=(), **{"train_state.step": torch.tensor(5)})
     assert "step-5 holds no optimizer state; start afresh" in refusal(job(checkpoint__enable="true"))
@@ -320,27 +322,27 @@ def test_a_checkpoint_of_the_weights_alone_starts_a_job_but_resumes_none(job, tm
     assert "holds the weights alone" in refusal(job(**elsewhere, checkpoint__initial_load_model_only="false"))
 
 
-def test_a_checkpoint_without_a_manifest_that_is_cut_names_the_file(job, tmp_path, weights):
-    """torchtitan's own, from which a job starts: it has no checksums, but its index says how long the shards are."""
+def test_truncated_files_of_a_checkpoint_without_manifest_are_named(job, tmp_path, weights):
+    """A checkpoint of torchtitan, from which a job starts: it has no checksums, but an index with lengths of shards."""
     initial = tmp_path / "theirs"
     save(weights, checkpoint_id=initial, no_dist=True)
-    wanted = job(checkpoint__enable="true", checkpoint__initial_load_path=str(initial))
-    check_job(wanted, 1)
+    job_of_options = job(checkpoint__enable="true", checkpoint__initial_load_path=str(initial))
+    check_job(job_of_options, 1)
     index, shard = initial / ".metadata", initial / "__0_0.distcp"
-    whole = {path: path.read_bytes() for path in (index, shard)}
-    for length in (0, 1, len(whole[shard]) // 2, len(whole[shard]) - 1):
-        shard.write_bytes(whole[shard][:length])
-        assert f"checkpoint.initial_load_path: {shard} is truncated" in refusal(wanted)
+    contents = {path: path.read_bytes() for path in (index, shard)}
+    for length in (0, 1, len(contents[shard]) // 2, len(contents[shard]) - 1):
+        shard.write_bytes(contents[shard][:length])
+        assert f"checkpoint.initial_load_path: {shard} is truncated" in refusal(job_of_options)
     shard.unlink()
-    assert f"{shard} is truncated" in refusal(wanted)
-    shard.write_bytes(whole[shard])
-    for length in (0, 1, len(whole[index]) // 2, len(whole[index]) - 1):
-        index.write_bytes(whole[index][:length])
-        message = refusal(wanted)
+    assert f"{shard} is truncated" in refusal(job_of_options)
+    shard.write_bytes(contents[shard])
+    for length in (0, 1, len(contents[index]) // 2, len(contents[index]) - 1):
+        index.write_bytes(contents[index][:length])
+        message = refusal(job_of_options)
         assert message.startswith(f"{index} is damaged (")
         assert message.endswith("; take another checkpoint")
     index.unlink()
-    assert f'"{initial}" is not a checkpoint' in refusal(wanted)
+    assert f'"{initial}" is not a checkpoint' in refusal(job_of_options)
 
 
 @pytest.mark.parametrize(
@@ -350,20 +352,20 @@ def test_a_checkpoint_without_a_manifest_that_is_cut_names_the_file(job, tmp_pat
         ({"checkpoint__initial_load_path": "nowhere"}, '"nowhere" is not a checkpoint'),
     ],
 )
-def test_checkpoints_that_are_not_there(job, options, message):
+def test_missing_checkpoints_are_refused(job, options, message):
     assert message in refusal(job(checkpoint__enable="true", **options))
 
 
 def test_a_seed_checkpoint_is_saved_by_one_process(job):
-    wanted = job(checkpoint__enable="true", checkpoint__create_seed_checkpoint="true")
-    check_job(wanted, 1)
-    assert "from 1 process, not 2; start one" in refusal(wanted, 2)
+    job_of_options = job(checkpoint__enable="true", checkpoint__create_seed_checkpoint="true")
+    check_job(job_of_options, 1)
+    assert "from 1 process, not 2; start one" in refusal(job_of_options, 2)
 
 
 def test_the_model_is_refused_before_the_tokenizer_and_the_data(job, tmp_path):
-    """Which take seconds to read, and data on a hub half a minute of attempts."""
+    """Tokenizer and data take seconds to read, and data on a hub half a minute of attempts."""
     (tmp_path / "config.json").write_text('{"model_type": "qwen33"}')
-    words = refusal(
+    message = refusal(
         job(model__config="config.json", model__hf_assets_path="/nowhere", training__dataset="a/b")
     )
-    assert words.startswith("model config 'config.json': model_type 'qwen33'")
+    assert message.startswith("model config 'config.json': model_type 'qwen33'")

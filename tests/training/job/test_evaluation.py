@@ -1,4 +1,4 @@
-"""`titanplans evaluate`: the validation losses of a job's checkpoints, of whichever kind, and nothing written."""
+"""`titanplans evaluate` prints the validation losses of a job's checkpoints of any kind, and writes nothing."""
 
 import re
 
@@ -23,19 +23,19 @@ STEPS = "--training.steps=6"
 
 @pytest.fixture
 def job(tmp_path):
-    made = Job(tmp_path)
+    job = Job(tmp_path)
     path = tmp_path / "job.toml"
     path.write_text(path.read_text().replace('dataset_path = "text.txt"\n', "") + SECTION)
-    for name, message in (("text", "quick foxes"), ("other", "all work and no play")):
+    for name, words in (("text", "quick foxes"), ("other", "all work and no play")):
         (tmp_path / name).mkdir()
-        for number in range(40):
-            text = " ".join(f"{number * i % 97} {message}" for i in range(100))
-            (tmp_path / name / f"{number}.txt").write_text(text)
-    return made
+        for index in range(40):
+            text = " ".join(f"{index * i % 97} {words}" for i in range(100))
+            (tmp_path / name / f"{index}.txt").write_text(text)
+    return job
 
 
 def evaluated(job, *options):
-    """Return the losses by source that the command prints, and all that it prints."""
+    """Return the losses by source that the command prints, and its full output."""
     assert job.end(start(["evaluate", "job.toml", *options], job.folder)) == 0, job.err
     table = job.out.partition("source ")[2].splitlines()[1:]
     return {name: loss for name, loss, _ in map(str.split, table)}
@@ -48,7 +48,7 @@ def files(job):
 def test_every_checkpoint_is_validated_source_by_source(job):
     assert job.run(STEPS) == 0, job.err
     steps = [int(step) for step in re.findall(r"step +(\d+)  validation loss", job.out)]
-    assert steps == [1, 4, 6], "the last one, too"
+    assert steps == [1, 4, 6], "the last step too"
     before = files(job)
     newest = evaluated(job, STEPS)
     assert "step-6\nsource" in job.out, "it holds the weights alone"
@@ -60,7 +60,7 @@ def test_every_checkpoint_is_validated_source_by_source(job):
 
 
 def test_a_hugging_face_folder_and_one_source_alone(job):
-    """The loss that training logs of the only source is the one that is printed."""
+    """The printed loss of the only source is the one that training logs."""
     path = job.folder / "job.toml"
     path.write_text(path.read_text().partition('[[data.sources]]\nname = "other"')[0])
     assert job.run(STEPS, "--checkpoint.last_save_in_hf") == 0, job.err
@@ -75,7 +75,7 @@ def test_a_hugging_face_folder_and_one_source_alone(job):
     assert evaluated(job, *elsewhere) == {"text": logged}
 
 
-def test_what_is_not_there(job):
+def test_missing_checkpoints_and_sources_are_refused(job):
     def refused(*options):
         assert job.end(start(["evaluate", "job.toml", *options], job.folder)) == 2
         return job.err

@@ -1,4 +1,4 @@
-"""No key of a job gets lost on the way to the parts that it names."""
+"""Every key of a job changes what the job is made of, or is read where it acts."""
 
 import ast
 from typing import Any, Literal, get_args, get_origin
@@ -19,9 +19,9 @@ READERS = (
     *("trainer/trainer.py", "trainer/loss.py", "trainer/model.py", "launch/processes.py"),
     *("launch/rank.py", "checkpoint/manager.py", "checkpoint/resume.py", "checkpoint/folder.py"),
 )
-"""Files that read options one by one, of which `acting` holds nothing."""
-GIVEN_WHOLE = ("metrics", "profiling", "lr_scheduler", "debug")
-"""Sections whose every option is an argument of a part, which refuses what it does not know."""
+"""Files that read single options, which `acting` does not return."""
+PASSED_SECTIONS = ("metrics", "profiling", "lr_scheduler", "debug")
+"""Sections that are passed as keyword arguments, so that unknown options raise."""
 
 
 def configured(**options: object) -> JobConfig:
@@ -29,34 +29,34 @@ def configured(**options: object) -> JobConfig:
 
 
 def acting(job: JobConfig, world_size: int = 1) -> dict[str, Any]:
-    """Return what is made of the options of a job, but for what goes into a checkpoint's manifest, which holds every key."""
+    """Return what the options of a job become, except for the manifest of its checkpoints, which has every key."""
     config = resolve.hf_config(job)
     keyword = documents.document_keyword(job, config)
-    apart = documents.are_apart(job, keyword)
+    are_apart = documents.are_apart(job, keyword)
     return {
         "strategy": strategy_of(job),
         "shard_degree": job.parallelism.shard_degree,
         "model": (config.to_dict(), keyword, resolve.model_name(job), resolve.tokenizer_path(job)),
-        "data": loaders.training_loader(job, world_size, documents_apart=apart),
-        "validation": loaders.validation_loader(
-            job, resolve.validation_data(job), world_size, documents_apart=apart
+        "data": parts.training_loader(job, world_size, documents_apart=are_apart),
+        "validation": parts.validation_loader(
+            job, resolve.validation_data(job), world_size, documents_apart=are_apart
         ),
         "sizes": (resolve.validation_data(job), resolve.training_data(job)),
         "batch": resolve.global_batch_size(job, resolve.data_parallel_degree(job, world_size)),
         "optimizers": (job.optimizer, *(job.compile.enable, job.compile.components)),
         "schedule": schedule_steps(job),
         "traces": resolve.trace_buf_size(job),
-        "whole": [vars(getattr(job, section)) for section in GIVEN_WHOLE],
+        "sections": [vars(getattr(job, section)) for section in PASSED_SECTIONS],
     }
 
 
 def read_one_by_one() -> set[str]:
-    """Return the attributes that the loop and the start of processes read."""
+    """Return the names of the attributes that the files of `READERS` use."""
     trees = [ast.parse((ENGINE / file).read_text()) for file in READERS]
     return {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
 
 
-# A value other than the default for keys whose type does not suggest one that may be given alone.
+# Values other than the default, for keys whose type does not suggest one that is valid by itself.
 ANOTHER = {
     "model.config_overrides": {"max_position_embeddings": 64},
     "data.documents": "joined",
@@ -76,7 +76,7 @@ ANOTHER = {
     "checkpoint.exclude_from_loading": ["dataloader"],
 }
 
-# What a key needs beside it to mean anything.
+# Options that a key needs to have an effect.
 OP = {"activation_checkpoint.selective_ac_option": "op"}
 COMPILED = {"compile.enable": True}
 BUDGET = {"activation_checkpoint.mode": "memory_budget"} | COMPILED
@@ -97,7 +97,7 @@ OF_SECTIONS = {
     "ddp": DDP,
     "lora": LORA,
 }
-BESIDE = {
+NEEDED = {
     **{key: OF_SECTIONS[keys()[key].section] for key in keys() if keys()[key].section in OF_SECTIONS},
     **{key: {} for key in (*COMPILED, *CHAT, *LORA, *FLOAT8)},
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": GATHER,
@@ -133,7 +133,7 @@ BESIDE = {
     },
 }
 
-# Keys that act elsewhere, and where that is tested.
+# Keys that act elsewhere, with the test of each.
 ELSEWHERE = {
     "job.description": "test_config_load",
     "model.config": "below",
@@ -147,20 +147,22 @@ ELSEWHERE = {
 }
 
 
-def words_of(hint: Any) -> list[Any]:
-    """Return the words that a type, or a part of it, names."""
-    inside = [word for part in get_args(hint) for word in words_of(part)]
-    return list(get_args(hint)) if get_origin(hint) is Literal else inside
+def literal_values(hint: Any) -> list[Any]:
+    """Return the values of a Literal type, also inside of other types."""
+    nested = [value for argument in get_args(hint) for value in literal_values(argument)]
+    return list(get_args(hint)) if get_origin(hint) is Literal else nested
 
 
 @pytest.mark.parametrize("name", [name for name in keys() if name not in ELSEWHERE])
-def test_every_key_acts_or_is_read(name):
+def test_every_key_has_an_effect(name):
     key = keys()[name]
     match key.default:
         case _ if name in ANOTHER:
             value = ANOTHER[name]
-        case _ if words := [word for word in words_of(key.hint) if word not in (None, key.default)]:
-            value = words[0]
+        case _ if choices := [
+            choice for choice in literal_values(key.hint) if choice not in (None, key.default)
+        ]:
+            value = choices[0]
         case _ if describe(key.hint).startswith("true or false"):
             value = not key.default
         case int():
@@ -174,13 +176,13 @@ def test_every_key_acts_or_is_read(name):
         case _:
             value = "other" if "a string" in describe(key.hint) or name == "model.plan" else 3
     world_size = 4 if name.startswith(("parallelism.", "model.plan")) else 1
-    beside = {other.replace(".", "__"): given for other, given in BESIDE.get(name, {}).items()}
-    before, after = configured(**beside), configured(**beside | {name.replace(".", "__"): value})
+    needed = {other.replace(".", "__"): setting for other, setting in NEEDED.get(name, {}).items()}
+    before, after = configured(**needed), configured(**needed | {name.replace(".", "__"): value})
     if acting(after, world_size) == acting(before, world_size):
         assert name.rpartition(".")[2] in read_one_by_one()
 
 
-def test_a_model_from_a_file():
+def test_a_model_config_from_a_file():
     path = str(ROOT / "configs" / "gla_debug.json")
     job = configured(model__config=path)
     assert (resolve.model_name(job)[0], resolve.hf_config(job).model_type) == (path, "gla")
@@ -200,13 +202,13 @@ def test_the_global_batch(world_size, options, expected):
     assert resolve.global_batch_size(job, resolve.data_parallel_degree(job, world_size)) == expected
 
 
-def test_degrees_have_to_divide_the_number_of_processes():
+def test_degrees_that_do_not_divide_the_world_size_are_refused():
     job = build_job({"parallelism.tensor_parallel_degree": 3, "training.seq_len": 48})
     with pytest.raises(ConfigError, match="does not divide the number of processes, 4"):
         resolve.data_parallel_degree(job, 4)
 
 
-def test_validation_is_as_training_where_nothing_else_is_said():
+def test_validation_uses_the_options_of_training_by_default():
     job = configured(training__seq_len=64, training__dataset="local", training__dataset_path="here")
     validation = resolve.validation_data(job)
     assert (validation.seq_len, validation.local_batch_size) == (64, 8)
@@ -215,16 +217,16 @@ def test_validation_is_as_training_where_nothing_else_is_said():
     mixed = configured(
         data__sources=({"dataset_path": "a", "weight": 2.0}, {"dataset_path": "b", "text_column": "x"})
     )
-    of = loaders.validation_loader(
+    sources = parts.validation_loader(
         mixed, resolve.validation_data(mixed), 1, documents_apart=False
     ).data.sources
-    assert [(s.dataset_path, s.dataset_split, s.text_column) for s in of] == [
+    assert [(s.dataset_path, s.dataset_split, s.text_column) for s in sources] == [
         ("a", "validation", "text"),
         ("b", "validation", "x"),
     ]
 
 
-def test_a_validation_set_of_its_own_does_not_take_the_training_path():
+def test_a_separate_validation_set_does_not_use_the_path_of_training():
     job = configured(training__dataset_path="here", validation__dataset="stdlib")
     assert resolve.validation_data(job).sources[0].dataset_path is None
 

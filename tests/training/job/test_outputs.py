@@ -1,4 +1,4 @@
-"""What a job can't write to is refused before it starts, and asking leaves nothing behind."""
+"""Paths that a job can't write are refused before it starts, and the check leaves no files."""
 
 import os
 from pathlib import Path
@@ -29,7 +29,7 @@ INPUTS = {
     "checkpoint.initial_adapter_path",
     "training.chat.chat_template",
 }
-"""What a job reads."""
+"""Options of paths that a job reads."""
 WRITTEN = sorted(
     name for name, key in keys().items() if key.hint in (FilePath, FilePath | None) and name not in INPUTS
 )
@@ -48,7 +48,7 @@ def there(folder):
     return sorted(path.relative_to(folder) for path in folder.rglob("*"))
 
 
-def test_every_path_that_a_job_writes_to_is_asked_for():
+def test_every_option_of_a_written_path_is_tested_here():
     job = build_job(SWITCHES | {"job.save_config_file": "config.json"})
     assert {key for key, _, _ in outputs(job)} == set(WRITTEN)
     assert len(WRITTEN) == 7
@@ -56,7 +56,7 @@ def test_every_path_that_a_job_writes_to_is_asked_for():
 
 @pytest.mark.parametrize("key", WRITTEN)
 @pytest.mark.parametrize(
-    ("path", "why"),
+    ("path", "reason"),
     [
         ("file/x", "file is a file, or a link that leads nowhere, and not a directory"),
         ("x" * 300, "File name too long"),
@@ -67,13 +67,13 @@ def test_every_path_that_a_job_writes_to_is_asked_for():
         ("/dev/null/x", "/dev/null is a file"),
     ],
 )
-def test_a_path_that_can_not_be_written_to(folder, key, path, why):
+def test_a_path_that_can_not_be_written_is_refused(folder, key, path, reason):
     before = there(folder)
     # Every other path is relative to dump_folder.
-    given = path if key == "job.dump_folder" or path.startswith("/") else str(folder / path)
-    message = refusal(lambda: check_outputs(build_job(SWITCHES | {key: given})), kind=ConfigError)
-    assert message.startswith(f'{key} = "{given}": ')
-    assert why in message
+    value = path if key == "job.dump_folder" or path.startswith("/") else str(folder / path)
+    message = refusal(lambda: check_outputs(build_job(SWITCHES | {key: value})), kind=ConfigError)
+    assert message.startswith(f'{key} = "{value}": ')
+    assert reason in message
     assert there(folder) == before
 
 
@@ -81,36 +81,36 @@ def test_a_path_that_can_not_be_written_to(folder, key, path, why):
     "name",
     ["parallelism.json", "metrics.jsonl", "config.json", "titanplans.lock", "checkpoint/titanplans.lock"],
 )
-def test_a_folder_where_a_file_is_to_be_written(name):
+def test_a_folder_in_place_of_a_file_is_refused(name):
     (Path("outputs") / name).mkdir(parents=True)
     with pytest.raises(ConfigError, match=f"outputs/{name} is not a regular file"):
         check_outputs(build_job(SWITCHES | {"job.save_config_file": "config.json"}))
 
 
-def test_a_bad_line_of_metrics_is_named_and_a_torn_last_one_left_out(tmp_path):
+def test_a_bad_line_of_metrics_is_named_and_an_incomplete_last_one_ignored(tmp_path):
     file = tmp_path / "metrics.jsonl"
-    rows = b'{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 2.0}\n'
+    lines = b'{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 2.0}\n'
     for torn in (b"", b'{"step": 3, "lo', b"\0" * 40):
-        file.write_bytes(rows + torn)
+        file.write_bytes(lines + torn)
         assert [row["step"] for row in read_metrics(file)] == [1, 2]
     writer = JsonlWriter(file)
     writer.log({"loss": 1.0}, 3)
     writer.close()
     assert [row["step"] for row in read_metrics(file)] == [1, 2, 3]
-    file.write_bytes(rows + b'{"step": 3, "lo\n{"step": 4}\n')
+    file.write_bytes(lines + b'{"step": 3, "lo\n{"step": 4}\n')
     with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 3 holds no metrics"):
         read_metrics(file)
 
 
 @pytest.mark.parametrize("content", [b"no JSON\n", b"[]\n", b"{}\n", b"\xff\n"])
-def test_another_file_in_place_of_the_metrics(content):
+def test_another_file_in_place_of_the_metrics_is_refused(content):
     Path("outputs").mkdir()
     Path("outputs/metrics.jsonl").write_bytes(content)
     with pytest.raises(ConfigError, match=r"outputs/metrics\.jsonl, line 1 holds no metrics"):
         check_outputs(build_job(SWITCHES))
 
 
-def test_the_metrics_of_every_rank_are_looked_at():
+def test_the_metrics_of_every_rank_are_checked():
     Path("outputs/rank_1").mkdir(parents=True)
     Path("outputs/rank_1/metrics.jsonl").write_text("[]\n")
     with pytest.raises(ConfigError, match=r"rank_1/metrics\.jsonl, line 1 holds no metrics"):
@@ -118,7 +118,7 @@ def test_the_metrics_of_every_rank_are_looked_at():
 
 
 @pytest.mark.parametrize("path", [".", "new/deep", "new/../other", "a b", "é" * 100, "link/inside"])
-def test_a_path_that_can_be_written_to(folder, path):
+def test_a_path_that_can_be_written_is_accepted(folder, path):
     os.symlink(folder, "link")
     before = there(folder)
     for key in WRITTEN:
@@ -126,7 +126,7 @@ def test_a_path_that_can_be_written_to(folder, path):
     assert there(folder) == before
 
 
-def test_what_is_not_written_is_not_asked_for():
+def test_paths_that_are_not_written_are_not_checked():
     unwritten = dict.fromkeys(sorted({*WRITTEN} - {"job.dump_folder", "comm.save_traces_folder"}), "/proc/x")
     del unwritten["job.save_config_file"]
     check_outputs(build_job(unwritten | {"comm.trace_buf_size": 0, "comm.save_traces_folder": "/proc/x"}))

@@ -1,7 +1,7 @@
-"""Bad jobs: each ends in one line and exit status 2, before a process starts, and leaves nothing behind.
+"""Bad jobs end in one line with exit status 2, before a process starts, and leave no files.
 
-Keys and types come from the declared options, so a new option is drawn without being named here. The draws are the same in
-every run; `make test-exhaustive` draws more.
+Keys and types come from the declared options, so new options are drawn too. Every run draws the same values;
+`make test-exhaustive` draws more.
 """
 
 import contextlib
@@ -43,15 +43,15 @@ mixed_precision_param = "float32"
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def drawing(number):
-    """Return the settings of a property that is tried that often, the same each time."""
+def drawing(count):
+    """Return settings for `count` examples, the same in every run."""
     checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
-    return settings(max_examples=number, derandomize=True, database=None, suppress_health_check=checks)
+    return settings(max_examples=count, derandomize=True, database=None, suppress_health_check=checks)
 
 
 @pytest.fixture
 def folder(tmp_path, tmp_path_factory, monkeypatch):
-    """Return a folder with a right job, in which jobs are checked and not started."""
+    """Return a folder with a correct job; jobs in it are checked and not started."""
     import datasets
     import huggingface_hub
 
@@ -59,9 +59,9 @@ def folder(tmp_path, tmp_path_factory, monkeypatch):
         monkeypatch.setattr(library, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
     monkeypatch.setattr(rank, "run_rank", lambda job: 0)
-    # A fork of this process, which has the threads of other tests, would crash.
+    # A fork of this process would crash, because other tests started threads.
     monkeypatch.setattr(launch, "launch", lambda *job: 0)
-    # The lock makes the job's folders, and a right job would leave them behind.
+    # The lock creates the job's folders, which a correct job would leave.
     monkeypatch.setattr(outputs, "locked", lambda job: contextlib.nullcontext())
     monkeypatch.chdir(tmp_path)
     for name in TORCHRUN:
@@ -74,8 +74,8 @@ def folder(tmp_path, tmp_path_factory, monkeypatch):
     return tmp_path
 
 
-def ends(*arguments):
-    """Run `titanplans train` up to the start of ranks; check its output and the folder, and return the exit status."""
+def check_end(*arguments):
+    """Run `titanplans train` up to the start of ranks; check its output and the folder; return the exit status."""
     root, before = logging.getLogger(), files()
     handlers, level = root.handlers[:], root.level
     environment = dict(os.environ)
@@ -107,11 +107,11 @@ def files():
     return sorted(str(path) for path in Path().rglob("*"))
 
 
-def loads(*arguments):
-    """As `ends`, with `--print-config`: the job is read and not checked against the machine, the data and the model."""
+def check_load(*arguments):
+    """Do the same with `--print-config`: the job is parsed, but not checked against machine, data and model."""
     before = time.process_time()
-    status = ends(*arguments, "--print-config")
-    # A garbage collection may take seconds; parsing that is quadratic in a long value takes minutes.
+    status = check_end(*arguments, "--print-config")
+    # A garbage collection may take seconds, but parsing that is quadratic in a long value takes minutes.
     assert time.process_time() - before < 10
     return status
 
@@ -133,7 +133,7 @@ literal = st.sampled_from(LITERALS) | text.map(lambda value: json.dumps(value, e
 
 
 def nearly(word):
-    """Return a strategy of the word itself and misspellings of it."""
+    """Return a strategy of a word and its misspellings."""
     return st.sampled_from(
         [word, word, word, word, word[:-1], word + ".x", word.upper(), f"{word} ", f'"{word}"']
     )
@@ -144,7 +144,7 @@ key = st.sampled_from(KEYS).flatmap(nearly) | st.sampled_from(SECTIONS) | st.jus
 
 @st.composite
 def toml_lines(draw):
-    """Lines of TOML with one key: dotted, in its section, as a section, as an array of sections, given twice."""
+    """Draw lines of TOML with one key: dotted, in its section, as a section, as an array of sections, or twice."""
     name, value = draw(key), draw(literal)
     section, _, last = name.rpartition(".")
     return draw(
@@ -164,7 +164,7 @@ def toml_lines(draw):
 
 @st.composite
 def words(draw):
-    """Words of a command line with one option."""
+    """Draw the arguments of a command line with one option."""
     name, value = draw(key), draw(text)
     section, _, last = name.rpartition(".")
     forms = [
@@ -184,19 +184,19 @@ def words(draw):
 
 def load_job_file(folder, lines):
     Path("drawn.toml").write_text("\n".join(lines))
-    loads("drawn.toml")
+    check_load("drawn.toml")
 
 
 def load_command_line(folder, drawn):
-    loads("job.toml", *(word for option in drawn for word in option))
+    check_load("job.toml", *(word for option in drawn for word in option))
 
 
 @pytest.mark.parametrize("path", ["empty", "binary", "missing.toml", "job.toml/x"])
-def test_a_path_without_a_job(folder, path):
-    assert loads(path) == loads("--job.config_file", path) == 2
+def test_a_path_without_a_job_is_refused(folder, path):
+    assert check_load(path) == check_load("--job.config_file", path) == 2
 
 
-FOUND = [
+ONCE_WRONG = [
     ["--training.steps", "--help"],
     ["--training.steps=--help"],
     ["--training.steps", "--print-config"],
@@ -211,12 +211,12 @@ FOUND = [
     ["--job.dump_folder", "$NOT_SET"],
     ["--training.steps", "a\nb"],
 ]
-"""Command lines that once ended otherwise."""
+"""Command lines that once ended in another way."""
 
 
-@pytest.mark.parametrize("arguments", FOUND)
-def test_a_command_line_that_once_ended_otherwise(folder, arguments):
-    assert loads("job.toml", *arguments) == 2
+@pytest.mark.parametrize("arguments", ONCE_WRONG)
+def test_command_lines_that_once_ended_otherwise(folder, arguments):
+    assert check_load("job.toml", *arguments) == 2
 
 
 NUMBERS = st.sampled_from([-1, 0, 1, 2, 3, 7, 64, 10**9, 2**31 - 1, 2**31, 2**53, 2**63 - 1])
@@ -231,13 +231,13 @@ LEAVES = {
 
 @st.composite
 def options(draw):
-    """Values of some keys, each of its type."""
+    """Draw values of some keys, each of its type."""
     chosen = draw(st.lists(st.sampled_from(sorted(keys())), min_size=1, max_size=4, unique=True))
     return {name: draw(option_values.values_of(keys()[name].hint, LEAVES)) for name in chosen}
 
 
 def check_job_file(folder, values):
-    tables = tomli.loads(JOB)
+    tables = tomli.check_load(JOB)
     for name, value in values.items():
         *path, last = name.split(".")
         table = tables
@@ -245,11 +245,11 @@ def check_job_file(folder, values):
             table = table.setdefault(section, {})
         table[last] = value
     Path("drawn.toml").write_text(tomli_w.dumps(tables))
-    ends("drawn.toml")
+    check_end("drawn.toml")
 
 
-def test_the_job_that_is_changed_is_right(folder):
-    assert ends("job.toml") == 0
+def test_the_unchanged_job_is_correct(folder):
+    assert check_end("job.toml") == 0
 
 
 DRAWN = {
@@ -257,12 +257,12 @@ DRAWN = {
     "command line": (load_command_line, st.lists(words(), max_size=3), 350, 2000),
     "values of each type": (check_job_file, options(), 120, 300),
 }
-"""The check, the strategy, and the number of examples: in every run, and for each of five seeds in an exhaustive run."""
+"""Check, strategy, and number of examples: in every run, and for each of five seeds in an exhaustive run."""
 
 
 @pytest.mark.parametrize("seed", [None, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(5))])
 @pytest.mark.parametrize("name", DRAWN)
-def test_what_is_drawn(folder, name, seed):
+def test_drawn_jobs_end_in_one_line(folder, name, seed):
     check, strategy, few, many = DRAWN[name]
 
     @settings(drawing(few if seed is None else many), derandomize=seed is None)

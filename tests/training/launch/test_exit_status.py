@@ -1,4 +1,4 @@
-"""Which of several ranks is reported: processes that leave reports, or none, and end."""
+"""Which of several failed ranks is reported, from the reports that their processes leave or do not leave."""
 
 import multiprocessing
 import os
@@ -31,7 +31,7 @@ def end(how, rank):
 
 @pytest.fixture
 def ended(tmp_path, monkeypatch):
-    """Return what ranks that end one after the other leave, by rank and how they do."""
+    """Return a function that gives the failures of ranks that end one after the other, from pairs of rank and way to end."""
     monkeypatch.setenv(REPORTS, str(tmp_path))
 
     def ended(*hows):
@@ -45,33 +45,33 @@ def ended(tmp_path, monkeypatch):
     return ended
 
 
-def test_the_first_to_fail_comes_first_and_may_still_be_another(ended, capfd):
+def test_the_first_failure_comes_first_but_is_not_decided(ended, capfd):
     first, second = ended((1, "failed"), (0, "failed"), (2, "well"))
     assert (first.rank, second.rank, first.status) == (1, 0, 1)
     assert first.how == "failed: KeyError: ('first', 'second')"
     assert first.traceback.startswith("Traceback (most recent call last):")
     assert not is_decided([first, second])
-    assert capfd.readouterr().err == "", "the launcher prints it"
+    assert capfd.readouterr().err == "", "only the launcher prints it"
 
 
-def test_a_rank_that_was_killed_is_the_first(ended):
-    found = ended((0, "failed"), (1, "killed"))
-    assert [failure.rank for failure in found] == [1, 0]
-    assert found[0].how.startswith("was killed by SIGKILL")
-    assert is_decided(found)
+def test_a_killed_rank_comes_first(ended):
+    failures = ended((0, "failed"), (1, "killed"))
+    assert [failure.rank for failure in failures] == [1, 0]
+    assert failures[0].how.startswith("was killed by SIGKILL")
+    assert is_decided(failures)
 
 
 @pytest.mark.parametrize(("how", "status"), [("refused", 2), ("not finite", 1)])
-def test_the_line_of_the_lowest_rank_is_said(ended, how, status):
-    found = ended((1, how), (0, how), (2, "failed"))
-    assert [(failure.rank, failure.status) for failure in found] == [(0, status), (1, status), (2, 1)]
-    assert found[0].line in ("steps = 0: at least 1", "the loss is not finite")
-    assert is_decided(found)
+def test_the_line_of_the_lowest_rank_is_reported(ended, how, status):
+    failures = ended((1, how), (0, how), (2, "failed"))
+    assert [(failure.rank, failure.status) for failure in failures] == [(0, status), (1, status), (2, 1)]
+    assert failures[0].line in ("steps = 0: at least 1", "the loss is not finite")
+    assert is_decided(failures)
 
 
-def test_a_line_that_rank_0_has_not_said_is_not_the_last_word(ended):
+def test_a_line_without_one_of_rank_0_is_not_decided(ended):
     assert not is_decided(ended((1, "refused"), (0, "well")))
 
 
-def test_a_line_that_follows_from_a_failure_is_not_the_first(ended):
+def test_a_line_that_follows_from_a_failure_does_not_come_first(ended):
     assert [failure.rank for failure in ended((1, "failed"), (0, "not finite"))] == [1, 0]

@@ -1,4 +1,4 @@
-"""`python train.py` as a user meets it: exit statuses, what is on the screen, and a rank that dies."""
+"""`python train.py` as a user runs it: exit statuses, output, and ranks that die."""
 
 import json
 import logging
@@ -26,16 +26,16 @@ def job(tmp_path):
 
 
 def as_a_user(arguments):
-    """Become a process that imports everything."""
+    """Replace the process by one that imports everything itself, as for a user."""
     os.environ["WANDB_MODE"] = "offline"
     os.execv(sys.executable, [sys.executable, str(TRAIN), *arguments[1:]])
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the children of a process from /proc")
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to list children of a process")
 def test_a_killed_rank_ends_the_job_and_its_run_is_recorded(job):
     process = job.start("--metrics.enable_wandb", entry=as_a_user)
     job.wait_for_steps(process, 13)
-    first, *_, second = descendants(process.pid)  # and a process of wandb
+    first, *_, second = descendants(process.pid)  # between them is a process of wandb
     os.kill(second, signal.SIGKILL)
     killed = time.monotonic()
     assert job.end(process) == 1
@@ -50,7 +50,7 @@ def test_a_killed_rank_ends_the_job_and_its_run_is_recorded(job):
 
 @pytest.fixture
 def refused(job, monkeypatch, capsys):
-    """Return a function that runs `titanplans train` in this process, for a job that does not start."""
+    """Return a function that runs `titanplans train` in this process, for jobs that are refused."""
     monkeypatch.chdir(job.folder)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -101,12 +101,12 @@ if "RANK" in os.environ:  # in the process of a rank, which is a new one where a
 """
 
 
-def with_plans_beside(arguments):
+def with_plans_in_the_folder(arguments):
     sys.path.insert(0, os.getcwd())
     run(arguments)
 
 
-def test_code_of_the_users_own_reaches_every_rank_and_the_rank_that_fails_first_is_named(job, refused):
+def test_code_of_the_user_reaches_every_rank_and_the_first_failed_rank_is_named(job, refused):
     (job.folder / "my_plans.py").write_text(MY_PLANS)
     olmo = {"model_type": "olmo", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     olmo |= {
@@ -118,13 +118,13 @@ def test_code_of_the_users_own_reaches_every_rank_and_the_rank_that_fails_first_
     }
     (job.folder / "gla.json").write_text(json.dumps(olmo))
     options = ("--experimental.custom_import", "my_plans", "--checkpoint.no-enable")
-    assert job.run(*options, entry=with_plans_beside) == 1
+    assert job.run(*options, entry=with_plans_in_the_folder) == 1
     err = job.err
-    assert len(job.losses) == 1, "the first step has the user's plan, and the second fails"
+    assert len(job.losses) == 1, "the first step runs with the user's plan, the second fails"
     assert err.count("Traceback (most recent call last):") == 1
-    *_, other, last = err.splitlines()
+    *_, line_of_rank_0, last = err.splitlines()
     assert err.startswith("rank 1: Traceback")
-    assert re.match(r"rank 0 (failed: \w+Error: |was stopped by SIGTERM)", other), other
+    assert re.match(r"rank 0 (failed: \w+Error: |was stopped by SIGTERM)", line_of_rank_0), line_of_rank_0
     assert re.match(r"error: rank 1 \(pid \d+\) failed: KeyError: 'first\\nsecond line'; ", last)
     status, _, err = refused("job.toml", *options[2:])
     assert (status, len(err.splitlines())) == (2, 1)
@@ -142,7 +142,7 @@ def test_code_of_the_users_own_reaches_every_rank_and_the_rank_that_fails_first_
     ],
 )
 @pytest.mark.parametrize("where", ["module", "plan"])
-def test_code_of_the_users_own_that_ends_the_process_ends_in_a_sentence(
+def test_code_of_the_user_that_exits_is_reported_in_one_sentence(
     job, refused, monkeypatch, body, raised, where
 ):
     name = f"users_{abs(hash((body, where)))}"

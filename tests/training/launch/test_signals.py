@@ -1,4 +1,4 @@
-"""Signals: one line, once more a checkpoint where that is asked for, and a second signal that waits for nothing."""
+"""Signals end a job in one line, with a last checkpoint if configured; a second signal ends it at once."""
 
 import os
 import signal
@@ -34,13 +34,13 @@ def job(tmp_path):
     return Job(tmp_path)
 
 
-def said(job):
-    """What a job has printed as an error, without the warnings of libraries."""
+def error_lines(job):
+    """Return the error lines of a job, without warnings of libraries."""
     return [line for line in job.err.splitlines() if "Warning" not in line and "_warn_" not in line]
 
 
 @on_linux
-def test_sigterm_saves_once_more_and_no_step_is_lost_or_taken_twice(job):
+def test_sigterm_saves_a_checkpoint_and_no_step_is_lost_or_repeated(job):
     schedule = "--lr_scheduler.total_steps=100000"
     options = ("--checkpoint.save_on_signal", "--checkpoint.interval=100000", schedule)
     taken = []
@@ -60,16 +60,16 @@ def test_sigterm_saves_once_more_and_no_step_is_lost_or_taken_twice(job):
         assert f"SIGTERM: the job ends after step {last}, which is saved" in job.out
         assert "Training completed" not in job.out
         assert "Sleeping" not in job.out
-        assert job.err == ""  # the second and third resume: torch warns of nothing
+        assert job.err == ""  # the second and third job resume, without warnings of torch
         assert job.steps[-1] == last
-        assert said(job) == []
+        assert error_lines(job) == []
     assert [step for step, _ in taken] == list(range(1, last + 1))
     assert job.run(f"--training.steps={last}", "--job.dump_folder=undisturbed", schedule) == 0
     assert job.losses == taken
 
 
 def slow_saving(arguments):
-    """Save so slowly that a signal comes while ranks do."""
+    """Save so slowly that a signal arrives during a save."""
     from titanplans.cli.main import run
     from titanplans.training.checkpoint.storage import CheckpointWriter
 
@@ -90,12 +90,12 @@ def test_ctrl_c_to_the_group_while_it_saves_is_one_line(job, mode):
     ranks = descendants(process.pid)
     os.killpg(process.pid, signal.SIGINT)
     assert job.end(process) == 130
-    assert said(job) == ["stopped by SIGINT; finished checkpoints are complete"]
+    assert error_lines(job) == ["stopped by SIGINT; finished checkpoints are complete"]
     assert have_ended(ranks, 1)
 
 
 def working(arguments):
-    """Run a command whose work takes longer than this test."""
+    """Run a command with work that takes longer than the test."""
     from importlib import import_module
 
     from titanplans.cli.main import COMMANDS, run
@@ -115,10 +115,10 @@ def test_ctrl_c_of_any_command_is_one_line(job, arguments):
     job.wait_for(process, lambda: (job.folder / "working").exists())
     os.kill(process.pid, signal.SIGINT)
     assert job.end(process) == 130
-    assert said(job) == ["stopped by SIGINT"]
+    assert error_lines(job) == ["stopped by SIGINT"]
 
 
-def test_a_second_signal_ends_at_once_and_one_that_comes_with_the_first_is_the_same():
+def test_a_second_signal_ends_at_once_unless_it_comes_with_the_first():
     with subprocess.Popen([sys.executable, "-c", SLOW], stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"ready\n"
         process.send_signal(signal.SIGINT)
@@ -132,29 +132,29 @@ def test_a_second_signal_ends_at_once_and_one_that_comes_with_the_first_is_the_s
         assert time.monotonic() - before < 2.0
 
 
-def ask_for(*signums):
-    """Be told of signals by oneself."""
+def send(*signums):
+    """Send these signals to this process."""
     for signum in signums:
         signal.raise_signal(signum)
 
 
-def library(signum, makes_of_it):
-    """Raise something else where a signal stops, or nothing."""
+def library(signum, outcome):
+    """Receive a signal inside code that turns the stop into another exception, or ignores it."""
     try:
         signal.raise_signal(signum)
     except BaseException as error:
-        if makes_of_it is not None:
-            raise makes_of_it from error
+        if outcome is not None:
+            raise outcome from error
 
 
-@pytest.mark.parametrize("makes_of_it", [RuntimeError("a library's own"), SystemExit(1), None])
-def test_what_a_library_makes_of_a_stop_is_a_stop(makes_of_it):
+@pytest.mark.parametrize("outcome", [RuntimeError("a library's own"), SystemExit(1), None])
+def test_a_stop_that_a_library_converts_is_still_a_stop(outcome):
     with pytest.raises(Stopped, match="SIGINT"), stop_on_signals():
-        library(signal.SIGINT, makes_of_it)
+        library(signal.SIGINT, outcome)
 
 
-def test_the_first_sigterm_asks_and_the_next_signal_stops():
-    asked = []
-    with pytest.raises(Stopped, match="SIGINT"), stop_on_signals(first_sigterm=partial(asked.append, 1)):
-        ask_for(signal.SIGTERM, signal.SIGTERM, signal.SIGINT)
-    assert asked == [1]
+def test_the_first_sigterm_requests_a_stop_and_the_next_signal_stops():
+    requests = []
+    with pytest.raises(Stopped, match="SIGINT"), stop_on_signals(first_sigterm=partial(requests.append, 1)):
+        send(signal.SIGTERM, signal.SIGTERM, signal.SIGINT)
+    assert requests == [1]

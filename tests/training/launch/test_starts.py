@@ -1,4 +1,4 @@
-"""Every way to start a job, as a user types it: the same losses, and the same ends."""
+"""Every way to start a job, as a user types it, gives the same losses and the same exit statuses."""
 
 import os
 import re
@@ -20,7 +20,7 @@ BIN = Path(sys.executable).parent
 TRAIN = str(ROOT / "train.py")
 STEPS = ("--training.steps=3", "--checkpoint.no-last_save_model_only")
 
-# `srun` and `scontrol` of a cluster whose machines are all this one.
+# Scripts `srun` and `scontrol` of a cluster whose machines are all this one.
 SRUN = r"""#!/bin/bash
 shift  # --kill-on-bad-exit=1
 for node in $(seq "$SLURM_NNODES"); do "$@" & done
@@ -43,37 +43,37 @@ def free_port() -> int:
 
 
 class Started:
-    """Processes of one job, as typed into one shell a machine."""
+    """Processes of one job, one command for each machine."""
 
     def __init__(self, job: Job, *commands: list[str], **variables: str):
-        self.log = job.folder / "said"
+        self.log = job.folder / "output"
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         environment |= {
             "PATH": f"{job.folder}:{BIN}:{os.environ['PATH']}",
             "PYTHONUNBUFFERED": "1",
             **variables,
         }
-        with self.log.open("w") as said:
+        with self.log.open("w") as output:
             self.processes = [
                 subprocess.Popen(
-                    command, cwd=job.folder, env=environment, stdout=said, stderr=subprocess.STDOUT
+                    command, cwd=job.folder, env=environment, stdout=output, stderr=subprocess.STDOUT
                 )
                 for command in commands
             ]
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text()
 
     def end(self) -> list[int]:
-        """Wait for the end of all; return their exit statuses."""
+        """Wait for the end of all processes; return their exit statuses."""
         return [process.wait(PATIENCE) for process in self.processes]
 
     def wait_for_steps(self, step: int) -> None:
         deadline = time.monotonic() + PATIENCE
-        while len(LOSS.findall(self.said)) < step:
-            assert time.monotonic() < deadline, self.said
-            assert all(process.poll() is None for process in self.processes), self.said
+        while len(LOSS.findall(self.output)) < step:
+            assert time.monotonic() < deadline, self.output
+            assert all(process.poll() is None for process in self.processes), self.output
             time.sleep(0.05)
 
 
@@ -87,7 +87,7 @@ def slurm(job: Job) -> dict[str, str]:
         (job.folder / name).chmod(0o755)
     (job.folder / "train.py").write_text(
         (ROOT / "train.py").read_text()
-    )  # submitted from a clone of the repository
+    )  # the job is submitted from a clone of the repository
     variables = {"SLURM_JOB_NODELIST": "machine[1-2]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
     return variables | {"GPUS_PER_NODE": "1", "PORT": str(free_port()), "RESTARTS": "0"}
 
@@ -120,7 +120,7 @@ def started_by(job: Job, way: str, options: tuple[str, ...]) -> Started:
 
 @pytest.fixture
 def start(job):
-    """Return a function that starts the job; what still runs when a test fails is killed."""
+    """Return a function that starts the job; processes that still run after a failed test are killed."""
     starts = []
 
     def start(way: str, *options: str) -> Started:
@@ -130,7 +130,7 @@ def start(job):
     yield start
     for started in starts:
         for process in started.processes:
-            process.kill()  # torchrun's ranks, and ours, end with it
+            process.kill()  # its ranks end with it
 
 
 WAYS = ["titanplans train", "train.py", "torchrun", "torchrun -m", "two machines", "SLURM"]
@@ -138,39 +138,39 @@ WAYS = ["titanplans train", "train.py", "torchrun", "torchrun -m", "two machines
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory):
-    """Losses of each step, by way to start."""
+    """A dict that the tests fill with the losses of each way to start."""
     return {}
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_job_is_the_same_however_it_is_started(job, start, losses, way):
+def test_a_job_has_the_same_losses_however_it_is_started(job, start, losses, way):
     started = start(way, *STEPS)
-    assert set(started.end()) == {0}, started.said
-    losses[way] = LOSS.findall(started.said)
+    assert set(started.end()) == {0}, started.output
+    losses[way] = LOSS.findall(started.output)
     assert [int(step) for step, _ in losses[way]] == [1, 2, 3]
     assert losses[way] == next(iter(losses.values()))
     assert job.steps == [3]
 
 
 @pytest.mark.parametrize("way", ["torchrun", "SLURM"])
-def test_what_is_refused_is_one_line_of_rank_0(start, way):
+def test_a_refused_job_prints_one_line_of_rank_0(start, way):
     started = start(way, "--parallelism.tensor_parallel_degree=3")
     assert 0 not in started.end()
-    lines = [line for line in started.said.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1, started.said
+    lines = [line for line in started.output.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, started.output
     assert "tensor_parallel_degree = 3" in lines[0]
 
 
 @pytest.mark.parametrize("way", ["torchrun", "two machines"])
-def test_sigterm_to_torchrun_saves_a_step_and_the_same_command_goes_on(job, start, way):
+def test_sigterm_to_torchrun_saves_a_checkpoint_and_the_same_command_resumes(job, start, way):
     options = ("--checkpoint.save_on_signal", "--checkpoint.interval=100000")
     started = start(way, *options)
     started.wait_for_steps(3)
     for process in started.processes:
         process.send_signal(signal.SIGTERM)
     started.end()
-    (ended,) = set(re.findall(r"SIGTERM: the job ends after step (\d+), which is saved", started.said))
+    (ended,) = set(re.findall(r"SIGTERM: the job ends after step (\d+), which is saved", started.output))
     assert job.steps == [int(ended)]
     again = start(way, *options, f"--training.steps={int(ended) + 1}")
-    assert set(again.end()) == {0}, again.said
-    assert [int(step) for step, _ in LOSS.findall(again.said)] == [int(ended) + 1]
+    assert set(again.end()) == {0}, again.output
+    assert [int(step) for step, _ in LOSS.findall(again.output)] == [int(ended) + 1]

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one run after a resume, and JSON where a figure is not finite."""
+"""metrics.jsonl: a resumed run is one run, and metrics that are not finite are valid JSON."""
 
 import json
 
@@ -18,7 +18,7 @@ def test_metrics_of_a_resumed_run_are_one_run(tmp_path):
 
     run([1, 2, 3, 4], 1.0)
     with path.open("a") as file:
-        file.write('{"step": 5, "lo')  # killed here
+        file.write('{"step": 5, "lo')  # the process is killed here
     run([3, 4, 5], 2.0)  # from the checkpoint of step 2
     assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [
         (1, 1),
@@ -27,11 +27,11 @@ def test_metrics_of_a_resumed_run_are_one_run(tmp_path):
         (4, 2),
         (5, 2),
     ]
-    run([1, 2], 3.0)  # over again
+    run([1, 2], 3.0)  # started again from the first step
     assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [(1, 3), (2, 3)]
 
 
-def test_metrics_are_json_where_a_figure_is_not_finite(tmp_path):
+def test_metrics_that_are_not_finite_are_json(tmp_path):
     writer = JsonlWriter(tmp_path / "metrics.jsonl")
     writer.log({"a": float("nan"), "b": float("inf"), "c": 3}, 1)
     text = (tmp_path / "metrics.jsonl").read_text()

@@ -1,4 +1,4 @@
-"""A job that can't fit into memory by arithmetic alone is refused before a process starts; a large one is logged."""
+"""A job that can't fit into memory by arithmetic is refused before a process starts; a large job logs its needs."""
 
 import logging
 
@@ -37,7 +37,7 @@ def refusal(job, model, ranks: int = 1, device_type: str = "cpu") -> str:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "begins", "of_it"),
+    ("arguments", "begins", "largest_use"),
     [
         (
             ["--training.local_batch_size", "2147483648", "--loss.no-fused"],
@@ -72,13 +72,15 @@ def refusal(job, model, ranks: int = 1, device_type: str = "cpu") -> str:
         ),
     ],
 )
-def test_what_no_memory_holds_is_refused_with_the_value_and_both_sizes(job, model, arguments, begins, of_it):
+def test_a_job_larger_than_memory_is_refused_with_the_value_and_both_sizes(
+    job, model, arguments, begins, largest_use
+):
     message = refusal(job(*arguments), model)
     assert message.startswith(begins)
-    assert of_it in message
+    assert largest_use in message
 
 
-def test_processes_that_no_memory_holds(job, model):
+def test_processes_larger_than_memory_are_refused(job, model):
     message = refusal(job("--training.dataloader.num_workers", "2147483648"), model)
     assert message.startswith(
         "training.dataloader.num_workers = 2147483648: the job needs at least 72,057,594."
@@ -89,14 +91,14 @@ def test_processes_that_no_memory_holds(job, model):
     assert message.endswith(": lower a degree")
 
 
-def test_a_buffer_that_torch_cannot_count_is_refused(job):
-    """It reads the size as an integer of 32 bits, and ends the process otherwise."""
+def test_a_buffer_size_beyond_32_bits_is_refused(job):
+    """torch reads the size as a 32-bit integer, and aborts if it is larger."""
     with pytest.raises(ConfigError, match=r"comm\.trace_buf_size 2147483648: expected"):
         job("--comm.trace_buf_size", "2147483648")
 
 
-def test_parameters_gradients_and_moments_are_split_among_the_processes_that_share_them(job):
-    """Of 8,030,261,248 parameters 16 bytes each in float32, 8 in bfloat16."""
+def test_sharded_parameters_gradients_and_moments_are_counted_by_shard(job):
+    """8,030,261,248 parameters have 16 bytes each in float32, 8 in bfloat16."""
     large = modeling.build(modeling.load_config("llama", "3.1-8B"))
     named = ["--model.name", "llama", "--model.flavor", "3.1-8B", "--training.dataset", "stdlib"]
     assert "128.5 GB of it for 8,030,261,248 parameters" in refusal(job(*named), large)
@@ -107,36 +109,38 @@ def test_parameters_gradients_and_moments_are_split_among_the_processes_that_sha
         "--parallelism.data_parallel_replicate_degree",
         "2",
     )
-    # Each of two copies is split among two: together two whole ones.
+    # Two replicas are sharded over two ranks each: twice the memory of one replica.
     message = refusal(split, large, 4)
     assert "257.0 GB of it for 8,030,261,248 parameters" in message
     assert "split among 2" in message
-    whole = job(
+    replicated = job(
         *named,
         *("--parallelism.data_parallel_strategy", "ddp", "--parallelism.data_parallel_replicate_degree", "4"),
         *("--training.dtype", "bfloat16", "--training.mixed_precision_param", "bfloat16"),
     )
-    assert "257.0 GB of it for 8,030,261,248" in refusal(whole, large, 4)
+    assert "257.0 GB of it for 8,030,261,248" in refusal(replicated, large, 4)
 
 
-def test_what_is_merely_large_is_told(job, model, monkeypatch, caplog):
-    wanted = job(
+def test_a_large_job_logs_its_memory(job, model, monkeypatch, caplog):
+    large = job(
         "--training.local_batch_size", "1024", "--loss.no-fused"
     )  # logits of 1024 x 64 x 4096 in bfloat16: 0.54 GB
     with caplog.at_level(logging.INFO):
         monkeypatch.setattr(memory, "memory", lambda device: 2 * GB)
-        check_memory(wanted, model, 1, "cpu")
+        check_memory(large, model, 1, "cpu")
         assert caplog.messages == []
         monkeypatch.setattr(memory, "memory", lambda device: GB)
-        check_memory(wanted, model, 1, "cpu")
+        check_memory(large, model, 1, "cpu")
     (message,) = caplog.messages
     assert message.startswith("training.local_batch_size = 1024, seq_len = 64: the job needs at least 0.6 GB")
     assert message.endswith("and this machine has 1.0 GB")
-    assert "0.6 GB of memory in 4 processes" not in refusal(wanted, model, 4)  # but 4 times that
+    assert "0.6 GB of memory in 4 processes" not in refusal(
+        large, model, 4
+    )  # it would be 4 times the memory of one
 
 
-def test_a_gpu_is_asked_for_what_lies_on_it_and_the_host_for_the_rest(job, model, monkeypatch):
-    """The GPU holds weights and logits, the host the batches of a step, of every process of this machine."""
+def test_memory_on_the_gpu_and_on_the_host_are_checked_separately(job, model, monkeypatch):
+    """The GPU holds weights and logits; the host the batches of a step, for every process on the machine."""
     sizes = {"cuda": 0.5 * GB, "cpu": 100 * GB}
     monkeypatch.setattr(memory, "memory", lambda device: int(sizes[device.type]))
     message = refusal(job("--training.local_batch_size", "1024", "--loss.no-fused"), model, 8, "cuda")
@@ -151,23 +155,23 @@ def test_a_gpu_is_asked_for_what_lies_on_it_and_the_host_for_the_rest(job, model
     message = refusal(accumulated, model, 8, "cuda")
     assert "of it for the tokens of a step" in message
     assert "this machine has 1.0 GB" in message
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # of 8 processes on four machines
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # 8 processes on four machines
     check_memory(accumulated, model, 8, "cuda")
 
 
-def test_a_job_is_asked(job, monkeypatch):
+def test_a_job_is_checked(job, monkeypatch):
     monkeypatch.setattr(memory, "memory", lambda device: GB)
     with pytest.raises(ConfigError, match=r"^training.gradient_accumulation_steps = 200000, .* 1.0 GB"):
         check_job(job("--training.gradient_accumulation_steps", "200000"), 1)
     check_job(job(), 1)
 
 
-def test_a_containers_limit_counts(tmp_path, monkeypatch):
+def test_the_limit_of_a_container_applies(tmp_path, monkeypatch):
     files = [tmp_path / "memory.max", tmp_path / "limit_in_bytes"]
     monkeypatch.setattr(device_memory, "_LIMITS", tuple(map(str, files)))
-    whole = device_memory.memory(torch.device("cpu"))
+    total = device_memory.memory(torch.device("cpu"))
     files[0].write_text("max\n")
     files[1].write_text(f"{2**63 - 4096}\n")
-    assert device_memory.memory(torch.device("cpu")) == whole
+    assert device_memory.memory(torch.device("cpu")) == total
     files[0].write_text(f"{2**28}\n")
     assert device_memory.memory(torch.device("cpu")) == 2**28

@@ -1,4 +1,4 @@
-"""The parallelism report that a job writes and logs, on two real ranks; one spawn, shared by all cases."""
+"""The parallelism report that a job writes and logs, on two ranks that run all cases."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ from tests.support.trained_jobs import DEGREE, train, write_inputs
 
 pytestmark = pytest.mark.thorough
 
-STEPS = "--training.steps=3"  # DDP's second is measured, and of a pipeline the second and the third
+STEPS = "--training.steps=3"  # the second step is measured; of a pipeline, the second and the third
 CONTEXT = "--parallelism.context_parallel_degree=2"
 PIPELINE = "--parallelism.pipeline_parallel_degree=2"
 COMPILED = ("--compile.enable", "--compile.backend=aot_eager", "--compile.components=model,loss")
@@ -34,11 +34,11 @@ CASES = {
 }
 
 UNMEASURED = ("accumulated", "ddp", "float8", "pp")
-"""Trained again without a measured step. That each strategy takes the same steps is test_summary.py's."""
+"""Cases trained again without a measured step. test_summary.py compares the steps of each strategy."""
 
 
 class Lines(logging.Handler):
-    """What the report logs."""
+    """Collects the lines that the report logs."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class Lines(logging.Handler):
 
 
 def run(folder: Path, name: str, *options: str, measured: bool = True):
-    """Losses and norms of a run, the file after its first line is logged and at its end, and what it says of itself."""
+    """Return losses and norms of a run, the report file after the first logged line and at the end, and the logged lines."""
     file = folder / name / "parallelism.json"
     states = []
 
@@ -59,7 +59,7 @@ def run(folder: Path, name: str, *options: str, measured: bool = True):
 
         def noted():
             start()
-            if file.exists():  # rank 0's
+            if file.exists():  # rank 0 writes it
                 states.append(json.loads(file.read_text()))
 
         trainer.report.start = noted
@@ -103,13 +103,13 @@ def two(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_job_states_its_parallelism(two, case):
+def test_a_job_reports_its_parallelism(two, case):
     (losses, _), (start, end), lines = two[case]
     assert list(losses) == [1, 2, 3]
     assert start["measured_after_step"] is None
     assert start["step"] is None
     assert start["reasons"]["step"] == "no step was measured yet"
-    # DDP sorts its buckets anew after the first step, in which stages of a pipeline learn shapes.
+    # In the first step DDP has not rebuilt its buckets, and the stages of a pipeline infer shapes.
     assert end["measured_after_step"] == (2 if "ddp" in case or "pp" in case else 1)
     measured = ("measured_after_step", "step", "blocks", "other_modules", "graphs", "reasons")
     if (pipeline := start["pipeline"]) is not None:
@@ -125,19 +125,19 @@ def test_a_job_states_its_parallelism(two, case):
         "compiling blocks, loss by aot_eager in the first step, which may take minutes: its line comes then"
     )
     assert [at for at, line in enumerate(lines) if line == waits] == ([2] if "compiled" in case else [])
-    picture = 4 if "pp" in case else 0  # title, two stages, and what was measured
+    picture = 4 if "pp" in case else 0  # title, two stages, and the measured times
     assert len([line for line in lines if line != waits]) <= 6 + picture, "a few lines, not a dump"
 
 
 def test_a_job_that_measures_nothing_trains_the_same_and_says_so(two):
-    assert all(two["same", name] for name in UNMEASURED), "losses and norms of the gradient, to the last bit"
+    assert all(two["same", name] for name in UNMEASURED), "losses and gradient norms are bit-identical"
     for report in two["unmeasured"]:
         assert report["measured_after_step"] is None
         assert [report[field] for field in ("step", "blocks", "other_modules", "graphs")] == [None] * 4
         assert set(report["reasons"].values()) == {"metrics.measure_first_step = false"}
 
 
-def test_the_sums_are_those_of_the_parts(two):
+def test_the_totals_are_sums_over_modules(two):
     for case in CASES:
         report = two[case][1][-1]
         for key in ("collectives", "bytes", "fused"):
@@ -152,24 +152,24 @@ def test_the_sums_are_those_of_the_parts(two):
             assert sum(rows) == report["step"][theirs]
 
 
-def test_what_is_summed_up_for_the_log_alone_counts_apart(two):
-    # Over data-parallel ranks torchtitan sums up the loss, its largest value and the tokens where it logs.
+def test_reductions_for_the_log_are_counted_separately(two):
+    # When it logs, torchtitan reduces the loss, its maximum and the tokens over the data-parallel ranks.
     assert two["fsdp"][1][-1]["step"]["log"]["collectives"] == 3
     assert two["tp"][1][-1]["step"]["log"]["collectives"] == 0
     assert two["fsdp"][1][-1]["step"]["by_group"].keys() == {"fsdp"}
     assert two["ddp"][1][-1]["step"]["by_group"].keys() == {"dp_replicate"}
 
 
-def test_a_collective_is_named_by_what_asked_for_it(two):
-    """Under context parallelism of all ranks, heads are exchanged and gradients summed over the same two."""
+def test_a_collective_is_named_by_its_purpose(two):
+    """With context parallelism alone, heads are exchanged and gradients summed over the same two ranks."""
     data = {"all_gather": "fsdp", "reduce_scatter": "fsdp", "all_reduce": "fsdp"}
     for case, sums in (("cp", data), ("cp ddp", {"all_reduce": "dp_cp"})):
         report = two[case][1][-1]
         rows = [row for part in (*report["blocks"], *report["other_modules"]) for row in part["collectives"]]
-        held = {(row["operation"], row["group"]) for row in rows if row["phase"] != "update"}
-        assert ("all_to_all", "cp") in held
-        assert {pair for pair in held if pair[1] != "cp"} <= sums.items()
-        assert not {(operation, "cp") for operation in sums} & {p for p in held if p[0] != "all_gather"}
+        pairs = {(row["operation"], row["group"]) for row in rows if row["phase"] != "update"}
+        assert ("all_to_all", "cp") in pairs
+        assert {pair for pair in pairs if pair[1] != "cp"} <= sums.items()
+        assert not {(operation, "cp") for operation in sums} & {p for p in pairs if p[0] != "all_gather"}
         assert report["step"]["by_group"]["cp"]["collectives"] > 0
 
 
@@ -178,12 +178,12 @@ def test_a_pipeline_is_described_measured_and_drawn(two):
     first, last = report["pipeline"]["stages"]
     assert (first["rank"], first["blocks"], first["tensors_received"]) == (0, ["model.layers.0"] * 2, 0)
     assert (last["rank"], last["blocks"], last["tensors_received"]) == (1, ["model.layers.1"] * 2, 1)
-    assert first["flops_per_token"] < last["flops_per_token"], "which has the head, too"
+    assert first["flops_per_token"] < last["flops_per_token"], "the last stage has the head"
     assert 0 < report["pipeline"]["idle_fraction"] < 1
     assert report["meshes"] == {"pp": {"ranks": 2, "backend": "gloo"}}
     assert report["step"]["by_group"].keys() == {"pp"}
     counts = {name: sums["collectives"] for name, sums in report["step"]["by_operation"].items()}
-    assert (counts["send"], counts["receive"]) == (4, 4), "each micro batch, and its gradient"
+    assert (counts["send"], counts["receive"]) == (4, 4), "one for each micro batch, and one for its gradient"
     title = next(line for line in lines if line.startswith("1F1B, 4 micro batches: "))
     assert f"{report['pipeline']['idle_fraction']:.1%} idle" in title
     row = lines[lines.index(title) + 1]
@@ -191,16 +191,18 @@ def test_a_pipeline_is_described_measured_and_drawn(two):
     assert lines[-1].startswith("Step 3: the pipeline took ")
     assert two["pictures"].keys() == {"pipeline.svg", "pipeline_measured.svg"}
     boxes = {name: picture.count('height="22"') for name, picture in two["pictures"].items()}
-    assert set(boxes.values()) == {2 * 2 * 4}, "forward and backward of each micro batch in each stage"
+    assert set(boxes.values()) == {2 * 2 * 4}, (
+        "one box for forward and backward of each micro batch in each stage"
+    )
 
 
-def test_the_graphs_of_a_pipeline_are_those_of_its_first_step(two):
+def test_the_graphs_of_a_pipeline_are_from_its_first_step(two):
     (kind,) = two["pp compiled"][1][-1]["graphs"]["blocks"]
     assert kind["ran_compiled"] == 1
     assert kind["graphs"] > 0
 
 
-def test_in_float8_a_gather_is_a_quarter_of_what_it_is_in_float32(two):
+def test_a_float8_gather_has_a_quarter_of_the_bytes_of_float32(two):
     plain, float8 = (two[case][1][-1] for case in ("tp", "float8"))
     (last_plain,), (last_float8,) = (
         [
@@ -216,10 +218,10 @@ def test_in_float8_a_gather_is_a_quarter_of_what_it_is_in_float32(two):
     assert any("in float8 (tensorwise, emulated), 0 left out" in line for line in two["float8"][2])
 
 
-def test_a_job_whose_compilation_is_dropped_ends(two):
+def test_a_job_that_falls_back_from_compilation_ends(two):
     assert "model.layers.0 was to be compiled, but ran eagerly" in two["eager"]
     assert "\n" not in two["eager"]
 
 
-def test_no_half_written_file_is_left(two):
+def test_no_partial_file_is_left(two):
     assert two["files"] == []

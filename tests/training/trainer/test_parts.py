@@ -1,4 +1,4 @@
-"""The parts around the trainer that can be looked at alone: device, log line, what is said at the end."""
+"""Helpers of the trainer: device, log lines, and the output at the end of a rank."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ on_a_cpu = pytest.mark.skipif(
 )
 
 
-def test_a_rank_whose_shard_of_a_weight_is_empty_knows_whether_all_are_finite():
+def test_all_ranks_agree_on_finite_weights_also_with_an_empty_shard():
     model = torch.nn.ParameterList([torch.ones(2), torch.empty(0)])
     with process_groups.fake_group(2):
         assert FiniteCheck([model], torch.device("cpu")).on_all_ranks()
@@ -40,7 +40,7 @@ def test_a_rank_whose_shard_of_a_weight_is_empty_knows_whether_all_are_finite():
 
 
 @on_a_cpu
-def test_ranks_of_a_machine_share_its_cores(monkeypatch):
+def test_ranks_of_a_machine_divide_its_cores(monkeypatch):
     before = torch.get_num_threads()
     try:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -79,7 +79,7 @@ def test_three_significant_digits(value, text):
     ("name", "peak"),
     [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("Sparkler 9000", None)],
 )
-def test_peak_is_known_only_for_devices_of_the_table(name, peak):
+def test_peak_flops_are_known_only_for_devices_of_the_table(name, peak):
     memory = Memory()
     memory.name = name
     assert known_peak_flops(memory) == peak
@@ -87,7 +87,7 @@ def test_peak_is_known_only_for_devices_of_the_table(name, peak):
 
 
 class Memory(DeviceMemory):
-    """An accelerator's, which a test uses."""
+    """The memory of an accelerator, which a test sets."""
 
     used = highest = 0
     is_host, total = False, 100
@@ -105,11 +105,11 @@ class Memory(DeviceMemory):
         return Peak(self.highest)
 
 
-def test_the_memory_of_validation_is_its_own(tmp_path):
-    rows, memory = {}, Memory()
+def test_the_memory_of_validation_is_measured_separately(tmp_path):
+    metrics_logged, memory = {}, Memory()
     with process_groups.fake_group(1):
         processor = MetricsProcessor(Metrics(), None, CPU, dump_folder=str(tmp_path), values={})  # type: ignore[arg-type]
-    processor.logger = SimpleNamespace(log=lambda metrics, step: rows.update(metrics))
+    processor.logger = SimpleNamespace(log=lambda metrics, step: metrics_logged.update(metrics))
     processor.memory, processor.total_steps = memory, 1
     memory.use(10)
     memory.use(2)
@@ -117,17 +117,17 @@ def test_the_memory_of_validation_is_its_own(tmp_path):
         memory.use(5)
         memory.use(2)
         processor.log_validation(1.0, 1)
-    assert rows["validation_metrics/memory/max_reserved(%)"] == 5
-    assert memory.peak().reserved == 2, "of the next steps nothing but theirs is measured"
-    assert processor._interval_peak().reserved == 10, "of the steps since the last line"
+    assert metrics_logged["validation_metrics/memory/max_reserved(%)"] == 5
+    assert memory.peak().reserved == 2, "the peak of the next steps starts anew"
+    assert processor._interval_peak().reserved == 10, "the peak of the steps since the last line"
 
 
-def test_log_keeps_what_is_news():
+def test_the_log_filter_keeps_progress():
     def shown(name, level, module="trainer", function="train"):
         record = logging.LogRecord(name, level, f"{module}.py", 0, "words", (), None, function)
         return _is_shown(record)
 
-    assert shown("root", logging.INFO), "torchtitan's progress"
+    assert shown("root", logging.INFO), "progress of torchtitan"
     assert shown("titanplans.training.trainer.step", logging.INFO)
     assert shown("datasets", logging.WARNING)
     assert not shown("datasets", logging.INFO)
@@ -137,7 +137,7 @@ def test_log_keeps_what_is_news():
         assert shown(name, logging.ERROR, "utils", "collect")
 
 
-def test_a_job_whose_log_nobody_reads_goes_on():
+def test_a_job_continues_if_its_log_is_closed():
     done = run_python(
         "-c",
         "import logging, os, sys; from titanplans.training.launch.logs import init_logging; init_logging(0);"
@@ -147,8 +147,8 @@ def test_a_job_whose_log_nobody_reads_goes_on():
     assert (done.returncode, done.stderr) == (0, "stdout was closed: the job goes on without its log\n")
 
 
-def test_what_is_no_news_is_what_torchtitan_logs():
-    """The functions that are named are torchtitan's, and each logs."""
+def test_filtered_functions_exist_in_torchtitan():
+    """The functions exist in torchtitan, and each logs."""
     import inspect
 
     import torchtitan.distributed.utils
@@ -173,15 +173,15 @@ def failing(rank: int) -> int:
         return fail(error, rank)
 
 
-def test_failure_of_a_process_of_its_own_has_its_traceback_and_ends_in_one_line(capsys, monkeypatch):
+def test_failure_of_a_rank_prints_its_traceback_and_one_line(capsys, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     assert failing(rank=3) == 1
-    told = capsys.readouterr().err
-    assert told.startswith("rank 3: Traceback (most recent call last):")
-    assert told.endswith("\nerror: rank 3 failed: ZeroDivisionError: integer division or modulo by zero\n")
+    output = capsys.readouterr().err
+    assert output.startswith("rank 3: Traceback (most recent call last):")
+    assert output.endswith("\nerror: rank 3 failed: ZeroDivisionError: integer division or modulo by zero\n")
 
 
-def test_failure_is_left_to_who_started_the_rank(capsys, monkeypatch, tmp_path):
+def test_failure_is_reported_to_the_launcher_of_the_rank(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     assert failing(rank=3) == 1
     assert capsys.readouterr().err == ""

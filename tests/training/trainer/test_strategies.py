@@ -1,7 +1,4 @@
-"""Whole jobs on two real ranks under other strategies than the default, against the default's losses.
-
-One spawn, shared by all cases.
-"""
+"""Jobs on two ranks under other strategies than the default have the losses of the default."""
 
 import itertools
 import json
@@ -19,7 +16,7 @@ from titanplans.errors import Diverged
 
 pytestmark = pytest.mark.thorough
 
-# The schedule of the whole run, so that the first four steps are its own.
+# The schedule of the full run, so that its first four steps are the same.
 STEPS = ("--training.steps=4", "--lr_scheduler.total_steps=8")
 DDP = ("--parallelism.data_parallel_strategy=ddp", "--parallelism.data_parallel_replicate_degree=2")
 TWICE = ("--training.local_batch_size=2", "--training.gradient_accumulation_steps=2")
@@ -38,14 +35,14 @@ DEFERRED = ("--parallelism.fsdp_defer_grad_sync=all", "--parallelism.fsdp_keep_g
 
 
 def counted(folder: Path, dump: str, *options: str):
-    """Return what a run logs, and how often it gathered weights and summed gradients by scattering."""
+    """Return the losses of a run, and its counts of all-gathers and reduce-scatters."""
     with OperatorCounts() as count:
         recorder, _ = train(folder, "gla", dump, *STEPS, *options)
     return recorder, count.of("_allgather_base_"), count.of("_reduce_scatter_base_")
 
 
 def poisoned(folder: Path, dump: str, *options: str):
-    """Make what the head of rank 1 gets NaN in step 3; return losses, idle steps, the log."""
+    """Make the input of rank 1's head NaN in step 3; return losses, whether steps changed weights, and the log."""
     import torch
 
     states, log = [], []
@@ -78,8 +75,8 @@ def poisoned(folder: Path, dump: str, *options: str):
     return recorder.losses(), same, log
 
 
-def goes_on(folder: Path, dump: str, *options: str) -> dict[int, float]:
-    """Return the losses of a run from the newest full checkpoint of `dump` on, saving every second step."""
+def resumed_losses(folder: Path, dump: str, *options: str) -> dict[int, float]:
+    """Resume a run from the newest full checkpoint of `dump`, saving every second step; return its losses."""
     import torch
 
     torch.distributed.barrier()
@@ -114,9 +111,9 @@ def on_two_ranks(rank: int) -> dict:
     with pytest.raises(Diverged, match="step 3: the loss is not finite"):
         poisoned(folder, "stops")
     counters.clear()
-    results["on with a compiled optimizer"] = goes_on(folder, "fsdp2", *OPTIMIZER)  # from step 4
+    results["on with a compiled optimizer"] = resumed_losses(folder, "fsdp2", *OPTIMIZER)  # from step 4
     results["graphs"] = counters["stats"]["unique_graphs"]
-    results["and back under ddp"] = goes_on(folder, "fsdp2", *DDP)  # from step 6
+    results["and back under ddp"] = resumed_losses(folder, "fsdp2", *DDP)  # from step 6
 
     results["muon"] = losses_of(folder, "dense", "muon", *MUON_SAVES)
     recorder, trainer = train(
@@ -142,12 +139,12 @@ def on_two_ranks(rank: int) -> dict:
     if rank == 0:
         shutil.copytree(folder / "muon-tp" / "checkpoint" / "step-4", folder / "begun")
     torch.distributed.barrier()
-    whole = (f"--checkpoint.initial_load_path={folder}/begun", "--checkpoint.no-initial_load_model_only")
-    results["muon, on with fsdp2 from tp"] = losses_of(folder, "dense", "muon-on", *MUON_SAVES, *whole)
+    full_state = (f"--checkpoint.initial_load_path={folder}/begun", "--checkpoint.no-initial_load_model_only")
+    results["muon, on with fsdp2 from tp"] = losses_of(folder, "dense", "muon-on", *MUON_SAVES, *full_state)
     changed = (
         "--optimizer.groups=[{pattern = 'embed|lm_head', lr = 5e-4}, {pattern = 'norm', weight_decay = 0.2}]"
     )
-    _, trainer = train(folder, "dense", "muon-changed", MUON[0], changed, *MUON_SAVES[2:], *whole)
+    _, trainer = train(folder, "dense", "muon-changed", MUON[0], changed, *MUON_SAVES[2:], *full_state)
     results["changed groups"] = [
         (group["initial_lr"], group["weight_decay"], len(group["params"]))
         for optimizer in trainer.optimizers
@@ -168,16 +165,16 @@ def two(tmp_path_factory):
     return process_groups.run(on_two_ranks, 2)
 
 
-def part_of(losses: dict[int, float], whole: dict[int, float]):
+def approx_of(losses: dict[int, float], all_losses: dict[int, float]):
     # float32, summed in another order, as in test_trainer.
-    return pytest.approx({step: whole[step] for step in losses}, rel=1e-5)
+    return pytest.approx({step: all_losses[step] for step in losses}, rel=1e-5)
 
 
 @pytest.mark.parametrize("case", ["ddp", "ddp accumulated", "at once", "deferred"])
 def test_each_strategy_has_the_losses_of_fsdp2(two, case):
     assert list(two[case]) == [1, 2, 3, 4]
     assert two["fsdp2"][4] < two["fsdp2"][1] - 0.01, "a model that does not learn proves nothing"
-    assert two[case] == part_of(two[case], two["fsdp2"])
+    assert two[case] == approx_of(two[case], two["fsdp2"])
 
 
 def test_deferred_gradients_are_summed_once_a_step_and_weights_stay_gathered(two):
@@ -192,15 +189,15 @@ def test_a_validation_of_gathered_weights_is_the_same_and_gathers_less(two):
     assert two["unsharded", "gathers"] < two["sharded", "gathers"]
 
 
-def test_muon_trains_alike_under_each_strategy(two):
+def test_muon_trains_the_same_under_each_strategy(two):
     assert two["muon"][8] < two["muon"][1] - 0.1
     for case in ("muon, tp", "muon, ddp"):
-        # bfloat16 rounds what is orthogonalised, now and then to another side.
+        # Muon rounds to bfloat16, sometimes to the other neighbour.
         assert two[case] == pytest.approx({step: two["muon"][step] for step in two[case]}, rel=1e-4)
 
 
-def test_the_schedule_is_each_groups_own(two):
-    # After the first of two steps of warm-up. AdamW has the embedding and what does not decay in groups of their own.
+def test_each_group_has_its_schedule(two):
+    # After the first of two warm-up steps. AdamW has two groups: the embedding, and parameters without decay.
     assert two["muon's rates"] == pytest.approx({"lr/AdamW/0": 5e-4, "lr/AdamW/1": 15e-4, "lr/Muon": 15e-4})
     last = two["muon's groups"][0][2] / 1e-3
     assert 0 < last < 1
@@ -211,10 +208,10 @@ def test_the_schedule_is_each_groups_own(two):
     ]
 
 
-def test_muons_momentum_goes_on_at_another_degree(two):
-    found = two["muon, on with fsdp2 from tp"]
-    assert list(found) == [5, 6, 7, 8]
-    assert found == pytest.approx({step: two["muon"][step] for step in found}, rel=1e-4)
+def test_the_momentum_of_muon_is_resumed_at_another_degree(two):
+    losses = two["muon, on with fsdp2 from tp"]
+    assert list(losses) == [5, 6, 7, 8]
+    assert losses == pytest.approx({step: two["muon"][step] for step in losses}, rel=1e-4)
 
 
 def test_changed_groups_take_effect_on_resume(two):
@@ -231,9 +228,9 @@ def test_muon_takes_float8(two, how):
 def test_a_step_that_is_not_finite_on_one_rank_changes_nothing(two, case):
     losses, same, log = two[case]
     assert log == ["step 3: the gradient's norm is nan, so the step is skipped (1 in this run)"]
-    assert same == [False, True, False]  # between the ends of steps 1 and 2, 2 and 3, 3 and 4
-    assert list(losses) == [1, 2, 4]  # torchtitan has no line for a loss that is not finite
-    assert {1: losses[1], 2: losses[2]} == part_of({1: ..., 2: ...}, two["fsdp2"])
+    assert same == [False, True, False]  # the weights after steps 1 and 2, 2 and 3, 3 and 4
+    assert list(losses) == [1, 2, 4]  # torchtitan logs no line for a loss that is not finite
+    assert {1: losses[1], 2: losses[2]} == approx_of({1: ..., 2: ...}, two["fsdp2"])
     assert losses[4] < losses[2]
 
 
@@ -244,13 +241,13 @@ def test_muon_skips_steps_too(two):
 
 
 @pytest.mark.parametrize(("case", "first"), [("on with a compiled optimizer", 5), ("and back under ddp", 7)])
-def test_a_checkpoint_goes_on_under_another_strategy_and_optimizer(two, case, first):
+def test_a_checkpoint_resumes_under_another_strategy_and_optimizer(two, case, first):
     assert list(two[case]) == list(range(first, 9))
-    assert two[case] == part_of(two[case], two["fsdp2"])
+    assert two[case] == approx_of(two[case], two["fsdp2"])
 
 
-def test_the_optimizers_step_was_compiled_once(two):
-    # A learning rate that is a number would be compiled anew in each step.
+def test_the_step_of_the_optimizer_is_compiled_once(two):
+    # A learning rate that is a Python number would recompile in each step.
     assert two["graphs"] == 1
 
 
@@ -259,7 +256,7 @@ def test_a_job_trains_in_float8_and_says_so(two):
     report = two["float8 report"]
     assert report["recipe"] == "tensorwise"
     assert report["emulated"]
-    assert len(report["converted"]) == 14  # seven in each of two blocks
+    assert len(report["converted"]) == 14  # seven modules in each of two blocks
     assert report["filtered"] == {"lm_head": "filter_fqns has 'lm_head'"}
     assert report["borders"]["model.layers.0.self_attn"] == {"activations": "in float8"}
     assert report["borders"]["model.layers.0.mlp.down_proj"] == {"gradients": "in float8"}

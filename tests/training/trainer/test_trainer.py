@@ -1,7 +1,4 @@
-"""Whole jobs on one and on two real ranks: what they log is compared, not what they are made of.
-
-One spawn of each size, shared by all cases: a process needs several seconds to import the libraries.
-"""
+"""Jobs on one and on two ranks: their logged metrics are compared."""
 
 import math
 import os
@@ -18,19 +15,21 @@ VALIDATION = ("--validation.enable", "--validation.freq=4", "--validation.steps=
 
 
 def resumed(folder: Path, model: str, dump: str, *options: str):
-    """Losses of a run of 8 steps, and of its second half from the checkpoint at step 4; then the generators."""
+    """Return the losses of 8 steps, those resumed from step 4, and whether the random generators end in the same state."""
     import torch
 
     options = (*options, "--checkpoint.enable", "--checkpoint.interval=4")
-    whole = losses_of(folder, model, dump, *options)
+    uninterrupted = losses_of(folder, model, dump, *options)
     generator = torch.get_rng_state()
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
-        shutil.rmtree(folder / dump / "checkpoint" / "step-8")  # as if the job had been killed before
+        shutil.rmtree(
+            folder / dump / "checkpoint" / "step-8"
+        )  # as if the job had been killed before this save
     torch.distributed.barrier()
     torch.manual_seed(99)
     half = losses_of(folder, model, dump, *options)
-    return whole, half, torch.equal(generator, torch.get_rng_state())
+    return uninterrupted, half, torch.equal(generator, torch.get_rng_state())
 
 
 def on_one_rank(rank: int) -> dict:
@@ -70,7 +69,7 @@ def on_one_rank(rank: int) -> dict:
         "--profiling.enable_profiling", "--profiling.profile_freq=4", "--profiling.profiler_warmup=1",
     )  # fmt: skip
     model = trainer.model_parts[0]
-    # Not model.parameters(): after a validation, FSDP's root still has its gathered ones.
+    # Not model.parameters(): after a validation, FSDP's root module still has its gathered parameters.
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     norms = [p.grad.full_tensor().norm() for group in groups for p in group["params"]]
     results["everything"] = everything.rows
@@ -113,26 +112,25 @@ def two(folder, one):
 @pytest.mark.parametrize("model", ["gla", "transformer"])
 def test_two_ranks_have_the_loss_curve_of_one(one, two, model, how):
     assert len(one[model]) == 20
-    # float32: sums over the ranks are rounded in another order; found: 3e-7 after 20 steps. A learning rate
-    # at which training is unstable lets that grow: at 1e-2 it is 7e-4, as it is without a second rank
-    # between batches that are accumulated and that are not.
+    # float32: sums over the ranks round in another order, by 3e-7 after 20 steps. At a learning rate of 1e-2 training is
+    # unstable and the difference grows to 7e-4, as it does on one rank between accumulated and full batches.
     assert two[model, how] == pytest.approx(one[model], rel=1e-5)
     assert one[model][20] < one[model][1] - 0.5, "a model that does not learn proves nothing"
 
 
 @pytest.mark.parametrize("case", ["resumed", "tp resumed", "fsdp resumed"])
-def test_resumed_run_repeats_the_undisturbed_one_bitwise(one, two, case):
-    whole, half, same_generator = (one | two)[case]
+def test_a_resumed_run_repeats_the_uninterrupted_one_bitwise(one, two, case):
+    uninterrupted, half, same_generator = (one | two)[case]
     assert list(half) == [5, 6, 7, 8]
-    assert half == {step: whole[step] for step in half}
+    assert half == {step: uninterrupted[step] for step in half}
     assert same_generator
 
 
-def test_accumulated_batches_give_the_loss_of_the_whole_batch(one):
+def test_accumulated_batches_have_the_loss_of_the_full_batch(one):
     assert one["accumulated"] == pytest.approx(one["gla"], rel=1e-5)  # float32, summed in another order
 
 
-def test_the_model_is_as_it_was(one):
+def test_the_model_keeps_its_names_ties_and_mode(one):
     assert "model.layers.0.self_attn.q_proj.weight" in one["names"]
     assert one["tied"], "tied weights were untied"
     assert one["training"], "validation left the model in eval mode"
@@ -157,7 +155,7 @@ def test_first_every_nth_and_last_step_are_logged(one):
     for row in rows:
         assert row["memory/peak_rss(GiB)"] > 0.05
         assert row["tflops"] > 0
-        assert not [key for key in row if "mfu" in key], "MFU on a device whose peak nobody knows"
+        assert not [key for key in row if "mfu" in key], "no MFU on a device with unknown peak FLOPS"
 
 
 def test_validation_follows_training(one):
@@ -178,17 +176,17 @@ def test_a_step_is_saved_only_when_its_validation_is_logged(one):
     assert validated == [1, 4, 8], "a kill between the two would lose the row"
 
 
-def test_metrics_jsonl_holds_what_the_other_writers_are_given(folder, one):
+def test_metrics_jsonl_has_the_metrics_of_the_other_writers(folder, one):
     assert read_metrics(folder / "everything" / "metrics.jsonl") == one["everything"]
 
 
 def test_metrics_jsonl_of_a_resumed_run_has_each_step_once_on_every_rank(folder, two):
-    whole, half, _ = two["tp resumed"]
+    uninterrupted, half, _ = two["tp resumed"]
     for rank in range(2):
         rows = read_metrics(folder / "tp-resumed" / f"rank_{rank}" / "metrics.jsonl")
         assert [row["step"] for row in rows] == list(range(1, 9))
         if rank == 0:
-            assert {row["step"]: row["loss_metrics/global_avg_loss"] for row in rows} == whole | half
+            assert {row["step"]: row["loss_metrics/global_avg_loss"] for row in rows} == uninterrupted | half
     assert not (folder / "tp-resumed" / "metrics.jsonl").exists()
 
 

@@ -1,4 +1,4 @@
-"""A chat template and files of conversations."""
+"""Fixtures: a chat template, and files of conversations."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from titanplans.config.sections.data import Chat
 
 @pytest.fixture
 def chat(tmp_path):
-    """`Chat` with a template, by its text."""
+    """Return a function that makes a `Chat` with a template from its text."""
 
     def chat(template=MARKED, **options):
         (tmp_path / "chat.jinja").write_text(template, encoding="utf-8")
@@ -20,7 +20,7 @@ def chat(tmp_path):
 
 @pytest.fixture
 def rows(tmp_path):
-    """The path of a file of rows, of messages where they are no dicts."""
+    """Return a function that writes rows to a file and returns its path; a list is taken for the messages of a row."""
 
     def rows(*rows):
         rows = [row if isinstance(row, dict) else {"messages": row} for row in rows]

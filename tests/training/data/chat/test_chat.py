@@ -1,4 +1,4 @@
-"""Conversations: tokens that count in the loss, and errors of rows and templates."""
+"""Conversations: which tokens are in the loss, and errors of rows and templates."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ from titanplans.training.data.chat.messages import read_conversation
 from titanplans.training.data.loader import TextDataLoader
 from titanplans.training.data.vocabulary import check_tokenizer, default_tokenizer_path
 
-# --- what counts
+# --- tokens in the loss
 
 
 @pytest.mark.parametrize(
@@ -37,21 +37,21 @@ from titanplans.training.data.vocabulary import check_tokenizer, default_tokeniz
         ([message("user", [{"type": "text", "text": "a"}]), message("assistant", "b")], {}, "b<|eos|>"),
     ],
 )
-@pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "found"])
-def test_what_the_assistant_says_counts_and_nothing_else(chat, template, row, options, counts):
+@pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "unmarked"])
+def test_only_tokens_of_the_assistant_are_in_the_loss(chat, template, row, options, counts):
     row = row if isinstance(row, dict) else {"messages": row}
     tokens = tokens_of(row, chat(template, **options))
     ending = (
         "\n" if template is PLAIN else ""
     )  # of a turn, which belongs to it unless the template says otherwise
     assert decoded(tokens.ids[tokens.counted]) == counts.replace("<|eos|>", "<|eos|>" + ending)
-    whole = tokens_of(row, chat(template, train_on="all"))
-    assert whole.counted.all()
-    assert whole.ids.tolist() == tokens.ids.tolist()
-    assert decoded(whole.ids).startswith("<|bos|>[")
+    all_counted = tokens_of(row, chat(template, train_on="all"))
+    assert all_counted.counted.all()
+    assert all_counted.ids.tolist() == tokens.ids.tolist()
+    assert decoded(all_counted.ids).startswith("<|bos|>[")
 
 
-def test_a_token_that_begins_in_the_prompt_counts_as_it_does_for_transformers(chat):
+def test_a_token_that_begins_in_the_prompt_is_counted_as_by_transformers(chat):
     talk = [message("user", "a"), message("assistant", "  3")]
     for template, ending in ((MARKED, ""), (PLAIN, "\n")):
         for train_on in ("assistant", "last"):
@@ -59,8 +59,8 @@ def test_a_token_that_begins_in_the_prompt_counts_as_it_does_for_transformers(ch
             assert decoded(tokens.ids[tokens.counted]) == "\n  3<|eos|>" + ending
 
 
-def test_spaces_that_a_tokenizer_does_not_place_count_as_others_do(chat, tmp_path):
-    """The places of Llama 3's tokens leave out spaces, among which transformers' masks lose their way."""
+def test_spaces_without_offsets_are_counted_like_others(chat, tmp_path):
+    """The offsets of Llama 3's tokens leave out spaces, which makes transformers' masks wrong."""
     values = json.loads((Path(default_tokenizer_path()) / "tokenizer.json").read_text())
     values["post_processor"] = {
         "type": "ByteLevel",
@@ -100,7 +100,7 @@ def test_tokens_and_mask_are_those_of_transformers(chat):
         assert decoded(ours.ids) == text
 
 
-def test_the_tokenizers_own_template_is_read_from_both_places(tmp_path):
+def test_the_template_of_the_tokenizer_is_read_from_both_files(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(default_tokenizer_path()) / name, tmp_path / name)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
@@ -109,8 +109,8 @@ def test_the_tokenizers_own_template_is_read_from_both_places(tmp_path):
         content = json.dumps(config | {"chat_template": MARKED}) if "json" in where else MARKED
         (tmp_path / where).write_text(content)
         options = Chat(enable=True)
-        found = ChatFormat(options, str(tmp_path), 512)
-        got = found.tokens(read_conversation({"messages": TALK}, options, ""), "").to_bytes()
+        chat_format = ChatFormat(options, str(tmp_path), 512)
+        got = chat_format.tokens(read_conversation({"messages": TALK}, options, ""), "").to_bytes()
         assert expected is None or got == expected
         expected = got
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -120,7 +120,7 @@ def test_the_tokenizers_own_template_is_read_from_both_places(tmp_path):
 
 
 @pytest.mark.parametrize("marks", [{"weight": 0}, {"weight": 0.0}, {"loss": False}, {"train": False}])
-@pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "found"])
+@pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "unmarked"])
 @pytest.mark.parametrize(
     ("at", "train_on", "counts"),
     [
@@ -139,15 +139,15 @@ def test_a_message_may_be_taken_out_of_the_loss(chat, template, marks, at, train
     assert decoded(tokens.ids[tokens.counted]) == counts.replace(".", ending)
 
 
-@pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "found"])
-def test_a_message_is_taken_out_of_all_tokens(chat, template):
+@pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "unmarked"])
+def test_a_message_is_taken_out_with_train_on_all(chat, template):
     talk = [m | ({"loss": False} if n in (0, 3) else {}) for n, m in enumerate(TALK)]
     tokens = tokens_of({"messages": talk}, chat(template, train_on="all"))
     assert decoded(tokens.ids[~tokens.counted]) == "<|bos|>[system]\nBe brief.\n[user]\n Another? \n"
 
 
-def test_marks_tell_answers_apart_where_earlier_ones_are_rewritten(chat):
-    """As Qwen3 leaves the thoughts of earlier turns out."""
+def test_marks_are_used_if_earlier_answers_are_rewritten(chat):
+    """Qwen3's template leaves out the thoughts of earlier turns."""
     template = MARKED.replace("m.content + eos", "(m.content if loop.last else m.content[1:]) + eos")
     talk = [*TALK[:4], message("assistant", "34")]
     for train_on, row, counts in (
@@ -171,7 +171,7 @@ def test_marks_tell_answers_apart_where_earlier_ones_are_rewritten(chat):
         ({"messages": TALK, "weight": 0}, "here has weight = 0, but rows"),
     ],
 )  # fmt: skip
-def test_weights_that_are_not_honoured_are_refused(chat, row, reason):
+def test_unsupported_weights_are_refused(chat, row, reason):
     assert reason in refusal(tokens_of, row, chat(), kind=DataError)
     assert tokens_of({"messages": TALK, "weight": 1}, chat()).has_counted_tokens
 
@@ -193,7 +193,7 @@ def test_a_weight_in_parquet_is_read(chat, tmp_path):
 # --- the end of a turn
 
 
-def test_a_corpus_whose_answers_do_not_end_is_said_in_one_line(chat, rows):
+def test_answers_without_an_end_are_logged_in_one_line(chat, rows):
     path = rows(*numbered(3))
 
     def notes(template, **options):
@@ -216,8 +216,8 @@ GLM = (
 )
 
 
-def test_the_next_role_ends_a_turn_where_it_is_a_stop_token(chat, tmp_path, rows):
-    """As in GLM 4's template, whose generation_config.json names the tokens of roles."""
+def test_the_next_role_ends_a_turn_if_it_is_a_stop_token(chat, tmp_path, rows):
+    """As in GLM 4, whose generation_config.json has the tokens of roles as stop tokens."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(default_tokenizer_path())
@@ -246,7 +246,7 @@ def test_the_next_role_ends_a_turn_where_it_is_a_stop_token(chat, tmp_path, rows
     assert len(check_dataset("local", rows(talk), split="all", chat=there)) == 1
 
 
-# --- what an assistant says apart from its content
+# --- tool calls and thoughts of an assistant
 
 
 def calling(arguments, **more):
@@ -261,28 +261,30 @@ CALLS = PLAIN.replace(
 )
 
 
-def test_what_a_template_leaves_out_of_an_answer_ends_the_job(chat):
-    asked = message("user", "a")
+def test_parts_of_an_answer_that_a_template_leaves_out_are_refused(chat):
+    question = message("user", "a")
     for template in (PLAIN, MARKED):
-        error = refusal(tokens_of, {"messages": [asked, calling({"x": 1})]}, chat(template), kind=DataError)
+        error = refusal(
+            tokens_of, {"messages": [question, calling({"x": 1})]}, chat(template), kind=DataError
+        )
         assert "leaves out the tool_calls of message 2; give a chat_template that writes it" in error
         talk = [
-            asked,
+            question,
             message("assistant", "b") | {"reasoning_content": "since"},
-            asked,
+            question,
             message("assistant", "c"),
         ]
         error = refusal(tokens_of, {"messages": talk}, chat(template), kind=DataError)
         assert "leaves out the reasoning_content of message 2" in error
-    tokens = tokens_of({"messages": [asked, calling({"x": 1})]}, chat(CALLS))
+    tokens = tokens_of({"messages": [question, calling({"x": 1})]}, chat(CALLS))
     assert decoded(tokens.ids[tokens.counted]) == '<f {"x": 1}><|eos|>\n'
-    talk = [asked, {"role": "assistant", "content": "", "id": "7"}]
+    talk = [question, {"role": "assistant", "content": "", "id": "7"}]
     assert "message 2 of 'messages' is empty" in refusal(
         tokens_of, {"messages": talk}, chat(), kind=DataError
     )
 
 
-def test_thoughts_of_earlier_turns_may_be_left_out_by_design(chat):
+def test_thoughts_of_earlier_turns_may_be_left_out(chat):
     template = MARKED.replace(
         "{{ m.content", "{{ (m.reasoning_content | default('') if loop.last else '') + m.content"
     )
@@ -301,7 +303,7 @@ def test_thoughts_of_earlier_turns_may_be_left_out_by_design(chat):
         (CALLS.replace("| tojson", "| items | first | first"), '{"x": 1}', "x"),
     ],
 )
-def test_arguments_that_are_texts_are_not_quoted_twice(chat, template, arguments, written):
+def test_arguments_given_as_text_are_not_quoted_twice(chat, template, arguments, written):
     talk = [message("user", "a"), calling(arguments)]
     tokens = tokens_of({"messages": talk}, chat(template))
     assert decoded(tokens.ids[tokens.counted]) == f"<f {written}><|eos|>\n"
@@ -309,8 +311,8 @@ def test_arguments_that_are_texts_are_not_quoted_twice(chat, template, arguments
     assert "here: the arguments of a tool call are no JSON" in error
 
 
-def test_a_folders_own_template_may_have_marks(tmp_path):
-    """torchtitan's tokenizer compiles it, too, by a Jinja that does not know the tag."""
+def test_the_template_of_a_folder_may_have_marks(tmp_path):
+    """torchtitan's tokenizer compiles the template too, by a Jinja that does not know the tag."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(default_tokenizer_path()) / name, tmp_path / name)
     values = json.loads((tmp_path / "tokenizer_config.json").read_text())
@@ -331,23 +333,23 @@ def test_variables_and_tools_reach_the_template(chat):
 
 
 def loader(path, options, *, seq_len=64, dp_world_size=1, dp_rank=0, **config):
-    made = data_sources.config(dataset="local", dataset_path=path, split="all", chat=options, **config)
+    config_of_loader = data_sources.config(
+        dataset="local", dataset_path=path, split="all", chat=options, **config
+    )
     at = {"dp_world_size": dp_world_size, "dp_rank": dp_rank, "seq_len": seq_len, "local_batch_size": 2}
-    return TextDataLoader(made, tokenizer=data_sources.tokenizer(), **at)
+    return TextDataLoader(config_of_loader, tokenizer=data_sources.tokenizer(), **at)
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_labels_are_the_next_tokens_of_the_assistant_and_sequences_hold_whole_conversations(
-    chat, rows, packing
-):
-    seen = []
+def test_labels_are_the_next_tokens_of_the_assistant_and_conversations_are_not_split(chat, rows, packing):
+    answers = []
     for inputs, labels in loader(rows(*numbered(9)), chat(packing=packing), infinite=False):
         for x, positions, y in zip(inputs["input"], inputs["positions"], labels, strict=True):
             starts = [*(positions == 0).nonzero().flatten().tolist(), len(x)]
             counts = 0
             for begin, end in itertools.pairwise(starts):
                 if not (counted := y[begin:end] != -100).any():
-                    assert end == len(x), "only what a sequence is filled up with"
+                    assert end == len(x), "only padding"
                     continue
                 counts += 1
                 text = decoded(x[begin:end]).split("<|bos|>", 1)
@@ -355,18 +357,18 @@ def test_labels_are_the_next_tokens_of_the_assistant_and_sequences_hold_whole_co
                 at = counted.nonzero().flatten()
                 assert torch.equal(at, torch.arange(at[0], at[-1] + 1))
                 assert torch.equal(x[begin:end][at[1:]], y[begin:end][at[:-1]])
-                seen.append(decoded(y[begin:end][at]))
+                answers.append(decoded(y[begin:end][at]))
             assert counts < 2 or packing
-    assert sorted(seen) == sorted(f"answer {i}<|eos|>" for i in range(9))
+    assert sorted(answers) == sorted(f"answer {i}<|eos|>" for i in range(9))
 
 
-def test_a_rank_without_a_token_that_counts_is_only_at_the_end_of_a_pass(chat, rows):
+def test_ranks_without_a_token_in_the_loss_are_only_at_the_end_of_a_pass(chat, rows):
     path = rows(*numbered(5))
     by_rank = [
         list(loader(path, chat(packing=False), infinite=False, dp_world_size=3, dp_rank=rank))
         for rank in range(3)
     ]
-    for step in zip(*by_rank, strict=True):  # the mean over a step's tokens is never 0 / 0
+    for step in zip(*by_rank, strict=True):  # every step has tokens in the loss, so their mean is not 0 / 0
         assert any((labels != -100).any() for _, labels in step)
     endless = [loader(path, chat(), dp_world_size=3, dp_rank=rank) for rank in range(3)]
     for batches in endless:
@@ -376,7 +378,7 @@ def test_a_rank_without_a_token_that_counts_is_only_at_the_end_of_a_pass(chat, r
 LONG = [message("user", "why? " * 30), message("assistant", "because " * 20)]
 
 
-def test_conversations_that_are_too_long_are_left_out_or_cut_and_counted(chat, rows, caplog):
+def test_conversations_that_are_too_long_are_dropped_or_truncated_and_counted(chat, rows, caplog):
     path = rows(*numbered(4), LONG, TALK[:2], [message("user", "x"), message("assistant", "y " * 90)])
 
     def read(**options):
@@ -387,7 +389,7 @@ def test_conversations_that_are_too_long_are_left_out_or_cut_and_counted(chat, r
         "4 of 7 conversations are read (dataset_split = 'all'); left out, as nothing in them counts: 1 (the first: "
         f"{path}, line 6); left out for their length: 2 (the first: {path}, line 5, 127 tokens)"
     )
-    right = read(truncation="right")  # of the first only the question is left
+    right = read(truncation="right")  # only the question remains of the first
     assert len(right._corpus) == 5
     left = read(truncation="left")
     assert len(left._corpus) == 6
@@ -398,7 +400,7 @@ def test_conversations_that_are_too_long_are_left_out_or_cut_and_counted(chat, r
         read(truncation="error")
 
 
-def test_a_stream_counts_what_it_leaves_out(chat, rows, tmp_path, caplog):
+def test_a_streamed_corpus_counts_what_it_drops(chat, rows, tmp_path, caplog):
     (tmp_path / "data").mkdir()
     path = rows(*numbered(3), LONG, TALK[:2])
     shutil.move(path, tmp_path / "data" / "train.jsonl")
@@ -411,8 +413,8 @@ def test_a_stream_counts_what_it_leaves_out(chat, rows, tmp_path, caplog):
     assert lines[1].endswith("row 5, nothing in it counts")
 
 
-def test_keys_that_other_rows_have_are_not_there(chat, tmp_path):
-    """Arrow gives each object the keys of all: a template would write them as None. It sorts them before pyarrow 22."""
+def test_keys_of_other_rows_are_not_added(chat, tmp_path):
+    """Arrow adds the keys of all objects to each, which a template would write as None. Before pyarrow 22 it sorts them."""
     template = "{% for t in tools %}{{ t | tojson }}{% endfor %}" + PLAIN
     tools = [[{"a": {"x": 1}, "name": "f"}], [{"a": {"y": [1, None]}, "name": "g"}]]
     table = pyarrow.table({"messages": [TALK, TALK], "tools": tools})
@@ -422,7 +424,7 @@ def test_keys_that_other_rows_have_are_not_there(chat, tmp_path):
         assert decoded(corpus.document(n).ids).startswith(json.dumps(tool[0]))
 
 
-def test_a_checkpoint_of_other_settings_is_not_gone_on_from(chat, rows):
+def test_a_checkpoint_of_other_settings_is_refused(chat, rows):
     path = rows(*numbered(12))
     state = loader(path, chat()).state_dict()
     loader(path, chat(packing=False, truncation="left"), seq_len=48).load_state_dict(state)
@@ -438,7 +440,7 @@ def test_a_checkpoint_of_other_settings_is_not_gone_on_from(chat, rows):
         shorter.load_state_dict(state)
 
 
-# --- what is refused
+# --- refusals
 
 
 @pytest.mark.parametrize(
@@ -464,7 +466,7 @@ def test_a_checkpoint_of_other_settings_is_not_gone_on_from(chat, rows):
         ({"messages": TALK, "tools": [1]}, "'tools' holds a value of type int where there should be a list of schemas"),
     ],
 )  # fmt: skip
-def test_a_row_that_is_no_conversation_ends_the_job_with_its_line(chat, rows, row, reason):
+def test_a_row_that_is_no_conversation_is_refused_with_its_line(chat, rows, row, reason):
     path = rows(TALK, row)
     error = refusal(open_source, "local", path, split="all", chat=form(chat()), kind=DataError)
     assert reason.replace("FILE", path) in error
@@ -498,19 +500,19 @@ def test_a_row_of_parquet_is_named_too(chat, tmp_path):
         ),
     ],
 )  # fmt: skip
-def test_a_template_that_can_not_be_used_is_one_sentence(chat, rows, template, reason):
+def test_an_unusable_template_is_refused_in_one_sentence(chat, rows, template, reason):
     path = rows(TALK)
     assert reason in refusal(
         lambda: open_source("local", path, split="all", chat=form(chat(template))), kind=DataError
     )
 
 
-def test_what_a_template_tests_before_it_writes_may_be_unset(chat):
+def test_variables_that_a_template_only_tests_may_be_unset(chat):
     guarded = "{% if unk_token %}{{ unk_token }}{% endif %}{{ pad_token or '' }}{{ sep_token | default('') }}"
     assert decoded(tokens_of({"messages": TALK}, chat(guarded + PLAIN)).ids).startswith("<|bos|>")
 
 
-def test_an_assistant_that_begins_counts_only_where_it_is_marked(chat):
+def test_a_first_message_of_the_assistant_is_in_the_loss_only_if_marked(chat):
     talk = {"messages": TALK[2:]}
     assert tokens_of(talk, chat(MARKED)).counted.any()
     with pytest.raises(DataError, match=r"here: the assistant begins.*{% generation %}"):

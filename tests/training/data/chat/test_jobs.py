@@ -1,4 +1,4 @@
-"""Whole jobs on conversations: two ranks against one, resumed in the middle, and models that keep conversations apart."""
+"""Jobs on conversations: two ranks against one, resumed in the middle, and models that separate conversations."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def both_losses(folder: Path, *args: str) -> tuple[dict[int, float], dict[int, f
 
 
 def here() -> Path:
-    """The folder of the test, which becomes the place of the cache, too."""
+    """Return the folder of the test, and use it for the cache too."""
     import datasets
 
     folder = Path(os.environ["TEST_FOLDER"])
@@ -102,7 +102,7 @@ def test_a_job_is_resumed_in_the_middle_at_another_degree(one, two):
     assert two["resumed"] == pytest.approx({n: one["gla"][0][n] for n in range(5, 9)}, rel=1e-5)
 
 
-def test_the_command_line_says_what_is_read_and_refuses_a_model_that_lets_conversations_meet(
+def test_the_command_line_reports_the_data_and_refuses_a_model_that_mixes_conversations(
     folder, capsys, monkeypatch, tmp_path
 ):
     import datasets
@@ -123,22 +123,22 @@ def test_the_command_line_says_what_is_read_and_refuses_a_model_that_lets_conver
     assert "training.chat.packing = true: 'linear_attn' is not known to keep documents" in message.err
 
 
-# --- models that keep documents apart
+# --- models that separate documents
 
 
-def apart(model, length=12, cut=5) -> float:
-    """The most that logits of a second document change with the first."""
+def influence(model, length=12, boundary=5) -> float:
+    """Return the largest change of the second document's logits when the first document changes."""
     name = model.config.model_type
     by = "cu_seqlens" if name in documents.BY_CU_SEQLENS else "position_ids"
     tokens = torch.randint(5, 90, (2, 2, length), generator=torch.Generator().manual_seed(0))
-    tokens[1, :, cut:] = tokens[0, :, cut:]
-    positions = torch.cat([torch.arange(cut), torch.arange(length - cut)]).expand(2, -1)
+    tokens[1, :, boundary:] = tokens[0, :, boundary:]
+    positions = torch.cat([torch.arange(boundary), torch.arange(length - boundary)]).expand(2, -1)
     with torch.no_grad():
-        one, other = (
+        first, second = (
             model(**documents.inputs(t, positions, by), use_cache=False).logits.reshape(2, length, -1)
             for t in tokens
         )
-    return (one - other)[:, cut:].abs().max().item()
+    return (first - second)[:, boundary:].abs().max().item()
 
 
 KNOWN = documents.BY_CU_SEQLENS | documents.BY_POSITION_IDS
@@ -152,11 +152,11 @@ def test_a_change_in_one_document_changes_nothing_in_the_next(name):
     variants = [{}, *zoo.FAMILIES.get(name, ())[1:]]
     for options in variants:
         model = zoo.build(name, dtype=torch.float32, **options).eval()
-        assert apart(model) < 1e-6, options  # experts sum in another order
+        assert influence(model) < 1e-6, options  # experts sum in another order
 
 
 @pytest.mark.parametrize("name", ["gla", "llama"])
-def test_packed_conversations_have_the_losses_of_each_by_itself(name):
+def test_packed_conversations_have_the_losses_of_separate_ones(name):
     model = zoo.build(name, dtype=torch.float32).eval()
     lengths = [5, 8, 3]
     tokens = torch.randint(5, 90, (1, 16), generator=torch.Generator().manual_seed(1))
@@ -166,8 +166,8 @@ def test_packed_conversations_have_the_losses_of_each_by_itself(name):
     by = "cu_seqlens" if name == "gla" else "position_ids"
     with torch.no_grad():
         together = summed_cross_entropy(model(**documents.inputs(tokens, positions, by)).logits, labels)
-        parts = zip(tokens.split(lengths, 1), labels.split(lengths, 1), strict=True)
-        alone = sum(summed_cross_entropy(model(part).logits, y) for part, y in parts)
+        pairs = zip(tokens.split(lengths, 1), labels.split(lengths, 1), strict=True)
+        alone = sum(summed_cross_entropy(model(document).logits, y) for document, y in pairs)
     assert together.item() == pytest.approx(float(alone), rel=1e-6)
 
 
@@ -190,7 +190,7 @@ APART = "data.documents"
         ({APART: "apart"}, {"model_type": "mom"}, "data.documents = \"apart\": 'mom' is not known"),
     ],
 )  # fmt: skip
-def test_documents_are_apart_where_the_model_can_or_the_job_is_refused(options, model, expected):
+def test_documents_are_separated_if_the_model_can_or_the_job_is_refused(options, model, expected):
     job, config = build_job(options), SimpleNamespace(**{"_attn_implementation": "eager"} | model)
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=re.escape(expected)):
@@ -200,7 +200,7 @@ def test_documents_are_apart_where_the_model_can_or_the_job_is_refused(options, 
         assert documents.are_apart(job, documents.document_keyword(job, config)) == expected
 
 
-def test_a_model_of_ones_own_is_told_of_no_documents():
+def test_a_model_of_the_user_gets_no_document_boundaries():
     config = SimpleNamespace(model_type="llama")
     assert documents.document_keyword(build_job(CHATS), config) == "position_ids"
     assert documents.document_keyword(build_job(CHATS | {"model.class": "module:Class"}), config) is None

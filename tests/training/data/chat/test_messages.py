@@ -1,4 +1,4 @@
-"""Conversations by the names of their columns and keys: ShareGPT's, Alpaca's, and any others."""
+"""Conversations with other names of columns and keys: ShareGPT's, Alpaca's, and any others."""
 
 import typing
 from pathlib import Path
@@ -17,14 +17,14 @@ from titanplans.training.data.chat.messages import FORMATS, read_conversation
 
 
 def shared(*turns):
-    return {"id": "x_0", "conversations": [{"from": who, "value": what} for who, what in turns]}
+    return {"id": "x_0", "conversations": [{"from": speaker, "value": text} for speaker, text in turns]}
 
 
 TALK = shared(("system", "Be brief."), ("human", "A prime?"), ("gpt", "2"), ("tool", ""), ("gpt", "3"))
 ASK = {"instruction": "Add them.", "input": "2 and 3", "output": "5"}
 SHAREGPT, ALPACA = {"format": "sharegpt"}, {"format": "alpaca"}
 OF_ORCA = {"prompt_column": "question", "completion_column": "response", "system_column": "system_prompt"}
-RIGHT = [
+ROWS = [
     (TALK, SHAREGPT, "system: Be brief.|user: A prime?|assistant: 2|tool: |assistant: 3"),
     (shared(("human", "a"), ("gpt", "b")) | {"system": "s"}, SHAREGPT, "system: s|user: a|assistant: b"),
     (shared(("user", "a"), ("observation", "t"), ("gpt", "b")), SHAREGPT, "user: a|tool: t|assistant: b"),
@@ -42,14 +42,14 @@ RIGHT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("row", "options", "expected"), RIGHT)
+@pytest.mark.parametrize(("row", "options", "expected"), ROWS)
 def test_rows_become_messages(row, options, expected):
     conversation = read_conversation(row, Chat(enable=True, **options), "here")
     assert "|".join(f"{m['role']}: {m['content']}" for m in conversation.messages) == expected
     assert all(message.keys() == {"role", "content"} for message in conversation.messages)
 
 
-def test_calls_of_tools_reach_the_template_in_either_format():
+def test_tool_calls_reach_the_template_in_either_format():
     tools = [{"type": "function", "function": {"name": "f"}}]
     call = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
     for row, options in (
@@ -59,12 +59,16 @@ def test_calls_of_tools_reach_the_template_in_either_format():
             SHAREGPT,
         ),
     ):  # fmt: skip
-        found = read_conversation(row | {"tools": tools}, Chat(enable=True, **options), "here")
-        assert found.tools == tools
-        assert found.messages == [message("user", "a"), {"role": "assistant", **call}, message("tool", "1")]
+        conversation = read_conversation(row | {"tools": tools}, Chat(enable=True, **options), "here")
+        assert conversation.tools == tools
+        assert conversation.messages == [
+            message("user", "a"),
+            {"role": "assistant", **call},
+            message("tool", "1"),
+        ]
 
 
-def test_what_the_assistant_says_counts(chat):
+def test_tokens_of_the_assistant_are_in_the_loss(chat):
     for row, options, counts in ((TALK, SHAREGPT, "2<|eos|>\n3<|eos|>\n"), (ASK, ALPACA, "5<|eos|>\n")):
         tokens = tokens_of(row, chat(PLAIN, **options))
         assert decoded(tokens.ids[tokens.counted]) == counts
@@ -78,14 +82,14 @@ def test_what_the_assistant_says_counts(chat):
         ([ASK, ASK | {"input": None}], ALPACA),
     ],
 )
-def test_parquet_gives_what_jsonl_does(chat, rows, tmp_path, table, options):
-    """The columns that are read are asked for by name, and no others."""
+def test_parquet_gives_the_same_conversations_as_jsonl(chat, rows, tmp_path, table, options):
+    """Only the needed columns are read."""
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), tmp_path / "a.parquet")
     reader, paths = form(chat(PLAIN, **options)), (str(tmp_path / "a.parquet"), rows(*table))
     both = [open_source("local", path, split="all", chat=reader)._corpus for path in paths]
-    one, other = ([corpus.document(i).to_bytes() for i in range(2)] for corpus in both)
-    assert one == other
-    assert one[0] != one[1]
+    of_parquet, of_jsonl = ([corpus.document(i).to_bytes() for i in range(2)] for corpus in both)
+    assert of_parquet == of_jsonl
+    assert of_parquet[0] != of_parquet[1]
 
 
 REFUSED = [
@@ -118,7 +122,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("row", "options", "reason"), REFUSED)
-def test_a_row_that_does_not_fit_is_one_sentence(chat, rows, row, options, reason):
+def test_a_row_that_does_not_fit_is_refused_in_one_sentence(chat, rows, row, options, reason):
     path = rows(row)
     error = refusal(
         open_source, "local", path, split="all", chat=form(chat(PLAIN, **options)), kind=DataError

@@ -49,14 +49,14 @@ def read(source, **kwargs) -> list[str]:
 
 
 @given(st.lists(st.text(min_size=1), unique=True, max_size=200))
-def test_files_are_split_into_two_disjoint_parts(names):
+def test_files_are_split_into_two_disjoint_sets(names):
     train, validation = split_names(names, "train"), split_names(names, "validation")
     assert sorted(train + validation) == list(range(len(names))) == split_names(names, "all")
     assert len(validation) == -(-len(names) // 20)
 
 
 @given(st.integers(0, 500))
-def test_documents_are_split_into_two_disjoint_parts(n):
+def test_documents_are_split_into_two_disjoint_sets(n):
     numbers = np.arange(n)
     train, validation = in_split(numbers, "train"), in_split(numbers, "validation")
     assert (train ^ validation).all()
@@ -76,7 +76,7 @@ def test_stdlib_is_megabytes_of_utf8_split_by_file():
     assert train | validation == set(read(source["all"]))
 
 
-def test_stdlib_holds_neither_packages_nor_tests_nor_the_builds_own_settings():
+def test_stdlib_has_neither_packages_nor_tests_nor_settings_of_the_build():
     names = [file.relative_to(stdlib_root()).as_posix() for file in stdlib_files(stdlib_root())]
     assert names == sorted(names)
     assert {"argparse.py", "asyncio/tasks.py"} <= set(names)
@@ -96,8 +96,8 @@ def test_stdlib_holds_neither_packages_nor_tests_nor_the_builds_own_settings():
         max_size=60,
     )
 )
-def test_pieces_of_a_file_put_together_are_the_file(tmp_path_factory, parts):
-    text = "".join(parts)
+def test_concatenated_fragments_of_a_file_are_the_file(tmp_path_factory, lines):
+    text = "".join(lines)
     file = tmp_path_factory.mktemp("fragments") / "a.txt"
     file.write_bytes(text.encode())
     fragments = TextFiles(file.parent, [file], "all", fragment_bytes=32)
@@ -105,13 +105,13 @@ def test_pieces_of_a_file_put_together_are_the_file(tmp_path_factory, parts):
     assert "".join(texts) == text
     assert all(len(fragment.encode()) <= 2 * 32 for fragment in texts)
     if max(map(len, text.encode().split(b"\n"))) < 32:  # no line is longer than a fragment
-        within = 0  # a last line that has no end may be cut at a space
+        within = 0  # a last line without an end may be split at a space
         for fragment in filter(None, texts):
             within += len(fragment)
             assert fragment.endswith("\n") or within > len(text.rpartition("\n")[0])
 
 
-def test_few_files_are_split_by_piece_and_many_by_file(corpus):
+def test_few_files_are_split_by_fragment_and_many_by_file(corpus):
     line = "a line of sixteen\n"
     (corpus / "one.txt").write_text(line * (3 * FRAGMENT_BYTES // len(line)))
     held_out = read(open_source("local", str(corpus), split="validation"))
@@ -126,7 +126,7 @@ def test_few_files_are_split_by_piece_and_many_by_file(corpus):
 
 
 def test_a_file_that_is_not_utf8_is_named(corpus):
-    """By its byte, counted from the start of the file, wherever it is cut into documents."""
+    """The byte is counted from the start of the file, whatever its fragments."""
     line = "ü" * 50 + "\n"
     for text, byte in (
         (b"abc\nna\xefve\n", 6),
@@ -157,7 +157,7 @@ def test_a_path_is_a_file_a_folder_or_a_glob(corpus):
         assert [file.relative_to(root).as_posix() for file in files] == names
 
 
-def test_a_format_by_name_chooses_among_the_files_and_overrides_the_extension(corpus):
+def test_a_format_selects_files_and_overrides_their_extension(corpus):
     write_texts(corpus / "a.jsonl", ["x"])
     (corpus / "README.md").write_text("about")
     (corpus / "b.data").write_text("text")
@@ -197,7 +197,7 @@ def parquet(**columns) -> bytes:
 
 A, INT = {"text": "a"}, "holds a value of type int where there should be texts"
 LATIN = pyarrow.Array.from_buffers(pyarrow.string(), 2, pyarrow.array([b"ok", b"na\xefve"]).buffers())
-NO_TEXT = {  # of the second file of two, the first of which is good: what is said after its name
+NO_TEXT = {  # content of the second of two files, the first of which is good, and the message after its name
     "numbers.jsonl": (jsonl({"text": 1}, {"text": 2}), rf", (line|row) 1 {INT}"),
     "booleans.jsonl": (jsonl({"text": True}), ", (line|row) 1 holds a value of type bool"),
     "a number.jsonl": (jsonl(A, A, {"text": 1}, A), rf", (line|row) 3 {INT}"),
@@ -228,7 +228,7 @@ GOOD = {
 
 
 @pytest.mark.parametrize("name", NO_TEXT)
-def test_a_row_that_is_no_text_is_named_with_its_file(corpus, name, capfd):
+def test_a_row_without_text_is_refused_with_its_file(corpus, name, capfd):
     content, message = NO_TEXT[name]
     (corpus / f"train-0.{name.rpartition('.')[2]}").write_bytes(GOOD[name.rpartition(".")[2]])
     (corpus / f"train-1 {name}").write_bytes(content)
@@ -241,10 +241,10 @@ def test_a_row_that_is_no_text_is_named_with_its_file(corpus, name, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_other_columns_and_empty_files_do_no_harm(corpus):
+def test_other_columns_and_empty_files_are_ignored(corpus):
     rows = [A, {"text": "b", "n": 1}, {"text": "c", "n": "1"}, {"n": {"n": [1]}, "text": "d"}]
-    for part, texts in {"rows": jsonl(*rows), "empty": b"", "other": jsonl({"x": 0, "text": "e"})}.items():
-        (corpus / f"train-{part}.jsonl").write_bytes(texts)
+    for name, texts in {"rows": jsonl(*rows), "empty": b"", "other": jsonl({"x": 0, "text": "e"})}.items():
+        (corpus / f"train-{name}.jsonl").write_bytes(texts)
     assert sorted(read(open_source(str(corpus)))) == sorted(
         read(open_source("json", str(corpus), split="all"))
     )
@@ -252,8 +252,8 @@ def test_other_columns_and_empty_files_do_no_harm(corpus):
     folder = corpus / "parquet"
     folder.mkdir()
     tables = [{"text": ["a"], "n": [1]}, {"n": ["x"], "text": pyarrow.array(["b"]).dictionary_encode()}]
-    for part, table in enumerate(tables):
-        (folder / f"{part}.parquet").write_bytes(parquet(**table))
+    for name, table in enumerate(tables):
+        (folder / f"{name}.parquet").write_bytes(parquet(**table))
     assert sorted(read(open_source(str(folder)))) == ["a", "b"]
     (folder / "2.parquet").write_bytes(parquet(text=pyarrow.array([], pyarrow.string())))
     assert sorted(read(open_source("local", str(folder), split="all"))) == ["a", "b"]
@@ -267,7 +267,7 @@ def test_a_folder_with_a_script_is_refused_in_one_line(corpus):
 
 
 @pytest.mark.parametrize("kind", ["rows.jsonl", "rows.parquet", "stream"])
-def test_long_rows_are_cut_and_their_pieces_stay_on_one_side_of_the_split(corpus, kind):
+def test_fragments_of_a_long_row_stay_in_one_split(corpus, kind):
     texts = [f"{i} " + f"word{i} 日本語 " * 20_000 for i in range(3)] + ["", "short", "x" * 200_000]
     if kind == "stream":
         write_texts(corpus / "train.jsonl", texts)
@@ -276,7 +276,7 @@ def test_long_rows_are_cut_and_their_pieces_stay_on_one_side_of_the_split(corpus
         assert "".join(text for _, text in documents) == "".join(texts)
         for i, (position, _) in enumerate(documents):
             position = json.loads(json.dumps(position))
-            # The next position is the same, so what follows it is, too.
+            # The next position is the same, so everything after it is the same too.
             assert list(islice(stream.documents(0, 0, 1, position), 2)) == documents[i : i + 2]
         fragments = [text for _, text in documents]
     else:
@@ -305,7 +305,7 @@ def test_long_rows_are_cut_and_their_pieces_stay_on_one_side_of_the_split(corpus
 
 @pytest.fixture(params=["text", "rows", "stream", "uneven stream"])
 def source(request, corpus):
-    """45 documents: as files, as rows, and streamed from 6 files, or from 5, which 6 readers can't divide evenly."""
+    """Return a source of 45 documents: files, rows, streamed from 6 files, or from 5, which 6 readers can't share evenly."""
     if request.param == "text":
         for i, text in enumerate(TEXTS):
             (corpus / f"{i}.txt").write_text(text)
@@ -319,14 +319,14 @@ def source(request, corpus):
 
 
 @pytest.mark.parametrize("readers", [1, 3, 6])
-def test_readers_of_an_epoch_are_disjoint_and_together_the_corpus(source, readers):
+def test_readers_of_an_epoch_are_disjoint_and_complete(source, readers):
     for epoch in (0, 1):
-        parts = [read(source, epoch=epoch, reader=reader, readers=readers) for reader in range(readers)]
-        assert sorted(chain.from_iterable(parts)) == sorted(TEXTS)
-        assert all(parts)
+        by_reader = [read(source, epoch=epoch, reader=reader, readers=readers) for reader in range(readers)]
+        assert sorted(chain.from_iterable(by_reader)) == sorted(TEXTS)
+        assert all(by_reader)
 
 
-def test_epochs_differ_in_order_and_repeat_it_when_asked_again(source):
+def test_epochs_have_different_orders_which_are_repeatable(source):
     first, second = read(source), read(source, epoch=1)
     assert first != second
     assert read(source) == first
@@ -337,7 +337,7 @@ def test_epochs_differ_in_order_and_repeat_it_when_asked_again(source):
 def test_a_position_leads_back_to_its_document(source, epoch):
     documents = list(source.documents(epoch, 1, 3, None))
     for position, text in documents:
-        position = json.loads(json.dumps(position))  # as a checkpoint would hold it
+        position = json.loads(json.dumps(position))  # as in a checkpoint
         assert next(source.documents(epoch, 1, 3, position)) == (position, text)
     position, _ = documents[len(documents) // 2]
     assert list(source.documents(epoch, 1, 3, position)) == documents[len(documents) // 2 :]
