@@ -17,6 +17,7 @@ from tests.support.plan_examples import (
     Packed,
     PackedPlan,
     QKVPlan,
+    ReplicatedMixerPlan,
     Retention,
     RetentionPlan,
     Selective,
@@ -24,7 +25,6 @@ from tests.support.plan_examples import (
     StateSpace,
     StateSpacePlan,
     Unsized,
-    ReplicatedMixerPlan,
     balanced,
     with_mixer,
     with_mlp,
@@ -221,7 +221,7 @@ def norm_linear(x, norm_weight, norm_bias, linear_weight, linear_bias, residual=
 
 @pytest.mark.parametrize("bias", ["norm_bias", "linear_bias"])
 def test_a_bias_in_the_kernel_of_norm_and_projection_is_refused(bias):
-    function = TPPlan.over_all_ranks(norm_linear, HeadRanks(0, 2, ("none", 2), None, (0, 1)))
+    function = TPPlan.full_width_norm(norm_linear, HeadRanks(0, 2, ("none", 2), None, (0, 1)))
     biases = {"norm_bias": None, "linear_bias": None} | {bias: torch.ones(4)}
     with pytest.raises(PlanError, match=rf"norm_linear: .*takes no {bias}"):
         function(torch.ones(1, 4), norm_weight=torch.ones(4), linear_weight=torch.ones(2, 4), **biases)

@@ -103,7 +103,7 @@ EXTRAS = (
     ),
     Extra(
         "a replicated mixer: a shard is sliced, nothing is sent",
-        lambda split: 2 * sum(type(style) is Whole for style in split.plan.styles.values()),
+        lambda split: 2 * sum(type(style) is Unsplit for style in split.plan.styles.values()),
     ),
     Extra(
         "the load-balancing loss that every rank computes in full: its gradient divided by the ranks",

@@ -67,7 +67,7 @@ def test_the_collectives_of_compiled_graphs_are_recorded_with_their_bytes(border
     record = install_record()
     assert install_record() is record
     run(border)
-    assert own_passes(LAST_PASSES) == (user_pass, record)
+    assert custom_passes(LAST_PASSES) == (user_pass, record)
     assert user_pass.calls == len(record.graphs)
     assert [[(c.operation, c.phase) for c in graph] for graph in record.graphs] == [
         [("all_gather", phase), ("reduce_scatter", phase)] for phase in ("forward", "backward")

@@ -39,7 +39,7 @@ class Hook(CustomGraphPass):
         return None
 
 
-class Alone(_Alone):
+class Alone(_OneRank):
     """Uses the functions that torch has for devices without symmetric memory."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -506,7 +506,7 @@ def test_ranks_without_images_join_the_sum(results):
 
 
 def test_images_on_some_ranks_only_are_refused(results):
-    message = 'fsdp_towers = "units": some ranks\' batches have images'
+    message = 'fsdp_towers = "blocks": some ranks\' batches have images'
     assert [error.startswith(message) for error in results["only some, units"]] == [True, True]
 
 

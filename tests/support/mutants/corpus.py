@@ -14,10 +14,10 @@ from tests.support.mutants.architectures import ARCHITECTURES, Architecture
 from tests.support.mutants.operators import (
     AT_SHARED_HEADS,
     BACKWARD,
-    STREAM_INDEPENDENT,
     DROP,
     FORWARD,
     SKIP,
+    STREAM_INDEPENDENT,
     Change,
     shift_half,
     summed_again,

@@ -37,8 +37,8 @@ def acting(job: JobConfig, world_size: int = 1) -> dict[str, Any]:
         "strategy": strategy_of(job),
         "shard_degree": job.parallelism.shard_degree,
         "model": (config.to_dict(), keyword, resolve.model_name(job), resolve.tokenizer_path(job)),
-        "data": parts.training_loader(job, world_size, documents_apart=are_apart),
-        "validation": parts.validation_loader(
+        "data": loaders.training_loader(job, world_size, documents_apart=are_apart),
+        "validation": loaders.validation_loader(
             job, resolve.validation_data(job), world_size, documents_apart=are_apart
         ),
         "sizes": (resolve.validation_data(job), resolve.training_data(job)),
@@ -217,7 +217,7 @@ def test_validation_uses_the_options_of_training_by_default():
     mixed = configured(
         data__sources=({"dataset_path": "a", "weight": 2.0}, {"dataset_path": "b", "text_column": "x"})
     )
-    sources = parts.validation_loader(
+    sources = loaders.validation_loader(
         mixed, resolve.validation_data(mixed), 1, documents_apart=False
     ).data.sources
     assert [(s.dataset_path, s.dataset_split, s.text_column) for s in sources] == [
