@@ -83,7 +83,7 @@ def trains(arguments):
 def test_it_is_listed_and_proved(installed):
     out = output([], installed, is_listed_and_proved)
     assert "my_models.plans:MyPlan" in out
-    assert "packed: 'qkv_proj'; the mixer's own parameters: 'decay'" in out
+    assert "packed: 'qkv_proj'; parameters of the mixer itself: 'decay'" in out
     assert out.count(" cases right") == 2
 
 

@@ -146,8 +146,8 @@ def main(request: Namespace) -> int:
             for degrees in subject.degrees or (Degrees(tp=2),):
                 if max(degrees.cp, degrees.ep, degrees.pp) > 1:
                     raise VerifyError(
-                        f"async-tp {name}: {degrees}: with context or expert parallelism a part of each block runs "
-                        "outside of its graph, and is not decided here; set both degrees to 1 in the job"
+                        f"async-tp {name}: {degrees}: with context, expert or pipeline parallelism some code of each block "
+                        "runs outside of its graph, which this command does not examine: set these degrees to 1 in the job"
                     )
                 with redirect_stdout(sys.stderr), progress(name, shown=True) as show:
                     decisions.append(decide(subject, request, degrees.tp, show))
@@ -174,8 +174,8 @@ def decide(subject: Subject, request: Namespace, degree: int, progress: Callable
     start = time.perf_counter()
     if subject.sequence_parallel is False:
         raise VerifyError(
-            f"async-tp {request.subject}: without sequence parallelism there are all-reduces only, which torch's pass does "
-            "not fuse; switch it on"
+            f"async-tp {request.subject}: without sequence parallelism there are only all-reduces, which torch's pass does "
+            "not fuse: enable it"
         )
     progress("the model")
     prepared = _prepare(subject, request, degree)
@@ -208,8 +208,8 @@ def decide(subject: Subject, request: Namespace, degree: int, progress: Callable
         except (dynamo_errors().TorchDynamoException, AssertionError) as error:  # dynamo's own assertions
             reason = str(error.__cause__ or error).strip().splitlines()[0]
             raise VerifyError(
-                f"async-tp {request.subject}: the blocks can't be compiled as in training: {reason}; leave out what is "
-                "special, such as float8, or see TORCH_LOGS=+dynamo"
+                f"async-tp {request.subject}: the blocks can't be compiled as in training: {reason}: remove options such "
+                "as float8, or see TORCH_LOGS=+dynamo"
             ) from error
     blocks_by_verdicts: dict[Any, Blocks] = {}
     for (_, title), names in names_by_kind.items():

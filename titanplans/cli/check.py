@@ -14,13 +14,13 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(
         prog="titanplans check",
-        description="Read every file of the checkpoints in a folder, and compare it with the checksum that was taken as "
-        "it was written.",
-        epilog="exit status: 0 all are intact, 1 a file is damaged or gone, 2 no checkpoint is there",
+        description="Verify every file of the checkpoints in a folder by the checksum that was computed when it was "
+        "written.",
+        epilog="exit status: 0 no file is damaged, 1 a file is damaged or missing, 2 there is no checkpoint",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "folder", metavar="FOLDER", help="the folder of a job's checkpoints, or one step-N in it"
+        "folder", metavar="FOLDER", help="a job's dump_folder/checkpoint, or one step-N folder in it"
     )
     return parser
 
@@ -37,7 +37,9 @@ def main(argv: list[str]) -> int:
     }
     print("\n".join(columns([(name, reason or "intact") for name, reason in damages.items()])))
     if any(damages.values()):
-        print("remove the damaged ones: the job resumes from the newest that is left", file=sys.stderr)
+        print(
+            "remove the damaged checkpoints: the job resumes from the newest remaining one", file=sys.stderr
+        )
         return 1
     return 0
 

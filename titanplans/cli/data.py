@@ -30,17 +30,19 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="titanplans data",
         usage="titanplans data JOB.toml [--sequences 3] [--section.key value ...]\n       titanplans data --clean",
-        description="Print the first sequences of a job's training data as its model will see them, one line for each "
-        "document. Tokens that do not count in the loss are in another color, or in [[ ]]. Then print how many sequences "
-        "and tokens each source gives, the padding, and the tokens per second of one process on this machine.",
+        description="Print the first training sequences of a job as its model will see them, with one line per document. "
+        "Tokens that do not count in the loss have another color, or are in [[ ]]. Then print the number of sequences and "
+        "tokens from each source, the padding, and the tokens per second of one process on this machine.",
         allow_abbrev=False,
     )
-    parser.add_argument("--sequences", default="3", metavar="N", help="how many sequences are printed")
+    parser.add_argument(
+        "--sequences", default="3", metavar="N", help="number of sequences to print; default: 3"
+    )
     parser.add_argument("--rows", help=argparse.SUPPRESS)  # the name until 2026-11, refused with the new one
     parser.add_argument(
         "--clean",
         action="store_true",
-        help="remove the copies of .jsonl and .parquet files that jobs made in the cache of the datasets library",
+        help="remove the copies of .jsonl and .parquet files in the cache of the datasets library",
     )
     return parser
 

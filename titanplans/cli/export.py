@@ -16,15 +16,15 @@ from titanplans.training.launch.signals import stop_on_signals
 
 _COMMANDS = {
     "export": (
-        "Write the weights of a distributed checkpoint as a Hugging Face folder, which from_pretrained loads.",
-        {"checkpoint": "a step-N folder, or one of peft's adapters", "folder": "the new folder"},
+        "Write the weights of a distributed checkpoint to a Hugging Face folder, which from_pretrained loads.",
+        {"checkpoint": "a step-N folder, or a folder of peft's adapters", "folder": "the new folder"},
     ),
     "import": (
-        "Write a Hugging Face folder as a distributed checkpoint: a job's checkpoint.initial_load_path.",
-        {"folder": "a folder of safetensors", "checkpoint": "the new folder"},
+        "Write a Hugging Face folder to a distributed checkpoint, for a job's checkpoint.initial_load_path.",
+        {"folder": "a folder with safetensors files", "checkpoint": "the new folder"},
     ),
 }
-"""For each command its description, and the names and help of its source and target."""
+"""The description of each command, and the names and help of its source and target."""
 
 
 def main(argv: list[str]) -> int:
@@ -64,23 +64,23 @@ def parser(command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"titanplans {command}",
         description=description,
-        epilog="exit status: 0 written, 1 the disk refuses, 2 it can't be done as written",
+        epilog="exit status: 0 written, 1 the disk refuses, 2 can't be run as written",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    for name, what in folders.items():
-        add(name, metavar=name.upper(), type=Path, help=what)
+    for name, help_text in folders.items():
+        add(name, metavar=name.upper(), type=Path, help=help_text)
     dtypes = ("float32", "bfloat16", "float16")
-    add("--dtype", choices=dtypes, help="of the written weights; as they are if left out")
-    words = "a config.json, or the folder of one; for a checkpoint of torchtitan's, which has none"
+    add("--dtype", choices=dtypes, help="dtype of the written weights; default: unchanged")
+    words = "a config.json or its folder, for a checkpoint of torchtitan, which has no config"
     add("--config", help=words)
     if command == "export":
-        add("--max-shard-size", default="5GB", metavar="SIZE", help="of a file at most, e.g. 500MB; 5GB")
-        words = "the adapters alone, as peft reads them; not added to the weights"
+        add("--max-shard-size", default="5GB", metavar="SIZE", help="maximum size of a file; default: 5GB")
+        words = "write only the adapters, in peft's format, instead of adding them to the weights"
         add("--adapter", action="store_true", help=words)
-        words = "weights that adapters alone are added to: a Hugging Face folder or a step-N folder; default: the job's"
+        words = "weights to which a checkpoint of adapters is added: a Hugging Face or step-N folder; default: the job's"
         add("--base", metavar="FOLDER", help=words)
-        add("--tokenizer", metavar="FOLDER", help="copied into the folder; default: the job's")
-        words = "a Jinja file in place of the tokenizer's template; default: the job's chat_template"
+        add("--tokenizer", metavar="FOLDER", help="tokenizer to copy into the folder; default: the job's")
+        words = "a Jinja file that replaces the tokenizer's template; default: the job's chat_template"
         add("--chat-template", metavar="FILE", help=words)
     return parser

@@ -49,7 +49,7 @@ def listing() -> str:
         name = f"{plan.__module__}:{plan.__qualname__}"
         rows.append((name, ", ".join(types) or "-", ", ".join(mixers) or "-", by or "nothing"))
     return "\n".join(
-        [*columns(rows), *map(fitted, _not_loaded()), "titanplans list MODEL_TYPE ...: each rank's part"]
+        [*columns(rows), *map(fitted, _not_loaded()), "titanplans list MODEL_TYPE ...: what each rank holds"]
     )
 
 
@@ -122,14 +122,14 @@ def split_by(model: nn.Module, plan: type[TPPlan], styles: Mapping[str, Parallel
         }
         if not any(style.splits_weights for style in mixer_styles.values()):
             is_unsplit = key in all_styles and all_styles[key].runs_unsplit
-            descriptions[kind] = "nothing: unsplit on every rank" if is_unsplit else "nothing"
+            descriptions[kind] = "nothing: replicated on every rank" if is_unsplit else "nothing"
             continue
         words = [_quoted(plan(TPOptions(Degrees(tp=2))).plan_of(mixer).heads(mixer))]
         keys_by_title: dict[str, list[str]] = {}
         for k, style in mixer_styles.items():
             if style.listed_as:
                 keys_by_title.setdefault(style.listed_as, []).append(k)
-        keys_by_title["the mixer's own parameters"] = [
+        keys_by_title["parameters of the mixer itself"] = [
             k for k, s in mixer_styles.items() if s.splits_weights and k in mixer._parameters
         ]
         words += [f"{title}: {_quoted(keys)}" for title, keys in keys_by_title.items() if keys]

@@ -43,13 +43,13 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(
         prog="titanplans plot",
-        description="Draw losses, norms of the gradient and tokens/s of runs over their steps, as they were logged with "
-        "--metrics.enable_jsonl. A sweep draws its own table.",
-        epilog="exit status: 0 drawn, 2 nothing is there to draw, or it can't be drawn as asked",
+        description="Plot losses, gradient norms and tokens/s of runs against steps, from the logs of "
+        "--metrics.enable_jsonl. titanplans sweep draws the table of a sweep.",
+        epilog="exit status: 0 drawn, 2 there is nothing to draw, or it can't be run as written",
         allow_abbrev=False,
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a job's dump_folder")
-    words = "a picture, .png, .svg or .pdf, instead of the terminal"
+    words = "write a .png, .svg or .pdf file instead of drawing in the terminal"
     parser.add_argument("--output", type=Path, metavar="FILE", help=words)
     return parser
 

@@ -278,7 +278,9 @@ def test_list_names_plans_model_types_mixers_and_what_these_are_split_by(command
     assert "llama, mistral" in out
     by = {line.split()[0].rpartition(":")[2]: line.split()[-1] for line in out.splitlines()[1:-1]}
     assert by["HGRNPlan"] == "input_dim"  # channels
-    assert [name for name, what in by.items() if what == "nothing"] == ["BitNetPlan"]  # unsplit on every rank
+    assert [name for name, what in by.items() if what == "nothing"] == [
+        "BitNetPlan"
+    ]  # replicated on every rank
 
 
 def test_list_says_what_is_split_of_each_mixer_of_a_model_type(command):
@@ -288,7 +290,7 @@ def test_list_says_what_is_split_of_each_mixer_of_a_model_type(command):
     assert lines[0].startswith("gla: plans/fla/gla.py, ")
     assert lines[1].startswith("  GatedLinearAttention: split by 'num_heads'")
     assert "ranks may share heads of: 'k_proj', 'v_proj', 'gk_proj.1'" in lines[1]
-    assert "  BitAttention: split by nothing: unsplit on every rank" in lines
+    assert "  BitAttention: split by nothing: replicated on every rank" in lines
     mixers = [line.partition(";")[0] for line in lines[-3:-1]]
     assert mixers == [
         "  Qwen3NextGatedDeltaNet: split by 'num_k_heads'",
