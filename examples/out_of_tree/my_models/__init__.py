@@ -1,1 +1,1 @@
-"""A package of one's own, beside titanplans: a model, its plan, its sizes."""
+"""A user's package for titanplans: a model, its plan and its sizes."""

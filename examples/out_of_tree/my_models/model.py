@@ -1,4 +1,4 @@
-"""A language model that transformers does not know: linear attention whose heads forget, each at a rate of its own."""
+"""A language model that is not in transformers: linear attention, with a decay rate for each head."""
 
 import torch
 from torch import nn
@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 
 class Mixer(nn.Module):
-    """Queries, keys and values in one projection; `decay` has one number for each head, `norm` one weight for all."""
+    """Linear attention with decay. `qkv_proj` is packed, `decay` has a value per head, and all heads share the `norm`."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -17,16 +17,16 @@ class Mixer(nn.Module):
         self.o_proj = nn.Linear(width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part.unflatten(-1, (-1, self.size)) for part in self.qkv_proj(x).chunk(3, -1))
-        steps = torch.arange(x.shape[1], device=x.device)
-        apart = (steps[:, None] - steps)[..., None]
-        kept = (-self.decay.exp() * apart.clamp(min=0)).exp() * (apart >= 0)
-        o = torch.einsum("bihd,bjhd,ijh,bjhe->bihe", q, k, kept.to(q.dtype), v)
+        q, k, v = (section.unflatten(-1, (-1, self.size)) for section in self.qkv_proj(x).chunk(3, -1))
+        positions = torch.arange(x.shape[1], device=x.device)
+        distance = (positions[:, None] - positions)[..., None]
+        decays = (-self.decay.exp() * distance.clamp(min=0)).exp() * (distance >= 0)
+        o = torch.einsum("bihd,bjhd,ijh,bjhe->bihe", q, k, decays.to(q.dtype), v)
         return self.o_proj(self.norm(o).flatten(2))
 
 
 class MLP(nn.Module):
-    """Four times as wide, without a gate."""
+    """An MLP four times as wide as the model, without a gate."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -37,7 +37,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A mixer and an MLP, each behind a norm."""
+    """A mixer and an MLP, each after a norm."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class MyModel(nn.Module):
-    """Token ids [batch, sequence] in, logits [batch, sequence, vocabulary] out."""
+    """Maps token ids [batch, sequence] to logits [batch, sequence, vocabulary]."""
 
     model_type = "my_model"
 

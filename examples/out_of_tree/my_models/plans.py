@@ -1,4 +1,4 @@
-"""How the model is split."""
+"""The plan of the model."""
 
 from torch import nn
 
@@ -7,7 +7,7 @@ from titanplans import Plan, TPPlan, register_plan
 
 @register_plan("my_model")
 class MyPlan(TPPlan):
-    """The heads of the mixer, and the width of the MLP."""
+    """Split the mixer by heads, and the MLP by its width."""
 
     mlp_in = ("fc_in",)
     mlp_out = "fc_out"
