@@ -1,5 +1,5 @@
-"""Side-by-side figures, each script prints a table: `python -m benchmarks.NAME`."""
+"""Benchmarks that compare variants in one run and print a table: `python -m benchmarks.NAME`."""
 
 from titanplans.quiet import silence
 
-silence()  # before the script imports a library
+silence()  # before the script imports libraries

@@ -1,11 +1,11 @@
-"""A checkpoint with checksums and renames against torch's plain one of the same state, side by side.
+"""Compare checkpoints with checksums and renames to torch's plain checkpoints of the same state.
 
     python -m benchmarks.checkpoints [--gigabytes 1] [--rounds 5] [--folder /tmp] [--steps 600]
 
-Saving, by turns in one process: `dcp.save` as torch has it, which syncs its files too, and ours, which also takes a
-checksum of each byte, writes the manifest and renames the folder. Then what `titanplans check` does, and loading with and
-without checksums; the files are in the system's cache, so reading costs least and checksums weigh most. Then a tiny job on
-two ranks of a CPU that saves every second step, synchronously and asynchronously: its memory and its open files.
+Saving, in turns in one process: torch's `dcp.save`, which syncs its files, too, and titanplans', which also computes
+checksums, writes the manifest and renames the folder. Then `titanplans check`, and loading with and without checksums. The
+files are in the page cache, where reading is fastest and the relative cost of checksums is highest. Then a tiny job on two
+CPU ranks that saves every second step, synchronously and asynchronously: its memory and its open files.
 """
 
 import argparse
@@ -35,12 +35,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument(
-        "--rounds", type=int, default=5, help="timed rounds, after one that is not; 0: only the job"
+        "--rounds", type=int, default=5, help="timed rounds, after one warm-up round; 0: only the job"
     )
     parser.add_argument(
-        "--folder", help="a folder on the disk to measure; default: the system's for temporary files"
+        "--folder", help="a folder on the disk to measure; default: the system's folder for temporary files"
     )
-    parser.add_argument("--steps", type=int, default=600, help="of the job whose memory is measured")
+    parser.add_argument("--steps", type=int, default=600, help="steps of the job whose memory is measured")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     try:
@@ -75,7 +75,7 @@ def measure(folder: Path, gigabytes: float, rounds: int) -> None:
         for name in reversed(variants) if turn % 2 else variants:
             if name.startswith("save"):
                 shutil.rmtree(plain if name == "save: torch" else ours, ignore_errors=True)
-                os.sync()  # what the one before has left to be written is not this one's
+                os.sync()  # so that writes of the previous variant are not timed
             begin = time.perf_counter()
             variants[name]()
             if turn:
@@ -87,16 +87,14 @@ def measure(folder: Path, gigabytes: float, rounds: int) -> None:
     print(f"\n{gigabytes} GB in {TENSORS} tensors, one process, {folder.parent}, torch {torch.__version__}\n")
     print(f"{'':34}{'median s':>10}{'fastest s':>11}{'GB/s':>8}{'ratio':>8}")
     for name, seconds in times.items():
-        median, first = (
-            statistics.median(seconds),
-            times[f"{name.partition(':')[0]}: torch"] if ":" in name else seconds,
-        )
-        ratio = statistics.median(a / b for a, b in zip(seconds, first, strict=True))
+        median = statistics.median(seconds)
+        baseline = times[f"{name.partition(':')[0]}: torch"] if ":" in name else seconds
+        ratio = statistics.median(a / b for a, b in zip(seconds, baseline, strict=True))
         print(f"{name:34}{median:10.3f}{min(seconds):11.3f}{gigabytes / median:8.2f}{ratio:8.2f}")
 
 
 JOB = Path(__file__).parents[1] / "configs" / "gla_debug.toml"
-"""The demo, which is made smaller here, and saves often."""
+"""The job of the demo; OPTIONS make it smaller, and make it save often."""
 OPTIONS = (
     *("--training.local_batch_size=1", "--training.seq_len=64", "--validation.no-enable"),
     *("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=2"),
@@ -110,10 +108,10 @@ def watch(folder: Path, mode: str, steps: int) -> None:
     options = (*OPTIONS, f"--training.steps={steps}", f"--checkpoint.async_mode={mode}")
     command = (sys.executable, "-m", "titanplans", "train", str(JOB), *options)
     process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL)
-    rows, due = folder / "out" / "metrics.jsonl", steps // 6
+    metrics, due = folder / "out" / "metrics.jsonl", steps // 6
     print(f"\nasync_mode = {mode}: {'step':>6}{'MB of each rank':>20}{'open files':>14}")
     while process.poll() is None:
-        done = len(rows.read_text().splitlines()) if rows.exists() else 0
+        done = len(metrics.read_text().splitlines()) if metrics.exists() else 0
         if done >= due:
             ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             pages = [int(Path(f"/proc/{rank}/statm").read_text().split()[1]) for rank in ranks]

@@ -1,14 +1,14 @@
-"""A model whole, cut by weights and cut by tokens: bytes, peak memory and seconds, side by side in one run.
+"""Compare an unsplit model, tensor parallelism and context parallelism: bytes, peak memory and seconds in one run.
 
     python -m benchmarks.context [--tokens 4096] [--rounds 3] [--layers 4]
     python -m benchmarks.context --fake [llama:3.1-8B job.toml ...] [--lengths 32640 262144] [--degrees 1 2 4 8]
 
-Over gloo on two ranks: a Llama of 512 hidden units and one sequence in float32, tensor parallelism with the sequence
-sharded between its regions. Variants take turns; each turn is fresh processes with a thread each, which take a step, then
-one that is counted, then one that is timed. Bytes are those that a rank receives on a ring in a step, without the sums of
-gradients, memory is the peak of a rank's resident pages less what it had before. With --fake instead the peak of
-activations of a rank on fake tensors (`benchmarks.context_memory`), of published models or a job's at lengths that no
-machine here holds: by tokens it falls as 1/c.
+Over gloo on two ranks: a Llama of hidden size 512 and one sequence in float32, tensor parallelism with sequence parallelism.
+Variants take turns, each in new processes of one thread, which run a warm-up step, a step whose collectives are counted, and
+a step that is timed. Bytes are those that a rank receives on a ring per step, without reductions of gradients. Memory is the
+peak resident memory of a rank, above that before the steps. With --fake, measure the peak of a rank's activations on fake
+tensors instead (`benchmarks.context_memory`), for models and lengths that do not fit this machine. With context parallelism
+it falls as 1 / degree.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from titanplans.training.launch.exit_status import finish
 
 VARIANTS: dict[str, dict[str, int]] = {"unsplit": {}, "tp 2, sequence parallel": {"tp": 2}, "cp 2": {"cp": 2}}
 LENGTHS = (32_640, 262_144, 1_048_576)
-"""Of --fake. The first is no power of two: its parts would have the shapes of weights, whose gradients do not count."""
+"""Lengths for --fake. The first is not a power of two, so that no shard has the shape of a weight (see `Peak`)."""
 
 
 def main() -> None:
@@ -38,11 +38,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, default=4)
-    words = "the peak of activations on fake tensors alone, of named models or of jobs; default: llama:3.1-8B gla:7B"
+    words = "measure only the peak of activations on fake tensors, of named models or jobs; default: llama:3.1-8B gla:7B"
     parser.add_argument("--fake", nargs="*", metavar="MODEL", help=words)
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of --fake, tokens")
-    parser.add_argument("--degrees", type=int, nargs="+", default=[1, 2, 4, 8], help="of --fake")
-    parser.add_argument("--fake-layers", type=int, help="of --fake; all if unset")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="sequence lengths for --fake")
+    parser.add_argument("--degrees", type=int, nargs="+", default=[1, 2, 4, 8], help="degrees for --fake")
+    parser.add_argument("--fake-layers", type=int, help="number of layers for --fake; default: all")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     if args.fake is not None:
@@ -52,38 +52,37 @@ def main() -> None:
 
 
 def over_gloo(args: argparse.Namespace) -> None:
-    os.environ.update(
-        MALLOC_MMAP_THRESHOLD_="65536", OMP_NUM_THREADS="1"
-    )  # freed memory goes back: a peak is one
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
+    # With this threshold glibc returns freed memory to the system, so the peak is that of live tensors.
+    os.environ.update(MALLOC_MMAP_THRESHOLD_="65536", OMP_NUM_THREADS="1")
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
     for _ in range(args.rounds):
         for name, sizes in VARIANTS.items():
             with tempfile.TemporaryDirectory() as folder:
                 ranks = max(sizes.values(), default=1)
                 mp.start_processes(work, args=(name, args, folder), nprocs=ranks, start_method="spawn")
-                found[name].append(torch.load(Path(folder) / "found.pt"))
+                results[name].append(torch.load(Path(folder) / "results.pt"))
     print(f"{args.tokens} tokens, {args.layers} layers, float32, torch {torch.__version__}\n")
     print("| variant | received, MB | by collective | peak, MB | forward, s | backward, s | loss |")
     print("|---|---:|---|---:|---:|---:|---:|")
-    for name, rounds in found.items():
-        middle = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
+    for name, rounds in results.items():
+        medians = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
         kinds = ", ".join(
-            f"{int(n)} {key[1:].replace('_', '-')}" for key, n in middle.items() if key[0] == "#"
+            f"{int(n)} {key[1:].replace('_', '-')}" for key, n in medians.items() if key[0] == "#"
         )
         print(
-            f"| {name} | {middle['bytes'] / 1e6:.1f} | {kinds} | {middle['memory'] / 1e6:.0f} | {middle['forward']:.2f} | "
-            f"{middle['backward']:.2f} | {middle['loss']:.6f} |"
+            f"| {name} | {medians['bytes'] / 1e6:.1f} | {kinds} | {medians['memory'] / 1e6:.0f} | "
+            f"{medians['forward']:.2f} | {medians['backward']:.2f} | {medians['loss']:.6f} |"
         )
 
 
 def work(rank: int, name: str, args: argparse.Namespace, folder: str) -> None:
-    """Take three steps as one rank; the first leaves what was found in `folder`."""
+    """Run three steps as one rank. Rank 0 writes the results into `folder`."""
     sizes = VARIANTS[name]
     ranks = max(sizes.values(), default=1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     dist.init_process_group("gloo", rank=rank, world_size=ranks, init_method=f"file://{folder}/store")
     torch.set_num_threads(1)
-    # Only now: torchtitan picks its device when it is imported.
+    # Imported here, because torchtitan chooses its device when it is imported.
     from titanplans import apply_plan, modeling
     from titanplans.loss import cross_entropy
     from titanplans.modeling.samples import build_real
@@ -119,12 +118,12 @@ def work(rank: int, name: str, args: argparse.Namespace, folder: str) -> None:
     forward, backward, loss = step()
     memory = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     if "cp" in sizes:
-        dist.all_reduce(loss)  # each has its tokens' part
+        dist.all_reduce(loss)  # each rank has the loss of its tokens
     kinds = Counter("#" + collective.operation for collective in record.collectives)
     received = sum(collective.received or 0 for collective in record.collectives)
     if rank == 0:
-        found = {"bytes": received, "memory": memory, "forward": forward, "backward": backward}
-        torch.save(found | {"loss": loss.item()} | dict(kinds), Path(folder) / "found.pt")
+        results = {"bytes": received, "memory": memory, "forward": forward, "backward": backward}
+        torch.save(results | {"loss": loss.item()} | dict(kinds), Path(folder) / "results.pt")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -138,8 +137,8 @@ def on_fake_tensors(args: argparse.Namespace) -> None:
     print("|---|---|" + "---:|" * (len(args.degrees) + len(tps)))
     for model in args.fake or MODELS:
         for tokens in args.lengths:
-            cuts = [(1, degree) for degree in args.degrees] + [(degree, 1) for degree in tps]
-            peaks = [peak(model, tokens, tp, cp, args.fake_layers).bytes for tp, cp in cuts]
+            degrees = [(1, degree) for degree in args.degrees] + [(degree, 1) for degree in tps]
+            peaks = [peak(model, tokens, tp, cp, args.fake_layers).bytes for tp, cp in degrees]
             sizes = " | ".join(f"{size / 1e9:.{1 if size > 1e9 else 3}f}" for size in peaks)
             print(f"| {model} | {tokens:,} | {sizes} |", flush=True)
 

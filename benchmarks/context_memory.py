@@ -1,9 +1,9 @@
-"""The peak of activations of a rank on fake tensors: nothing is computed, so no length and no model is too large.
+"""Measure the peak of a rank's activations on fake tensors. Nothing is computed, so no length or model is too large.
 
-Counted is what lives at once of all that a forward and its backward make, without the weights' gradients, which are dropped
-as they are made. Blocks are recomputed, and the head computes its loss chunk by chunk, as a job with long sequences does.
-Kernels are stood in for: attention of Llama by torch's flash attention, GLA's by one that makes its states; those of other
-models are what a CPU has, which keeps more.
+The peak counts all live tensors that the forward and the backward create, without gradients of weights, which are dropped
+immediately. Blocks are recomputed and the loss is computed in chunks with the head, as in a job with long sequences. Llama's
+attention is torch's flash attention, and GLA's kernel is replaced by a function that allocates the same states. Other models
+use the CPU replacements of their kernels, which keep more memory.
 """
 
 import weakref
@@ -27,16 +27,17 @@ from titanplans.torch_private.dtensor import local_tensor
 from titanplans.training.job.resolve import hf_config
 
 CHUNK = 64
-"""Tokens between two states of a linear attention."""
+"""Tokens between two stored states of linear attention."""
 MODELS = ("llama:3.1-8B", "gla:7B")
 
 
 class Peak(TorchDispatchMode):
-    """Counts the bytes of fake tensors that live at once, but for the weights of `model` and their gradients, by shape.
+    """Counts the bytes of live fake tensors, except for the weights of `model` and tensors with the shape of a weight.
+
+    The latter are assumed to be gradients of weights.
 
     Attributes:
-        bytes: the most so far.
-        shapes: of the tensors that lived then, the largest first, with the operator that made each.
+        bytes: the peak so far.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -49,51 +50,54 @@ class Peak(TorchDispatchMode):
             for shape in (weight.shape, weight.mT.shape if weight.ndim > 1 else weight.shape)
         }
         self.bytes = self._live = 0
-        self._known: dict[int, tuple[int, tuple[int, ...], str]] = {}
-        self._most: list[tuple[int, tuple[int, ...], str]] = []
+        self._sizes: dict[int, tuple[int, tuple[int, ...], str]] = {}
+        self._at_peak: list[tuple[int, tuple[int, ...], str]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not all(issubclass(kind, FakeTensor | nn.Parameter) or kind is torch.Tensor for kind in types):
-            return NotImplemented  # subclasses first
+            return NotImplemented  # tensor subclasses handle the operator first
         result = func(*args, **(kwargs or {}))
-        for made in tree_leaves(result):
+        for output in tree_leaves(result):
             if (
-                isinstance(made, FakeTensor)
-                and made.device.type != "meta"
-                and made.shape not in self._gradients
+                isinstance(output, FakeTensor)
+                and output.device.type != "meta"
+                and output.shape not in self._gradients
             ):
-                self._note(made, str(func))
+                self._count(output, str(func))
         if self._live > self.bytes:
-            self.bytes, self._most = self._live, list(self._known.values())
+            self.bytes, self._at_peak = self._live, list(self._sizes.values())
         return result
 
     @property
     def largest(self) -> list[tuple[int, tuple[int, ...], str]]:
-        """Bytes, shape and operator of what lived at the peak, the largest first."""
-        return sorted(self._most, reverse=True)
+        """Bytes, shape and operator of the tensors that were live at the peak, the largest first."""
+        return sorted(self._at_peak, reverse=True)
 
-    def _note(self, made: torch.Tensor, operator: str) -> None:
-        storage = made.untyped_storage()
+    def _count(self, tensor: torch.Tensor, operator: str) -> None:
+        storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        if key not in self._known and key not in self._weights:
-            self._known[key] = size, tuple(made.shape), operator
+        if key not in self._sizes and key not in self._weights:
+            self._sizes[key] = size, tuple(tensor.shape), operator
             self._live += size
             weakref.finalize(storage, self._drop, key)
 
     def _drop(self, key: int) -> None:
-        size, *_ = self._known.pop(key)
+        size, *_ = self._sizes.pop(key)
         self._live -= size
 
 
 def peak(name: str, tokens: int, tp: int, cp: int, layers: int | None = None) -> Peak:
-    """Return the peak of one rank of `tp` x `cp`, in the second of two steps, of one sequence of `tokens`.
+    """Return the peak of one of `tp` x `cp` ranks in a step with one sequence of `tokens`.
 
     Args:
-        name: "family:flavor", or a job's TOML file, of whose model and plan it is.
-        layers: blocks of a named model; None for all.
+        name: "family:flavor", or a job's TOML file.
+        tokens: sequence length.
+        tp: tensor-parallel degree.
+        cp: context-parallel degree.
+        layers: number of blocks of a named model; None: all.
     """
     kernels.install("cpu")
-    _stand_in_for_kernels()
+    _replace_kernels()
     family, _, flavor = name.partition(":")
     job = load_job([name]) if name.endswith(".toml") else None
     sizes = {} if layers is None else {"num_hidden_layers": layers}
@@ -111,21 +115,22 @@ def peak(name: str, tokens: int, tp: int, cp: int, layers: int | None = None) ->
             if hasattr(model, "gradient_checkpointing_enable"):
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             step = _step(model, torch.zeros(1, tokens, dtype=torch.long))
-            step()  # the first one makes what later ones find
-            with Peak(model) as found:
+            step()  # warm-up: the first step creates caches
+            with Peak(model) as measured:
                 step()
-    return found
+    return measured
 
 
 def _step(model: nn.Module, ids: torch.Tensor) -> Callable[[], None]:
     fused, losses = FusedLoss(model), list[torch.Tensor]()
 
-    def kept(loss: torch.Tensor, shape: tuple[int, ...], computed: Any) -> torch.Tensor:
+    def keep_loss(loss: torch.Tensor, shape: tuple[int, ...], computed: Any) -> torch.Tensor:
         losses.append(loss)
         return loss.detach().expand(shape)
 
     def step() -> None:
-        fused_head.stand_in = kept  # type: ignore[assignment]  # the one for a loop of one's own is no fake tensor
+        # The usual stand-in for logits is not a fake tensor.
+        fused_head.stand_in = keep_loss  # type: ignore[assignment]
         with fused(ids):
             model(ids)
         losses.pop().backward()
@@ -133,11 +138,11 @@ def _step(model: nn.Module, ids: torch.Tensor) -> Callable[[], None]:
     return step
 
 
-def _stand_in_for_kernels() -> None:
+def _replace_kernels() -> None:
     import fla.layers.gla as layer
     import transformers.models.llama.modeling_llama as llama
 
-    llama.create_causal_mask = lambda *args, **kwargs: None  # flash attention has none; a trace would get one
+    llama.create_causal_mask = lambda *args, **kwargs: None  # flash attention needs no mask
     layer.chunk_gla = _chunk_gla
 
 
@@ -146,7 +151,7 @@ def _chunk_gla(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tenso
 
 
 class _LinearAttention(torch.autograd.Function):
-    """What flash-linear-attention's kernels of GLA keep and make: a state for each chunk, in the backward in float32."""
+    """Allocates the tensors of flash-linear-attention's GLA kernels: a state per chunk, in float32 in the backward."""
 
     @staticmethod
     def forward(ctx: Any, q, k, v, g):
@@ -159,9 +164,9 @@ class _LinearAttention(torch.autograd.Function):
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
         q, k, v, g, _ = ctx.saved_tensors
         states = [_states(k, v, torch.float32) for _ in range(2)]
-        made = tuple(torch.empty_like(x) for x in (q, k, v, g))
+        gradients = tuple(torch.empty_like(x) for x in (q, k, v, g))
         del states
-        return made
+        return gradients
 
 
 def _states(k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

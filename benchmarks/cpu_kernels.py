@@ -1,8 +1,8 @@
 """python -m benchmarks.cpu_kernels [--threads 1] [--repeats 9]
 
-Gated linear attention on a CPU: the chunked kernel of `titanplans.kernels` against FLA's naive recurrence (a loop
-over time), forward and backward in float32, milliseconds a step and their ratio, both measured alternately in one run. Peak
-memory is that of the tensors kept for the backward pass. Needs no GPU; about a minute.
+Compare two CPU implementations of gated linear attention: the chunked one of `titanplans.kernels` and FLA's naive recurrence
+(a loop over tokens). Prints milliseconds per forward and backward in float32, measured in turns, their ratio, and the memory
+of tensors saved for the backward. Takes about a minute.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from fla.ops.gla.naive import naive_recurrent_gla
 from titanplans.kernels.recurrent import chunks
 from titanplans.training.launch.exit_status import finish
 
-# batch, tokens, heads, key and value size of a head. The last is one layer of the 340M flavor.
+# Batch size, tokens, heads, key and value size per head. The last is one layer of the 340M flavor.
 SHAPES = [(2, 64, 4, 16, 32), (2, 512, 4, 64, 128), (1, 2048, 4, 64, 128), (1, 512, 4, 128, 256)]
 CHUNK_SIZES = (16, 32, 64, 128)
 
@@ -27,7 +27,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--threads", type=int, default=1, help="threads of torch's operators (default: 1)")
-    parser.add_argument("--repeats", type=int, default=9, help="the median of so many steps (default: 9)")
+    parser.add_argument("--repeats", type=int, default=9, help="number of timed steps (default: 9)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
@@ -42,10 +42,10 @@ def main() -> None:
         naive, chunked = times([naive_step(shape), chunked_step(shape)], options.repeats)
         saved = [saved_megabytes(step) for step in (naive_step(shape), chunked_step(shape))]
         sizes = " | ".join(f"{size:{width}d}" for size, width in zip(shape, (3, 5, 3, 3, 3), strict=True))
-        figures = (
+        columns = (
             f"{naive:9.1f} | {chunked:10.2f} | {naive / chunked:5.1f} | {saved[0]:14.1f} | {saved[1]:16.1f}"
         )
-        print(f"| {sizes} | {figures} |")
+        print(f"| {sizes} | {columns} |")
 
     print("\n| chunk size | " + " | ".join(f"{size:4d}" for size in CHUNK_SIZES) + " |")
     print("|" + "-" * 12 + "|" + "|".join(["-----:"] * len(CHUNK_SIZES)) + "|")
@@ -69,7 +69,7 @@ def chunked_step(shape: tuple[int, ...]) -> Callable[[], None]:
 
 
 def step_of(function: Callable[..., torch.Tensor], shape: tuple[int, ...]) -> Callable[[], None]:
-    """A forward and a backward pass with gradients to q, k, v and g."""
+    """Return a function that runs a forward and a backward with gradients for q, k, v and g."""
     torch.manual_seed(0)
     batch, seq_len, heads, key, value = shape
     q, k, g = torch.randn(3, batch, seq_len, heads, key).unbind()
@@ -79,20 +79,20 @@ def step_of(function: Callable[..., torch.Tensor], shape: tuple[int, ...]) -> Ca
 
 
 def times(steps: list[Callable[[], None]], repeats: int) -> list[float]:
-    """Median milliseconds of each step, taken in turns so that a busy machine slows all of them."""
+    """Return the median milliseconds of each step. Steps take turns, so that other load slows all of them."""
     for step in steps:
         step()
-    taken: list[list[float]] = [[] for _ in steps]
+    by_step: list[list[float]] = [[] for _ in steps]
     for _ in range(repeats):
-        for step, series in zip(steps, taken, strict=True):
+        for step, series in zip(steps, by_step, strict=True):
             begin = time.perf_counter()
             step()
             series.append((time.perf_counter() - begin) * 1e3)
-    return [statistics.median(series) for series in taken]
+    return [statistics.median(series) for series in by_step]
 
 
 def saved_megabytes(step: Callable[[], None]) -> float:
-    """Memory that autograd keeps between the forward and the backward pass, each storage counted once."""
+    """Return the memory that autograd saves between the forward and the backward, counting each storage once."""
     storages: dict[int, int] = {}
 
     def pack(x: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,11 @@
-"""Loading of text: tokens a second and memory, beside torchtitan's own loader and what a trainer asks for, in one run.
+"""Compare text loaders of titanplans and torchtitan: tokens per second and memory, and the demand of a small job.
 
     python -m benchmarks.data [--tokens 10_000_000] [--rounds 3] [--seq-len 2048]
 
-The corpus is Python's standard library as rows of two .jsonl files, tokenised by titanplans' byte-level BPE. Variants take
-turns, each a new process of one thread without workers. Seconds are those to the first batch, with the files converted
-already; memory is a process's resident pages after a tenth of the tokens and at the end. The demand is a job's, GLA in its
-debug size on one process of this machine.
+The corpus is Python's standard library in two .jsonl files, tokenised by titanplans' byte-level BPE. Variants take turns,
+each in a new process of one thread without workers. "first batch" is the time until the first batch, with files that were
+converted before. Memory is resident memory after a tenth of the tokens and at the end. The demand is that of a job: GLA in
+its debug size in one process on this machine.
 """
 
 import argparse
@@ -31,26 +31,26 @@ BATCH = 8
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=10_000_000, help="of each variant in a round")
+    parser.add_argument("--tokens", type=int, default=10_000_000, help="tokens per variant and round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seq-len", type=int, default=2048)
     args = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["HF_DATASETS_CACHE"] = f"{folder}/cache"
         write_corpus(Path(folder))
         for name in VARIANTS:
-            measure(name, folder, args.seq_len, BATCH * args.seq_len)  # which converts the files
+            measure(name, folder, args.seq_len, BATCH * args.seq_len)  # converts the files
         for _ in range(args.rounds):
             for name in VARIANTS:
-                found[name].append(measure(name, folder, args.seq_len, args.tokens))
-        demand = demanded(folder)
-    report(found, demand, args)
+                results[name].append(measure(name, folder, args.seq_len, args.tokens))
+        demand = measure_demand(folder)
+    report(results, demand, args)
 
 
 def write_corpus(folder: Path) -> None:
-    """Write a row for each fragment of the library: "code" of up to 64 KiB, "short" of about 1 KiB."""
+    """Write two files of fragments of the library: "code" with fragments of up to 64 KiB, "short" of about 1 KiB."""
     from titanplans.training.data.corpus.local import TextFiles, stdlib_files, stdlib_root
 
     root = stdlib_root()
@@ -61,7 +61,7 @@ def write_corpus(folder: Path) -> None:
 
 
 def ours(folder: str, *names: str, **data: Any) -> Any:
-    """Return what makes the loader over the files `names`."""
+    """Return a function that builds titanplans' loader of the files `names`."""
     from titanplans.config.sections.data import Data
     from titanplans.training.data.loader import TextDataLoader
 
@@ -74,7 +74,7 @@ def ours(folder: str, *names: str, **data: Any) -> Any:
 
 
 def torchtitans(folder: str, *names: str) -> Any:
-    """Return what makes torchtitan's loader over the same files."""
+    """Return a function that builds torchtitan's loader of the same files."""
     from datasets import load_dataset
     from torchtitan.hf_datasets import DatasetConfig
     from torchtitan.hf_datasets.text_datasets import (
@@ -106,19 +106,19 @@ VARIANTS: dict[str, Callable[[str], Any]] = {
 
 
 def measure(name: str, folder: str, seq_len: int, tokens: int) -> dict[str, float]:
-    """Return what a new process has measured."""
+    """Run `load` in a new process, and return its measurements."""
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=load, args=(name, folder, seq_len, tokens, theirs))
+    receiver, sender = context.Pipe()
+    process = context.Process(target=load, args=(name, folder, seq_len, tokens, sender))
     process.start()
-    theirs.close()
-    found = ours.recv()
+    sender.close()
+    measurements = receiver.recv()
     process.join()
-    return found
+    return measurements
 
 
 def load(name: str, folder: str, seq_len: int, tokens: int, pipe: Any) -> None:
-    """Load so many tokens, and send what it took."""
+    """Load `tokens` tokens, and send the measurements through `pipe`."""
     from titanplans.quiet import silence
 
     silence()
@@ -130,9 +130,9 @@ def load(name: str, folder: str, seq_len: int, tokens: int, pipe: Any) -> None:
     tokenizer = HuggingFaceTokenizer(HuggingFaceTokenizer.Config(), tokenizer_path=default_tokenizer_path())
     names = ("code", "short") if "two" in name else ("code",)
     begin = time.perf_counter()
-    place = {"dp_rank": 0, "dp_world_size": 1}
+    ranks = {"dp_rank": 0, "dp_world_size": 1}
     loader = VARIANTS[name](folder, *names)(
-        tokenizer=tokenizer, seq_len=seq_len, local_batch_size=BATCH, **place
+        tokenizer=tokenizer, seq_len=seq_len, local_batch_size=BATCH, **ranks
     )
     batches: Iterator[Any] = iter(loader)
     next(batches)
@@ -153,10 +153,10 @@ def resident() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-def demanded(folder: str) -> float:
-    """Return the tokens a second that a small job trains on here."""
+def measure_demand(folder: str) -> float:
+    """Return the tokens per second that a small job trains on, on this machine."""
     job = Path(__file__).parents[1] / "configs" / "gla_debug.toml"
-    words = [
+    options = [
         *(
             "--training.steps",
             "12",
@@ -167,24 +167,26 @@ def demanded(folder: str) -> float:
         ),
         *("--parallelism.tensor_parallel_degree", "1", "--job.dump_folder", f"{folder}/job"),
     ]
-    command = [sys.executable, "-m", "titanplans", "train", str(job), *words]
+    command = [sys.executable, "-m", "titanplans", "train", str(job), *options]
     subprocess.run(command, check=True, capture_output=True)
-    (figures,) = Path(folder).glob("job/**/metrics.jsonl")
-    return json.loads(figures.read_text().splitlines()[-1])["throughput/all_devices(tps)"]
+    (metrics,) = Path(folder).glob("job/**/metrics.jsonl")
+    return json.loads(metrics.read_text().splitlines()[-1])["throughput/all_devices(tps)"]
 
 
-def report(found: dict[str, list[dict[str, float]]], demand: float, args: argparse.Namespace) -> None:
+def report(results: dict[str, list[dict[str, float]]], demand: float, args: argparse.Namespace) -> None:
     """Print the table."""
-    print(f"{args.tokens:,} tokens in rows of {args.seq_len}, medians of {args.rounds}; one process each\n")
+    print(
+        f"{args.tokens:,} tokens in sequences of {args.seq_len}, medians of {args.rounds}; one process each\n"
+    )
     print("| | first batch, s | tokens/s | ratio | resident, MB, after a tenth | at the end |")
     print("|---|---:|---:|---:|---:|---:|")
-    rates = {name: statistics.median(r["rate"] for r in rounds) for name, rounds in found.items()}
-    for name, rounds in found.items():
-        of = {key: statistics.median(r[key] for r in rounds) for key in ("first", "early", "late")}
+    rates = {name: statistics.median(r["rate"] for r in rounds) for name, rounds in results.items()}
+    for name, rounds in results.items():
+        medians = {key: statistics.median(r[key] for r in rounds) for key in ("first", "early", "late")}
         base = rates["torchtitan, two sources" if "two" in name else "torchtitan"]
         print(
-            f"| {name} | {of['first']:.1f} | {rates[name]:,.0f} | {rates[name] / base:.2f} | {of['early']:,.0f} | "
-            f"{of['late']:,.0f} |"
+            f"| {name} | {medians['first']:.1f} | {rates[name]:,.0f} | {rates[name] / base:.2f} | "
+            f"{medians['early']:,.0f} | {medians['late']:,.0f} |"
         )
     print(f"\nGLA's debug size trains on {demand:,.0f} tokens/s in one process of this machine.")
 

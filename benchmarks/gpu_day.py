@@ -1,14 +1,14 @@
-"""Everything that only a GPU can show, in one command: tests, proofs and figures, written to docs/gpu/<device>.md.
+"""Run all tests, proofs and benchmarks that need a GPU in one command, and write the results to docs/gpu/<device>.md.
 
     make gpu                                                    # all parts
-    make gpu PARTS="tests verify" MODELS="gla qwen3"            # some, of some models
+    make gpu PARTS="tests verify" MODELS="gla qwen3"            # some parts, for some models
     python -m benchmarks.gpu_day --parts step async_tp
     python -m benchmarks.gpu_day --parts verify --quick --at-once 15
     python -m benchmarks.gpu_day --device cpu                   # a dry run: the same parts in tiny sizes on a CPU
 
-Each run is a process of its own, or those of torchrun, with a time limit. One that fails, or takes too long, is written down
-with its last lines, and the next one begins; so is what is skipped, and why: more ranks than GPUs, the Trainer's parts on a
-torch without it. The page is written anew after each run. Exit status: 0, 1 if a run failed, 2 without CUDA.
+Each run is a separate process, or processes of torchrun, with a time limit. If a run fails or takes too long, its last
+lines are recorded, and the next run begins. Skipped runs are recorded with the reason, such as too few GPUs. The page is
+rewritten after each run. Exit status: 0, 1 if a run failed, 2 without CUDA.
 """
 
 import argparse
@@ -27,21 +27,21 @@ DEGREES = (2, 4, 8)
 
 
 class Machine(NamedTuple):
-    """What there is, and how much of it is asked for."""
+    """The machine, and the options that apply to all parts."""
 
     device: str
     """cuda or cpu."""
     name: str
     count: int
-    """GPUs; in a dry run the processes that stand for them."""
+    """Number of GPUs, or in a dry run of processes."""
     no_trainer: str | None
-    """Why torchtitan's Trainer does not run here."""
+    """Why torchtitan's Trainer can't run here; None: it can."""
     models: tuple[str, ...]
-    """Which are proved."""
+    """The models to prove."""
     quick: bool
 
     def sized(self, *small: str) -> tuple[str, ...]:
-        """Return `small`, a benchmark's options, in a dry run."""
+        """Return the options `small` of a benchmark in a dry run, else none."""
         return small if self.device == "cpu" else ()
 
 
@@ -49,24 +49,24 @@ Part = Callable[[Machine], Iterator[Run]]
 
 
 def tests(m: Machine) -> Iterator[Run]:
-    """The tests that are marked for CUDA: kernels under plans, NCCL worlds, float8, no waiting for the device."""
+    """The tests marked `cuda`: kernels under plans, NCCL worlds, float8, steps without device synchronization."""
     files = ("tests/cuda", "tests/parallel/mesh/test_process_group.py")
     missing = None if importlib.util.find_spec("pytest") else "pytest is not installed"
     yield Run("pytest -m cuda", ("-m", "pytest", "-m", "cuda", "-q", "-rs", *files), 30, missing)
 
 
 def step(m: Machine) -> Iterator[Run]:
-    """A training step eager and compiled, tokens/s, memory, MFU."""
+    """A training step, eager and compiled: tokens/s, memory, MFU."""
     yield from _steps(m, "eager", "compile")
 
 
 def float8(m: Machine) -> Iterator[Run]:
-    """A compiled step in float8 by each recipe, beside bfloat16's."""
+    """A compiled step in float8 with each recipe, compared to bfloat16."""
     yield from _steps(m, "compile", "float8+compile", "rowwise+compile", "rowwise_with_gw_hp+compile")
 
 
 def async_tp(m: Machine) -> Iterator[Run]:
-    """A compiled step with and without async tensor parallelism, and how many collectives were fused."""
+    """A compiled step with and without async tensor parallelism, and the number of fused collectives."""
     needs = "needs CUDA and NCCL" if m.device == "cpu" else None
     for tp in DEGREES:
         few = _too_few(m, tp)
@@ -75,47 +75,47 @@ def async_tp(m: Machine) -> Iterator[Run]:
 
 
 def host_time(m: Machine) -> Iterator[Run]:
-    """What a step costs this machine's processor, on one thread: what the GPU waits for."""
+    """Host time of a step on one thread of this machine's CPU."""
     yield _benchmark("host_time", *m.sized("--rounds", "2", "--only", "unsplit", "tp 2"))
 
 
 def loss(m: Machine) -> Iterator[Run]:
-    """The loss, on this machine's processor: memory and time of the fused, the sharded and torchtitan's chunked one."""
+    """Memory and time of the loss on this machine's CPU: fused, sharded, and torchtitan's chunked loss."""
     small = ("--tokens", "64", "--vocabulary", "512", "--hidden", "64")
     yield _benchmark("loss", *m.sized(*small))._replace(skipped=m.no_trainer)
 
 
 def tp_step(m: Machine) -> Iterator[Run]:
-    """A step over two processes of this machine's processor, by gloo."""
+    """A step over two CPU processes with gloo."""
     yield _benchmark("tp_step", *m.sized("--rounds", "1"))._replace(skipped=m.no_trainer)
 
 
 def parallelize(m: Machine) -> Iterator[Run]:
-    """Parallelising a model on meta, on this machine's processor."""
+    """Time and memory to parallelise a model on meta."""
     yield _benchmark(
         "parallelize", *m.sized("--models", "gla-7B", "--worlds", "8", "--repeats", "1", "--only", "cost")
     )
 
 
 def weights(m: Machine) -> Iterator[Run]:
-    """Hugging Face folders in and out, from this machine's disk."""
+    """Loading and saving of Hugging Face folders on this machine's disk."""
     for part in ("start", "bandwidth"):
         yield _benchmark("weights", part, *m.sized("--gigabytes", "0.02", "--rounds", "1"))
 
 
 def optimizers(m: Machine) -> Iterator[Run]:
-    """Muon's step beside AdamW's, on this machine's processor."""
+    """The step of Muon compared to that of AdamW, on this machine's CPU."""
     yield _benchmark("optimizers", *m.sized("--rounds", "1", "--hidden", "128", "--layers", "1"))
 
 
 def checkpoints(m: Machine) -> Iterator[Run]:
-    """Checkpoints with checksums, on this machine's disk; the job that is watched needs the Trainer."""
+    """Checkpoints with checksums on this machine's disk. The job whose memory is measured needs the Trainer."""
     small = ("--gigabytes", "0.02", "--rounds", "1", "--steps", "12")
     yield _benchmark("checkpoints", *m.sized(*small))._replace(skipped=m.no_trainer)
 
 
 def verify(m: Machine) -> Iterator[Run]:
-    """The proof of each plan by a GPU's kernels, FLA's in float32: all ranks on one GPU, and each on its own over NCCL."""
+    """The proof of each plan with GPU kernels, FLA's in float32: all ranks on one GPU, and one rank per GPU over NCCL."""
     quick = ("--quick",) if m.quick else ()
     for model in m.models if m.device == "cuda" else ():
         command = (
@@ -147,7 +147,7 @@ PARTS: dict[str, Part] = {
     part.__name__: part
     for part in (tests, step, float8, async_tp, host_time, loss, tp_step, parallelize, weights, optimizers)
 } | {"checkpoints": checkpoints, "verify": verify}
-"""In the order in which they run: the longest is last."""
+"""The parts in the order in which they run, the longest last."""
 
 
 def _benchmark(name: str, *options: str) -> Run:
@@ -163,14 +163,14 @@ def _steps(m: Machine, *variants: str) -> Iterator[Run]:
 
 
 def _too_few(m: Machine, ranks: int) -> str | None:
-    there = (
+    available = (
         f"{m.count} GPU{'s' * (m.count > 1)}" if m.device == "cuda" else f"a dry run of {m.count} processes"
     )
-    return None if ranks <= m.count else f"needs {ranks} GPUs, and there is {there}"
+    return None if ranks <= m.count else f"needs {ranks} GPUs, and this is {available}"
 
 
 def machine_of(device: str, models: list[str] | None, quick: bool) -> Machine | None:
-    """Return this machine; None where `device` is cuda and there is none."""
+    """Return this machine; None if `device` is "cuda" and there is no CUDA device."""
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
@@ -196,7 +196,7 @@ def main(argv: list[str] | None = None) -> int:
         "--at-once",
         type=int,
         default=1,
-        help="proofs, each on a core: compiling kernels takes most of their time",
+        help="number of concurrent proofs, each on a core, since compiling kernels takes most of their time",
     )
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run in tiny sizes"
@@ -204,33 +204,33 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--page", type=Path, help="default: docs/gpu/<device>.md, of a dry run outputs/gpu-day.md"
     )
-    asked = parser.parse_args(argv)
-    machine = machine_of(asked.device, asked.models, asked.quick)
+    options = parser.parse_args(argv)
+    machine = machine_of(options.device, options.models, options.quick)
     if machine is None:
         print(
-            "error: torch sees no CUDA device here; --device cpu is a dry run of the same parts",
+            "error: torch finds no CUDA device; use --device cpu for a dry run of the same parts",
             file=sys.stderr,
         )
         return 2
     slug = re.sub(r"[^a-z0-9]+", "-", machine.name.lower()).strip("-")
-    target = asked.page or ROOT / (
+    target = options.page or ROOT / (
         f"docs/gpu/{slug}.md" if machine.device == "cuda" else "outputs/gpu-day.md"
     )
     target.parent.mkdir(parents=True, exist_ok=True)
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if machine.device == "cpu" else {})
     about = {name: (part.__doc__ or "").strip() for name, part in PARTS.items()}
     results: list[Result] = []
-    for part in asked.parts:
-        alone = part != "verify" or asked.at_once == 1
+    for part in options.parts:
+        is_sequential = part != "verify" or options.at_once == 1
 
-        def name(run: Run, part: str = part, end: str = " " if alone else "\n") -> None:
+        def name(run: Run, part: str = part, end: str = " " if is_sequential else "\n") -> None:
             print(f"{part}: {run.name} ...", end=end, flush=True)
 
         runs = PARTS[part](machine)
-        for result in carry_out(part, runs, environment, 1 if alone else asked.at_once, name):
+        for result in carry_out(part, runs, environment, 1 if is_sequential else options.at_once, name):
             results.append(result)
-            whose = "" if alone else f"{part}: {result.run.name} ... "
-            print(f"{whose}{result.outcome}, {result.seconds:.0f} s", flush=True)
+            label = "" if is_sequential else f"{part}: {result.run.name} ... "
+            print(f"{label}{result.outcome}, {result.seconds:.0f} s", flush=True)
             target.write_text(page(machine.name, results, about, dry=machine.device == "cpu"))
     print(f"written to {target}")
     return int(any(one.outcome not in ("done", "refused", "skipped") for one in results))

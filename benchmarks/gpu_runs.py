@@ -1,4 +1,4 @@
-"""A run of `benchmarks.gpu_day`: carried out in processes of its own, with a time limit; and the page of all of them."""
+"""Execute the runs of `benchmarks.gpu_day` in separate processes with time limits, and write the page of their results."""
 
 import importlib.metadata
 import os
@@ -28,18 +28,19 @@ LIBRARIES = (
 
 
 class Run(NamedTuple):
-    """One process, or the ranks that torchrun starts."""
+    """One process, or the processes of torchrun."""
 
     name: str
     command: tuple[str, ...] = ()
-    """Python's arguments."""
+    """Arguments of Python."""
     minutes: float = 10
+    """Time limit."""
     skipped: str | None = None
-    """Why it does not run here."""
+    """Why the run is skipped; None: it is not."""
 
 
 class Result(NamedTuple):
-    """What became of a run."""
+    """The result of a run."""
 
     part: str
     run: Run
@@ -47,7 +48,7 @@ class Result(NamedTuple):
     """done, refused, failed, took too long, or skipped."""
     seconds: float
     text: str
-    """What it printed: its tables, its verdict, or its last lines."""
+    """Its output: tables, a verdict, or its last lines."""
 
 
 def carry_out(
@@ -57,9 +58,10 @@ def carry_out(
     at_once: int = 1,
     begun: Callable[[Run], None] = lambda run: None,
 ) -> Iterator[Result]:
-    """Do `runs` in processes of their own, so many `at_once`, and yield each result as its run ends.
+    """Run `runs` in separate processes, `at_once` at a time, and yield each result when its run ends.
 
-    A run is ended when its time is up, and all are if this process is told to end. `begun` is called as a run begins.
+    A run is terminated at its time limit. All are terminated if this process is interrupted. `begun` is called when a run
+    begins.
     """
     waiting, started = deque(runs), list[_Started]()
     try:
@@ -83,11 +85,11 @@ def carry_out(
 
 
 class _Started:
-    """A run that has begun."""
+    """A running process."""
 
     def __init__(self, part: str, run: Run, environment: dict[str, str]):
         self.part, self.run, self.begin = part, run, time.perf_counter()
-        # Read, and closed, when the run has ended.
+        # `result` reads and closes these files.
         self.out, self.err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             (sys.executable, *run.command),
@@ -103,11 +105,11 @@ class _Started:
         return time.perf_counter() - self.begin
 
     def has_ended(self) -> bool:
-        """Whether the run has ended, or its time is up."""
+        """Whether the run has ended, or exceeded its time limit."""
         return self.process.poll() is not None or self.seconds > self.run.minutes * 60
 
     def end(self) -> None:
-        """End the run and the ranks that it has started."""
+        """Terminate the run and the ranks that it started."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGTERM)
             try:
@@ -117,7 +119,7 @@ class _Started:
                 self.process.wait()
 
     def result(self) -> Result:
-        """Return what became of the run, which is ended if it still runs."""
+        """Terminate the run if it still runs, and return its result."""
         seconds, status = self.seconds, self.process.poll()
         self.end()
         texts = []
@@ -125,39 +127,39 @@ class _Started:
             file.seek(0)
             texts.append(file.read().strip())
             file.close()
-        printed, said = texts
+        printed, errors = texts
         if status == 0:
             return Result(self.part, self.run, "done", seconds, printed)
-        said = said.partition("failed (exitcode")[0]  # what torchrun adds
-        # titanplans' own refusals are one line.
-        refusal = re.search(r"^(?:\[rank0\]:)?error: .*", said, re.M)
+        errors = errors.partition("failed (exitcode")[0]  # leave out torchrun's summary
+        # Refusals of titanplans are one line.
+        refusal = re.search(r"^(?:\[rank0\]:)?error: .*", errors, re.M)
         if status is not None and refusal:
             return Result(self.part, self.run, "refused", seconds, refusal[0])
-        last = "\n".join([*printed.splitlines()[-20:], *said.splitlines()[-20:]])
+        last_lines = "\n".join([*printed.splitlines()[-20:], *errors.splitlines()[-20:]])
         late = f"took longer than {self.run.minutes:g} minutes"
-        ended = late if status is None else f"failed, exit status {status}"
-        return Result(self.part, self.run, ended, seconds, last)
+        outcome = late if status is None else f"failed, exit status {status}"
+        return Result(self.part, self.run, outcome, seconds, last_lines)
 
 
 def page(name: str, results: Sequence[Result], about: Mapping[str, str], *, dry: bool) -> str:
-    """Return what was found, as Markdown: the machine, one row a run, and what each printed.
+    """Return the results as Markdown: the machine, a table with one row per run, and the output of each run.
 
     Args:
-        name: the device's.
+        name: of the device.
         results: in the order of the runs.
-        about: of each part, what it does.
-        dry: on a CPU, where nothing is found but that the parts run.
+        about: the description of each part.
+        dry: a dry run on a CPU.
     """
-    what = f"a dry run of `make gpu` on a CPU: {name}" if dry else name
+    title = f"a dry run of `make gpu` on a CPU: {name}" if dry else name
     lines = [
-        f"# {what}",
+        f"# {title}",
         "",
         f"`make gpu`, {date.today()}, {_commit()}; {', '.join(_versions(dry))}.",
         "",
     ]
     if dry:
         lines += [
-            "**Nothing here was run on a GPU.** Sizes are tiny; what is shown is that the parts run.",
+            "**Nothing here was run on a GPU.** Sizes are tiny; the page only shows that the parts run.",
             "",
         ]
     lines += ["| part | run | outcome | minutes |", "|---|---|---|---:|"]
@@ -172,7 +174,9 @@ def page(name: str, results: Sequence[Result], about: Mapping[str, str], *, dry:
         for one in ran:
             text = one.text
             if part == "verify" and one.outcome == "done":
-                text = "\n".join(text.splitlines()[-1:])  # the verdict: the tables of 70 plans are pages
+                text = "\n".join(
+                    text.splitlines()[-1:]
+                )  # only the verdict, since the tables of 70 plans are long
             lines += ["", f"{one.run.name}: {one.outcome}", "", "```text", *text.splitlines(), "```"]
     return "\n".join(lines) + "\n"
 
@@ -198,5 +202,5 @@ def _commit() -> str:
 def _printed(*command: str) -> str:
     if shutil.which(command[0]) is None:
         return "unknown"
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else "unknown"
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    return process.stdout.strip() if process.returncode == 0 else "unknown"

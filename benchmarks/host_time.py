@@ -1,13 +1,13 @@
-"""What a step costs the host: a model of 24 tiny layers, of which nothing but dispatch counts, unsplit and split.
+"""Measure the host time of a step: a model of 24 tiny layers, unsplit and split, whose time is only dispatch.
 
     python -m benchmarks.host_time [--rounds 20] [--only unsplit "tp 2"] [--profile]
 
-Qwen3 of 64 hidden units, 2 x 16 tokens, float32, eager, one thread: rank 0 of torch's fake process group, whose
-collectives return at once, so neither products nor the network are measured: this is what a fast GPU waits for. Variants
-take turns in one run, step by step. Milliseconds are the thread's processor time (medians), the ratio is to the variant
-without tensor parallelism: "unsplit", and "FSDP2" for those with FSDP2. Forward is the model's, up to whole logits; the loss
-and the optimizer, which are the same for all, are in neither. With --profile each variant is run once more under cProfile,
-which makes Python slower and torch's operators not: a second table shows where a step's time is spent, in shares.
+Qwen3 of hidden size 64, 2 x 16 tokens, float32, eager, one thread, on rank 0 of torch's fake process group, whose
+collectives return at once. So neither matrix products nor the network are measured, but the time that a fast GPU waits for.
+Variants take turns in one run, step by step. Milliseconds are medians of the thread's processor time. The ratio is to the
+variant without tensor parallelism: "unsplit", or "FSDP2" for variants with FSDP2. The forward ends with the full logits.
+Loss and optimizer, which are the same for all variants, are not measured. With --profile each variant runs again under
+cProfile, which slows Python but not torch's operators. A second table shows in which code the time of a step is spent.
 """
 
 import argparse
@@ -52,38 +52,37 @@ SOURCES = {
     "FSDP2": ("torch/distributed/fsdp/", "titanplans/parallel/"),
     "model": ("transformers/", "torch/nn/"),
 }
-"""Whose time a function's is, by its file; a function of no source works for its callers."""
+"""Path prefixes of each source. The time of a function with no source counts for its callers."""
 REST = "engine"
-"""Autograd's engine, and what it calls that is nobody's: the model's backward in C++."""
+"""Autograd's engine, and functions that it calls without a source: the model's backward in C++."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=20, help=f"timed steps, after {WARM_UP} that are not")
+    parser.add_argument("--rounds", type=int, default=20, help=f"timed steps, after {WARM_UP} warm-up steps")
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="VARIANT")
     parser.add_argument(
-        "--profile", action="store_true", help="show where the time is spent, by cProfile, too"
+        "--profile", action="store_true", help="also show where the time is spent, by cProfile"
     )
-    asked = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    torch.set_flush_denormal(
-        True
-    )  # what FSDP2 "gathers" is whatever memory held, which could be slow to compute with
+    # The results of fake gathers are uninitialized memory, whose denormal numbers would be slow to compute with.
+    torch.set_flush_denormal(True)
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=fake_store())
-    models = {name: VARIANTS[name](build()) for name in asked.only}
+    models = {name: VARIANTS[name](build()) for name in options.only}
     tokens = torch.randint(0, 96, (BATCH, TOKENS))
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
     gc.disable()
     gc.freeze()
-    for turn in range(WARM_UP + asked.rounds):
+    for turn in range(WARM_UP + options.rounds):
         gc.collect()
         for name, model in models.items():
             measured = step(model, tokens)
             if turn >= WARM_UP:
                 times[name].append(measured)
     report(times, sum(1 for _ in next(iter(models.values())).parameters()))
-    if asked.profile:
-        report_profiles(models, tokens, asked.rounds)
+    if options.profile:
+        report_profiles(models, tokens, options.rounds)
     dist.destroy_process_group()
 
 
@@ -96,8 +95,8 @@ def report(times: dict[str, list[tuple[float, float]]], parameters: int) -> None
     steps = {name: statistics.median(map(sum, rounds)) for name, rounds in times.items()}
     for name, rounds in times.items():
         forward, backward = (statistics.median(phase) for phase in zip(*rounds, strict=True))
-        whole = steps.get("FSDP2" if name.startswith("FSDP2") else "unsplit")
-        ratio = "" if whole is None else f"{steps[name] / whole:.2f}"
+        baseline = steps.get("FSDP2" if name.startswith("FSDP2") else "unsplit")
+        ratio = "" if baseline is None else f"{steps[name] / baseline:.2f}"
         print(f"| {name} | {1e3 * forward:.1f} | {1e3 * backward:.1f} | {1e3 * steps[name]:.1f} | {ratio} |")
 
 
@@ -106,13 +105,13 @@ def report_profiles(models: dict[str, nn.Module], tokens: torch.Tensor, rounds: 
     print("\n| variant | " + " | ".join(f"{name}, %" for name in columns) + " |")
     print("|---|" + "---:|" * len(columns))
     for name, model in models.items():
-        found = profile(model, tokens, rounds)
-        shares = " | ".join(f"{100 * found[source] / sum(found.values()):.0f}" for source in columns)
-        print(f"| {name} | {shares} |", flush=True)
+        seconds = profile(model, tokens, rounds)
+        percentages = " | ".join(f"{100 * seconds[source] / sum(seconds.values()):.0f}" for source in columns)
+        print(f"| {name} | {percentages} |", flush=True)
 
 
 def profile(model: nn.Module, tokens: torch.Tensor, rounds: int) -> dict[str, float]:
-    """Return the seconds of each source in `rounds` steps under cProfile."""
+    """Return the seconds of each of SOURCES in `rounds` steps under cProfile."""
     recorder = cProfile.Profile(time.thread_time)
     for _ in range(rounds):
         step(model, tokens, recorder)
@@ -124,29 +123,29 @@ def profile(model: nn.Module, tokens: torch.Tensor, rounds: int) -> dict[str, fl
         return next((name for name, at in SOURCES.items() if any(part in function[0] for part in at)), None)
 
     @cache
-    def shares(function: tuple[str, int, str], depth: int) -> dict[str, float]:
-        """Return for whom `function` works: for its own source, or for its callers by the time it takes for each."""
+    def fractions(function: tuple[str, int, str], depth: int) -> dict[str, float]:
+        """Return the fractions of a function's time by source: its source, or those of its callers by their time in it."""
         callers = calls[function][4]
         total = sum(call[2] for call in callers.values())
-        if (own := source(function)) is not None or not total or not depth:
-            return {own or REST: 1.0}
-        found: dict[str, float] = {}
+        if (own_source := source(function)) is not None or not total or not depth:
+            return {own_source or REST: 1.0}
+        by_source: dict[str, float] = {}
         for caller, call in callers.items():
-            for name, part in shares(caller, depth - 1).items():
-                found[name] = found.get(name, 0.0) + part * call[2] / total
-        return found
+            for name, fraction in fractions(caller, depth - 1).items():
+                by_source[name] = by_source.get(name, 0.0) + fraction * call[2] / total
+        return by_source
 
     seconds = dict.fromkeys((*SOURCES, REST), 0.0)
-    for function, (_, _, own, _, _) in calls.items():
-        for name, part in shares(function, 12).items():
-            seconds[name] += own * part
+    for function, (_, _, own_seconds, _, _) in calls.items():
+        for name, fraction in fractions(function, 12).items():
+            seconds[name] += own_seconds * fraction
     return seconds
 
 
 def step(
     model: nn.Module, tokens: torch.Tensor, recorder: cProfile.Profile | None = None
 ) -> tuple[float, float]:
-    """Do a step; return the seconds of its forward and of its backward. A `recorder` records these two alone."""
+    """Run a step; return the seconds of its forward and of its backward. A `recorder` records only these two."""
     positions = torch.arange(TOKENS).unsqueeze(0)
 
     def timed(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -158,7 +157,7 @@ def step(
 
     forward, output = timed(lambda: model(input_ids=tokens, position_ids=positions, use_cache=False))
     logits = output.logits
-    if isinstance(logits, DTensor):  # over the tokens, of which the first rank has the first
+    if isinstance(logits, DTensor):  # sharded over tokens; rank 0 has the first ones
         logits = logits.to_local()
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, : logits.shape[1]].flatten())
     del logits
@@ -186,7 +185,7 @@ def split(degree: int, sequence_parallel: bool) -> Callable[[nn.Module], nn.Modu
 
 
 def by_tokens(summed: bool) -> Callable[[nn.Module], nn.Module]:
-    """Return what cuts a model by tokens; `summed` by itself, or by data parallelism which is not there."""
+    """Return a function that applies context parallelism; `summed`: the plan sums gradients, not data parallelism."""
 
     def by_plan(model: nn.Module) -> nn.Module:
         mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("cp",))
@@ -197,7 +196,7 @@ def by_tokens(summed: bool) -> Callable[[nn.Module], nn.Module]:
 
 
 def sharded(sequence_parallel: bool | None) -> Callable[[nn.Module], nn.Module]:
-    """Return what shards a model by FSDP2, of which tensor parallel 2 splits it before, if at all."""
+    """Return a function that shards a model by FSDP2, after tensor parallelism of degree 2 unless the argument is None."""
 
     def by_fsdp(model: nn.Module) -> nn.Module:
         mesh = init_device_mesh("cpu", (WORLD // 2, 2), mesh_dim_names=("fsdp", "tp"))
@@ -210,7 +209,7 @@ def sharded(sequence_parallel: bool | None) -> Callable[[nn.Module], nn.Module]:
 
 
 def split_by_torch(model: Any) -> nn.Module:
-    """The usual plan of torch's own styles; the residual stream is sharded by tokens, and on plain tensors."""
+    """Split by the usual plan of torch's styles, with a residual stream of plain tensors, sharded over tokens."""
     mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
     norm, rowwise = tp.SequenceParallel(use_local_output=True), tp.RowwiseParallel(output_layouts=Shard(1))
     attention = {"input_kwarg_layouts": {"hidden_states": Shard(1)}}

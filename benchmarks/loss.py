@@ -1,11 +1,12 @@
-"""The head and the loss of two tensor-parallel ranks over gloo: peak memory and processor time, forward and backward.
+"""Compare implementations of head and loss on two tensor-parallel ranks over gloo: peak memory and processor time.
 
     python -m benchmarks.loss [--rounds 1] [--tokens 2048] [--vocabulary 262144] [--hidden 640] [--dtype float32]
 
-Gemma 3's vocabulary and the width of its 270M. Variants take turns; each turn is two fresh processes that take a step of
-eight tokens, then the one that is timed. Memory is the peak of a rank's resident pages, less what it had before the first
-step (weight and hidden states among that). Freed memory goes back to the system (`MALLOC_MMAP_THRESHOLD_`), so that a peak
-is one. Loss and gradients are to be the same: of the latter the sum of sizes is printed.
+The defaults are Gemma 3's vocabulary and the hidden size of its 270M. Variants take turns, each in two new processes that
+run a warm-up step of eight tokens and a timed step, forward and backward. Memory is the peak resident memory of a rank,
+above that before the first step, which includes the weight and the hidden states. Freed memory is returned to the system
+(`MALLOC_MMAP_THRESHOLD_`), so the peak is that of live tensors. The printed loss and sum of absolute gradients should
+agree.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from torch.distributed.tensor import parallel as tp
 from titanplans.training.launch.exit_status import finish
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of hidden states and labels: the loss."""
+"""Computes the loss from hidden states and labels."""
 RANKS = 2
 
 
@@ -43,29 +44,29 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     args = parser.parse_args()
     os.environ.update(MALLOC_MMAP_THRESHOLD_="65536", OMP_NUM_THREADS="1")
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
     for _ in range(args.rounds):
         for name in VARIANTS:
             with tempfile.TemporaryDirectory() as folder:
                 mp.start_processes(_work, args=(name, args, folder), nprocs=RANKS, start_method="spawn")
-                found[name].append(torch.load(Path(folder) / "found.pt"))
-            print(name, found[name][-1], flush=True)
-    _report(args, found)
+                results[name].append(torch.load(Path(folder) / "results.pt"))
+            print(name, results[name][-1], flush=True)
+    _report(args, results)
 
 
-def _report(args: argparse.Namespace, found: dict[str, list[dict[str, float]]]) -> None:
+def _report(args: argparse.Namespace, results: dict[str, list[dict[str, float]]]) -> None:
     print(
         f"\n{args.tokens} tokens, vocabulary {args.vocabulary}, hidden {args.hidden}, {args.dtype}, {RANKS} ranks, "
         f"torch {torch.__version__}\n"
     )
     print(f"{'':40}{'peak, MB':>10}{'ratio':>8}{'time, s':>10}{'ratio':>8}{'loss':>12}{'gradients':>12}")
     first: dict[str, float] = {}
-    for name, rounds in found.items():
-        middle = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
-        first = first or middle
+    for name, rounds in results.items():
+        medians = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
+        first = first or medians
         print(
-            f"{name:40}{middle['memory'] / 1e6:10.0f}{middle['memory'] / first['memory']:8.2f}{middle['time']:10.2f}"
-            f"{middle['time'] / first['time']:8.2f}{middle['loss']:12.6f}{middle['gradients']:12.5f}"
+            f"{name:40}{medians['memory'] / 1e6:10.0f}{medians['memory'] / first['memory']:8.2f}{medians['time']:10.2f}"
+            f"{medians['time'] / first['time']:8.2f}{medians['loss']:12.6f}{medians['gradients']:12.5f}"
         )
 
 
@@ -75,13 +76,13 @@ def _work(rank: int, name: str, args: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(1)
     dtype = getattr(torch, args.dtype)
     with torch.device("meta"):
-        model = Ends(args.hidden, args.vocabulary).to(dtype)
+        model = HeadModel(args.hidden, args.vocabulary).to(dtype)
     mesh = DeviceMesh("cpu", list(range(RANKS)), mesh_dim_names=("tp",))
     step = VARIANTS[name](model, mesh)
     model.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(0)
-    share = model.lm_head._parameters["weight"].data.to_local()  # type: ignore[union-attr]
-    share.normal_(std=0.02, generator=generator)
+    local_weight = model.lm_head._parameters["weight"].data.to_local()  # type: ignore[union-attr]
+    local_weight.normal_(std=0.02, generator=generator)
     hidden = torch.randn(1, args.tokens, args.hidden, generator=generator).to(dtype).requires_grad_()
     labels = torch.randint(args.vocabulary, (1, args.tokens), generator=generator)
     before = _peak()
@@ -92,13 +93,13 @@ def _work(rank: int, name: str, args: argparse.Namespace, folder: str) -> None:
     start = time.process_time()
     loss = step(hidden, labels)
     loss.backward()
-    taken, most = time.process_time() - start, _peak() - before
+    seconds, memory = time.process_time() - start, _peak() - before
     gradient: Any = model.lm_head._parameters["weight"].grad  # type: ignore[union-attr]
     assert hidden.grad is not None
     size = gradient.to_local().abs().sum() + hidden.grad.abs().sum()
-    found = {"memory": most, "time": taken, "loss": loss.item(), "gradients": size.item()}
+    results = {"memory": memory, "time": seconds, "loss": loss.item(), "gradients": size.item()}
     if rank == 0:
-        torch.save(found, Path(folder) / "found.pt")
+        torch.save(results, Path(folder) / "results.pt")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -107,8 +108,8 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-class Ends(nn.Module):
-    """A model of nothing but its head: hidden states in, logits out."""
+class HeadModel(nn.Module):
+    """A model that has only a head, from hidden states to logits."""
 
     def __init__(self, hidden: int, vocabulary: int):
         super().__init__()
@@ -118,7 +119,7 @@ class Ends(nn.Module):
         return self.lm_head(hidden)
 
 
-def split(model: Ends, mesh: DeviceMesh) -> None:
+def split(model: HeadModel, mesh: DeviceMesh) -> None:
     """Shard the head as a plan does."""
     from titanplans.apply.ways import ByWeights
     from titanplans.plan.resolve import Entry
@@ -138,16 +139,16 @@ def split(model: Ends, mesh: DeviceMesh) -> None:
     make_state(model).border = way.border
 
 
-def sharded(model: Ends, mesh: DeviceMesh) -> Step:
-    """Ours of sharded logits."""
+def sharded(model: HeadModel, mesh: DeviceMesh) -> Step:
+    """titanplans' loss of sharded logits."""
     from titanplans.parallel import cross_entropy
 
     split(model, mesh)
     return lambda hidden, labels: cross_entropy(model(hidden), labels, labels.numel())
 
 
-def fused(chunk: int, model: Ends, mesh: DeviceMesh) -> Step:
-    """Ours, fused with the head."""
+def fused(chunk: int, model: HeadModel, mesh: DeviceMesh) -> Step:
+    """titanplans' loss, fused with the head."""
     from titanplans.parallel import FusedLoss, cross_entropy
 
     split(model, mesh)
@@ -161,16 +162,16 @@ def fused(chunk: int, model: Ends, mesh: DeviceMesh) -> Step:
     return step
 
 
-def torchtitans(model: Ends, mesh: DeviceMesh) -> Step:
-    """torchtitan's of sharded logits, by torch's style."""
+def torchtitans(model: HeadModel, mesh: DeviceMesh) -> Step:
+    """torchtitan's loss of sharded logits, with torch's style for the head."""
     from torchtitan.components.loss import cross_entropy_loss
 
     _by_torch(model, mesh)
     return lambda hidden, labels: cross_entropy_loss(model(hidden), labels) / labels.numel()
 
 
-def torchtitans_chunked(chunks: int, model: Ends, mesh: DeviceMesh) -> Step:
-    """torchtitan's, that calls the head and goes backward chunk by chunk."""
+def torchtitans_chunked(chunks: int, model: HeadModel, mesh: DeviceMesh) -> Step:
+    """torchtitan's loss, which runs the head's forward and backward in chunks."""
     from torchtitan.components.loss import ChunkedLossWrapper
 
     _by_torch(model, mesh)
@@ -179,7 +180,7 @@ def torchtitans_chunked(chunks: int, model: Ends, mesh: DeviceMesh) -> Step:
     return lambda hidden, labels: loss(hidden, labels, torch.tensor(labels.numel()))[0]
 
 
-def _by_torch(model: Ends, mesh: DeviceMesh) -> None:
+def _by_torch(model: HeadModel, mesh: DeviceMesh) -> None:
     from torchtitan.distributed.utils import set_spmd_backend
 
     set_spmd_backend("partial_dtensor")
@@ -187,7 +188,7 @@ def _by_torch(model: Ends, mesh: DeviceMesh) -> None:
     tp.parallelize_module(model, mesh, {"lm_head": head})
 
 
-VARIANTS: dict[str, Callable[[Ends, DeviceMesh], Step]] = {
+VARIANTS: dict[str, Callable[[HeadModel, DeviceMesh], Step]] = {
     "sharded logits": sharded,
     "sharded logits, torchtitan's": torchtitans,
     "8 chunks, torchtitan's": partial(torchtitans_chunked, 8),

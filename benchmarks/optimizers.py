@@ -1,10 +1,10 @@
-"""The optimizer's step: Muon against AdamW, in one process and on two ranks of FSDP2 or TP over gloo.
+"""Compare the optimizer steps of Muon and AdamW, in one process and on two ranks of FSDP2 or TP over gloo.
 
     python -m benchmarks.optimizers [--rounds 7] [--hidden 512] [--layers 4]
 
-A Llama in float32, one thread a rank. Variants take turns in one run. The table gives the median of a step in seconds, the
-bytes of optimizer state that a rank keeps, and the most memory that a step takes beside them (tensors that live at one
-time on rank 0). "each rank for itself" gathers every matrix on every rank and orthogonalises it there.
+A Llama in float32, one thread per rank. Variants take turns in one run. The table shows the median seconds of a step, the
+bytes of optimizer state on a rank, and the peak of additional memory in a step on rank 0. "redundant Muon" gathers every
+matrix on every rank, and every rank orthogonalises it.
 """
 
 import argparse
@@ -25,17 +25,17 @@ OURS, THEIRS, ADAMW = "Muon", "torch.optim.Muon", "AdamW"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7, help="timed rounds, after two that are not")
+    parser.add_argument("--rounds", type=int, default=7, help="timed rounds, after two warm-up rounds")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(work, args=(options, folder), nprocs=2)
         matrices, others, rows = torch.load(Path(folder) / "rows.pt")
-    print(f"\n{matrices / 1e6:.1f} M numbers in hidden matrices, {others / 1e6:.1f} M others, float32\n")
-    print(f"{'':44}{'step, s':>10}{'state, MB':>12}{'beside, MB':>12}")
-    for name, (seconds, state, beside) in rows.items():
-        print(f"{name:44}{seconds:10.3f}{state / 1e6:12.1f}{beside / 1e6:12.1f}")
+    print(f"\n{matrices / 1e6:.1f} M parameters in hidden matrices, {others / 1e6:.1f} M others, float32\n")
+    print(f"{'':44}{'step, s':>10}{'state, MB':>12}{'other, MB':>12}")
+    for name, (seconds, state, other) in rows.items():
+        print(f"{name:44}{seconds:10.3f}{state / 1e6:12.1f}{other / 1e6:12.1f}")
 
 
 def work(rank: int, options: argparse.Namespace, folder: str) -> None:
@@ -44,14 +44,14 @@ def work(rank: int, options: argparse.Namespace, folder: str) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{folder}/store")
     variants = {f"{kind}, one process": (kind, None) for kind in (ADAMW, THEIRS, OURS)}
     for how, degrees in {"FSDP2 over 2": dict(dp_shard=2), "TP 2": dict(dp_shard=1, tp=2)}.items():
-        variants |= {f"{kind}, {how}": (kind, degrees) for kind in (ADAMW, OURS, "each rank for itself")}
+        variants |= {f"{kind}, {how}": (kind, degrees) for kind in (ADAMW, OURS, "redundant Muon")}
     steps = {name: prepare(kind, degrees, options) for name, (kind, degrees) in variants.items()}
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(options.rounds + 2):
         for name, (step, _) in steps.items():
             dist.barrier()
             start = time.perf_counter()
-            # One process: rank 1 leaves its core alone.
+            # With one process, rank 1 waits.
             if rank == 0 or "one process" not in name:
                 step()
             times[name].append(time.perf_counter() - start)
@@ -86,7 +86,7 @@ def build(options: argparse.Namespace) -> torch.nn.Module:
 
 
 def prepare(kind: str, degrees: dict[str, int] | None, options: argparse.Namespace):
-    """Return a step with gradients that are there, and the optimizers that take it."""
+    """Return a function that runs an optimizer step with random gradients, and its optimizers."""
     from titanplans.config.sections.optimization import Optimizer
     from titanplans.parallel import Degrees, FSDP2Config, Mesh, parallelize
     from titanplans.parallel.optimizers.build import build_optimizers
@@ -97,7 +97,7 @@ def prepare(kind: str, degrees: dict[str, int] | None, options: argparse.Namespa
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizers = build_optimizers(model, Optimizer(name=ADAMW if kind == ADAMW else "Muon"))
-    if kind in (THEIRS, "each rank for itself"):
+    if kind in (THEIRS, "redundant Muon"):
         optimizers = [o if isinstance(o, torch.optim.AdamW) else as_torch(o) for o in optimizers]
 
     def step() -> None:
@@ -108,14 +108,14 @@ def prepare(kind: str, degrees: dict[str, int] | None, options: argparse.Namespa
 
 
 def as_torch(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return torch's Muon for the same parameters, given whole updates where they are sharded."""
+    """Return torch's Muon for the same parameters. Sharded gradients are gathered on each rank."""
     (group,) = optimizer.param_groups
     keys = ("lr", "weight_decay", "momentum", "nesterov", "ns_steps", "adjust_lr_fn")
     return Gathered(group["params"], **{key: group[key] for key in keys})
 
 
 class Gathered(torch.optim.Muon):
-    """Each rank gathers the gradient of each matrix, and keeps a whole momentum."""
+    """torch's Muon, in which each rank gathers each matrix and computes its full update."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -136,13 +136,13 @@ class Gathered(torch.optim.Muon):
             update = orthogonalize(direction, group["ns_steps"])
             local = param.to_local()
             local.mul_(1 - group["lr"] * group["weight_decay"])
-            part = local_shard(update, param.device_mesh, param.placements, name="a matrix")
-            local.add_(part, alpha=-group["lr"] * 0.2 * max(param.shape) ** 0.5)
+            shard = local_shard(update, param.device_mesh, param.placements, name="a matrix")
+            local.add_(shard, alpha=-group["lr"] * 0.2 * max(param.shape) ** 0.5)
         return None
 
 
 def memory(step, optimizers: list[torch.optim.Optimizer], *, alone: bool) -> tuple[int, int]:
-    """Return the bytes of this rank's optimizer state, and the most that a step allocates beside it."""
+    """Return the bytes of this rank's optimizer state, and the peak bytes that a step allocates in addition."""
     state = sum(
         (value.to_local() if hasattr(value, "to_local") else value).nbytes
         for optimizer in optimizers
@@ -154,16 +154,16 @@ def memory(step, optimizers: list[torch.optim.Optimizer], *, alone: bool) -> tup
         return state, 0
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         step()
     if alone:
         dist.barrier()
-    now = most = 0
-    for event in found.profiler.kineto_results.events():
+    allocated = peak = 0
+    for event in profiled.profiler.kineto_results.events():
         if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return state, most
+            allocated += event.nbytes()
+            peak = max(peak, allocated)
+    return state, peak
 
 
 if __name__ == "__main__":

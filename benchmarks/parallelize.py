@@ -1,11 +1,11 @@
-"""What it costs to parallelise a model: time and memory, by this project and by a plain loop of torch's own functions.
+"""Compare the time and memory to parallelise a model: titanplans and a plain loop of torch's functions.
 
     python -m benchmarks.parallelize [--models gla-7B] [--worlds 8 4096] [--repeats 3] [--only cost]
 
-The first table is of models on meta and of worlds that no machine here has: rank 0 of a fake process group, tensor
-parallel 8, FSDP over the rest. The second is what a rank of four holds of a real training step. Seconds are of the
-processor: all is one thread's work that waits for nothing, so on a machine with nothing else to do the wall clock shows
-the same; how much more it showed is printed. Memory is resident, above what was before. Linux, glibc, no GPU; four minutes.
+The first table is for models on meta and rank 0 of a fake process group, with tensor parallelism of degree 8 and FSDP over
+the other ranks. The second is the memory of one of four ranks in a real training step. Seconds are processor time. The work
+is on one thread that never waits, so on an idle machine wall time is the same; the measured ratio is printed. Memory is
+resident memory above that before. Needs Linux and glibc, no GPU; takes four minutes.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import fla.models  # noqa: F401  # imports are no part of what is measured
+import fla.models  # noqa: F401  # imported first, so that the import is not measured
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -41,13 +41,13 @@ from titanplans.training.launch.exit_status import finish
 TP = 8
 WORLDS = (8, 512, 4096)
 RANKS, ROWS, TOKENS = 4, 4, 64
-"""Of the training step: processes, sequences of the whole batch, tokens of each."""
+"""Processes of the training step, sequences of the global batch, tokens of each."""
 M_MMAP_THRESHOLD = -3
-"""glibc's malloc.h."""
+"""The constant of that name in glibc's malloc.h."""
 
 
 class Model(NamedTuple):
-    """A named flavor, and where a hand that splits it finds its parts."""
+    """A named flavor, and the module names that the plain loop needs."""
 
     name: str
     flavor: str
@@ -55,7 +55,7 @@ class Model(NamedTuple):
     """Lists of blocks, the decoder's first."""
     embedding: str
     block: dict[str, str]
-    """What is split in a block of the decoder, c(olwise) or r(owwise)."""
+    """The split modules of a decoder block, c(olwise) or r(owwise)."""
 
 
 _MLP = {"mlp.gate_proj": "c", "mlp.up_proj": "c", "mlp.down_proj": "r"}
@@ -75,8 +75,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--worlds", nargs="+", type=int, default=WORLDS, help=f"multiples of {TP}")
-    parser.add_argument("--repeats", type=int, default=3, help="the median of so many (default: 3)")
-    parser.add_argument("--only", choices=("cost", "step"), help="the first table, or the second")
+    parser.add_argument("--repeats", type=int, default=3, help="number of runs (default: 3)")
+    parser.add_argument("--only", choices=("cost", "step"), help="print only the first or the second table")
     options = parser.parse_args()
 
     print(f"torch {torch.__version__.partition('+')[0]}, CPU, {len(os.sched_getaffinity(0))} cores")
@@ -95,52 +95,56 @@ def report_cost(names: Iterable[str], worlds: Iterable[int], repeats: int) -> No
     waits = []
     for name in names:
         for world in worlds:
-            found: dict[Callable[..., None], list[Any]] = {by_hand: [], by_strategy: []}
+            by_function: dict[Callable[..., None], list[Any]] = {by_hand: [], by_strategy: []}
             for _ in range(repeats):
-                for way, runs in found.items():  # in turns: a slow minute hits both
-                    runs.append(in_new_processes(cost, [(way, MODELS[name], world)])[0])
-            loop, ours = found.values()
-            if differ := loop[0].split ^ ours[0].split:
-                raise SystemExit(f"{name}: the two split different parameters: {sorted(differ)}")
+                for function, runs in by_function.items():  # in turns, so that other load slows both
+                    runs.append(in_new_processes(cost, [(function, MODELS[name], world)])[0])
+            loop, ours = by_function.values()
+            if difference := loop[0].split ^ ours[0].split:
+                raise SystemExit(f"{name}: the two split different parameters: {sorted(difference)}")
             waits += [run.wall / run.seconds for run in (*loop, *ours)]
-            figures = []
-            for what, digits in (("seconds", ".2f"), ("megabytes", ".0f")):
-                a, b = (statistics.median(getattr(run, what) for run in runs) for runs in (loop, ours))
-                figures.append(f"{a:{digits}} | {b:{digits}} | {b / a:.1f}")
+            cells = []
+            for quantity, digits in (("seconds", ".2f"), ("megabytes", ".0f")):
+                a, b = (statistics.median(getattr(run, quantity) for run in runs) for runs in (loop, ours))
+                cells.append(f"{a:{digits}} | {b:{digits}} | {b / a:.1f}")
             print(
-                f"| {name} | {loop[0].parameters / 1e9:.1f} G | {world:,} | {' | '.join(figures)} |",
+                f"| {name} | {loop[0].parameters / 1e9:.1f} G | {world:,} | {' | '.join(cells)} |",
                 flush=True,
             )
     print(
-        f"\nMedians of {repeats}, in turns. The wall clock showed {statistics.median(waits):.2f} times the seconds "
+        f"\nMedians of {repeats}, in turns. Wall time was {statistics.median(waits):.2f} times the processor time "
         f"(median), {max(waits):.2f} times at most."
     )
 
 
 class Cost(NamedTuple):
-    """Of one model: processor time, wall clock, peak memory, what is split over TP ranks and in which dimension, size."""
+    """The cost to parallelise one model."""
 
     seconds: float
+    """Processor time."""
     wall: float
+    """Wall time, in seconds."""
     megabytes: float
+    """Peak memory."""
     split: set[tuple[str, int]]
+    """Names and dimensions of the parameters that are sharded over TP ranks."""
     parameters: int
 
 
-def cost(way: Callable[..., None], which: Model, world: int) -> Cost:
+def cost(function: Callable[..., None], which: Model, world: int) -> Cost:
     kernels.install("cpu")
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     model = modeling.build(modeling.load_config(which.name, which.flavor))
     parameters = sum(param.numel() for param in model.parameters())
-    registered_plans()  # which imports them
+    registered_plans()  # imports the plans
     imported = set(sys.modules)
-    above = peak_memory()
+    peak_above = peak_memory()
     wall, seconds = time.perf_counter(), time.process_time()
-    way(model, which)
+    function(model, which)
     seconds, wall = time.process_time() - seconds, time.perf_counter() - wall
     if late := set(sys.modules) - imported:
-        raise RuntimeError(f"imports are in the time: {', '.join(sorted(late))}")
-    return Cost(seconds, wall, above(), split_over_ranks(model), parameters)
+        raise RuntimeError(f"imports were timed: {', '.join(sorted(late))}")
+    return Cost(seconds, wall, peak_above(), split_over_ranks(model), parameters)
 
 
 def by_strategy(model: PreTrainedModel, which: Model) -> None:
@@ -148,10 +152,10 @@ def by_strategy(model: PreTrainedModel, which: Model) -> None:
 
 
 def by_hand(model: PreTrainedModel, which: Model) -> None:
-    """What torch's tutorials on tensor parallelism and on FSDP2 do, and nothing else."""
+    """Parallelise as in torch's tutorials on tensor parallelism and FSDP2."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // TP, TP), mesh_dim_names=("dp", "tp"))
     styles = {"c": ColwiseParallel, "r": RowwiseParallel}
-    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    is_tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     for layer in model.get_submodule(which.blocks[0]).children():
         parallelize_module(layer, mesh["tp"], {name: styles[kind]() for name, kind in which.block.items()})
     ends = {
@@ -159,7 +163,7 @@ def by_hand(model: PreTrainedModel, which: Model) -> None:
         "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
     }
     parallelize_module(model, mesh["tp"], ends)
-    if tied:
+    if is_tied:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
     for blocks in which.blocks:
         for layer in model.get_submodule(blocks).children():
@@ -168,7 +172,7 @@ def by_hand(model: PreTrainedModel, which: Model) -> None:
 
 
 def split_over_ranks(model: nn.Module) -> set[tuple[str, int]]:
-    """Return the parameters that are split over the tensor-parallel ranks, and in which dimension."""
+    """Return the names of parameters that are sharded over tensor-parallel ranks, and the sharded dimensions."""
     return {
         (name, placement.dim)
         for name, param in model.named_parameters()
@@ -185,28 +189,31 @@ def report_step() -> None:
 |---|---|---:|---:|---:|---:|---:|"""
     )
     for returns in (True, False):
-        ((parameters, whole, loss),) = in_new_processes(step, [(0, 1, "", returns)])
+        ((parameters, unsplit_peak, loss),) = in_new_processes(step, [(0, 1, "", returns)])
         with tempfile.TemporaryDirectory() as folder:
             ranks = in_new_processes(
                 step, [(rank, RANKS, f"{folder}/store", returns) for rank in range(RANKS)]
             )
         _, peaks, losses = zip(*ranks, strict=True)
-        rows = (("one process", 1, whole, loss), (f"a rank of {RANKS}, FSDP", RANKS, max(peaks), sum(losses)))
+        rows = (
+            ("one process", 1, unsplit_peak, loss),
+            (f"a rank of {RANKS}, FSDP", RANKS, max(peaks), sum(losses)),
+        )
         for name, size, peak, value in rows:
-            held = 4 * 4 * parameters / size / 2**20  # weights, gradients, AdamW's two, in float32
+            states = 4 * 4 * parameters / size / 2**20  # weights, gradients and AdamW's two states in float32
             freed = "returned" if returns else "glibc's default"
             print(
-                f"| {name} | {freed} | {parameters / 1e6:.0f} M | {held:.0f} | {peak:.0f} | {peak / whole:.2f} "
-                f"| {value:.5f} |",
+                f"| {name} | {freed} | {parameters / 1e6:.0f} M | {states:.0f} | {peak:.0f} "
+                f"| {peak / unsplit_peak:.2f} | {value:.5f} |",
                 flush=True,
             )
 
 
 def step(rank: int, ranks: int, store: str, returns: bool) -> tuple[int, float, float]:
-    """Train a model for a step; return its number of parameters, this process' peak MB and its part of the loss.
+    """Train a model for a step; return its number of parameters, the peak MB of this process, and the loss of its tokens.
 
-    With `returns` freed tensors go back to the system. By default glibc keeps those below 32 MB in its heap, where
-    what lies above pins them, and gathered blocks pile up.
+    With `returns` glibc returns freed tensors to the system. By default it keeps those below 32 MB in its heap, where later
+    allocations prevent their release, so gathered blocks accumulate.
     """
     torch.set_num_threads(1)
     if returns and not ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536):
@@ -220,7 +227,7 @@ def step(rank: int, ranks: int, store: str, returns: bool) -> tuple[int, float, 
     torch.manual_seed(0)
     tokens = torch.randint(0, config.vocab_size, (ROWS, TOKENS + 1)).chunk(ranks)[rank]
 
-    above = peak_memory()
+    peak_above = peak_memory()
     model = modeling.build(config)
     parameters = sum(param.numel() for param in model.parameters())
     criterion = mean_loss
@@ -235,7 +242,7 @@ def step(rank: int, ranks: int, store: str, returns: bool) -> tuple[int, float, 
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    return parameters, above(), loss.item()
+    return parameters, peak_above(), loss.item()
 
 
 def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -243,26 +250,26 @@ def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def peak_memory() -> Callable[[], float]:
-    """Return what gives, later, the peak of resident memory since now above that of now, in MB."""
+    """Return a function that returns the peak of resident memory since now, above the current value, in MB."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # memory that was freed before must not serve what is measured
+    ctypes.CDLL(None).malloc_trim(0)  # so that memory that was freed before is not used again
     with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak starts anew: proc(5)
+        file.write("5")  # resets the peak, see proc(5)
     before = _status("VmRSS")
     return lambda: _status("VmHWM") - before
 
 
 def _status(key: str) -> float:
     with open("/proc/self/status") as file:
-        found = re.search(rf"{key}:\s+(\d+) kB", file.read())
-    assert found, key
-    return int(found[1]) / 1024
+        match = re.search(rf"{key}:\s+(\d+) kB", file.read())
+    assert match, key
+    return int(match[1]) / 1024
 
 
 def in_new_processes(function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Run `function` on each of `arguments`, each in a process of its own, together, and return what they return.
+    """Run `function` on each of `arguments` concurrently in separate processes, and return the results.
 
-    Each is a fork of this process, which has imported everything and run nothing.
+    Each process is a fork of this one, which has imported everything and computed nothing.
     """
     context = multiprocessing.get_context("fork")
     running = []

@@ -1,11 +1,12 @@
-"""Schedules of a pipeline: idle shares by formula, by order and measured, and what a stage costs the host.
+"""Compare pipeline schedules: their idle time by formula, computed and measured, and the host time of a stage.
 
     python -m benchmarks.pipeline [--steps 12] [--rounds 40] [--parts computed measured host]
 
-computed: of p = 4 ranks with v stages of equal cost each, m micro batches, sending free. measured: medians of steps on two
-gloo ranks with a thread each, a GLA of 8 equal blocks and a small vocabulary, schedules in turns, beside what the order
-gives with stages as long as their FLOPs, and as long as these steps found them. host: forward and backward of a middle stage
-beside its blocks called one after the other, tiny blocks, one thread, in turns; processor time, and the median of ratios.
+computed: idle time of p = 4 ranks with v stages of equal cost each and m micro batches, without communication. measured:
+medians of steps on two gloo ranks with one thread each, a GLA of 8 equal blocks and a small vocabulary, schedules in turns,
+compared to the idle time of the schedule if computations take time in proportion to their FLOPs, or the measured times.
+host: forward and backward of a middle stage, compared to calls of its blocks one after another, with tiny blocks and one
+thread, in turns; processor time, and the median of ratios.
 """
 
 import argparse
@@ -46,47 +47,49 @@ FORMULAS = {
 }
 MEASURED = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 RANKS, MICRO_BATCHES, TOKENS = 2, 8, 128
-"""Of the measured part."""
+"""Sizes of the part "measured"."""
 WARM_UP = 2
 LAYERS, STAGES = 24, 4
-"""Of the host's part."""
+"""Sizes of the part "host"."""
 
 
 def main() -> None:
     parts = {"computed": computed, "measured": measured, "host": host}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=12, help=f"measured, after {WARM_UP} that are not")
-    parser.add_argument("--rounds", type=int, default=40, help="of the host's part")
+    parser.add_argument(
+        "--steps", type=int, default=12, help=f"measured steps, after {WARM_UP} warm-up steps"
+    )
+    parser.add_argument("--rounds", type=int, default=40, help="rounds of the part host")
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
-    asked = parser.parse_args()
-    for name in asked.parts:
-        parts[name](asked)
+    args = parser.parse_args()
+    for name in args.parts:
+        parts[name](args)
         print(flush=True)
 
 
-def computed(asked: argparse.Namespace) -> None:
+def computed(args: argparse.Namespace) -> None:
     print("| schedule | v | idle, m = 8 | idle, m = 16 | formula |\n|---|---:|---:|---:|---|")
     for name, formula in FORMULAS.items():
-        each = SCHEDULES[name].stages_per_rank[0]
-        shares = [timeline(orders(name, 4, 4 * each, number)).idle_fraction for number in (8, 16)]
-        words = " | ".join(f"{share:.1%}" for share in shares)
-        print(f"| {name} | {each} | {words} | {formula} |")
+        stages_per_rank = SCHEDULES[name].stages_per_rank[0]
+        idle = [timeline(orders(name, 4, 4 * stages_per_rank, count)).idle_fraction for count in (8, 16)]
+        cells = " | ".join(f"{fraction:.1%}" for fraction in idle)
+        print(f"| {name} | {stages_per_rank} | {cells} | {formula} |")
 
 
-def measured(asked: argparse.Namespace) -> None:
+def measured(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(work, args=(asked.steps, folder), nprocs=RANKS, start_method="spawn")
-        found = torch.load(Path(folder) / "found.pt")
-    print(f"GLA, {RANKS} ranks, {MICRO_BATCHES} micro batches of {TOKENS} tokens, {asked.steps} steps\n")
+        mp.start_processes(work, args=(args.steps, folder), nprocs=RANKS, start_method="spawn")
+        results = torch.load(Path(folder) / "results.pt")
+    print(f"GLA, {RANKS} ranks, {MICRO_BATCHES} micro batches of {TOKENS} tokens, {args.steps} steps\n")
     print("| schedule | idle by FLOPs | idle by measured durations | idle, measured | ms a step |")
     print("|---|---:|---:|---:|---:|")
-    for name, (by_flops, steps) in found.items():
-        by_times, share, seconds = (statistics.median(column) for column in zip(*steps, strict=True))
-        print(f"| {name} | {by_flops:.1%} | {by_times:.1%} | {share:.1%} | {1e3 * seconds:.0f} |")
+    for name, (by_flops, steps) in results.items():
+        by_times, idle, seconds = (statistics.median(column) for column in zip(*steps, strict=True))
+        print(f"| {name} | {by_flops:.1%} | {by_times:.1%} | {idle:.1%} | {1e3 * seconds:.0f} |")
 
 
 def work(rank: int, steps: int, folder: str) -> None:
-    """Be one rank of the measured part."""
+    """Run one rank of the part "measured". Rank 0 writes the results into `folder`."""
     from titanplans.training.trainer.device import prepare_device
 
     os.environ.update(RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS), WORLD_SIZE=str(RANKS))
@@ -99,21 +102,22 @@ def work(rank: int, steps: int, folder: str) -> None:
     pipelines = {name: build(name, mesh) for name in MEASURED}
     tokens = torch.randint(1024, (MICRO_BATCHES, TOKENS))
     positions, count = torch.arange(TOKENS).expand_as(tokens), torch.tensor(MICRO_BATCHES * TOKENS)
-    found: dict[str, Any] = {
-        name: (made.report(MICRO_BATCHES, folder), []) for name, made in pipelines.items()
+    measurements: dict[str, Any] = {
+        name: (pipeline.report(MICRO_BATCHES, folder), []) for name, pipeline in pipelines.items()
     }
     for turn in range(WARM_UP + steps):
-        for name, made in pipelines.items():
-            with measure(made.training_stages()) if turn else torch.enable_grad() as times:
-                made.run(tokens, tokens, positions, microbatches=MICRO_BATCHES, valid_tokens=count)
+        for name, pipeline in pipelines.items():
+            with measure(pipeline.training_stages()) if turn else torch.enable_grad() as times:
+                pipeline.run(tokens, tokens, positions, microbatches=MICRO_BATCHES, valid_tokens=count)
             if turn >= WARM_UP:
-                taken = times.gather()
-                found[name][1].append((replayed(name, taken), taken.idle_fraction, taken.duration))
-            for part in made.model_parts:
-                part.lm.zero_grad()
+                measured_times = times.gather()
+                idle = replay(name, measured_times), measured_times.idle_fraction
+                measurements[name][1].append((*idle, measured_times.duration))
+            for stage in pipeline.model_parts:
+                stage.lm.zero_grad()
     if rank == 0:
-        known = {name: (report.values["idle_fraction"], rows) for name, (report, rows) in found.items()}
-        torch.save(known, Path(folder) / "found.pt")
+        results = {name: (report.values["idle_fraction"], rows) for name, (report, rows) in measurements.items()}
+        torch.save(results, Path(folder) / "results.pt")
     dist.destroy_process_group()
 
 
@@ -129,18 +133,18 @@ def build(schedule: str, mesh: Mesh) -> Any:
         model = LanguageModel(config)
     loss = CrossEntropyLoss(Loss(fused=False))
     options = PipelineParallel(pipeline_parallel_schedule=schedule)
-    given = {"seq_len": TOKENS, "device": torch.device("cpu"), "loss": loss, "dump_folder": ""}
-    made = build_pipeline(model, options, FSDP2Config(), parallel_dims=mesh, **given)
-    for part in made.model_parts:
-        part.lm.to_empty(device="cpu")
-        part.initialize()
-        part.set_loss(loss, None)
-    return made
+    arguments = {"seq_len": TOKENS, "device": torch.device("cpu"), "loss": loss, "dump_folder": ""}
+    pipeline = build_pipeline(model, options, FSDP2Config(), parallel_dims=mesh, **arguments)
+    for stage in pipeline.model_parts:
+        stage.lm.to_empty(device="cpu")
+        stage.initialize()
+        stage.set_loss(loss, None)
+    return pipeline
 
 
-def replayed(schedule: str, taken: Timeline) -> float:
-    """Return the idle share of the schedule's order if each computation takes the median of what it took."""
-    spans = [span for rank in taken.ranks for span in rank]
+def replay(schedule: str, measured_times: Timeline) -> float:
+    """Return the idle fraction of the schedule if each computation takes the median of its measured times."""
+    spans = [span for rank in measured_times.ranks for span in rank]
     times: dict[Any, list[float]] = {}
     for action, start, end in spans:
         times.setdefault((action.kind, action.stage), []).append(end - start)
@@ -149,34 +153,34 @@ def replayed(schedule: str, taken: Timeline) -> float:
     return timeline(order, lambda kind, stage: statistics.median(times[kind, stage])).idle_fraction
 
 
-def host(asked: argparse.Namespace) -> None:
+def host(args: argparse.Namespace) -> None:
     install("cpu")
     torch.set_num_threads(1)
-    print(f"A stage of {LAYERS // STAGES} of {LAYERS} blocks, 2 x 16 tokens, {asked.rounds} rounds\n")
-    print("| model | blocks alone, ms | stage, ms | ratio |\n|---|---:|---:|---:|")
+    print(f"A stage of {LAYERS // STAGES} of {LAYERS} blocks, 2 x 16 tokens, {args.rounds} rounds\n")
+    print("| model | blocks, ms | stage, ms | ratio |\n|---|---:|---:|---:|")
     sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS, vocab_size=96)
     heads = dict(num_attention_heads=8, num_key_value_heads=8, head_dim=8, tie_word_embeddings=False)
     for name, more in {"qwen3": heads, "gla": {"num_heads": 4}}.items():
         model = build_real(modeling.load_config(name, "debug", **sizes, **more), dtype=torch.float32)
-        alone, staged = variants(model)
-        times = [(alone(), staged()) for _ in range(5 + asked.rounds)][5:]
+        run_blocks, run_stage = variants(model)
+        times = [(run_blocks(), run_stage()) for _ in range(5 + args.rounds)][5:]
         blocks, stage = (1e3 * statistics.median(column) for column in zip(*times, strict=True))
         ratio = statistics.median(second / first for first, second in times)
         print(f"| {name} | {blocks:.2f} | {stage:.2f} | {ratio:.2f} |")
 
 
 def variants(model: Any) -> Iterator[Callable[[], float]]:
-    """Yield what runs the blocks of the second stage one after the other, and the stage; each returns seconds."""
+    """Yield two functions that return the seconds of the second stage's blocks one after another, and of the stage."""
     from titanplans.training.pipeline.stage import trace_on_meta
 
     size = LAYERS // STAGES
     ids, hidden = torch.zeros(2, 16, dtype=torch.int64), torch.randn(2, 16, 64, requires_grad=True)
-    given: list[Any] = []
+    block_arguments: list[Any] = []
     names = find_decoder(model).names[size : 2 * size]
     blocks: list[nn.Module] = [model.get_submodule(name) for name in names]
     hooks = [
         block.register_forward_pre_hook(
-            lambda _, args, kwargs: given.append((args, kwargs)), with_kwargs=True
+            lambda _, args, kwargs: block_arguments.append((args, kwargs)), with_kwargs=True
         )
         for block in blocks
     ]
@@ -184,18 +188,18 @@ def variants(model: Any) -> Iterator[Callable[[], float]]:
     for hook in hooks:
         hook.remove()
 
-    def alone() -> torch.Tensor:
+    def run_blocks() -> torch.Tensor:
         stream = hidden
-        for block, (args, kwargs) in zip(blocks, given, strict=True):
+        for block, (args, kwargs) in zip(blocks, block_arguments, strict=True):
             stream = tree_leaves(block(stream, *args[1:], **kwargs))[0]
         return stream
 
-    whole = copy.deepcopy(model).to("meta")
-    stage = Stages(whole, trace_on_meta(whole, 16), range(0, LAYERS, size)).build_stage(
+    meta_model = copy.deepcopy(model).to("meta")
+    stage = Stages(meta_model, trace_on_meta(meta_model, 16), range(0, LAYERS, size)).build_stage(
         copy.deepcopy(model), 1
     )
 
-    def staged() -> torch.Tensor:
+    def run_stage() -> torch.Tensor:
         return stage.run((hidden,), lambda: stage.model(input_ids=ids, use_cache=False))[0]
 
     def timed(forward: Callable[[], torch.Tensor]) -> float:
@@ -204,8 +208,8 @@ def variants(model: Any) -> Iterator[Callable[[], float]]:
         output.backward(torch.ones_like(output))
         return time.thread_time() - begin
 
-    yield lambda: timed(alone)
-    yield lambda: timed(staged)
+    yield lambda: timed(run_blocks)
+    yield lambda: timed(run_stage)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""A training step eager, compiled, in float8 by each recipe: tokens/s, peak memory, MFU, the loss, and what compiling costs.
+"""Compare training steps: eager, compiled, and float8 by recipe. Prints tokens/s, memory, MFU, loss and compile time.
 
     python -m benchmarks.step [--models gla qwen3] [--variants eager compile] [--tp 2] [--rounds 10]
 
-On a GPU gla-340M, transformer-340M and qwen3-0.6B in bfloat16; without one the debug flavors on the CPU in float32, where
-float8 is emulated: then it shows what that costs, not what float8 gains.
+On a GPU the models are gla-340M, transformer-340M and qwen3-0.6B in bfloat16, otherwise the debug flavors on the CPU in
+float32 with emulated float8, which shows the cost of emulation and not the gain of float8.
 
-Each variant of a model has processes of its own and they take turns, step by step, so that a slow minute hits all of
-them: read the ratios to the first. A step is forward, loss, backward, clipping and AdamW, through `ParallelManager`.
-"first" is what the first two steps took beyond two later ones, with an empty cache of inductor unless --cached. Memory
-is the peak of the later steps: what torch allocated on a GPU, else the resident memory of one process (Linux).
+Each variant of a model has separate processes, and variants take turns, step by step, so that other load slows all of them:
+read the ratios to the first variant. A step is forward, loss, backward, clipping and AdamW with `ParallelManager`. "first"
+is the time of the first two steps minus that of two later ones, with an empty Inductor cache unless --cached. Memory is the
+peak of the later steps: memory allocated by torch on a GPU, else the resident memory of one process (Linux).
 """
 
 import argparse
@@ -32,15 +32,15 @@ MODELS = {
     "cpu": {"gla": "debug", "transformer": "debug", "qwen3": "debug"},
 }
 SHAPE = {"cuda": (4, 4096), "cpu": (4, 512)}
-"""Sequences, and tokens of each."""
+"""Batch size and sequence length."""
 
 
 class Variant(NamedTuple):
-    """How a step is done."""
+    """How a step runs."""
 
     compiled: bool
     recipe: str | None
-    """Of float8; None: in bfloat16 on a GPU, float32 on a CPU."""
+    """Float8 recipe; None: bfloat16 on a GPU, float32 on a CPU."""
 
     async_tp: bool = False
     """Overlap the collectives of tensor parallelism with matrix products."""
@@ -60,60 +60,60 @@ WARM_UP = 2
 
 
 def main() -> None:
-    """Measure what the command line asks for, and print a table."""
+    """Measure the requested models and variants, and print a table."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS[device], default=list(MODELS[device]))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=USUAL)
-    parser.add_argument("--tp", type=int, default=1, help="processes, and devices, that share each layer")
-    parser.add_argument("--rounds", type=int, default=10, help=f"timed steps, after {WARM_UP} that are not")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel degree")
+    parser.add_argument("--rounds", type=int, default=10, help=f"timed steps, after {WARM_UP} warm-up steps")
     parser.add_argument(
-        "--threads", type=int, default=0, help="of a process on a CPU; 0: all cores, shared by tp"
+        "--threads", type=int, default=0, help="CPU threads of a process; 0: all cores divided by tp"
     )
-    parser.add_argument("--cached", action="store_true", help="use inductor's cache of earlier runs")
-    asked = parser.parse_args()
-    if "async+compile" in asked.variants and (device == "cpu" or asked.tp == 1):
+    parser.add_argument("--cached", action="store_true", help="use Inductor's cache of earlier runs")
+    args = parser.parse_args()
+    if "async+compile" in args.variants and (device == "cpu" or args.tp == 1):
         parser.error("async+compile needs CUDA, and --tp 2 or more")
     name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {os.cpu_count()} cores"
     batch, length = SHAPE[device]
-    print(f"torch {torch.__version__}, {name}, {batch} x {length} tokens, tp = {asked.tp}\n")
+    print(f"torch {torch.__version__}, {name}, {batch} x {length} tokens, tp = {args.tp}\n")
     print(
-        f"| model | variant | ms a step | tokens/s | to {asked.variants[0]} | MFU, % | peak memory, MB | first, s | loss |"
+        f"| model | variant | ms a step | tokens/s | to {args.variants[0]} | MFU, % | peak memory, MB | first, s | loss |"
     )
     print("|---|---|---:|---:|---:|---:|---:|---:|---:|")
-    chosen = {name: VARIANTS[name] for name in asked.variants}
-    for model in asked.models:
-        found = measure(device, model, asked, chosen)
-        report(f"{model}-{MODELS[device][model]}", found, batch * length)
+    chosen = {name: VARIANTS[name] for name in args.variants}
+    for model in args.models:
+        results = measure(device, model, args, chosen)
+        report(f"{model}-{MODELS[device][model]}", results, batch * length)
 
 
 def measure(
-    device: str, model: str, asked: argparse.Namespace, variants: dict[str, Variant]
+    device: str, model: str, args: argparse.Namespace, variants: dict[str, Variant]
 ) -> dict[str, Any]:
     """Return what rank 0 of each variant measured."""
-    processes = len(variants) * asked.tp
+    processes = len(variants) * args.tp
     turns = mp.get_context("spawn").Barrier(processes)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, args=(turns, device, model, asked, variants, folder), nprocs=processes)
+        mp.spawn(work, args=(turns, device, model, args, variants, folder), nprocs=processes)
         return {name: json.loads((Path(folder) / name).read_text()) for name in variants}
 
 
-def report(title: str, found: dict[str, Any], tokens: int) -> None:
-    whole = next(iter(found.values()))["step"]
-    for name, figures in found.items():
-        seconds = figures["step"]
-        mfu = "" if figures["mfu"] is None else f"{100 * figures['mfu']:.1f}"
-        memory = "" if figures["memory"] is None else f"{figures['memory'] / 1e6:,.0f}"
+def report(title: str, results: dict[str, Any], tokens: int) -> None:
+    baseline = next(iter(results.values()))["step"]
+    for name, metrics in results.items():
+        seconds = metrics["step"]
+        mfu = "" if metrics["mfu"] is None else f"{100 * metrics['mfu']:.1f}"
+        memory = "" if metrics["memory"] is None else f"{metrics['memory'] / 1e6:,.0f}"
         print(
-            f"| {title} | {name} | {1e3 * seconds:,.0f} | {tokens / seconds:,.0f} | {whole / seconds:.2f} | {mfu} | "
-            f"{memory} | {figures['first']:.1f} | {figures['loss']:.4f} |",
+            f"| {title} | {name} | {1e3 * seconds:,.0f} | {tokens / seconds:,.0f} | {baseline / seconds:.2f} | {mfu} | "
+            f"{memory} | {metrics['first']:.1f} | {metrics['loss']:.4f} |",
             flush=True,
         )
-    for name, figures in found.items():
-        if figures["fused"] is not None:
-            fused, total = figures["fused"]
+    for name, metrics in results.items():
+        if metrics["fused"] is not None:
+            fused, total = metrics["fused"]
             print(
-                f"\n{name}: {fused} of {total} gathers and scatters in compiled graphs are fused with products"
+                f"\n{name}: {fused} of {total} all-gathers and reduce-scatters in compiled graphs are fused with products"
             )
 
 
@@ -122,56 +122,56 @@ def work(
     turns: Any,
     device: str,
     name: str,
-    asked: argparse.Namespace,
+    args: argparse.Namespace,
     variants: dict[str, Variant],
     folder: str,
 ) -> None:
-    """Be one rank of one variant; run when it is the variant's turn."""
-    turn, rank = divmod(rank, asked.tp)
+    """Run one rank of one variant, whose steps run when it is the variant's turn."""
+    turn, rank = divmod(rank, args.tp)
     variant = list(variants)[turn]
-    if not asked.cached:
+    if not args.cached:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor-{turn}"
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(asked.tp), LOCAL_WORLD_SIZE=str(asked.tp)
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(args.tp), LOCAL_WORLD_SIZE=str(args.tp)
     )
-    torch.set_num_threads(asked.threads or max(1, (os.cpu_count() or 1) // asked.tp))
+    torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // args.tp))
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"
     torch.distributed.init_process_group(
-        backend, rank=rank, world_size=asked.tp, init_method=f"file://{folder}/store-{turn}"
+        backend, rank=rank, world_size=args.tp, init_method=f"file://{folder}/store-{turn}"
     )
-    run, flops, fused = prepare(device, name, variants[variant], asked.tp)
+    run, flops, fused = prepare(device, name, variants[variant], args.tp)
     times: list[float] = []
     loss = 0.0
-    for number in range(WARM_UP + asked.rounds):
+    for number in range(WARM_UP + args.rounds):
         if number == WARM_UP:
-            forget_peak(device)
-        for whose in range(len(variants)):
+            reset_peak(device)
+        for current in range(len(variants)):
             turns.wait()
-            if whose == turn:
+            if current == turn:
                 begin = time.perf_counter()
                 loss = run(number)
                 times.append(time.perf_counter() - begin)
     step = statistics.median(times[WARM_UP:])
     peak = None if device == "cpu" else peak_flops()
     batch, length = SHAPE[device]
-    figures = {
+    metrics = {
         "step": step,
         "first": sum(times[:WARM_UP]) - WARM_UP * step,
         "memory": peak_memory(device),
-        "mfu": None if peak is None else flops * batch * length / step / (peak * asked.tp),
+        "mfu": None if peak is None else flops * batch * length / step / (peak * args.tp),
         "loss": loss,
         "fused": fused(),
     }
     if rank == 0:
-        (Path(folder) / variant).write_text(json.dumps(figures))
+        (Path(folder) / variant).write_text(json.dumps(metrics))
     torch.distributed.destroy_process_group()
 
 
 def prepare(device: str, name: str, variant: Variant, tp: int) -> tuple[Any, int, Any]:
-    """Return what runs a step and gives its loss, FLOPs per token, and what says how many collectives are fused."""
-    # Only now: inductor picks its folder when it is imported.
+    """Prepare a model: return a function that runs a step, FLOPs per token, and a function that counts fused collectives."""
+    # Imported here, because Inductor chooses its cache folder when it is imported.
     from titanplans import kernels, modeling
     from titanplans.parallel import Compile, Degrees, Float8, FSDP2Config, ParallelManager
     from titanplans.parallel.compile.async_tp import check_fused
@@ -205,23 +205,23 @@ def prepare(device: str, name: str, variant: Variant, tp: int) -> tuple[Any, int
         manager.clip_gradients(1.0)
         optimizer.step()
         optimizer.zero_grad()
-        return value.item()  # waits for the device
+        return value.item()  # synchronizes with the device
 
     return run, flops, lambda: check_fused(manager.mesh, "warn") if variant.async_tp else None
 
 
 def peak_flops() -> float | None:
-    """The device's dense bfloat16 peak in FLOP/s, or None where torchtitan has no entry: its answer then is the A100's."""
+    """Return the dense bfloat16 peak of the device in FLOP/s; None if torchtitan does not know it."""
     if importlib.util.find_spec("torchtitan") is None:
         return None
     from torchtitan.tools.utils import get_peak_flops
 
     name = torch.cuda.get_device_name()
-    peak = get_peak_flops(name)
+    peak = get_peak_flops(name)  # that of the A100 for unknown devices
     return None if peak == get_peak_flops("A100") and "A100" not in name else peak
 
 
-def forget_peak(device: str) -> None:
+def reset_peak(device: str) -> None:
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
@@ -229,11 +229,11 @@ def forget_peak(device: str) -> None:
 
 
 def peak_memory(device: str) -> int | None:
-    """Bytes, since `forget_peak`."""
+    """Return the peak bytes since `reset_peak`."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return int(found[1]) * 1024 if found else None
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(match[1]) * 1024 if match else None
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""A training step with TP=2 over gloo against one process with two threads, the same batch.
+"""Compare a training step with TP=2 over gloo to one process with two threads, on the same batch.
 
     python -m benchmarks.tp_step [--rounds 5]
 
-A transformer of 60 million parameters, 2 sequences of 512 tokens, float32. Three variants take
-turns in one run, so that a slow minute of the machine hits all of them: the unsplit model in one
-process, `apply_plan` over two, and torch's own styles (`parallelize_module`) over two. The
-table gives the median of each phase in seconds, and the step's speed as a ratio to the first.
+A transformer of 60 million parameters, 2 sequences of 512 tokens, float32. Three variants take turns in one run, so that
+other load slows all of them: the unsplit model in one process, `apply_plan` over two, and torch's styles
+(`parallelize_module`) over two. The table shows the median seconds of each phase, and the speed of the step relative to the
+first variant.
 """
 
 import argparse
@@ -31,7 +31,7 @@ BATCH, LENGTH = 2, 512
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds, after two that are not")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds, after two warm-up rounds")
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(work, args=(rounds, folder), nprocs=3)
@@ -44,16 +44,16 @@ def report(parameters: int, times: dict[str, list[list[float]]]) -> None:
         f"\n{parameters / 1e6:.1f} M parameters, {BATCH} x {LENGTH} tokens, float32, torch {torch.__version__}\n"
     )
     print(f"{'':34}" + "".join(f"{phase:>11}" for phase in (*PHASES, "step", "speed")))
-    whole = None
+    baseline = None
     for name, rounds in times.items():
         phases = [statistics.median(r[i] for r in rounds) for i in range(len(PHASES))]
         step = statistics.median(sum(r) for r in rounds)
-        whole = whole or step
-        print(f"{name:34}" + "".join(f"{t:11.3f}" for t in (*phases, step)) + f"{whole / step:11.2f}")
+        baseline = baseline or step
+        print(f"{name:34}" + "".join(f"{t:11.3f}" for t in (*phases, step)) + f"{baseline / step:11.2f}")
 
 
 def work(rank: int, rounds: int, folder: str) -> None:
-    """Ranks 0 and 1 hold the split models; rank 2 holds the whole one, and keeps its two threads throughout."""
+    """Run the split models on ranks 0 and 1 with a thread each, and the unsplit model on rank 2 with two threads."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="3", LOCAL_WORLD_SIZE="3")
     dist.init_process_group("gloo", rank=rank, world_size=3, init_method=f"file://{folder}/store")
     from titanplans import kernels
@@ -79,13 +79,14 @@ def work(rank: int, rounds: int, folder: str) -> None:
                 phases = step(variants[name], optimizers[name], tokens)
                 if turn >= 2:
                     times[name].append(phases)
-    everyones: list = [None] * 3
-    dist.all_gather_object(everyones, times)
+    by_rank: list = [None] * 3
+    dist.all_gather_object(by_rank, times)
     if rank == 0:
         parameters = sum(p.numel() for p in variants["TP=2, apply_plan"].parameters())
-        whole, halves = everyones[2], everyones[0]
+        unsplit, split_models = by_rank[2], by_rank[0]
         torch.save(
-            (parameters, {name: whole[name] or halves[name] for name in builders}), Path(folder) / "times.pt"
+            (parameters, {name: unsplit[name] or split_models[name] for name in builders}),
+            Path(folder) / "times.pt",
         )
     dist.barrier()
     dist.destroy_process_group()
@@ -110,7 +111,7 @@ def split(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
 
 
 def split_by_torch(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
-    """The usual plan of torch's own styles: DTensors between embedding, regions and head."""
+    """Split by the usual plan of torch's styles, with DTensors between embedding, regions and head."""
     block = {
         "attn_norm": tp.SequenceParallel(use_local_output=True),
         "attn": tp.PrepareModuleInput(
@@ -127,7 +128,7 @@ def split_by_torch(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
         "mlp.down_proj": tp.RowwiseParallel(output_layouts=Shard(1)),
     }
     for layer in model.model.layers:
-        # torch's styles can't reach a weight that a fused kernel reads, nor a norm called with a residual.
+        # torch's styles support neither fused kernels that use a weight, nor norms that are called with a residual.
         layer.mlp.fuse_swiglu = False
         layer.config.fuse_norm = False
         replace_norms(layer)
@@ -146,7 +147,7 @@ def split_by_torch(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
 
 
 def replace_norms(module: torch.nn.Module) -> None:
-    """FLA's norms don't take DTensors."""
+    """Replace FLA's norms by torch's, since they do not support DTensors."""
     for name, child in list(module.named_children()):
         if type(child).__name__ == "RMSNorm":
             norm = torch.nn.RMSNorm(child.weight.shape[0], eps=child.eps)

@@ -1,18 +1,19 @@
-"""Starting from a Hugging Face folder at tp 2, side by side with what people do otherwise.
+"""Compare ways to load and save a Hugging Face folder at tp 2.
 
     python -m benchmarks.weights start [--gigabytes 1] [--rounds 3] [--folder /tmp]
     python -m benchmarks.weights bandwidth
 
-A Llama in bfloat16, in files of 200 MB. By turns, each in new processes of one thread: transformers' `from_pretrained` in
-one process; torch's `set_model_state_dict` on two ranks, where rank 0 reads the whole and sends each parameter; and
-`titanplans.load_weights`, where each rank reads its parts. Once with the files in the system's cache, once without.
+`start`: a Llama in bfloat16, in files of 200 MB. In turns, each in new processes of one thread: transformers'
+`from_pretrained` in one process; torch's `set_model_state_dict` on two ranks, where rank 0 reads all files and sends each
+parameter; and `titanplans.load_weights`, where each rank reads its shards. With the files in the page cache, and without.
 
-`bandwidth`: writing and reading the same bytes, by turns: a plain copy of the files and a plain read, transformers, and
-`titanplans.save_weights` and `load_weights` at tp 2. What is written is synced to the disk; what is read is in the cache.
+`bandwidth`: writing and reading the same bytes in turns: a plain copy and a plain read of the files, transformers, and
+`titanplans.save_weights` and `load_weights` at tp 2. Written files are synced to the disk, and read files are in the page
+cache.
 
-Seconds are of the slowest rank, from the model on meta (split, for two ranks) to the last value. Memory is each rank's peak
-beyond that before: its own, and with the pages of files that are mapped, which ranks share and the system can take back.
-Values are what was asked of the files, the disk what the kernel fetched from it for all processes.
+Seconds are those of the slowest rank, from a model on meta (split, on two ranks) to the last value. Memory is the peak of
+each rank above that before: anonymous memory, and with pages of mapped files, which ranks share and the system can reclaim.
+"values" are the bytes requested from the files, "disk" those that the kernel read from the disk for all processes.
 """
 
 import argparse
@@ -37,21 +38,21 @@ HIDDEN, INTERMEDIATE, VOCABULARY = 2048, 5632, 32_000
 
 
 class Measured(NamedTuple):
-    """What one rank has used."""
+    """Time and memory of one rank."""
 
     seconds: float
-    own: int
-    """Bytes of its own memory at its peak, beyond that before."""
+    anonymous: int
+    """Peak bytes of anonymous memory, above that before."""
     mapped: int
-    """The same with the pages of files that are mapped."""
+    """The same with pages of mapped files."""
     values: int
-    """Bytes of values that it asked the files for; -1 where nobody says."""
+    """Bytes that it requested from the files; -1: unknown."""
     disk: int
-    """Bytes that were fetched from the disk for it."""
+    """Bytes that the kernel read from the disk for it."""
 
 
 def write_folder(folder: Path, gigabytes: float) -> None:
-    """Write a Llama of about that size, in bfloat16."""
+    """Write a Llama in bfloat16 of about `gigabytes`."""
     from transformers import LlamaConfig
 
     from titanplans import modeling
@@ -72,12 +73,13 @@ def write_folder(folder: Path, gigabytes: float) -> None:
 
 
 def from_pretrained(folder: Path) -> Callable[[], int]:
-    """transformers, the whole model in one process."""
+    """Return a function that loads the model in one process with transformers."""
     from transformers import AutoModelForCausalLM
 
     def load() -> int:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-        for parameter in model.parameters():  # which are the files, mapped: nothing has been read yet
+        # The parameters are mapped files, so read a byte of each page.
+        for parameter in model.parameters():
             parameter.detach().view(-1).view(torch.uint8)[:: os.sysconf("SC_PAGESIZE")].sum()
         return -1
 
@@ -85,7 +87,7 @@ def from_pretrained(folder: Path) -> Callable[[], int]:
 
 
 def _split(folder: Path) -> tuple[Any, Any]:
-    """The model at tp 2, on meta, and its manager."""
+    """Return the model on meta, split at tp 2, and its manager."""
     from titanplans import modeling
     from titanplans.parallel import Degrees, FSDP2Config, ParallelManager
 
@@ -95,7 +97,7 @@ def _split(folder: Path) -> tuple[Any, Any]:
 
 
 def set_model_state_dict(folder: Path) -> Callable[[], int]:
-    """torch, where rank 0 reads all files and sends each parameter's parts."""
+    """Return a function that loads with torch: rank 0 reads all files and sends the shards of each parameter."""
     from safetensors.torch import load_file
     from torch.distributed.checkpoint.state_dict import StateDictOptions
     from torch.distributed.checkpoint.state_dict import set_model_state_dict as set_state
@@ -115,7 +117,7 @@ def set_model_state_dict(folder: Path) -> Callable[[], int]:
 
 
 def load_weights(folder: Path) -> Callable[[], int]:
-    """titanplans, where each rank reads its parts."""
+    """Return a function that loads with titanplans: each rank reads its shards."""
     import titanplans
 
     model, manager = _split(folder)
@@ -128,7 +130,7 @@ def load_weights(folder: Path) -> Callable[[], int]:
 
 
 def copied(folder: Path) -> Callable[[], int]:
-    """A plain copy of the files."""
+    """Return a function that copies the files."""
     target = _target(folder)
 
     def copy() -> int:
@@ -141,7 +143,7 @@ def copied(folder: Path) -> Callable[[], int]:
 
 
 def save_pretrained(folder: Path) -> Callable[[], int]:
-    """transformers, the whole model in one process."""
+    """Return a function that saves the model in one process with transformers."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
@@ -155,7 +157,7 @@ def save_pretrained(folder: Path) -> Callable[[], int]:
 
 
 def save_weights(folder: Path) -> Callable[[], int]:
-    """titanplans, of a model at tp 2."""
+    """Return a function that saves a model at tp 2 with titanplans."""
     import titanplans
 
     model, manager = _split(folder)
@@ -171,7 +173,7 @@ def save_weights(folder: Path) -> Callable[[], int]:
 
 
 def read(folder: Path) -> Callable[[], int]:
-    """A plain read of the files into memory."""
+    """Return a function that reads the files into memory."""
 
     def load() -> int:
         values = 0
@@ -183,7 +185,7 @@ def read(folder: Path) -> Callable[[], int]:
 
 
 def _target(folder: Path) -> Path:
-    """Where a folder is written, which is not there."""
+    """Return the path of a folder to write, after removing an earlier one."""
     target = folder.with_name("written")
     if dist.get_rank() == 0 and target.exists():
         shutil.rmtree(target)
@@ -192,7 +194,7 @@ def _target(folder: Path) -> Path:
 
 
 def _sync(folder: Path) -> int:
-    """Bring files to the disk; return their bytes."""
+    """Sync files to the disk; return their bytes."""
     for file in folder.iterdir():
         with file.open("rb") as stream:
             os.fsync(stream.fileno())
@@ -201,7 +203,7 @@ def _sync(folder: Path) -> int:
 
 STARTING = ("from_pretrained", "set_model_state_dict", "load_weights")
 BANDWIDTH = ("copied", "save_pretrained", "save_weights", "read", "from_pretrained", "load_weights")
-WAYS = {
+VARIANTS = {
     "from_pretrained": (from_pretrained, 1),
     "set_model_state_dict": (set_model_state_dict, 2),
     "load_weights": (load_weights, 2),
@@ -210,26 +212,26 @@ WAYS = {
     "save_weights": (save_weights, 2),
     "read": (read, 1),
 }
-"""How each is done, and by how many ranks."""
+"""The function of each variant, and its number of ranks."""
 
 
-def _of_own(what: str, file: str) -> int:
-    """A number that the kernel keeps of this process."""
+def _proc_value(key: str, file: str) -> int:
+    """Return the value of `key` in a file of /proc/self, in bytes."""
     lines = Path(f"/proc/self/{file}").read_text().splitlines()
-    value = next(line for line in lines if line.startswith(what)).split()[1]
+    value = next(line for line in lines if line.startswith(key)).split()[1]
     return int(value) * (1024 if file == "status" else 1)
 
 
 def _memory() -> tuple[int, int]:
-    """This process's own memory, and that with the pages of files."""
-    own = _of_own("RssAnon", "status")
-    return own, own + _of_own("RssFile", "status")
+    """Return this process's anonymous memory, and the same with pages of mapped files."""
+    anonymous = _proc_value("RssAnon", "status")
+    return anonymous, anonymous + _proc_value("RssFile", "status")
 
 
-def _rank(rank: int, way: str, folder: Path, ranks: int, store: str, answers: Any) -> None:
+def _rank(rank: int, variant: str, folder: Path, ranks: int, store: str, answers: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=ranks, init_method=f"file://{store}")
-    load = WAYS[way][0](folder)
+    load = VARIANTS[variant][0](folder)
     gc.collect()
     peaks, done = [(0, 0)], threading.Event()
 
@@ -241,28 +243,30 @@ def _rank(rank: int, way: str, folder: Path, ranks: int, store: str, answers: An
     dist.barrier()
     before = _memory()
     watcher.start()
-    disk, begin = _of_own("read_bytes", "io"), time.perf_counter()
+    disk, begin = _proc_value("read_bytes", "io"), time.perf_counter()
     values = load()
     seconds = time.perf_counter() - begin
     done.set()
     watcher.join()
     dist.barrier()
-    own, mapped = (max(peak) - start for peak, start in zip(zip(*peaks, strict=True), before, strict=True))
-    answers.put(Measured(seconds, own, mapped, values, _of_own("read_bytes", "io") - disk))
+    anonymous, mapped = (
+        max(peak) - start for peak, start in zip(zip(*peaks, strict=True), before, strict=True)
+    )
+    answers.put(Measured(seconds, anonymous, mapped, values, _proc_value("read_bytes", "io") - disk))
     dist.destroy_process_group()
 
 
-def measure(way: str, folder: Path) -> list[Measured]:
-    """Let new processes load the folder; return what each has used."""
-    ranks = WAYS[way][1]
+def measure(variant: str, folder: Path) -> list[Measured]:
+    """Run a variant in new processes; return the measurements of each rank."""
+    ranks = VARIANTS[variant][1]
     answers = multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as store:
-        multiprocessing.spawn(_rank, (way, folder, ranks, f"{store}/store", answers), nprocs=ranks)
+        multiprocessing.spawn(_rank, (variant, folder, ranks, f"{store}/store", answers), nprocs=ranks)
     return [answers.get() for _ in range(ranks)]
 
 
-def forget(folder: Path) -> None:
-    """Let the system forget what it has cached of the files."""
+def drop_cache(folder: Path) -> None:
+    """Drop the files from the page cache."""
     os.sync()
     for file in folder.iterdir():
         with file.open("rb") as stream:
@@ -271,58 +275,65 @@ def forget(folder: Path) -> None:
 
 def start(folder: Path, gigabytes: float, rounds: int) -> None:
     write_folder(folder, gigabytes)
-    whole = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    total = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     print(
-        f"\n{whole / 1e9:.2f} GB in {len(list(folder.glob('*.safetensors')))} files, torch {torch.__version__}\n"
+        f"\n{total / 1e9:.2f} GB in {len(list(folder.glob('*.safetensors')))} files, torch {torch.__version__}\n"
     )
     print(
-        f"{'':34}{'seconds':>9}{'fastest':>9}{'own MB':>14}{'mapped MB':>14}{'values MB':>14}{'disk MB':>9}"
+        f"{'':34}{'seconds':>9}{'fastest':>9}{'anonymous MB':>14}{'mapped MB':>14}{'values MB':>14}{'disk MB':>9}"
     )
     for cached in (True, False):
-        found: dict[str, list[list[Measured]]] = {way: [] for way in STARTING}
+        results: dict[str, list[list[Measured]]] = {variant: [] for variant in STARTING}
         for turn in range(rounds + cached):
-            for way in reversed(STARTING) if turn % 2 else STARTING:
+            for variant in reversed(STARTING) if turn % 2 else STARTING:
                 if not cached:
-                    forget(folder)
-                measured = measure(way, folder)
-                if turn or not cached:  # the first reads the files into the cache
-                    found[way].append(measured)
-        for way, runs in found.items():
+                    drop_cache(folder)
+                measured = measure(variant, folder)
+                if turn or not cached:  # the first turn reads the files into the cache
+                    results[variant].append(measured)
+        for variant, runs in results.items():
             seconds = [max(rank.seconds for rank in run) for run in runs]
-            own = " ".join(f"{max(run[i].own for run in runs) / 1e6:,.0f}" for i in range(len(runs[0])))
+            anonymous = " ".join(
+                f"{max(run[i].anonymous for run in runs) / 1e6:,.0f}" for i in range(len(runs[0]))
+            )
             mapped = " ".join(f"{max(run[i].mapped for run in runs) / 1e6:,.0f}" for i in range(len(runs[0])))
             values = " ".join(f"{rank.values / 1e6:,.0f}" for rank in runs[0] if rank.values >= 0)
             disk = statistics.median(sum(rank.disk for rank in run) for run in runs) / 1e6
-            name = f"{way}, {'cached' if cached else 'from the disk'}"
+            name = f"{variant}, {'cached' if cached else 'from the disk'}"
             times = f"{statistics.median(seconds):9.2f}{min(seconds):9.2f}"
-            print(f"{name:34}{times}{own:>14}{mapped:>14}{values:>14}{disk:9,.0f}", flush=True)
+            print(f"{name:34}{times}{anonymous:>14}{mapped:>14}{values:>14}{disk:9,.0f}", flush=True)
 
 
 def bandwidth(folder: Path, gigabytes: float, rounds: int) -> None:
     write_folder(folder, gigabytes)
-    whole = sum(file.stat().st_size for file in folder.iterdir())
-    print(f"\n{whole / 1e9:.2f} GB, torch {torch.__version__}\n")
-    print(f"{'':20}{'seconds':>9}{'fastest':>9}{'GB/s':>7}{'own MB':>14}")
-    found: dict[str, list[list[Measured]]] = {way: [] for way in BANDWIDTH}
+    total = sum(file.stat().st_size for file in folder.iterdir())
+    print(f"\n{total / 1e9:.2f} GB, torch {torch.__version__}\n")
+    print(f"{'':20}{'seconds':>9}{'fastest':>9}{'GB/s':>7}{'anonymous MB':>14}")
+    results: dict[str, list[list[Measured]]] = {variant: [] for variant in BANDWIDTH}
     for turn in range(rounds + 1):
-        for way in reversed(BANDWIDTH) if turn % 2 else BANDWIDTH:
-            measured = measure(way, folder)
+        for variant in reversed(BANDWIDTH) if turn % 2 else BANDWIDTH:
+            measured = measure(variant, folder)
             if turn:
-                found[way].append(measured)
-    for way, runs in found.items():
+                results[variant].append(measured)
+    for variant, runs in results.items():
         seconds = [max(rank.seconds for rank in run) for run in runs]
-        own = " ".join(f"{max(run[i].own for run in runs) / 1e6:,.0f}" for i in range(len(runs[0])))
+        anonymous = " ".join(
+            f"{max(run[i].anonymous for run in runs) / 1e6:,.0f}" for i in range(len(runs[0]))
+        )
         median = statistics.median(seconds)
-        print(f"{way:20}{median:9.2f}{min(seconds):9.2f}{whole / 1e9 / median:7.2f}{own:>14}", flush=True)
+        print(
+            f"{variant:20}{median:9.2f}{min(seconds):9.2f}{total / 1e9 / median:7.2f}{anonymous:>14}",
+            flush=True,
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=["start", "bandwidth"])
     parser.add_argument("--gigabytes", type=float, default=1.0)
-    parser.add_argument("--rounds", type=int, default=3, help="timed rounds, after one that is not")
+    parser.add_argument("--rounds", type=int, default=3, help="timed rounds, after one warm-up round")
     parser.add_argument(
-        "--folder", help="a folder on the disk to measure; default: the system's for temporary files"
+        "--folder", help="a folder on the disk to measure; default: the system's folder for temporary files"
     )
     options = parser.parse_args()
     part = {"start": start, "bandwidth": bandwidth}[options.part]

@@ -18,7 +18,7 @@ def test_without_cuda_it_is_one_sentence(capsys):
     assert main([]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith("error: torch sees no CUDA device here; --device cpu")
+    assert err.startswith("error: torch finds no CUDA device; use --device cpu")
 
 
 @pytest.mark.parametrize(
@@ -38,10 +38,10 @@ def test_one_gpu_proves_with_all_ranks_on_it_and_names_what_it_skips():
     assert [run.name for run in runs if not run.skipped] == ["gla, on one GPU", "qwen3, on one GPU"]
     assert runs[0].command[2:6] == ("verify", "gla", "--device", "cuda")
     skipped = {run.name: run.skipped for run in runs if run.skipped}
-    assert skipped["every plan, tp 2"] == "needs 2 GPUs, and there is 1 GPU"
+    assert skipped["every plan, tp 2"] == "needs 2 GPUs, and this is 1 GPU"
     assert list(skipped) == ["every plan, tp 2", "every plan, tp 4", "every plan, tp 8"]
     assert all(
-        run.skipped == "needs 2 GPUs, and there is 1 GPU" for run in list(PARTS["async_tp"](ONE_GPU))[:1]
+        run.skipped == "needs 2 GPUs, and this is 1 GPU" for run in list(PARTS["async_tp"](ONE_GPU))[:1]
     )
 
 
