@@ -104,24 +104,24 @@ class CompileRecord:
 
 
 @contextmanager
-def record_compilation(places: ModuleTracker) -> Iterator[CompileRecord]:
-    """Record the compiler's work in the step that `places` tracks."""
+def record_compilation(tracker: ModuleTracker) -> Iterator[CompileRecord]:
+    """Record the compiler's work in the step that `tracker` tracks."""
     limit_compilations(_EVERY_COMPILATION)
     record = CompileRecord()
     previous: Any = None
 
     def guards_checked(found: bool) -> bool:
-        record.of(places.module).cache_hits += found
+        record.of(tracker.module).cache_hits += found
         return found if previous is None else previous(found)
 
     # The module changes after its work is counted, so work is assigned before each change.
-    places.on_change = record.assign
+    tracker.on_change = record.assign
     previous = set_guard_hook(guards_checked)
     try:
         yield record
     finally:
         set_guard_hook(previous)
-        record.assign(places.module)
+        record.assign(tracker.module)
         limit_compilations(None)
 
 
@@ -138,7 +138,7 @@ def check_still_compiled(model: nn.Module, blocks: Iterable[str]) -> None:
 
 
 def check_compiled(
-    blocks: Iterable[str], optional: Sequence[str], places: ModuleTracker, record: CompileRecord
+    blocks: Iterable[str], optional: Sequence[str], tracker: ModuleTracker, record: CompileRecord
 ) -> None:
     """Raise a ParallelError if one of `blocks`, which were compiled, ran eagerly in the recorded step.
 
@@ -146,9 +146,9 @@ def check_compiled(
     """
     for name in blocks:
         why = None
-        if not places.compiled_calls[name] and (places.calls[name] or name not in optional):
+        if not tracker.compiled_calls[name] and (tracker.calls[name] or name not in optional):
             why = f"its compiled form was never called: {_REMEDY}"
-        elif places.calls[name] and (eager := record.of(name).eager) is not None:
+        elif tracker.calls[name] and (eager := record.of(name).eager) is not None:
             why = f"{eager}; or switch compile off"
         if why is not None:
             raise ParallelError(f"compile: {name} was to be compiled, but ran eagerly: {why}")

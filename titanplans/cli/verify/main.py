@@ -25,7 +25,7 @@ from titanplans.training.launch.signals import Stopped, stop_on_signals
 if TYPE_CHECKING:
     import torch
 
-_PATIENCE = timedelta(minutes=5)
+_TIMEOUT = timedelta(minutes=5)
 """Timeout of collectives. Ranks of a wrong plan may wait for each other, and torch's default is 30 minutes."""
 
 
@@ -90,9 +90,8 @@ def _verify(request: Namespace, rank: int, can_fork: bool) -> int:
                 with redirect_stdout(sys.stderr), progress(names[index], shown=shown) as show:
                     subject = find_subject(names[index], request)
                     may_use_fla = subject.config is None or kernels.calls_fla(subject.config)
-                    if (
-                        may_use_fla or "fla" in sys.modules
-                    ):  # otherwise save the second that importing FLA takes
+                    # `install` imports FLA, which takes a second.
+                    if may_use_fla or "fla" in sys.modules:
                         kernels.install(device.type)
                     outcome = prove(subject, request, device, show, watch, fork=forks and not request.all)
                 watch(outcome)
@@ -144,7 +143,7 @@ def _started_ranks(request: Namespace) -> Iterator["torch.device"]:
             raise VerifyError("--device cuda: torch finds no CUDA device: leave it out to use the CPU")
         yield torch.device(request.device or "cpu")
         return
-    with process_group(timeout=_PATIENCE) as process:
+    with process_group(timeout=_TIMEOUT) as process:
         yield process.device
 
 

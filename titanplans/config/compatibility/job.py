@@ -87,10 +87,10 @@ def _parallelism(job: Any) -> Refusals:
 
 
 def _length(p: Any, length: int) -> Refusals:
-    """Yield a length of training's sequences that the ranks which share one do not divide; validation takes any."""
+    """Yield a sequence length that sequence and context parallelism can't split evenly. Validation accepts any length."""
     degrees = {"tensor_parallel_degree": p.tensor_parallel_degree if p.enable_sequence_parallel else 1}
     degrees["context_parallel_degree"] = p.context_parallel_degree
-    # torchtitan's trainer asks for it, as the load balancing of its own context parallelism needs it.
+    # torchtitan requires this factor, for the load balancing of its context parallelism.
     degrees["2"] = 2 if p.context_parallel_degree > 1 else 1
     multiple = math.prod(degrees.values())
     if length % multiple:
@@ -98,7 +98,7 @@ def _length(p: Any, length: int) -> Refusals:
         without = "" if p.context_parallel_degree > 1 else ", or parallelism.enable_sequence_parallel = false"
         yield (
             "training.seq_len",
-            f"it has to be a multiple of {product} = {multiple}, since ranks share a sequence equally; "
+            f"it has to be a multiple of {product} = {multiple}, since a sequence is split evenly over ranks; "
             f"{near_multiples(length, multiple)} would work{without}",
         )
 

@@ -1,4 +1,4 @@
-"""Float8 scales of all weights, computed with one all-reduce before each forward, for the recipe tensorwise.
+"""Float8 scales of all weights, computed by one all-reduce per mesh dimension before each forward, for tensorwise.
 
 Otherwise each product, or each gather of FSDP2, all-reduces the absolute maximum of one weight, which costs only latency.
 """
