@@ -1,4 +1,4 @@
-"""`titanplans async-tp`: architectures against the table of docs/generated/async_tp.md, and what else it says."""
+"""`titanplans async-tp`: architectures against the table of docs/generated/async_tp.md, messages and errors."""
 
 import json
 
@@ -19,20 +19,20 @@ from titanplans.observe.graphs import install_record
 from titanplans.proof.ranks.fake import fake_ranks
 
 DIFFERENT = ("gla", "qwen2", "phi3", "mixtral")
-"""Blocks of several graphs and of one, with biases, with packed weights, with experts."""
+"""Architectures with blocks of several graphs and of one, with biases, packed weights, and experts."""
 
 
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("cpu_kernels")]
 
 
-def quietly(arguments):
-    """Progress, shown to nobody."""
+def silent_progress(arguments):
+    """A progress display that shows nothing."""
 
 
 @pytest.mark.parametrize(
     "name", [n if n in DIFFERENT else pytest.param(n, marks=pytest.mark.exhaustive) for n in every_model()]
 )
-def test_the_page_has_what_is_decided(name):
+def test_the_page_has_the_decisions(name):
     lines = async_tp.PAGE.read_text().splitlines()
     with torch._inductor.config.patch(post_grad_custom_post_pass=None):
         record = install_record()
@@ -40,7 +40,7 @@ def test_the_page_has_what_is_decided(name):
     assert line in lines
     if decision is None:
         return
-    # The record of a training run says the same of the captured blocks: the first, and one of each kind.
+    # The record of a training run has the same decisions for the captured blocks: the first, and one of each kind.
     verdicts = [v for blocks in decision.blocks for v in blocks.collectives]
     recorded = [c for graph in record.graphs for c in graph]
     for became in ("fused", "overlapped"):
@@ -50,9 +50,9 @@ def test_the_page_has_what_is_decided(name):
 
 def test_every_registered_architecture_is_on_the_page():
     table = async_tp.PAGE.read_text().partition(async_tp.BEGIN)[2].partition(async_tp.END)[0]
-    rows = table.removeprefix(async_tp.HEAD).splitlines()
-    assert [row.split("`")[1] for row in rows] == every_model()
-    assert len(rows) == 70
+    lines = table.removeprefix(async_tp.HEAD).splitlines()
+    assert [line.split("`")[1] for line in lines] == every_model()
+    assert len(lines) == 70
 
 
 def test_a_length_that_the_degree_does_not_divide_is_refused(capsys):
@@ -60,14 +60,14 @@ def test_a_length_that_the_degree_does_not_divide_is_refused(capsys):
     assert "a sequence of 33 tokens is not a multiple of the 2 ranks" in capsys.readouterr().err
 
 
-def test_json_is_all_of_stdout_and_nothing_of_a_capture_stays(capsys):
+def test_stdout_is_only_json_and_capturing_leaves_no_state(capsys):
     before = torch.distributed.is_nccl_available, torch._inductor.config._micro_pipeline_tp
     assert main(["async-tp", "llama", "--json", "--vocab-size", "64"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["complete"], found["degree"]) == (True, 2)
-    assert found["forward"] == {"fused": 4, "overlapped": 0, "total": 4}
-    assert found["backward"] == {"fused": 2, "overlapped": 2, "total": 4}
-    (blocks,) = found["blocks"]
+    decision = json.loads(capsys.readouterr().out)
+    assert (decision["complete"], decision["degree"]) == (True, 2)
+    assert decision["forward"] == {"fused": 4, "overlapped": 0, "total": 4}
+    assert decision["backward"] == {"fused": 2, "overlapped": 2, "total": 4}
+    (blocks,) = decision["blocks"]
     assert blocks["collectives"][0]["products"] == [f"self_attn.{name}_proj" for name in "qkv"]
     assert (torch.distributed.is_nccl_available, torch._inductor.config._micro_pipeline_tp) == before
     with fake_ranks(2) as mesh:
@@ -82,7 +82,7 @@ def test_json_is_all_of_stdout_and_nothing_of_a_capture_stays(capsys):
         (["async-tp", "qwen3", "--float8", "int4"], "argument --float8: invalid choice: 'int4'"),
     ],
 )
-def test_what_cannot_be_asked(argv, message, capsys):
+def test_wrong_arguments_are_refused(argv, message, capsys):
     assert main(argv) == 2
     assert message in capsys.readouterr().err
 
@@ -103,7 +103,7 @@ def test_a_job_is_decided_at_its_degree_and_its_length(tmp_path, capsys):
 
 
 class NormedMLP(nn.Module):
-    """An MLP with its norm inside its region, and with a factor behind its last product."""
+    """An MLP with its norm inside its region, and a factor after its last product."""
 
     def __init__(self):
         super().__init__()
@@ -135,12 +135,12 @@ def normed():
     return model
 
 
-def test_what_stands_between_is_said_in_words():
+def test_the_operators_between_a_collective_and_its_product_are_named():
     decision = decide(
         Subject("own", make=normed, plan=NormedPlan),
         parse(["async-tp", "tests.support.tiny_model:normed"]),
         2,
-        quietly,
+        silent_progress,
     )
     assert not decision.complete
     verdicts = [v for blocks in decision.blocks for v in blocks.collectives]
@@ -151,7 +151,7 @@ def test_what_stands_between_is_said_in_words():
     }
 
 
-def test_a_product_beyond_a_graph_break_is_told_from_one_behind_other_operators():
+def test_a_graph_break_before_a_product_is_named_as_the_obstacle():
     config = modeling.load_config("transformer", "debug", num_hidden_layers=1, vocab_size=64)
     model = modeling.build_real(config, dtype=torch.float32)
     inputs = modeling.sample_inputs(config, batch_size=1, seq_len=80, seed=0)
@@ -164,9 +164,9 @@ def test_a_product_beyond_a_graph_break_is_told_from_one_behind_other_operators(
 
         with graphs_end_as_on_a_gpu():
             graphs = capture(model, [name], run, group, prepare_block)[name]
-    # Not prepared: the MLP's last product is within FLA's swiglu_linear.
-    apart = [v for graph in graphs for v in graph.verdicts if not v.hidden and v.possible]
-    assert [(v.operation, v.backward) for v in apart] == [("reduce_scatter", False), ("all_gather", True)]
-    assert {v.obstacle for v in apart} == {"a graph break separates it from its product"}
+    # Blocks are not prepared, so the MLP's last product is inside FLA's swiglu_linear.
+    blocked = [v for graph in graphs for v in graph.verdicts if not v.hidden and v.possible]
+    assert [(v.operation, v.backward) for v in blocked] == [("reduce_scatter", False), ("all_gather", True)]
+    assert {v.obstacle for v in blocked} == {"a graph break parts it from its product"}
     block = model.get_submodule(name)
     assert block.mlp.fuse_swiglu is True

@@ -1,4 +1,4 @@
-"""`titanplans data`: sequences as the model will see them, and the table of sources."""
+"""`titanplans data`: sequences as the model gets them, and the table of sources."""
 
 import json
 
@@ -14,7 +14,7 @@ def quick(monkeypatch):
     monkeypatch.setattr("titanplans.cli.data._SECONDS", 0.0)
 
 
-def test_conversations_show_what_does_not_count(capsys):
+def test_conversations_mark_tokens_outside_of_the_loss(capsys):
     assert main(["data", CHAT, "--sequences", "2"]) == 0
     message = capsys.readouterr().out
     assert message.count("\nsequence 2: configs/chat_debug.jsonl, ") == 1
@@ -28,7 +28,7 @@ def test_conversations_show_what_does_not_count(capsys):
     assert "tokens/s in this process" in message
 
 
-def test_answers_that_do_not_end_are_said(capsys, tmp_path):
+def test_answers_without_an_end_are_reported(capsys, tmp_path):
     template = (
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}{% endfor %}"
     )
@@ -42,8 +42,8 @@ def test_answers_that_do_not_end_are_said(capsys, tmp_path):
 
 @pytest.fixture
 def mixture(tmp_path):
-    for name, message in (("a", "one two"), ("b", "three four five")):
-        rows = [{"text": " ".join(message.split() * (1 + i % 9))} for i in range(60)]
+    for name, words in (("a", "one two"), ("b", "three four five")):
+        rows = [{"text": " ".join(words.split() * (1 + i % 9))} for i in range(60)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "job.toml").write_text(f"""
 [training]
@@ -64,19 +64,19 @@ dataset_path = "{tmp_path}/b.jsonl"
 
 def test_a_mixture_shows_documents_sources_and_padding(capsys, mixture):
     assert main(["data", f"{mixture}/job.toml", "--sequences", "20", "--data.documents", "joined"]) == 0
-    *rows, table = capsys.readouterr().out.split("\n\n")
-    assert len(rows) == 20
-    assert {row.split()[2] for row in rows} == {"a,", "b,"}
-    assert any("of padding" in row for row in rows)
-    assert all("one" not in row for row in rows if row.split()[2] == "b,")
+    *sequences, table = capsys.readouterr().out.split("\n\n")
+    assert len(sequences) == 20
+    assert {sequence.split()[2] for sequence in sequences} == {"a,", "b,"}
+    assert any("of padding" in sequence for sequence in sequences)
+    assert all("one" not in sequence for sequence in sequences if sequence.split()[2] == "b,")
     lines = [line.split() for line in table.splitlines()]
     assert [line[:2] for line in lines[2:4]] == [["a", "75.0%"], ["b", "25.0%"]]
     assert "documents joined; padding" in table
     assert "longer than a sequence" in table
 
 
-def test_figures_are_those_of_one_pass_or_of_a_sample(capsys, mixture, monkeypatch):
-    """80 short conversations were said to have half a million tokens: what 2 seconds read of them again and again."""
+def test_the_table_is_of_one_pass_or_of_a_sample(capsys, mixture, monkeypatch):
+    """80 short conversations were once reported with half a million tokens: they were read repeatedly for 2 seconds."""
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (mixture / "chats.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 80)
     arguments = ["--training.dataset", "local", "--training.dataset_path", f"{mixture}/chats.jsonl"]
@@ -99,10 +99,10 @@ def test_figures_are_those_of_one_pass_or_of_a_sample(capsys, mixture, monkeypat
     assert " 0.0" in table[2]
 
 
-def test_a_document_a_line(capsys, mixture):
+def test_each_document_is_one_line(capsys, mixture):
     assert main(["data", f"{mixture}/job.toml", "--sequences", "3"]) == 0
-    for row in capsys.readouterr().out.split("\n\n")[:3]:
-        title, *documents = row.splitlines()
+    for sequence in capsys.readouterr().out.split("\n\n")[:3]:
+        title, *documents = sequence.splitlines()
         assert f", {len(documents)} document" in title
         assert all(" | [[<|bos|>]]" in line for line in documents)
         assert all(line.endswith("<|eos|>") for line in documents)
@@ -130,7 +130,7 @@ def test_refusals_are_one_line(capsys, mixture, arguments, message):
     assert message in line
 
 
-def test_copies_of_corpora_are_said_and_removed(capsys, mixture, monkeypatch, tmp_path_factory):
+def test_copies_of_corpora_are_reported_and_removed(capsys, mixture, monkeypatch, tmp_path_factory):
     import datasets
 
     cache = tmp_path_factory.mktemp("cache")

@@ -1,4 +1,4 @@
-"""The one command: its words, and that what needs no model answers without torch."""
+"""The command `titanplans`: its subcommands and messages; what needs no model runs without torch."""
 
 import os
 import signal
@@ -25,12 +25,12 @@ sys.exit(status)
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
-    done = run_python(*arguments)
-    return done.returncode, done.stdout, done.stderr
+    result = run_python(*arguments)
+    return result.returncode, result.stdout, result.stderr
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "told"),
+    ("arguments", "status", "message"),
     [
         ("", 0, "titanplans verify gla"),
         ("--help", 0, "titanplans COMMAND --help"),
@@ -74,10 +74,10 @@ def run(*arguments: str) -> tuple[int, str, str]:
         ("sweep configs/experiments/tp_variants.toml --only tp9", 2, "error: --only tp9"),
     ],
 )
-def test_words_are_read_before_torch_is_imported(arguments, status, told):
+def test_arguments_are_checked_before_torch_is_imported(arguments, status, message):
     ended, out, err = run("-c", WITHOUT_TORCH, *arguments.split())
     assert ended == status, err
-    assert told in (out if status == 0 else err)
+    assert message in (out if status == 0 else err)
     if status == 2:
         assert (out, err.count("\n")) == ("", 1)
 
@@ -92,7 +92,7 @@ def test_every_command_is_on_the_page(capsys):
     "arguments",
     [("configs/gla_debug.toml", "--print-config"), ("configs/gla_debug.toml", "--training.stepz=3")],
 )
-def test_train_py_and_the_command_are_one(arguments):
+def test_train_py_and_the_command_are_the_same(arguments):
     doors = [("train.py",), ("-m", "titanplans", "train")]
     by_file, by_module = (run(*door, *arguments) for door in doors)
     assert by_file == by_module
@@ -101,11 +101,11 @@ def test_train_py_and_the_command_are_one(arguments):
 @pytest.mark.parametrize(
     "arguments", ["--help", "train --help", "sweep configs/experiments/tp_variants.toml --dry-run"]
 )
-def test_who_closes_the_output_gets_no_traceback(arguments):
-    """As `titanplans … | head` does."""
+def test_a_closed_stdout_gives_no_traceback(arguments):
+    """As in `titanplans … | head`."""
     ours, theirs = os.pipe()
     os.close(ours)
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "titanplans", *arguments.split()],
         cwd=ROOT,
         stdout=theirs,
@@ -113,4 +113,4 @@ def test_who_closes_the_output_gets_no_traceback(arguments):
         text=True,
     )
     os.close(theirs)
-    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+    assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, "")

@@ -1,4 +1,4 @@
-"""`titanplans plot`: the logged figures of runs, in the terminal and as pictures."""
+"""`titanplans plot`: the logged metrics of runs, in the terminal and as pictures."""
 
 import math
 
@@ -11,7 +11,7 @@ from titanplans.training.trainer.jsonl import JsonlWriter
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Return a function that writes what a run logs: a loss that falls, and a validation after each 4th step."""
+    """Return a function that writes the metrics of a run: a loss for each step, and a validation every 4th step."""
     monkeypatch.chdir(tmp_path)
 
     def write(folder: str, losses: list[float], file: str = "metrics.jsonl") -> str:
@@ -39,7 +39,7 @@ def refused(capsys, *arguments: str) -> str:
     return err
 
 
-def test_the_curves_are_what_was_logged(run):
+def test_the_curves_have_the_logged_values(run):
     panels, notes = read([run("a", [8.0, 6.0, math.nan, 4.0]), run("b", [7.0])])
     loss, norm, speed = panels.values()
     assert loss == [
@@ -52,8 +52,8 @@ def test_the_curves_are_what_was_logged(run):
     assert notes == ["a: loss, nats/token is not finite at step 3"]
 
 
-def test_runs_lie_over_each_other_in_the_terminal(run, capsys):
-    """Each value is a character of its run, on the line of its size, without codes of colours where nobody reads them."""
+def test_runs_are_drawn_in_one_chart_in_the_terminal(run, capsys):
+    """Each value is a character of its run on the line of its size, without colour codes if stdout is no terminal."""
     out = drawn(capsys, run("high", [8.0] * 8), run("low", [2.0] * 8))
     assert "\x1b" not in out
     assert out.splitlines()[:4] == ["* high", "o high, validation", "+ low", "x low, validation"]
@@ -72,14 +72,14 @@ def test_runs_are_named_by_their_paths(run):
     assert [curve.name for curve in panels["loss, nats/token"]] == ["one/job", "two/job"]
 
 
-def test_of_files_of_each_rank_the_first_is_read(run):
+def test_of_the_files_of_all_ranks_the_first_is_read(run):
     run("ranks", [3.0], "rank_0/metrics.jsonl")
     run("ranks", [9.0], "rank_1/metrics.jsonl")
     assert read(["ranks"])[0]["loss, nats/token"][0].values == [3.0]
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_a_picture(run, tmp_path, capsys, suffix):
+def test_a_chart_is_saved_as_a_picture(run, tmp_path, capsys, suffix):
     picture = tmp_path / f"x.{suffix}"
     assert drawn(capsys, run("a", [8.0, 4.0]), "--output", str(picture)) == f"{picture}\n"
     begins = picture.read_bytes()[:200]
@@ -89,7 +89,7 @@ def test_a_picture(run, tmp_path, capsys, suffix):
     assert picture.stat().st_size > less
 
 
-def test_what_cannot_be_drawn_is_one_line(run, tmp_path, capsys):
+def test_runs_that_can_not_be_drawn_are_refused_in_one_line(run, tmp_path, capsys):
     a = run("a", [1.0])
     assert "nowhere: there is no metrics.jsonl" in refused(capsys, "nowhere")
     assert "ends with .png, .svg, .pdf" in refused(capsys, a, "--output", "x.gif")

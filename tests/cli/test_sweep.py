@@ -1,4 +1,4 @@
-"""`titanplans sweep`: the file and its cells, real jobs, a sweep that goes on, limits and signals, and the table."""
+"""`titanplans sweep`: the file and its cells, real jobs, resumed sweeps, limits and signals, and the table."""
 
 import csv
 import json
@@ -76,7 +76,7 @@ def test_a_grid_is_a_product_and_named_cells_follow(write):
         """)
     )
     assert [cell.name for cell in cells] == [
-        "tensor_parallel_degree=1,compile.enable=false",  # "enable" alone would not say of what
+        "tensor_parallel_degree=1,compile.enable=false",  # "enable" alone would be ambiguous
         "tensor_parallel_degree=1,compile.enable=true",
         "tensor_parallel_degree=2,compile.enable=false",
         "tensor_parallel_degree=2,compile.enable=true",
@@ -143,7 +143,7 @@ def test_values_of_every_kind_reach_the_job(write):
         (ONE + "[training]\nsteps = 3", "no such option; there are sweep, set, grid"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_sweep_file(write, text, message):
+def test_errors_of_a_sweep_file(write, text, message):
     line = refusal(cells_of, write(text), kind=ConfigError)
     assert line.startswith("sweep.toml: ")
     assert message in line
@@ -158,7 +158,7 @@ def test_what_is_wrong_with_a_sweep_file(write, text, message):
         ('[sweep]\nbase = "base.toml"\ntiming_skip_steps = -1\n', "expected an integer, at least 0"),
     ],
 )
-def test_what_is_wrong_with_the_head(write, head, message):
+def test_errors_of_the_sweep_table(write, head, message):
     assert message in refusal(cells_of, write(ONE, head), kind=ConfigError)
 
 
@@ -193,7 +193,7 @@ def states() -> dict[str, str]:
 
 
 @pytest.mark.thorough
-def test_a_sweep_survives_a_failing_cell_and_goes_on(write, tmp_path, capsys):
+def test_a_sweep_continues_after_a_failing_cell_and_resumes(write, tmp_path, capsys):
     Job(tmp_path)  # its model and data
     path = write(THREE, HEAD + "timing_skip_steps = 1\n")
     assert main(["sweep", path, "--dry-run"]) == 0
@@ -217,14 +217,14 @@ def test_a_sweep_survives_a_failing_cell_and_goes_on(write, tmp_path, capsys):
     assert "failed: step 2:" in " ".join(text.split())
     assert Path("out/table.png").read_bytes().startswith(b"\x89PNG")
 
-    # A mistake is mended; what has finished is not run again.
+    # A mistake is fixed; finished cells are not run again.
     log = Path("out/first/log.txt").stat()
     path = write(THREE.replace("total_steps = 1", "warmup_steps = 2"), HEAD)
     assert main(["sweep", path]) == 1
     assert states() == {"first": "finished", "diverges": "failed", "contradicts": "finished"}
     assert Path("out/first/log.txt").stat() == log
 
-    # The base job changes below cells that were trained.
+    # The base job changes after its cells were trained.
     (tmp_path / "base.toml").write_text(BASE.replace("steps = 3", "steps = 2"))
     capsys.readouterr()
     assert main(["sweep", path]) == 2
@@ -269,17 +269,17 @@ def test_a_time_limit_stops_a_cell_and_the_next_one_runs(sleeper, write):
     assert have_ended([int(Path("out/seed=2/log.txt").read_text().split()[1])], 0)
 
 
-def test_a_job_that_does_not_listen_is_killed_and_its_log_kept(sleeper, write, monkeypatch):
+def test_a_job_that_ignores_signals_is_killed_and_its_log_kept(sleeper, write, monkeypatch):
     monkeypatch.setattr(command, "_SECONDS_TO_STOP", 0.3)
     path = write("[grid]\ndebug.seed = [9]\n", HEAD + "time_limit_seconds = 2\n")
     assert main(["sweep", path]) == 1
     first = Path("out/seed=9/log.txt").read_text()
-    assert have_ended([int(first.split()[1])], 0), "it lives on"
+    assert have_ended([int(first.split()[1])], 0), "the job still runs"
     assert main(["sweep", path]) == 1
     assert Path("out/seed=9/log.txt").read_text().startswith(first)
 
 
-@pytest.mark.skipif(not Path("/proc").exists(), reason="reads the state of processes from /proc")
+@pytest.mark.skipif(not Path("/proc").exists(), reason="needs /proc for the state of processes")
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_to_the_sweep_ends_its_job(sleeper, write, signum):
     started = subprocess.Popen([sys.executable, "-c", SWEEPER], env=os.environ | {"PYTHONPATH": str(ROOT)})
@@ -289,13 +289,13 @@ def test_a_signal_to_the_sweep_ends_its_job(sleeper, write, signum):
         time.sleep(0.02)
     started.send_signal(signum)
     assert started.wait(timeout=30) == (-signum if signum == signal.SIGKILL else 128 + signum)
-    assert have_ended([int(log.read_text().split()[1])], 10), "it lives on"
+    assert have_ended([int(log.read_text().split()[1])], 10), "the job still runs"
     record = json.loads(Path("out/seed=1/cell.json").read_text())
     assert (record["state"], record["reason"]) == ("failed", "it was stopped before its end")
     assert not Path("out/seed=2").exists()
 
 
-# What cells measured.
+# Metrics of cells.
 
 
 def rows_of(steps, memory=0.5):
@@ -315,12 +315,12 @@ def write_rows(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_figures_of_a_run(tmp_path):
+def test_metrics_of_a_run(tmp_path):
     validation = {"step": 6, "validation_metrics/loss": 3.5, "validation_metrics/memory/peak_rss(GiB)": 0.7}
     write_rows(tmp_path / "metrics.jsonl", [*rows_of([1, 2, 4, 5, 6]), validation])
     report = {"world_size": 2, "step": {"collectives": 0, "bytes": 7_000_000}}
     (tmp_path / "parallelism.json").write_text(json.dumps(report))
-    # tokens/s: the median of 400, 500 and 600, as the interval 3-4 begins after step 2.
+    # tokens/s: the median of 400, 500 and 600, because the interval 3-4 begins after step 2.
     values = (2, 7.0, 2.0, 3.5, 500.0, 0.7, 0, 7.0)
     assert read_cell_metrics(tmp_path, skip_steps=2) == dict(zip(METRICS, values, strict=True))
 
@@ -331,8 +331,8 @@ def test_peak_memory_is_the_largest_ranks(tmp_path):
     assert read_cell_metrics(tmp_path, skip_steps=1)["peak memory, GiB"] == 0.6
 
 
-def test_a_figure_that_was_not_logged_is_missing_and_no_0(tmp_path):
-    assert read_cell_metrics(tmp_path, skip_steps=1) == {}
+def test_a_metric_that_was_not_logged_is_missing_and_not_0(tmp_path):
+    assert read_figures(tmp_path, skip_steps=1) == {}
     write_rows(tmp_path / "metrics.jsonl", rows_of([1, 2]))
     (tmp_path / "parallelism.json").write_text('{"world_size": 2, "step": null}')
     figures = read_cell_metrics(tmp_path, skip_steps=5)
@@ -340,7 +340,7 @@ def test_a_figure_that_was_not_logged_is_missing_and_no_0(tmp_path):
     assert "collectives a step" not in figures
 
 
-def test_the_table_has_every_figure_in_full_in_csv_and_what_varies(write):
+def test_the_csv_table_has_full_precision_and_the_varying_keys(write):
     done, waiting = cells_of(write(ONE))
     done.write("finished", "", 1.0)
     write_rows(done.folder / "metrics.jsonl", [{"step": 1, "loss_metrics/global_avg_loss": 6.123456789}])
@@ -353,7 +353,7 @@ def test_the_table_has_every_figure_in_full_in_csv_and_what_varies(write):
     assert "debug.seed" not in first, "it does not vary"
 
 
-def test_a_record_of_another_release_is_read_as_far_as_it_goes(write):
+def test_known_fields_of_a_record_of_another_release_are_read(write):
     cell = cells_of(write(ONE))[0]
     cell.write("finished", "", 1.0)
     path = cell.folder / "cell.json"

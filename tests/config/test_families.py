@@ -1,4 +1,4 @@
-"""Files of model families, here and in other packages: contents, discovery, errors."""
+"""TOML files of model families, in titanplans and other packages: contents, discovery, errors."""
 
 import tomllib
 
@@ -67,7 +67,7 @@ def test_a_bad_file_is_refused_in_one_line_that_names_it(tmp_path, monkeypatch, 
 
 
 def package(folder, name, file, entry):
-    """A package of another's, installed in `folder`: its sizes, and an entry point that names `entry`."""
+    """Install a package in `folder` with a file of sizes, and an entry point that names `entry`."""
     (folder / name).mkdir()
     (folder / name / "__init__.py").touch()
     (folder / name / file).write_text('config_class = "transformers.OlmoConfig"\n[tiny]\nhidden_size = 64\n')
@@ -75,14 +75,14 @@ def package(folder, name, file, entry):
 
 
 @pytest.fixture
-def found_anew():
-    """The families are read once in a process."""
+def uncached():
+    """Clear the cache of families, which a process otherwise reads once."""
     find_families.cache_clear()
     yield
     find_families.cache_clear()
 
 
-@pytest.mark.usefixtures("found_anew")
+@pytest.mark.usefixtures("uncached")
 def test_another_package_adds_families_by_an_entry_point(tmp_path, monkeypatch):
     package(tmp_path, "sizes_of_mine", "olmo.toml", "sizes_of_mine")
     monkeypatch.syspath_prepend(tmp_path)
@@ -90,7 +90,7 @@ def test_another_package_adds_families_by_an_entry_point(tmp_path, monkeypatch):
     assert load_config("olmo", "tiny").hidden_size == 64
 
 
-@pytest.mark.usefixtures("found_anew")
+@pytest.mark.usefixtures("uncached")
 @pytest.mark.parametrize(
     ("file", "entry", "fragments"),
     [
@@ -98,7 +98,7 @@ def test_another_package_adds_families_by_an_entry_point(tmp_path, monkeypatch):
         ("olmo.toml", "sizes_of_his", ["entry point sizes = 'sizes_of_his'", "no module named"]),
     ],
 )
-def test_an_entry_point_that_cannot_be_used_is_named_and_breaks_no_other(
+def test_an_unusable_entry_point_is_named_and_does_not_affect_others(
     tmp_path, monkeypatch, file, entry, fragments
 ):
     package(tmp_path, "sizes_of_hers", file, entry)

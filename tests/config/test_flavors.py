@@ -1,4 +1,4 @@
-"""A job's model, by its name here or in torchtitan: found, or refused before anything else of the job is looked at."""
+"""The model of a job by its name here or in torchtitan; an unknown one is refused before anything else is checked."""
 
 from importlib import resources
 
@@ -10,9 +10,9 @@ from titanplans.config import ConfigError, load_job
 from titanplans.config.families import MODELS, find_flavor, read_family
 from titanplans.config.other_names import MODELS_OF_OTHERS
 
-# [model] of job files of torchtitan 0.2.2, and the same model here.
+# [model] in job files of torchtitan 0.2.2, and the same model here.
 TORCHTITAN = {
-    ("llama3", "debugmodel"): ("llama", "debugmodel"),  # its integration tests' file, too
+    ("llama3", "debugmodel"): ("llama", "debugmodel"),  # also in the file of its integration tests
     ("llama3", "8B"): ("llama", "3.1-8B"),
     ("llama4", "17bx16e"): ("llama4_text", "17bx16e"),
     ("qwen3", "0.6B"): ("qwen3", "0.6B"),
@@ -22,7 +22,7 @@ TORCHTITAN = {
 
 @pytest.fixture
 def job(tmp_path):
-    """Return a function that writes a job of a model, whose tokenizer and data are nowhere, and returns its path."""
+    """Return a function that writes a job with a model, a missing tokenizer and missing data, and returns its path."""
 
     def write(name: str, flavor: str) -> str:
         path = tmp_path / "job.toml"
@@ -36,7 +36,7 @@ def job(tmp_path):
 
 
 @pytest.mark.parametrize("theirs", TORCHTITAN, ids="-".join)
-def test_a_job_of_torchtitan_names_a_model_that_is_here(job, theirs):
+def test_a_model_name_of_torchtitan_is_found(job, theirs):
     loaded = load_job([job(*theirs)])
     ours = TORCHTITAN[theirs]
     assert (loaded.model.name, loaded.model.flavor) == ours
@@ -46,12 +46,12 @@ def test_a_job_of_torchtitan_names_a_model_that_is_here(job, theirs):
     assert [line.startswith(note) for line in loaded.notes] == [True] * (theirs != ours)
 
 
-def test_every_name_of_others_leads_to_a_flavor_and_hides_none():
-    own = {file.name.removesuffix(".toml"): file for file in resources.files(MODELS).iterdir()}
+def test_every_foreign_name_leads_to_a_flavor_and_hides_none():
+    files = {file.name.removesuffix(".toml"): file for file in resources.files(MODELS).iterdir()}
     for name, flavors in MODELS_OF_OTHERS.items():
         for flavor, ours in flavors.items():
             assert find_flavor(*ours)
-            assert name not in own or flavor not in read_family(own[name]).flavors
+            assert name not in files or flavor not in read_family(files[name]).flavors
 
 
 @pytest.mark.parametrize(
@@ -63,18 +63,18 @@ def test_every_name_of_others_leads_to_a_flavor_and_hides_none():
         ("llama3", "8b", r"'llama3' .*has no flavor '8b' here; did you mean 8B"),
     ],
 )
-def test_a_model_that_is_not_there_is_refused(job, name, flavor, message):
+def test_an_unknown_model_is_refused(job, name, flavor, message):
     with pytest.raises(ConfigError, match=message):
         load_job([job(name, flavor)])
 
 
-def test_the_command_line_names_another_flavor(job):
+def test_the_command_line_overrides_the_flavor(job):
     assert load_job([job("llama3", "none"), "--model.flavor", "8B"]).model.flavor == "3.1-8B"
 
 
 @pytest.mark.parametrize("option", [[], ["--print-config"]], ids=["run", "print"])
 def test_the_model_is_refused_first_and_without_torch(job, tmp_path, option):
-    """The sizes of other packages are read too, since the name may be theirs."""
+    """The sizes of other packages are read too, since the name may be one of theirs."""
     (tmp_path / "sizes").mkdir()
     (tmp_path / "sizes" / "__init__.py").touch()
     install_entry_point(tmp_path, "titanplans.models", "sizes", "sizes")
@@ -85,8 +85,8 @@ def test_the_model_is_refused_first_and_without_torch(job, tmp_path, option):
         "assert 'sizes' in sys.modules and 'torch' not in sys.modules\n"
         "sys.exit(status)"
     )
-    done = run_python("-c", script, tmp_path, job("qwen33", "debug"), *option)
-    assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    (line,) = done.stderr.splitlines()
+    result = run_python("-c", script, tmp_path, job("qwen33", "debug"), *option)
+    assert (result.returncode, result.stdout) == (2, ""), result.stderr
+    (line,) = result.stderr.splitlines()
     assert line.startswith("error: model 'qwen33' is unknown")
     assert "did you mean qwen3?" in line

@@ -32,7 +32,7 @@ def refusal(argv: list[str]) -> str:
     return refusals.refusal(load_job, argv, kind=ConfigError)
 
 
-# ---------------------------------------------------------------- what is read
+# ---------------------------------------------------------------- reading
 
 
 def test_defaults_then_toml_then_command_line(write):
@@ -41,7 +41,7 @@ def test_defaults_then_toml_then_command_line(write):
     assert (job.training.steps, job.training.seq_len, job.training.local_batch_size) == (9, 128, 8)
 
 
-def test_groups_of_an_optimizer_are_tables_or_a_list_of_a_line(write):
+def test_groups_of_an_optimizer_are_tables_or_one_line(write):
     path = write("""
         [optimizer]
         lr = 1e-3
@@ -81,12 +81,12 @@ def test_groups_of_an_optimizer_are_tables_or_a_list_of_a_line(write):
         (["--compile.dynamic", "none"], None),
     ],
 )
-def test_flags(write, arguments, expected):
+def test_flags_of_booleans(write, arguments, expected):
     job = load_job([*arguments, write("[metrics]\nenable_wandb = true\n")])
     assert (job.compile.dynamic if "dynamic" in arguments[0] else job.metrics.enable_wandb) is expected
 
 
-def test_options_of_every_kind(write):
+def test_options_of_every_type(write):
     job = load_job(
         [
             write(""),
@@ -118,20 +118,20 @@ def test_a_plan_may_be_a_table(write):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_config_of_ours_loads_and_reads_back(path, write):
+def test_every_config_in_configs_is_loaded_and_read_back(path, write):
     job = load_job([str(path)])
     again = load_job([write(job.to_toml())])
     assert again == job
     assert again.notes == ()
     for name in (job.model.config, job.model.hf_assets_path):
-        # assets/ is downloaded, as the file's head says
+        # assets/ has to be downloaded, as the head of the file says
         assert name is None or name.startswith("assets/") or (ROOT / name).exists()
 
 
-# ---------------------------------------------------------------- what is printed
+# ---------------------------------------------------------------- printing
 
 
-def test_print_config_prints_what_reads_back_and_starts_nothing(write, capsys):
+def test_print_config_prints_a_readable_job_and_starts_nothing(write, capsys):
     path = write('[model]\ntokenizer_path = "a \\"quoted\\" \\\\ folder"\n[training]\nbatch_size = 3\n')
     with pytest.raises(SystemExit) as end:
         load_job([path, "--print-config", "--training.steps", "5"])
@@ -163,7 +163,7 @@ def test_only_rank_0_prints(write, capsys, monkeypatch):
         ("seq_len", ["training.seq_len", "validation.seq_len"]),
     ],
 )
-def test_help_of_a_section_or_a_key_is_that_alone(capsys, word, keys):
+def test_help_of_a_section_or_a_key_has_only_these_keys(capsys, word, keys):
     with pytest.raises(SystemExit) as ended:
         load_job(["--help", word])
     assert ended.value.code == 0
@@ -200,15 +200,15 @@ def test_the_description_is_the_first_note(write):
     assert load_job([write('[job]\ndescription = "what for"\n')]).notes == ("what for",)
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 
-def test_malformed_toml_names_the_place(write):
+def test_malformed_toml_names_the_line(write):
     path = write("[training]\nsteps = 10\nseq_len = = 5\n")
     assert refusal([path]).startswith(f"{path}, line 3, column 11: ")
 
 
-def test_all_unknown_keys_of_a_file_are_said_at_once(write):
+def test_all_unknown_keys_of_a_file_are_reported_together(write):
     path = write("[training]\nstepz = 1\nsteps = 'x'\n[trainig]\na = 1\n[optimizer]\nlearning_rate = 1.0\n")
     assert refusal([path]) == (
         f"{path} has 3 unknown keys: line 2: training.stepz: no such key; did you mean training.steps? | line 4: no "
@@ -225,7 +225,7 @@ def test_all_unknown_keys_of_a_file_are_said_at_once(write):
         ("a.json", "is a .json file"),
     ],
 )
-def test_a_file_that_is_no_toml_is_called_what_it_is(tmp_path, name, kind):
+def test_a_file_of_another_format_is_refused_with_its_format(tmp_path, name, kind):
     path = tmp_path / name
     path.write_text("# A title, which would be a job of defaults\n")
     message = refusal([str(path)])
@@ -240,7 +240,7 @@ def test_a_missing_file_names_the_others_of_its_directory(write, tmp_path):
         assert path in refusal([missing])
 
 
-def test_a_file_of_that_name_in_a_folder_below_is_meant(write, tmp_path, monkeypatch):
+def test_a_file_of_that_name_in_a_subfolder_is_suggested(write, tmp_path, monkeypatch):
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "gla_debug.toml").touch()
     (tmp_path / "pyproject.toml").touch()
@@ -292,7 +292,7 @@ def test_a_wrong_key_in_the_file_is_named_with_its_line_and_the_remedy(write, te
     assert meant in message
 
 
-def test_a_key_is_found_behind_values_of_several_lines():
+def test_the_line_of_a_key_after_values_of_several_lines():
     text = 'a = """\nsteps = 1\n"""\n[x]\nwords = [\n  "steps",\n]\n\n  steps = 3\n[[x.y]]\nz = 1'
     assert [line_of(text, key) for key in ("a", "x", "x.words", "x.steps", "x.y.z", "x.z")] == [
         1,
@@ -321,11 +321,11 @@ def test_a_wrong_option_is_named(write, arguments, named):
 
 
 @pytest.mark.parametrize(("word", "meant"), [("yocco", "yoco"), ("foo", None), ("lama", "llama")])
-def test_a_word_with_half_of_its_letters_is_not_meant(word, meant):
+def test_suggestions_need_enough_common_letters(word, meant):
     assert nearest(word, ["yoco", "llama", "gla"]) == meant
 
 
-def test_no_job_file():
+def test_a_missing_job_file_argument_is_refused():
     assert "titanplans train JOB.toml" in refusal([])
     with pytest.raises(ConfigError, match=r"titanplans data JOB\.toml"):
         load_job([], "data")
@@ -390,7 +390,7 @@ def test_a_contradiction_names_an_option_and_its_line(write, text, option):
         load_job([path])
     assert caught.value.option == option
     name = option.rpartition(".")[2]
-    lines = [number for number, line in enumerate(text.split("\n"), 1) if line.startswith(f"{name} = ")]
+    lines = [index for index, line in enumerate(text.split("\n"), 1) if line.startswith(f"{name} = ")]
     assert caught.value.where == (f"{path}, line {lines[0]}" if lines else "")
     assert "\n" not in str(caught.value)
 
@@ -398,7 +398,7 @@ def test_a_contradiction_names_an_option_and_its_line(write, text, option):
 @pytest.mark.parametrize(
     ("second", "line"), [("lr = 1\npattern = '('", 6), ("lr = -1\npattern = 'b'", 5), ("pattern = 'b'", 5)]
 )
-def test_a_table_of_a_list_is_named_by_its_own_line(write, second, line):
+def test_an_error_in_a_table_of_a_list_names_its_line(write, second, line):
     path = write(f"[[optimizer.groups]]\npattern = 'a'\nlr = 1.0\n[[optimizer.groups]]\n{second}")
     with pytest.raises(OptionError) as caught:
         load_job([path])
@@ -410,13 +410,13 @@ def test_a_run_shorter_than_its_warm_up_is_no_contradiction(write):
     assert job.training.steps == 5
 
 
-def test_the_configuration_itself_needs_no_torch():
-    """A mistake in a TOML file is told at once."""
+def test_the_configuration_needs_no_torch():
+    """A mistake in a TOML file is reported before torch is imported."""
     code = """
         import sys
         from titanplans.config import load_job
         load_job(["configs/gla_debug.toml"])
         assert "torch" not in sys.modules, "torch was imported"
     """
-    done = run_python("-c", textwrap.dedent(code))
-    assert done.returncode == 0, done.stderr
+    result = run_python("-c", textwrap.dedent(code))
+    assert result.returncode == 0, result.stderr

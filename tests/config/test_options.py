@@ -1,4 +1,4 @@
-"""Options and any job read back from their own dict and TOML, or are refused by the name of an option."""
+"""Options and jobs are read back from their dict and TOML, or refused by the name of an option."""
 
 import tomllib
 from types import NoneType
@@ -48,7 +48,7 @@ LEAVES = {
     bool: st.booleans(),
     int: st.integers(-1, 9) | st.integers(0),
     float: st.floats(0, 1) | st.floats(0),
-    str: st.text().filter(lambda text: text != "fla"),  # flame's word, read as no name at all
+    str: st.text().filter(lambda text: text != "fla"),  # flame uses this word for no name
     Any: st.one_of(st.booleans(), st.sampled_from([0, 8]), WORDS, NUMBERS),
 }
 
@@ -59,45 +59,45 @@ def constrained(hint, values):
 
 
 def values_of(hint):
-    """Return values of a type that have a form in TOML."""
+    """Return a strategy of values of a type that TOML can express."""
     return option_values.values_of(hint, LEAVES, constrained)
 
 
 @pytest.mark.parametrize("cls", GROUPS)
-def test_options_read_back_from_a_dict_and_from_toml(cls):
+def test_options_are_read_back_from_a_dict_and_from_toml(cls):
     switches = {Compile: {"enable": True}, Float8: {"recipe_name": "tensorwise"}}.get(cls, {})
 
     @given(values_of(cls))
     def check(drawn):
         try:
-            made = cls(**switches | drawn)
+            options = cls(**switches | drawn)
         except OptionError:
             assume(False)
-        assert cls(**made.to_dict()) == made
-        assert cls(**tomllib.loads(made.to_toml())) == made
+        assert cls(**options.to_dict()) == options
+        assert cls(**tomllib.loads(options.to_toml())) == options
         if cls in STRATEGIES:
-            assert read_strategy(write_strategy(made)) == made
-            assert read_strategy({"strategy": cls.title, **made.to_dict()}) == made
+            assert read_strategy(write_strategy(options)) == options
+            assert read_strategy({"strategy": cls.title, **options.to_dict()}) == options
 
     settings(suppress_health_check=[HealthCheck.filter_too_much])(check)()
 
 
 @pytest.mark.parametrize("cls", GROUPS)
-def test_a_value_that_toml_can_leave_out_is_the_default(cls):
-    """None has no word in TOML, so it may be no more than a default."""
+def test_none_is_only_a_default(cls):
+    """TOML has no None, so None may only be a default."""
     for field in options_of(cls):
         assert field.doc
         assert NoneType not in get_args(field.hint) or field.default is None, field.name
 
 
 @given(data=st.data(), chosen=st.lists(st.sampled_from(sorted(keys())), unique=True, min_size=1, max_size=6))
-def test_any_job_reads_back_from_its_own_toml_or_is_refused_by_option(data, chosen):
+def test_any_job_is_read_back_from_its_toml_or_refused_by_option(data, chosen):
     values = {name: data.draw(values_of(keys()[name].hint), label=name) for name in chosen}
     try:
         job = build_job(values)
     except OptionError as error:
-        parts = error.option.split(".")  # a key, or one of a list of tables
-        assert {".".join(parts[:n]) for n in (2, 3, len(parts))} & set(keys())
+        names = error.option.split(".")  # a key, or one of a list of tables
+        assert {".".join(names[:n]) for n in (2, 3, len(names))} & set(keys())
         return
     parsed = ParsedKeys()
     parsed.add_tables(tomllib.loads(job.to_toml()), KeyInFile("job.toml"))

@@ -1,4 +1,4 @@
-"""Keys of torchtitan up to 0.2.2 and of flame: every one is read today, renamed with a note, or refused by name."""
+"""Keys of torchtitan up to 0.2.2 and of flame: each is accepted, renamed with a note, or refused by name."""
 
 import pytest
 import tomli_w
@@ -81,12 +81,12 @@ fault_tolerance: enable replica_id group_size min_replica_size
 def listed(text: str) -> list[str]:
     """Return the dotted keys of a listing."""
     sections = " ".join(text.split()).replace(": ", ":").split()
-    found, section = [], ""
+    dotted_keys, section = [], ""
     for word in sections:
         if ":" in word:
             section, word = word.split(":")
-        found.append(f"{section}.{word}")
-    return found
+        dotted_keys.append(f"{section}.{word}")
+    return dotted_keys
 
 
 @pytest.fixture
@@ -106,13 +106,13 @@ def load(tmp_path):
 
 
 @pytest.mark.parametrize("listing", [TORCHTITAN, FLAME], ids=["torchtitan", "flame"])
-def test_every_key_that_others_know_is_known(listing):
+def test_every_key_of_other_tools_is_known(listing):
     unknown = [key for key in listed(listing) if key not in {*keys(), *RENAMED, *REFUSED, *PENDING}]
     assert unknown == []
 
 
-def test_no_key_is_read_and_refused():
-    # A degree is refused above 1 and nevertheless part of a job: its number of processes needs it.
+def test_no_key_is_both_accepted_and_refused():
+    # A degree above 1 is refused but still a key of the job, because the world size depends on it.
     assert not set(keys()) & set(REFUSED)
     assert not set(keys()) & set(RENAMED)
     assert not set(RENAMED) & set(REFUSED)
@@ -125,7 +125,7 @@ ANOTHER = {bool: lambda value: not value, int: lambda value: value + 7, str: lam
 @pytest.mark.parametrize("old", RENAMED)
 def test_a_renamed_key_is_read_with_a_note(load, old):
     key = keys()[RENAMED[old].to]
-    # Of the unset ones, numbers, names and a choice; the others with their defaults, which are as good.
+    # Unset keys get numbers, names or a choice; for the others their default is enough.
     unset = {"seed": 2, "prefetch_factor": 2, "recipe_name": "rowwise"}.get(key.name, "name")
     value = unset if key.default is None else key.default
     extra = (
@@ -140,7 +140,7 @@ def test_a_renamed_key_is_read_with_a_note(load, old):
 
 
 @pytest.mark.parametrize("section", ["", "training.", "nowhere."])
-def test_a_name_of_another_tool_gets_the_key(load, section):
+def test_a_foreign_name_is_refused_with_the_key_here(load, section):
     for name, ours in ELSEWHERE.items():
         assert ours.partition(" = ")[0] in {*keys(), "training.epochs"}
         if section + name not in keys():
@@ -149,13 +149,13 @@ def test_a_name_of_another_tool_gets_the_key(load, section):
 
 
 @pytest.mark.parametrize("key", [key for key in REFUSED if REFUSED[key].off])
-def test_a_refused_key_may_ask_for_nothing(load, key):
+def test_a_refused_key_is_accepted_if_it_has_no_effect(load, key):
     for value in REFUSED[key].off:
         assert load({key: value}).notes == ()
 
 
-def asking(key: str) -> object:
-    """Return a value of a refused key that asks for something."""
+def effective_value(key: str) -> object:
+    """Return a value of a refused key that would have an effect."""
     off = REFUSED[key].off
     return ["x"] if off and isinstance(off[0], list) else ANOTHER[type(off[0])](off[0]) if off else "x"
 
@@ -167,18 +167,18 @@ ON = {
     "parallelism.expert_parallel_degree": 2,
     "parallelism.pipeline_parallel_degree": 2,
 }
-"""Switches of ours, on."""
+"""Switches of titanplans, enabled."""
 
 
 @pytest.mark.parametrize("key", REFUSED)
 def test_a_refused_key_is_refused_by_name_with_the_reason(load, key):
-    values = {key: asking(key)}
+    values = {key: effective_value(key)}
     refused = key
     if (switch := REQUIRES_SWITCH.get(key)) in ON:
         values[switch] = ON[switch]
     elif switch is not None:
-        values[switch] = asking(switch)
-        refused = switch  # which is not supported either
+        values[switch] = effective_value(switch)
+        refused = switch  # it is not supported either
     message = refusal(load, values, kind=ConfigError)
     assert f"{refused} = " in message
     assert message.endswith(f"is not supported: {REFUSED[refused].reason}")
@@ -189,13 +189,13 @@ OURS = {
     "parallelism.pipeline_parallel_schedule": "Interleaved1F1B",
     "parallelism.pipeline_parallel_microbatch_size": 2,
 }
-"""Values other than the default of keys that are ours, too; of the others a list."""
+"""Values other than the default for keys that titanplans has too; for the others a list."""
 
 
 @pytest.mark.parametrize("key", REQUIRES_SWITCH)
 def test_a_key_without_its_switch_is_accepted_with_a_note(load, key):
     """Any value is accepted, and the job does not contain it."""
-    values = {key: asking(key) if key in REFUSED else OURS.get(key, ["output"])}
+    values = {key: effective_value(key) if key in REFUSED else OURS.get(key, ["output"])}
     job = load(values)
     (note,) = job.notes
     assert note.endswith(f"{key} (as {REQUIRES_SWITCH[key]} is not set)")
@@ -206,8 +206,8 @@ def test_a_key_without_its_switch_is_accepted_with_a_note(load, key):
         assert load(values | {switch: REFUSED[switch].off[0]}).notes == job.notes
 
 
-def test_the_keys_that_do_nothing_are_one_note(load):
-    """torchtitan's own job files contain them next to a degree of 1, no converter and no recipe."""
+def test_keys_without_effect_give_one_note(load):
+    """torchtitan's own job files have them with a degree of 1, no converter and no recipe."""
     job = load(
         {
             "parallelism.tensor_parallel_degree": 8,
@@ -236,8 +236,8 @@ def test_another_converter_leaves_mx_without_effect(load):
     assert any("quantize.linear.mx.filter_fqns (as model.converters" in note for note in job.notes)
 
 
-def test_the_command_line_takes_back_what_a_file_asks_for(load):
-    """A degree of 4 in the file is read unless the command line sets it to 1; the schedule next to it then waits."""
+def test_the_command_line_overrides_a_refused_key_of_the_file(load):
+    """A degree of 4 in the file applies unless the command line sets it to 1; then the schedule has no effect."""
     values = {"parallelism.pipeline_parallel_degree": 4, "parallelism.pipeline_parallel_schedule": "GPipe"}
     assert load(values | {"training.local_batch_size": 8}).notes == ()
     (note,) = load(values, "--parallelism.pipeline_parallel_degree", "1").notes
@@ -250,7 +250,7 @@ def test_the_command_line_takes_back_what_a_file_asks_for(load):
 @pytest.mark.parametrize(
     ("values", "arguments", "key"),
     [
-        # Before the keys that the module adds.
+        # It is refused before the keys that the module adds.
         ({"job.custom_config_module": "a.b", "data.max_patches_per_image": 1}, [], "job.custom_config_module"),
         ({"training.context_len": 64}, ["--training.varlen"], "training.context_len = 64"),
         ({"training.data_probs": "0.7,0.3"}, [], "training.data_probs.*data.sources"),
@@ -266,12 +266,12 @@ def test_a_foreign_key_is_refused(load, values, arguments, key):
 @pytest.mark.parametrize(
     ("file", "typed"), [("batch_size", "local_batch_size"), ("local_batch_size", "batch_size")]
 )
-def test_the_command_line_wins_under_either_name(load, file, typed):
+def test_the_command_line_overrides_under_either_name(load, file, typed):
     assert load({f"training.{file}": 4}, f"--training.{typed}", "2").training.local_batch_size == 2
 
 
 @pytest.mark.parametrize(
-    ("given", "key", "value", "notes"),
+    ("values", "key", "value", "notes"),
     [
         ({"training.dataset": "o/d", "training.dataset_name": "sample"}, "training.dataset", "o/d:sample", 1),
         ({"training.dataset": "o/d", "training.dataset_name": "default"}, "training.dataset", "o/d", 0),
@@ -281,7 +281,7 @@ def test_the_command_line_wins_under_either_name(load, file, typed):
         ({"training.varlen": True, "training.context_len": 4096}, "data.documents", "apart", 1),
     ],
 )
-def test_what_flames_keys_mean_together(load, given, key, value, notes):
-    job = load(given)
+def test_combinations_of_keys_of_flame(load, values, key, value, notes):
+    job = load(values)
     assert get(job, key) == value
     assert len(job.notes) == notes

@@ -1,4 +1,4 @@
-"""Strategies: options are checked when one is made, and NeMo Automodel's names are read."""
+"""Strategies: options are checked at construction, and NeMo Automodel's names are accepted."""
 
 import pytest
 import torch
@@ -32,12 +32,12 @@ def test_options_are_frozen_and_nested_ones_may_be_tables():
         ({"activation_checkpointing": False}, "activation_checkpoint", AC()),
     ],
 )
-def test_automodels_names_and_its_bools(theirs, option, value):
+def test_names_and_bools_of_automodel_are_accepted(theirs, option, value):
     assert getattr(FSDP2Config(**theirs), option) == value
     assert getattr(read_strategy({"strategy": "fsdp2", **theirs}), option) == value
 
 
-def test_an_error_has_the_option_as_a_field():
+def test_an_error_has_the_option_as_an_attribute():
     with pytest.raises(OptionError) as caught:
         FSDP2Config(compile={"enable": 3})
     assert (caught.value.option, caught.value.value) == ("compile.enable", 3)
@@ -47,7 +47,7 @@ def test_an_error_has_the_option_as_a_field():
 
 
 @pytest.mark.parametrize("plan", [TinyPlan, {"embed": torch.distributed.tensor.parallel.ColwiseParallel()}])
-def test_plans_of_python_have_no_form_in_toml(plan):
+def test_plans_that_are_python_objects_can_not_be_written_as_toml(plan):
     config = FSDP2Config(plan=plan)
     assert config.plan == plan
     with pytest.raises(OptionError) as caught:
@@ -58,7 +58,7 @@ def test_plans_of_python_have_no_form_in_toml(plan):
 @pytest.mark.parametrize(
     "source", ["cpu_offload = true", 'strategy = "dpp"', "strategy = 1", "strategy = x", 3]
 )
-def test_a_strategy_that_is_none(source):
+def test_invalid_strategies_are_refused(source):
     with pytest.raises(ConfigError):
         read_strategy(source)
 
@@ -67,7 +67,7 @@ COMPILED, LOSS_ALONE = {"enable": True}, {"enable": True, "components": ["loss"]
 
 
 @pytest.mark.parametrize(
-    ("cls", "given", "option"),
+    ("cls", "options", "option"),
     [
         (FSDP2Config, {"sequence_paralel": True}, "sequence_paralel"),
         (FSDP2Config, {"compile": {"enabel": True}}, "compile.enabel"),
@@ -77,7 +77,7 @@ COMPILED, LOSS_ALONE = {"enable": True}, {"enable": True, "components": ["loss"]
             FSDP2Config,
             {"fsdp_defer_grad_sync": True},
             "fsdp_defer_grad_sync",
-        ),  # Automodel's bool, today's name
+        ),  # Automodel's bool under the new name
         (FSDP2Config, {"enable_cpu_offload": 1}, "enable_cpu_offload"),
         *((FSDP2Config, {"fsdp_reshard_after_forward": bad}, "fsdp_reshard_after_forward") for bad in (True, "x", 0)),
         (FSDP2Config, {"fsdp_forward_prefetch": -1}, "fsdp_forward_prefetch"),
@@ -115,8 +115,8 @@ COMPILED, LOSS_ALONE = {"enable": True}, {"enable": True, "components": ["loss"]
         (MegatronFSDPConfig, {"options": {"nccl_ub": [True]}}, "options"),
     ],
 )  # fmt: skip
-def test_an_option_is_refused_by_its_name(cls, given, option):
+def test_an_option_is_refused_by_its_name(cls, options, option):
     with pytest.raises(OptionError) as caught:
-        cls(**given)
+        cls(**options)
     assert caught.value.option == option
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Types of options: which values of TOML and which words of the command line fit each, and which are refused."""
+"""Types of options: which TOML values and which command-line texts fit each, and which are refused."""
 
 from typing import Annotated, Literal
 
@@ -57,7 +57,7 @@ def test_toml_values_that_fit(value, hint, expected):
         *((value, NormLimit) for value in (-1.0, float("inf"), "none")),
     ],
 )
-def test_toml_values_that_do_not(value, hint):
+def test_toml_values_that_do_not_fit_are_refused(value, hint):
     with pytest.raises(ConfigError, match=r"^key = .*: expected "):
         from_toml(value, hint, "key")
 
@@ -88,7 +88,7 @@ def test_toml_values_that_do_not(value, hint):
         ("4", Choice | Even, 4),
     ],
 )
-def test_words_that_fit(text, hint, expected):
+def test_texts_that_fit(text, hint, expected):
     assert from_text(text, hint, "--key") == expected
 
 
@@ -104,26 +104,26 @@ def test_words_that_fit(text, hint, expected):
         ("x", Settings),
     ],
 )
-def test_words_that_do_not(text, hint):
+def test_texts_that_do_not_fit_are_refused(text, hint):
     with pytest.raises(ConfigError, match=r"(?s)^--key .*: expected "):
         from_text(text, hint, "--key")
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("path", "expected"),
     [("~", "/home/x"), ("~/x", "/home/x/x"), ("$S/x", "/s/x"), ("${S}x/~", "/sx/~"), ("a$", "a$")],
 )
-def test_home_and_variables_are_expanded_in_a_path(monkeypatch, given, expected):
+def test_home_and_variables_are_expanded_in_a_path(monkeypatch, path, expected):
     monkeypatch.setenv("HOME", "/home/x")
     monkeypatch.setenv("S", "/s")
-    assert from_toml(given, FilePath | None, "key") == from_text(given, FilePath, "--key") == expected
+    assert from_toml(path, FilePath | None, "key") == from_text(path, FilePath, "--key") == expected
 
 
-@pytest.mark.parametrize("given", ["~nobody-at-all/x", "$NOT_SET/x", "", " ", "a\0b", "\udcff"])
-def test_a_path_that_can_not_be_expanded(given):
+@pytest.mark.parametrize("path", ["~nobody-at-all/x", "$NOT_SET/x", "", " ", "a\0b", "\udcff"])
+def test_a_path_that_can_not_be_expanded_is_refused(path):
     with pytest.raises(ConfigError):
-        from_toml(given, FilePath | None, "key")
+        from_toml(path, FilePath | None, "key")
 
 
-def test_a_type_says_what_it_takes():
+def test_the_description_of_a_type():
     assert describe(Even | None) == "an integer, even"

@@ -1,4 +1,4 @@
-"""Adapters in peft's files: written from a split model, read by peft, read back, and merged."""
+"""Adapters in files of peft: saved from a split model, loaded by peft, loaded again, and merged."""
 
 import functools
 import json
@@ -45,8 +45,8 @@ MODELS = {
 }
 
 
-def whole(name, seed=0):
-    """Return a model on the CPU, with adapters that do something."""
+def unsplit(name, seed=0):
+    """Return a model on the CPU with adapters that change its outputs."""
     fields, options = MODELS[name]
     model = zoo.build(name, dtype=torch.float32, **fields)
     add_adapters(model, options)
@@ -68,39 +68,39 @@ def by_peft(base: nn.Module, folder: Path) -> torch.Tensor:
 
 
 def _over_ranks(rank: int, folder: str) -> dict[str, float]:
-    """Write, read and merge from four ranks; return how far off each is."""
-    off = {}
+    """Save, load and merge adapters on four ranks; return the errors of the logits."""
+    errors = {}
     for name in MODELS:
         fields, _ = MODELS[name]
         path = Path(folder) / name
-        expected = logits(whole(name))
-        model = whole(name)
+        expected = logits(unsplit(name))
+        model = unsplit(name)
         config = FSDP2Config(disable_loss_parallel=True, activation_checkpoint={"mode": "full"})
         parallelize(model, parallel_dims=Mesh(Degrees(tp=2), "cpu"), config=config)
         model.eval()
-        logits(model)  # leaves the root gathered
+        logits(model)  # leaves the root module gathered
         save_adapter(model, path, base_model="base")
         merged = {name: tensor.read() for name, tensor in full_tensors([model]).items()}
-        split = whole(name, seed=5)
+        split = unsplit(name, seed=5)
         parallelize(split, parallel_dims=Mesh(Degrees(tp=4), "cpu"), config=config)
         load_adapter(split, path)
-        off[f"{name} read back"] = float((logits(split) - expected).abs().max())
+        errors[f"{name} read back"] = float((logits(split) - expected).abs().max())
         if rank == 0:
             plain = zoo.build(name, dtype=torch.float32, **fields)
-            off[f"{name} by peft"] = float((by_peft(plain, path) - expected).abs().max())
+            errors[f"{name} by peft"] = float((by_peft(plain, path) - expected).abs().max())
             plain = zoo.build(name, dtype=torch.float32, **fields)
             missing = plain.load_state_dict(merged, strict=False)
             assert not missing.unexpected_keys, missing
             assert all("lm_head" in key for key in missing.missing_keys), missing
-            off[f"{name} merged"] = float((logits(plain) - expected).abs().max())
+            errors[f"{name} merged"] = float((logits(plain) - expected).abs().max())
         dist.barrier()
-    return off
+    return errors
 
 
-def test_peft_reads_what_a_split_model_writes(tmp_path):
-    off = process_groups.run(functools.partial(_over_ranks, folder=str(tmp_path)), 4)
-    assert len(off) == 9
-    assert max(off.values()) < 1e-4, off
+def test_peft_loads_adapters_saved_from_a_split_model(tmp_path):
+    errors = process_groups.run(functools.partial(_over_ranks, folder=str(tmp_path)), 4)
+    assert len(errors) == 9
+    assert max(errors.values()) < 1e-4, errors
     config = json.loads((tmp_path / "qwen3" / CONFIG).read_text())
     assert config["base_model_name_or_path"] == "base"
     assert config["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj"]
@@ -108,7 +108,7 @@ def test_peft_reads_what_a_split_model_writes(tmp_path):
     assert adapter_options(tmp_path / "phi3").dropout == 0.1
 
 
-def test_what_peft_has_written_is_read(tmp_path):
+def test_adapters_saved_by_peft_are_loaded(tmp_path):
     fields, _ = MODELS["qwen3"]
     base = zoo.build("qwen3", dtype=torch.float32, **fields)
     config = peft.LoraConfig(
@@ -127,7 +127,7 @@ def test_what_peft_has_written_is_read(tmp_path):
 
 
 def gathered_in_float8(rank):
-    """The names that an adapter's files have, of a model whose weights FSDP2 gathers in float8."""
+    """Return the names in the adapter files of a model whose weights FSDP2 gathers in float8."""
     manager = ParallelManager(
         FSDP2Config(
             float8={
@@ -143,7 +143,7 @@ def gathered_in_float8(rank):
     return [name for name in trained_names(model) if "lora_" not in name]
 
 
-def test_weights_that_are_gathered_in_float8_are_in_the_files():
+def test_weights_gathered_in_float8_are_saved():
     assert process_groups.run(gathered_in_float8, 2) == ["model.layers.1.mlp.down_proj.weight"]
 
 
@@ -152,11 +152,11 @@ def test_a_full_disk_is_one_sentence(tmp_path):
         largest_file(10_000),
         pytest.raises(NotSaved, match=r"adapter can't be written \(File too large\)"),
     ):
-        save_adapter(whole("qwen3"), tmp_path / "adapter")
+        save_adapter(unsplit("qwen3"), tmp_path / "adapter")
 
 
-def test_files_of_other_adapters_are_refused_with_all_that_differs(tmp_path):
-    model = whole("qwen3")
+def test_files_of_other_adapters_are_refused_with_all_differences(tmp_path):
+    model = unsplit("qwen3")
     save_adapter(model, tmp_path)
     fields, _ = MODELS["qwen3"]
     other = modeling.build(zoo.config("qwen3", **fields))

@@ -1,4 +1,4 @@
-"""Hugging Face folders that are damaged, incomplete, hostile or of another model: one sentence, and nothing is run."""
+"""Hugging Face folders that are damaged, incomplete, hostile or of another model are refused, and no code in them runs."""
 
 import contextlib
 import json
@@ -30,8 +30,8 @@ CONFIG = LlamaConfig(
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-class Own(Tiny):
-    """A user's model without a config."""
+class WithoutConfig(Tiny):
+    """A model of the user without a config."""
 
     def __init__(self):
         super().__init__(tied=True)
@@ -58,16 +58,16 @@ def single(tmp_path, values):
 
 @pytest.fixture
 def many(tmp_path, values):
-    """A folder of two files and an index."""
+    """Return a folder with two files and an index."""
     (tmp_path := tmp_path / "many").mkdir()
     first = sorted(values)[: len(values) // 2]
-    parts = {
+    files = {
         "model-00001-of-00002.safetensors": {name: values[name] for name in first},
         "model-00002-of-00002.safetensors": {name: values[name] for name in values if name not in first},
     }
-    for file, tensors in parts.items():
+    for file, tensors in files.items():
         save_file(tensors, tmp_path / file)
-    index = {"weight_map": {name: file for file, tensors in parts.items() for name in tensors}}
+    index = {"weight_map": {name: file for file, tensors in files.items() for name in tensors}}
     (tmp_path / INDEX).write_text(json.dumps(index))
     return tmp_path
 
@@ -92,7 +92,7 @@ def change_header(file: Path, change) -> None:
     file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
 
 
-def test_one_file_and_many_give_the_same(single, many, values):
+def test_one_file_and_several_have_the_same_values(single, many, values):
     for folder in (single, many):
         loaded = load_weights(built := model(), folder)
         assert all(torch.equal(built.state_dict()[name], value) for name, value in values.items())
@@ -100,14 +100,14 @@ def test_one_file_and_many_give_the_same(single, many, values):
         assert built.lm_head.weight is built.model.embed_tokens.weight
 
 
-def test_values_are_cast_to_the_parameters(tmp_path, values):
+def test_values_are_cast_to_the_dtype_of_parameters(tmp_path, values):
     save_file({name: value.bfloat16() for name, value in values.items()}, tmp_path / SINGLE)
     load_weights(built := model(), tmp_path)
     for name, value in values.items():
         assert torch.equal(built.state_dict()[name], value.bfloat16().float()), name
 
 
-def test_names_that_differ_are_told_together(single, values):
+def test_names_that_differ_are_reported_together(single, values):
     values["surplus.weight"] = torch.zeros(1)
     values["model.norm.weight"] = torch.zeros(17)
     for layer in range(2):
@@ -137,7 +137,7 @@ def test_names_that_differ_are_told_together(single, values):
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_types_whose_values_mean_something_else(single, values, dtype):
+def test_quantised_dtypes_are_refused(single, values, dtype):
     values["model.norm.weight"] = values["model.norm.weight"].to(dtype)
     save_file(values, single / SINGLE)
     message = refusal(single)
@@ -145,31 +145,31 @@ def test_types_whose_values_mean_something_else(single, values, dtype):
     assert "expected (16,) of float32" in message
 
 
-def test_a_tied_head_may_be_there_under_either_name_and_twice_only_if_equal(single, values):
+def test_a_tied_head_may_have_either_name_and_both_only_if_equal(single, values):
     embedding = values["model.embed_tokens.weight"]
     save_file(values | {"lm_head.weight": embedding.clone()}, single / SINGLE)
     load_weights(built := model(), single)
     assert torch.equal(built.lm_head.weight, embedding)
-    other = {name: value for name, value in values.items() if name != "model.embed_tokens.weight"}
-    save_file(other | {"lm_head.weight": embedding}, single / SINGLE)
+    without_embedding = {name: value for name, value in values.items() if name != "model.embed_tokens.weight"}
+    save_file(without_embedding | {"lm_head.weight": embedding}, single / SINGLE)
     load_weights(built := model(), single)
     assert torch.equal(built.model.embed_tokens.weight, embedding)
     save_file(values | {"lm_head.weight": embedding + 1}, single / SINGLE)
     assert "has lm_head.weight and model.embed_tokens.weight with different values" in refusal(single)
-    save_file(other, single / SINGLE)
+    save_file(without_embedding, single / SINGLE)
     assert "missing (model.embed_tokens.weight)" in refusal(single)
 
 
-def test_tables_that_old_releases_saved_are_no_weights(single, values):
+def test_tables_saved_by_old_releases_are_ignored(single, values):
     save_file(values | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, single / SINGLE)
     assert load_weights(model(), single).unexpected == ()
 
 
-def test_without_memory(single):
+def test_a_model_without_memory_is_refused(single):
     assert "has no memory yet" in refusal(single, modeling.build(CONFIG))
 
 
-def test_what_is_no_folder_of_weights(tmp_path):
+def test_folders_without_weights_are_refused(tmp_path):
     assert "nowhere is not a directory" in refusal(tmp_path / "nowhere")
     assert refusal(tmp_path) == f"{tmp_path} holds neither {SINGLE} nor {INDEX}"
 
@@ -213,15 +213,15 @@ def test_links_are_followed_as_the_hub_makes_them(many, tmp_path_factory, values
 
 
 def test_an_index_that_does_not_fit_its_files(many, values):
-    one, two = sorted(file.name for file in many.glob("*.safetensors"))
+    first, second = sorted(file.name for file in many.glob("*.safetensors"))
     index = (many / INDEX).read_text()
-    change_index(many, lambda index: index["weight_map"].update({"model.norm.weight": one}))
-    assert f"names the file of 1 tensor wrongly, first model.norm.weight in {one}" in refusal(many)
+    change_index(many, lambda index: index["weight_map"].update({"model.norm.weight": first}))
+    assert f"names the file of 1 tensor wrongly, first model.norm.weight in {first}" in refusal(many)
     (many / INDEX).write_text(index)
-    save_file(load_file(many / one) | {"model.norm.weight": values["model.norm.weight"]}, many / one)
-    assert f"model.norm.weight is in {one} and in {two}" in refusal(many)
-    (many / two).unlink()
-    assert f"{two} is not there" in refusal(many)
+    save_file(load_file(many / first) | {"model.norm.weight": values["model.norm.weight"]}, many / first)
+    assert f"model.norm.weight is in {first} and in {second}" in refusal(many)
+    (many / second).unlink()
+    assert f"{second} is not there" in refusal(many)
     save_file(values, many / SINGLE)
     assert "and an index of other files" in refusal(many)
     (many / SINGLE).unlink()
@@ -236,12 +236,12 @@ def test_an_index_that_does_not_fit_its_files(many, values):
         assert why in refusal(many)
 
 
-def test_files_that_are_cut_short_name_the_file(single):
-    whole = (single / SINGLE).read_bytes()
-    too_large = struct.pack("<Q", 2**63) + whole[8:]
+def test_truncated_files_are_refused_by_name(single):
+    original = (single / SINGLE).read_bytes()
+    too_large = struct.pack("<Q", 2**63) + original[8:]
     for content in (
-        *(whole[:n] for n in (0, 7, 8, 20, len(whole) // 2, len(whole) - 1)),
-        whole + b"x",
+        *(original[:n] for n in (0, 7, 8, 20, len(original) // 2, len(original) - 1)),
+        original + b"x",
         too_large,
     ):
         (single / SINGLE).write_bytes(content)
@@ -261,7 +261,7 @@ def test_files_that_are_cut_short_name_the_file(single):
         None,
     ],
 )
-def test_headers_that_lie(single, entry):
+def test_wrong_headers_are_refused(single, entry):
     def change(header):
         header["model.norm.weight"] = entry and header["model.norm.weight"] | entry
 
@@ -269,24 +269,24 @@ def test_headers_that_lie(single, entry):
     assert "is damaged or cut" in refusal(single)
 
 
-def test_a_type_that_no_model_has(single):
-    """safetensors knows it, and it takes as many bytes."""
+def test_a_dtype_that_no_model_has_is_refused(single):
+    """safetensors has this dtype, of the same size."""
     change_header(single / SINGLE, lambda header: header["model.norm.weight"].update(dtype="U32"))
     assert "model.norm.weight has the type U32" in refusal(single)
 
 
-def test_bytes_at_random_are_one_sentence(single):
-    whole, generator = (single / SINGLE).read_bytes(), torch.Generator().manual_seed(0)
+def test_random_bytes_are_refused_in_one_sentence(single):
+    original, generator = (single / SINGLE).read_bytes(), torch.Generator().manual_seed(0)
     for _ in range(30):
-        content = bytearray(whole)
-        for place in torch.randint(0, 900, (3,), generator=generator).tolist():
-            content[place] = int(torch.randint(0, 256, (1,), generator=generator))
+        content = bytearray(original)
+        for position in torch.randint(0, 900, (3,), generator=generator).tolist():
+            content[position] = int(torch.randint(0, 256, (1,), generator=generator))
         (single / SINGLE).write_bytes(content)
-        with contextlib.suppress(ModelError):  # all others fail the test
+        with contextlib.suppress(ModelError):  # any other exception fails the test
             load_weights(model(), single)
 
 
-def test_code_beside_the_weights_is_not_run(single):
+def test_code_next_to_the_weights_is_not_run(single):
     config = CONFIG.to_dict() | {
         "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
     }
@@ -300,20 +300,20 @@ def test_code_beside_the_weights_is_not_run(single):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_that_may_not_be_read(single):
+def test_a_file_without_permission_is_refused(single):
     (single / SINGLE).chmod(0)
     assert "can't be read: Permission denied" in refusal(single)
 
 
-def test_a_part_of_a_tensor_is_read_alone(single, values):
+def test_a_slice_of_a_tensor_is_read_by_itself(single, values):
     folder = open_folder(single)
-    part = folder.tensors["model.embed_tokens.weight"].narrow(0, 3, 4).narrow(1, 2, 5)
-    assert torch.equal(part.read(), values["model.embed_tokens.weight"][3:7, 2:7])
+    lazy_slice = folder.tensors["model.embed_tokens.weight"].narrow(0, 3, 4).narrow(1, 2, 5)
+    assert torch.equal(lazy_slice.read(), values["model.embed_tokens.weight"][3:7, 2:7])
     assert folder.bytes_read == 4 * 4 * 5
 
 
-def test_a_model_of_ones_own(tmp_path):
-    """Its names are in no table of renamed weights."""
+def test_a_model_of_the_user(tmp_path):
+    """The names of its weights are in no table of renamed weights."""
     config = modeling.user_model_config(f"{__name__}:Own", {})
     built = modeling.build(config)
     tied = built.all_tied_weights_keys

@@ -1,4 +1,4 @@
-"""Whole tensors to split models and back, on four ranks: bit for bit what one process has, at any split."""
+"""Full tensors loaded into split models and gathered again on four ranks are bit-identical to those of one process."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ SPLITS = {
     "tp 2, two copies": (FSDP2Config(), Degrees(dp_replicate=2, dp_shard=1, tp=2)),
     "ddp 4": (DDPConfig(), Degrees(dp_replicate=4, dp_shard=1)),
 }
-# Ranks share heads at tp 4; no degree divides the vocabulary nor the width. Tied, packed, and neither.
+# Ranks share heads at tp 4, and no degree divides the vocabulary or the width. Tied, packed, and neither.
 MODELS = {
     "qwen3": dict(num_key_value_heads=2, **zoo.ODD),
     "phi3": dict(intermediate_size=44, vocab_size=97),
@@ -40,7 +40,7 @@ MODELS = {
 
 def build(name):
     model = zoo.build(name, dtype=torch.float32, **MODELS[name])
-    model.register_buffer("seen", torch.arange(3.0))  # a persistent one
+    model.register_buffer("seen", torch.arange(3.0))  # a persistent buffer
     return model
 
 
@@ -53,9 +53,9 @@ def stepped(model):
     return optimizer
 
 
-def differing(found, expected):
-    assert list(found) == list(expected)
-    return [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+def differing(actual, expected):
+    assert list(actual) == list(expected)
+    return [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
 
 
 def moments(state):
@@ -69,25 +69,27 @@ def refused(model, state, **options):
 
 
 def refusals(rank):
-    """Errors on each rank for a state that does not fit the model, by fault."""
+    """Return the errors of each rank for states that do not fit the model, by fault."""
     model = ParallelManager(FSDP2Config(), Degrees(tp=2), device_type="cpu").parallelize(build("qwen3"))
-    whole = build("qwen3").state_dict()
+    state_dict = build("qwen3").state_dict()
     norm, head = "model.norm.weight", "lm_head.weight"
     states = {
-        "lacking": {name: tensor for name, tensor in whole.items() if "q_proj" not in name},
-        "unknown": whole | {"model.nrm.weight": whole[norm]},
-        "shape": whole | {norm: torch.zeros(65)},
-        "tied": whole | {head: whole[head] + 1},
+        "lacking": {name: tensor for name, tensor in state_dict.items() if "q_proj" not in name},
+        "unknown": state_dict | {"model.nrm.weight": state_dict[norm]},
+        "shape": state_dict | {norm: torch.zeros(65)},
+        "tied": state_dict | {head: state_dict[head] + 1},
     }
     message = {case: refused(model, state if rank == 0 else None) for case, state in states.items()}
     message["none"] = refused(model, None)
-    message["one rank's own"] = refused(model, whole | ({norm: torch.zeros(65)} if rank == 3 else {}))
+    message["one rank's own"] = refused(model, state_dict | ({norm: torch.zeros(65)} if rank == 3 else {}))
     message["not strict"] = refused(model, states["lacking"] if rank == 0 else None, strict=False)
     optimizer = torch.optim.AdamW(model.parameters())
     state = gather_full_optimizer_state_dict(model, optimizer)
     halves = list(model.parameters())
-    other = torch.optim.AdamW([{"params": halves[:3]}, {"params": halves[3:]}])
-    message["groups"] = refusal_or_none(load_full_optimizer_state_dict, model, other, state or None)
+    optimizer_of_other_groups = torch.optim.AdamW([{"params": halves[:3]}, {"params": halves[3:]}])
+    message["groups"] = refusal_or_none(
+        load_full_optimizer_state_dict, model, optimizer_of_other_groups, state or None
+    )
     with torch.device("meta"):
         message["meta"] = refused(nn.Linear(2, 2), {"weight": torch.ones(2, 2), "bias": torch.ones(2)})
     only = gather_full_state_dict(model, only=lambda name: "norm" in name)
@@ -97,7 +99,7 @@ def refusals(rank):
 
 
 def memory(rank):
-    """Growth of each rank in MB, for a model of 96 MB in tensors of 4 MB."""
+    """Return the growth of this rank's memory in MB, for a model of 96 MB in tensors of 4 MB."""
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))
     for layer in model:
         fully_shard(layer)
@@ -107,12 +109,15 @@ def memory(rank):
     return gather_objects((gathered, loaded))
 
 
-def there_and_back(rank):
-    found = {}
+def round_trip(rank):
+    results = {}
     for name in MODELS:
-        whole = build(name)
-        optimizer = stepped(whole)
-        expected, expected_moments = whole.state_dict(), moments(get_optimizer_state_dict(whole, optimizer))
+        unsplit = build(name)
+        optimizer = stepped(unsplit)
+        expected, expected_moments = (
+            unsplit.state_dict(),
+            moments(get_optimizer_state_dict(unsplit, optimizer)),
+        )
         for split, (config, degrees) in SPLITS.items():
             if name != "qwen3" and split not in ("tp 4", "fsdp 2 x tp 2"):
                 continue
@@ -122,35 +127,35 @@ def there_and_back(rank):
                 gather_full_state_dict(model),
                 gather_full_optimizer_state_dict(model, optimizer),
             )
-            wrong = found[name, split] = {}
+            differences = results[name, split] = {}
             if rank == 0:
-                wrong["gathered"] = differing(state, expected)
-                wrong["gathered, optimizer"] = differing(moments(optimizer_state), expected_moments)
+                differences["gathered"] = differing(state, expected)
+                differences["gathered, optimizer"] = differing(moments(optimizer_state), expected_moments)
                 assert all(tensor.is_contiguous() for tensor in state.values())
             else:
                 assert state == optimizer_state == {}
             for case in ("from rank 0", "on every rank") if split == "fsdp 2 x tp 2" else ("from rank 0",):
                 model = ParallelManager(config, degrees, device_type="cpu").parallelize(build(name))
                 optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
-                given = [state or None, optimizer_state or None]
+                states = [state or None, optimizer_state or None]
                 if case == "on every rank":
-                    dist.broadcast_object_list(given)
-                load_full_state_dict(model, given[0])
-                load_full_optimizer_state_dict(model, optimizer, given[1])
+                    dist.broadcast_object_list(states)
+                load_full_state_dict(model, states[0])
+                load_full_optimizer_state_dict(model, optimizer, states[1])
                 again, moments_again = (
                     gather_full_state_dict(model),
                     gather_full_optimizer_state_dict(model, optimizer),
                 )
                 if rank == 0:
-                    wrong[case] = differing(again, expected) + differing(
+                    differences[case] = differing(again, expected) + differing(
                         moments(moments_again), expected_moments
                     )
                 assert optimizer.param_groups[0]["lr"] == 0.1
-    return found
+    return results
 
 
 def without_gradients(rank):
-    """Parameters with a state before and after, where embeddings never had a gradient."""
+    """Return the parameters with optimizer state before and after; the embeddings never had a gradient."""
     config, degrees = SPLITS["fsdp 2 x tp 2"]
     states = []
     for _ in range(2):
@@ -168,20 +173,20 @@ def without_gradients(rank):
 
 
 def everything(rank):
-    return there_and_back(rank), refusals(rank), memory(rank), without_gradients(rank)
+    return round_trip(rank), refusals(rank), memory(rank), without_gradients(rank)
 
 
-found = process_groups.module_fixture(everything, 4)
+results = process_groups.module_fixture(everything, 4)
 
 
-def test_what_is_gathered_and_loaded_is_that_of_one_process(found):
-    assert len(found[0]) == 8
-    for case, wrong in found[0].items():
+def test_gathered_and_loaded_tensors_equal_those_of_one_process(results):
+    assert len(results[0]) == 8
+    for case, wrong in results[0].items():
         assert not any(wrong.values()), case
 
 
-def test_a_state_that_does_not_fit_is_refused_by_every_rank(found):
-    message = found[1]
+def test_a_state_that_does_not_fit_is_refused_by_every_rank(results):
+    message = results[1]
     q, norm = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"
     begin = "the model can't be loaded: "
     assert message.pop("not strict") is None
@@ -199,16 +204,16 @@ def test_a_state_that_does_not_fit_is_refused_by_every_rank(found):
     assert message["meta"].endswith(" (weight, bias)")
 
 
-def test_a_parameter_without_gradients_has_no_state_before_and_after(found):
-    before, after = found[3]
+def test_a_parameter_without_gradients_has_no_optimizer_state(results):
+    before, after = results[3]
     assert before == after
     assert not any("embed" in name for name in before)
     assert len(before) > 5
 
 
-def test_rank_0_has_the_state_once_and_others_one_tensor(found):
+def test_rank_0_holds_the_state_once_and_others_one_tensor(results):
     state, tensor = 96, 4
-    (first, first_loads), *others = found[2]
+    (first, first_loads), *others = results[2]
     assert first < state + 6 * tensor
     assert first_loads < 6 * tensor
     for gathers, loads in others:

@@ -1,4 +1,4 @@
-"""Lazy tensors are what the same functions make of tensors, box by box, and read no more than the box."""
+"""Functions of lazy tensors give the same values as of tensors, box by box, and read only the box."""
 
 import torch
 from hypothesis import given, settings
@@ -8,23 +8,23 @@ from titanplans.weights.lazy import LazyTensor
 
 
 class Source:
-    """A tensor whose reads are counted."""
+    """A tensor that counts the elements that are read."""
 
     def __init__(self, tensor):
         self.tensor, self.read = tensor, 0
 
     def lazy(self):
         def fetch(box):
-            part = self.tensor[tuple(slice(first, last) for first, last in box)]
-            self.read += part.numel()
-            return part
+            values = self.tensor[tuple(slice(first, last) for first, last in box)]
+            self.read += values.numel()
+            return values
 
         return LazyTensor("x", self.tensor.shape, self.tensor.dtype, fetch)
 
 
 @st.composite
 def programs(draw):
-    """Shape of the sources, how many, and functions on them."""
+    """Draw the shape and count of sources, and functions to apply."""
     shape = draw(st.lists(st.integers(1, 5), min_size=2, max_size=3))
     count = draw(st.integers(1, 4))
     steps = draw(
@@ -34,7 +34,7 @@ def programs(draw):
 
 
 def apply(tensors, step, choose):
-    """Return the tensors that a function makes of some."""
+    """Return the tensors that a function makes of `tensors`."""
     ndim = tensors[0].ndim
     dim = choose(ndim)
     alike = all(tensor.shape == tensors[0].shape for tensor in tensors)
@@ -45,16 +45,16 @@ def apply(tensors, step, choose):
     if step == "chunk":
         return [chunk.contiguous() for tensor in tensors for chunk in torch.chunk(tensor, 2, dim=dim)]
     if step == "transpose":
-        other = choose(ndim)
-        return [tensor.transpose(dim, other) for tensor in tensors]
-    if step == "flatten":  # of those that are read whole
+        other_dim = choose(ndim)
+        return [tensor.transpose(dim, other_dim) for tensor in tensors]
+    if step == "flatten":  # a flattened tensor is read in full
         return [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]
     return tensors[::-1]
 
 
 @settings(max_examples=150, deadline=None)
 @given(programs())
-def test_any_box_is_that_of_the_tensor(program):
+def test_any_box_equals_that_of_the_tensor(program):
     shape, count, steps, seed = program
     generator = torch.Generator().manual_seed(seed)
 
@@ -69,12 +69,12 @@ def test_any_box_is_that_of_the_tensor(program):
         real = apply(real, step, choose)
         generator.set_state(state)
         lazy = apply(lazy, step, choose)
-    for tensor, found in zip(real, lazy, strict=True):
-        assert tensor.shape == found.shape
+    for tensor, lazy_tensor in zip(real, lazy, strict=True):
+        assert tensor.shape == lazy_tensor.shape
         box = tuple(sorted((choose(size + 1), choose(size + 1))) for size in tensor.shape)
         expected = tensor[tuple(slice(first, last) for first, last in box)]
         before = sum(source.read for source in sources)
-        assert torch.equal(found.read(box), expected)
+        assert torch.equal(lazy_tensor.read(box), expected)
         if "flatten" not in steps:
             assert sum(source.read for source in sources) - before == expected.numel()
-        assert torch.equal(torch.empty(tensor.shape).copy_(found), tensor)
+        assert torch.equal(torch.empty(tensor.shape).copy_(lazy_tensor), tensor)

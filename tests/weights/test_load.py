@@ -1,4 +1,4 @@
-"""A Hugging Face folder in a split model: every tensor is that of `from_pretrained`, and each rank reads its parts alone."""
+"""A Hugging Face folder in a split model: tensors equal `from_pretrained`'s, and each rank reads only its shards."""
 
 import functools
 from pathlib import Path
@@ -21,7 +21,7 @@ FSDP2 = FSDP2Config()
 TWO = {
     "transformer": {},
     "gla": {},
-    "llama": zoo.ODD | dict(num_key_value_heads=1),  # which both ranks share
+    "llama": zoo.ODD | dict(num_key_value_heads=1),  # both ranks share its heads
     "qwen2": dict(tie_word_embeddings=True),
     "qwen3": {},
     "gemma3_text": {},
@@ -31,7 +31,7 @@ TWO = {
     "phi3": dict(vocab_size=97),
     "gpt_neox": {},
 }
-"""Model, and how it differs from the zoo's: split over two ranks."""
+"""Models for two ranks, with config fields that differ from the zoo's."""
 FOUR = {
     "tp 4": ("llama", FSDP2, Degrees(tp=4)),
     "fsdp 2 x tp 2": ("llama", FSDP2, Degrees(tp=2)),
@@ -44,7 +44,7 @@ FOUR = {
 
 
 def differing(model, folder):
-    """Return names of tensors of a split model that are not those of `from_pretrained`."""
+    """Return names of tensors of a split model that differ from those of `from_pretrained`."""
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     values = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     values = {name: full_copy(value) for name, value in values.items()}
@@ -57,10 +57,10 @@ def differing(model, folder):
 
 
 def load(folder, strategy, degrees):
-    """Return the split model, what `load_weights` said, and the bytes of all of this rank's parts."""
+    """Return the split model, the result of `load_weights`, and the bytes of this rank's shards."""
     manager = ParallelManager(strategy, degrees, device_type="cpu")
     model = modeling.build(modeling.load_config_file(folder))
-    if isinstance(strategy, DDPConfig):  # takes a model with its values
+    if isinstance(strategy, DDPConfig):  # DDP needs a model with weights
         model.to_empty(device="cpu")
     else:
         manager.parallelize(model)
@@ -76,25 +76,25 @@ def load(folder, strategy, degrees):
         for tensor in (*model.parameters(), *model.buffers())
         if id(tensor) in saved
     ]
-    return model, loaded, sum(part.numel() * 4 for part in local)
+    return model, loaded, sum(shard.numel() * 4 for shard in local)
 
 
 def in_two(rank, folders):
     kernels.install("cpu")
-    found = {}
+    results = {}
     for name in TWO:
         model, loaded, local = load(folders[name], FSDP2, Degrees(tp=2))
-        found[name] = differing(model, folders[name]), loaded.bytes_read - local, loaded.bytes_read
-    found["two heads"] = refusal_or_none(load, folders["two heads"], FSDP2, Degrees(tp=2), kind=ModelError)
-    return found
+        results[name] = differing(model, folders[name]), loaded.bytes_read - local, loaded.bytes_read
+    results["two heads"] = refusal_or_none(load, folders["two heads"], FSDP2, Degrees(tp=2), kind=ModelError)
+    return results
 
 
 def in_four(rank, folders):
-    found = {}
+    results = {}
     for case, (name, strategy, degrees) in FOUR.items():
         model, loaded, local = load(folders[name], strategy, degrees)
-        found[case] = differing(model, folders[name]), loaded.bytes_read - local
-    return found
+        results[case] = differing(model, folders[name]), loaded.bytes_read - local
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def folders(tmp_path_factory):
     for name, options in TWO.items():
         paths[name] = str(tmp_path_factory.mktemp(name))
         zoo.build(name, dtype=torch.float32, **options).save_pretrained(paths[name], max_shard_size="100KB")
-    # A head that differs from the embedding in the last row, of which rank 0 of two has nothing.
+    # The head differs from the embedding in the last row, which rank 0 of two does not have.
     paths["two heads"] = str(tmp_path_factory.mktemp("heads"))
     model = zoo.build("qwen2", dtype=torch.float32, tie_word_embeddings=True)
     model.save_pretrained(paths["two heads"])
@@ -126,7 +126,7 @@ def four(folders):
 
 
 @pytest.mark.parametrize("name", TWO)
-def test_two_ranks_hold_what_one_process_loads_and_read_only_their_parts(two, name):
+def test_two_ranks_have_the_tensors_of_one_process_and_read_only_their_shards(two, name):
     differing, more_than_local, _ = two[name]
     assert differing == []
     assert more_than_local == 0
@@ -143,5 +143,5 @@ def test_all_ranks_refuse_a_head_that_differs_on_one(two):
 
 def test_a_rank_of_two_reads_about_half(two, folders):
     for name in ("transformer", "mixtral", "qwen2_moe"):
-        whole = sum(file.stat().st_size for file in Path(folders[name]).glob("*.safetensors"))
-        assert two[name][2] < 0.55 * whole, name
+        total = sum(file.stat().st_size for file in Path(folders[name]).glob("*.safetensors"))
+        assert two[name][2] < 0.55 * total, name

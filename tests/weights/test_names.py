@@ -1,4 +1,4 @@
-"""Names that are not the module tree's: those of the hub, and of older releases of flash-linear-attention."""
+"""Weights under other names than the module tree's: of the hub, and of older releases of flash-linear-attention."""
 
 import pytest
 import torch
@@ -25,14 +25,14 @@ def mixes(state):
 def experts(state):
     for name in [name for name in state if ".experts." in name]:
         block = name.partition(".mlp.")[0] + ".block_sparse_moe.experts"
-        for number, expert in enumerate(state.pop(name)):
+        for index, expert in enumerate(state.pop(name)):
             if name.endswith("down_proj"):
-                state[f"{block}.{number}.w2.weight"] = expert.clone()
+                state[f"{block}.{index}.w2.weight"] = expert.clone()
             else:
                 gate, up = expert.chunk(2)
                 state |= {
-                    f"{block}.{number}.w1.weight": gate.clone(),
-                    f"{block}.{number}.w3.weight": up.clone(),
+                    f"{block}.{index}.w1.weight": gate.clone(),
+                    f"{block}.{index}.w3.weight": up.clone(),
                 }
     renamed((".mlp.gate.", ".block_sparse_moe.gate."))(state)
 
@@ -63,7 +63,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_folder_with_other_names(name, tmp_path):
+def test_a_folder_with_other_names_is_loaded(name, tmp_path):
     options = {"use_output_gate": False} if name == "forgetting_transformer" else {}
     model = zoo.build(name, dtype=torch.float32, **options)
     expected = model.state_dict()
@@ -80,8 +80,8 @@ def test_a_folder_with_other_names(name, tmp_path):
     assert loaded.bytes_read == sum(4 * value.numel() for value in state.values())
 
 
-def test_a_part_that_is_missing_is_told(tmp_path):
-    """Of a folder of today's, which is not taken for an old one."""
+def test_a_missing_tensor_is_reported(tmp_path):
+    """The folder has the current names, and is not taken for an old one."""
     model = zoo.build("gla", dtype=torch.float32)
     state = {key: value.clone() for key, value in model.state_dict().items()}
     del state["model.layers.1.mlp.up_proj.weight"]
@@ -91,7 +91,7 @@ def test_a_part_that_is_missing_is_told(tmp_path):
 
 
 def mixtral(folder, change):
-    """Write a mixture in the hub's form after `change`; return why it is refused."""
+    """Save a mixture in the hub's form after `change`; return the error of loading it."""
     model = zoo.build("mixtral", dtype=torch.float32)
     state = {key: value.clone() for key, value in model.state_dict().items()}
     experts(state)
@@ -103,7 +103,7 @@ def mixtral(folder, change):
     return message
 
 
-def test_experts_that_are_missing_or_do_not_fit(tmp_path):
+def test_experts_that_are_missing_or_do_not_fit_are_refused(tmp_path):
     block = "model.layers.0.block_sparse_moe.experts"
     message = mixtral(tmp_path, lambda state: state.pop(f"{block}.2.w3.weight"))
     assert f"{block}.0.w3.weight ... {block}.3.w3.weight has the shape (3, 48, 64)" in message
@@ -115,7 +115,7 @@ def test_experts_that_are_missing_or_do_not_fit(tmp_path):
     assert f"{block}.1.w2.weight has the shape (3, 3) and {block}.0.w2.weight (64, 48)" in message
 
 
-def test_two_names_for_one_tensor(tmp_path):
+def test_two_names_for_one_tensor_are_refused(tmp_path):
     message = mixtral(
         tmp_path, lambda state: state.update({"model.layers.0.mlp.gate.weight": torch.zeros(4, 64)})
     )

@@ -1,4 +1,4 @@
-"""A split model as a Hugging Face folder: transformers loads it in one process, and its logits are those of the model."""
+"""A split model saved as a Hugging Face folder: transformers loads it in one process and computes the same logits."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from titanplans.weights.save import save_weights
 pytestmark = pytest.mark.thorough
 
 SPLITS = {"tp 2": Degrees(dp_replicate=2, dp_shard=1, tp=2), "fsdp 2 x tp 2": Degrees(tp=2)}
-# Shared heads, an uneven vocabulary and width; tied heads, experts that are published one by one, towers.
+# Shared heads, an odd vocabulary and width; tied heads, experts that the hub has one by one, towers.
 MODELS = {
     "llama": dict(num_key_value_heads=1, **zoo.ODD),
     "qwen2": dict(num_key_value_heads=2, tie_word_embeddings=True),
@@ -73,7 +73,9 @@ def save_all(rank):
     (folder / "linked").mkdir(exist_ok=True)
     (folder / "link").symlink_to(folder / "linked") if rank == 0 else None
     save_weights(model, folder / "link")
-    model.config.temperature = 0.5  # which transformers takes for generation's, and refuses to write
+    model.config.temperature = (
+        0.5  # transformers takes it for an option of generation, and refuses to save it
+    )
     message["of a library"] = refused(partial(save_weights, model, folder / "new"))
     del model.config.temperature
     message["no config"] = refused(partial(save_weights, torch.nn.Linear(2, 2), folder / "new"))
@@ -98,7 +100,7 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("case", SPLITS)
-def test_transformers_loads_it_and_gives_the_same_logits(saved, case, name):
+def test_transformers_loads_it_with_the_same_logits(saved, case, name):
     model, inputs = build(name).eval(), zoo.inputs(name)
     loaded, report = AutoModelForCausalLM.from_pretrained(saved[0] / case / name, output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -111,20 +113,20 @@ def test_transformers_loads_it_and_gives_the_same_logits(saved, case, name):
 
 
 def tensors_in(folder):
-    found = {}
+    tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             assert opened.metadata() == {"format": "pt"}
-            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  it is no dict
-    return found
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  `opened` is no dict
+    return tensors
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma3", "mixtral", "qwen3_moe"])
-def test_the_folder_holds_what_save_pretrained_writes(saved, tmp_path, name):
+def test_the_folder_has_the_tensors_of_save_pretrained(saved, tmp_path, name):
     build(name).save_pretrained(tmp_path)
-    expected, found = tensors_in(tmp_path), tensors_in(saved[0] / "fsdp 2 x tp 2" / name)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[each], tensor) for each, tensor in expected.items())
+    expected, actual = tensors_in(tmp_path), tensors_in(saved[0] / "fsdp 2 x tp 2" / name)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[each], tensor) for each, tensor in expected.items())
 
 
 def test_files_have_the_chosen_size_and_an_index(saved):
@@ -143,7 +145,7 @@ def test_files_have_the_chosen_size_and_an_index(saved):
         assert sum(sizes) <= 40_000 or len(sizes) == 1
 
 
-def test_the_dtype_is_the_chosen_one_and_the_tokenizer_is_beside_it(saved):
+def test_the_dtype_is_the_chosen_one_and_the_tokenizer_is_saved(saved):
     folder = saved[0] / "bf16"
     assert {tensor.dtype for tensor in tensors_in(folder).values()} == {torch.bfloat16}
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
@@ -158,7 +160,7 @@ def test_the_dtype_is_the_chosen_one_and_the_tokenizer_is_beside_it(saved):
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
 
-def test_what_can_not_be_written_is_refused_by_every_rank_and_leaves_nothing(saved):
+def test_a_refused_save_raises_on_every_rank_and_leaves_nothing(saved):
     folder, message = saved
     begin = {
         "there": "ModelError: /bf16 already exists",
@@ -182,8 +184,8 @@ def test_what_can_not_be_written_is_refused_by_every_rank_and_leaves_nothing(sav
     assert (folder / "linked" / "model.safetensors").exists()
 
 
-def test_how_much_is_to_be_freed_is_said(tmp_path, monkeypatch):
-    """Not "0.01 GB free, but 0.01 GB are to be written"."""
+def test_the_space_to_free_is_reported(tmp_path, monkeypatch):
+    """The message may not round to "0.01 GB free, but 0.01 GB are to be written"."""
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10_000_000))
     with pytest.raises(NotSaved, match=r"has 10\.0 MB free, but 10\.0 MB are to be written; free 20\.0 kB$"):
         refuse_full(tmp_path, 10_020_000)

@@ -107,7 +107,7 @@ ONE_CASE = ("--tp", "2", "--loss-parallel", "--sequence-parallel")
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder of the user's, which Python imports from, as `python -m` does."""
+    """Return a folder of the user on sys.path, as with `python -m`."""
     (tmp_path / "qwen3.json").write_text(json.dumps(QWEN3))
     (tmp_path / "olmo.json").write_text(json.dumps(OLMO))
     (tmp_path / "own_plans_of_test_verify.py").write_text(OWN)
@@ -123,7 +123,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def command(folder, capsys, monkeypatch):
-    """`command(*words)` returns status, stdout and stderr; logging is put back afterwards."""
+    """Return a function that runs the command and returns status, stdout and stderr; logging is restored afterwards."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     for name in ("RANK", "WORLD_SIZE"):
@@ -138,23 +138,23 @@ def command(folder, capsys, monkeypatch):
     root.setLevel(level)
 
 
-def test_without_torchtitan_its_loss_is_left_out_and_a_job_refused(command, monkeypatch, capsys):
+def test_without_torchtitan_its_loss_is_skipped_and_jobs_are_refused(command, monkeypatch, capsys):
     from titanplans.training.launch.main import main as train
 
-    monkeypatch.setitem(sys.modules, "torchtitan", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "torchtitan", None)  # as if it were not installed
     status, out, err = command("verify", "qwen3.json", "--layers", "1", "--quick", *ONE_CASE)
     assert (status, err) == (0, "")
     assert "\n  torchtitan's loss is not compared: torchtitan is not installed\n" in out
     assert "torchtitan loss" not in out
     assert train([str(ROOT / "configs" / "gla_debug.toml")]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(
+    message = capsys.readouterr().err
+    assert message.startswith(
         "error: torchtitan is not installed: pip install 'torchtitan>=0.3,<0.4', or train in"
     )
-    assert told.count("\n") == 1
+    assert message.count("\n") == 1
 
 
-def test_the_whole_grid_as_text(command):
+def test_the_full_grid_as_text(command):
     status, out, err = command("verify", "qwen3.json", "--layers", "1")
     assert (status, err) == (0, "")
     lines = out.splitlines()
@@ -164,17 +164,16 @@ def test_the_whole_grid_as_text(command):
         "  2 sequences of 16 tokens, ranks: threads",
         "  the first 1 of 3 blocks",
     ]
-    rows = [line.split()[:4] for line in lines if line.lstrip()[:1].isdigit() and " right " in line]
-    rows = [row for at, row in enumerate(rows) if row not in rows[:at]]
-    choices = [
-        ["sharded", "sharded"],
-        ["sharded", "replicated"],
-        ["replicated", "sharded"],
-        ["replicated", "replicated"],
+    lines_of_cases = [line.split()[:4] for line in lines if line.lstrip()[:1].isdigit() and " right " in line]
+    lines_of_cases = [
+        line_of_case
+        for at, line_of_case in enumerate(lines_of_cases)
+        if line_of_case not in lines_of_cases[:at]
     ]
-    # Degree 4 shares key/value heads; where nothing is cut by weights, their options change nothing.
+    choices = [["sharded", "sharded"], ["sharded", "whole"], ["whole", "sharded"], ["whole", "whole"]]
+    # At degree 4 ranks share key/value heads; without TP its options have no effect.
     by_weights = [[tp, cp, *c] for tp, cp in (("2", "1"), ("4", "1"), ("2", "2")) for c in choices]
-    assert sorted(rows) == sorted([*by_weights, ["1", "2", "sharded", "sharded"]])
+    assert sorted(lines_of_cases) == sorted([*by_weights, ["1", "2", "sharded", "sharded"]])
     assert "not proved: tp 8: tensor_parallel_degree = 8 does not divide num_attention_heads = 4" in out
     assert "1 x Qwen3DecoderLayer (Qwen3Attention, Qwen3MLP)" in out
     assert "2 all-gather, 2 reduce-scatter  2 all-gather, 2 reduce-scatter" in out
@@ -186,22 +185,22 @@ def test_the_whole_grid_as_text(command):
 def test_json_is_one_object(command):
     status, out, err = command("verify", "qwen3.json", "--json", *ONE_CASE)
     assert (status, err) == (0, "")
-    found = json.loads(out)
-    assert (found["verdict"], found["subject"], found["ranks"]) == (
+    result = json.loads(out)
+    assert (result["verdict"], result["subject"], result["ranks"]) == (
         "proved",
         "qwen3.json",
         "ranks: threads",
     )
-    assert found["sizes"]["layers"] == 2
-    assert found["notes"] == [
-        "the first 2 of 3 blocks: the others have the same classes, shapes, settings and plan (--layers)"
+    assert result["sizes"]["layers"] == 2
+    assert result["notes"] == [
+        "the first 2 of 3 blocks: the others are of the same classes, shapes and settings, and have the same plan (--layers)"
     ]
-    cases = found["report"]["cases"]
+    cases = result["report"]["cases"]
     assert all(case["passed"] for case in cases)
     case = cases[0]
     assert case["scenario"]["steps"][0][0] == dataclasses.asdict(MicroBatch())
     assert {"loss", "torchtitan loss"} < {check["what"] for check in case["checks"]}
-    (counted,) = found["communication"]
+    (counted,) = result["communication"]
     assert (counted["tp"], counted["sequence_parallel"], counted["minimal"]) == (2, True, True)
 
 
@@ -212,11 +211,11 @@ def test_a_job_is_proved_as_it_is_split(command, folder):
         '[experimental]\ncustom_import = "own_plans_of_test_verify"\n'
     )
     status, out, _ = command("verify", "job.toml", "--json", "--layers", "1", "--quick")
-    found = json.loads(out)
-    case, _ = found["report"]["cases"]
+    result = json.loads(out)
+    case, _ = result["report"]["cases"]
     assert status == 0
     assert (case["tp"], case["loss_parallel"], case["sequence_parallel"]) == (4, False, True)
-    assert found["report"]["subject"] == "Qwen3ForCausalLM, Unregistered"
+    assert result["report"]["subject"] == "Qwen3ForCausalLM, Unregistered"
     # Flags come before the job.
     _, out, _ = command(
         "verify", "job.toml", "--json", "--layers", "1", "--tp", "2", "--no-sequence-parallel", "--quick"
@@ -240,28 +239,30 @@ def test_a_job_is_proved_as_it_is_split(command, folder):
         ),
     ],
 )
-def test_a_plan_finds_its_model(command, arguments, model):
+def test_the_model_of_a_plan(command, arguments, model):
     status, out, err = command("verify", *arguments, "--quick", *ONE_CASE)
     assert (status, err) == (0, "")
     assert out.splitlines()[0] == model
 
 
-def test_a_dict_for_a_model_of_no_known_parts(command):
+def test_a_dict_plan_for_a_model_of_unknown_structure(command):
     arguments = (f"{OURS}:NO_BLOCKS", "--model", f"{OURS}:no_blocks", "--no-sequence-parallel")
     status, out, err = command("verify", *arguments)
     assert (status, err) == (0, "")
     assert "collectives are not counted: there is no list of blocks" in out
-    assert out.splitlines()[-1].startswith("proved: 14 cases")  # an MLP of 12 is no share for each of 8 ranks
+    assert out.splitlines()[-1].startswith(
+        "proved: 14 cases"
+    )  # a width of 12 gives no shard to each of 8 ranks
 
 
-def test_images_get_room(command):
+def test_the_length_has_room_for_images(command):
     status, out, _ = command("verify", "gemma3", "--quick", *ONE_CASE)
     assert status == 0
     assert "Gemma3ForConditionalGeneration, Gemma3VisionPlan" in out
     assert "2 sequences of 16 tokens" in out
 
 
-def test_float32_where_asked(command):
+def test_a_proof_in_float32(command):
     status, out, _ = command(
         "verify", "qwen3.json", "--dtype", "float32", "--layers", "1", "--seq-len", "5", "--quick", *ONE_CASE
     )
@@ -270,7 +271,7 @@ def test_float32_where_asked(command):
     assert "2 sequences of 5 tokens" in out
 
 
-def test_list_names_plans_model_types_mixers_and_what_these_are_split_by(command):
+def test_list_has_plans_model_types_mixers_and_their_heads(command):
     status, out, _ = command("list")
     assert status == 0
     (row,) = [line.split() for line in out.splitlines() if "GLAPlan" in line]
@@ -278,12 +279,10 @@ def test_list_names_plans_model_types_mixers_and_what_these_are_split_by(command
     assert "llama, mistral" in out
     by = {line.split()[0].rpartition(":")[2]: line.split()[-1] for line in out.splitlines()[1:-1]}
     assert by["HGRNPlan"] == "input_dim"  # channels
-    assert [name for name, what in by.items() if what == "nothing"] == [
-        "BitNetPlan"
-    ]  # replicated on every rank
+    assert [name for name, split_by in by.items() if split_by == "nothing"] == ["BitNetPlan"]  # replicated
 
 
-def test_list_says_what_is_split_of_each_mixer_of_a_model_type(command):
+def test_list_of_a_model_type_has_what_is_split_of_each_mixer(command):
     status, out, _ = command("list", "gla", "bitnet", "qwen3_next")
     assert status == 0
     lines = out.splitlines()
@@ -298,7 +297,7 @@ def test_list_says_what_is_split_of_each_mixer_of_a_model_type(command):
     ]
 
 
-def test_progress_is_one_line_of_a_terminal(monkeypatch):
+def test_progress_is_one_line_in_a_terminal(monkeypatch):
     master, slave = os.openpty()
     with open(slave, "w") as terminal:
         monkeypatch.setattr("sys.stderr", terminal)
@@ -309,7 +308,7 @@ def test_progress_is_one_line_of_a_terminal(monkeypatch):
             tell("tp = 4")
         expected = b"\r\x1b[Kgla: tp = 2, loss p\r\x1b[K"
         shown = b""
-        while len(shown) < len(expected):  # a terminal may give what was written in pieces
+        while len(shown) < len(expected):  # a terminal may return the output in pieces
             shown += os.read(master, 1000)
         assert shown == expected
     os.close(master)
@@ -400,7 +399,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_one_line_and_status_2(command, case):
+def test_errors_are_one_line_with_status_2(command, case):
     arguments, message = REFUSED[case]
     status, out, err = command(*arguments)
     assert (status, out) == (2, "")

@@ -1,4 +1,4 @@
-"""Models cut to fewer blocks and tokens, and the memory that a proof needs."""
+"""Models truncated to fewer blocks and a smaller vocabulary, and the memory that a proof needs."""
 
 import pytest
 import torch
@@ -36,24 +36,26 @@ def named(name, flavor):
 
 
 @pytest.mark.parametrize(
-    ("source", "layers", "blocks", "of"),
+    ("source", "layers", "blocks", "all_blocks"),
     [
-        (lambda: named("qwen3", "0.6B"), None, 2, 28),  # alike, but the stream begins at the first
+        (lambda: named("qwen3", "0.6B"), None, 2, 28),  # equal blocks, but the stream begins at the first
         (lambda: named("qwen3", "0.6B"), 5, 5, 28),
         (lambda: named("qwen3", "debug"), 4, 4, 4),
-        (lambda: named("gemma3_text", "debug"), None, 2, 4),  # a local one, then a full one
-        (lambda: named("gemma3_text", "1B"), None, 6, 26),  # five local ones, then a full one
+        (lambda: named("gemma3_text", "debug"), None, 2, 4),  # a sliding window, then full attention
+        (lambda: named("gemma3_text", "1B"), None, 6, 26),  # five sliding windows, then full attention
         (lambda: named("gemma3", "4B"), None, 6, 34),
-        (lambda: named("rwkv7", "debug"), None, 2, 4),  # a block knows how many there are
+        (lambda: named("rwkv7", "debug"), None, 2, 4),  # blocks depend on the number of blocks
         (hybrid, None, 3, 8),
         (hybrid, 2, 2, 8),
     ],
 )
-def test_the_first_blocks(source, layers, blocks, of):
-    config, model, notes = reduce_config(source(), layers, None)
-    same = ": the others have the same classes, shapes, settings and plan (--layers)"
-    told = [f"the first {blocks} of {of} blocks{'' if layers else same}"] if blocks < of else []
-    assert [note for note in notes if "vocabulary" not in note] == told
+def test_the_first_blocks(source, layers, blocks, all_blocks):
+    config, model, notes = cut(source(), layers, None)
+    same = ": the others are of the same classes, shapes and settings, and have the same plan (--layers)"
+    expected = (
+        [f"the first {blocks} of {all_blocks} blocks{'' if layers else same}"] if blocks < all_blocks else []
+    )
+    assert [note for note in notes if "vocabulary" not in note] == expected
     assert len(find_decoder(model).blocks) == blocks
     text = config.get_text_config()
     assert text.num_hidden_layers == blocks
@@ -61,13 +63,13 @@ def test_the_first_blocks(source, layers, blocks, of):
     assert all(p.is_meta for p in model.parameters())
 
 
-def test_lists_with_an_entry_for_each_block_follow():
-    found, *_ = reduce_config(named("gemma3_text", "1B"), 7, None)
-    assert found.layer_types == modeling.load_config("gemma3_text", "1B").layer_types[:7]
-    assert found.sliding_window == 512
-    assert reduce_config(hybrid(), None, None)[0].attn["layers"] == [2]
-    # A vision tower is cut to the same number, if it has more.
-    assert reduce_config(named("gemma3", "4B"), 3, None)[0].vision_config.num_hidden_layers == 3
+def test_lists_with_an_entry_for_each_block_are_truncated_too():
+    config, *_ = cut(named("gemma3_text", "1B"), 7, None)
+    assert config.layer_types == modeling.load_config("gemma3_text", "1B").layer_types[:7]
+    assert config.sliding_window == 512
+    assert cut(hybrid(), None, None)[0].attn["layers"] == [2]
+    # A larger vision tower is truncated to the same number of blocks.
+    assert cut(named("gemma3", "4B"), 3, None)[0].vision_config.num_hidden_layers == 3
 
 
 @pytest.mark.parametrize(("name", "flavor"), [("qwen3", "0.6B"), ("gemma3", "4B"), ("gla", "340M")])
@@ -78,16 +80,16 @@ def test_a_smaller_vocabulary(name, flavor):
     assert model.get_output_embeddings().weight.shape[0] == 1000
 
 
-def test_more_than_there_is_is_refused():
+def test_more_blocks_or_tokens_than_there_are_are_refused():
     with pytest.raises(VerifyError, match=r"--layers 29: qwen3, .*0.6B has 28"):
         reduce_config(named("qwen3", "0.6B"), 29, None)
     with pytest.raises(VerifyError, match=r"--vocab-size 4097: qwen3, .*debug has 4,096"):
         reduce_config(named("qwen3", "debug"), None, 4097)
 
 
-def test_memory_that_is_not_there_is_refused():
+def test_a_proof_larger_than_memory_is_refused():
     model = modeling.build(modeling.load_config("llama", "3.1-70B"))
-    # Twelve copies of 70.6e9 float64.
+    # Twelve copies of 70.6e9 float64 values.
     expected = r"^a proof of 70,553,706,496 parameters in float64 needs more than 6,773\.2 GB"
     with pytest.raises(VerifyError, match=expected):
         check_memory(model, 32, torch.float64, CPU)
@@ -103,13 +105,13 @@ def test_a_small_proof_fits():
         check_memory(small, 10**9, torch.float64, CPU)
 
 
-def test_special_tokens_of_images_and_videos_stay_different():
+def test_special_tokens_of_images_and_videos_stay_distinct():
     config = Qwen2VLConfig(text_config={"vocab_size": 152_064})
     size = _smaller_vocabulary(config)
     small = _with_vocabulary(config, size)
     special = (small.image_token_id, small.video_token_id, small.vision_start_token_id)
     assert size == 768
-    assert special == (359, 360, 356)  # as far from the end as they were
+    assert special == (359, 360, 356)  # as far from the end as in the full vocabulary
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,7 @@ def test_special_tokens_of_images_and_videos_stay_different():
         ("--cp 1 --tp 1 --process-group", [Degrees(tp=1)]),
     ],
 )
-def test_what_the_command_line_leaves_open_is_as_the_job_says(tmp_path, arguments, degrees):
+def test_degrees_not_on_the_command_line_are_those_of_the_job(tmp_path, arguments, degrees):
     job = tmp_path / "job.toml"
     job.write_text("[parallelism]\ntensor_parallel_degree = 2\ncontext_parallel_degree = 2\n")
     request = parse(["verify", str(job), *arguments.split()])

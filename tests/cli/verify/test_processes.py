@@ -1,4 +1,4 @@
-"""`titanplans verify` in processes of its own: a wrong plan, several models, a process group, a stopped proof."""
+"""`titanplans verify` in new processes: a wrong plan, several models, a process group, a stopped proof."""
 
 import errno
 import json
@@ -39,12 +39,12 @@ ONE_CASE = ("--tp", "2", "--loss-parallel", "--sequence-parallel")
 
 
 def run(folder: Path, *command: str, **environment: str) -> tuple[int, str, str]:
-    """`command`, in `folder`, with this project importable: the installed one, or else a module of Python's."""
+    """Run `command` in `folder` with this project importable: the installed titanplans, or a module of Python."""
     inherited = {
         k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "TORCHDYNAMO_DISABLE")
     }
     arguments = ["-m", *command]
-    if command[0] == "titanplans":  # which lies elsewhere, and whose folder Python then looks into
+    if command[0] == "titanplans":  # installed elsewhere, and its folder is first on sys.path
         installed = folder / "bin" / "titanplans"
         installed.parent.mkdir(exist_ok=True)
         installed.write_text("from titanplans.cli.main import run\n\nif __name__ == '__main__':\n    run()\n")
@@ -60,11 +60,11 @@ def run(folder: Path, *command: str, **environment: str) -> tuple[int, str, str]
     return done.returncode, done.stdout, done.stderr
 
 
-def test_a_wrong_plan_of_the_users_own_exits_1_and_is_named(tmp_path):
+def test_a_wrong_plan_of_the_user_exits_with_1_and_is_named(tmp_path):
     (tmp_path / "my_plans.py").write_text(BROKEN)
     options = ("--model", "qwen3", "--layers", "2", "--quick", *ONE_CASE)
     status, out, err = run(tmp_path, "titanplans", "verify", "my_plans:MyPlan", *options)
-    assert (status, err) == (1, "")  # no library's warnings either
+    assert (status, err) == (1, "")  # no warnings of libraries either
     assert "the first 2 of 4 blocks" in out
     first = "backward: first wrong at model.layers.1.self_attn.q_norm.weight"
     assert first in out
@@ -76,8 +76,8 @@ def test_a_wrong_plan_of_the_users_own_exits_1_and_is_named(tmp_path):
 
 
 @pytest.mark.thorough
-def test_several_models_are_proved_side_by_side(tmp_path):
-    """`--all`, here of three small models, on two cores or more: each text is whole, the last line counts them."""
+def test_several_models_are_proved_at_the_same_time(tmp_path):
+    """`--all`, here for three small models, on two cores or more: texts are not mixed, the last line has the counts."""
     (tmp_path / "few.py").write_text(FEW)
     status, out, _ = run(tmp_path, "few", "verify", "--all", "--quick", *ONE_CASE)
     assert status == 0
@@ -89,7 +89,7 @@ def test_several_models_are_proved_side_by_side(tmp_path):
 
 
 def on_a_rank(rank, port, folder):
-    """`titanplans verify` in a process that torchrun might have started."""
+    """Run `titanplans verify` as in a process started by torchrun."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
     options = ("--layers", "1", "--sequence-parallel", "--process-group", "--json", "--quick")
@@ -97,16 +97,16 @@ def on_a_rank(rank, port, folder):
         assert main(["verify", "gla", *options]) == 0
 
 
-def test_a_process_group_proves_its_degree_and_json_is_all_of_stdout(tmp_path):
+def test_a_process_group_proves_its_degree_and_stdout_is_only_json(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     method = process_groups.start_method()
     mp.start_processes(on_a_rank, args=(port, tmp_path), nprocs=2, start_method=method)
     assert (tmp_path / "stdout.1").read_text() == ""
-    found = json.loads((tmp_path / "stdout.0").read_text())
-    assert (found["verdict"], found["ranks"]) == ("proved", "2 processes over gloo, cpu")
-    cases = found["report"]["cases"]
+    result = json.loads((tmp_path / "stdout.0").read_text())
+    assert (result["verdict"], result["ranks"]) == ("proved", "2 processes over gloo, cpu")
+    cases = result["report"]["cases"]
     assert {(c["tp"], c["loss_parallel"], c["sequence_parallel"]) for c in cases} == {
         (2, True, True),
         (2, False, True),
@@ -114,7 +114,7 @@ def test_a_process_group_proves_its_degree_and_json_is_all_of_stdout(tmp_path):
 
 
 def stopped(folder: Path, arguments: list[str], until: str) -> tuple[int, str, str, str]:
-    """Stop `words` by SIGINT when the file matches `until`; return status, stdout, the terminal (stderr) and the file."""
+    """Stop the command by SIGINT when the file matches `until`; return status, stdout, terminal (stderr) and the file."""
     written = folder / "so_far"
     master, slave = os.openpty()
     started = subprocess.Popen(
@@ -133,11 +133,13 @@ def stopped(folder: Path, arguments: list[str], until: str) -> tuple[int, str, s
     while started.poll() is None:
         assert time.monotonic() < end, terminal
         if not sent and written.exists() and re.search(until, written.read_text()):
-            os.killpg(started.pid, signal.SIGINT)  # as a terminal does
+            os.killpg(started.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
             sent = True
         try:
             terminal += os.read(master, 4096)
-        except OSError as error:  # none yet, or, on Linux, EIO: the process has closed the terminal, and ends
+        except (
+            OSError
+        ) as error:  # nothing yet, or, on Linux, EIO: the process has closed the terminal and ends
             if error.errno not in (errno.EAGAIN, errno.EIO):
                 raise
             time.sleep(0.02)
@@ -147,11 +149,11 @@ def stopped(folder: Path, arguments: list[str], until: str) -> tuple[int, str, s
 
 
 @pytest.mark.thorough
-def test_a_row_comes_with_each_case_and_all_so_far_when_it_is_stopped(tmp_path):
-    words = ["-m", "titanplans", "verify", "llama", "--tp=2", "--layers=1", "--vocab-size=64"]
+def test_each_case_prints_a_row_and_a_stopped_proof_reports_its_cases(tmp_path):
+    arguments = ["-m", "titanplans", "verify", "llama", "--tp=2", "--layers=1", "--vocab-size=64"]
     status, out, terminal, written = stopped(
-        tmp_path, words, r"unfinished: ([3-9]|1\d) of "
-    )  # rows may come together
+        tmp_path, arguments, r"unfinished: ([3-9]|1\d) of "
+    )  # rows may be written together
     assert status == 128 + signal.SIGINT
     assert out.startswith("llama, flavor debug\n")
     assert "unfinished: " in out.splitlines()[-1]
@@ -164,16 +166,25 @@ def test_a_row_comes_with_each_case_and_all_so_far_when_it_is_stopped(tmp_path):
 
 
 @pytest.mark.thorough
-def test_stopped_before_the_first_case(tmp_path):
+def test_a_proof_stopped_before_its_first_case(tmp_path):
     status, out, _, written = stopped(tmp_path, ["-m", "titanplans", "verify", "llama", "--tp=2"], "^$")
     assert (status, out, written) == (128 + signal.SIGINT, "stopped before the first case\n", "")
 
 
 @pytest.mark.thorough
-def test_of_several_models_those_that_are_done(tmp_path):
+def test_a_stopped_proof_of_several_models_reports_the_finished_ones(tmp_path):
     (tmp_path / "few.py").write_text(FEW)
-    words = ["-m", "few", "verify", "--all", "--quick", "--tp=2", "--loss-parallel", "--sequence-parallel"]
-    status, out, terminal, written = stopped(tmp_path, words, "proved: 2 cases")
+    arguments = [
+        "-m",
+        "few",
+        "verify",
+        "--all",
+        "--quick",
+        "--tp=2",
+        "--loss-parallel",
+        "--sequence-parallel",
+    ]
+    status, out, terminal, written = stopped(tmp_path, arguments, "proved: 2 cases")
     assert status == 128 + signal.SIGINT
     assert "unfinished: " in out.splitlines()[-1]
     assert " of 3 models, all of them proved; " in out.splitlines()[-1]
@@ -182,7 +193,7 @@ def test_of_several_models_those_that_are_done(tmp_path):
 
 
 @pytest.mark.thorough
-def test_the_file_has_what_is_printed(tmp_path, capsys):
+def test_the_output_file_has_the_printed_report(tmp_path, capsys):
     written = tmp_path / "proof.json"
     arguments = [
         "verify",

@@ -1,4 +1,4 @@
-"""A job's sections become a strategy, and what `parallel` refuses is told by the job's keys."""
+"""The sections of a job become a strategy, and errors of `parallel` name the keys of the job."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from titanplans.parallel import ActivationCheckpoint, Compile, DDPConfig, FSDP2C
 from titanplans.split.stages.schedules import SCHEDULES
 
 
-def of(**options: object) -> FSDP2Config | DDPConfig:
+def strategy_from(**options: object) -> FSDP2Config | DDPConfig:
     job = build_job({key.replace("__", "."): value for key, value in options.items()})
     return strategy_of(job)
 
@@ -21,36 +21,36 @@ EVERY_SECOND = ActivationCheckpoint(mode="selective", selective_ac_option="2")
 
 def test_the_defaults():
     precision = {"mixed_precision_param": "bfloat16", "mixed_precision_reduce": "float32"}
-    assert of() == FSDP2Config(**precision, activation_checkpoint=EVERY_SECOND)
-    assert of(**DDP) == DDPConfig(autocast_dtype="bfloat16", activation_checkpoint=EVERY_SECOND)
+    assert strategy_from() == FSDP2Config(**precision, activation_checkpoint=EVERY_SECOND)
+    assert strategy_from(**DDP) == DDPConfig(autocast_dtype="bfloat16", activation_checkpoint=EVERY_SECOND)
 
 
 @pytest.mark.parametrize(
-    ("given", "autocast"),
+    ("options", "autocast"),
     [
         ({"training__mixed_precision_param": "float32"}, None),
         ({"training__mixed_precision_param": "float32", "training__autocast_dtype": "bfloat16"}, "bfloat16"),
         ({"training__autocast_dtype": "float32"}, "float32"),
     ],
 )
-def test_mixed_precision_under_ddp_is_autocast(given, autocast):
-    config = of(**DDP, **given)
+def test_mixed_precision_under_ddp_is_autocast(options, autocast):
+    config = strategy_from(**DDP, **options)
     assert isinstance(config, DDPConfig)
     assert config.autocast_dtype == autocast
 
 
-def test_recomputation_is_the_sections():
-    given = {"mode": "memory_budget", "memory_budget": 0.25, "visualize_memory_budget_pareto": True}
-    config = of(
-        compile__enable=True, **{f"activation_checkpoint__{key}": value for key, value in given.items()}
+def test_recomputation_has_the_options_of_its_section():
+    options = {"mode": "memory_budget", "memory_budget": 0.25, "visualize_memory_budget_pareto": True}
+    config = strategy_from(
+        compile__enable=True, **{f"activation_checkpoint__{key}": value for key, value in options.items()}
     )
-    assert config.activation_checkpoint == ActivationCheckpoint(**given)
+    assert config.activation_checkpoint == ActivationCheckpoint(**options)
 
 
-def test_compile_waits_for_its_switch():
-    rest = {"compile__backend": "eager", "compile__dynamic": True, "compile__components": ["loss"]}
-    assert of(**rest).compile == Compile()
-    assert of(**rest, compile__enable=True).compile == Compile(
+def test_options_of_compile_need_its_switch():
+    options = {"compile__backend": "eager", "compile__dynamic": True, "compile__components": ["loss"]}
+    assert strategy_from(**options).compile == Compile()
+    assert strategy_from(**options, compile__enable=True).compile == Compile(
         enable=True, components=("loss",), backend="eager", dynamic=True
     )
 
@@ -63,14 +63,14 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("given", "option"), REFUSED)
-def test_a_refusal_of_a_strategy_names_the_jobs_key(given, option):
+@pytest.mark.parametrize(("options", "option"), REFUSED)
+def test_a_refusal_of_a_strategy_names_the_key_of_the_job(options, option):
     with pytest.raises(OptionError) as caught:
-        of(**given)
+        strategy_from(**options)
     assert caught.value.option == option
 
 
-def test_every_option_is_told_by_a_key_of_the_job():
+def test_every_option_has_a_key_of_the_job():
     for strategy in (FSDP2Config, DDPConfig):
         for field in options_of(strategy):
             nested = options_of(type(field.default)) if hasattr(field.default, "section") else ()
@@ -120,15 +120,15 @@ OF_PIPELINES = [
 ]
 
 
-@pytest.mark.parametrize(("given", "option"), OF_PIPELINES)
-def test_the_contradictions_of_a_pipeline(given, option):
-    """Under a degree of 1 there is none."""
-    job = build_job({key.replace("__", "."): value for key, value in given.items()})
+@pytest.mark.parametrize(("options", "option"), OF_PIPELINES)
+def test_the_contradictions_of_a_pipeline(options, option):
+    """With a degree of 1 there is no contradiction."""
+    job = build_job({key.replace("__", "."): value for key, value in options.items()})
     assert not list(pipeline(job))
     degree = job.parallelism.model_copy(update={"pipeline_parallel_degree": 2})
-    found = [name for name, _ in pipeline(job.model_copy(update={"parallelism": degree}))]
-    assert found == [option] * (option is not None)
+    contradictions = [name for name, _ in pipeline(job.model_copy(update={"parallelism": degree}))]
+    assert contradictions == [option] * (option is not None)
 
 
-def test_the_schedules_that_split_backwards():
+def test_the_schedules_that_split_the_backward():
     assert tuple(name for name in SCHEDULES if SCHEDULES[name].splits_backward) == SPLIT_BACKWARD
