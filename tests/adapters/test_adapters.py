@@ -1,4 +1,4 @@
-"""LoRA and frozen parts: proved on plans, refused where they can't be right, and over real process groups."""
+"""LoRA and frozen parameters: proofs on plans, refusals, and steps over real process groups."""
 
 import functools
 
@@ -45,19 +45,19 @@ def model_of(name, options=None, **fields):
     [
         # Shared key/value heads, a sharded head, a tied embedding.
         ("qwen3", dict(num_key_value_heads=2, num_hidden_layers=1), LoRA(rank=4, alpha=8, target_modules=EVERY)),
-        ("phi3", {}, None),  # packed rows
-        ("gpt2", {}, None),  # weights that are [in, out], packed
+        ("phi3", {}, None),  # packed projections
+        ("gpt2", {}, None),  # packed weights in the layout [in, out]
         ("gla", {}, None),  # a replicated Linear in a region, a fused MLP
         ("qwen2_moe", {}, None),  # the gate of a shared expert
         (
             "mamba",
             {},
             LoRA(rank=3, modules_to_save=("backbone.norm_f", "conv1d")),
-        ),  # a sum inside of a region
+        ),  # a sum inside a region
     ],
 )  # fmt: skip
 def test_adapters_are_proved_on_plans(name, fields, options):
-    """The base has no gradient: one on a rank would be unexpected."""
+    """The base weights have no gradient, so `verify` rejects a gradient on any rank."""
     report = verify_plain(
         functools.partial(model_of, name, options, **fields), degrees=[4], loss_parallel=True
     )
@@ -75,11 +75,13 @@ def test_float8_bases_are_proved():
     assert report.passed, report.table()
 
 
-def test_a_gradient_that_is_not_summed_is_found_and_placed(monkeypatch):
+def test_a_gradient_that_is_not_summed_is_rejected_with_its_module(monkeypatch):
     def unsummed(module, layouts):
-        found = with_factors(module, layouts)
-        return found | {
-            name: x._replace(gradient=Replicate()) for name, x in found.items() if name == "lora_A"
+        layouts_with_factors = with_factors(module, layouts)
+        return layouts_with_factors | {
+            name: x._replace(gradient=Replicate())
+            for name, x in layouts_with_factors.items()
+            if name == "lora_A"
         }
 
     monkeypatch.setattr("titanplans.styles.base.with_factors", unsummed)
@@ -92,7 +94,7 @@ def test_a_gradient_that_is_not_summed_is_found_and_placed(monkeypatch):
     assert "not summed over the ranks" in report.table()
 
 
-def test_initial_values_are_those_of_peft_and_of_no_layout():
+def test_initial_values_are_those_of_peft_for_any_layout():
     model = model_of("qwen3")
     module = model.get_submodule("model.layers.0.self_attn.q_proj")
     assert not module.lora_B.any()
@@ -122,7 +124,7 @@ def test_initial_values_are_those_of_peft_and_of_no_layout():
         (dict(modules_to_save=("wte",)), "'wte' matches no module with parameters"),
     ],
 )
-def test_names_that_stand_for_nothing_are_refused(options, message):
+def test_names_that_match_nothing_are_refused(options, message):
     model = modeling.build(zoo.config("qwen3"))
     with pytest.raises(OptionError, match=message):
         add_adapters(model, LoRA(rank=4, **options))
@@ -130,7 +132,7 @@ def test_names_that_stand_for_nothing_are_refused(options, message):
     assert all(param.requires_grad for param in model.parameters())
 
 
-def test_what_takes_no_adapter_is_refused():
+def test_modules_that_take_no_adapter_are_refused():
     with pytest.raises(OptionError, match=r"gate_up_proj .* is a parameter of MixtralExperts"):
         add_adapters(modeling.build(zoo.config("mixtral")), LoRA(rank=4, target_modules=("gate_up_proj",)))
     model = model_of("hgrn2")
@@ -146,14 +148,14 @@ def test_options_without_a_rank_are_refused(values):
         LoRA(**values)
 
 
-def test_dropout_that_can_not_be_the_whole_models_is_refused():
+def test_dropout_that_differs_from_the_unsplit_model_is_refused():
     model = model_of("gla", LoRA(rank=4, dropout=0.1))
     with pytest.raises(PlanError, match=r"gk_proj.0.*has a dropout.*lora.exclude_modules"):
         check_plan(model, Degrees(tp=2))
     check_plan(model_of("gla", LoRA(rank=4, dropout=0.1, exclude_modules=("gk_proj.0",))), Degrees(tp=2))
 
 
-def test_frozen_parts_by_name_and_by_pattern():
+def test_parameters_are_frozen_by_name_and_by_pattern():
     model = modeling.build(zoo.config("llama"))
     freeze(model, ("embed_tokens", "model.layers.0.*", "q_proj.weight"))
     trained = [name for name, param in model.named_parameters() if param.requires_grad]
@@ -190,7 +192,7 @@ def test_verify_takes_adapters_on_the_command_line(capsys):
         assert message in capsys.readouterr().err
 
 
-# Over real process groups, beside one process.
+# Over real process groups, against one process.
 
 
 def build(kind: str) -> nn.Module:
@@ -201,13 +203,13 @@ def build(kind: str) -> nn.Module:
         return model
     dropout = 0.2 if "dropout" in kind else 0.0
     add_adapters(model, LoRA(rank=3, dropout=dropout, modules_to_save=("model.norm",)))
-    randomise(model, 0)  # initially a lora_B of zeros hides the gradient of its lora_A
-    torch.manual_seed(1)  # of the dropout
+    randomise(model, 0)  # initially lora_B is zero, which makes the gradient of lora_A zero
+    torch.manual_seed(1)  # the seed of the dropout
     return model
 
 
 def split(model: nn.Module, tp: int, **options) -> step_comparison.Parallel:
-    torch.manual_seed(1)  # of the dropout
+    torch.manual_seed(1)  # the seed of the dropout
     return step_comparison.by_torchtitan(model, tp, **options)
 
 
@@ -225,7 +227,7 @@ CASES = {
 
 
 @pytest.mark.thorough
-def test_a_step_is_that_of_one_process():
+def test_a_step_equals_that_of_one_process():
     cases = step_comparison.cases_of(CASES, build, split, vocabulary=96)
     assert not step_comparison.equals_one_process(cases, ranks=4)
 
@@ -241,5 +243,5 @@ def _seeds(rank: int) -> str:
     return refusal_or_none(model, input_ids=torch.ones(1, 4, dtype=torch.long)) or ""
 
 
-def test_ranks_that_would_drop_other_numbers_are_refused():
+def test_ranks_that_would_drop_different_elements_are_refused():
     assert "model-parallel rank 1 would draw other numbers" in process_groups.run(_seeds, 2)

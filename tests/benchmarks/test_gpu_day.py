@@ -1,4 +1,4 @@
-"""`make gpu` without a GPU: its parts, the record of a run, and the page."""
+"""`make gpu` without a GPU: its groups of runs, the record of a run, and the page."""
 
 import sys
 import time
@@ -13,8 +13,8 @@ from tests.support.jobs import have_ended
 ONE_GPU = Machine("cuda", "Some GPU", 1, None, ("gla", "qwen3"), quick=False)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
-def test_without_cuda_it_is_one_sentence(capsys):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests the error without CUDA")
+def test_without_cuda_it_is_refused_in_one_sentence(capsys):
     assert main([]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
@@ -24,7 +24,7 @@ def test_without_cuda_it_is_one_sentence(capsys):
 @pytest.mark.parametrize(
     "machine", [ONE_GPU, ONE_GPU._replace(count=2), ONE_GPU._replace(device="cpu", count=2)]
 )
-def test_every_part_has_runs_with_names_of_their_own(machine):
+def test_every_part_has_runs_with_different_names(machine):
     for name, part in PARTS.items():
         runs = list(part(machine))
         assert runs, name
@@ -57,7 +57,7 @@ def test_without_the_trainer_its_parts_are_skipped_by_name():
 
 
 def odd(machine):
-    """Runs of every kind."""
+    """Yield runs of every kind."""
     yield Run("fine", ("-c", "print('| a | b |')"))
     yield Run("broken", ("-c", "print('so far'); raise SystemExit('the end of it')"))
     yield Run("refused", ("-c", "import sys; print('error: not as asked', file=sys.stderr); sys.exit(2)"))
@@ -65,7 +65,7 @@ def odd(machine):
     yield Run("left out", skipped="there is none")
 
 
-def test_no_run_ends_the_others_and_each_is_on_the_page(tmp_path, monkeypatch, capsys):
+def test_a_failing_run_does_not_end_the_others_and_all_are_on_the_page(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(PARTS, "odd", odd)
     begin = time.monotonic()
     assert main(["--device", "cpu", "--parts", "odd", "--page", str(tmp_path / "page.md")]) == 1
@@ -97,17 +97,17 @@ def test_a_part_runs_in_a_dry_run(tmp_path):
     assert "| tp 2 |" in page
 
 
-def test_what_a_part_starts_ends_with_it(tmp_path):
-    """Also the processes that the run has started itself, as torchrun does."""
+def test_processes_of_a_run_end_with_it(tmp_path):
+    """This includes processes that the run itself starts, as torchrun does."""
     pid = tmp_path / "pid"
     child = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     (result,) = carry_out("odd", [Run("parent", ("-c", code), 0.1)], dict())
     assert result.outcome == "took longer than 0.1 minutes"
-    assert have_ended([int(pid.read_text())], 10), "still there"
+    assert have_ended([int(pid.read_text())], 10), "a process still runs"
 
 
-def test_several_run_at_once_and_end_with_who_waits_for_them(tmp_path):
+def test_concurrent_runs_end_when_their_caller_ends(tmp_path):
     pids = [tmp_path / name for name in "ab"]
     codes = [
         f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)" for pid in pids
@@ -115,11 +115,11 @@ def test_several_run_at_once_and_end_with_who_waits_for_them(tmp_path):
     runs = [Run("short", ("-c", "import time; time.sleep(5)"))]
     runs += [Run(pid.name, ("-c", code)) for pid, code in zip(pids, codes, strict=True)]
     results = carry_out("odd", runs, dict(), at_once=3)
-    assert next(results).run.name == "short", "it waited for one that runs beside it"
+    assert next(results).run.name == "short", "it waited for another run"
     assert all(pid.exists() for pid in pids)
     results.close()
-    assert have_ended([int(pid.read_text()) for pid in pids], 10), "still there"
+    assert have_ended([int(pid.read_text()) for pid in pids], 10), "a process still runs"
 
 
 if sys.platform != "linux":
-    del test_what_a_part_starts_ends_with_it
+    del test_processes_of_a_run_end_with_it

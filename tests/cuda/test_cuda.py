@@ -1,4 +1,4 @@
-"""What only a GPU can show: FLA's own Triton kernels under a plan, over NCCL. Skipped, and counted, without one."""
+"""FLA's Triton kernels under a plan, over NCCL. The tests need a GPU, and are skipped and counted without one."""
 
 import subprocess
 import sys
@@ -36,13 +36,13 @@ WITH_KERNELS = (
     "retnet",
     "rwkv7",
 )
-"""Architectures of FLA whose kernels differ, in their debug flavors."""
+"""FLA architectures with different kernels, in their debug flavors."""
 
 
 def gradients(
     device: str, mesh=None, name: str = "gla", dtype: torch.dtype = torch.float32
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and whole gradients of a debug flavor, the same weights on every device."""
+    """Return the loss and full gradients of a debug flavor, with the same weights on every device."""
     from titanplans import apply_plan
 
     model = modeling.build(modeling.load_config(name, "debug"))
@@ -55,51 +55,53 @@ def gradients(
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
     loss.backward()
-    whole = {
+    full = {
         n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
         for n, p in model.named_parameters()
     }
-    return loss.item(), {name: grad.cpu() for name, grad in whole.items()}
+    return loss.item(), {name: grad.cpu() for name, grad in full.items()}
 
 
 def assert_close(actual, expected):
-    # Triton's dot products round their float32 inputs to TF32, 2^-11 relative; sums make some tens of that.
+    # Triton's dot products round float32 inputs to TF32, by a relative 2^-11; sums amplify it some tens of times.
     assert actual[0] == pytest.approx(expected[0], rel=1e-3)
     for name, grad in expected[1].items():
         off, size = (actual[1][name].double() - grad.double()).norm(), grad.double().norm()
-        assert off <= 2e-2 * size + 1e-8, f"{name}: {off} of {size}"  # 0 where rwkv7 begins with zeros
+        assert off <= 2e-2 * size + 1e-8, (
+            f"{name}: {off} of {size}"
+        )  # rwkv7 has weights of zero, whose gradients may be 0
 
 
-def assert_as_good(split, whole, exact):
-    """In bfloat16 the split model is as far from float32 as the whole one: each is a few of its roundings off."""
+def assert_as_good(split, unsplit, exact):
+    """Check that in bfloat16 the split model's error against float32 is at most twice that of the unsplit model."""
     for name, grad in exact.items():
-        allowed = 2 * (whole[name].double() - grad.double()).norm() + 1e-8
+        allowed = 2 * (unsplit[name].double() - grad.double()).norm() + 1e-8
         assert (split[name].double() - grad.double()).norm() <= allowed, name
 
 
-def test_fla_kernels_on_a_gpu_equal_ours_on_a_cpu():
+def test_fla_kernels_on_a_gpu_equal_their_stand_ins_on_a_cpu():
     kernels.install("cpu")
     assert_close(gradients("cuda"), gradients("cpu"))
 
 
 def split_over_all(rank, device="cuda"):
-    """Each architecture in float32, and one in bfloat16, over a mesh of all ranks; what every rank has is the same."""
+    """Return loss and gradients of each architecture in float32, and of one in bfloat16, split over all ranks."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh(device, (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
-    found = {}
+    results = {}
     for name in WITH_KERNELS:
-        found[name] = gradients(device, mesh, name)
-    found["bfloat16"] = gradients(device, mesh, "gla", torch.bfloat16)
-    return found
+        results[name] = gradients(device, mesh, name)
+    results["bfloat16"] = gradients(device, mesh, "gla", torch.bfloat16)
+    return results
 
 
 @several_gpus
 def test_tensor_parallel_over_nccl_equals_one_gpu(ranks):
-    found = process_groups.run(split_over_all, ranks, backend="nccl")
+    results = process_groups.run(split_over_all, ranks, backend="nccl")
     for name in WITH_KERNELS:
-        assert_close(found[name], gradients("cuda", name=name))
-    assert_as_good(found["bfloat16"][1], gradients("cuda", dtype=torch.bfloat16)[1], gradients("cuda")[1])
+        assert_close(results[name], gradients("cuda", name=name))
+    assert_as_good(results["bfloat16"][1], gradients("cuda", dtype=torch.bfloat16)[1], gradients("cuda")[1])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gla", "mamba2"])
@@ -111,7 +113,7 @@ def test_a_plan_is_proved_with_all_ranks_on_one_gpu(name):
 
 
 def steps_that_wait(rank, device="cuda"):
-    """Two steps of a manager's, the second of which must not wait for the device; the gradient norms."""
+    """Run two steps of a manager, the second of which may not synchronise with the device; return the gradient norms."""
     from titanplans.parallel import Degrees, FSDP2Config, ParallelManager
 
     manager = ParallelManager(
@@ -124,9 +126,9 @@ def steps_that_wait(rank, device="cuda"):
     loss_of = manager.prepare_loss(manager.cross_entropy)
     tokens = torch.randint(0, 4096, (2, 64), generator=torch.Generator().manual_seed(0)).to(device)
     norms = []
-    for number in range(2):
+    for index in range(2):
         if device == "cuda":
-            torch.cuda.set_sync_debug_mode("error" if number else "default")
+            torch.cuda.set_sync_debug_mode("error" if index else "default")
         loss_of(
             model(input_ids=tokens, use_cache=False).logits, tokens.roll(-1, 1), tokens.numel()
         ).backward()

@@ -1,4 +1,4 @@
-"""Float8 on a GPU: kernels in place of emulation, and the gather in float8 over NCCL. Skipped, and counted, without one."""
+"""Float8 on a GPU: kernels instead of emulation, and float8 all-gathers over NCCL. Skipped and counted without a GPU."""
 
 import pytest
 import torch
@@ -20,19 +20,19 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_one_rank_computes_what_torchao_does_to_the_last_bit(recipe):
+def test_one_rank_is_bit_identical_to_torchao(recipe):
     from titanplans.precision.float8.linear import Split, split_linear
 
     torch.manual_seed(0)
-    whole = nn.Sequential(nn.Linear(256, 128)).to("cuda", torch.bfloat16)
+    unsplit = nn.Sequential(nn.Linear(256, 128)).to("cuda", torch.bfloat16)
     split = nn.Sequential(nn.Linear(256, 128)).to("cuda", torch.bfloat16)
-    split.load_state_dict(whole.state_dict())
-    for model in (whole, split):
+    split.load_state_dict(unsplit.state_dict())
+    for model in (unsplit, split):
         convert_to_float8(model, Float8(recipe_name=recipe), "cuda")
     split_linear(split[0], Split(("no group", 1)))
     x = torch.randn(2, 64, 256, dtype=torch.bfloat16, device="cuda")
     results = []
-    for model in (whole, split):
+    for model in (unsplit, split):
         leaf = x.clone().requires_grad_()
         y = model(leaf)
         (y * torch.linspace(-1, 1, 128, device="cuda")).sum().backward()
@@ -65,6 +65,6 @@ def split_over_two(rank):
 
 
 @two_gpus
-def test_gathered_in_float8_over_nccl_it_is_the_loss_of_one_gpu():
-    # bfloat16 sums in another order, and what of it crosses a step of float8.
+def test_float8_gathers_over_nccl_give_the_loss_of_one_gpu():
+    # bfloat16 sums in another order, and values that this moves to another float8 number.
     assert process_groups.run(split_over_two, 2, backend="nccl") == pytest.approx(loss_of_a_step(), rel=1e-2)

@@ -1,4 +1,4 @@
-"""docs/generated/architectures.md names every plan, its size and its proved variants; tests/docs compares the whole page."""
+"""docs/generated/architectures.md lists every plan, its lines and its proved variants; tests/docs compares the full page."""
 
 import inspect
 
@@ -10,8 +10,8 @@ def test_the_page_has_every_architecture():
     lines = [
         line.split(" | ") for line in architectures.PAGE.read_text().splitlines() if line.startswith("| `")
     ]
-    found = {cells[0].strip("| `"): (cells[1], cells[2], cells[6].removesuffix(" |")) for cells in lines}
-    assert found == {
+    listed = {cells[0].strip("| `"): (cells[1], cells[2], cells[6].removesuffix(" |")) for cells in lines}
+    assert listed == {
         name: (
             f"`{place(plan)}`",
             str(len(inspect.getsource(plan).splitlines())),

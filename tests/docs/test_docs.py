@@ -1,4 +1,4 @@
-"""Every Python block of the docs runs, every TOML block is a job, a sweep or a family that loads; links lead somewhere."""
+"""Python blocks of the docs run, TOML blocks load as a job, a sweep or a family, and links have targets."""
 
 import re
 import shlex
@@ -18,7 +18,7 @@ LINKING = [
     *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "examples/out_of_tree/README.md")),
 ]
 ELSEWHERE = ("fla", "legacy", "outputs", "dump_folder", "rank_N")
-"""First parts of paths outside this repository: another project's, or files that a job writes."""
+"""First names of paths outside of this repository: of other projects, or of files that a job writes."""
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 
 
@@ -37,39 +37,39 @@ def pages_with(language: str):
 def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "docs"}
-    for number, block in enumerate(blocks(page, "python"), 1):
-        exec(compile(block, f"{page.name}, Python block {number}", "exec"), namespace)
+    for index, block in enumerate(blocks(page, "python"), 1):
+        exec(compile(block, f"{page.name}, Python block {index}", "exec"), namespace)
 
 
 @pytest.mark.thorough
-def test_the_way_from_a_folder_to_a_folder_works_as_it_stands(tmp_path):
-    """Its blocks in order, each program in a process of its own: Python (py), a job, commands (sh).
+def test_the_page_from_a_hugging_face_folder_and_back_works(tmp_path):
+    """The blocks run in order, each in a new process: Python (py), a job, commands (sh).
 
-    The last block is a new process, which has imported nothing of titanplans.
+    The last block runs in a process that has not imported titanplans.
     """
     text = (ROOT / "docs" / "weights.md").read_text()
     section = text[text.index("## From a folder to a folder") : text.index("## Start from a folder")]
-    *found, (last, reads) = BLOCK.findall(section)
-    assert ([language for language, _ in found], last) == (["py", "toml", "sh"], "py")
-    (_, builds), (_, job), (_, commands) = found
+    *first_blocks, (last, loads) = BLOCK.findall(section)
+    assert ([language for language, _ in first_blocks], last) == (["py", "toml", "sh"], "py")
+    (_, builds), (_, job), (_, commands) = first_blocks
     (tmp_path / "tuned.toml").write_text(job)
     for message, by in [([builds], python), *((message, None) for message in titanplans(commands))]:
         jobs.output(message, tmp_path, by)
     command = [sys.executable, "-"]
-    done = subprocess.run(command, input=reads, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert float(done.stdout.rsplit(" ", 1)[1]) > 0.01
+    result = subprocess.run(command, input=loads, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert float(result.stdout.rsplit(" ", 1)[1]) > 0.01
 
 
 def titanplans(commands: str) -> list[list[str]]:
-    """Return the words of each line; each line must be a command of titanplans."""
+    """Return the arguments of each line, which must be a command of titanplans."""
     lines = [shlex.split(line, comments=True) for line in commands.splitlines()]
     assert {line[0] for line in lines} == {"titanplans"}
     return [line[1:] for line in lines]
 
 
-def python(words: list[str]) -> None:
-    exec(words[0], {"__name__": "__main__"})
+def python(arguments: list[str]) -> None:
+    exec(arguments[0], {"__name__": "__main__"})
 
 
 @pages_with("toml")
@@ -78,10 +78,10 @@ def test_toml_blocks_load(page, tmp_path, monkeypatch):
     from titanplans.config import load_job
     from titanplans.config.families import read_family
 
-    monkeypatch.chdir(ROOT)  # a sweep names its base job
+    monkeypatch.chdir(ROOT)  # sweeps name their base job relative to it
 
-    for number, block in enumerate(blocks(page, "toml"), 1):
-        job = tmp_path / f"{number}.toml"
+    for index, block in enumerate(blocks(page, "toml"), 1):
+        job = tmp_path / f"{index}.toml"
         job.write_text(block)
         if "[sweep]" in block:
             assert not any(cell.refusal for cell in read_sweep(str(job))[1])
@@ -92,7 +92,7 @@ def test_toml_blocks_load(page, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", LINKING, ids=lambda p: str(p.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
+def test_links_have_targets(page):
     for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", prose(page)):
         if "://" in target:
             continue
@@ -102,12 +102,12 @@ def test_links_lead_somewhere(page):
 
 
 def prose(page: Path) -> str:
-    """Return a page without its blocks of code."""
+    """Return a page without its code blocks."""
     return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
 
 
 def anchors(page: Path) -> set[str]:
-    """Return what GitHub makes of a page's headings: lower case, hyphens for spaces, no punctuation."""
+    """Return the anchors that GitHub makes of headings: lower case, hyphens for spaces, no punctuation."""
     return {
         re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-")
         for line in re.findall(r"^#+ (.*)", prose(page), re.M)
@@ -123,7 +123,7 @@ def test_anchors_are_those_of_github(tmp_path):
 
 
 def test_paths_that_the_code_names_exist():
-    """Pages of documentation that errors, docstrings and comments name; `make gpu` writes those of docs/gpu."""
+    """Pages that errors, docstrings and comments name exist; `make gpu` writes those of docs/gpu."""
     code = [
         f for folder in ("titanplans", "plans", "tests", "benchmarks") for f in (ROOT / folder).rglob("*.py")
     ]

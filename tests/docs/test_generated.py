@@ -8,12 +8,12 @@ from tests.support.paths import GENERATED, ROOT
 
 sys.path.append(str(ROOT / "docs"))
 
-from generate import FOLDER, PAGES, SLOW, main  # docs/ is no package
+from generate import FOLDER, PAGES, SLOW, main  # docs/ is not a package
 
 EXHAUSTIVE = ("architectures.md", "models.md")
-"""Half a minute: every named size is built on meta."""
+"""It takes half a minute: every named size is built on the meta device."""
 BY_OTHER_TESTS = ("combinations.md",)
-"""tests/parallel/test_combinations.py compares it with verdicts that it needs anyway."""
+"""tests/parallel/test_combinations.py compares this page, because it computes the verdicts anyway."""
 
 
 @pytest.mark.parametrize(
@@ -24,11 +24,11 @@ BY_OTHER_TESTS = ("combinations.md",)
         if page.name not in BY_OTHER_TESTS
     ],
 )
-def test_a_page_is_fresh(page):
+def test_a_page_is_up_to_date(page):
     assert main([page, "--check"]) == 0, f"{page} is stale: python docs/generate.py {page}"
 
 
-def test_a_stale_page_is_told(tmp_path, monkeypatch, capsys):
+def test_a_stale_page_is_reported(tmp_path, monkeypatch, capsys):
     page = GENERATED / "missing.md"
     monkeypatch.setitem(PAGES, page, lambda: "text")
     assert main([page.name, "--check"]) == 1
@@ -36,6 +36,6 @@ def test_a_stale_page_is_told(tmp_path, monkeypatch, capsys):
     assert not page.exists()
 
 
-def test_the_folder_holds_generated_pages_alone():
+def test_the_folder_has_only_generated_pages():
     expected = {page.name for page in PAGES if page.parent == FOLDER} | set(SLOW)
     assert {page.name for page in FOLDER.iterdir()} == expected

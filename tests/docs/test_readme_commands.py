@@ -1,6 +1,6 @@
-"""Every command of the README, and some of the pages, does what is said there.
+"""Every command of the README, and some of other pages, prints what is said there.
 
-`COMMANDS` says with which fewer cases or steps; those that take minutes even so are exhaustive.
+`COMMANDS` adds options that reduce cases or steps; commands that still take minutes are exhaustive.
 """
 
 import re
@@ -14,7 +14,7 @@ from tests.support.paths import ROOT
 pytestmark = pytest.mark.thorough
 
 QUICK = ("--quick", "--tp", "2")
-"""Each condition once, at one degree."""
+"""Options for a proof of each condition once, at one degree."""
 MINUTES = pytest.mark.exhaustive
 PLANS = """
 from titanplans.plans.hf.qwen import Qwen3Plan
@@ -23,7 +23,7 @@ class MyPlan(Qwen3Plan):
     def attn_plan(self, attn):
         return super().attn_plan(attn) | {"q_norm": self.replicated_off_stream()}
 """
-"""`MyPlan` as the README has it wrong; `Unmasked` is a block of docs/proof.md."""
+"""`MyPlan` is the wrong plan of the README; `Unmasked` is a block of docs/proof.md."""
 
 COMMANDS = {
     "verify gla --tp 2": (("--quick",), 0, "proved: 2 cases"),
@@ -65,15 +65,15 @@ COMMANDS = {
     ),
     "list gla": ((), 0, "largest degree: debug 8, 340M 4"),
 }
-"""By the arguments of `titanplans`: what the test adds, the exit status, and words of the output.
+"""By arguments of `titanplans`: added options, exit status, and a fragment of the output.
 
-A command that needs a GPU or a download is held to its refusal here. Those that do not stand in the README are of the pages.
+For a command that needs a GPU or a download, the refusal is tested. Commands that the README lacks are of other pages.
 """
 SLOW = ("verify gla --tp 2", "async-tp qwen3 --tp 2", "verify my_plans:MyPlan --model qwen3 --tp 2")
 
 
-def of_readme() -> set[str]:
-    """Return the arguments of each `titanplans` in a block or between backticks."""
+def commands_of_readme() -> set[str]:
+    """Return the arguments of each `titanplans` command in a code block or in backticks."""
     text = (ROOT / "README.md").read_text()
     lines = re.findall(r"^(?:\$ |\.venv/bin/)?titanplans ([^#\n]+)", text, re.M)
     inline = re.findall(r"`(?:\.venv/bin/)?titanplans (\w+ [^`]+)`", text)
@@ -84,8 +84,8 @@ def of_readme() -> set[str]:
     }
 
 
-def test_every_command_is_here():
-    assert of_readme() <= set(COMMANDS)
+def test_every_command_of_the_readme_is_tested():
+    assert commands_of_readme() <= set(COMMANDS)
 
 
 @pytest.mark.parametrize("command", [pytest.param(c, marks=MINUTES) if c in SLOW else c for c in COMMANDS])
@@ -100,7 +100,7 @@ def test_a_command_does_what_the_readme_says(command, tmp_path):
     process = jobs.start([*shlex.split(command), *added], tmp_path)
     process.join(5 * jobs.PATIENCE)
     ended = process.exitcode
-    process.kill()  # which does nothing where it has ended
+    process.kill()  # does nothing if the process has ended
     printed = (tmp_path / "stdout").read_text() + (tmp_path / "stderr").read_text()
     assert ended == status, printed
     assert message in printed

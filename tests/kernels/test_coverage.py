@@ -1,4 +1,4 @@
-"""What `check_cpu` reads off the code: every family of FLA runs on a CPU, and what has no kernel there is named."""
+"""`check_cpu`: every family of FLA runs on a CPU, and a kernel without stand-in is named."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def families():
 
 @pytest.mark.parametrize("kind", families())
 def test_every_family_of_fla_runs_on_a_cpu(kind):
-    """More than 64 tokens, where several families choose other kernels. Proofs check the values."""
+    """With more than 64 tokens several families use other kernels. Values are checked by proofs."""
     model = zoo.build(kind, dtype=torch.float32)
     check_cpu(model)
     model(**zoo.inputs(kind, seq_len=70), use_cache=False).logits.square().mean().backward()
@@ -29,7 +29,7 @@ def test_every_family_of_fla_runs_on_a_cpu(kind):
 
 
 def without_stand_in():
-    """A gla model with a mixer of FLA's that no model of FLA's has, so that nothing stands in for its kernels."""
+    """Return a gla model with an FLA mixer that no FLA model uses, so its kernels have no stand-in."""
     from fla.layers.rebased import ReBasedLinearAttention
 
     with torch.device("meta"):
@@ -51,16 +51,16 @@ def test_the_refusal_names_module_function_and_kernel_and_needs_no_memory(monkey
 
 @pytest.mark.parametrize("options", [{}, {"attn": {"layers": [1], "num_heads": 8}, "use_short_conv": True}])
 @pytest.mark.parametrize("attnres", [None, 2])
-def test_what_is_replaced_ends_the_search(options, attnres):
+def test_modules_with_stand_ins_are_not_searched_further(options, attnres):
     check_cpu(modeling.build(modeling.load_config("gla", "debug", **options, attnres_block_size=attnres)))
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gemma3"])
-def test_models_of_transformers_run_anywhere(name):
+def test_models_of_transformers_run_on_a_cpu(name):
     check_cpu(modeling.build(modeling.load_config(name, "debug")))
 
 
-def test_transformers_own_mamba_is_not_flas():
+def test_the_mamba_of_transformers_is_not_that_of_fla():
     import transformers
 
     with torch.device("meta"):
@@ -69,8 +69,8 @@ def test_transformers_own_mamba_is_not_flas():
         )
 
 
-def test_without_install_the_remedy_is_install():
-    # A process of its own: in this one it is installed.
+def test_without_install_the_error_says_to_install():
+    # In a new process, because the stand-ins are installed in this one.
     assert "needs kernels.install('cpu') before" in process_groups.run(check_without_install, 1)
 
 

@@ -1,4 +1,4 @@
-"""Whole FLA models on a CPU, and what `install` does and does not do."""
+"""FLA models on a CPU, and what `install` replaces."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from titanplans.kernels import KernelError
 SIZES = dict(hidden_size=64, num_hidden_layers=2, num_heads=4, vocab_size=128, intermediate_size=128)
 HYBRID = dict(layers=[1], num_heads=4, num_kv_heads=2, window_size=16, qkv_bias=True, rope_theta=10000.0)
 
-# GLA's two gated norms go by different names: g_norm_swish_gate (fused) and g_norm.
+# GLA's two gated norms have different names: g_norm_swish_gate (fused) and g_norm.
 GLA = {
     "default": {},
     "conv": dict(use_short_conv=True),
@@ -51,7 +51,7 @@ def tokens(batch, seq_len):
 
 @pytest.mark.parametrize(
     "seq_len", [40, 100]
-)  # up to 64 tokens GLA calls fused_recurrent_gla, then chunk_gla
+)  # up to 64 tokens GLA calls fused_recurrent_gla, beyond that chunk_gla
 @pytest.mark.parametrize(("kind", "options"), MODELS)
 def test_loss_and_gradients_agree_between_float64_and_float32(kind, options, seq_len):
     runs = []
@@ -65,15 +65,15 @@ def test_loss_and_gradients_agree_between_float64_and_float32(kind, options, seq
     for name, value in exact.items():
         assert value.isfinite().all()
         assert value.abs().max() > 0, name
-        # Two layers of float32 rounding; measured: 3e-6. float32 hidden inside the float64 run would show in the next test.
+        # Two layers of float32 rounding; measured: 3e-6. The next test would find float32 inside the float64 run.
         assert (rounded[name] - value).abs().max() <= 2e-5 * value.abs().max(), name
 
 
 @pytest.mark.parametrize(
     ("kind", "options"), [("gla", "conv"), ("gla", "unfused"), ("transformer", "every option")]
 )
-def test_float64_is_not_float32_inside(kind, options):
-    """A central difference of the loss over 1e-6 agrees with the gradient: rounded to float32, it would be off by 0.1."""
+def test_float64_has_no_float32_inside(kind, options):
+    """A central difference of the loss over 1e-6 agrees with the gradient. In float32 it would be off by 0.1."""
     model, input_ids = build(kind, options).double(), tokens(1, 70)
 
     def loss():
@@ -89,7 +89,7 @@ def test_float64_is_not_float32_inside(kind, options):
             torch._foreach_add_(parameters, direction, alpha=move)
             values.append(loss())
     difference = (values[0] - values[1]) / (2 * step)
-    # Truncation: step^2 times a third derivative along a direction of length 300; measured: 3e-8.
+    # Truncation error: step^2 times a third derivative along a direction of length 300; measured: 3e-8.
     assert abs(difference - slope) <= 1e-6 * abs(slope)
 
 
@@ -105,11 +105,11 @@ def test_packed_and_padded_documents_equal_separate_ones(kind, options):
     torch.testing.assert_close(packed, separate, rtol=0, atol=1e-11)
 
     padded, mask = torch.zeros(2, 70, dtype=torch.long), torch.zeros(2, 70, dtype=torch.long)
-    for row, document in enumerate(documents):
-        padded[row, -document.shape[1] :], mask[row, -document.shape[1] :] = document, 1
+    for index, document in enumerate(documents):
+        padded[index, -document.shape[1] :], mask[index, -document.shape[1] :] = document, 1
     logits = model(input_ids=padded, attention_mask=mask, use_cache=False).logits
-    # FLA turns a padded document by positions that count the padding. Attention sees differences of positions, which
-    # FLA's float32 tables keep to 1e-7.
+    # FLA rotates a padded document by positions that count the padding. Attention depends on differences of positions,
+    # which FLA's float32 tables keep to 1e-7.
     tolerance = 1e-11 if options == "conv" else 1e-6
     torch.testing.assert_close(logits[mask.bool()], separate[0], rtol=0, atol=tolerance)
 
@@ -117,10 +117,10 @@ def test_packed_and_padded_documents_equal_separate_ones(kind, options):
 @pytest.mark.parametrize(
     ("kind", "options"), [("gla", "conv"), ("gla", "hybrid"), ("transformer", "every option")]
 )
-def test_decoding_token_by_token_equals_the_whole_sequence(kind, options):
+def test_decoding_token_by_token_equals_the_full_sequence(kind, options):
     model, input_ids = build(kind, options).double().eval(), tokens(2, 70)
     with torch.no_grad():
-        whole = model(input_ids=input_ids, use_cache=False).logits
+        full = model(input_ids=input_ids, use_cache=False).logits
         out = model(input_ids=input_ids[:, :66], use_cache=True)
         logits = [out.logits]
         for t in range(66, 70):
@@ -128,11 +128,11 @@ def test_decoding_token_by_token_equals_the_whole_sequence(kind, options):
                 input_ids=input_ids[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True
             )
             logits.append(out.logits)
-    torch.testing.assert_close(torch.cat(logits, 1), whole, rtol=0, atol=1e-11)
+    torch.testing.assert_close(torch.cat(logits, 1), full, rtol=0, atol=1e-11)
 
 
 @pytest.mark.thorough
-def test_import_touches_nothing_and_other_devices_install_nothing():
+def test_import_replaces_nothing_and_other_devices_install_nothing():
     program = (
         "import sys; from titanplans.kernels import install\n"
         "assert 'fla' not in sys.modules; before = set(sys.modules)\n"
@@ -147,13 +147,13 @@ def test_import_touches_nothing_and_other_devices_install_nothing():
         "assert ACT2FN['silu'] is fla.modules.activations.swish is SwishFunction.apply\n"
         "assert ACT2FN['silu'](torch.zeros(2)).sum() == 0\n"
     )
-    # FLA's dispatch is not needed: it may be switched off.
+    # FLA's dispatch is not needed and may be disabled.
     environment = os.environ | {"FLA_DISABLE_BACKEND_DISPATCH": "1"}
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], env=environment, check=True)
 
 
-def test_other_tensors_go_to_the_original():
-    """Meta tensors stand for CUDA ones: neither are CPU tensors."""
+def test_other_tensors_are_passed_to_the_original():
+    """Meta tensors represent CUDA tensors here: neither are CPU tensors."""
     import fla.layers.attn
     import fla.layers.gla
     from fla.modules.activations import swish

@@ -1,4 +1,4 @@
-"""FLA's own modules on a CPU, through its dispatch, against the formulas they stand for, in float64 and float32."""
+"""Modules of FLA on a CPU, through its dispatch, against their formulas, in float64 and float32."""
 
 import pytest
 import torch
@@ -27,14 +27,14 @@ def randn(*shape, dtype):
 
 
 def randomized(module, dtype):
-    """Weights that are not all one, so that a forgotten one shows."""
+    """Give a module random weights, so that one that is not used shows."""
     for parameter in module.to(dtype).parameters():
         torch.nn.init.normal_(parameter)
     return module
 
 
 def assert_same(got, want, leaves):
-    """Same outputs and same gradients, computed in the dtype of the leaves."""
+    """Check outputs and gradients, computed in the dtype of the leaves."""
     same(got, want, leaves, TOLERANCE[leaves[0].dtype])
 
 
@@ -166,7 +166,7 @@ def test_gated_linear_units(dtype, kind, linear):
 
 
 def convolve(x, weight, bias, history):
-    """A loop over channels and taps: y[t] = sum_w weight[w] x[t - W + 1 + w], [T, D] behind [W, D] of history."""
+    """Loop over channels and taps: y[t] = sum_w weight[w] x[t - W + 1 + w], for x [T, D] after a history [W, D]."""
     width = weight.shape[1]
     padded = torch.cat([history, x])
     taps = [padded[w + 1 : w + 1 + x.shape[0]] * weight[:, w] for w in range(width)]
@@ -182,11 +182,11 @@ def test_short_convolution_of_packed_sequences(dtype, lengths, with_cache):
     x, cache = randn(1, sum(lengths), 6, dtype=dtype), randn(len(lengths), 6, 4, dtype=dtype)
     boundaries = torch.tensor([0, *lengths]).cumsum(0) if len(lengths) > 1 else None
     histories = cache if with_cache else torch.zeros_like(cache)
-    wanted = [
-        convolve(part, conv.weight.squeeze(1), conv.bias, history.T)
-        for part, history in zip(x[0].split(lengths), histories, strict=True)
+    sequences = [
+        convolve(tokens, conv.weight.squeeze(1), conv.bias, history.T)
+        for tokens, history in zip(x[0].split(lengths), histories, strict=True)
     ]
-    want = torch.cat([y for y, _ in wanted])[None], torch.stack([state for _, state in wanted])
+    want = torch.cat([y for y, _ in sequences])[None], torch.stack([state for _, state in sequences])
     got = conv(x, cache=cache if with_cache else None, output_final_state=True, cu_seqlens=boundaries)
     assert_same(got, want, [x, conv.weight, conv.bias, cache if with_cache else None])
 
@@ -197,7 +197,7 @@ def test_short_convolution_of_a_batch_with_residual(dtype):
     x, residual, weight = randn(2, 9, 6, dtype=dtype), randn(2, 9, 6, dtype=dtype), randn(6, 3, dtype=dtype)
     got, state = causal_conv1d(x, weight, residual=residual, activation="silu")
     bias, history = torch.zeros(6, dtype=dtype), torch.zeros(3, 6, dtype=dtype)
-    want = torch.stack([convolve(row, weight, bias, history)[0] for row in x]) + residual
+    want = torch.stack([convolve(sequence, weight, bias, history)[0] for sequence in x]) + residual
     assert state is None
     assert_same(got, want, [x, residual, weight])
 
@@ -206,18 +206,18 @@ def test_short_convolution_token_by_token(dtype):
     from fla.modules import ShortConvolution
 
     conv, x = randomized(ShortConvolution(6, 4), dtype), torch.randn(2, 9, 6, dtype=dtype)
-    whole, final = conv(x, output_final_state=True)
+    full, final = conv(x, output_final_state=True)
     cache, steps = None, []
     with torch.no_grad():
         for t in range(x.shape[1]):
             y, cache = conv(x[:, t : t + 1], cache=cache, output_final_state=True)
             steps.append(y)
-    torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=0, atol=TOLERANCE[dtype])
+    torch.testing.assert_close(torch.cat(steps, 1), full, rtol=0, atol=TOLERANCE[dtype])
     torch.testing.assert_close(cache, final, rtol=0, atol=0)
 
 
 def rotate(x, positions, interleaved):
-    """Channel pairs of x [T, H, D] as complex numbers, turned by position * 10000^(-2i/D)."""
+    """Rotate channel pairs of x [T, H, D], as complex numbers, by position * 10000^(-2i/D)."""
     pairs = x.unflatten(-1, (-1, 2)) if interleaved else x.unflatten(-1, (2, -1)).transpose(-1, -2)
     frequencies = 1.0 / 10000 ** (torch.arange(0, x.shape[-1], 2, dtype=torch.float32) / x.shape[-1])
     angle = torch.outer(positions.float(), frequencies)  # float32 tables, as FLA computes them
@@ -245,7 +245,7 @@ def test_rotary(dtype, case, interleaved):
         "packed": (dict(cu_seqlens=torch.tensor([0, 5, 9])), [torch.cat([steps[:5], steps[:4]])]),
     }[case]
     want = tuple(
-        torch.stack([rotate(row, p, interleaved) for row, p in zip(x, positions, strict=True)])
+        torch.stack([rotate(sequence, p, interleaved) for sequence, p in zip(x, positions, strict=True)])
         for x in (q, k)
     )
     assert_same(rotary(q, k, **options), want, [q, k])

@@ -1,4 +1,4 @@
-"""What stands for FLA's kernels of attention and of slots, against formulas and other references, float64."""
+"""Stand-ins for FLA's kernels of attention and slots, against formulas and other references in float64."""
 
 import importlib
 
@@ -12,7 +12,7 @@ from titanplans.kernels.naive import Naive, by_naive
 
 BATCH, TOKENS, HEADS, KEY, VALUE = 2, 9, 4, 4, 6
 BOUNDS = torch.tensor([0, 4, 5, 9])
-"""Of sequences packed into one."""
+"""Bounds of packed sequences."""
 
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
@@ -33,19 +33,19 @@ def qkv(heads_kv=2, batch=BATCH, tokens=TOKENS, value=VALUE):
 
 
 def close(got, want, tolerance=1e-12):
-    """Of float64 sums of some tens of terms of order 1."""
+    """Check equality of float64 sums of some tens of terms of order 1."""
     assert got.dtype == want.dtype == torch.float64
     torch.testing.assert_close(got, want, rtol=0, atol=tolerance)
 
 
-def softmax_attention(q, k, v, bias=None, window=None, seen=None):
-    """[B, T, H, D]; `bias` [B, H, T, T] is added to the scores."""
+def softmax_attention(q, k, v, bias=None, window=None, visible=None):
+    """Softmax attention of [B, T, H, D]; `bias` [B, H, T, T] is added to the scores."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
     scores = scores if bias is None else scores + bias
     i, j = torch.arange(q.shape[1])[:, None], torch.arange(q.shape[1])
     mask = (j <= i) & (i - j < (window or len(j)))
-    mask = mask if seen is None else mask & seen
+    mask = mask if visible is None else mask & visible
     return torch.einsum("bhij,bjhd->bihd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
 
 
@@ -66,7 +66,7 @@ def forgetting(q, k, v, g, window=None):
 
 
 def parallax(q, r, k, v, window=None):
-    """The output, plus the correlation of the values with the second scores, under the weights of the first."""
+    """Return the output plus the correlation of values and second scores, weighted by the first."""
     k_all, v_all = (x.repeat_interleave(HEADS // x.shape[2], 2) for x in (k, v))
     ones = torch.eye(q.shape[1], dtype=q.dtype)[None, :, None].expand(len(q), -1, HEADS, -1)
     weights = softmax_attention(q, k, ones, window=window)  # [B, i, H, j]
@@ -78,18 +78,18 @@ def parallax(q, r, k, v, window=None):
 def stickbreaking(q, k, v, attend_current=False):
     k, v = (x.repeat_interleave(HEADS // x.shape[2], 2) for x in (k, v))
     beta = (torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5).sigmoid()
-    rows = []
+    outputs = []
     for i in range(q.shape[1]):
-        left, o = torch.ones(len(q), HEADS, dtype=q.dtype), 0
+        remaining, o = torch.ones(len(q), HEADS, dtype=q.dtype), 0
         for j in range(i if attend_current else i - 1, -1, -1):
-            o = o + (left * beta[:, :, i, j])[..., None] * v[:, j]
-            left = left * (1 - beta[:, :, i, j])
-        rows.append(o + torch.zeros_like(v[:, 0]))
-    return torch.stack(rows, 1)
+            o = o + (remaining * beta[:, :, i, j])[..., None] * v[:, j]
+            remaining = remaining * (1 - beta[:, :, i, j])
+        outputs.append(o + torch.zeros_like(v[:, 0]))
+    return torch.stack(outputs, 1)
 
 
 def block_attention(q, k, v, size, topk):
-    """MoBA of one sequence, query by query."""
+    """Compute MoBA of one sequence, query by query."""
     k, v = (x.repeat_interleave(HEADS // x.shape[2], 2) for x in (k, v))
     o = torch.zeros_like(q[..., :1] + v)
     for b, t, h in ((b, t, h) for b in range(len(q)) for t in range(q.shape[1]) for h in range(HEADS)):
@@ -130,25 +130,29 @@ ATTENTION = {
 
 
 @pytest.mark.parametrize("name", ATTENTION)
-def test_attention_is_its_formula(name):
-    """Whole, gradients too, and packed: then of each sequence by itself."""
-    place, formula, given, asked = ATTENTION[name]
+def test_attention_equals_its_formula(name):
+    """The full sequences with gradients, and packed sequences against each by itself."""
+    place, formula, options, formula_options = ATTENTION[name]
     q, k, v = qkv(value=KEY)
-    o = kernel(place)(q=q, k=k, v=v, **given)
+    o = kernel(place)(q=q, k=k, v=v, **options)
     o = o[0] if isinstance(o, tuple) else o
-    want = formula(q, k, v, **asked) if "r" not in asked else formula(q, asked["r"], k, v)
+    want = (
+        formula(q, k, v, **formula_options)
+        if "r" not in formula_options
+        else formula(q, formula_options["r"], k, v)
+    )
     tolerance = 1e-7 if name == "wall" else 1e-11  # FLA's log2(e) has eight digits
     same(o, want, (q, k, v), tolerance)
 
     def part(x, at):
         return x[:1, at] if isinstance(x, torch.Tensor) else x
 
-    first = {"q": q, "k": k, "v": v, **given}
+    first = {"q": q, "k": k, "v": v, **options}
     packed = kernel(place)(**{n: part(x, slice(None)) for n, x in first.items()}, cu_seqlens=BOUNDS)
     packed = packed[0] if isinstance(packed, tuple) else packed
     for begin, end in zip(BOUNDS[:-1].tolist(), BOUNDS[1:].tolist(), strict=True):
-        own = kernel(place)(**{n: part(x, slice(begin, end)) for n, x in first.items()})
-        close(packed[:, begin:end], own[0] if isinstance(own, tuple) else own)
+        separate = kernel(place)(**{n: part(x, slice(begin, end)) for n, x in first.items()})
+        close(packed[:, begin:end], separate[0] if isinstance(separate, tuple) else separate)
 
 
 @pytest.mark.parametrize("start", [None, torch.tensor([0, 3])])
@@ -159,23 +163,23 @@ def test_the_last_queries_of_parallax(queries, start):
     o = decode(q[:, -queries:], SECOND[:, -queries:], k, v, window_size=5, cache_start=start)
     for b in range(BATCH):
         first = 0 if start is None else start[b]
-        one = [x[b : b + 1, first:] for x in (q, SECOND, k, v)]
-        close(o[b : b + 1], parallax(*one, window=5)[:, -queries:])
+        of_sequence = [x[b : b + 1, first:] for x in (q, SECOND, k, v)]
+        close(o[b : b + 1], parallax(*of_sequence, window=5)[:, -queries:])
 
 
 def test_the_last_query_of_forgetting_attention():
     q, k, v = (x[:1] for x in qkv(value=KEY))
     last = BOUNDS[1:] - 1
     o = kernel("ops.attn.decoding:attn_decoding_one_step")(q[:, last], k, v, GATE[:1], cu_seqlens=BOUNDS)
-    whole = kernel("ops.forgetting_attn.parallel:parallel_forgetting_attn")(
+    full = kernel("ops.forgetting_attn.parallel:parallel_forgetting_attn")(
         q, k, v, GATE[:1], cu_seqlens=BOUNDS
     )
-    close(o, whole[:, last])
+    close(o, full[:, last])
 
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_the_last_queries_of_wall_attention(window):
-    """Over a cache of keys in float64, so that nothing is rounded."""
+    """The cache of keys is in float64, so that nothing is rounded."""
     q, k, v = qkv(value=KEY)
     to_log2 = 1.4426950216
     sums = CHANNELS.cumsum(1) * to_log2
@@ -199,7 +203,7 @@ def test_the_last_queries_of_wall_attention(window):
 
 
 @pytest.mark.parametrize(("size", "topk"), [(3, 2), (2, 3), (4, 9)])
-def test_block_attention_is_its_formula(size, topk):
+def test_block_attention_equals_its_formula(size, topk):
     q, k, v = qkv(heads_kv=HEADS)
     moba = kernel("ops.moba.parallel:parallel_moba")
     packed = [x.flatten(0, 1)[None] for x in (q, k, v)]
@@ -213,12 +217,12 @@ def test_one_block_is_plain_attention():
     close(o, softmax_attention(q, k, v))
 
 
-def test_block_attention_is_refused_for_shared_keys_as_flas_is():
-    with pytest.raises(KernelError, match="remove num_kv_heads"):
+def test_block_attention_with_shared_keys_is_refused_as_by_fla():
+    with pytest.raises(KernelError, match="leave num_kv_heads out"):
         kernel("ops.moba.parallel:parallel_moba")(*qkv(batch=1), torch.tensor([0, TOKENS]), TOKENS, 2, 1)
 
 
-def test_deltaformer_is_flas_reference():
+def test_deltaformer_equals_the_reference_of_fla():
     from fla.ops.deltaformer.naive import naive_deltaformer_attn
 
     from titanplans.kernels.widen import Widen
@@ -229,20 +233,20 @@ def test_deltaformer_is_flas_reference():
     with Widen(torch.float64):
         want = naive_deltaformer_attn(q, k, v, beta)
     close(attention(q, k, v, beta), want)
-    one = [x[:1] for x in (q, k, v, beta)]
-    packed = attention(*one, cu_seqlens=BOUNDS)
+    first_sequence = [x[:1] for x in (q, k, v, beta)]
+    packed = attention(*first_sequence, cu_seqlens=BOUNDS)
     for begin, end in zip(BOUNDS[:-1].tolist(), BOUNDS[1:].tolist(), strict=True):
-        close(packed[:, begin:end], attention(*(x[:, begin:end] for x in one)))
+        close(packed[:, begin:end], attention(*(x[:, begin:end] for x in first_sequence)))
 
 
 def test_sparse_attention_to_all_blocks_is_plain_attention():
     q, k, v = rand(1, TOKENS, 16, KEY), rand(1, TOKENS, 1, KEY, seed=1), rand(1, TOKENS, 1, KEY, seed=2)
     ones, zeros = torch.ones_like(q[..., 0]), torch.zeros_like(q[..., 0])
-    given = dict(g_cmp=zeros, g_slc=ones, g_swa=zeros, block_counts=2, block_size=5, window_size=3)
+    options = dict(g_cmp=zeros, g_slc=ones, g_swa=zeros, block_counts=2, block_size=5, window_size=3)
     nsa = kernel("ops.nsa.parallel:parallel_nsa")
-    o = nsa(q, k, v, **given)
+    o = nsa(q, k, v, **options)
     close(o, softmax_attention(q, k, v))
-    last = {name: x[:, -2:] if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+    last = {name: x[:, -2:] if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     close(nsa(q[:, -2:], k, v, **last), o[:, -2:])
 
 
@@ -254,16 +258,16 @@ def test_sparse_attention_to_all_blocks_is_plain_attention():
         (16, 16, "block_size = 16.* set 32 or more"),
     ],
 )
-def test_sparse_attention_is_refused_where_flas_kernel_takes_other_blocks(counts, size, remedy):
+def test_sparse_attention_is_refused_if_the_kernel_of_fla_uses_other_blocks(counts, size, remedy):
     q, k = rand(1, TOKENS, 16, KEY), rand(1, TOKENS, 1, KEY)
     ones = torch.ones_like(q[..., 0])
-    given = dict(g_cmp=ones, g_slc=ones, g_swa=ones, block_counts=counts, block_size=size, window_size=3)
+    options = dict(g_cmp=ones, g_slc=ones, g_swa=ones, block_counts=counts, block_size=size, window_size=3)
     with pytest.raises(KernelError, match=remedy):
-        kernel("ops.nsa.parallel:parallel_nsa")(q, k, k, **given)
+        kernel("ops.nsa.parallel:parallel_nsa")(q, k, k, **options)
 
 
-def test_slots_are_the_paper_s_formula():
-    """`naive_cumsum_abc` is written as the paper has it; GSA with its decays and inputs is the same."""
+def test_slots_equal_the_formula_of_the_paper():
+    """`naive_cumsum_abc` is the paper's formula; GSA with its decays and inputs is the same."""
     from fla.ops.abc.naive import naive_cumsum_abc
 
     from titanplans.kernels.widen import Widen
@@ -279,14 +283,14 @@ def test_slots_are_the_paper_s_formula():
     for kind in ("chunk", "fused_recurrent"):
         gsa = kernel(f"ops.gsa:{kind}_gsa")
         close(gsa(q, k, v, **gates)[0], o)
-        # In two parts, by the state of the first.
+        # In two segments; the second starts with the state of the first.
         begin, end = ([x[:, at] for x in (q, k, v, *gates.values())] for at in (slice(0, 5), slice(5, None)))
         first, state = gsa(*begin, output_final_state=True)
         second, _ = gsa(*end, initial_state=state)
         close(torch.cat((first, second), 1), o)
 
 
-def test_lightnet_is_its_formula():
+def test_lightnet_equals_its_formula():
     q, k, v = qkv(heads_kv=HEADS)
     weights = (k[:, None] - k.logcumsumexp(1)[:, :, None]).exp()  # [B, t, s, H, K]
     weights = weights * torch.ones(TOKENS, TOKENS).tril()[None, :, :, None, None]
@@ -301,7 +305,7 @@ def test_lightnet_is_its_formula():
 
 
 @pytest.mark.parametrize("kind", ["chunk", "fused_chunk", "fused_recurrent"])
-def test_linear_attention_is_its_formula(kind):
+def test_linear_attention_equals_its_formula(kind):
     q, k, v = qkv(heads_kv=HEADS)
     scores = torch.einsum("bihk,bjhk->bhij", q, k).tril()
     want = torch.einsum("bhij,bjhv->bihv", scores, v) * KEY**-0.5
@@ -311,32 +315,32 @@ def test_linear_attention_is_its_formula(kind):
     scores = torch.einsum("bihk,bjhk->bhij", *positive).tril()
     want = torch.einsum("bhij,bjhv->bihv", scores / scores.sum(-1, keepdim=True), v)
     o, _ = linear(*positive, v, normalize=True)
-    same(o, want, (q, k, v), 1e-8)  # FLA adds 1e-10 to what it divides by
+    same(o, want, (q, k, v), 1e-8)  # FLA adds 1e-10 to the denominator
 
 
 @pytest.mark.parametrize("kind", ["chunk", "fused_chunk", "fused_recurrent", "parallel"])
-def test_retention_decays_by_the_head_s_number(kind):
+def test_retention_decays_by_head_index(kind):
     q, k, v = qkv(heads_kv=HEADS)
     decays = torch.log1p(-(2.0 ** (-5.0 - torch.arange(HEADS, dtype=torch.float64))))
-    apart = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
-    scores = torch.einsum("bihk,bjhk->bhij", q, k) * (decays[:, None, None] * apart).exp()
+    distances = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
+    scores = torch.einsum("bihk,bjhk->bhij", q, k) * (decays[:, None, None] * distances).exp()
     want = torch.einsum("bhij,bjhv->bihv", scores.tril(), v) * KEY**-0.5
     close(kernel(f"ops.retention:{kind}_retention")(q, k, v)[0], want, 1e-5)  # FLA's decays are float32
 
 
-def test_bitlinear_is_flas_own_in_torch():
+def test_bitlinear_equals_that_of_fla_in_torch():
     from fla.modules.fused_bitlinear import BitLinear, FusedBitLinear
 
     torch.manual_seed(0)
     fused, plain = FusedBitLinear(8, 6).double(), BitLinear(8, 6).double()
     plain.load_state_dict(fused.state_dict())
     x = rand(3, 8).requires_grad_()
-    found = [
+    results = [
         [y, *torch.autograd.grad(y.cos().sum(), [x, m.weight, m.norm.weight])]
         for m in (fused, plain)
         for y in [m(x)]
     ]
-    for got, want in zip(*found, strict=True):
+    for got, want in zip(*results, strict=True):
         close(got, want)
 
 
@@ -345,13 +349,13 @@ def test_sums_and_means_over_packed_sequences(reverse):
     x = rand(1, TOKENS, 2, 3)
     sums = kernel("ops.utils.cumsum:chunk_global_cumsum")(x, reverse=reverse, cu_seqlens=BOUNDS, scale=2.0)
     means = kernel("ops.utils.pooling:mean_pooling")(x, 3, BOUNDS)
-    parts = x.split(BOUNDS.diff().tolist(), 1)
-    want = [part.flip(1).cumsum(1).flip(1) if reverse else part.cumsum(1) for part in parts]
+    sequences = x.split(BOUNDS.diff().tolist(), 1)
+    want = [sequence.flip(1).cumsum(1).flip(1) if reverse else sequence.cumsum(1) for sequence in sequences]
     close(sums, 2 * torch.cat(want, 1))
-    close(means, torch.stack([chunk.mean(1) for part in parts for chunk in part.split(3, 1)], 1))
+    close(means, torch.stack([chunk.mean(1) for sequence in sequences for chunk in sequence.split(3, 1)], 1))
 
 
-def test_what_a_reference_lacks_is_named():
+def test_arguments_that_a_reference_lacks_are_refused():
     def parallel_attn(q, k, v, softcap=None):
         raise AssertionError
 

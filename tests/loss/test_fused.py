@@ -1,4 +1,4 @@
-"""The loss that the head computes, chunk by chunk: that of the logits; what it refuses; that no logits exist."""
+"""The fused loss, computed in the head by chunks: it equals that of logits, allocates no full logits, and refuses misuse."""
 
 import functools
 from contextlib import nullcontext
@@ -34,7 +34,7 @@ ROWS, LENGTH = 4, 8
 
 
 class Model(nn.Module):
-    """A tiny decoder whose vocabulary no degree divides."""
+    """A tiny decoder with a vocabulary that no degree divides."""
 
     def __init__(self, vocabulary=13, tied=False, bias=False, cap=None, hidden=16):
         super().__init__()
@@ -72,7 +72,7 @@ def batch(vocabulary=13):
 
 
 def loss_of(model, tokens, labels, fused=None, **objective):
-    """The loss of half the tokens of a batch that count, so that the divisor shows."""
+    """Return the loss; its divisor is not the count of labels, so that a wrong divisor shows."""
     if fused is None:
         logits = model(tokens).logits
     else:
@@ -85,7 +85,7 @@ def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-# Over ranks, and options: FSDP2 beside, gathered logits, the whole sequence, tied, capped, biased.
+# Over ranks, with options: FSDP2, gathered logits, no sequence parallelism, tied weights, soft caps, biases.
 OBJECTIVE = {"label_smoothing": 0.1, "z_loss": 0.01}
 BIASED, CAPPED = {"bias": True}, {"vocabulary": 7, "tied": True, "cap": 2.0}
 PLAN = {"plan": TinyPlan}
@@ -113,77 +113,83 @@ REDUCED = {
 }
 
 
-def off_by(config, degrees, options, dtype):
-    """How far loss and gradients of two accumulated micro batches are from one process's, and the loss in evaluation."""
+def largest_error(config, degrees, options, dtype):
+    """Return the largest error of loss and gradients of two accumulated micro batches, and of the loss in evaluation."""
     model, (tokens, labels) = build(dtype, **options), batch(options.get("vocabulary", 13))
-    expected = loss_of(model, tokens, labels) + 0  # of the cross entropy alone
-    other = cross_entropy(model(tokens).logits, labels, 40, **OBJECTIVE)
-    other.backward()
-    wanted = gradients(model)
+    expected = loss_of(model, tokens, labels) + 0  # cross entropy alone
+    training_loss = cross_entropy(model(tokens).logits, labels, 40, **OBJECTIVE)
+    training_loss.backward()
+    expected_gradients = gradients(model)
     model.zero_grad()
     manager = ParallelManager(config, degrees, device_type="cpu")
     split = manager.parallelize(model)
     dp = manager.mesh.get_mesh("dp")
     mine = slice(dp.get_local_rank() * ROWS // dp.size(), (dp.get_local_rank() + 1) * ROWS // dp.size())
     fused, total = FusedLoss(split, chunk_tokens=3), torch.zeros((), dtype=dtype)
-    # Two micro batches: the first and the second half of each sequence, which a causal model needs from its beginning.
-    for number, half in enumerate((slice(0, LENGTH // 2), slice(LENGTH // 2, LENGTH))):
-        part = torch.full_like(labels, -100)
-        part[:, half] = labels[:, half]
-        with manager.accumulate(last=number == 1):
-            loss = loss_of(split, tokens[mine], part[mine], fused, **OBJECTIVE)
+    # Two micro batches: labels in the first and in the second half of each sequence; the model gets full sequences.
+    for index, half in enumerate((slice(0, LENGTH // 2), slice(LENGTH // 2, LENGTH))):
+        labels_of_half = torch.full_like(labels, -100)
+        labels_of_half[:, half] = labels[:, half]
+        with manager.accumulate(last=index == 1):
+            loss = loss_of(split, tokens[mine], labels_of_half[mine], fused, **OBJECTIVE)
             loss.backward()
         total += loss.detach()
     torch.distributed.all_reduce(total, group=dp.get_group())
     with manager.evaluation():
         evaluated = loss_of(split, tokens[mine], labels[mine], fused)
         assert not evaluated.requires_grad
-        logits = split(tokens[mine]).logits  # as it was
+        logits = split(tokens[mine]).logits  # the model itself is unchanged
     assert dtype != torch.float64 or (evaluated - cross_entropy(logits, labels[mine], 40)).abs() < 1e-14
     torch.distributed.all_reduce(evaluated, group=dp.get_group())
     align_gradients(split.parameters())
-    found = {
+    split_gradients = {
         step_comparison.unwrapped_name(name): step_comparison.full_copy(p.grad)
         for name, p in split.named_parameters()
         if p.grad is not None
     }
-    assert found.keys() == wanted.keys()
-    apart = [((found[name] - wanted[name]).abs().max() / wanted[name].abs().max()).item() for name in wanted]
-    return max((total - other).abs().item(), (evaluated - expected).abs().item(), *apart)
+    assert split_gradients.keys() == expected_gradients.keys()
+    gradient_errors = [
+        (
+            (split_gradients[name] - expected_gradients[name]).abs().max()
+            / expected_gradients[name].abs().max()
+        ).item()
+        for name in expected_gradients
+    ]
+    return max((total - training_loss).abs().item(), (evaluated - expected).abs().item(), *gradient_errors)
 
 
 def over_ranks(rank):
-    exact = {name: off_by(*case, torch.float64) for name, case in CASES.items()}
-    return exact, {name: off_by(*case, torch.float32) for name, case in REDUCED.items()}
+    exact = {name: largest_error(*case, torch.float64) for name, case in CASES.items()}
+    return exact, {name: largest_error(*case, torch.float32) for name, case in REDUCED.items()}
 
 
 @pytest.mark.thorough
-def test_it_is_that_of_the_logits_over_ranks():
+def test_the_fused_loss_over_ranks_equals_that_of_logits():
     exact, reduced = process_groups.run(over_ranks, 4)
-    assert max(exact.values()) < 1e-14, exact  # some tens of roundings of float64
-    assert max(reduced.values()) < 6e-2, reduced  # 8 bits of mantissa, through a block
+    assert max(exact.values()) < 1e-14, exact  # some tens of roundings in float64
+    assert max(reduced.values()) < 6e-2, reduced  # 8 bits of mantissa, through one block
 
 
 # In one process.
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 1000])
-def test_it_is_that_of_the_logits_whatever_the_chunk(chunk):
+def test_the_fused_loss_equals_that_of_logits_for_any_chunk(chunk):
     model, (tokens, labels) = build(cap=2.0, bias=True), batch()
     loss = loss_of(model, tokens, labels)
     loss.backward()
-    wanted = gradients(model)
+    expected = gradients(model)
     model.zero_grad()
-    found = loss_of(model, tokens, labels, FusedLoss(model, chunk_tokens=chunk))
-    found.backward()
-    torch.testing.assert_close(found, loss, rtol=1e-14, atol=0)
+    fused_loss = loss_of(model, tokens, labels, FusedLoss(model, chunk_tokens=chunk))
+    fused_loss.backward()
+    torch.testing.assert_close(fused_loss, loss, rtol=1e-14, atol=0)
     for name, gradient in gradients(model).items():
-        torch.testing.assert_close(gradient, wanted[name], rtol=1e-11, atol=1e-15)
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-11, atol=1e-15)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", sorted(registered_plans()))
-def test_every_architectures_head_computes_it(name):
+def test_the_fused_loss_of_every_architecture(name):
     changes = {
         "gemma2": {"final_logit_softcapping": 5.0},
         "gemma3_text": {"final_logit_softcapping": 5.0},
@@ -200,12 +206,12 @@ def test_every_architectures_head_computes_it(name):
     with torch.no_grad():
         expected = cross_entropy(logits(), labels, 1)
         with FusedLoss(model, chunk_tokens=7)(labels):
-            found = logits()
-        torch.testing.assert_close(cross_entropy(found, labels, 1), expected, rtol=1e-12, atol=0)
+            deferred = logits()
+        torch.testing.assert_close(cross_entropy(deferred, labels, 1), expected, rtol=1e-12, atol=0)
 
 
 def test_gradients_are_summed_over_chunks_in_float32():
-    """In bfloat16 a sum of 64 chunks would stop growing."""
+    """A sum of 64 chunks in bfloat16 would stop growing."""
     torch.manual_seed(0)
     model = Model(hidden=16).bfloat16()
     tokens, labels = torch.full((1, 2048), 3), torch.full((1, 2048), 5)
@@ -216,13 +222,13 @@ def test_gradients_are_summed_over_chunks_in_float32():
     with loss(labels):
         logits = model(tokens).logits
     cross_entropy(logits, labels, 1).backward()
-    wanted, found = exact.lm_head.weight.grad, model.lm_head.weight.grad
-    assert found.dtype == torch.bfloat16
-    assert ((found - wanted).norm() / wanted.norm()) < 2**-7
+    expected, actual = exact.lm_head.weight.grad, model.lm_head.weight.grad
+    assert actual.dtype == torch.bfloat16
+    assert ((actual - expected).norm() / expected.norm()) < 2**-7
 
 
 class Largest(TorchDispatchMode):
-    """Notes the most elements of a tensor that takes memory."""
+    """Records the most elements of a tensor that takes memory."""
 
     most = 0
 
@@ -235,7 +241,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_no_more_logits_exist_than_of_a_chunk():
+def test_only_the_logits_of_one_chunk_are_allocated():
     model = Model(vocabulary=512)
     tokens, labels = torch.randint(512, (2, 4, 64))
     fused, sizes = FusedLoss(model, chunk_tokens=8), []
@@ -243,10 +249,10 @@ def test_no_more_logits_exist_than_of_a_chunk():
         with Largest() as largest:
             loss_of(model, tokens, labels, computes).backward()
         sizes.append(largest.most)
-    assert sizes == [512 * 16, 4 * 64 * 512]  # the head's gradient; the logits
+    assert sizes == [512 * 16, 4 * 64 * 512]  # the head's gradient, and the logits of a chunk
 
 
-def test_without_a_gradient_none_is_computed():
+def test_no_gradient_is_computed_without_need():
     model, (tokens, labels) = build(), batch()
     products = []
 
@@ -271,16 +277,16 @@ def test_without_a_gradient_none_is_computed():
 
 
 def same_as_of_logits(model, run, tokens, labels):
-    """Whether loss and gradients are the same fused, of logits that `run(model, tokens)` gives."""
-    fused, found = FusedLoss(model, chunk_tokens=3), []
+    """Check that the fused loss and its gradients equal those from the logits that `run(model, tokens)` returns."""
+    fused, results = FusedLoss(model, chunk_tokens=3), []
     for of_labels in (nullcontext, fused):
         with of_labels(labels):
             logits = run(model, tokens)
         loss = cross_entropy(logits, labels, 40)
         loss.backward()
-        found.append((loss.detach(), gradients(model)))
+        results.append((loss.detach(), gradients(model)))
         model.zero_grad()
-    torch.testing.assert_close(found[1], found[0], rtol=1e-11, atol=1e-15)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-11, atol=1e-15)
 
 
 def test_a_batch_without_tokens():
@@ -289,7 +295,7 @@ def test_a_batch_without_tokens():
 
 
 @pytest.mark.parametrize("cap", [None, 2.0])
-def test_a_checkpoint_around_the_whole_model(cap):
+def test_a_checkpoint_around_the_full_model(cap):
     def run(reentrant, model, tokens):
         def behind_embed(x):
             return model.after_head(model.lm_head(model.norm(model.layers[0](x))))
@@ -301,7 +307,7 @@ def test_a_checkpoint_around_the_whole_model(cap):
         same_as_of_logits(build(cap=cap), functools.partial(run, True), *batch())
 
 
-def test_autocast_leaves_float64():
+def test_autocast_does_not_change_float64():
     def run(model, tokens):
         with torch.autocast("cpu", torch.bfloat16):
             return model(tokens).logits
@@ -314,10 +320,10 @@ def test_two_losses_of_one_forward():
     with FusedLoss(model)(labels):
         logits = model(tokens).logits
     (cross_entropy(logits, labels, 40) + 2 * cross_entropy(logits, labels, 40)).backward()
-    found = gradients(model)
+    grads = gradients(model)
     model.zero_grad()
     (3 * loss_of(model, tokens, labels)).backward()
-    torch.testing.assert_close(found, gradients(model), rtol=1e-11, atol=1e-15)
+    torch.testing.assert_close(grads, gradients(model), rtol=1e-11, atol=1e-15)
 
 
 def refusals():
@@ -419,7 +425,7 @@ def refusals():
 
 
 @pytest.mark.parametrize("case", range(19))
-def test_what_can_not_be_is_refused(case):
+def test_misuse_is_refused(case):
     attempt, message = list(refusals())[case]
     assert message in refusal(attempt, kind=ParallelError)
 
@@ -439,12 +445,12 @@ def test_a_head_in_float8_or_with_adapters_is_refused():
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_loss_of_logits_smooths_and_has_a_z_loss(smoothing):
+def test_the_loss_of_logits_has_label_smoothing_and_z_loss(smoothing):
     torch.manual_seed(0)
     logits, (_, labels) = torch.randn(ROWS, LENGTH, 13, dtype=torch.float64), batch()
-    wanted = nn.functional.cross_entropy(
+    expected = nn.functional.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), label_smoothing=smoothing, reduction="sum"
     )
-    wanted = wanted + 0.25 * (logits.logsumexp(-1) ** 2)[labels != -100].sum()
-    found = cross_entropy(logits, labels, 2, label_smoothing=smoothing, z_loss=0.25)
-    torch.testing.assert_close(found, wanted / 2)
+    expected = expected + 0.25 * (logits.logsumexp(-1) ** 2)[labels != -100].sum()
+    loss = cross_entropy(logits, labels, 2, label_smoothing=smoothing, z_loss=0.25)
+    torch.testing.assert_close(loss, expected / 2)

@@ -1,7 +1,7 @@
-"""The loss's Triton kernels, run by Triton's interpreter, against torch's operators.
+"""The Triton kernels of the loss, run by Triton's interpreter, against operators of torch.
 
-The interpreter needs a process of its own: `TRITON_INTERPRET` is read when triton is imported. On a GPU `make gpu` runs the
-fused loss by the kernels themselves.
+The interpreter needs a new process, because triton reads `TRITON_INTERPRET` at import. On a GPU, `make gpu` runs the kernels
+themselves.
 """
 
 import os
@@ -20,15 +20,15 @@ OBJECTIVES = {
     "z-loss": Objective(z_loss=1e-2),
     "both": Objective(0.1, 1e-2),
 }
-# Rounding of sums in another order; in bfloat16 a gradient is rounded by up to 2^-9 of itself.
+# Sums in another order round differently; in bfloat16 a gradient is rounded by up to a relative 2^-9.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 4e-3}
 
 
 def case(dtype: torch.dtype, width: int = 4099) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits in two programs' columns, in rows that are no multiple of anything, and labels."""
+    """Return logits with columns for two programs and an odd number of rows, and labels."""
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(5, width + 2, generator=generator, dtype=torch.float64) * 8).to(dtype)[:, :width]
-    logits[1, : width // 2] = -torch.inf  # masked, the whole first program of them
+    logits[1, : width // 2] = -torch.inf  # masks all columns of the first program
     return logits, torch.tensor([0, width - 1, IGNORED, width // 3, 4096])
 
 
@@ -37,15 +37,13 @@ def main() -> None:
 
     for dtype, tolerance in TOLERANCE.items():
         for name, objective in OBJECTIVES.items():
-            found = []
+            results = []
             for read in (kernels.read, read_by_operators):
                 logits, labels = case(dtype)
                 if objective.label_smoothing:
-                    logits = logits.clamp_min(
-                        -30
-                    )  # the loss of an infinite logit is infinite, and its gradient too
-                found.append(entropy_and_gradient(logits.clone(), labels, None, objective, True, read))
-            (loss, gradient), (expected, of_operators) = found
+                    logits = logits.clamp_min(-30)  # an infinite logit makes loss and gradient infinite
+                results.append(entropy_and_gradient(logits.clone(), labels, None, objective, True, read))
+            (loss, gradient), (expected, of_operators) = results
             assert gradient.dtype == dtype
             assert loss.dtype == expected.dtype
             assert torch.allclose(loss, expected, rtol=tolerance), (dtype, name, loss, expected)
@@ -53,18 +51,18 @@ def main() -> None:
             assert close, (dtype, name, (gradient - of_operators).abs().max())
             assert gradient[0].abs().max() > 0.01
             assert not gradient[2].any()
-    # A share: labels that are another rank's, and no columns at all.
+    # A shard of the vocabulary: labels on another rank, and a shard without columns.
     for width in (7, 0):
         logits, index, mine = torch.randn(2, width), torch.tensor([3, 0]), torch.tensor([width > 0, False])
-        for one, other in zip(
+        for by_kernel, by_operators in zip(
             kernels.read(logits.clone(), mine, index, True)[0],
             read_by_operators(logits.clone(), mine, index, True)[0],
             strict=True,
         ):
-            assert torch.allclose(one, other), (width, one, other)
+            assert torch.allclose(by_kernel, by_operators), (width, by_kernel, by_operators)
 
 
-def test_kernels_compute_what_operators_do():
+def test_kernels_compute_what_operators_compute():
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     ran = subprocess.run(
         [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300
@@ -74,7 +72,7 @@ def test_kernels_compute_what_operators_do():
 
 @pytest.mark.parametrize(("logits", "wide"), [("bf16", "fp32"), ("fp32", "fp32"), ("fp64", "fp64")])
 def test_kernels_compile_for_a_gpu(logits, wide):
-    """Triton brings the assembler, and asks for no GPU."""
+    """Triton includes the assembler, so no GPU is needed."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 

@@ -1,4 +1,4 @@
-"""An impossible value in a config.json is an error of one line: file, key, value, and the expected type or range."""
+"""An impossible value in a config.json is an error of one line with file, key, value, and expected type or range."""
 
 import json
 
@@ -70,13 +70,13 @@ WRONG = [
 
 
 def refusal(path, values) -> str:
-    """Return the error of a config.json with these values, on reading it or on building its model."""
+    """Return the error of reading a config.json with these values, or of building its model."""
     path.write_text(values if isinstance(values, str) else json.dumps(values), encoding="utf-8")
     return refusals.refusal(lambda: modeling.build(modeling.load_config_file(path)), kind=ModelError)
 
 
 @pytest.mark.parametrize(("values", "change", "message"), WRONG, ids=lambda value: str(value)[:40])
-def test_a_value_that_no_model_has_is_refused_with_its_file_and_key(tmp_path, values, change, message):
+def test_an_impossible_value_is_refused_with_its_file_and_key(tmp_path, values, change, message):
     path = tmp_path / "config.json"
     assert refusal(path, values | change).startswith(f"model config {str(path)!r}: {message}")
 
@@ -106,13 +106,13 @@ def test_a_value_that_no_model_has_is_refused_with_its_file_and_key(tmp_path, va
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_what_only_the_constructor_finds_is_one_line_too(tmp_path, values, message):
+def test_errors_of_the_constructor_are_one_line_too(tmp_path, values, message):
     install("cpu")
     assert message in refusal(tmp_path / "config.json", values)
 
 
-def test_what_a_class_has_by_itself_is_not_refused():
-    """The defaults of every class with a language model: some lie outside of the rules."""
+def test_defaults_of_a_class_are_not_refused():
+    """The defaults of every class with a language model are accepted, although some break the rules."""
     import fla.models  # noqa: F401
 
     for kind in (
@@ -131,7 +131,7 @@ def test_what_a_class_has_by_itself_is_not_refused():
         check_values(values, CONFIG_MAPPING[kind], kind)
 
 
-def test_null_is_a_part_s_default(tmp_path):
+def test_null_is_the_default_of_a_nested_config(tmp_path):
     values = json.loads(json.dumps(CONFIG_MAPPING["gemma3"]().to_dict(), default=str)) | {
         "vision_config": None
     }
@@ -139,7 +139,7 @@ def test_null_is_a_part_s_default(tmp_path):
     assert modeling.load_config_file(tmp_path).vision_config.hidden_size > 0
 
 
-def test_a_key_that_no_field_has_is_told_once(tmp_path, caplog):
+def test_an_unknown_key_is_reported_once(tmp_path, caplog):
     values = IMAGES | {"text_config": TEXT | {"rope_theta": 10.0, "head_dims": 16}, "image_sise_": 3}
     (tmp_path / "config.json").write_text(
         json.dumps(values | {"_name_or_path": "x", "torch_dtype": "float32"})
@@ -150,8 +150,8 @@ def test_a_key_that_no_field_has_is_told_once(tmp_path, caplog):
         values = IMAGES | modeling.load_config("gemma3", "debug").to_dict()
         (tmp_path / "config.json").write_text(json.dumps(values))
         modeling.load_config_file(tmp_path)
-    told = [record.message for record in caplog.records if record.name.startswith("titanplans")]
-    heads, images = (note.partition(": ")[2] for note in told)
+    messages = [record.message for record in caplog.records if record.name.startswith("titanplans")]
+    heads, images = (note.partition(": ")[2] for note in messages)
     assert heads.startswith("head_dims is no field of Gemma3TextConfig")
     assert heads.endswith("did you mean head_dim?")
     assert images.startswith("image_sise_ is no field of Gemma3Config")

@@ -32,12 +32,12 @@ def test_overrides_of_a_nested_config_go_where_the_field_is():
     )
     assert (config.text_config.vocab_size, config.text_config.num_hidden_layers) == (512, 2)
     assert config.mm_tokens_per_image == 1
-    assert not hasattr(config, "vocab_size"), "the text config's fields are not repeated outside"
+    assert not hasattr(config, "vocab_size"), "fields of the text config are not set on the outer config"
     assert (config.tie_word_embeddings, config.text_config.tie_word_embeddings) == (False, False)
     assert modeling.build(config).lm_head.weight.shape == (512, 128)
 
 
-def test_a_nested_override_changes_what_it_names_and_leaves_the_rest():
+def test_a_nested_override_changes_only_its_fields():
     before = modeling.load_config("gemma3", "debug")
     config = modeling.load_config(
         "gemma3", "debug", vision_config={"num_hidden_layers": 1}, text_config={"sliding_window": 4}
@@ -50,7 +50,7 @@ def test_a_nested_override_changes_what_it_names_and_leaves_the_rest():
 @pytest.mark.parametrize(
     "name", sorted(name for name, flavors in modeling.available().items() if "debug" in flavors)
 )
-def test_an_adjusted_config_differs_in_what_is_named_alone(name):
+def test_an_adjusted_config_differs_only_in_the_named_fields(name):
     config = modeling.load_config(name, "debug")
     if is_user_model(config):
         return
@@ -64,7 +64,7 @@ def test_an_adjusted_config_differs_in_what_is_named_alone(name):
         assert after == before
 
 
-def test_a_table_of_rope_keeps_what_it_does_not_name():
+def test_an_override_of_rope_parameters_keeps_the_others():
     config = modeling.load_config("gemma3", "debug")
     both = modeling.adjusted(config, {"rope_parameters": {"full_attention": {"rope_theta": 7.0}}}).text_config
     assert both.rope_parameters == {
@@ -81,10 +81,10 @@ def test_a_table_of_rope_keeps_what_it_does_not_name():
             modeling.adjusted(config, overrides)
 
 
-def test_a_config_leaves_the_flavor_as_it_was():
-    given = {"full_attention": {"rope_type": "default"}}
-    config = modeling.load_config("gemma3_text", "1B", rope_parameters=given)
-    assert given == {"full_attention": {"rope_type": "default"}}
+def test_an_override_does_not_change_the_flavor():
+    rope = {"full_attention": {"rope_type": "default"}}
+    config = modeling.load_config("gemma3_text", "1B", rope_parameters=rope)
+    assert rope == {"full_attention": {"rope_type": "default"}}
     config.rope_parameters["full_attention"]["rope_theta"] = 7.0
     fresh = modeling.load_config("gemma3_text", "1B")
     fresh.rope_parameters["sliding_attention"]["rope_theta"] = 7.0
@@ -113,14 +113,14 @@ def test_a_config_leaves_the_flavor_as_it_was():
         (("gla", "debug"), {"attn": {"layers": [9], "num_heads": 4}}, ["out-of-range layer 9"]),
     ],
 )
-def test_a_wrong_name_is_refused_in_one_line_with_what_would_work(arguments, overrides, fragments):
+def test_a_wrong_name_is_refused_in_one_line_with_a_suggestion(arguments, overrides, fragments):
     message = refusal(modeling.load_config, *arguments, **overrides, kind=ModelError)
     assert all(word in message for word in fragments)
 
 
 @pytest.mark.parametrize("model_type", ["gla", "transformer", "llama", "gated_deltanet"])
 def test_any_config_file_or_its_folder_loads(tmp_path, model_type):
-    import fla.models  # noqa: F401  # its model types
+    import fla.models  # noqa: F401  # registers its model types
 
     CONFIG_MAPPING[model_type](hidden_size=64, vocab_size=96).save_pretrained(tmp_path)
     for path in (tmp_path, tmp_path / "config.json", str(tmp_path)):
@@ -148,7 +148,7 @@ def test_a_bad_config_file_is_refused_in_one_line(tmp_path, text, fragments):
     assert all(word in message for word in fragments)
 
 
-def test_parameters_take_the_default_dtype_not_the_configs():
+def test_parameters_have_the_default_dtype_not_that_of_the_config():
     config = LlamaConfig(
         hidden_size=32, num_attention_heads=4, num_hidden_layers=1, vocab_size=64, dtype="float16"
     )
@@ -182,8 +182,8 @@ def test_an_encoder_with_a_language_model_head_builds():
 
 
 @pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed")
-def test_softmax_attention_without_flash_attn_says_what_to_do():
-    # A process of its own: in this one the CPU attention is installed.
+def test_softmax_attention_without_flash_attn_is_refused_with_a_remedy():
+    # In a new process, because the CPU attention is installed in this one.
     assert "kernels.install('cpu')" in process_groups.run(build_transformer, 1)
 
 

@@ -1,4 +1,4 @@
-"""FLOPs per token against sums done by hand."""
+"""FLOPs per token, against sums by hand."""
 
 import logging
 
@@ -16,7 +16,7 @@ def _count(config, seq_len):
     return modeling.count_flops(modeling.build(config), seq_len)
 
 
-def test_softmax_attention_is_palms_formula():
+def test_softmax_attention_equals_the_formula_of_palm():
     total, flops = _count(modeling.load_config("transformer", "debug"), seq_len=512)
     layers, width, vocabulary = 4, 128, 4096
     assert total == 2_098_304
@@ -30,24 +30,22 @@ def test_a_window_bounds_the_context(name, field):
     assert windowed == full
 
 
-def test_gemmas_sliding_layers_stop_at_their_window():
+def test_sliding_layers_of_gemma_count_their_window():
     config = modeling.load_config(
         "gemma3_text", "debug"
-    )  # two layers of a window of 8, two full ones; 8 heads of 32
+    )  # two layers with a window of 8, two with full attention; 8 heads of 32
     total, flops = _count(config, seq_len=512)
-    assert flops == 6 * (
-        total + 2 * (8 * 64 * 8) + 2 * (8 * 64 * 512)
-    )  # the embedding is tied: it is the head
+    assert flops == 6 * (total + 2 * (8 * 64 * 8) + 2 * (8 * 64 * 512))  # the embedding is tied to the head
 
 
-def test_a_vision_tower_is_counted_but_does_nothing_for_a_token_of_text():
-    # The same text tower, with and without.
+def test_a_vision_tower_has_parameters_but_no_flops_per_text_token():
+    # The same text model, with and without the vision tower.
     text, flops = _count(modeling.load_config("gemma3_text", "debug", num_key_value_heads=2), seq_len=128)
     total, flops_with = _count(modeling.load_config("gemma3", "debug"), seq_len=128)
     hidden, mlp, patch, positions = 32, 64, 3 * 14 * 14, 16
     layer = 4 * (hidden + 1) * hidden + 2 * hidden * mlp + mlp + hidden + 2 * 2 * hidden
     tower = (patch + 1) * hidden + positions * hidden + 2 * layer + 2 * hidden
-    assert total == text + tower + hidden + hidden * 128  # the projector: a norm and a matrix
+    assert total == text + tower + hidden + hidden * 128  # the projector has a norm and a matrix
     assert flops_with == flops
 
 
@@ -61,12 +59,12 @@ def test_gated_linear_attention_does_not_grow_with_the_sequence():
 
 
 @pytest.mark.parametrize("name", ["kda", "cyclic_flow_attention", "mom"])
-def test_recurrences_that_are_called_attention_do_not_grow_either(name):
+def test_recurrences_named_attention_do_not_grow_with_the_sequence(name):
     config = modeling.load_config(name, "debug")
     assert _count(config, seq_len=512) == _count(config, seq_len=65536)
 
 
-def test_a_token_passes_the_memories_that_it_is_routed_to():
+def test_a_token_uses_only_the_memories_that_it_is_routed_to():
     """A token uses two of three memories and the shared one, which has its own projections of keys, values and gates."""
     total, flops = _count(modeling.load_config("mom", "debug"), seq_len=64)
     of_memory = 2 * 128 * 128 + 2 * 128 * 8  # k, v, a, b
@@ -82,7 +80,7 @@ def test_hybrid_layers_are_counted_by_their_own_mixer():
 SIZES = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=128)
 
 
-def test_tied_parameters_count_once_and_are_multiplied_with():
+def test_tied_parameters_count_once_and_have_flops():
     untied, flops = _count(LlamaConfig(**SIZES, intermediate_size=96, tie_word_embeddings=False), 32)
     tied, tied_flops = _count(LlamaConfig(**SIZES, intermediate_size=96, tie_word_embeddings=True), 32)
     assert untied - tied == 128 * 64
@@ -92,18 +90,18 @@ def test_tied_parameters_count_once_and_are_multiplied_with():
 def test_a_model_after_to_empty_counts_the_same():
     model = modeling.build(LlamaConfig(**SIZES, intermediate_size=96, tie_word_embeddings=True))
     before = modeling.count_flops(model, 32)
-    model.to_empty(device="cpu")  # unties
+    model.to_empty(device="cpu")  # this unties weights
     assert modeling.count_flops(model, 32) == before
 
 
-def test_a_token_is_multiplied_with_its_experts_only():
+def test_a_token_has_the_flops_of_its_experts_only():
     sizes = SIZES | dict(num_key_value_heads=4, head_dim=16, moe_intermediate_size=32, num_experts=8)
-    one, two = (_count(Qwen3MoeConfig(**sizes, num_experts_per_tok=k), 32)[1] for k in (1, 2))
-    assert two - one == 6 * 2 * 3 * 64 * 32  # layers x (gate, up, down) of one expert
+    with_one, with_two = (_count(Qwen3MoeConfig(**sizes, num_experts_per_tok=k), 32)[1] for k in (1, 2))
+    assert with_two - with_one == 6 * 2 * 3 * 64 * 32  # layers x (gate, up, down) of one expert
 
 
 class GatedLinearAttention(nn.Module):
-    """A user's mixer that shares only its name with FLA's."""
+    """A mixer of the user that has only its name in common with FLA's."""
 
 
 class OddAttention(nn.Module):
@@ -112,8 +110,8 @@ class OddAttention(nn.Module):
         self.num_heads, self.head_dim, self.window_size = 4, 8, (-1, -1)
 
 
-class Own(nn.Module):
-    """A user's model; its config does not mention its experts."""
+class UserModel(nn.Module):
+    """A model of the user; its config does not mention its experts."""
 
     def __init__(self):
         super().__init__()
@@ -125,10 +123,10 @@ class Own(nn.Module):
         self.lm_head = nn.Linear(32, 16)
 
     def forward(self, input_ids):
-        """What counts is what the modules are."""
+        """FLOPs are counted from the modules, not from this code."""
 
 
-def test_experts_of_which_the_config_says_nothing_count_all_and_the_log_says_so(caplog):
+def test_experts_that_the_config_does_not_mention_are_all_counted_with_a_log_line(caplog):
     config = user_model_config(f"{__name__}:Own", {})
     with caplog.at_level(logging.INFO, "titanplans"):
         total, flops = _count(config, 64)
@@ -142,12 +140,12 @@ def test_experts_of_which_the_config_says_nothing_count_all_and_the_log_says_so(
     assert not caplog.records
 
 
-def test_learned_positions_are_looked_up():
+def test_learned_positions_have_no_flops():
     total, flops = _count(GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=128, n_positions=256), 32)
     assert flops == 6 * (total - 256 * 64) + 12 * 64 * 32
 
 
-def test_what_is_frozen_gets_no_gradient_of_its_own():
+def test_frozen_parameters_have_no_weight_gradient():
     model = modeling.build(modeling.load_config("llama", "debug"))
     _, every = modeling.count_flops(model, 16)
     model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
@@ -156,18 +154,18 @@ def test_what_is_frozen_gets_no_gradient_of_its_own():
 
 
 @pytest.mark.parametrize("name", ["transformer", "qwen3_moe", "gla", "gemma3", "yoco"])
-def test_blocks_and_ends_are_all_of_the_model(name):
+def test_blocks_and_ends_add_up_to_the_model(name):
     model = modeling.build(modeling.load_config(name, "debug"))
     decoder = find_decoder(model)
-    found = modeling.flops_of_blocks(model, decoder, 64)
-    whole = modeling.count_flops(model, 64)[1]
-    assert found.first + sum(found.blocks) + found.last == pytest.approx(whole, abs=len(found.blocks) + 2)
-    assert found.first == 0
-    assert len(found.blocks) == len(decoder.blocks)
+    flops = modeling.flops_of_blocks(model, decoder, 64)
+    total = modeling.count_flops(model, 64)[1]
+    assert flops.first + sum(flops.blocks) + flops.last == pytest.approx(total, abs=len(flops.blocks) + 2)
+    assert flops.first == 0
+    assert len(flops.blocks) == len(decoder.blocks)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_head_is_behind_the_blocks_also_where_it_is_the_embedding(tied):
+def test_the_head_counts_after_the_blocks_also_if_tied_to_the_embedding(tied):
     config = LlamaConfig(
         vocab_size=512,
         hidden_size=32,
@@ -177,14 +175,14 @@ def test_the_head_is_behind_the_blocks_also_where_it_is_the_embedding(tied):
         tie_word_embeddings=tied,
     )
     model = modeling.build(config)
-    found = modeling.flops_of_blocks(model, find_decoder(model), 16)
+    flops = modeling.flops_of_blocks(model, find_decoder(model), 16)
     block = 4 * 32 * 32 + 3 * 32 * 48 + 2 * 32 + 4 * (8 + 8) * 16
-    assert found == ((6 * block,) * 3, 0, 6 * (512 * 32 + 32))
+    assert flops == ((6 * block,) * 3, 0, 6 * (512 * 32 + 32))
 
 
-def test_a_hybrids_blocks_differ():
+def test_blocks_of_a_hybrid_differ():
     config = modeling.load_config("gla", "debug", attn={"layers": [1], "num_heads": 8})
     model = modeling.build(config)
     short, long = (modeling.flops_of_blocks(model, find_decoder(model), seq_len) for seq_len in (512, 1024))
     grown = [after - before for before, after in zip(short.blocks, long.blocks, strict=True)]
-    assert [number > 0 for number in grown] == [False, True, False, False]
+    assert [growth > 0 for growth in grown] == [False, True, False, False]

@@ -1,4 +1,4 @@
-"""Initial weights in one process: their values, their dependence on seed and dtype, and errors."""
+"""Initial weights in one process: values, dependence on seed and dtype, and errors."""
 
 import math
 
@@ -29,14 +29,14 @@ def _initialized(config, seed=0, dtype=torch.float32):
 
 
 def _spoil(model):
-    """Memory as `to_empty` may leave it, at its worst."""
+    """Fill a model with the worst values that `to_empty` may leave."""
     model.to_empty(device="cpu")
     for tensor in [*model.parameters(), *model.buffers()]:
         tensor.data.fill_(math.nan if tensor.is_floating_point() else 77)
 
 
 def _assert_as_constructed(model):
-    """Every tensor has the distribution, and every buffer the value, of the model made the ordinary way."""
+    """Check that parameters have the distribution, and buffers the values, of the model built the ordinary way."""
     torch.manual_seed(0)
     ordinary = AutoModelForCausalLM.from_config(model.config)
     ordinary_parameters = dict(ordinary.named_parameters())
@@ -44,9 +44,9 @@ def _assert_as_constructed(model):
     for name, parameter in model.named_parameters():
         value, expected = parameter.detach().float(), ordinary_parameters[name].detach().float()
         assert value.isfinite().all(), name
-        # Both are samples of n values: a mean is known to 1/sqrt(n), a deviation to 1/sqrt(2n) of the
-        # deviation; five of those for each sample leave one false alarm in a million. A handful of
-        # values (the decays of four heads) says no more than that they are random, or that they are not.
+        # Both are samples of n values. The mean has a standard error of 1/sqrt(n) deviations, the deviation one of
+        # 1/sqrt(2n); five of these for each sample leave one false alarm in a million. A few values (the decays of
+        # four heads) only show whether they are random.
         n, deviation = value.numel(), expected.std(correction=0)
         if n < 64 and deviation > 0:
             assert value.std(correction=0) > 0, name
@@ -70,14 +70,14 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize(("name", "options"), [(name, each) for name in OPTIONS for each in OPTIONS[name]])
-def test_models_start_as_their_own_code_starts_them(name, options):
+def test_initial_weights_are_those_of_the_models_code(name, options):
     _assert_as_constructed(_initialized(modeling.load_config(name, "debug", **options)))
 
 
 @pytest.mark.parametrize(
     "name",
-    # Families whose `_init_weights` misses parameters (comba, hgrn, mesa_net, rwkv, mom, samba), whose mixer
-    # outlives it only by marks of its constructor, and two that initialise everything.
+    # Families whose `_init_weights` misses parameters (comba, hgrn, mesa_net, rwkv, mom, samba), one whose mixer keeps its
+    # values only by marks of its constructor, and two that initialise everything.
     [
         "Comba",
         "HGRN",
@@ -92,7 +92,7 @@ def test_models_start_as_their_own_code_starts_them(name, options):
         "Mamba2",
     ],
 )
-def test_values_that_only_a_constructor_gives_are_kept(name):
+def test_values_set_only_by_a_constructor_are_kept(name):
     import fla.models
 
     options = {"hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 128}
@@ -107,12 +107,12 @@ def test_values_that_only_a_constructor_gives_are_kept(name):
     _assert_as_constructed(_initialized(getattr(fla.models, f"{name}Config")(**options)))
 
 
-def test_what_gemma_starts_from_besides_random_matrices():
+def test_norms_and_padding_of_gemma():
     model = _initialized(modeling.load_config("gemma3", "debug"))
     text, tower = model.model.language_model, model.model.vision_tower
     norms = [module for module in text.modules() if type(module).__name__ == "Gemma3RMSNorm"]
     assert len(norms) == 4 * 6 + 1
-    assert not any(norm.weight.any() for norm in norms), "they multiply by 1 + weight"
+    assert not any(norm.weight.any() for norm in norms), "the norms multiply by 1 + weight"
     assert not text.embed_tokens.weight[0].any(), "the padding token"
     assert text.embed_tokens.embed_scale == torch.tensor(128**0.5)
     for kind, base in (("sliding_attention", 1e4), ("full_attention", 1e6)):
@@ -122,10 +122,10 @@ def test_what_gemma_starts_from_besides_random_matrices():
     assert model.lm_head.weight is text.embed_tokens.weight
 
 
-def test_llamas_rotary_scaling_is_in_its_buffer():
+def test_rotary_scaling_of_llama_is_in_its_buffer():
     inv_freq = _initialized(modeling.load_config("llama", "debug")).model.rotary_emb.inv_freq
     plain = 500000.0 ** (-torch.arange(0, 16, 2).float() / 16)
-    # Llama 3.2: wavelengths up to 8192 / 4 as they are, from 8192 / 1 on 32 times as long.
+    # Llama 3.2: wavelengths up to 8192 / 4 are unchanged, those from 8192 / 1 on are 32 times as long.
     wavelength = 2 * math.pi / plain
     torch.testing.assert_close(inv_freq[wavelength < 2048], plain[wavelength < 2048])
     torch.testing.assert_close(inv_freq[wavelength > 8192], plain[wavelength > 8192] / 32)
@@ -134,14 +134,14 @@ def test_llamas_rotary_scaling_is_in_its_buffer():
 
 def test_same_seed_same_weights_other_seed_other_weights():
     config = modeling.load_config("gla", "debug")
-    first, again, other = (dict(_initialized(config, seed).named_parameters()) for seed in (1, 1, 2))
+    first, again, of_other_seed = (dict(_initialized(config, seed).named_parameters()) for seed in (1, 1, 2))
     assert all(torch.equal(first[name], again[name]) for name in first)
     random = [name for name in first if first[name].std(correction=0) > 0]
-    assert len(random) == 4 * 10 + 2  # all projections, embedding and head
-    assert not any(torch.equal(first[name], other[name]) for name in random)
+    assert len(random) == 4 * 10 + 2  # the projections, the embedding and the head
+    assert not any(torch.equal(first[name], of_other_seed[name]) for name in random)
 
 
-def test_layers_differ():
+def test_layers_have_different_weights():
     layers = _initialized(modeling.load_config("gla", "debug")).model.layers
     weights = [
         module.weight.flatten()[:100]
@@ -153,7 +153,7 @@ def test_layers_differ():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_every_dtype_starts_from_the_same_weights(dtype):
+def test_every_dtype_has_the_same_initial_weights(dtype):
     config = modeling.load_config("transformer", "debug")
     reference = dict(_initialized(config).named_parameters())
     for name, parameter in _initialized(config, dtype=dtype).named_parameters():
@@ -161,13 +161,13 @@ def test_every_dtype_starts_from_the_same_weights(dtype):
         assert torch.equal(parameter, reference[name].to(dtype)), name
 
 
-def test_tied_weights_are_one_parameter_again():
+def test_tied_weights_are_one_parameter():
     model = _initialized(modeling.load_config("gla", "debug", tie_word_embeddings=True))
     assert model.lm_head.weight is model.model.embeddings.weight
     assert len(list(model.parameters())) == len({id(p) for p in model.parameters()})
 
 
-def test_the_callers_random_state_and_modes_are_left_alone():
+def test_the_random_state_and_modes_of_the_caller_are_unchanged():
     torch.manual_seed(7)
     state = torch.get_rng_state()
     constructors = [
@@ -181,7 +181,7 @@ def test_the_callers_random_state_and_modes_are_left_alone():
     assert all("_is_hf_initialized" not in vars(module) for module in model.modules())
 
 
-def test_wrapped_layers_are_found_under_their_own_names():
+def test_wrapped_layers_are_initialized_by_their_names():
     config = modeling.load_config("gla", "debug")
     model = modeling.build(config)
     for index, layer in enumerate(model.model.layers):
@@ -190,10 +190,13 @@ def test_wrapped_layers_are_found_under_their_own_names():
     _spoil(model)
     modeling.initialize(model, seed=0)
     expected = list(_initialized(config).parameters())
-    assert all(torch.equal(value, other) for value, other in zip(model.parameters(), expected, strict=True))
+    assert all(
+        torch.equal(value, expected_value)
+        for value, expected_value in zip(model.parameters(), expected, strict=True)
+    )
 
 
-def test_a_stage_with_some_of_the_modules_gets_the_same_values():
+def test_a_stage_with_some_of_the_modules_has_the_same_values():
     config = modeling.load_config("gla", "debug")
     model = modeling.build(config)
     model.model.embeddings = None
@@ -210,7 +213,7 @@ def test_a_model_without_memory_is_refused():
         modeling.initialize(modeling.build(modeling.load_config("gla", "debug")), seed=0)
 
 
-def test_a_parameter_that_the_config_does_not_know_is_refused():
+def test_a_parameter_that_the_config_does_not_have_is_refused():
     model = modeling.build(modeling.load_config("gla", "debug"))
     model.model.extra = nn.Linear(2, 2)
     model.to_empty(device="cpu")
@@ -243,7 +246,7 @@ def test_a_parameter_that_nobody_initialises_is_an_error_with_its_name(monkeypat
         _initialized(modeling.load_config("gla", "debug"))
 
 
-def test_an_initialisation_across_units_is_an_error(monkeypatch):
+def test_an_initialisation_across_modules_is_an_error(monkeypatch):
     from transformers.models.llama.modeling_llama import LlamaModel, LlamaPreTrainedModel
 
     original = LlamaPreTrainedModel._init_weights
@@ -258,7 +261,7 @@ def test_an_initialisation_across_units_is_an_error(monkeypatch):
         _initialized(LlamaConfig(**LLAMA))
 
 
-def test_a_buffer_that_the_model_registers_in_its_layers():
+def test_a_buffer_that_the_model_registers_in_its_layers_is_initialized():
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=8)
     mamba = dict(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8)
     multipliers = [0.5, 0.25, 2.0, 4.0, 8.0]

@@ -1,8 +1,8 @@
-"""Initial weights of split models: on every rank bitwise the part that torch itself would cut.
+"""Initial weights of split models: every rank has bit for bit the shard that torch would make of the full weights.
 
-`initialize` does not communicate, so each of four ranks is played in turn in this process, in a fake
-process group: a second model, with the weights of the unsplit one, is cut by DTensor and FSDP2. That jobs over real
-ranks begin with the weights of one process is held by tests/training/trainer/test_trainer.py, whose losses are the same.
+`initialize` does not communicate, so this process is each of four ranks in turn, in a fake process group. A second model
+with the weights of the unsplit one is sharded by DTensor and FSDP2. tests/training/trainer/test_trainer.py shows that jobs
+over real ranks begin with the weights of one process.
 """
 
 import math
@@ -21,8 +21,8 @@ from titanplans import modeling
 from titanplans.modeling import ModelError
 from titanplans.split.parameters.shards import copy_shard
 
-# Nothing here is a multiple of 4: over four ranks a vocabulary of 130 makes 33, 33, 33 and 31, the bias
-# of a rank-2 gate 1, 1, 0 and 0.
+# No size is a multiple of 4: over four ranks a vocabulary of 130 is split into 33, 33, 33 and 31, the bias of a rank-2
+# gate into 1, 1, 0 and 0.
 SIZES = dict(num_hidden_layers=2, vocab_size=130, hidden_size=32, num_heads=2, intermediate_size=54)
 
 
@@ -37,12 +37,12 @@ def _square():
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
-def _cut(model, mesh, placements):
+def _distribute(model, mesh, placements):
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
-                cut = distribute_tensor(parameter.detach(), mesh, placements(parameter), src_data_rank=None)
-                module._parameters[name] = nn.Parameter(cut)
+                shard = distribute_tensor(parameter.detach(), mesh, placements(parameter), src_data_rank=None)
+                module._parameters[name] = nn.Parameter(shard)
     return model
 
 
@@ -63,11 +63,14 @@ def _fsdp(model, mesh):
 
 
 SPLITS = {
-    "replicate": (lambda m: _cut(m, _flat(), lambda p: [Replicate()]), {"Replicate"}),
-    "first dim": (lambda m: _cut(m, _flat(), lambda p: [Shard(0)]), {"Shard"}),
-    "last dim": (lambda m: _cut(m, _flat(), lambda p: [Shard(p.dim() - 1)]), {"Shard"}),
-    "one dim twice": (lambda m: _cut(m, _square(), lambda p: [Shard(0), Shard(0)]), {"Shard"}),
-    "first and last dim": (lambda m: _cut(m, _square(), lambda p: [Shard(0), Shard(p.dim() - 1)]), {"Shard"}),
+    "replicate": (lambda m: _distribute(m, _flat(), lambda p: [Replicate()]), {"Replicate"}),
+    "first dim": (lambda m: _distribute(m, _flat(), lambda p: [Shard(0)]), {"Shard"}),
+    "last dim": (lambda m: _distribute(m, _flat(), lambda p: [Shard(p.dim() - 1)]), {"Shard"}),
+    "one dim twice": (lambda m: _distribute(m, _square(), lambda p: [Shard(0), Shard(0)]), {"Shard"}),
+    "first and last dim": (
+        lambda m: _distribute(m, _square(), lambda p: [Shard(0), Shard(p.dim() - 1)]),
+        {"Shard"},
+    ),
     "tp": (lambda m: _tp(m, _square()["tp"]), {"Shard"}),
     "fsdp": (lambda m: _fsdp(m, _flat()), {"Shard"}),
     "hsdp": (lambda m: _fsdp(m, _square()), {"Replicate", "Shard"}),
@@ -75,7 +78,7 @@ SPLITS = {
 }
 
 
-def _whole(config):
+def _unsplit(config):
     model = modeling.build(config).to_empty(device="cpu")
     modeling.initialize(model, seed=3)
     return model
@@ -83,25 +86,25 @@ def _whole(config):
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("name", ["gla", "transformer"])
-def test_every_rank_holds_the_part_that_torch_cuts(name, split):
+def test_every_rank_has_the_shards_of_torch(name, split):
     apply, placements = SPLITS[split]
     config = modeling.load_config(name, "debug", **SIZES)
-    seen = set()
+    placements_found = set()
     for rank in range(4):
         with process_groups.fake_group(4, rank):
-            expected = dict(apply(_whole(config)).named_parameters())
+            expected = dict(apply(_unsplit(config)).named_parameters())
             model = apply(modeling.build(config)).to_empty(device="cpu")
             for parameter in model.parameters():
                 parameter.data.fill_(math.nan)
             modeling.initialize(model, seed=3)
             for parameter_name, parameter in model.named_parameters():
-                value, cut = parameter.detach(), expected[parameter_name].detach()
+                value, reference = parameter.detach(), expected[parameter_name].detach()
                 if isinstance(value, DTensor):
-                    seen.update(type(placement).__name__ for placement in value.placements)
-                    assert value.placements == cut.placements
-                    value, cut = value.to_local(), cut.to_local()
-                assert torch.equal(value, cut), (rank, parameter_name)
-    assert seen == placements, "the case does not test what it says"
+                    placements_found.update(type(placement).__name__ for placement in value.placements)
+                    assert value.placements == reference.placements
+                    value, reference = value.to_local(), reference.to_local()
+                assert torch.equal(value, reference), (rank, parameter_name)
+    assert placements_found == placements, "the case has the placements that it should test"
 
 
 def test_tied_shards_are_one_parameter():
@@ -114,22 +117,22 @@ def test_tied_shards_are_one_parameter():
         assert any(isinstance(placement, _StridedShard) for placement in weight.placements)
 
 
-def test_one_unit_at_a_time_is_in_memory(monkeypatch):
+def test_one_module_at_a_time_is_in_memory(monkeypatch):
     config = modeling.load_config("gla", "debug")
     layer = sum(p.numel() for p in modeling.build(config).model.layers[0].parameters())
     embedding = config.vocab_size * config.hidden_size
-    held = []
+    sizes = []
     original = modeling.initialize.__globals__["Reference"].values
 
     def values(self, unit):
         answer = original(self, unit)
-        rest = sum(p.numel() for p in self.model.parameters() if not p.is_meta)
-        held.append(rest + sum(value.numel() for value in answer.values()))
+        in_memory = sum(p.numel() for p in self.model.parameters() if not p.is_meta)
+        sizes.append(in_memory + sum(value.numel() for value in answer.values()))
         return answer
 
     monkeypatch.setattr(modeling.initialize.__globals__["Reference"], "values", values)
-    _whole(config)
-    assert max(held) == max(layer, embedding)
+    _unsplit(config)
+    assert max(sizes) == max(layer, embedding)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +142,7 @@ def test_one_unit_at_a_time_is_in_memory(monkeypatch):
         ([_StridedShard(0, split_factor=4), Shard(0)], "4 earlier shards.*make 2"),
     ],
 )
-def test_a_placement_that_says_no_part_is_refused(placements, message):
+def test_a_placement_without_a_known_slice_is_refused(placements, message):
     with process_groups.fake_group(4, 0):
         destination = DTensor.from_local(
             torch.zeros(2, 4), _square(), placements, shape=(8, 4), stride=(4, 1)

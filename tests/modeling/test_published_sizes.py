@@ -1,4 +1,4 @@
-"""The named flavors against what their authors published: parameter counts, and config.json files of the hub."""
+"""The named flavors against the publications of their authors: parameter counts, and config.json files of the hub."""
 
 import json
 import time
@@ -9,11 +9,11 @@ from tests import zoo
 from tests.support.paths import GENERATED
 from titanplans import modeling
 
-# (family, flavor) -> (the number of parameters that is published, where)
-#   keras   keras-team/keras-hub, commit 71453d0, the presets' "params": counted on another implementation
-#   card    the model card: its size, or the number of parameters that the hub shows beside it
+# (family, flavor) -> (the published count of parameters, its source)
+#   keras   keras-team/keras-hub, commit 71453d0, "params" of the presets: counted with another implementation
+#   card    the model card: its text, or the count that the hub displays
 FIGURES = {
-    ("llama", "3.2-1B"): ("1.24B", "card"),  # whose 1.23B is cut off
+    ("llama", "3.2-1B"): ("1.24B", "card"),  # its 1.23B is truncated, not rounded
     ("llama", "3.2-3B"): ("3.21B", "card"),
     ("llama", "3.1-8B"): ("8.03B", "keras"),
     ("llama", "3.1-70B"): ("70.6B", "card"),
@@ -21,10 +21,10 @@ FIGURES = {
     ("mistral", "7B-v0.3"): ("7.25B", "keras"),
     ("mistral", "Nemo-12B"): ("12.2B", "card"),
     ("qwen2", "0.5B"): ("0.49B", "keras"),
-    ("qwen2", "1.5B"): ("1.54B", "keras"),  # its qwen2.5_math_1.5b, the same sizes
+    ("qwen2", "1.5B"): ("1.54B", "keras"),  # qwen2.5_math_1.5b, with the same sizes
     ("qwen2", "3B"): ("3.09B", "keras"),
-    # The card's 7.61B is cut off; 14B is 14.7B on its card and 32B 32.5B, but not by their config.json.
-    ("qwen2", "7B"): ("7.62B", "keras"),  # its qwen2.5_math_7b, the same sizes
+    # The card's 7.61B is truncated. The cards of 14B and 32B say 14.7B and 32.5B, which their config.json contradicts.
+    ("qwen2", "7B"): ("7.62B", "keras"),  # qwen2.5_math_7b, with the same sizes
     ("qwen2", "14B"): ("14.8B", "card"),
     ("qwen2", "32B"): ("32.8B", "keras"),
     ("qwen2", "72B"): ("72.7B", "keras"),
@@ -36,7 +36,7 @@ FIGURES = {
     ("qwen3", "32B"): ("32.8B", "keras"),
     ("gemma3_text", "270M"): ("0.27B", "keras"),
     ("gemma3_text", "1B"): ("1.0B", "keras"),
-    # keras' text presets have 64 rows of vocabulary less, those that transformers adds for the image token.
+    # The text presets of keras lack the 64 rows of vocabulary that transformers adds for the image token.
     ("gemma3_text", "4B"): ("3.88B", "keras"),
     ("gemma3_text", "12B"): ("11.8B", "keras"),
     ("gemma3_text", "27B"): ("27.0B", "keras"),
@@ -48,13 +48,13 @@ FIGURES = {
     ("deepseek_v3", "671B"): ("671B", "card"),
     ("gpt_oss", "20b"): ("21B", "card"),
     ("gpt_oss", "120b"): ("117B", "card"),
-    ("gemma3", "4B"): ("4.3B", "keras"),  # its medgemma_4b, which has the 64 rows
+    ("gemma3", "4B"): ("4.3B", "keras"),  # medgemma_4b, which has the 64 rows
     ("gemma3", "12B"): ("12.2B", "keras"),
-    ("gemma3", "27B"): ("27.4B", "keras"),  # its medgemma_instruct_27b
+    ("gemma3", "27B"): ("27.4B", "keras"),  # medgemma_instruct_27b
 }
-"""Of the others the page has the sum of the shapes: a size of ours, or a published config without a published count."""
+"""For other flavors the page has the sum of the shapes: they have no published count."""
 
-# Qwen's cards also give the parameters without embedding and head.
+# The cards of Qwen also have the count without embedding and head.
 WITHOUT_EMBEDDINGS = {
     ("qwen2", "0.5B"): "0.36B",
     ("qwen2", "1.5B"): "1.31B",
@@ -71,9 +71,9 @@ DEBUG = ("transformer", "gla", "llama", "mistral", "qwen2", "qwen3", "gemma3_tex
 
 
 def _on_the_page():
-    """Return the parameters of each flavor that docs/generated/models.md lists."""
+    """Return the parameter counts of the flavors in docs/generated/models.md."""
     page = (GENERATED / "models.md").read_text()
-    rows = [[cell.strip() for cell in row.split("|")] for row in page.splitlines() if row.startswith("| ")]
+    rows = [[cell.strip() for cell in line.split("|")] for line in page.splitlines() if line.startswith("| ")]
     return {(row[1], row[2]): int(row[-3].replace(",", "")) for row in rows if row[1] in modeling.available()}
 
 
@@ -84,19 +84,19 @@ pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 def _rounded(count, like):
-    """`count` with as many decimals of a billion as the published figure has."""
+    """Return `count` in billions with as many decimals as the published text."""
     decimals = len(like.removesuffix("B").partition(".")[2])
     return f"{count / 1e9:.{decimals}f}B"
 
 
 def test_every_flavor_has_a_count():
-    """But the debug flavors of families that docs/generated/architectures.md lists alone."""
+    """Except for debug flavors of families that only docs/generated/architectures.md lists."""
     named = {(n, flavor) for n, flavors in modeling.available().items() for flavor in flavors}
     assert named - {(n, "debug") for n in zoo.FAMILIES} == set(PARAMETERS) >= set(FIGURES)
 
 
 @pytest.mark.parametrize(("name", "flavor"), PARAMETERS)
-def test_flavor_has_its_published_size_and_no_memory(name, flavor):
+def test_a_flavor_has_its_published_size_and_needs_no_memory(name, flavor):
     start = time.perf_counter()
     model = modeling.build(modeling.load_config(name, flavor))
     seconds = time.perf_counter() - start
@@ -105,16 +105,16 @@ def test_flavor_has_its_published_size_and_no_memory(name, flavor):
     published, _ = FIGURES.get((name, flavor), (None, None))
     assert published is None or _rounded(count, published) == published
     assert all(t.is_meta for t in [*model.parameters(), *model.buffers()])
-    assert seconds < 3  # 0.4 s at most on one core; the limit is the contract's
+    assert seconds < 3  # measured: at most 0.4 s on one core
 
 
 @pytest.mark.parametrize(("name", "flavor"), WITHOUT_EMBEDDINGS)
-def test_what_is_left_without_embedding_and_head(name, flavor):
+def test_the_count_without_embedding_and_head(name, flavor):
     model = modeling.build(modeling.load_config(name, flavor))
     tables = {id(m.weight): m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings())}
-    left = PARAMETERS[name, flavor] - sum(weight.numel() for weight in tables.values())
+    remaining = PARAMETERS[name, flavor] - sum(weight.numel() for weight in tables.values())
     published = WITHOUT_EMBEDDINGS[name, flavor]
-    assert _rounded(left, published) == published
+    assert _rounded(remaining, published) == published
 
 
 @pytest.mark.parametrize("name", DEBUG)
@@ -136,9 +136,9 @@ def test_the_debug_flavors_have_eight_key_value_heads_and_fewer():
     assert heads == {"llama": 8, "mistral": 2, "qwen2": 4, "qwen3": 4, "gemma3_text": 1, "gemma3": 2}
 
 
-# Files as the hub holds them, in the form of older releases: `rope_theta`, `rope_scaling`, a pattern of layers.
+# Files of the hub in the form of older releases: `rope_theta`, `rope_scaling`, a pattern of layers.
 PUBLISHED = {
-    # meta-llama/Llama-3.2-1B, as kevinstephano/thunder_model_blocks, commit 5c083b0, quotes it
+    # meta-llama/Llama-3.2-1B, as kevinstephano/thunder_model_blocks, commit 5c083b0, has it
     ("llama", "3.2-1B"): {
         "model_type": "llama",
         "head_dim": 64,
@@ -160,7 +160,7 @@ PUBLISHED = {
         "tie_word_embeddings": True,
         "vocab_size": 128256,
     },
-    # mistralai/Mistral-Nemo-Base-2407, likewise
+    # mistralai/Mistral-Nemo-Base-2407, from the same source
     ("mistral", "Nemo-12B"): {
         "model_type": "mistral",
         "head_dim": 128,
@@ -176,7 +176,7 @@ PUBLISHED = {
         "tie_word_embeddings": False,
         "vocab_size": 131072,
     },
-    # google/gemma-3-1b-it, as Liwink/gemma-jax, models/README.md, quotes it
+    # google/gemma-3-1b-it, as Liwink/gemma-jax, models/README.md, has it
     ("gemma3_text", "1B"): {
         "model_type": "gemma3_text",
         "attention_bias": False,
@@ -208,11 +208,11 @@ def test_a_published_config_file_gives_the_same_architecture(tmp_path, name, fla
     from_file, named = (
         c.to_dict() for c in (modeling.load_config_file(path), modeling.load_config(name, flavor))
     )
-    from_file.pop("sliding_window_pattern", None)  # kept beside the layer types that it gives
+    from_file.pop("sliding_window_pattern", None)  # it is kept next to the layer types that it defines
     assert from_file == named
 
 
-def test_gemmas_layers_windows_and_bases():
+def test_layers_windows_and_rope_bases_of_gemma():
     config = modeling.load_config("gemma3", "27B").text_config
     assert [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"] == list(
         range(5, 62, 6)
@@ -233,7 +233,7 @@ def test_the_image_token_is_in_the_vocabulary():
         assert config.image_token_id < config.text_config.vocab_size
         vision = config.vision_config
         patches, tokens = (vision.image_size // vision.patch_size) ** 2, config.mm_tokens_per_image
-        assert patches == tokens * round((patches / tokens) ** 0.5) ** 2  # averaged over squares of patches
+        assert patches == tokens * round((patches / tokens) ** 0.5) ** 2  # patches are averaged over squares
 
 
 def test_a_config_file_with_two_towers_loads(tmp_path):

@@ -1,4 +1,4 @@
-"""Real models and inputs for a proof: every parameter matters, and an image is looked at from both sides."""
+"""Models and inputs for a proof: every parameter affects the loss, and tokens of an image attend to each other."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def _loss(model, inputs):
     ("name", "attention"),
     [(name, "sdpa") for name in NAMES] + [(name, "eager") for name in OF_TRANSFORMERS],
 )
-def test_every_parameter_matters_in_float64(name, attention, seq_len):
+def test_every_parameter_affects_the_loss_in_float64(name, attention, seq_len):
     config = _config(name, attention)
     model = modeling.build_real(config)
     inputs = modeling.sample_inputs(config, batch_size=2, seq_len=seq_len, seed=0)
@@ -47,8 +47,8 @@ def test_every_parameter_matters_in_float64(name, attention, seq_len):
         assert parameter.grad.isfinite().all()
         relative = parameter.grad.abs().max() / largest
         if "vision_tower" in parameter_name and parameter_name.endswith("self_attn.k_proj.bias"):
-            # It adds the same to all scores of a query, as no rotation tells keys apart, and softmax takes it
-            # out: its gradient is rounding, in eager attention that of float32.
+            # Without rotation it adds the same value to all scores of a query, which softmax cancels. Its gradient is
+            # rounding, in eager attention that of float32.
             assert relative < 1e-7, parameter_name
         else:
             assert relative > 1e-6, parameter_name
@@ -70,20 +70,20 @@ def test_both_attention_implementations_agree(name):
         assert (eager[key] - value).abs().max() <= 1e-12 * max(value.abs().max(), 1e-3), key
 
 
-def test_a_real_model_is_reproducible_and_the_same_in_every_dtype():
+def test_a_model_is_reproducible_and_the_same_in_every_dtype():
     config = _config("qwen3")
-    first, again, rounded, other = (
+    first, again, rounded, of_other_seed = (
         modeling.build_real(config, **options).state_dict()
         for options in ({}, {}, {"dtype": torch.float32}, {"seed": 1})
     )
     for name, value in first.items():
         assert torch.equal(again[name], value)
         assert torch.equal(rounded[name], value.float())
-        assert not torch.equal(other[name], value)
+        assert not torch.equal(of_other_seed[name], value)
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_the_callers_random_state_is_left_alone():
+def test_the_random_state_of_the_caller_is_unchanged():
     torch.manual_seed(5)
     state = torch.get_rng_state()
     config = _config("gemma3")
@@ -92,25 +92,25 @@ def test_the_callers_random_state_is_left_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_noise_goes_where_all_values_are_equal():
+def test_noise_is_added_where_all_values_are_equal():
     config = _config("gemma3", tie_word_embeddings=True)
     plain, noisy = modeling.build_real(config, noise=0.0), modeling.build_real(config, noise=0.1)
     moved = 0
     for (name, before), after in zip(plain.named_parameters(), noisy.parameters(), strict=True):
         if before.min() == before.max():
-            assert after.std().item() == pytest.approx(0.1, rel=0.5), name  # of 16 values or more
+            assert after.std().item() == pytest.approx(0.1, rel=0.5), name  # from 16 values or more
             moved += 1
         else:
             assert torch.equal(before, after), name
-    # Norms of the text; norms of the tower, with biases; biases of its projections and patches; the projector.
+    # Norms of the text model; norms of the tower, with biases; biases of its projections and patches; the projector.
     assert moved == (4 * 6 + 1) + 2 * (2 * 2 + 1) + (2 * 4 + 1) + 2
     assert noisy.lm_head.weight is noisy.model.language_model.embed_tokens.weight
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_come_from_the_whole_vocabulary_but_for_special_ones(name):
+def test_tokens_are_from_the_full_vocabulary_except_special_ones(name):
     config = _config(name, vocab_size=16) if name != "gemma3" else _config(name, vocab_size=4096)
-    if name == "gemma3":  # four special tokens among 16
+    if name == "gemma3":  # 4 of 16 tokens are special
         config.text_config.vocab_size = 16
         config.boi_token_index, config.eoi_token_index, config.image_token_index = 13, 14, 15
     inputs = modeling.sample_inputs(config, batch_size=8, seq_len=200, seed=3)
@@ -126,27 +126,27 @@ def test_tokens_come_from_the_whole_vocabulary_but_for_special_ones(name):
 
 
 @pytest.mark.parametrize("seq_len", [6, 7, 24, 32, 64])
-def test_images_lie_across_shards(seq_len):
+def test_images_extend_across_shards(seq_len):
     config = _config("gemma3")
     inputs = modeling.sample_inputs(config, batch_size=4, seq_len=seq_len, seed=0)
     is_image = inputs["input_ids"] == config.image_token_id
     assert torch.equal(inputs["token_type_ids"], is_image.long())
     assert inputs["pixel_values"].shape == (4, 3, 56, 56)
     starts = set()
-    for row in is_image:
-        (places,) = row.nonzero(as_tuple=True)
-        assert places.tolist() == list(range(places[0], places[0] + 4)), "one run of four"
-        assert not row[0]
-        assert not row[-1]
+    for sequence in is_image:
+        (positions,) = sequence.nonzero(as_tuple=True)
+        assert positions.tolist() == list(range(positions[0], positions[0] + 4)), "one run of four"
+        assert not sequence[0]
+        assert not sequence[-1]
         for degree in (2, 4, 8):
             if seq_len % degree == 0:
-                assert len((places // (seq_len // degree)).unique()) > 1, "a shard holds the whole image"
-        starts.add(places[0].item())
+                assert len((positions // (seq_len // degree)).unique()) > 1, "a shard has the full image"
+        starts.add(positions[0].item())
     assert len(starts) == (1 if seq_len == 6 else 3 if seq_len > 7 else 2)
 
 
-def test_the_tokens_of_an_image_see_each_other():
-    """Changing the last image token's embedding moves the first one's output, but only with token_type_ids."""
+def test_the_tokens_of_an_image_attend_to_each_other():
+    """Changing the embedding of the last image token changes the first one's output, but only with token_type_ids."""
     config = _config("gemma3")
     model = modeling.build_real(config)
     inputs = modeling.sample_inputs(config, batch_size=1, seq_len=24, seed=0)

@@ -1,4 +1,4 @@
-"""What each kind of style needs, held against what it sends: families with one of each, and styles that send more."""
+"""The communication that each kind of style needs, compared with what it sends; styles that send more are found."""
 
 import pytest
 import torch
@@ -14,23 +14,23 @@ from titanplans.split.collectives import gather, sum_in_region
 from titanplans.split.module_weight import local_parameter
 
 KINDS = {
-    "phi3": 0,  # packed projections, of which each rank stores columns
-    "glm4": 0,  # of the MLP
-    "gated_deltaproduct": 0,  # by the n steps of a token
-    "falcon": 0,  # with one key/value head
+    "phi3": 0,  # packed projections
+    "glm4": 0,  # packed projections of the MLP
+    "gated_deltaproduct": 0,  # packed by the n steps of a token
+    "falcon": 0,  # one key/value head
     "olmo2": 0,  # norms over all heads
-    "mamba2": 1,  # a norm by groups, which some ranks share
-    "gsa": 0,  # a norm in one kernel with the product behind it
-    "mamba": 0,  # a sum inside
-    "rodimus": 0,  # sums of products that the mixer computes itself, and three regions a block
+    "mamba2": 1,  # a norm over groups that ranks share
+    "gsa": 0,  # a norm fused with the following product
+    "mamba": 0,  # a sum inside the region
+    "rodimus": 0,  # sums of products in the mixer's own code, and three regions per block
     "stablelm": 1,  # gathered norms
-    "bitnet": 0,  # a mixer whole on every rank
-    "gpt2": 0,  # an end of the stream before the head
-    "cat": 0,  # a stream that is longer than the tokens, and words that a compressor embeds
+    "bitnet": 0,  # a replicated mixer
+    "gpt2": 0,  # the stream ends before the head
+    "cat": 0,  # a stream longer than the tokens, and tokens that a compressor embeds
     "yoco": 0,  # keys and values for several blocks
     "gated_deltanet": 1,
 }
-"""The number of the variant."""
+"""The index of the variant in zoo.FAMILIES."""
 
 CHOICES = (
     TPOptions(Degrees(tp=2)),
@@ -63,55 +63,55 @@ def count(name: str, options: TPOptions, variant: int = 0, plan=None, length: in
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_styles_send_all_that_they_say_and_no_more(name):
+def test_styles_send_exactly_what_they_declare(name):
     for options in CHOICES:
         if name == "cat" and options.shards > 2:
-            continue  # whose stream is too long
+            continue  # its stream is too long
         communication = count(name, options, KINDS[name])
         assert communication.minimal, communication.lines()
         for part in communication.parts:
             for direction in ("forward", "backward"):
                 issued, needed = communication.of(part, direction), communication.needed(part, direction)
-                # Of the loss's, one stands for all three: other losses may send less in each.
+                # For the loss, one collective is enough: other losses send fewer.
                 expected = min(len(needed), 1) if part == "loss" else len(needed)
                 assert len(issued) == expected, (options, part, direction, communication.lines())
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", sorted(zoo.FAMILIES.keys() - KINDS.keys()))
-def test_so_do_those_of_all_other_families(name):
+def test_styles_of_all_other_families_send_exactly_what_they_declare(name):
     for variant in range(len(zoo.FAMILIES[name])):
         assert count(name, CHOICES[0], variant).minimal
 
 
-def summed_twice(right, module, border):
-    right(module, border)
+def summed_twice(original, module, border):
+    original(module, border)
     group = border.group
     module.register_forward_hook(lambda module, args, output: sum_in_region(output, group) / group[1])
 
 
-def read_twice(right, module, border):
-    right(module, border)
+def exchanged_twice(original, module, border):
+    original(module, border)
     module.register_forward_hook(
         lambda module, args, output: output + 0 * local_parameter(module, "weight").sum()
     )
 
 
-def gathering(right, module, border):
-    """Send the width, twice, to average one number."""
-    right(module, border)
+def gathering(original, module, border):
+    """Gather twice the width to average one value."""
+    original(module, border)
     group = border.group
 
     def gathered(module, args):
         (x,) = args
-        twice = torch.cat([x, x], -1)  # more elements than the border of the region sends
+        twice = torch.cat([x, x], -1)  # more elements than the region's border sends
         return (x + 0 * gather(twice, x.ndim - 1, twice.shape[-1] * group[1], group).sum(),)
 
     module.register_forward_pre_hook(gathered)
 
 
 def with_installation(name, key, install):
-    """Return the plan of an architecture, with another installation of the style at `key` of its mixers."""
+    """Return the plan of an architecture with `install` for the style at `key` of its mixers."""
 
     class Wasteful(registered_plans()[name]):
         def attn_plan(self, attn):
@@ -125,11 +125,11 @@ def with_installation(name, key, install):
     ("name", "key", "install", "sent"),
     [
         ("mamba", "x_proj", summed_twice, ("all_reduce", "all_reduce")),
-        ("phi3", "qkv_proj", read_twice, ("all_to_all", "all_to_all")),
+        ("phi3", "qkv_proj", exchanged_twice, ("all_to_all", "all_to_all")),
         ("olmo2", "q_norm", gathering, ("all_gather", "reduce_scatter")),
     ],
 )
-def test_a_style_that_sends_more_is_found_and_placed(name, key, install, sent):
+def test_a_style_that_sends_more_is_named(name, key, install, sent):
     communication = count(name, TPOptions(Degrees(tp=2)), plan=with_installation(name, key, install))
     assert not communication.minimal
     for block in communication.decoder.blocks:

@@ -1,4 +1,4 @@
-"""Communication of a model cut by tokens: one exchange for each projection of a mixer, and gathers for other code."""
+"""Communication under context parallelism: one exchange for each projection of a mixer, and gathers for other code."""
 
 from collections import Counter
 from functools import partial
@@ -38,11 +38,11 @@ def issued(communication, direction):
     )
 
 
-def test_a_mixer_exchanges_each_of_its_products_and_an_mlp_nothing():
+def test_a_mixer_exchanges_each_of_its_projections_and_an_mlp_nothing():
     communication = count("llama", num_attention_heads=4, num_key_value_heads=2, head_dim=8)
     assert communication.minimal
-    layers, tokens = 2, BATCH * SEQUENCE // CONTEXT  # of a rank
-    queries, keys = 4 * 8, 2 * 8  # the output's rows are those of the queries
+    layers, tokens = 2, BATCH * SEQUENCE // CONTEXT  # tokens per rank
+    queries, keys = 4 * 8, 2 * 8  # the output has the size of the queries
     expected = {("all_to_all", tokens * queries): 2 * layers, ("all_to_all", tokens * keys): 2 * layers}
     assert issued(communication, "forward") == issued(communication, "backward") == expected
     assert not communication.gathered
@@ -70,7 +70,7 @@ def test_no_mixer_sends_more_than_it_needs(name, degree):
         ("deepseek_v3", ["model.layers.0.self_attn"]),
     ],
 )
-def test_what_code_reads_before_its_products_is_named(name, mixers):
+def test_gathers_of_code_before_the_projections_are_named(name, mixers):
     communication = count(name)
     assert communication.minimal
     gathered = communication.gathered

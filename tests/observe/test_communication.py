@@ -1,6 +1,6 @@
-"""The collectives of split models, counted: exactly those that the published bounds need, in every block and end.
+"""The collectives of split models are exactly those of the published bounds, in every block, embedding, head and loss.
 
-And plans that are right but wasteful, and the places that the count names for each.
+For plans that are correct but wasteful, the additional collectives and their modules are named.
 """
 
 import itertools
@@ -40,7 +40,7 @@ BATCH, SEQUENCE = 2, 16
 
 
 class Case(NamedTuple):
-    """A model of two blocks to be counted, and its plan if that is not the registered one."""
+    """A model of two blocks, and its plan if it is not the registered one."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -70,8 +70,8 @@ pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 @pytest.fixture
-def trainers_loss():
-    """torchtitan's vocabulary-parallel cross entropy, with the kind of DTensors that the trainer tells it of."""
+def loss_of_trainer():
+    """Return torchtitan's vocabulary-parallel cross entropy, set up as by the trainer."""
     from torchtitan.components.loss import cross_entropy_loss
     from torchtitan.distributed.utils import get_spmd_backend, set_spmd_backend
 
@@ -106,7 +106,7 @@ def count(
     world=fake_ranks,
     sequence=SEQUENCE,
 ) -> Communication:
-    """The communication of a model, held against `judged` instead of `options` if given."""
+    """Return the communication of a model, judged by the bound for `judged`, by default `options`."""
     with world(options.degrees.tp) as mesh:
         model = build()
         applied = apply_plan(
@@ -125,28 +125,28 @@ def issued(communication: Communication, part: str, direction: str) -> Counter:
 
 
 CHOICES = [TPOptions(Degrees(tp=2), *o) for o in itertools.product((True, False), (True, False))]
-"""The number of collectives does not depend on the degree; at 4, where ranks share heads, one model shows it."""
+"""The count of collectives does not depend on the degree; one model shows this at 4, where ranks share heads."""
 GRID = [(case, options) for case in CASES for options in CHOICES]
 GRID += [(CASES[0], replace(options, degrees=Degrees(tp=4))) for options in CHOICES]
 
 
 def test_every_registered_plan_is_counted():
     names = {case.name for case in CASES}
-    own = {
+    shipped = {
         name for name, plan in registered_plans().items() if plan.__module__.startswith("titanplans.plans.")
     }
-    assert names >= own - zoo.FAMILIES.keys()
+    assert names >= shipped - zoo.FAMILIES.keys()
 
 
 @pytest.mark.parametrize(
     ("case", "options"), GRID, ids=lambda value: value.name if isinstance(value, Case) else str(value)
 )
-def test_every_block_and_end_needs_all_that_it_issues(case, options):
+def test_every_collective_is_needed(case, options):
     communication = count(case.build, options, case.plan)
     assert communication.minimal, communication.lines()
     stream, logits = BATCH * SEQUENCE * case.hidden, BATCH * SEQUENCE * case.vocabulary
 
-    # Spelt out, not by the bound that is tested beside it.
+    # Written out, without the bound that is tested above.
     blocks = communication.decoder.names
     assert len(blocks) == 2
     two = {("all_gather", stream): 2, ("reduce_scatter", stream): 2}
@@ -160,13 +160,13 @@ def test_every_block_and_end_needs_all_that_it_issues(case, options):
     if not options.loss_parallel:
         head |= {("all_gather", logits): 1}
     assert issued(communication, "head", "forward") == head
-    one = "reduce_scatter" if options.sequence_parallel else "all_reduce"
-    assert issued(communication, "head", "backward") == {(one, stream): 1}
+    expected = "reduce_scatter" if options.sequence_parallel else "all_reduce"
+    assert issued(communication, "head", "backward") == {(expected, stream): 1}
     reductions = {("all_reduce", BATCH * SEQUENCE): 3} if options.loss_parallel else {}
     assert issued(communication, "loss", "forward") == reductions
     assert not communication.of("loss", "backward")
 
-    # Every part is a block or an end: nothing is issued elsewhere.
+    # Only blocks, embedding, head and loss communicate.
     assert set(communication.parts) == {*blocks, "embedding", "head", "loss"}
     embedded = issued(communication, "embedding", "forward")
     backward = issued(communication, "embedding", "backward")
@@ -178,9 +178,9 @@ def test_every_block_and_end_needs_all_that_it_issues(case, options):
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_the_trainers_loss_sends_no_vocabulary(trainers_loss, sequence_parallel):
+def test_the_loss_of_the_trainer_gathers_no_logits(loss_of_trainer, sequence_parallel):
     options = TPOptions(Degrees(tp=4), True, sequence_parallel)
-    communication = count(CASES[0].build, options, loss=trainers_loss)
+    communication = count(CASES[0].build, options, loss=loss_of_trainer)
     assert communication.minimal, communication.lines()
     ends = [c for c in communication.collectives if c.module in (None, "lm_head")]
     assert max(c.elements for c in ends) < BATCH * SEQUENCE * 512 // 4
@@ -204,13 +204,13 @@ def test_the_backward_mirrors_the_forward_module_by_module():
     mirrored = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
     assert backward == [
         *[(mirrored[operation], name) for operation, name in reversed(forward[1:])],
-        # The embedding stays whole; the stream begins, and its gradient ends, at the first block.
+        # The embedding's output is replicated; the stream, and its gradient, begin and end at the first block.
         ("all_gather", "layers.0"),
     ]
 
 
-def test_bytes_on_a_ring():
-    """Sequence parallelism splits each all-reduce in two, and sends as much (Korthikanti et al. 2022, 4.2.2)."""
+def test_bytes_of_a_ring():
+    """Sequence parallelism splits each all-reduce into two collectives of as many bytes (Korthikanti et al. 2022, 4.2.2)."""
     received = [
         sum(
             c.received
@@ -220,7 +220,7 @@ def test_bytes_on_a_ring():
         )
         for sp in (True, False)
     ]
-    assert received == [4 * BATCH * SEQUENCE * 16 * 4 * 3 // 4] * 2  # float32, 3 of 4 ranks' shares
+    assert received == [4 * BATCH * SEQUENCE * 16 * 4 * 3 // 4] * 2  # float32, the shards of 3 of 4 ranks
 
 
 @pytest.mark.parametrize(("sequence_parallel", "length"), [(True, 20), (False, 18)])
@@ -240,7 +240,7 @@ class NoMLP(nn.Module):
         return x + self.attn(hidden_states=self.attn_norm(x))
 
 
-def test_a_block_has_as_many_regions_as_mixers_and_mlps():
+def test_the_bound_counts_the_regions_of_each_block():
     def build():
         model = Tiny()
         model.layers[1] = NoMLP()
@@ -248,20 +248,22 @@ def test_a_block_has_as_many_regions_as_mixers_and_mlps():
 
     communication = count(build, TPOptions(Degrees(tp=2)), TinyPlan)
     assert communication.minimal
-    one = {("all_gather", BATCH * SEQUENCE * 16): 1, ("reduce_scatter", BATCH * SEQUENCE * 16): 1}
+    expected = {("all_gather", BATCH * SEQUENCE * 16): 1, ("reduce_scatter", BATCH * SEQUENCE * 16): 1}
     assert (
-        issued(communication, "layers.1", "forward") == issued(communication, "layers.1", "backward") == one
+        issued(communication, "layers.1", "forward")
+        == issued(communication, "layers.1", "backward")
+        == expected
     )
     assert len(communication.needed("layers.0", "forward")) == 4
 
 
 def entered_alone(style):
-    """Return `style`, with a module that gathers its own input."""
+    """Return `style` for a module that gathers its own input."""
 
-    def install(right, module, border):
+    def install(original, module, border):
         ranks = HeadRanks(border.rank, border.group[1], border.group, border, (0, 1))
         Region(reduce_output=False).by_weights(module, Site(border, ranks))
-        right(module, border)
+        original(module, border)
 
     return installed(style, install)
 
@@ -277,13 +279,13 @@ def each_alone(region, *names):
     return styles
 
 
-# As Hugging Face's and flame's plans do without PrepareModuleInput.
+# As in plans of Hugging Face and flame without PrepareModuleInput.
 GATHER_FOR_EACH_PROJECTION = changed(TinyPlan, each_alone("attn_input", "q_proj", "k_proj", "v_proj"))
 GATHER_FOR_GATE_AND_UP = changed(TinyPlan, mlp=each_alone("mlp_input", "gate_proj", "up_proj"))
 
 
 class TorchStyles(TinyPlan):
-    """The same waste, written with torch's styles, where DTensor issues the collectives."""
+    """The same waste with torch's styles, where DTensor issues the collectives."""
 
     def attn_plan(self, attn):
         stream = self.options.stream.placement
@@ -304,25 +306,25 @@ class TorchStyles(TinyPlan):
         (GATHER_FOR_GATE_AND_UP, ["mlp.gate_proj", "mlp.up_proj"]),
     ],
 )
-def test_a_gather_for_each_projection_is_too_many(plan, projections, sequence_parallel):
+def test_a_gather_for_each_projection_is_more_than_needed(plan, projections, sequence_parallel):
     communication = count(Tiny, TPOptions(Degrees(tp=2), True, sequence_parallel), plan)
     assert not communication.minimal
-    one = "reduce_scatter" if sequence_parallel else "all_reduce"
+    expected = "reduce_scatter" if sequence_parallel else "all_reduce"
     for block in communication.decoder.names:
         names = [f"{block}.{name}" for name in projections]
-        # Gathers: of the first projection needed, of the others too many.
+        # The gather of the first projection is needed, the others are not.
         forward = [c.module for c in communication.exceeding(block, "forward")]
         assert forward == (names[1:] if sequence_parallel else [])
-        # Sums of gradients: of one needed, and which one autograd runs first is its own affair.
+        # One sum of gradients is needed; autograd decides which one runs first.
         backward = communication.exceeding(block, "backward")
         assert len(backward) == len(names) - 1
         assert {c.module for c in backward} < set(names)
-        assert {c.operation for c in backward} == {one}
+        assert {c.operation for c in backward} == {expected}
     text = "\n".join(communication.lines())
-    assert f"more than is needed: backward {one.replace('_', '-')} of 512 elements at layers.0." in text
+    assert f"more than is needed: backward {expected.replace('_', '-')} of 512 elements at layers.0." in text
 
 
-def test_gathered_logits_are_too_many_where_the_loss_could_work_on_shards():
+def test_gathered_logits_are_more_than_needed_if_the_loss_could_use_shards():
     communication = count(
         CASES[0].build, TPOptions(Degrees(tp=2), loss_parallel=False), judged=TPOptions(Degrees(tp=2))
     )
@@ -334,7 +336,7 @@ def test_gathered_logits_are_too_many_where_the_loss_could_work_on_shards():
     )
 
 
-def test_a_loss_that_gathers_the_logits_is_found_outside_of_the_model():
+def test_a_loss_that_gathers_the_logits_is_named_outside_of_the_model():
     def gathering(logits, labels):
         return torch_loss(logits.redistribute(placements=[Replicate()]).to_local(), labels)
 
@@ -343,10 +345,10 @@ def test_a_loss_that_gathers_the_logits_is_found_outside_of_the_model():
     assert (logits.operation, logits.module) == ("all_gather", None)
 
 
-def test_a_gradient_that_is_summed_in_the_backward_is_too_many():
-    """Reduced by a hook on each parameter, once a micro-batch, instead of once a step."""
+def test_a_gradient_summed_in_each_backward_is_more_than_needed():
+    """It is reduced by a hook on each parameter in each micro batch, instead of once a step."""
 
-    def install(right, module, border):
+    def install(original, module, border):
         weight = module._parameters["weight"]
         weight.register_hook(lambda grad: grad.redistribute(placements=[Replicate()]))
 
@@ -358,7 +360,7 @@ def test_a_gradient_that_is_summed_in_the_backward_is_too_many():
         assert gradient.elements == 4
 
 
-def test_gradients_of_replicated_parameters_are_counted_apart():
+def test_gradients_of_replicated_parameters_are_counted_separately():
     communication = count(Tiny, TPOptions(Degrees(tp=2)), TinyPlan)
     norms = [
         f"layers.{i}.{norm}.weight" for i in range(2) for norm in ("attn_norm", "mlp_norm", "attn.q_norm")
@@ -366,12 +368,12 @@ def test_gradients_of_replicated_parameters_are_counted_apart():
     biases = [f"layers.{i}.{linear}.bias" for i in range(2) for linear in ("attn.o_proj", "mlp.down_proj")]
     assert set(communication.gradients) == {*norms, *biases, "norm.weight"}
     assert communication.gradients["layers.0.attn.q_norm.weight"] == 4 * 4
-    # A replicated stream gives whole gradients to all but what stands between heads.
+    # A replicated stream gives full gradients to all parameters outside of regions.
     replicated = count(Tiny, TPOptions(Degrees(tp=2), sequence_parallel=False), TinyPlan)
     assert set(replicated.gradients) == {f"layers.{i}.attn.q_norm.weight" for i in range(2)}
 
 
-def test_operators_that_work_in_place_are_seen_too():
+def test_in_place_collectives_are_counted():
     with fake_ranks(4), record_collectives(nn.Identity()) as record:
         tensor, gathered = torch.ones(6), [torch.empty(6) for _ in range(4)]
         dist.all_reduce(tensor)
@@ -379,7 +381,7 @@ def test_operators_that_work_in_place_are_seen_too():
         dist.all_gather(gathered, tensor)
         dist.reduce_scatter(tensor, gathered)
         dist.barrier()
-    # In bytes of the whole, and received: float32, 6 elements a rank.
+    # In bytes of the full tensor, and received: float32, 6 elements per rank.
     assert [(c.operation, c.bytes, c.received) for c in record.collectives] == [
         ("all_reduce", 24, 36),
         ("broadcast", 24, 24),
@@ -400,14 +402,14 @@ def test_checkpointed_activations_are_refused():
             count_communication(model, applied, run, TPOptions(Degrees(tp=2)))
 
 
-def test_published_sizes_without_their_memory():
+def test_published_sizes_are_counted_without_memory():
     options, length = TPOptions(Degrees(tp=8)), 4096
     with fake_ranks(8) as mesh:
         model = modeling.build(modeling.load_config("transformer", "7B", num_hidden_layers=2)).to(
             torch.bfloat16
         )
         applied = apply_plan(model, mesh)
-        # Its parameters are on meta before they are fake.
+        # The parameters are on meta before they become fake tensors.
         with FakeTensorMode(allow_non_fake_inputs=True):
             run = partial(step, model.to_empty(device="cpu"), torch.zeros(1, length, dtype=torch.long))
             communication = count_communication(model, applied, run, options)
@@ -429,8 +431,8 @@ def test_the_table_and_its_json():
         "layers.0.attn.k_proj",
         "layers.0.attn.v_proj",
     ]
-    row = communication.lines()[1].split("  ")
-    cells = [cell.strip() for cell in row if cell.strip()]
+    line = communication.lines()[1].split("  ")
+    cells = [cell.strip() for cell in line if cell.strip()]
     assert cells == [
         "2 x Block (Attention, MLP)",
         "forward",

@@ -1,4 +1,4 @@
-"""The parallelism report against formulas, the proof's count of the plan alone, and the compiler's own accounts."""
+"""The parallelism report against formulas, the count of the plan alone by a proof, and the counters of the compiler."""
 
 import json
 from collections import Counter
@@ -24,14 +24,14 @@ pytestmark = pytest.mark.thorough
 TOKENS = torch.arange(32).reshape(2, 16)
 LAYERS = 3
 STREAM = TOKENS.numel() * 16 * 4
-"""Bytes of tiny's hidden states in float32; over two ranks a gather or a scatter of them sends half to each."""
+"""Bytes of Tiny's hidden states in float32; a gather or scatter over two ranks sends half of them to each."""
 
 TP, DATA = Degrees(tp=2), Degrees(dp_shard=2)
 FULL = {"mode": "full"}
 
 
 def compiled(backend="eager", **options):
-    """By default dynamo's graphs as they are: whether a block ran compiled, and what failed, needs no more."""
+    """Return compile options; the default backend runs dynamo's graphs eagerly, which is enough for these tests."""
     return {"enable": True, "backend": backend, "components": ["model"], **options}
 
 
@@ -69,15 +69,15 @@ def step(manager, model, optimizer):
     return loss.item(), norm.item()
 
 
-def in_the_path(model):
-    """Everything in a step but the model's own code: hooks, modes, replaced methods."""
+def code_around_the_model(model):
+    """Return everything that runs in a step besides the model's code: hooks, modes, replaced methods."""
 
     def of(owner):
         hooks = {key: len(value) for key, value in vars(owner).items() if key.endswith("_hooks")}
-        own = {
+        attributes = {
             key: value.__qualname__ for key, value in vars(owner).items() if hasattr(value, "__qualname__")
         }
-        return hooks, own, type(owner).__qualname__
+        return hooks, attributes, type(owner).__qualname__
 
     modules = {name: of(module) for name, module in model.named_modules()}
     units = {name: of(unit) for name, unit in fsdp_units(model)}
@@ -89,22 +89,22 @@ def in_the_path(model):
 
 
 def trained(config, degrees, measured: bool):
-    """Losses and norms of two steps (the first measured or not), the report, and the graphs after each step."""
+    """Train two steps, the first measured or not; return losses and norms, the report, and the graphs after each step."""
     manager, model, optimizer = prepared(config, degrees)
     report = manager.parallelism_report()
     values, graphs = [], []
-    for number in range(2):
-        if measured and number == 0:
+    for index in range(2):
+        if measured and index == 0:
             with report.measuring(1):
                 values.append(step(manager, model, optimizer))
         else:
             values.append(step(manager, model, optimizer))
         graphs.append(counters["stats"]["unique_graphs"])
-    return values, report.values, graphs, in_the_path(model)
+    return values, report.values, graphs, code_around_the_model(model)
 
 
-def proofs_count():
-    """What the recorder says of the plan alone, by operation and direction."""
+def count_by_proof():
+    """Return what a proof's recorder counts for the plan alone, by operation and direction."""
 
     from titanplans import apply_plan
 
@@ -117,8 +117,8 @@ def proofs_count():
 
 
 def fused_operators():
-    """Operators of async tensor parallelism, which have no kernel on a CPU, by their shapes alone."""
-    import torch.distributed._symmetric_memory  # registers them
+    """Record operators of async tensor parallelism, which have no kernel on a CPU, by their shapes alone."""
+    import torch.distributed._symmetric_memory  # registers the operators
 
     manager, model, _ = prepared(FSDP2Config(plan=TinyPlan), TP)
     name = manager.mesh.get_mesh("tp").get_group().group_name
@@ -138,10 +138,10 @@ def drop(model):
 
 
 def differ(model):
-    """Give each block code of its own, compiled by torch's own means, which warn at their limit."""
-    for number, layer in enumerate(model.layers):
+    """Make each block different and compile it by torch itself, which only warns at its recompile limit."""
+    for index, layer in enumerate(model.layers):
         layer.compile(backend="eager")
-        layer.mlp.register_forward_hook(lambda module, args, output, factor=number: output * factor)
+        layer.mlp.register_forward_hook(lambda module, args, output, factor=index: output * factor)
 
 
 def uncompilable(model):
@@ -155,7 +155,7 @@ def nothing():
 
 
 def eager_cases():
-    """Causes for which a compiled block runs eagerly: a backend, dynamo's settings or stance, a change of the model."""
+    """Return causes for which a compiled block runs eagerly: a backend, dynamo's settings or stance, a changed model."""
     patch = torch._dynamo.config.patch
     loose = compiled(fullgraph=False)
     return {
@@ -168,7 +168,7 @@ def eager_cases():
 
 
 def outside_the_blocks():
-    """Graphs outside the blocks with a compiled loss that is the one that trains; and the error where it is not."""
+    """Return the graphs outside of blocks with a compiled loss that is used, and the error if it is not used."""
     config = FSDP2Config(compile=compiled() | {"components": ["model", "loss"]})
     manager, model, optimizer = prepared(config, DATA)
     loss = manager.prepare_loss(manager.cross_entropy)
@@ -202,25 +202,25 @@ def eager_errors():
 
 
 def unknown_operator():
-    """Whether a step with an operator that is not known is the same step; the fields that are null; the words."""
+    """Measure a step with an unknown operator; return whether the step is the same, the null fields, and the lines."""
     case = FSDP2Config(plan=TinyPlan, compile=compiled()), TP, lambda: tiny_of(1)
     manager, model, optimizer = prepared(*case)
-    expected, path = step(manager, model, optimizer), in_the_path(model)
+    expected, path = step(manager, model, optimizer), code_around_the_model(model)
     manager, model, optimizer = prepared(*case)
     with mock.patch("titanplans.observe.operators._OPERATIONS", {}):
         report = manager.parallelism_report()
         with report.measuring(1):
             same = step(manager, model, optimizer) == expected
-    step(manager, model, optimizer)  # the checks of a first forward wait for one that nothing watches
+    step(manager, model, optimizer)  # the checks of the first forward run only without a dispatch mode
     values = report.values
     json.dumps(values)
     null = {field for field in values["reasons"] if values[field] is None}
-    words = [*values["reasons"].values(), *at_start(values), *after_step(values)]
-    return same, null, in_the_path(model) == path, words
+    lines = [*values["reasons"].values(), *at_start(values), *after_step(values)]
+    return same, null, code_around_the_model(model) == path, lines
 
 
 def failing_step():
-    """Whether a step that runs out of memory leaves the same on the model where it is measured."""
+    """Return whether a measured step that runs out of memory leaves no hooks on the model."""
 
     def out_of_memory(module, args):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -232,7 +232,7 @@ def failing_step():
         model.layers[1].mlp.register_forward_pre_hook(out_of_memory)
         with pytest.raises(torch.OutOfMemoryError), report.measuring(1) if measured else nothing():
             step(manager, model, optimizer)
-        paths.append(in_the_path(model))
+        paths.append(code_around_the_model(model))
     return paths[0] == paths[1]
 
 
@@ -248,7 +248,7 @@ def on_two_ranks(rank):
             "clean": path == plain[3],
             "learns": values[-1][0] < values[0][0],
         }
-    results["proof"], results["fused"] = proofs_count(), fused_operators()
+    results["proof"], results["fused"] = count_by_proof(), fused_operators()
     manager, model, optimizer = prepared(FSDP2Config(plan=TinyPlan), TP)
     with record_collectives(model) as record:
         for _ in range(2):  # micro batches
@@ -273,31 +273,31 @@ def on_two_ranks(rank):
 two = process_groups.module_fixture(on_two_ranks, 2)
 
 
-def rows(report, place=None):
-    """The table of the last block, or of another module, as {(phase, operation, group): (count, bytes)}."""
-    parts = {name: kind for kind in report["blocks"] for name in kind["names"]}
-    parts |= {part["name"]: part for part in report["other_modules"]}
-    found = parts[f"layers.{LAYERS - 2}" if place is None else place]["collectives"]
-    return {(row["phase"], row["operation"], row["group"]): (row["count"], row["bytes"]) for row in found}
+def collectives_of(report, module=None):
+    """Return the table of the last block, or of `module`, as {(phase, operation, group): (count, bytes)}."""
+    tables = {name: kind for kind in report["blocks"] for name in kind["names"]}
+    tables |= {table["name"]: table for table in report["other_modules"]}
+    rows = tables[f"layers.{LAYERS - 2}" if module is None else module]["collectives"]
+    return {(row["phase"], row["operation"], row["group"]): (row["count"], row["bytes"]) for row in rows}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_measured_run_is_the_same_run_and_nothing_of_it_stays(two, case):
-    found = two[case]
-    assert found["same"], "losses and norms, to the last bit, and graphs after each step"
-    assert found["learns"]
-    assert found["clean"], "no hook, mode or wrapped function is left"
-    assert len(set(found["graphs"])) == 1, "nothing is compiled anew when the record goes"
-    json.dumps(found["report"])
+def test_measuring_does_not_change_a_run_and_leaves_no_state(two, case):
+    actual = two[case]
+    assert actual["same"], "losses, norms and graphs after each step are the same"
+    assert actual["learns"]
+    assert actual["clean"], "hooks, modes and wrapped functions are removed"
+    assert len(set(actual["graphs"])) == 1, "nothing is recompiled after the recording"
+    json.dumps(actual["report"])
 
 
 @pytest.mark.parametrize("case", ["tp", "tp, aot_eager", "tp, inductor"])
 def test_a_block_under_tp_gathers_and_scatters_the_stream_twice_each_way(two, case):
-    stream = (2, STREAM)  # two of them, half of each is received
-    found = rows(two[case]["report"])
-    # The norms' weights: two of the block's, each reduced over the ranks in the backward, and q_norm's.
-    replicated = found.pop(("backward", "all_reduce", "tp"))
-    assert found == {
+    stream = (2, STREAM)  # two collectives, half of each is received
+    actual = collectives_of(two[case]["report"])
+    # Gradients of the two norms of a block and of q_norm are reduced over the ranks in the backward.
+    replicated = actual.pop(("backward", "all_reduce", "tp"))
+    assert actual == {
         (phase, operation, "tp"): stream
         for phase in ("forward", "backward")
         for operation in ("all_gather", "reduce_scatter")
@@ -305,32 +305,32 @@ def test_a_block_under_tp_gathers_and_scatters_the_stream_twice_each_way(two, ca
     assert replicated[0] > 0
 
 
-def test_the_same_is_counted_as_in_the_proof_and_in_compiled_blocks(two):
+def test_counts_equal_those_of_a_proof_and_of_compiled_blocks(two):
     proof = two["proof"]
     for case in ("tp", "tp, aot_eager", "tp, inductor"):
         report = two[case]["report"]
         everything = [*report["blocks"], *report["other_modules"]]
         for phase, backward in (("forward", False), ("backward", True)):
-            found = Counter()
+            actual = Counter()
             for part in everything:
                 for row in part["collectives"]:
-                    # In the backward FSDP2 sums gradients of replicated parameters, which without it stay partial.
+                    # With FSDP2 the backward sums gradients of replicated parameters, which otherwise stay Partial.
                     if row["phase"] == phase and (not backward or row["operation"] != "all_reduce"):
-                        found[row["operation"], "count"] += row["count"] * len(part.get("names", [0]))
-                        found[row["operation"], "bytes"] += row["bytes"] * len(part.get("names", [0]))
+                        actual[row["operation"], "count"] += row["count"] * len(part.get("names", [0]))
+                        actual[row["operation"], "bytes"] += row["bytes"] * len(part.get("names", [0]))
             expected = Counter()
             for operation, back, size in proof:
                 if back is backward and (not backward or operation != "all_reduce"):
                     expected[operation, "count"] += 1
                     expected[operation, "bytes"] += size
-            assert found == expected
+            assert actual == expected
             assert expected["all_gather", "count"] >= 2 * LAYERS
         assert report["step"]["by_group"].keys() == {"tp"}
         assert report["step"]["fused"] == 0
 
 
-def test_what_is_recomputed_is_counted_apart(two):
-    plain, again = (rows(two[case]["report"]) for case in ("tp", "tp, recomputed"))
+def test_recomputed_collectives_are_counted_separately(two):
+    plain, again = (collectives_of(two[case]["report"]) for case in ("tp", "tp, recomputed"))
     forward = {key: value for key, value in plain.items() if key[0] == "forward"}
     assert {key: value for key, value in again.items() if key[0] == "recomputed"} == {
         ("recomputed", *key[1:]): value for key, value in forward.items()
@@ -345,41 +345,43 @@ BLOCK = sum(parameter.numel() for parameter in tiny_of(1).layers[0].parameters()
 @pytest.mark.parametrize(
     ("case", "gathered", "reduced"), [("fsdp", 4, 4), ("fsdp, bfloat16", 2, 4), ("fsdp, prefetch", 4, 4)]
 )
-def test_a_unit_gathers_its_parameters_twice_and_reduces_its_gradients_once(two, case, gathered, reduced):
-    # Half of the parameters are received; shards are padded to whole rows, so a little more.
-    found = rows(two[case]["report"])
-    assert {key: count for key, (count, _) in found.items()} == {
+def test_an_fsdp_module_gathers_twice_and_reduces_once(two, case, gathered, reduced):
+    # Half of the parameters are received, and a little more, because shards are padded to full rows.
+    actual = collectives_of(two[case]["report"])
+    assert {key: count for key, (count, _) in actual.items()} == {
         ("forward", "all_gather", "fsdp"): 1,
         ("backward", "all_gather", "fsdp"): 1,
         ("backward", "reduce_scatter", "fsdp"): 1,
     }
-    for (_, operation, _), (_, size) in found.items():
+    for (_, operation, _), (_, size) in actual.items():
         width = gathered if operation == "all_gather" else reduced
         assert size == pytest.approx(BLOCK * width / 2, rel=0.02)
-    last = rows(two[case]["report"], f"layers.{LAYERS - 1}")
-    assert ("backward", "all_gather", "fsdp") not in last, "the backward needs it at once: it stays"
+    last = collectives_of(two[case]["report"], f"layers.{LAYERS - 1}")
+    assert ("backward", "all_gather", "fsdp") not in last, (
+        "the backward needs it immediately, so it stays gathered"
+    )
 
 
-def test_copies_sum_their_gradients(two):
+def test_replicas_sum_their_gradients(two):
     everything = sum(parameter.numel() for parameter in tiny_of(LAYERS).parameters())
-    hsdp = rows(two["hsdp"]["report"])
+    hsdp = collectives_of(two["hsdp"]["report"])
     assert hsdp == {("backward", "all_reduce", "dp_replicate"): (1, BLOCK * 4)}
-    # One bucket, of which it would be wrong to say whose it is.
+    # One bucket, which belongs to no single module.
     others = {part["name"]: part["collectives"] for part in two["ddp"]["report"]["other_modules"]}
     backward = [row for row in others[None] if row["phase"] == "backward"]
     assert [(row["count"], row["bytes"]) for row in backward] == [(1, everything * 4)]
     assert all(not kind["collectives"] for kind in two["ddp"]["report"]["blocks"])
 
 
-def test_what_is_fused_with_matrix_products_counts_as_the_collective_that_it_is(two):
-    # The other rank's shard of 8 x 16, and one of two halves of the product of 8 x 24; float32.
+def test_fused_operators_count_as_their_collectives(two):
+    # The other rank's shard of 8 x 16, and half of the product of 8 x 24, in float32.
     assert two["fused"] == [
         ("all_gather", (0, 1), True, 8 * 16 * 4),
         ("reduce_scatter", (0, 1), True, 4 * 24 * 4),
     ]
 
 
-def test_micro_batches_add_up_and_the_log_is_apart(two):
+def test_micro_batches_are_added_and_reductions_for_the_log_are_separate(two):
     collectives = two["two"]
     report = two["tp"]["report"]["step"]
     assert sum(c.phase == "forward" for c in collectives) == 2 * report["by_phase"]["forward"]["collectives"]
@@ -387,11 +389,11 @@ def test_micro_batches_add_up_and_the_log_is_apart(two):
         sum(c.phase == "backward" for c in collectives) == 2 * report["by_phase"]["backward"]["collectives"]
     )
     assert sum(c.phase == "update" for c in collectives) == report["by_phase"]["update"]["collectives"]
-    # Two ranks of an all-reduce of four floats: half of them, twice.
+    # An all-reduce of four floats over two ranks receives half of them twice.
     assert [(c.operation, c.received) for c in collectives if c.phase == "log"] == [("all_reduce", 16)]
 
 
-def test_what_was_compiled_is_what_the_compiler_counted(two):
+def test_compiled_graphs_equal_the_counters_of_the_compiler(two):
     report = two["tp, aot_eager"]["report"]
     (kind,) = report["graphs"]["blocks"]
     assert (report["compile"]["blocks"], report["compile"]["of"], kind["ran_compiled"]) == (
@@ -405,12 +407,12 @@ def test_what_was_compiled_is_what_the_compiler_counted(two):
     (kind,) = report["graphs"]["blocks"]
     assert kind["class"] == "GLABlock"
     assert (kind["graphs"], kind["graph_breaks"], kind["ran_compiled"]) == (graphs, breaks, 2)
-    assert min(graphs, breaks) > 1, "its kernels are outside of every graph"
+    assert min(graphs, breaks) > 1, "kernels are outside of every graph"
     assert sum(kind["break_reasons"].values()) == breaks
     assert kind["left_eager"] == []
 
 
-def test_a_compiled_loss_that_is_not_the_one_that_trains_is_an_error(two):
+def test_a_compiled_loss_that_is_not_used_is_an_error(two):
     graphs, error = two["outside"]
     assert graphs == 1
     assert error.startswith("compile.components has loss, but outside the blocks 0 graphs")
@@ -438,18 +440,18 @@ def test_a_compiled_block_that_ran_eagerly_is_an_error(two, name):
 
 
 def test_an_unknown_operator_does_not_end_the_run(two):
-    same, null, clean, words = two["unknown operator"]
-    assert same, "loss and norm, to the last bit"
+    same, null, clean, lines = two["unknown operator"]
+    assert same, "loss and norm are bit-identical"
     assert null == {"step", "blocks", "other_modules", "graphs"}
-    assert clean, "no hook, mode or wrapped function is left"
-    assert any("is not in the table of operators, so its bytes can't be counted" in line for line in words)
+    assert clean, "hooks, modes and wrapped functions are removed"
+    assert any("is not in the table of operators, so its bytes can't be counted" in line for line in lines)
 
 
 def test_a_failure_of_the_step_is_raised(two):
     assert two["clean after a failing step"]
 
 
-def test_the_report_in_words(two):
+def test_the_report_as_log_lines(two):
     report = two["tp, aot_eager"]["report"]
     (where, what, waits), (first, *_) = at_start(report), after_step(report)
     assert waits.startswith("compiling blocks by aot_eager in the first step")

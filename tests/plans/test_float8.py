@@ -95,7 +95,7 @@ ALONE = ReplicatedInRegion(), HeadRanks(0, 1, ("no group", 1), None, (0,))
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("emulate", [True, False])
-def test_one_rank_computes_what_torchao_does_to_the_last_bit(recipe, emulate):
+def test_one_rank_is_bit_identical_to_torchao(recipe, emulate):
     torch.manual_seed(0)
     unsplit = nn.Sequential(nn.Linear(64, 48)).to(torch.bfloat16)
     split = nn.Sequential(nn.Linear(64, 48)).to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What a model's class keeps in float32 (`_keep_in_fp32_modules`) is so wherever it goes: built, loaded, split, saved."""
+"""Parameters that a model's class keeps in float32 (`_keep_in_fp32_modules`) stay so when built, loaded, split and saved."""
 
 import functools
 
@@ -29,7 +29,7 @@ KEPT = {
     "ernie4_5_moe": ("mlp.gate.weight", "mlp.gate.moe_statics." + BIAS),
     "gpt_oss": ("layernorm.weight", "model.norm.weight"),
 }
-"""What the names of a model's tensors end with that stay in float32: of gpt-oss in float16 alone."""
+"""Suffixes of the tensors that stay in float32; for gpt-oss only if the model is in float16."""
 CASES = [(name, torch.float16 if name == "gpt_oss" else torch.bfloat16) for name in KEPT]
 ERNIE = dict(
     vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -37,7 +37,7 @@ ERNIE = dict(
 )  # fmt: skip
 
 
-def kept(name, keys):
+def names_in_float32(name, keys):
     return {key for key in keys if key.endswith(KEPT[name])}
 
 
@@ -46,7 +46,7 @@ def tiny(name):
 
 
 def real(name, dtype):
-    """A model with biases that would route tokens to other experts if they were rounded."""
+    """Return a model with router biases that would select other experts if they were rounded."""
     model = modeling.build_real(tiny(name), dtype=dtype)
     for key, tensor in model.state_dict().items():
         if key.endswith(BIAS):
@@ -56,49 +56,53 @@ def real(name, dtype):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    made = {}
+    paths = {}
     for name, _ in CASES:
-        made[name] = tmp_path_factory.mktemp(name)
-        real(name, torch.float32).save_pretrained(made[name])
-    return made
+        paths[name] = tmp_path_factory.mktemp(name)
+        real(name, torch.float32).save_pretrained(paths[name])
+    return paths
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_a_model_that_is_built_and_loaded_is_that_of_from_pretrained(name, dtype, folders):
+def test_a_model_built_and_loaded_equals_that_of_from_pretrained(name, dtype, folders):
     theirs = AutoModelForCausalLM.from_pretrained(folders[name], dtype=dtype).eval()
     model = real(name, dtype).eval()
     load_weights(model, folders[name])
     expected = theirs.state_dict()
-    found = model.state_dict()
-    assert {key for key, value in found.items() if value.dtype == torch.float32} == kept(name, expected)
-    assert kept(name, expected)
+    state = model.state_dict()
+    assert {key for key, value in state.items() if value.dtype == torch.float32} == names_in_float32(
+        name, expected
+    )
+    assert names_in_float32(name, expected)
     for key, value in expected.items():
-        assert value.dtype == found[key].dtype, key
-        assert torch.equal(value, found[key]), key
+        assert value.dtype == state[key].dtype, key
+        assert torch.equal(value, state[key]), key
     tokens = torch.randint(0, 97, (2, 16), generator=torch.Generator().manual_seed(2))
     assert torch.equal(model(tokens).logits, theirs(tokens).logits)
 
 
-def test_the_weaker_word_holds_in_float16_alone():
+def test_the_non_strict_attribute_applies_only_in_float16():
     dtypes = {value.dtype for value in real("gpt_oss", torch.bfloat16).state_dict().values()}
     assert dtypes == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_a_folder_keeps_it(name, dtype, folders, tmp_path):
+def test_a_saved_folder_keeps_float32(name, dtype, folders, tmp_path):
     model = real(name, torch.float32)
     want = model.state_dict()
     save_weights(model, tmp_path / "out", dtype=dtype)
     written = load_file(tmp_path / "out" / "model.safetensors")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert sum(value.dtype == torch.float32 for value in written.values()) == len(kept(name, want))
+    assert sum(value.dtype == torch.float32 for value in written.values()) == len(
+        names_in_float32(name, want)
+    )
     assert theirs.config.dtype == dtype
-    found = theirs.state_dict()
-    for key in kept(name, want):
-        assert torch.equal(found[key], want[key]), key
+    loaded = theirs.state_dict()
+    for key in names_in_float32(name, want):
+        assert torch.equal(loaded[key], want[key]), key
 
 
-def test_a_model_that_has_lost_it_is_refused(folders):
+def test_a_model_that_was_rounded_is_refused(folders):
     model = real("deepseek_v3", torch.float32).to(torch.bfloat16)
     before = model.lm_head.weight.clone()
     with pytest.raises(
@@ -110,26 +114,28 @@ def test_a_model_that_has_lost_it_is_refused(folders):
 
 
 def split(rank, name, dtype, folder):
-    """On 2 ranks: as FSDP2 or as a plan splits it, each tensor's dtype, and those that modules compute with."""
-    found = {}
-    cuts = {"fsdp": (torch.float32, Degrees(), {"mixed_precision_param": "bfloat16"})}
-    cuts["fsdp, stored so"] = (dtype, Degrees(), {})
-    cuts["tp"] = (dtype, Degrees(tp=2), {})
-    if dtype == torch.float16:  # none of FSDP2's
-        del cuts["fsdp"]
-    if name == "ernie4_5_moe":  # has no plan
-        del cuts["tp"]
-    for cut, (stored, degrees, options) in cuts.items():
+    """Return for FSDP2 and tensor parallelism on 2 ranks the dtypes of stored tensors, and those that modules compute in."""
+    results = {}
+    ways = {"fsdp": (torch.float32, Degrees(), {"mixed_precision_param": "bfloat16"})}
+    ways["fsdp, stored so"] = (dtype, Degrees(), {})
+    ways["tp"] = (dtype, Degrees(tp=2), {})
+    if dtype == torch.float16:  # FSDP2's options have no float16
+        del ways["fsdp"]
+    if name == "ernie4_5_moe":  # it has no plan
+        del ways["tp"]
+    for way, (stored, degrees, options) in ways.items():
         model = real(name, stored).eval()
         config = FSDP2Config(disable_loss_parallel=True, **options)
         manager = ParallelManager(config, degrees, device_type="cpu")
         manager.parallelize(model)
         load_weights(model, folder)
-        seen = {}
+        computed = {}
 
-        def look(path, module, *_, seen=seen):
+        def look(path, module, *_, computed=computed):
             tensors = {**module._parameters, **module._buffers}
-            seen.update({f"{path}.{key}": value.dtype for key, value in tensors.items() if value is not None})
+            computed.update(
+                {f"{path}.{key}": value.dtype for key, value in tensors.items() if value is not None}
+            )
 
         for path, module in model.named_modules():
             module.register_forward_pre_hook(functools.partial(look, path))
@@ -138,40 +144,40 @@ def split(rank, name, dtype, folder):
         logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
         logits.float().square().mean().backward()
         gradients = {key: p.grad.dtype for key, p in model.named_parameters() if p.grad is not None}
-        found[cut] = (
+        results[way] = (
             {key: value.dtype for key, value in model.state_dict().items()},
-            seen,
+            computed,
             gradients,
             logits.detach(),
         )
-    return found
+    return results
 
 
 @pytest.mark.parametrize(("name", "dtype"), [case for case in CASES if case[0] != "glm4_moe"])
-def test_a_split_model_keeps_it_and_computes_in_it(name, dtype, folders):
+def test_a_split_model_keeps_float32_and_computes_in_it(name, dtype, folders):
     theirs = AutoModelForCausalLM.from_pretrained(folders[name], dtype=dtype).eval()
     tokens = torch.randint(0, 97, (2, 16), generator=torch.Generator().manual_seed(2))
     want = theirs(tokens).logits.detach()
-    found = process_groups.run(functools.partial(split, name=name, dtype=dtype, folder=folders[name]), 2)
-    for cut, (stored, computed, gradients, logits) in found.items():
-        own = kept(name, computed)
-        assert own, cut
-        assert {computed[key] for key in own} == {torch.float32}, cut
-        rest = {key for key in computed if key not in own and "rotary" not in key}
-        assert {computed[key] for key in rest} == {dtype}, cut
-        assert {stored[key] for key in kept(name, stored)} == {torch.float32}
-        assert {gradients[key] for key in kept(name, gradients)} <= {torch.float32}
-        if cut != "tp":
-            assert torch.equal(logits, want), cut
+    results = process_groups.run(functools.partial(split, name=name, dtype=dtype, folder=folders[name]), 2)
+    for way, (stored, computed, gradients, logits) in results.items():
+        in_float32 = names_in_float32(name, computed)
+        assert in_float32, way
+        assert {computed[key] for key in in_float32} == {torch.float32}, way
+        others = {key for key in computed if key not in in_float32 and "rotary" not in key}
+        assert {computed[key] for key in others} == {dtype}, way
+        assert {stored[key] for key in names_in_float32(name, stored)} == {torch.float32}
+        assert {gradients[key] for key in names_in_float32(name, gradients)} <= {torch.float32}
+        if way != "tp":
+            assert torch.equal(logits, want), way
 
 
 class Gate(nn.Module):
-    """A router with a bias kept in float32 and, if `beside`, a scale that is not."""
+    """A router with a bias that is names_in_float32 in float32 and, with `scaled`, a scale that is not."""
 
-    def __init__(self, beside):
+    def __init__(self, scaled):
         super().__init__()
         self.bias = nn.Parameter(torch.ones(4, device="meta"))
-        if beside:
+        if scaled:
             self.scale = nn.Parameter(torch.ones(4, device="meta"))
         self.proj = nn.Linear(4, 4, device="meta").requires_grad_(False)
 
@@ -179,31 +185,33 @@ class Gate(nn.Module):
         return self.proj(x) + self.bias
 
 
-def routed(beside=False):
+def routed(scaled=False):
     model = nn.Module()
     model.embed = nn.Embedding(4, 4, device="meta")
     block = nn.Linear(4, 4, device="meta")
-    block.gate = Gate(beside)
+    block.gate = Gate(scaled)
     model.layers = nn.ModuleList([block])
     model._get_dtype_plan = lambda dtype: {"gate.bias": torch.float32} if dtype == torch.bfloat16 else {}
     return model
 
 
-def test_units_of_what_is_kept():
-    """Also of a frozen module inside, which is not kept."""
+def test_fsdp_modules_of_parameters_in_float32():
+    """A frozen module inside, which is not names_in_float32 in float32, is included."""
     model = routed()
     units = split_dtypes(model, find_units(model), torch.bfloat16)
     (block,) = [unit for unit in units if unit.role == "block"]
     assert block.inner == (
         FSDPUnit(("layers.0.gate.proj",), "dtype"),
-        FSDPUnit(("layers.0.gate",), "dtype", kept=True),
+        FSDPUnit(("layers.0.gate",), "dtype", names_in_float32=True),
     )
     assert [*managed(model, block.inner[1], units)] == ["layers.0.gate.bias"]
     for dtype in (None, torch.float16):
-        assert not any(unit.kept or unit.inner for unit in split_dtypes(model, find_units(model), dtype))
+        assert not any(
+            unit.names_in_float32 or unit.inner for unit in split_dtypes(model, find_units(model), dtype)
+        )
 
 
-def test_float8_leaves_it_out():
+def test_float8_does_not_convert_modules_in_float32():
     model = nn.ModuleDict({"gate": nn.Linear(16, 16), "proj": nn.Linear(16, 16)})
     model._get_dtype_plan = lambda dtype: {"gate.weight": torch.float32}
     done = convert_to_float8(model, Float8(recipe_name="tensorwise", emulate=True))
@@ -211,8 +219,8 @@ def test_float8_leaves_it_out():
     assert done.filtered == {"gate": "the model keeps it in float32"}
 
 
-def test_one_module_of_both_is_refused():
-    model = routed(beside=True)
+def test_a_module_with_both_dtypes_is_refused():
+    model = routed(scaled=True)
     with pytest.raises(ParallelError, match=r"0.gate.bias in float32, .*0.gate.scale .*bfloat16"):
         split_dtypes(model, find_units(model), torch.bfloat16)
 
@@ -221,8 +229,8 @@ class Router(nn.Linear):
     _keep_in_fp32_modules_strict = ("router.weight",)
 
 
-class Own(nn.Module):
-    """A user's model: both the model and a module name what stays in float32."""
+class Declaring(nn.Module):
+    """A model of the user: both the model and a module declare what stays in float32."""
 
     _keep_in_fp32_modules = ("norm",)
 
@@ -239,7 +247,7 @@ class Own(nn.Module):
         (torch.float32, set()),
     ],
 )
-def test_a_model_of_one_s_own_says_what_stays(dtype, expected):
-    model = Own()
+def test_a_model_of_the_user_declares_what_stays_in_float32(dtype, expected):
+    model = Declaring()
     keeps = keeps_float32(model, dtype)
     assert {name for name, _ in model.named_parameters() if keeps(name)} == expected

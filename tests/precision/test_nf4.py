@@ -1,4 +1,4 @@
-"""QLoRA: frozen weights in NF4, whole and split: torchao's codes, proved on plans, refused where a block would be cut."""
+"""QLoRA: frozen weights in NF4 have torchao's codes, are proved under plans, and refused if a shard would divide a block."""
 
 import functools
 
@@ -23,15 +23,15 @@ QLORA = LoRA(rank=4, quantize_base="nf4")
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
-def test_codes_are_torchaos():
+def test_codes_are_those_of_torchao():
     torch.manual_seed(0)
     weight = torch.randn(64, 512)
     codes, scales = quantise(weight)
     theirs = to_nf4(weight, 64, 256)
     torch.testing.assert_close(
         theirs.nf4, torch.tensor(LEVELS), rtol=0, atol=1e-4
-    )  # torchao's has four digits
-    # The scales here are rounded to bfloat16 before the codes are sought.
+    )  # torchao's table has four digits
+    # titanplans rounds the scales to bfloat16 before it looks up the codes.
     assert (theirs.quantized_data.view(-1) == codes.view(-1)).float().mean() > 0.98
     ours = dequantise(codes, scales, torch.float32)
     error, of_torchao = ((w - weight).abs().mean() for w in (ours, theirs.get_original_weight()))
@@ -56,7 +56,10 @@ def model_of(name, **fields):
             "qwen3",
             dict(num_key_value_heads=2, hidden_size=64, head_dim=32, intermediate_size=256),
         ),  # shared heads
-        ("phi3", dict(hidden_size=256, intermediate_size=256)),  # packed rows: codes by an all-to-all
+        (
+            "phi3",
+            dict(hidden_size=256, intermediate_size=256),
+        ),  # packed projections: codes are exchanged by an all-to-all
     ],
 )
 def test_weights_in_nf4_are_proved_on_plans(name, fields):
@@ -64,22 +67,22 @@ def test_weights_in_nf4_are_proved_on_plans(name, fields):
     assert report.passed, report.table()
 
 
-def test_initial_values_are_those_of_the_model_quantised():
+def test_initial_values_are_those_of_the_quantised_model():
     config = zoo.config("qwen3", num_hidden_layers=1, intermediate_size=64)
-    whole, small = modeling.build(config), modeling.build(config)
-    done = add_adapters(small, QLORA)
-    assert done.frozen == sum(param.numel() for param in whole.parameters())
-    for model in (whole, small):
+    full_precision, small = modeling.build(config), modeling.build(config)
+    adapted = add_adapters(small, QLORA)
+    assert adapted.frozen == sum(param.numel() for param in full_precision.parameters())
+    for model in (full_precision, small):
         model.to_empty(device="cpu")
         modeling.initialize(model, seed=3)
     assert quantised(small)
     for name, module in quantised(small).items():
-        codes, scales = quantise(whole.get_parameter(f"{name}.weight"))
+        codes, scales = quantise(full_precision.get_parameter(f"{name}.weight"))
         assert torch.equal(module._parameters[CODES], codes), name
         assert torch.equal(module._parameters[SCALES], scales), name
 
 
-def test_a_block_that_would_be_cut_is_refused():
+def test_a_shard_that_divides_a_block_is_refused():
     model = modeling.build(zoo.config("qwen3", num_hidden_layers=1, intermediate_size=192))
     add_adapters(model, QLORA)
     with pytest.raises(PlanError, match=r"down_proj.*\[64, 192\] is in NF4.*\[64, 96\].* 3"):
@@ -100,7 +103,7 @@ def build(kind: str) -> nn.Module:
     add_adapters(model, QLORA)
     weights = {name: param.detach().clone() for name, param in model.named_parameters() if "nf4" in name}
     randomise(model, 0)
-    for name, weight in weights.items():  # as they were: random scales would be far from a model's
+    for name, weight in weights.items():  # keep the initial scales: random ones would be far from a model's
         model.get_parameter(name).data.copy_(weight)
     return model
 
@@ -116,6 +119,6 @@ CASES = {
 
 
 @pytest.mark.thorough
-def test_a_step_is_that_of_one_process():
+def test_a_step_equals_that_of_one_process():
     cases = step_comparison.cases_of(CASES, build, step_comparison.by_torchtitan, vocabulary=96)
     assert not step_comparison.equals_one_process(cases, ranks=4)

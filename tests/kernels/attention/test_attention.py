@@ -9,21 +9,21 @@ from titanplans.kernels.attention.attention import flash_attn_func, flash_attn_v
 
 
 def masked_softmax(q, k, v, causal, window, scale=None):
-    """[B, L, H, D]; rows that see no key are zero, as flash-attn has it."""
+    """Compute attention of [B, L, H, D]; the output of queries without keys is zero, as in flash-attn."""
     groups = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    seen = torch.ones(scores.shape[-2:], dtype=torch.bool)
+    visible = torch.ones(scores.shape[-2:], dtype=torch.bool)
     for i in range(q.shape[1]):
         position = i + k.shape[1] - q.shape[1]
         for j in range(k.shape[1]):
-            seen[i, j] = (
+            visible[i, j] = (
                 (not causal or j <= position)
                 and (window[0] < 0 or j >= position - window[0])
                 and (window[1] < 0 or j <= position + window[1])
             )
-    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1).masked_fill(
-        ~seen.any(-1, keepdim=True), 0
+    weights = torch.softmax(scores.masked_fill(~visible, -torch.inf), -1).masked_fill(
+        ~visible.any(-1, keepdim=True), 0
     )
     return torch.einsum("bhij,bjhd->bihd", weights, v)
 
@@ -38,7 +38,7 @@ def tensors(num_queries, num_keys, heads=4, kv_heads=4, batch=2):
 @pytest.mark.parametrize("window", [(-1, -1), (3, 0), (0, 0), (2, 4), (-1, 2)])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("lengths", [(12, 12), (5, 12), (1, 12)], ids=str)
-def test_equals_a_masked_softmax(lengths, causal, window, kv_heads):
+def test_attention_equals_a_masked_softmax(lengths, causal, window, kv_heads):
     leaves = tensors(*lengths, kv_heads=kv_heads)
     got = flash_attn_func(*leaves, causal=causal, window_size=window, softmax_scale=0.2)
     same(got, masked_softmax(*leaves, causal, window, 0.2), leaves)
@@ -59,7 +59,7 @@ def test_packed_sequences_are_separate(window):
     got = flash_attn_varlen_func(
         q, k, v, bounds_q, bounds_k, max_seqlen_q=6, max_seqlen_k=6, causal=True, window_size=window
     )
-    parts = [
+    separate = [
         masked_softmax(q[None, a:b], k[None, c:d], v[None, c:d], True, window)[0]
         for a, b, c, d in zip(
             bounds_q[:-1].tolist(),
@@ -69,7 +69,7 @@ def test_packed_sequences_are_separate(window):
             strict=True,
         )
     ]
-    same(got, torch.cat(parts), leaves)
+    same(got, torch.cat(separate), leaves)
 
 
 def test_one_graph_under_compile():
@@ -89,7 +89,7 @@ def test_one_graph_under_compile():
         ("4 query heads are not a multiple of 3 key heads", 3, {}),
     ],
 )
-def test_what_torch_has_no_operator_for_is_refused(message, kv_heads, option):
+def test_options_without_an_operator_in_torch_are_refused(message, kv_heads, option):
     with pytest.raises(KernelError, match=message):
         flash_attn_func(*tensors(4, 4, kv_heads=kv_heads), **option)
 

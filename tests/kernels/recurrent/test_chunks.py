@@ -1,4 +1,4 @@
-"""Linear attention by chunks of their own size against a loop over time: in float64, in float32, and with wild gates."""
+"""Chunked linear attention against a loop over time: in float64, in float32, and with extreme gates."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ BATCH, HEADS, KEY, VALUE = 2, 3, 8, 12
 
 
 def recurrence(q, k, v, g, state, a, b):
-    """S_t = exp(g_t) S_(t-1) + b_t (a_t^T S_(t-1)) + k_t v_t^T, o_t = S_t^T q_t, one token after another."""
+    """Loop over tokens: S_t = exp(g_t) S_(t-1) + b_t (a_t^T S_(t-1)) + k_t v_t^T, o_t = S_t^T q_t."""
     outputs = []
     for t in range(q.shape[1]):
         read = 0 if a is None else (a[:, t, :, :, None] * state).sum(-2, keepdim=True) * b[:, t, :, :, None]
@@ -21,14 +21,14 @@ def recurrence(q, k, v, g, state, a, b):
 
 
 def inputs(length, *, gate=1.0, dtype=torch.float64, vectors=True, corrected=False):
-    """q, k, v, g, a state, a and b; `gate` scales log-sigmoid gates, whose mean is -0.8."""
+    """Return q, k, v, g, a state, a and b; `gate` scales log-sigmoid gates, whose mean is -0.8."""
     rng = torch.Generator().manual_seed(0)
     q, k, g, e = torch.randn(4, BATCH, length, HEADS, KEY, dtype=torch.float64, generator=rng)
     v = torch.randn(BATCH, length, HEADS, VALUE, dtype=torch.float64, generator=rng)
     state = torch.randn(BATCH, HEADS, KEY, VALUE, dtype=torch.float64, generator=rng)
     g = F.logsigmoid(g if vectors else g[..., :1]) * gate
-    unit = F.normalize(e, dim=-1)
-    corrections = (unit * g.exp(), -0.7 * unit) if corrected else ()
+    normalized = F.normalize(e, dim=-1)
+    corrections = (normalized * g.exp(), -0.7 * normalized) if corrected else ()
     return [x.to(dtype).requires_grad_() for x in (q, k, v, g, state, *corrections)]
 
 
@@ -37,8 +37,8 @@ def outputs(function, leaves):
 
 
 def computed(function, leaves):
-    found = outputs(function, leaves)
-    return [*found, *torch.autograd.grad(weighed(found), leaves)]
+    results = outputs(function, leaves)
+    return [*results, *torch.autograd.grad(weighed(results), leaves)]
 
 
 def by_chunks(q, k, v, g, state, a, b):
@@ -49,19 +49,19 @@ def by_chunks(q, k, v, g, state, a, b):
 @pytest.mark.parametrize("vectors", [False, True])
 @pytest.mark.parametrize("gate", [1 / 16, 1.0, 30.0], ids=["layer", "strong", "extreme"])
 @pytest.mark.parametrize("length", [1, 2, 7, 63, 64, 65, 130])
-def test_equals_the_recurrence_in_float64(length, gate, vectors, corrected):
+def test_chunks_equal_the_recurrence_in_float64(length, gate, vectors, corrected):
     # 1e-12: sums of some hundred terms of order 1 to 100, with a unit roundoff of 1e-16.
     leaves = inputs(length, gate=gate, vectors=vectors, corrected=corrected)
     same(outputs(by_chunks, leaves), outputs(recurrence, leaves), leaves)
 
 
-def test_gates_of_minus_five_per_step_lose_nothing_in_float32():
+def test_gates_of_minus_five_per_step_are_exact_in_float32():
     # The factored form exp(b_i) exp(-b_j) would need exp(320) inside one chunk.
     leaves = inputs(130, dtype=torch.float32)
     with torch.no_grad():
         leaves[3].fill_(-5.0)
     want = computed(recurrence, [x.detach().double().requires_grad_() for x in leaves])
-    # Each gradient relative to itself, the gates' too: it is exp(-5) times smaller, and is no difference of large sums.
+    # Gradients are compared relative to themselves. That of the gates is exp(-5) times smaller, without cancellation.
     for a, b in zip(computed(by_chunks, leaves), want, strict=True):
         assert (a - b).abs().max() <= 2e-6 * b.abs().max()
 

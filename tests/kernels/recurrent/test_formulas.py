@@ -1,6 +1,6 @@
-"""Formulas behind the names of FLA's recurrent kernels: what the adapter adds to them, and what it refuses.
+"""Stand-ins for FLA's recurrent kernels: their values, the options that the adapter adds, and refusals.
 
-Each is compared with its definition, written down here: a sum over earlier tokens where that can be, else a loop.
+Each is compared with its definition, which is written here as a sum over earlier tokens if possible, otherwise as a loop.
 """
 
 import functools
@@ -20,7 +20,7 @@ from titanplans.kernels.table import FORMULAS
 
 BATCH, TOKENS, HEADS, KEY, SLOTS, STEPS = 2, 7, 2, 4, 5, 2
 VALUES = {"mesa_net": KEY}
-"""The size of values, if not 6."""
+"""Sizes of values other than 6."""
 OVER_TIME = {
     "comba": {"p": (KEY,), "g": (), "beta": ()},
     "cyfa": {"g": (), "beta": (), "delta": ()},
@@ -35,14 +35,14 @@ OVER_TIME = {
     "precond_kda": {"g": (KEY,), "beta": (), "g_atk": (), "beta_atk": ()},
     "simple_gla": {"g": ()},
 }
-"""Further inputs after q, k and v, and their dimensions after [B, T, H]."""
+"""Further inputs after q, k and v, with their dimensions after [B, T, H]."""
 STATES = {
     "mesa_net": ("h_kk_init", "h_kv_init"),
     "path_attn": (),
     "precond_gated_delta_rule": ("initial_state", "initial_A_state"),
     "precond_kda": ("initial_state", "initial_A_state"),
 }
-"""Arguments for what a kernel returns after its outputs, if not `initial_state` alone."""
+"""Arguments for the states of a kernel, if it has others than `initial_state`."""
 MIXERS = sorted(OVER_TIME)
 
 
@@ -51,7 +51,7 @@ pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 @pytest.fixture(autouse=True)
 def _several_chunks(monkeypatch):
-    """Seven tokens are two chunks here."""
+    """Make chunks small, so that seven tokens are two chunks."""
     monkeypatch.setattr(chunks, "CHUNK_SIZE", 4)
     monkeypatch.setattr(chunks, "CHUNK_SIZE_OF_SLOTS", 4)
 
@@ -61,7 +61,7 @@ def test_every_reference_is_tested_here():
 
 
 OTHERS = {"abc", "gsa", "hgrn", "rwkv6", "rwkv7"}
-"""Tested elsewhere."""
+"""Kernels with tests elsewhere."""
 
 
 def kernel(mixer, kind=None):
@@ -73,8 +73,8 @@ def randn(*sizes, seed):
 
 
 def inputs(mixer, batch=BATCH, tokens=TOKENS, dtype=torch.float64, seed=0):
-    """Return what has a number for each token."""
-    given = {}
+    """Return the inputs that have values for each token."""
+    arguments = {}
     sizes = {"q": (KEY,), "k": (KEY,), "v": (VALUES.get(mixer, 6),)} | OVER_TIME[mixer]
     for number, (name, size) in enumerate(sizes.items()):
         several = mixer == "gated_delta_product" and name in ("k", "v", "beta")
@@ -85,30 +85,31 @@ def inputs(mixer, batch=BATCH, tokens=TOKENS, dtype=torch.float64, seed=0):
             x = F.logsigmoid(x)
         elif name in ("beta", "beta_atk", "delta"):
             x = x.sigmoid()
-        given[name] = x.to(dtype).requires_grad_()
-    return given
+        arguments[name] = x.to(dtype).requires_grad_()
+    return arguments
 
 
 def options(mixer, dtype=torch.float64):
-    """Return the other arguments that a mixer needs."""
-    given = {}
+    """Return the other arguments of a mixer."""
+    arguments = {}
     if mixer == "gated_delta_product":
-        given = {"num_householder": STEPS}
+        arguments = {"num_householder": STEPS}
     elif mixer == "mesa_net":
-        given = {"lamb": 0.25 + randn(HEADS, KEY, seed=7).exp()}
+        arguments = {"lamb": 0.25 + randn(HEADS, KEY, seed=7).exp()}
     elif mixer.startswith("precond"):
-        given = {"log_atk_scale": randn(HEADS, seed=7), "x": 1.4, "eps": 1e-4}
-        given["use_qk_l2norm_in_kernel"] = True
+        arguments = {"log_atk_scale": randn(HEADS, seed=7), "x": 1.4, "eps": 1e-4}
+        arguments["use_qk_l2norm_in_kernel"] = True
     elif mixer == "cyfa":
-        given = {"readout": randn(HEADS, SLOTS, SLOTS, seed=7), "q_norm_eps": 1e-3, "k_norm_eps": 1e-4}
-        given |= {f"{x}_norm_weight": randn(KEY, seed=n) for n, x in enumerate("qk")}
+        arguments = {"readout": randn(HEADS, SLOTS, SLOTS, seed=7), "q_norm_eps": 1e-3, "k_norm_eps": 1e-4}
+        arguments |= {f"{x}_norm_weight": randn(KEY, seed=n) for n, x in enumerate("qk")}
     return {
-        name: x.to(dtype).requires_grad_() if isinstance(x, torch.Tensor) else x for name, x in given.items()
+        name: x.to(dtype).requires_grad_() if isinstance(x, torch.Tensor) else x
+        for name, x in arguments.items()
     }
 
 
 def close(got, want, tolerance=1e-13):
-    """Of float64 sums of some tens of terms of order 1."""
+    """Check equality of float64 sums of some tens of terms of order 1."""
     if isinstance(got, tuple):
         for a, b in zip(got, want, strict=True):
             close(a, b, tolerance)
@@ -149,7 +150,7 @@ def delta_by_hand(q, k, v, g=None, beta=None, **preconditioner):
 
 
 def comba_by_hand(q, k, v, p, g, beta):
-    """S = decay(g_t) S + k_t (beta_t (v_t - S^T p_t))^T, o_t = K^-0.5 S^T q_t: p reads what has not decayed yet."""
+    """S = decay(g_t) S + k_t (beta_t (v_t - S^T p_t))^T, o_t = K^-0.5 S^T q_t; p uses the state before its decay."""
     state, outputs = q.new_zeros(q.shape[0], *k.shape[2:], v.shape[-1]), []
     for t in range(q.shape[1]):
         value = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhkv,bhk->bhv", state, p[:, t]))
@@ -165,13 +166,13 @@ def preconditioned(k, g_atk, beta_atk, log_atk_scale, x, eps):
     return k * x ** -(r / (1 + r.abs())), squares[:, -1]
 
 
-def product_by_hand(num_householder, **given):
-    return delta_by_hand(**given)
+def product_by_hand(num_householder, **arguments):
+    return delta_by_hand(**arguments)
 
 
-def precond_by_hand(q, k, *, epsilon=0.0, use_qk_l2norm_in_kernel, **given):
+def precond_by_hand(q, k, *, epsilon=0.0, use_qk_l2norm_in_kernel, **arguments):
     q, k = (x / (x.square().sum(-1, keepdim=True) + epsilon).sqrt() for x in (q, k))
-    return delta_by_hand(q, k, **given)
+    return delta_by_hand(q, k, **arguments)
 
 
 def mesa_by_hand(q, k, v, g, beta, lamb):
@@ -183,7 +184,7 @@ def mesa_by_hand(q, k, v, g, beta, lamb):
 
 
 def path_by_hand(q, k, v, w, beta, g):
-    """Softmax attention; from a token to the next, keys go through I - beta_t w_t w_t^T."""
+    """Softmax attention; from token to token, keys are multiplied by I - beta_t w_t w_t^T."""
     keys, outputs = k[:, :0], []
     past = g.cumsum(1)
     for t in range(q.shape[1]):
@@ -196,7 +197,7 @@ def path_by_hand(q, k, v, w, beta, g):
 
 
 def cyfa_by_hand(q, k, v, g, delta, beta, readout, **norms):
-    """Slots of relative time: a token of the past is in those around the clock's distance, by Dirichlet's kernel."""
+    """Attention to slots of relative time: past tokens are in the slots near their clock distance, by Dirichlet's kernel."""
     q, k = (
         F.rms_norm(x, (KEY,), norms[f"{name}_norm_weight"], norms[f"{name}_norm_eps"])
         for name, x in (("q", q), ("k", k))
@@ -222,54 +223,54 @@ BY_HAND = {
 }
 
 
-def by_hand(mixer, **given):
-    return BY_HAND.get(mixer, delta_by_hand)(**given)
+def by_hand(mixer, **arguments):
+    return BY_HAND.get(mixer, delta_by_hand)(**arguments)
 
 
 @pytest.mark.parametrize(("mixer", "kind"), [(m, kind) for m in MIXERS for kind in FORMULAS[m][1:]])
-def test_equals_its_definition_in_float64_with_every_gradient(mixer, kind):
-    given = inputs(mixer) | options(mixer)
+def test_a_kernel_equals_its_definition_in_float64_with_every_gradient(mixer, kind):
+    arguments = inputs(mixer) | options(mixer)
     final = {} if kind == "parallel" else {"output_final_state": True}
-    gates = {"gk": given["g"]} if (mixer, kind) == ("gla", "fused_recurrent") else {}
-    named = {name: x for name, x in given.items() if not gates or name != "g"} | gates
-    got, want = kernel(mixer, kind)(**named, **final), by_hand(mixer, **given)
+    gates = {"gk": arguments["g"]} if (mixer, kind) == ("gla", "fused_recurrent") else {}
+    named = {name: x for name, x in arguments.items() if not gates or name != "g"} | gates
+    got, want = kernel(mixer, kind)(**named, **final), by_hand(mixer, **arguments)
     want = (want[0], *(None for _ in want[1:])) if kind == "parallel" else want
-    if mixer == "cyfa":  # its states are not written down here
+    if mixer == "cyfa":  # its states have no formula here
         got = (got[0], None)
     assert [x is None for x in got] == [x is None for x in want]
-    same(got, want, [x for x in given.values() if isinstance(x, torch.Tensor)])
+    same(got, want, [x for x in arguments.values() if isinstance(x, torch.Tensor)])
 
 
 @pytest.mark.parametrize("bounds", [[0, 70], [0, 1, 4, 70]])
-def test_comba_is_that_of_flas_chunks(bounds):
-    """FLA's own reference of its chunk kernel, which computes in float32 and takes one sequence at a time."""
+def test_comba_equals_the_chunk_reference_of_fla(bounds):
+    """FLA's reference for its chunk kernel computes in float32 and takes one sequence at a time."""
     from fla.ops.comba.naive import naive_chunk_comba
 
-    given = inputs("comba", batch=1, tokens=70, dtype=torch.float32)
-    got = kernel("comba")(**given, output_final_state=True, cu_seqlens=torch.tensor(bounds))
-    parts = [
-        naive_chunk_comba(**{name: x[:, a:b] for name, x in given.items()}, output_final_state=True)
+    arguments = inputs("comba", batch=1, tokens=70, dtype=torch.float32)
+    got = kernel("comba")(**arguments, output_final_state=True, cu_seqlens=torch.tensor(bounds))
+    sequences = [
+        naive_chunk_comba(**{name: x[:, a:b] for name, x in arguments.items()}, output_final_state=True)
         for a, b in itertools.pairwise(bounds)
     ]
-    want = [torch.cat(x, dim) for x, dim in zip(zip(*parts, strict=True), (1, 0), strict=True)]
-    same(got, want, [*given.values()], 1e-5)
+    want = [torch.cat(x, dim) for x, dim in zip(zip(*sequences, strict=True), (1, 0), strict=True)]
+    same(got, want, [*arguments.values()], 1e-5)
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_bfloat16_is_accumulated_in_float32(mixer):
-    given, more = inputs(mixer, dtype=torch.bfloat16), options(mixer, torch.float32)
-    o, *_ = kernel(mixer)(**given, **more)
+    arguments, more = inputs(mixer, dtype=torch.bfloat16), options(mixer, torch.float32)
+    o, *_ = kernel(mixer)(**arguments, **more)
     assert o.dtype == torch.bfloat16
     with torch.autocast("cpu", torch.bfloat16):
-        wide, *_ = kernel(mixer)(**{name: x.float() for name, x in given.items()}, **more)
+        wide, *_ = kernel(mixer)(**{name: x.float() for name, x in arguments.items()}, **more)
     assert wide.dtype == torch.float32
     assert torch.equal(o, wide.bfloat16())
 
 
-def part(given, first, end):
-    """Return the inputs of some tokens."""
-    tokens = given["q"].shape[1]
-    return {name: x[:, first * (n := x.shape[1] // tokens) : end * n] for name, x in given.items()}
+def tokens_between(arguments, first, end):
+    """Return the inputs of the tokens from `first` to `end`."""
+    tokens = arguments["q"].shape[1]
+    return {name: x[:, first * (n := x.shape[1] // tokens) : end * n] for name, x in arguments.items()}
 
 
 def named(mixer, states):
@@ -281,45 +282,49 @@ def named(mixer, states):
     [*((m, {}) for m in MIXERS), *((m, {"state_v_first": True}) for m in ("gated_delta_rule", "gla", "kda"))],
 )
 def test_packed_sequences_with_states_equal_one_call_each(mixer, layout):
-    given = inputs(mixer, batch=1)
+    arguments = inputs(mixer, batch=1)
     more = options(mixer) | layout | ({} if mixer == "path_attn" else {"output_final_state": True})
     if "scale" in inspect.signature(kernel(mixer)).parameters:
         more["scale"] = 0.3
     _, *states = kernel(mixer)(**inputs(mixer, seed=1), **more)
     states = [] if mixer == "path_attn" else states
-    got = kernel(mixer)(**given, **named(mixer, states), cu_seqlens=torch.tensor([0, 3, TOKENS]), **more)
+    got = kernel(mixer)(**arguments, **named(mixer, states), cu_seqlens=torch.tensor([0, 3, TOKENS]), **more)
     for n, (a, b) in enumerate([(0, 3), (3, TOKENS)]):
-        own = [tuple(x[n : n + 1] for x in s) if isinstance(s, tuple) else s[n : n + 1] for s in states]
-        o, *finals = kernel(mixer)(**part(given, a, b), **named(mixer, own), **more)
+        state_of_sequence = [
+            tuple(x[n : n + 1] for x in s) if isinstance(s, tuple) else s[n : n + 1] for s in states
+        ]
+        o, *finals = kernel(mixer)(
+            **tokens_between(arguments, a, b), **named(mixer, state_of_sequence), **more
+        )
         close(got[0][:, a:b], o)
-        for whole, final in zip(got[1:], finals, strict=True):
+        for packed, final in zip(got[1:], finals, strict=True):
             if final is not None:
                 close(
-                    tuple(x[n : n + 1] for x in whole) if isinstance(whole, tuple) else whole[n : n + 1],
+                    tuple(x[n : n + 1] for x in packed) if isinstance(packed, tuple) else packed[n : n + 1],
                     final,
                 )
 
 
 @pytest.mark.parametrize("mixer", [m for m in MIXERS if m != "path_attn"])
-def test_states_carry_a_sequence_on(mixer):
-    given, more = inputs(mixer), options(mixer) | {"output_final_state": True}
-    whole, *finals = kernel(mixer)(**given, **more)
-    _, *states = kernel(mixer)(**part(given, 0, 4), **more)
-    rest, *last = kernel(mixer)(**part(given, 4, TOKENS), **named(mixer, states), **more)
-    close(rest, whole[:, 4:])
+def test_states_continue_a_sequence(mixer):
+    arguments, more = inputs(mixer), options(mixer) | {"output_final_state": True}
+    full, *finals = kernel(mixer)(**arguments, **more)
+    _, *states = kernel(mixer)(**tokens_between(arguments, 0, 4), **more)
+    continued, *last = kernel(mixer)(**tokens_between(arguments, 4, TOKENS), **named(mixer, states), **more)
+    close(continued, full[:, 4:])
     close(tuple(last), tuple(finals))
 
 
 @pytest.mark.parametrize("mixer", [m for m in MIXERS if m != "path_attn"])
-def test_states_of_another_number_of_sequences_are_refused(mixer):
-    """As FLA's kernels refuse them: MoM's, for one, where not all memories are used."""
-    given, more = inputs(mixer, batch=1), options(mixer) | {"output_final_state": True}
+def test_states_of_another_count_of_sequences_are_refused(mixer):
+    """FLA's kernels refuse them too, for example those of MoM if not all memories are used."""
+    arguments, more = inputs(mixer, batch=1), options(mixer) | {"output_final_state": True}
     _, *states = kernel(mixer)(**inputs(mixer, batch=3), **more)
-    with pytest.raises(KernelError, match="3 states, but cu_seqlens has 2 sequences"):
-        kernel(mixer)(**given, **named(mixer, states), cu_seqlens=torch.tensor([0, 3, TOKENS]), **more)
+    with pytest.raises(KernelError, match="3 states, and cu_seqlens bounds 2 sequences"):
+        kernel(mixer)(**arguments, **named(mixer, states), cu_seqlens=torch.tensor([0, 3, TOKENS]), **more)
 
 
-def test_states_are_given_back_on_request_alone():
+def test_states_are_returned_only_on_request():
     for mixer in MIXERS:
         _, *states = kernel(mixer)(**inputs(mixer), **options(mixer))
         assert all(state is None for state in states), mixer
@@ -327,66 +332,70 @@ def test_states_are_given_back_on_request_alone():
 
 @pytest.mark.parametrize("mixer", [m for m in MIXERS if m not in ("mesa_net", "path_attn", "cyfa")])
 def test_scale_is_a_factor(mixer):
-    given = inputs(mixer) | options(mixer)
-    close(kernel(mixer)(**given, scale=1.0)[0], kernel(mixer)(**given)[0] * KEY**0.5)
+    arguments = inputs(mixer) | options(mixer)
+    close(kernel(mixer)(**arguments, scale=1.0)[0], kernel(mixer)(**arguments)[0] * KEY**0.5)
 
 
 def test_one_token_of_mesa_net():
     from fla.ops.mesa_net import mesa_net_decoding_one_step
 
-    given, lamb = inputs("mesa_net"), options("mesa_net")["lamb"]
-    whole, *finals = kernel("mesa_net")(**given, lamb=lamb, output_final_state=True)
-    _, *states = kernel("mesa_net")(**part(given, 0, TOKENS - 1), lamb=lamb, output_final_state=True)
-    last = {name: x[:, -1] for name, x in given.items()}
+    arguments, lamb = inputs("mesa_net"), options("mesa_net")["lamb"]
+    full, *finals = kernel("mesa_net")(**arguments, lamb=lamb, output_final_state=True)
+    _, *states = kernel("mesa_net")(
+        **tokens_between(arguments, 0, TOKENS - 1), lamb=lamb, output_final_state=True
+    )
+    last = {name: x[:, -1] for name, x in arguments.items()}
     o, *after = mesa_net_decoding_one_step(**last, lamb=lamb, prev_h_kk=states[0], prev_h_kv=states[1])
-    close(o, whole[:, -1])
+    close(o, full[:, -1])
     close(tuple(after), tuple(finals))
 
 
-def test_keys_of_path_attention_are_kept_for_decoding():
-    """Queries at the last token see kept keys as softmax attention does."""
+def test_keys_of_path_attention_are_cached_for_decoding():
+    """Queries at the last token attend to cached keys as in softmax attention."""
     from fla.ops.attn.decoding import attn_decoding_one_step
 
-    given, bounds = inputs("path_attn", batch=1), torch.tensor([0, 3, TOKENS])
-    o, keys = kernel("path_attn")(**given, cu_seqlens=bounds, use_cache=True)
-    last = given["q"][:, bounds[1:] - 1]
-    got = attn_decoding_one_step(last, keys, given["v"], given["g"], cu_seqlens=bounds, do_gate_scale=True)
+    arguments, bounds = inputs("path_attn", batch=1), torch.tensor([0, 3, TOKENS])
+    o, keys = kernel("path_attn")(**arguments, cu_seqlens=bounds, use_cache=True)
+    last = arguments["q"][:, bounds[1:] - 1]
+    got = attn_decoding_one_step(
+        last, keys, arguments["v"], arguments["g"], cu_seqlens=bounds, do_gate_scale=True
+    )
     close(got, o[:, bounds[1:] - 1])
 
 
 def test_reverse_runs_from_the_last_token():
-    given = inputs("simple_gla")
-    o, _ = kernel("simple_gla", "fused_recurrent")(**given, reverse=True)
-    close(o.flip(1), by_hand("simple_gla", **{name: x.flip(1) for name, x in given.items()})[0])
+    arguments = inputs("simple_gla")
+    o, _ = kernel("simple_gla", "fused_recurrent")(**arguments, reverse=True)
+    close(o.flip(1), by_hand("simple_gla", **{name: x.flip(1) for name, x in arguments.items()})[0])
 
 
-def test_one_decay_a_head_and_none():
-    given = inputs("simple_gla")
-    gates = given.pop("g")
+def test_one_decay_per_head_and_none():
+    arguments = inputs("simple_gla")
+    gates = arguments.pop("g")
     decay = torch.tensor([-0.1, -0.7], dtype=torch.float64)
     close(
-        kernel("simple_gla")(**given, g_gamma=decay)[0],
-        by_hand("simple_gla", **given, g=decay.expand_as(gates))[0],
+        kernel("simple_gla")(**arguments, g_gamma=decay)[0],
+        by_hand("simple_gla", **arguments, g=decay.expand_as(gates))[0],
     )
     for mixer in ("simple_gla", "path_attn", "gated_delta_product"):
-        given, more = inputs(mixer), options(mixer)
-        gates = given.pop("g")
+        arguments, more = inputs(mixer), options(mixer)
+        gates = arguments.pop("g")
         without = {"g": None} if mixer == "gated_delta_product" else {}
-        want = by_hand(mixer, **given, **more, g=torch.zeros_like(gates))[0]
-        close(kernel(mixer)(**given, **more, **without)[0], want)
+        want = by_hand(mixer, **arguments, **more, g=torch.zeros_like(gates))[0]
+        close(kernel(mixer)(**arguments, **more, **without)[0], want)
 
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
-def test_what_a_kernel_does_to_its_inputs(lower_bound):
-    """Norms of q and k, the sigmoid of beta, the gate from its parameters, more heads of values than of keys."""
+def test_options_that_transform_the_inputs(lower_bound):
+    """Norms of q and k, the sigmoid of beta, the gate from its parameters, more value heads than key heads."""
     from fla.ops.kda.gate import fused_kda_gate
 
-    given = inputs("kda")
-    q, k, g, beta = (torch.randn_like(given[name]) for name in ("q", "k", "g", "beta"))
+    arguments = inputs("kda")
+    q, k, g, beta = (torch.randn_like(arguments[name]) for name in ("q", "k", "g", "beta"))
     A_log, dt_bias = torch.randn(HEADS, dtype=torch.float64), torch.randn(HEADS * KEY, dtype=torch.float64)
     parameters = dict(A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound)
     got, _ = kernel("kda")(
-        q[:, :, :1], k[:, :, :1], given["v"], g, beta, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+        q[:, :, :1], k[:, :, :1], arguments["v"], g, beta, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
         use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True, safe_gate=lower_bound is not None, **parameters,
     )  # fmt: skip
     norm = [
@@ -396,16 +405,16 @@ def test_what_a_kernel_does_to_its_inputs(lower_bound):
     x, rate = g + dt_bias.view(HEADS, KEY), A_log.exp()[:, None]
     gate = -rate * F.softplus(x) if lower_bound is None else lower_bound * (rate * x).sigmoid()
     close(fused_kda_gate(g, **parameters), gate)
-    close(got, by_hand("kda", q=norm[0], k=norm[1], v=given["v"], g=gate, beta=2 * beta.sigmoid())[0])
+    close(got, by_hand("kda", q=norm[0], k=norm[1], v=arguments["v"], g=gate, beta=2 * beta.sigmoid())[0])
 
 
 @pytest.mark.parametrize("mixer", ["comba", "gated_delta_rule", "precond_gated_delta_rule"])
-def test_more_heads_of_values_than_of_keys(mixer):
-    given, more = inputs(mixer), options(mixer)
+def test_more_value_heads_than_key_heads(mixer):
+    arguments, more = inputs(mixer), options(mixer)
     of_keys = {"q", "k", "p", "g_atk", "beta_atk", "log_atk_scale"}
     few = {
         name: (x[:1] if x.dim() == 1 else x[:, :, :1]) if name in of_keys else x
-        for name, x in (given | more).items()
+        for name, x in (arguments | more).items()
     }
     repeated = {
         name: (x.repeat(2) if x.dim() == 1 else x.repeat_interleave(2, 2)) if name in of_keys else x
@@ -414,7 +423,7 @@ def test_more_heads_of_values_than_of_keys(mixer):
     got, want = kernel(mixer)(**few, output_final_state=True), by_hand(mixer, **repeated)
     close(got[0], want[0])
     close(got[1], want[1])
-    if len(want) == 3:  # one for each head of keys
+    if len(want) == 3:  # one state for each key head
         close(got[2], want[2][:, :1])
 
 
@@ -427,26 +436,26 @@ def test_more_heads_of_values_than_of_keys(mixer):
         ("gla", {"gv": torch.zeros(1)}, "has no such argument"),
     ],
 )
-def test_what_the_reference_has_not_is_refused_by_name(mixer, option, reason):
+def test_arguments_that_the_reference_lacks_are_refused(mixer, option, reason):
     (name,) = option
-    given = {} if mixer == "gla" else inputs(mixer) | options(mixer)
-    given = {x: inputs(mixer)[x] for x in ("q", "k", "v")} | given | option
+    arguments = {} if mixer == "gla" else inputs(mixer) | options(mixer)
+    arguments = {x: inputs(mixer)[x] for x in ("q", "k", "v")} | arguments | option
     with pytest.raises(KernelError, match=rf"_{mixer}: {name}.* is not computed on a CPU.*{reason}"):
-        kernel(mixer, "fused_recurrent" if mixer == "gla" else None)(**given)
+        kernel(mixer, "fused_recurrent" if mixer == "gla" else None)(**arguments)
 
 
 @pytest.mark.parametrize("mixer", ["gated_delta_rule", "gla", "gsa", "kda"])
-def test_a_gate_may_shut_and_gates_may_be_strong(mixer):
-    """Of minus infinity nothing before is left; in float32 nothing overflows."""
-    given = inputs("kda" if mixer == "gsa" else mixer)
+def test_gates_of_minus_infinity_and_strong_gates(mixer):
+    """A gate of minus infinity clears the state; in float32 nothing overflows."""
+    arguments = inputs("kda" if mixer == "gsa" else mixer)
     if mixer == "gsa":
-        given["s"] = given.pop("beta")[..., None].expand_as(given["g"])
+        arguments["s"] = arguments.pop("beta")[..., None].expand_as(arguments["g"])
     with torch.no_grad():
-        given["g"][:, 3] = -torch.inf
-    whole, _ = kernel(mixer, "chunk")(**given)
-    rest, _ = kernel(mixer, "chunk")(**part(given, 3, TOKENS))
-    close(rest, whole[:, 3:])
-    strong = {name: x.detach().float().requires_grad_() for name, x in given.items()}
+        arguments["g"][:, 3] = -torch.inf
+    full, _ = kernel(mixer, "chunk")(**arguments)
+    after_gate, _ = kernel(mixer, "chunk")(**tokens_between(arguments, 3, TOKENS))
+    close(after_gate, full[:, 3:])
+    strong = {name: x.detach().float().requires_grad_() for name, x in arguments.items()}
     strong["g"] = torch.full_like(strong["g"], -90.0, requires_grad=True)
     o, _ = kernel(mixer, "chunk")(**strong)
     for x in (o, *torch.autograd.grad(o.sum(), [*strong.values()])):

@@ -1,4 +1,4 @@
-"""RWKV's and HGRN's operators on a CPU against FLA's own references, and against a direct formula."""
+"""RWKV and HGRN operators on a CPU against references of FLA, and against a direct formula."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def randn(*shape):
 
 
 def compare(ours, theirs, inputs):
-    """Outputs, final states and the gradients of all inputs."""
+    """Compare outputs, final states and the gradients of all inputs."""
     leaves = [x.clone().requires_grad_() for x in inputs]
     with Widen(torch.float64):
         answers = [function(*leaves) for function in (ours, theirs)]
@@ -32,7 +32,7 @@ def seed(monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK_SIZE", 4)
 
 
-def test_rwkv6_is_flas_reference():
+def test_rwkv6_equals_the_reference_of_fla():
     from fla.ops.rwkv6 import chunk_rwkv6, fused_recurrent_rwkv6
     from fla.ops.rwkv6.recurrent_naive import naive_recurrent_rwkv6
 
@@ -48,7 +48,7 @@ def test_rwkv6_is_flas_reference():
         compare(lambda *x, ours=ours: ours(*x[:5], None, x[5], True), theirs, inputs)
 
 
-def test_rwkv7_is_flas_reference():
+def test_rwkv7_equals_the_reference_of_fla():
     from fla.ops.generalized_delta_rule.dplr.naive import dplr_recurrence
     from fla.ops.rwkv7 import chunk_rwkv7, fused_mul_recurrent_rwkv7
 
@@ -59,16 +59,16 @@ def test_rwkv7_is_flas_reference():
     r, w, k, a = (randn(2, 9, 3, 4) for _ in range(4))
     kk = torch.nn.functional.normalize(randn(2, 9, 3, 4), dim=-1)
     inputs = [r, -w.exp(), k, randn(2, 9, 3, 5), kk, a.sigmoid(), randn(2, 3, 4, 5)]
-    rest = dict(scale=0.5, output_final_state=True)
-    compare(lambda *x: fused_mul_recurrent_rwkv7(*x[:6], initial_state=x[6], **rest), theirs, inputs)
+    options = dict(scale=0.5, output_final_state=True)
+    compare(lambda *x: fused_mul_recurrent_rwkv7(*x[:6], initial_state=x[6], **options), theirs, inputs)
 
     def chunked(r, w, k, v, kk, a, state):
-        return chunk_rwkv7(r, w, k, v, -kk, kk * a, initial_state=state, **rest)
+        return chunk_rwkv7(r, w, k, v, -kk, kk * a, initial_state=state, **options)
 
     compare(chunked, theirs, inputs)
 
 
-def test_hgrn_is_the_sum_of_what_has_decayed():
+def test_hgrn_equals_the_sum_of_decayed_inputs():
     def direct(x, g, state):
         past = g.cumsum(1)
         later = torch.ones(9, 9, dtype=torch.bool).tril()[None, :, :, None]
@@ -83,7 +83,7 @@ def test_hgrn_is_the_sum_of_what_has_decayed():
         compare(lambda x, g, state, ours=ours: ours(x, g, state, True), direct, inputs)
 
 
-def test_packed_sequences_are_sequences_of_their_own():
+def test_packed_sequences_are_separate():
     from fla.ops.rwkv6 import chunk_rwkv6
 
     bounds = torch.tensor([0, 4, 9])
@@ -95,9 +95,11 @@ def test_packed_sequences_are_sequences_of_their_own():
         randn(2, 3),
     )
     o, states = chunk_rwkv6(r, k, v, w, u, output_final_state=True, cu_seqlens=bounds)
-    for n, part in enumerate((slice(0, 4), slice(4, 9))):
-        alone, state = chunk_rwkv6(r[:, part], k[:, part], v[:, part], w[:, part], u, output_final_state=True)
-        torch.testing.assert_close(o[:, part], alone)
+    for n, tokens in enumerate((slice(0, 4), slice(4, 9))):
+        alone, state = chunk_rwkv6(
+            r[:, tokens], k[:, tokens], v[:, tokens], w[:, tokens], u, output_final_state=True
+        )
+        torch.testing.assert_close(o[:, tokens], alone)
         torch.testing.assert_close(states[n : n + 1], state)
     from fla.modules.token_shift import token_shift_ref
 
@@ -107,14 +109,14 @@ def test_packed_sequences_are_sequences_of_their_own():
     torch.testing.assert_close(last, x[0, [3, 8]])
 
 
-def test_the_token_shift_goes_on_where_it_ended():
+def test_the_token_shift_continues_from_its_cache():
     x = randn(2, 6, 5)
-    whole, _ = rwkv.token_shift(x)
+    full, _ = rwkv.token_shift(x)
     _, last = rwkv.token_shift(x[:, :4], output_cache=True)
-    torch.testing.assert_close(rwkv.token_shift(x[:, 4:], cache=last)[0], whole[:, 4:])
+    torch.testing.assert_close(rwkv.token_shift(x[:, 4:], cache=last)[0], full[:, 4:])
 
 
-def test_the_pointwise_kernels_are_flas_references():
+def test_the_pointwise_kernels_equal_the_references_of_fla():
     from fla.ops.rwkv7.fused_addcmul import torch_addcmul_rwkv7
     from fla.ops.rwkv7.fused_k_update import k_update_ref
     from fla.ops.rwkv7.gate_output_correction import gate_output_correction_ref
@@ -126,7 +128,7 @@ def test_the_pointwise_kernels_are_flas_references():
         torch.testing.assert_close(ours, theirs)
     assert rwkv.addcmul(x, delta, *weights[:5], None)[5] is None
     torch.testing.assert_close(rwkv.k_update(x, delta, weights[0]), k_update_ref(x, delta, weights[0]))
-    given = (
+    arguments = (
         randn(2, 4, 6),
         randn(2, 4, 2, 3),
         randn(2, 4, 2, 3),
@@ -134,4 +136,6 @@ def test_the_pointwise_kernels_are_flas_references():
         randn(2, 4, 2, 3),
         randn(2, 4, 6),
     )
-    torch.testing.assert_close(rwkv.gate_output_correction(*given), gate_output_correction_ref(*given))
+    torch.testing.assert_close(
+        rwkv.gate_output_correction(*arguments), gate_output_correction_ref(*arguments)
+    )

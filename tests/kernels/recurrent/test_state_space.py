@@ -1,4 +1,4 @@
-"""Mamba 2 and 3 on a CPU: against loops over time, and against transformers' own forward in PyTorch."""
+"""Mamba 2 and 3 on a CPU, against loops over time and transformers' forward in PyTorch."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from titanplans.kernels.recurrent import chunks, log_linear, mamba3, state_space
 
 
 def loop(x, dt, a, b, c, state):
-    """The recurrence, token by token."""
+    """Compute the recurrence token by token."""
     outputs = []
     for t in range(x.shape[1]):
         bt, ct = (y[:, t].repeat_interleave(x.shape[2] // y.shape[2], 1) for y in (b, c))
@@ -22,24 +22,24 @@ def loop(x, dt, a, b, c, state):
 
 
 @pytest.mark.parametrize("length", [1, 7, 12])
-def test_the_scan_is_the_recurrence(length, monkeypatch):
+def test_the_scan_equals_the_recurrence(length, monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK_SIZE", 4)
     torch.manual_seed(length)
     heads, size, groups, states = 6, 3, 2, 5
-    given = [
+    arguments = [
         torch.randn(2, length, heads, size, dtype=torch.float64),
         torch.rand(2, length, heads, dtype=torch.float64) * 3,
         -torch.rand(heads, dtype=torch.float64) * 4,
         *(torch.randn(2, length, groups, states, dtype=torch.float64) for _ in "bc"),
         torch.randn(2, heads, size, states, dtype=torch.float64),
     ]
-    leaves = [x.requires_grad_() for x in given]
+    leaves = [x.requires_grad_() for x in arguments]
     same(state_space.scan(*leaves), loop(*leaves), leaves)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_the_mixer_is_that_of_transformers(groups):
-    """FLA's own forward gives other groups to the heads; one token after a cache goes on where the prefix ended."""
+def test_the_mixer_equals_that_of_transformers(groups):
+    """FLA's forward assigns other groups to heads. One token after a cache continues the prefix."""
     install("cpu")
     from fla.layers.mamba2 import Mamba2
     from fla.models.utils import Cache
@@ -63,22 +63,24 @@ def test_the_mixer_is_that_of_transformers(groups):
     x = torch.randn(2, 11, 16, dtype=torch.float64)
     mask = torch.ones(2, 11, dtype=torch.long)
     mask[1, :3] = 0
-    for given in (None, mask):
-        masked = x if given is None else x * given[..., None]
-        ours = mixer(x, attention_mask=given)[0]
-        torch.testing.assert_close(ours, theirs(masked, attention_mask=given).double(), rtol=2e-6, atol=2e-6)
+    for attention_mask in (None, mask):
+        masked = x if attention_mask is None else x * attention_mask[..., None]
+        ours = mixer(x, attention_mask=attention_mask)[0]
+        torch.testing.assert_close(
+            ours, theirs(masked, attention_mask=attention_mask).double(), rtol=2e-6, atol=2e-6
+        )
     cache = Cache()
-    whole = mixer(x)[0]
+    full = mixer(x)[0]
     mixer(x[:, :10], past_key_values=cache, use_cache=True)
     step = mixer(x[:, 10:], past_key_values=cache, use_cache=True)[0]
-    torch.testing.assert_close(step, whole[:, 10:], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(step, full[:, 10:], rtol=1e-12, atol=1e-12)
 
 
 def mamba3_directly(q, k, v, adt, dt, trap, q_bias, k_bias, angles, d, z, mimo_v, mimo_z, pairs):
     """Return [B, T, H, R, P]: attention with decays, in the quadratic form of mamba_ssm's tests (mamba3_siso_fwd_ref).
 
-    A token writes with its own half step and with that of the next one, but reads itself without the second. Angles between
-    tokens are those of complex numbers, whose parts are at `pairs` of the queries and keys.
+    A token writes with its own half step and that of the next token, but its own output uses only the first. Queries and
+    keys are rotated as complex numbers, whose components are at `pairs`.
     """
     tokens, heads = v.shape[1:3]
     q, k = (
@@ -91,19 +93,19 @@ def mamba3_directly(q, k, v, adt, dt, trap, q_bias, k_bias, angles, d, z, mimo_v
     between = torch.polar(torch.ones(()).double(), turns[:, None] - turns[:, :, None])  # [B, t, s, H, N / 2]
     of_q, of_k = (torch.complex(y[..., pairs[0]], y[..., pairs[1]]) for y in (q, k))
     scores = torch.einsum("btihn,bsjhn,btshn->bhtisj", of_q.conj(), of_k, between).real
-    own = dt * trap.sigmoid()
+    own_step = dt * trap.sigmoid()
     following = torch.nn.functional.pad((dt * (1 - trap.sigmoid()))[..., 1:], (0, 1))
     weights = torch.zeros(len(v), heads, tokens, tokens, dtype=v.dtype)
     for t in range(tokens):
         for s in range(t + 1):
-            written = own[..., s] + (following[..., s] if s < t else 0)
+            written = own_step[..., s] + (following[..., s] if s < t else 0)
             weights[:, :, t, s] = written * adt[..., s + 1 : t + 1].sum(-1).exp()
     y = torch.einsum("bhtisj,bhts,bshjp->bthip", scores, weights, x) + d[:, None, None] * x
     return y * gate * gate.sigmoid()
 
 
 @pytest.mark.parametrize(("mimo_rank", "angle_pairs"), [(1, 3), (1, 2), (2, 3), (2, 2)])
-def test_mamba3_is_its_quadratic_form(mimo_rank, angle_pairs):
+def test_mamba3_equals_its_quadratic_form(mimo_rank, angle_pairs):
     torch.manual_seed(0)
     length, heads, size, states, groups = 7, 4, 3, 6, 2
 
@@ -114,7 +116,7 @@ def test_mamba3_is_its_quadratic_form(mimo_rank, angle_pairs):
     v, z, dt = randn(2, length, heads, size), randn(2, length, heads, size), randn(2, heads, length).exp()
     adt, angles = -dt * randn(2, heads, length).exp(), randn(2, length, heads, angle_pairs)
     q_bias, k_bias = (randn(heads, mimo_rank, states) for _ in "qk")
-    given = [q, k, v, adt, dt, randn(2, heads, length), q_bias, k_bias, angles, randn(heads), z]
+    arguments = [q, k, v, adt, dt, randn(2, heads, length), q_bias, k_bias, angles, randn(heads), z]
     names = ["Q", "K", "V", "ADT", "DT", "Trap", "Q_bias", "K_bias", "Angles", "D", "Z"]
 
     def ours(*tensors):
@@ -131,14 +133,14 @@ def test_mamba3_is_its_quadratic_form(mimo_rank, angle_pairs):
     projections = (
         [torch.ones(heads, 1, size).double()] * 2 if mimo_rank == 1 else [randn(heads, 2, size) for _ in "vz"]
     )
-    leaves = [x.requires_grad_() for x in given]
+    leaves = [x.requires_grad_() for x in arguments]
     want = mamba3_directly(*leaves, *projections, pairs).transpose(2, 3)
     same(ours(*leaves, *projections), want, leaves, 1e-11)
 
 
 @pytest.mark.parametrize("name", ["mamba3", "log_linear_mamba2"])
-def test_what_fla_keeps_to_gpus_runs(name):
-    """One token after a cache goes on where the prefix ended, padding is no token, and packed sequences are apart."""
+def test_mixers_that_fla_restricts_to_gpus_run(name):
+    """One token after a cache continues the prefix, padding is ignored, and packed sequences are separate."""
     install("cpu")
     from fla.layers.log_linear_mamba2 import LogLinearMamba2
     from fla.layers.mamba3 import Mamba3
@@ -149,22 +151,22 @@ def test_what_fla_keeps_to_gpus_runs(name):
     mixer = Mamba3(**sizes) if name == "mamba3" else LogLinearMamba2(num_heads=4, **sizes)
     mixer = mixer.double()
     x, cache = torch.randn(2, 11, 16, dtype=torch.float64), Cache()
-    whole = mixer(x)[0]
+    full = mixer(x)[0]
     mixer(x[:, :10], past_key_values=cache, use_cache=True)
     step = mixer(x[:, 10:], past_key_values=cache, use_cache=True)[0]
-    torch.testing.assert_close(step, whole[:, 10:], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(step, full[:, 10:], rtol=1e-12, atol=1e-12)
     if name == "mamba3":
         mask = torch.ones(2, 11, dtype=torch.long)
         mask[1, :3] = 0
         padded = mixer(x, attention_mask=mask)[0]
-        torch.testing.assert_close(padded[0], whole[0])
+        torch.testing.assert_close(padded[0], full[0])
         torch.testing.assert_close(padded[1, 3:], mixer(x[1:, 3:])[0][0])
         both = torch.cat([x[:1, :4], x[1:, 3:]], 1)
         packed = mixer(both, cu_seqlens=torch.tensor([0, 4, 12]))[0]
         torch.testing.assert_close(packed[0, 4:], padded[1, 3:])
 
 
-def test_log_linear_attention_is_flas_reference():
+def test_log_linear_attention_equals_the_reference_of_fla():
     from fla.ops.log_linear_attn.naive import naive_log_linear_attn
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Conversion to float8: which modules are converted or left out, and errors before any module changes."""
+"""Conversion to float8: which modules are converted or skipped, and errors before any module changes."""
 
 import importlib.util
 
@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class Reads(Block):
-    """Reads the weight of a child itself, as a fused kernel does."""
+    """Uses the weight of a child directly, as a fused kernel does."""
 
     def forward(self, x):
         return F.linear(self.up_proj(x), self.down_proj.weight, self.down_proj.bias)
@@ -38,7 +38,7 @@ def two_blocks(width=32):
     return nn.Sequential(Block(), Block(width))
 
 
-def test_names_and_parameters_stay_and_each_module_is_told():
+def test_names_and_parameters_are_unchanged_and_each_module_is_reported():
     model = two_blocks().eval()
     before = dict(model.named_parameters())
     done = convert(model, "rowwise", filter_fqns=["1.up"], emulate=True)
@@ -61,7 +61,7 @@ def test_names_and_parameters_stay_and_each_module_is_told():
     assert float8_report(two_blocks(), None, {}) is None
 
 
-def test_what_is_not_aligned_is_refused_or_left_out_if_asked():
+def test_unaligned_modules_are_refused_or_skipped_by_option():
     with pytest.raises(ParallelError, match=r"1.up_proj \(Linear, 24 out\).*multiples of 16"):
         convert(two_blocks(24))
     done = convert(two_blocks(24), filter_unaligned=True)
@@ -72,7 +72,7 @@ def test_what_is_not_aligned_is_refused_or_left_out_if_asked():
     }
 
 
-def test_small_modules_are_left_out_by_torchaos_figures():
+def test_small_modules_are_skipped_by_the_table_of_torchao():
     sizes = ((4096, 4096), (64, 64), (4096, 4097))
     model = nn.Sequential(*(nn.Linear(*size, device="meta") for size in sizes))
     done = convert(model, "rowwise", filter_fqns=[SMALL], emulate=True)
@@ -127,7 +127,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_before_anything_is_changed(case):
+def test_errors_come_before_any_module_changes(case):
     make, options, message = REFUSED[case]
     model = make()
     types = [type(module) for module in model.modules()]
@@ -153,7 +153,7 @@ def test_without_torchao_nothing_is_float8(monkeypatch):
         convert(two_blocks())
 
 
-def test_a_weight_that_the_parent_reads_itself_is_found_in_the_first_forward():
+def test_a_weight_that_the_parent_uses_itself_is_detected_in_the_first_forward():
     model = nn.Sequential(Block(), Reads())
     convert(model, emulate=True)
     check_calls(model)
@@ -161,7 +161,7 @@ def test_a_weight_that_the_parent_reads_itself_is_found_in_the_first_forward():
         model(torch.randn(16, 32))
 
 
-def test_compiled_it_is_found_in_the_source_of_the_parent():
+def test_under_compile_it_is_detected_in_the_source_of_the_parent():
     model = nn.Sequential(Block(), Reads())
     convert(model, emulate=True)
     with pytest.raises(ParallelError, match=r"1.down_proj .*float8, .*parent 1 \(Reads\)"):
@@ -171,7 +171,7 @@ def test_compiled_it_is_found_in_the_source_of_the_parent():
     refuse_read_weights(fine)
 
 
-def test_a_part_that_does_not_run_is_not_missed():
+def test_a_module_that_does_not_run_is_no_error():
     class Tower(nn.Module):
         def __init__(self):
             super().__init__()
@@ -206,7 +206,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("case", OPTIONS)
-def test_options_that_exclude_each_other(case):
+def test_options_that_exclude_each_other_are_refused(case):
     options, message = OPTIONS[case]
     with pytest.raises(ParallelError, match=message):
         FSDP2Config(float8=options)

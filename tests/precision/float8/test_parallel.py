@@ -1,4 +1,4 @@
-"""Training in float8 over four gloo ranks, with FSDP2 that gathers in float8, against one process."""
+"""Training in float8 over four gloo ranks, with FSDP2 all-gathers in float8, against one process."""
 
 import tempfile
 
@@ -19,7 +19,7 @@ STEPS = 2
 
 
 def train(model, manager=None, steps=STEPS):
-    """Return the losses of `steps` on the same tokens; a data-parallel rank gets its rows."""
+    """Return the losses of `steps` on the same tokens; a data-parallel rank gets its sequences."""
     tokens = torch.randint(0, 128, (4, 17), generator=torch.Generator().manual_seed(0))
     rank, size = 0, 1
     if manager is not None:
@@ -44,7 +44,7 @@ def train(model, manager=None, steps=STEPS):
 
 
 ALIGNED = dict(intermediate_size=64, vocab_size=128)
-"""Multiples of 16 on each of four ranks."""
+"""Sizes that are multiples of 16 on each of four ranks."""
 WAYS = {
     "dp": (Degrees(), {}),
     "dp, gathered in float8": (Degrees(), {"enable_fsdp_float8_all_gather": True}),
@@ -92,36 +92,36 @@ def strategy(options):
         else {}
     )
     recomputed = {"mode": options.pop("mode", "none"), "selective_ac_option": "op"}
-    reshard, kept = options.pop("reshard", "default"), options.pop("keep_gathered", False)
+    reshard, keep_gathered = options.pop("reshard", "default"), options.pop("keep_gathered", False)
     return FSDP2Config(
         float8={"recipe_name": "tensorwise", "emulate": True} | options,
         compile=compiled,
         activation_checkpoint=recomputed,
         fsdp_reshard_after_forward=reshard,
-        fsdp_keep_gathered=kept,
+        fsdp_keep_gathered=keep_gathered,
     )
 
 
 def on_four_ranks(rank):
     kernels.install("cpu")
     config = zoo.config("qwen3", options=False, **ALIGNED)
-    found = {}
+    results = {}
     for name, (degrees, options) in WAYS.items():
-        found[name] = train(*_built(config, (degrees, options)))
-    found["evaluated"] = {
+        results[name] = train(*_built(config, (degrees, options)))
+    results["evaluated"] = {
         name: _evaluated(config, WAYS[name]) for name in WAYS if name.startswith(("dp", "tp x dp, gathered"))
     }
-    found["saved"] = _saved(config)
+    results["saved"] = _saved(config)
     together = {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}
-    found["kept"] = [_accumulated(config, {"keep_gathered": True} | more) for more in ({}, together)]
+    results["kept"] = [_accumulated(config, {"keep_gathered": True} | more) for more in ({}, together)]
     for name, (degrees, options, _) in REFUSED_WAYS.items():
         manager = ParallelManager(strategy(options), degrees)
-        found[name] = refusal_or_none(manager.parallelize, modeling.build(config))
-    return found
+        results[name] = refusal_or_none(manager.parallelize, modeling.build(config))
+    return results
 
 
 def on_two_ranks(rank):
-    """Losses, eager and compiled, of Qwen3 (one graph a block) and of GLA."""
+    """Return losses, eager and compiled, of Qwen3 (one graph per block) and of GLA."""
     kernels.install("cpu")
     config = zoo.config("qwen3", options=False, **ALIGNED)
     ways = [(Degrees(tp=2), {"compile": compiled}) for compiled in (False, True)]
@@ -138,7 +138,7 @@ def _built(config, way):
 
 
 def _evaluated(config, way):
-    """Losses after training, without gradients: batch by batch, and gathered once for both."""
+    """Return evaluation losses after training: gathered for each batch, and gathered once for both."""
     model, manager = _built(config, way)
     train(model, manager, 1)
     tokens = torch.randint(0, 128, (2, 2, 17), generator=torch.Generator().manual_seed(1))
@@ -150,7 +150,7 @@ def _evaluated(config, way):
 
     with torch.no_grad():
         each = losses()
-    train(model, manager, 1)  # again: the scales of before would be others
+    train(model, manager, 1)  # train again, so that earlier scales would be wrong
     with torch.no_grad():
         later = losses()
     train(model, manager, 1)
@@ -161,14 +161,14 @@ def _evaluated(config, way):
 
 
 def _accumulated(config, options):
-    """Losses of two steps of two micro batches, between which weights stay gathered."""
+    """Return the losses of two steps of two micro batches, between which weights stay gathered."""
     model, manager = _built(config, (Degrees(), options))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     batches = torch.randint(0, 128, (2, 2, 17), generator=torch.Generator().manual_seed(1))
     losses = []
     for _ in range(2):
-        for number, batch in enumerate(batches):
-            with manager.accumulate(last=number == 1):
+        for index, batch in enumerate(batches):
+            with manager.accumulate(last=index == 1):
                 loss = manager.cross_entropy(model(batch[:, :-1], use_cache=False).logits, batch[:, 1:])
                 loss.backward()
             losses.append(loss.item())
@@ -178,7 +178,7 @@ def _accumulated(config, options):
 
 
 def _saved(config):
-    """Types in the state dict of a model gathered in float8, and losses after saving and loading it."""
+    """Return the types in the state dict of a model gathered in float8, and losses after saving and loading it."""
     import torch.distributed.checkpoint as dcp
 
     model, manager = _built(config, WAYS["tp x dp, gathered in float8"])
@@ -188,18 +188,18 @@ def _saved(config):
     folder = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else ""]
     torch.distributed.broadcast_object_list(folder)
     dcp.save(state, checkpoint_id=folder[0])
-    again, other = _built(config, WAYS["tp x dp, gathered in float8"])
+    again, other_manager = _built(config, WAYS["tp x dp, gathered in float8"])
     loaded = again.state_dict()
     dcp.load(loaded, checkpoint_id=folder[0])
     plain, third = _built(config, WAYS["tp x dp"])
     into = plain.state_dict()
     dcp.load(into, checkpoint_id=folder[0])
     assert float8_linears(plain)
-    return kinds, train(model, manager), train(again, other), train(plain, third)
+    return kinds, train(model, manager), train(again, other_manager), train(plain, third)
 
 
 def _gla(compiled):
-    """Losses of GLA (several graphs a block), and how its first mixer is entered."""
+    """Return the losses of GLA (several graphs per block), and how its first mixer is entered."""
     config = zoo.config("gla", options=False, hidden_size=256, num_hidden_layers=1, **ALIGNED)
     model, manager = _built(config, (Degrees(tp=2), {"compile": compiled}))
     borders = manager.parallelism_report().values["float8"]["borders"]
@@ -225,29 +225,29 @@ def expected():
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_trains_as_one_process_does(way, results, expected):
-    """The first loss to rounding. After it data-parallel ranks scale activations of their own, by tensorwise;
-    and a float32 that is rounded otherwise may become the next float8 number, a sixteenth off: of some of 10^5."""
-    whole = expected[WAYS[way][1].get("recipe_name", "tensorwise")]
-    assert results[way][0] == pytest.approx(whole[0], rel=2e-3)
-    assert results[way] == pytest.approx(whole, rel=1e-2)
-    assert whole[0] - whole[-1] > 0.05  # and it does learn
+def test_losses_equal_those_of_one_process(way, results, expected):
+    """The first loss agrees up to rounding. Later, data-parallel ranks have their own tensorwise scales of activations,
+    and some of 10^5 values round to a neighbouring float8 number, which differs by 1/16."""
+    losses = expected[WAYS[way][1].get("recipe_name", "tensorwise")]
+    assert results[way][0] == pytest.approx(losses[0], rel=2e-3)
+    assert results[way] == pytest.approx(losses, rel=1e-2)
+    assert losses[0] - losses[-1] > 0.05  # and it learns
 
 
-def test_a_gather_in_float8_changes_nothing(results):
-    """The weight is cast before or after it is gathered: the same numbers, if the scale is the same."""
+def test_a_gather_in_float8_does_not_change_the_losses(results):
+    """The weight is cast before or after the gather: with the same scale the values are the same."""
     assert results["dp, gathered in float8"] == results["dp"]
     assert results["dp, gathered in float8, scales together"] == results["dp"]
     assert results["tp x dp, gathered in float8"] == results["tp x dp"]
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if "recomputed" in way])
-def test_recomputed_it_is_the_same(way, results):
+def test_recomputation_does_not_change_the_losses(way, results):
     assert results[way] == results["tp x dp"]
 
 
-def test_compiled_it_is_the_same():
-    """GLA's blocks are several graphs, which hand no float8 tensor to each other."""
+def test_compile_does_not_change_the_losses():
+    """GLA's blocks are several graphs, which pass no float8 tensors to each other."""
     losses, ((eager, crossed), (compiled, plain)) = process_groups.run(on_two_ranks, 2)
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
     assert crossed == "in float8"
@@ -256,11 +256,11 @@ def test_compiled_it_is_the_same():
 
 
 def test_evaluation_is_the_same_however_weights_are_gathered(results):
-    """After each step the scales are those of the new weights, also where they are gathered outside of a forward."""
-    found = results["evaluated"]
+    """After each step the scales are those of the new weights, also if they are gathered outside of a forward."""
+    evaluated = results["evaluated"]
     for name in ("dp, gathered in float8", "dp, gathered in float8, scales together"):
-        assert found[name] == found["dp"]
-    for each, later, once, again in found.values():
+        assert evaluated[name] == evaluated["dp"]
+    for each, later, once, again in evaluated.values():
         assert once == again
         assert each != later != once
 
@@ -270,8 +270,8 @@ def test_weights_that_stay_gathered_keep_their_scales(results):
     assert together == plain
 
 
-def test_a_checkpoint_holds_weights_as_they_are_stored(results):
-    """Its tensors are plain. Training goes on the same with and without the gather in float8, but for AdamW's moments."""
+def test_a_checkpoint_has_the_stored_weights(results):
+    """The saved tensors are plain. Training continues the same with and without float8 gathers but for AdamW's moments."""
     kinds, went_on, again, plain = results["saved"]
     assert kinds == {"Tensor"}
     assert again == plain
@@ -279,7 +279,7 @@ def test_a_checkpoint_holds_weights_as_they_are_stored(results):
 
 
 @pytest.mark.parametrize("way", REFUSED_WAYS)
-def test_refused_ways(way, results):
+def test_combinations_that_are_refused(way, results):
     assert REFUSED_WAYS[way][2] in results[way]
 
 
@@ -287,7 +287,7 @@ def test_refused_ways(way, results):
     ("ranks", "degrees", "rows"),
     [(3, Degrees(), "128 rows,"), (6, Degrees(tp=2), "64 rows on a tensor-parallel rank,")],
 )
-def test_shards_that_are_not_equal_are_not_gathered_in_float8(ranks, degrees, rows):
+def test_float8_gathers_of_unequal_shards_are_refused(ranks, degrees, rows):
     config = zoo.config("qwen3", options=False, head_dim=32, num_attention_heads=4, **ALIGNED)
     options = {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}
     with process_groups.fake_group(ranks):
