@@ -1,8 +1,8 @@
-"""A split step on an accelerator that does not exist: a tensor on the wrong device, or a wait for the device, raises.
+"""A split step on a simulated accelerator: a tensor on the wrong device, or a synchronisation with the device, raises.
 
-Fake tensors on a device of torch's "PrivateUse1" kind stand for those on a GPU, torch's fake process group for NCCL. So a
-tensor that is made on the CPU in a step meets one that is not, and a number that is asked of a tensor has no answer. FLA's
-kernels are the CPU's stand-ins, since Triton's need a GPU: what those do is not seen here, nor is any value.
+Fake tensors on torch's device "PrivateUse1" represent tensors on a GPU, and torch's fake process group represents NCCL. A
+tensor that a step creates on the CPU fails against one on the device, and reading a value of a tensor fails. Kernels of FLA
+are replaced by their stand-ins, because Triton needs a GPU: neither Triton kernels nor values are tested here.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from titanplans.parallel import clip_gradients, cross_entropy
 from titanplans.torch_private.distributed import fake_store
 
 NUMBER, COPY = "aten._local_scalar_dense", "aten::empty_strided"
-"""What the error names: a number of a tensor's, and a tensor of a Python list, which is copied to the device."""
+"""Operators in the error: reading a value of a tensor, and making a tensor of a Python list, which copies to the device."""
 OWN = {
     "cat": ("modeling_cat.py", NUMBER),
     "falcon": ("modeling_falcon.py", COPY),
@@ -33,31 +33,31 @@ OWN = {
     "moba": ("attention_parts.py", NUMBER),
     "mom": ("mom.py", NUMBER),
 }
-"""Models whose own code (of moba's the CPU's stand-in) waits for the device in each step, where, and for what."""
+"""Models whose own code (for moba the CPU stand-in) synchronises in each step: the file and the operator."""
 NAMES = (*zoo.ARCHITECTURES, *zoo.FAMILIES)
 
 
 def steps(rank: int) -> dict[str, str]:
-    """Return what a step of each architecture raises, and where; "" for nothing."""
-    # This process is the test's own: what is replaced stays so.
+    """Return the error of a step of each architecture and where it is raised; "" if there is none."""
+    # This process is used only here, so replaced functions need not be restored.
     backend_registration._setup_privateuseone_for_python_backend("gpu", backend_module=Accelerator())
-    torch.cuda.device = lambda *_: contextlib.nullcontext()  # type: ignore[misc]  which FLA's functions enter
+    torch.cuda.device = lambda *_: contextlib.nullcontext()  # type: ignore[misc]  entered by FLA's functions
     install = importlib.import_module("titanplans.kernels.install")
     install._first_is_on_cpu = lambda *_, **__: True
     dist.destroy_process_group()
     dist.init_process_group("cpu:fake,gpu:fake", rank=0, world_size=2, store=fake_store())
     mesh = init_device_mesh("gpu", (2,), mesh_dim_names=("tp",))
-    found = {}
+    errors = {}
     for name in NAMES:
         try:
             step(name, mesh)
-            found[name] = ""
-        except Exception as error:  # noqa: BLE001  each is asserted
+            errors[name] = ""
+        except Exception as error:  # noqa: BLE001  the test checks each error
             places = [
                 frame.filename.rpartition("/")[2] for frame in traceback.extract_tb(error.__traceback__)
             ]
-            found[name] = f"{error} in {' '.join(dict.fromkeys(places))}"
-    return found
+            errors[name] = f"{error} in {' '.join(dict.fromkeys(places))}"
+    return errors
 
 
 class Accelerator(backend_registration._DummyBackendModule):
@@ -79,7 +79,7 @@ def step(name: str, mesh) -> None:
 
 
 def one_of_each_kind(model: nn.Module) -> list[nn.Parameter]:
-    """Return a parameter of each kind that the optimizer can tell apart: foreach over all takes as long as the model."""
+    """Return one parameter of each dtype, device and layout: a foreach step over all would take as long as the model's."""
     kinds: dict[Any, nn.Parameter] = {}
     for parameter in model.parameters():
         kinds.setdefault((kind(parameter), kind(parameter.grad)), parameter)
@@ -92,7 +92,7 @@ def kind(tensor: torch.Tensor | None) -> Any:
 
 
 def move(model: nn.Module) -> None:
-    """Give `model` parameters and buffers on the accelerator; tied ones stay so."""
+    """Replace parameters and buffers of `model` by those on the accelerator; tied ones stay tied."""
     moved: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for table in (module._parameters, module._buffers):
@@ -109,15 +109,15 @@ def like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="gpu")
 
 
-found = process_groups.module_fixture(steps, 1)
+errors = process_groups.module_fixture(steps, 1)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES)
-def test_a_step_stays_on_its_device_and_waits_for_nothing(found, name):
+def test_a_step_stays_on_its_device_and_does_not_synchronise(errors, name):
     if name in OWN:
         file, operator = OWN[name]
-        assert operator in found[name]
-        assert file in found[name]
+        assert operator in errors[name]
+        assert file in errors[name]
     else:
-        assert found[name] == ""
+        assert errors[name] == ""

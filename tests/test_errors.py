@@ -1,4 +1,4 @@
-"""What each class of error says on one line, and the fields that a test asks it for."""
+"""The one-line message of each class of errors, and its attributes."""
 
 import inspect
 
@@ -27,13 +27,13 @@ PLAIN = [
 
 
 @pytest.mark.parametrize("kind", RENDERED)
-def test_an_error_with_fields_says_them_on_one_line(kind):
+def test_an_error_with_fields_has_them_in_one_line(kind):
     error, line = RENDERED[kind]
     assert str(error) == line
 
 
 @pytest.mark.parametrize("kind", PLAIN)
-def test_an_error_without_fields_says_its_message(kind):
+def test_an_error_without_fields_is_its_message(kind):
     assert str(kind("the disk is full; free some")) == "the disk is full; free some"
 
 
@@ -48,7 +48,7 @@ def test_an_error_of_a_plan_without_a_key_is_its_reason():
     assert (error.key, error.reason, str(error)) == (None, "two plans claim gla", "two plans claim gla")
 
 
-def test_a_message_is_printed_on_one_line_and_cut_if_it_is_huge():
+def test_a_message_is_printed_on_one_line_and_truncated_if_huge():
     assert as_line("a\n  b\x1b[31m") == "a b\\x1b[31m"
     line = as_line("x" * 5000)
     assert len(line) < 2100

@@ -1,4 +1,4 @@
-"""Which package may import which (docs/house.svg draws it), and where names of other libraries may stand."""
+"""Which package may import which (docs/house.svg draws it), and where names of other libraries may be used."""
 
 import ast
 import subprocess
@@ -34,14 +34,14 @@ ALLOWED = {
 }  # fmt: skip
 """The packages and libraries that a package of the engine may import; `cli` may import all."""
 FLOAT8 = ("split/converted.py", "proof/compare/float8.py")
-"""They read torchao's modules, which they import only for a model that holds some."""
+"""Packages that handle modules of torchao, and import it only for a model that has some."""
 ROOMS = {
     "ranks": {"ranks"},
     "batches": {"batches"},
     "compare": {"batches", "ranks", "compare"},
     "explain": {"batches", "ranks", "compare", "explain"},
 }
-"""The rooms of the proof, and those that each may import."""
+"""The subpackages of the proof, and those that each may import."""
 
 
 @pytest.mark.parametrize("package", ALLOWED)
@@ -58,13 +58,13 @@ def test_imports_of_the_proof_run_one_way(room):
     for file in (ENGINE / "proof" / room).rglob("*.py"):
         nodes = ast.walk(ast.parse(file.read_text()))
         names = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
-        rooms = {parts[2] for name in names if len(parts := name.split(".")) > 2 and parts[1] == "proof"}
+        rooms = {path[2] for name in names if len(path := name.split(".")) > 2 and path[1] == "proof"}
         assert rooms & ROOMS.keys() <= ROOMS[room], file
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["at import", "later"])
-def test_no_modules_import_each_other_in_a_circle(later):
-    """A plan asks the registry for the plan of a mixer, and it names the class of plans, for type checkers alone."""
+def test_modules_do_not_import_each_other_in_a_cycle(later):
+    """A plan imports the registry for plans of mixers, which imports the class of plans only for type checkers."""
     paths = {".".join(file.relative_to(ENGINE).with_suffix("").parts): file for file in ENGINE.rglob("*.py")}
     modules = {name.removesuffix(".__init__"): file for name, file in paths.items()}
     as_one = {"plan.registry": "plan.plan"} if later else {}
@@ -72,11 +72,11 @@ def test_no_modules_import_each_other_in_a_circle(later):
     for name, file in modules.items():
         node = as_one.get(name, name)
         graph[node] |= {as_one.get(other, other) for other in modules_imported(file, modules, later)} - {node}
-    TopologicalSorter(graph).prepare()  # its error names a circle
+    TopologicalSorter(graph).prepare()  # its error names a cycle
 
 
 def modules_imported(file: Path, modules: dict[str, Path], later: bool) -> set[str]:
-    """Return the modules of titanplans that `file` imports; those in functions and under TYPE_CHECKING where `later`."""
+    """Return the modules of titanplans that `file` imports; with `later` also those in functions and under TYPE_CHECKING."""
     names, todo = set(), [ast.parse(file.read_text())]
     while todo:
         node = todo.pop()
@@ -94,7 +94,7 @@ def modules_imported(file: Path, modules: dict[str, Path], later: bool) -> set[s
 
 
 @pytest.mark.parametrize("folder", ["plans", "models"])
-def test_what_people_add_imports_titanplans_alone(folder):
+def test_plans_and_models_import_titanplans_alone(folder):
     for file in (ROOT / folder).rglob("*.py"):
         engine = {path.name for path in ENGINE.iterdir() if path.is_dir()}
         assert not imported(file) & (engine | LIBRARIES), file
@@ -128,41 +128,41 @@ def is_thorough(file: Path) -> bool:
     return any("pytest.mark.thorough" in each for each in marks)
 
 
-def test_the_folders_of_plans_and_models_are_not_packages_of_their_own():
+def test_the_folders_plans_and_models_are_not_imported_by_these_names():
     for folder in ("plans", "models"):
-        told = run_python("-c", f"import {folder}").stderr
-        assert f"this folder is imported as titanplans.{folder}, not as {folder}" in told
+        message = run_python("-c", f"import {folder}").stderr
+        assert f"this folder is imported as titanplans.{folder}, not as {folder}" in message
 
 
 def test_only_the_trainer_uses_what_torch_2_11_lacks():
-    """What a release has can't be told from another one: tests/torch_2_11_lacks.txt lists the difference."""
+    """tests/torch_2_11_lacks.txt lists the names that torch 2.11 lacks, since the installed release can't tell."""
     lacks = set((ROOT / "tests" / "torch_2_11_lacks.txt").read_text().splitlines())
     files = [file for folder in ("titanplans", "plans", "models") for file in (ROOT / folder).rglob("*.py")]
-    found = [
+    uses = [
         f"{file.relative_to(ROOT)}: {used}"
         for file in files
         if "training" not in file.parts and "torch_private" not in file.parts
         for used in sorted(lacks & torch_names(ast.parse(file.read_text())))
     ]
-    assert not found
+    assert not uses
 
 
 def torch_names(tree: ast.AST) -> set[str]:
-    """Return the names of modules, of members and of arguments in a file, but members that it asks for by a string."""
-    found: set[str] = set()
-    asked = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    """Return the names of modules, members and arguments in a file, except members that it also looks up by a string."""
+    names: set[str] = set()
+    looked_up = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Attribute):
-            found |= {ast.unparse(node)} | ({f".{node.attr}"} if node.attr not in asked else set())
+            names |= {ast.unparse(node)} | ({f".{node.attr}"} if node.attr not in looked_up else set())
         elif isinstance(node, ast.Call):
             name = ast.unparse(node.func).rpartition(".")[2]
-            found |= {f"{name}({keyword.arg})" for keyword in node.keywords}
-    return found
+            names |= {f"{name}({keyword.arg})" for keyword in node.keywords}
+    return names
 
 
-def test_the_search_for_what_torch_2_11_lacks_finds_it():
+def test_the_search_for_names_that_torch_2_11_lacks():
     lines = ["from torch.distributed.fsdp import DataParallelMeshDims", "model.reset_iter_state()"]
     lines += ["torch.compile(f, recompile_limit=2)", "hasattr(group, 'barrier') and group.barrier()"]
     used = torch_names(ast.parse("\n".join(lines)))
@@ -190,7 +190,7 @@ absent("torchtitan")  # which the loop alone needs
 """
 
 
-def test_an_import_brings_no_more_than_it_needs():
+def test_an_import_loads_no_more_than_it_needs():
     subprocess.run([sys.executable, "-W", "ignore", "-c", IMPORTS], check=True, cwd=ROOT)
 
 
@@ -207,7 +207,7 @@ def test_every_dependency_is_imported_and_every_import_is_a_dependency():
         "tomli-w": "tomli_w",
         "tensorboard": None,
     }
-    # tensorboard is imported by torch. W&B is imported where a job asks for it, and is an extra.
+    # tensorboard is imported by torch. W&B is an extra, imported by jobs that enable it.
     expected = {modules.get(name, name) for name in declared} - {None} | {"wandb"}
     assert "wandb" in project["optional-dependencies"]
     files = [f for p in ("titanplans", "plans", "models") for f in (ROOT / p).rglob("*.py")]
@@ -222,9 +222,9 @@ def _public() -> list[str]:
     return titanplans.__all__
 
 
-def test_one_class_a_name():
-    """`Config` aside: torchtitan asks each of its parts for a nested class of this name."""
+def test_class_names_are_unique():
+    """`Config` is excluded: torchtitan needs a nested class of this name in each component."""
     files = [file for package in ("titanplans", "plans") for file in (ROOT / package).rglob("*.py")]
     trees = (ast.walk(ast.parse(file.read_text())) for file in files)
     names = Counter(node.name for tree in trees for node in tree if isinstance(node, ast.ClassDef))
-    assert [name for name, number in names.items() if number > 1 and name != "Config"] == []
+    assert [name for name, count in names.items() if count > 1 and name != "Config"] == []

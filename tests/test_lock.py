@@ -1,4 +1,4 @@
-"""One job in a folder: the lock, its holder, and locks that were left behind."""
+"""One job per folder: the lock, its owner, and stale locks."""
 
 import errno
 import fcntl
@@ -30,14 +30,14 @@ def job(dump="out", **options):
 
 @pytest.fixture
 def another():
-    """Hold a job's folders in another process; return a function that does, and its process's number."""
+    """Return a function that locks a job's folders in another process, and returns the process's id."""
     pids = []
 
-    def hold(held):
+    def hold(locked_job):
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
-            with locked(held):
+            with locked(locked_job):
                 os.write(writer, b".")
                 time.sleep(600)
         pids.append(pid)
@@ -50,7 +50,7 @@ def another():
         os.waitpid(pid, 0)
 
 
-def test_a_second_job_is_refused_until_the_first_is_gone_however_it_ended(another):
+def test_a_second_job_is_refused_until_the_first_has_ended(another):
     pid = another(job())
     with (
         pytest.raises(
@@ -64,13 +64,13 @@ def test_a_second_job_is_refused_until_the_first_is_gone_however_it_ended(anothe
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     with locked(job()):
         assert Path("out", LOCK).read_text().startswith(f"process {os.getpid()} on ")
-        if (fork := os.fork()) == 0:  # a rank: it does not hold what its launcher does
+        if (fork := os.fork()) == 0:  # a rank, which does not own the lock of its launcher
             os._exit(0)
         os.waitpid(fork, 0)
     assert Path("out", LOCK).read_text() == ""
 
 
-def test_two_dump_folders_with_one_folder_of_checkpoints(another):
+def test_two_dump_folders_with_one_checkpoint_folder_are_refused(another):
     shared = str(Path("shared").absolute())
     another(job("one", checkpoint__folder=shared))
     with (
@@ -82,16 +82,16 @@ def test_two_dump_folders_with_one_folder_of_checkpoints(another):
         pass  # it only reads
 
 
-@pytest.mark.parametrize("left", ["", "\n", "process 7 on elsewhere since then\n"])
-def test_what_others_have_left_is_not_obeyed(caplog, left):
+@pytest.mark.parametrize("content", ["", "\n", "process 7 on elsewhere since then\n"])
+def test_a_stale_lock_is_ignored(caplog, content):
     Path("out").mkdir()
-    Path("out", LOCK).write_text(left)
+    Path("out", LOCK).write_text(content)
     with locked(job()):
         assert Path("out", LOCK).read_text().startswith(f"process {os.getpid()} on ")
     assert caplog.messages == []
 
 
-def test_a_file_system_without_locks_is_told(caplog, monkeypatch):
+def test_a_file_system_without_locks_is_reported(caplog, monkeypatch):
     def lockf(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 

@@ -1,4 +1,4 @@
-"""A new architecture is one file in `plans/` and one in `models/`: nothing else changes, and its plan is proved."""
+"""A new architecture is one file in `plans/` and one in `models/`; its plan is proved without other changes."""
 
 import os
 import shutil
@@ -45,20 +45,20 @@ assert main(["verify", "arcee", "--tp", "2", "--quick"]) == 0
 """
 
 
-def test_one_plan_and_one_table_of_sizes_are_all_it_takes(tmp_path):
-    # As the wheel lays them out: the engine, with plans/ and models/ in it.
+def test_one_plan_and_one_table_of_sizes_are_enough(tmp_path):
+    # The layout of the wheel: the engine with plans/ and models/ inside.
     ignore = shutil.ignore_patterns("__pycache__")
     home = shutil.copytree(ROOT / "titanplans", tmp_path / "titanplans", ignore=ignore)
-    for part in ("plans", "models"):
-        shutil.copytree(ROOT / part, home / part, ignore=ignore)
+    for folder in ("plans", "models"):
+        shutil.copytree(ROOT / folder, home / folder, ignore=ignore)
     before = {file: file.read_bytes() for file in home.rglob("*") if file.is_file()}
 
     (home / "plans" / "hf" / "arcee.py").write_text(PLAN)
     (home / "models" / "arcee.toml").write_text(SIZES)
 
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    done = run_python("-W", "ignore", "-c", ALL, cwd=tmp_path, env={"PYTHONPATH": path})
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert str(tmp_path) in done.stdout.splitlines()[0]
-    assert "titanplans.plans.hf.arcee:ArceePlan" in done.stdout
+    result = run_python("-W", "ignore", "-c", ALL, cwd=tmp_path, env={"PYTHONPATH": path})
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert str(tmp_path) in result.stdout.splitlines()[0]
+    assert "titanplans.plans.hf.arcee:ArceePlan" in result.stdout
     assert all(file.read_bytes() == content for file, content in before.items())

@@ -1,4 +1,4 @@
-"""The example package of a user's model: installed next to titanplans, it is listed, proved and trained."""
+"""The example package of a user's model, installed next to titanplans, is listed, proved and trained."""
 
 import os
 import re
@@ -34,7 +34,7 @@ tensor_parallel_degree = 2
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A folder with the example's jobs, and its package installed in `site`."""
+    """Return a folder with the example's jobs, and its package installed in `site`."""
     folder = tmp_path_factory.mktemp("out_of_tree")
     shutil.copytree(
         EXAMPLE, folder / "source", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
@@ -51,7 +51,7 @@ def installed(tmp_path_factory):
 def install():
     site = str(Path.cwd() / "site")
     sys.path.insert(0, site)
-    os.environ["PYTHONPATH"] = os.pathsep.join([site, os.environ.get("PYTHONPATH", "")])  # of the ranks
+    os.environ["PYTHONPATH"] = os.pathsep.join([site, os.environ.get("PYTHONPATH", "")])  # for the ranks
 
 
 def is_listed_and_proved(arguments):
@@ -80,7 +80,7 @@ def trains(arguments):
     run(["train", "own.toml"])
 
 
-def test_it_is_listed_and_proved(installed):
+def test_the_package_is_listed_and_proved(installed):
     out = output([], installed, is_listed_and_proved)
     assert "my_models.plans:MyPlan" in out
     assert "packed: 'qkv_proj'; parameters of the mixer itself: 'decay'" in out
@@ -88,19 +88,19 @@ def test_it_is_listed_and_proved(installed):
 
 
 def test_async_tp_is_decided(installed):
-    """Its weights lie on meta until the model is split, as those of a model of transformers."""
+    """Its weights are on the meta device until the model is split, as for a model of transformers."""
     out = output([], installed, is_decided)
     assert "2 x Block (Mixer, MLP), 1 graph" in out
     assert re.search(r"forward +all-gather .*  fused with mixer.qkv_proj", out)
 
 
-def test_it_trains_on_two_ranks(installed):
+def test_the_package_trains_on_two_ranks(installed):
     assert re.search(r"step +2  loss", output([], installed, trains))
 
 
 @pytest.fixture
 def own(installed, monkeypatch):
-    """Return `user_model_config`, where the example's package is installed."""
+    """Return the function `user_model_config`, with the example's package on sys.path."""
     from titanplans.modeling import user_model_config
 
     monkeypatch.syspath_prepend(installed / "site")
@@ -116,12 +116,12 @@ def own(installed, monkeypatch):
         ("my_models.model:MyModel", {"depth": 3}, r"model.arguments = \{'depth': 3\}: TypeError: .*'depth'"),
     ],
 )
-def test_a_class_that_cannot_be_had_is_one_line(own, value, arguments, message):
+def test_a_class_that_can_not_be_imported_is_refused_in_one_line(own, value, arguments, message):
     assert re.search(message, refusal(own, value, arguments, kind=ModelError))
 
 
 def test_a_misspelt_keyword_in_a_file_of_sizes_is_named_with_the_file(own):
-    """The error has the nearest keyword and the line of the constructor, and no file of titanplans."""
+    """The error has the nearest keyword and the line of the constructor, but no file of titanplans."""
     message = refusal(
         own, "my_models.model:MyModel", {"widht": 64}, "sizes.toml, flavor 'debug'", kind=ModelError
     )

@@ -1,4 +1,4 @@
-"""Wheel and source distribution hold the whole project, which works next to folders of the same names."""
+"""Wheel and source distribution have the full project, which works next to folders of the same names."""
 
 import subprocess
 import sys
@@ -37,19 +37,19 @@ def build():
 
 def packages() -> dict[str, Path]:
     """Return every package by its name, with its folder."""
-    found = {}
+    folders = {}
     for top, name in (
         (ROOT / "titanplans", "titanplans"),
         *((ROOT / n, f"titanplans.{n}") for n in ("plans", "models")),
     ):
         for file in top.rglob("__init__.py"):
-            found[".".join([name, *file.parent.relative_to(top).parts])] = file.parent
-    return found
+            folders[".".join([name, *file.parent.relative_to(top).parts])] = file.parent
+    return folders
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> tuple[Path, Path]:
-    """The wheel and the source distribution, built in a copy: building writes beside the sources."""
+    """Return the wheel and the source distribution, built in a copy, because the build writes next to the sources."""
     copy = tmp_path_factory.mktemp("sources")
     for name in SOURCES:
         (copy / name).parent.mkdir(exist_ok=True)
@@ -81,20 +81,20 @@ def test_wheel_and_source_hold_every_file(built):
 
 @pytest.fixture(scope="module")
 def python(built, tmp_path_factory) -> Path:
-    """The Python of an environment that has the wheel, and what it depends on."""
+    """Return the Python of an environment with the wheel and its dependencies."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False)
     (site,) = folder.glob("lib/python*/site-packages")
     with zipfile.ZipFile(built[0]) as wheel:
         wheel.extractall(site)
-    # A .pth file adds these folders, but not what their own .pth files add: an editable install is left out.
+    # A .pth file adds these folders, but ignores their own .pth files, so that an editable install is left out.
     dependencies = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     (site / "dependencies.pth").write_text("\n".join(dependencies))
     return folder / "bin" / "python"
 
 
 @pytest.mark.thorough
-def test_a_plan_is_proved_from_a_folder_that_has_plans_models_and_training_of_its_own(python, tmp_path):
+def test_a_plan_is_proved_in_a_folder_with_other_plans_models_and_training(python, tmp_path):
     for name in ("plans", "models", "training", "parallel"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(
@@ -103,15 +103,15 @@ def test_a_plan_is_proved_from_a_folder_that_has_plans_models_and_training_of_it
     (tmp_path / "my_plans.py").write_text(MY_PLANS)
     (tmp_path / "my_models.py").write_text(MY_MODELS)
     arguments = ["verify", "my_plans:MyPlan", "--model", "my_models:build", "--tp", "2", "--loss-parallel"]
-    done = subprocess.run(
+    result = subprocess.run(
         [python, "-m", "titanplans", *arguments, "--sequence-parallel", "--quick"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert "MyPlan" in done.stdout
+    assert result.returncode == 0, result.stderr
+    assert "MyPlan" in result.stdout
     where = subprocess.run(
         [python, "-c", "import titanplans, titanplans.plans; print(titanplans.plans.__file__)"],
         cwd=tmp_path,

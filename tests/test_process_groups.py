@@ -1,4 +1,4 @@
-"""Cases of one fixture: one that fails takes no other with it."""
+"""Cases of one fixture: one that fails does not affect the others."""
 
 import pytest
 import torch
@@ -26,10 +26,12 @@ results = process_groups.case_fixture(cases, 2)
 
 
 @pytest.mark.parametrize("case", ["before", "after"])
-def test_a_case_beside_a_failing_one_has_its_result(results, case):
+def test_a_case_next_to_a_failing_one_has_its_result(results, case):
     assert results[case] == 1.0
 
 
 def test_a_failing_case_raises_its_failure(results):
-    with pytest.raises(mp.ProcessRaisedException):  # that of rank 1, or the connection that rank 0 loses
+    with pytest.raises(
+        mp.ProcessRaisedException
+    ):  # the failure of rank 1, or the connection that rank 0 loses
         results["fails"]

@@ -1,4 +1,4 @@
-"""Commands hide warnings of other libraries that are known noise, and show all others."""
+"""Commands hide known warnings of other libraries that do not matter, and show all others."""
 
 import logging
 import warnings
@@ -10,7 +10,7 @@ from titanplans import quiet
 
 COMMANDS = {
     "list": ["list"],
-    # Between them they have each warning of torchao, torch, FLA and transformers that is known.
+    # Together these commands cause every known warning of torchao, torch, FLA and transformers.
     "list models": [
         "list",
         "gla",
@@ -37,7 +37,7 @@ def test_a_command_leaves_stderr_empty(name, tmp_path):
 
 @pytest.mark.thorough
 def test_benchmarks_leave_stderr_empty(tmp_path):
-    """Benchmarks end without freeing Triton's objects one by one: nanobind would print leaks."""
+    """Benchmarks exit without freeing Triton's objects, for which nanobind would print leaks."""
     code = "import benchmarks, torchao.float8, fla.layers, triton; from benchmarks.gpu_day import finish; finish(3)"
     done = run_python("-c", code)
     assert (done.stderr, done.returncode) == ("", 3)
@@ -55,7 +55,7 @@ def silenced(monkeypatch):
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_other_words_are_shown(silenced, caplog, training):
+def test_other_messages_are_shown(silenced, caplog, training):
     quiet.silence(training=training)
     for message in ("Failed to load x.so: no such file", "float8 has changed its meaning"):
         logging.getLogger("torchao").warning(message)
@@ -68,7 +68,7 @@ def test_other_words_are_shown(silenced, caplog, training):
     assert [str(warning.message) for warning in silenced] == ["Triton has found no GPU"]
 
 
-def test_a_training_says_once_what_matters_to_it(silenced, caplog):
+def test_a_training_shows_once_a_warning_that_matters(silenced, caplog):
     quiet.silence(training=True)
     for layer in range(3):
         message = "Mamba2 does not recommend using Triton's conv1d backend, as it is untested"

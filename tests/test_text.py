@@ -1,4 +1,4 @@
-"""What commands print, as wide as the terminal."""
+"""Output of commands is wrapped to the width of the terminal."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ ROWS = [
 ]
 
 
-def test_a_table_that_fits_is_as_it_was():
+def test_a_table_that_fits_is_unchanged():
     assert (
         columns(ROWS, right={2}, width=200)
         == columns(ROWS, right={2})
@@ -38,7 +38,7 @@ def test_cells_are_wrapped_between_words_and_names():
     ]
 
 
-def test_columns_without_room_follow_below():
+def test_columns_that_do_not_fit_follow_below():
     lines = columns(ROWS, right={2}, width=20)
     assert max(map(len, lines)) <= 20
     assert lines[0].split() == ["plan", "types"]
@@ -46,9 +46,9 @@ def test_columns_without_room_follow_below():
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_what_commands_print_fits_the_terminal(monkeypatch, capsys, width):
+def test_output_of_commands_fits_the_terminal(monkeypatch, capsys, width):
     monkeypatch.setenv("COLUMNS", str(width))
-    # In a process of its own: other tests register plans.
+    # In a new process, because other tests register plans.
     listing = subprocess.run(
         [sys.executable, "-m", "titanplans", "list"], capture_output=True, text=True, check=True
     ).stdout

@@ -1,7 +1,7 @@
-"""Private names of other libraries stand in one package or under a mark; canaries for those that would break silently.
+"""Private names of other libraries are used in one package or under a mark; canaries test those that could break silently.
 
-A name that a release drops fails where it is imported or called, and the tests of its users show it. A canary stands here
-where torch would go on without an error: an attribute that is set and read by nobody, a default for one that is gone.
+A name that a release removes fails when it is imported or called, which the tests of its users show. The canaries are for
+names whose removal raises no error: an attribute that torch would no longer use, or one that has a default if it is missing.
 """
 
 import ast
@@ -40,10 +40,10 @@ OTHERS = {
     "_get_D",
     *("_LangPatchScope", "_patch_builtin", "_patch_lang", "_patch_lang_core", "_patch_lang_tensor"),
 }
-"""Private names of transformers, fla, megatron-fsdp, atexit, argparse and Triton's interpreter, a method that modules of
-torch's have, and one that authors of data sets override in a builder of `datasets`."""
+"""Private names of transformers, fla, megatron-fsdp, atexit, argparse and Triton's interpreter, a method of torch's modules,
+and one that authors of data sets override in a builder of `datasets`."""
 PUBLIC_TABLES = {"_parameters", "_modules", "_buffers", "_asdict", "_replace", "_fields"}
-"""nn.Module's tables, which it documents for those who walk modules, and the methods of named tuples."""
+"""nn.Module's tables, which torch documents for code that walks modules, and the methods of named tuples."""
 LIBRARIES = ("torch", "torchtitan", "torchao")
 MARK = "# private: "
 MARKED = {
@@ -52,7 +52,7 @@ MARKED = {
     "titanplans/parallel/fsdp/sharding.py": 2,
     "titanplans/training/pipeline/stage.py": 2,
 }
-"""How many marks a file has: functions, or lines outside of one, that reach into internals of torch or torchtitan."""
+"""Count of marks by file: functions, or lines outside of functions, that use internals of torch or torchtitan."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,7 +62,7 @@ def group():
 
 
 def test_disabled_torch_function():
-    """Else each operation on a weight of a split model goes through Python."""
+    """Otherwise each operation on a weight of a split model would go through Python."""
 
     class Ours(torch.Tensor):
         __torch_function__ = dispatch.disabled_torch_function
@@ -71,7 +71,7 @@ def test_disabled_torch_function():
 
 
 def test_shared_shardings():
-    """Else each rank of a proof finds out again what DTensor does, a tenth of its time."""
+    """Otherwise each rank of a proof would repeat the sharding propagation of DTensor, a tenth of its time."""
     mesh = DeviceMesh("cpu", [0])
     with threads.meshes_by_thread():
         other = DeviceMesh("cpu", [0])
@@ -79,9 +79,9 @@ def test_shared_shardings():
     propagator = DTensor._op_dispatcher.sharding_propagator
     with threads.shared_shardings():
         assert "propagate_op_sharding_non_cached" in vars(propagator)
-        for one in (mesh, other):
-            tensor = DTensor.from_local(torch.ones(3, 5), one, [Replicate()])
-            assert (tensor + tensor).device_mesh is one
+        for each_mesh in (mesh, other):
+            tensor = DTensor.from_local(torch.ones(3, 5), each_mesh, [Replicate()])
+            assert (tensor + tensor).device_mesh is each_mesh
             assert torch.equal((tensor + tensor).to_local(), torch.full((3, 5), 2.0))
     assert "propagate_op_sharding_non_cached" not in vars(propagator)
 
@@ -95,7 +95,7 @@ def sharded():
 
 
 def test_reshard_to():
-    """Else resharding to some ranks makes two process groups for each unit."""
+    """Otherwise resharding to some ranks would make two process groups for each FSDP module."""
     model = sharded()
     first, second = fsdp.fsdp_group(model[0]), fsdp.fsdp_group(model[1])
     sharding._reshard_to(second, first.post_forward_mesh_info)
@@ -104,12 +104,12 @@ def test_reshard_to():
 
 
 def test_compilations():
-    """Else a block that was to be compiled and ran eagerly goes unnoticed."""
+    """Otherwise a block that should be compiled but ran eagerly would go unnoticed."""
     torch.compiler.reset()
-    found = []
+    hits = []
 
     def hook(hit):
-        found.append(hit)
+        hits.append(hit)
         return hit
 
     compile.limit_compilations(1000)
@@ -119,17 +119,21 @@ def test_compilations():
         compiled = torch.compile(lambda x: x + 1, backend="eager")
         compiled(torch.ones(1))
         compiled(torch.ones(1))
-        (made,) = compile.compilations()[before:]
+        (compilation,) = compile.compilations()[before:]
     finally:
         assert compile.set_guard_hook(None) is hook
-        compile.limit_compilations(None)
-    assert (made.fail_type, made.fail_reason, made.has_guarded_code) == (None, None, True)
-    assert str(made.compile_id) == "0/0"
-    assert found == [True]
+        compile.remember_compilations(None)
+    assert (compilation.fail_type, compilation.fail_reason, compilation.has_guarded_code) == (
+        None,
+        None,
+        True,
+    )
+    assert str(compilation.compile_id) == "0/0"
+    assert hits == [True]
 
 
 def test_is_disabled():
-    """Else FLA's kernels cut graphs in the middle of a module."""
+    """Otherwise FLA's kernels would break graphs in the middle of a module."""
     disabled = torch.compiler.disable(sharded)
     assert compile.is_disabled(disabled)
     assert not compile.is_disabled(sharded)
@@ -137,16 +141,16 @@ def test_is_disabled():
     assert compile.enabled_function(sharded) is None
 
 
-# Where private names stand
+# Where private names are used
 
 
 def private_names(tree: ast.AST, own: set[str]) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a file that reach a private name of another library, each with what stands there."""
+    """Yield the lines of a file that use a private name of another library, with the source there."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in LIBRARIES:
-            parts = (node.module or "").split(".") + [alias.name for alias in node.names]
+            names = (node.module or "").split(".") + [alias.name for alias in node.names]
         elif isinstance(node, ast.Import):
-            parts = [part for alias in node.names for part in alias.name.split(".")]
+            names = [component for alias in node.names for component in alias.name.split(".")]
         elif isinstance(node, ast.Attribute):
             written = ast.unparse(node)
             if (
@@ -154,13 +158,13 @@ def private_names(tree: ast.AST, own: set[str]) -> Iterator[tuple[int, str]]:
                 and written.count("._") == 1
             ):
                 continue
-            parts = [] if node.attr in PUBLIC_TABLES | OTHERS | own else [node.attr]
+            names = [] if node.attr in PUBLIC_TABLES | OTHERS | own else [node.attr]
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
             name = node.args[1]
-            parts = [name.value] if isinstance(name, ast.Constant) and name.value not in OTHERS | own else []
+            names = [name.value] if isinstance(name, ast.Constant) and name.value not in OTHERS | own else []
         else:
             continue
-        if any(str(part).startswith("_") and not str(part).startswith("__") for part in parts):
+        if any(str(component).startswith("_") and not str(component).startswith("__") for component in names):
             yield node.lineno, ast.unparse(node)
 
 
@@ -178,13 +182,15 @@ def own_names() -> set[str]:
             ):
                 names.add(node.attr)
             elif isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith(".__dict__"):
-                names.update(part.value for part in ast.walk(node.slice) if isinstance(part, ast.Constant))
+                names.update(
+                    constant.value for constant in ast.walk(node.slice) if isinstance(constant, ast.Constant)
+                )
     return names
 
 
 def marked(tree: ast.AST, text: str) -> list[range]:
-    """Return the lines that each mark of a file covers: its own, or the function in whose signature it stands."""
-    lines = [number for number, line in enumerate(text.splitlines(), 1) if MARK in line]
+    """Return the lines that each mark of a file covers: its own line, or the function whose signature has it."""
+    lines = [index for index, line in enumerate(text.splitlines(), 1) if MARK in line]
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     return [
         next(
@@ -199,9 +205,9 @@ def marked(tree: ast.AST, text: str) -> list[range]:
     ]
 
 
-def test_private_names_stand_in_one_package_or_under_a_mark():
+def test_private_names_are_in_one_package_or_under_a_mark():
     own = own_names()
-    found, marks = [], {}
+    unmarked, marks = [], {}
     for file in (ROOT / "titanplans").rglob("*.py"):
         name = str(file.relative_to(ROOT))
         if name.startswith("titanplans/torch_private/"):
@@ -209,22 +215,24 @@ def test_private_names_stand_in_one_package_or_under_a_mark():
         tree = ast.parse(text := file.read_text())
         covered = marked(tree, text)
         reached = list(private_names(tree, own))
-        found += [f"{name}:{line}: {what}" for line, what in reached if not any(line in c for c in covered)]
+        unmarked += [
+            f"{name}:{line}: {what}" for line, what in reached if not any(line in c for c in covered)
+        ]
         if covered:
             marks[name] = len(covered)
-    assert not found, "\n".join(found)
+    assert not unmarked, "\n".join(unmarked)
     assert marks == MARKED
 
 
 def test_the_search_finds_private_names():
     text = (ROOT / "titanplans/torch_private/dispatch.py").read_text()
-    found = [what for _, what in private_names(ast.parse(text), own_names())]
-    assert "from torch._subclasses.fake_tensor import FakeTensor" in found
-    assert "torch._guards" in found
+    private = [what for _, what in private_names(ast.parse(text), own_names())]
+    assert "from torch._subclasses.fake_tensor import FakeTensor" in private
+    assert "torch._guards" in private
 
 
 def test_every_name_has_a_user():
-    """A name that nothing imports goes."""
+    """A name that nothing imports has to be removed."""
     package = ROOT / "titanplans/torch_private"
     files = [f for p in ("titanplans", "tests", "benchmarks") for f in (ROOT / p).rglob("*.py")]
     imported = {
@@ -246,7 +254,7 @@ def test_every_name_has_a_user():
 
 
 def test_a_subject_imports_no_other():
-    """None of them brings the compiler or torchao, and the package itself brings nothing."""
+    """None of them imports the compiler or torchao, and the package itself imports nothing."""
     code = "\n".join(
         [
             "import sys",

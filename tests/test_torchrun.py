@@ -1,4 +1,4 @@
-"""torchrun's variables: a place among the ranks, none, or a sentence."""
+"""torchrun's variables: they give a rank, or none, or are refused."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from titanplans.errors import ParallelError
 from titanplans.torchrun import Ranks, read_ranks
 from titanplans.training.launch.main import main
 
-WHOLE = {
+COMPLETE = {
     "RANK": "1",
     "WORLD_SIZE": "4",
     "LOCAL_RANK": "1",
@@ -17,12 +17,12 @@ WHOLE = {
 }
 
 
-def test_what_torchrun_says():
+def test_the_variables_of_torchrun_give_the_rank():
     assert read_ranks({}) is None
-    assert read_ranks(WHOLE) == Ranks(1, 4, 1, 2)
-    assert read_ranks({name: value for name, value in WHOLE.items() if name != "LOCAL_WORLD_SIZE"}) == Ranks(
-        1, 4, 1, 2
-    )
+    assert read_ranks(COMPLETE) == Ranks(1, 4, 1, 2)
+    assert read_ranks(
+        {name: value for name, value in COMPLETE.items() if name != "LOCAL_WORLD_SIZE"}
+    ) == Ranks(1, 4, 1, 2)
 
 
 WRONG = [
@@ -35,11 +35,11 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
-def test_what_can_not_be(monkeypatch, capsys, name, value):
+def test_impossible_values_are_refused(monkeypatch, capsys, name, value):
     with pytest.raises(ParallelError, match=name):
-        read_ranks(WHOLE | {name: value})
-    for each, given in (WHOLE | {name: value}).items():
-        monkeypatch.setenv(each, given)
+        read_ranks(COMPLETE | {name: value})
+    for each, setting in (COMPLETE | {name: value}).items():
+        monkeypatch.setenv(each, setting)
     assert main(["no_such_job.toml"]) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ")
@@ -48,13 +48,13 @@ def test_what_can_not_be(monkeypatch, capsys, name, value):
 
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
-def test_what_is_set_in_part(missing):
+def test_incomplete_variables_are_refused(missing):
     with pytest.raises(ParallelError, match=f"set, but not {missing}: start with torchrun"):
-        read_ranks({name: value for name, value in WHOLE.items() if name != missing})
+        read_ranks({name: value for name, value in COMPLETE.items() if name != missing})
 
 
-def test_rank_alone_is_no_rank_and_an_address_alone_is_no_job_of_torchruns(monkeypatch, capsys):
-    for name in WHOLE:
+def test_rank_alone_or_an_address_alone_is_no_start_by_torchrun(monkeypatch, capsys):
+    for name in COMPLETE:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     assert main(["no_such_job.toml"]) == 2
@@ -64,8 +64,8 @@ def test_rank_alone_is_no_rank_and_an_address_alone_is_no_job_of_torchruns(monke
     assert "MASTER_ADDR set, but not WORLD_SIZE" in capsys.readouterr().err.replace("RANK, ", "")
 
 
-def test_restarts_are_torchruns_where_it_has_started_the_ranks(monkeypatch, capsys):
-    for name, value in WHOLE.items():
+def test_restarts_are_left_to_torchrun_if_it_started_the_ranks(monkeypatch, capsys):
+    for name, value in COMPLETE.items():
         monkeypatch.setenv(name, value)
     job = str(ROOT / "configs" / "gla_debug.toml")
     assert main([job, "--max-restarts=2"]) == 2

@@ -1,4 +1,4 @@
-"""The line that an error of the user's code names is theirs, whoever raised it."""
+"""An error in code of the user names a line of that code, even if another library raises it."""
 
 import pytest
 
@@ -13,7 +13,7 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_the_place_is_the_users_line(name, tmp_path, monkeypatch):
+def test_the_location_is_in_the_code_of_the_user(name, tmp_path, monkeypatch):
     (tmp_path / f"theirs_{name}.py").write_text(SOURCES[name])
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(PlanError, match=rf"theirs_{name}\.py, line 2\)$"):

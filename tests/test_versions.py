@@ -21,19 +21,19 @@ dev = ["uv>=0.13"]
 PINS = "# by make lock\nflash_linear_attention==0.6.0\nsetuptools==84.0\ntorch==2.13.0\nuv==0.13.9 ; python_version < '4'\n"
 
 
-def test_the_constraints_have_what_the_project_asks_for():
+def test_the_constraints_satisfy_the_requirements_of_the_project():
     assert stale((ROOT / "pyproject.toml").read_text(), (ROOT / "constraints.txt").read_text()) is None
 
 
-def test_constraints_name_versions_and_no_place():
-    """Each line is one package's version: no hash, which differs between builds of torch, no file and no index."""
+def test_constraints_have_versions_and_no_locations():
+    """Each line is the version of one package: no hash, which differs between builds of torch, no file and no index."""
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line[:1] != "#"]
     assert all(line.partition(" ")[0].count("==") == 1 for line in lines)
     assert not any(word in (ROOT / "constraints.txt").read_text() for word in ("--", "://", "@", "+cpu"))
 
 
 @pytest.mark.parametrize(
-    ("pins", "why"),
+    ("pins", "reason"),
     [
         (PINS, None),
         (PINS.replace("uv==0.13.9", "uw==0.13.9"), "it has no uv"),
@@ -42,13 +42,13 @@ def test_constraints_name_versions_and_no_place():
         (PINS + "uv==0.12.0 ; python_version >= '4'\n", "it has uv 0.12.0, and pyproject.toml asks for >=0.13"),
     ],
 )  # fmt: skip
-def test_stale_constraints_are_told(pins, why):
-    assert stale(PROJECT, pins) == why
+def test_stale_constraints_are_reported(pins, reason):
+    assert stale(PROJECT, pins) == reason
 
 
 @pytest.fixture
 def newer(tmp_path, monkeypatch):
-    """A folder in which pip would see transformers 99."""
+    """Return a folder on sys.path with metadata of transformers 99."""
     written = tmp_path / "transformers-99.0.0.dist-info" / "METADATA"
     written.parent.mkdir()
     written.write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 99.0.0\n")
@@ -57,7 +57,7 @@ def newer(tmp_path, monkeypatch):
 
 
 def raised(cause: Exception | None = None):
-    """An error from inside transformers, or from inside this file, if that raises `cause`."""
+    """Return an error raised inside transformers, or by `cause` in this file."""
     from transformers import AutoConfig
 
     try:
@@ -68,33 +68,33 @@ def raised(cause: Exception | None = None):
         return error
 
 
-def test_a_version_that_was_not_tested_is_marked_and_blamed(newer):
+def test_an_untested_version_is_marked_and_named_in_errors(newer):
     assert "transformers 99.0.0 (tested: " in versions()
-    told = describe_untested(raised())
-    assert told.startswith(" (transformers 99.0.0 was not tested, <")
-    assert describe_untested(raised(ImportError("no Cache", name="transformers.cache_utils"))) == told
+    description = describe_untested(raised())
+    assert description.startswith(" (transformers 99.0.0 was not tested, <")
+    assert describe_untested(raised(ImportError("no Cache", name="transformers.cache_utils"))) == description
     assert describe_untested(raised(ModelError("a refusal"))) == ""
     refusal = ModelError("it does not run")
     refusal.__cause__ = raised()
-    assert describe_untested(refusal) == told
+    assert describe_untested(refusal) == description
     refusal.__cause__.__context__ = refusal
-    assert describe_untested(refusal) == told
+    assert describe_untested(refusal) == description
 
 
-def test_a_library_that_pip_does_not_know_is_not_blamed(monkeypatch):
-    """As a clone on PYTHONPATH."""
+def test_a_library_without_metadata_is_not_named(monkeypatch):
+    """For example a clone on PYTHONPATH."""
     monkeypatch.setattr("titanplans.versions._DISTRIBUTIONS", {"transformers": "no-such-distribution"})
     assert versions().endswith(", no-such-distribution of no known version")
     assert describe_untested(raised()) == ""
 
 
-def test_tested_versions_are_not_blamed():
+def test_tested_versions_are_not_named():
     assert "tested" not in versions()
     assert describe_untested(raised()) == ""
 
 
 def test_an_error_ends_with_the_version(newer, tmp_path):
-    """The library's traceback is as it was, and its last line names the version."""
+    """The traceback of the library is unchanged, and its last line names the version."""
     (tmp_path / "broken.py").write_text(
         "from transformers import AutoConfig\nimport titanplans.cli.main as commands\n"
         "commands.main = lambda argv: AutoConfig.for_model('none')\ncommands.run(['list'])\n"
