@@ -74,12 +74,12 @@ def test_shared_shardings():
     """Otherwise each rank of a proof would repeat the sharding propagation of DTensor, a tenth of its time."""
     mesh = DeviceMesh("cpu", [0])
     with threads.meshes_by_thread():
-        other = DeviceMesh("cpu", [0])
-    assert mesh != other
+        equal_mesh = DeviceMesh("cpu", [0])
+    assert mesh != equal_mesh
     propagator = DTensor._op_dispatcher.sharding_propagator
     with threads.shared_shardings():
         assert "propagate_op_sharding_non_cached" in vars(propagator)
-        for each_mesh in (mesh, other):
+        for each_mesh in (mesh, equal_mesh):
             tensor = DTensor.from_local(torch.ones(3, 5), each_mesh, [Replicate()])
             assert (tensor + tensor).device_mesh is each_mesh
             assert torch.equal((tensor + tensor).to_local(), torch.full((3, 5), 2.0))
@@ -144,7 +144,7 @@ def test_is_disabled():
 # Where private names are used
 
 
-def private_names(tree: ast.AST, own: set[str]) -> Iterator[tuple[int, str]]:
+def private_names(tree: ast.AST, defined: set[str]) -> Iterator[tuple[int, str]]:
     """Yield the lines of a file that use a private name of another library, with the source there."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in LIBRARIES:
@@ -158,17 +158,19 @@ def private_names(tree: ast.AST, own: set[str]) -> Iterator[tuple[int, str]]:
                 and written.count("._") == 1
             ):
                 continue
-            names = [] if node.attr in PUBLIC_TABLES | OTHERS | own else [node.attr]
+            names = [] if node.attr in PUBLIC_TABLES | OTHERS | defined else [node.attr]
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
             name = node.args[1]
-            names = [name.value] if isinstance(name, ast.Constant) and name.value not in OTHERS | own else []
+            names = (
+                [name.value] if isinstance(name, ast.Constant) and name.value not in OTHERS | defined else []
+            )
         else:
             continue
         if any(str(component).startswith("_") and not str(component).startswith("__") for component in names):
             yield node.lineno, ast.unparse(node)
 
 
-def own_names() -> set[str]:
+def defined_names() -> set[str]:
     """Return the private names that titanplans itself defines on modules, classes and instances."""
     names = set()
     for file in (ROOT / "titanplans").rglob("*.py"):
@@ -206,7 +208,7 @@ def marked(tree: ast.AST, text: str) -> list[range]:
 
 
 def test_private_names_are_in_one_package_or_under_a_mark():
-    own = own_names()
+    defined = defined_names()
     unmarked, marks = [], {}
     for file in (ROOT / "titanplans").rglob("*.py"):
         name = str(file.relative_to(ROOT))
@@ -214,9 +216,9 @@ def test_private_names_are_in_one_package_or_under_a_mark():
             continue
         tree = ast.parse(text := file.read_text())
         covered = marked(tree, text)
-        reached = list(private_names(tree, own))
+        reached = list(private_names(tree, defined))
         unmarked += [
-            f"{name}:{line}: {what}" for line, what in reached if not any(line in c for c in covered)
+            f"{name}:{line}: {source}" for line, source in reached if not any(line in c for c in covered)
         ]
         if covered:
             marks[name] = len(covered)
@@ -226,7 +228,7 @@ def test_private_names_are_in_one_package_or_under_a_mark():
 
 def test_the_search_finds_private_names():
     text = (ROOT / "titanplans/torch_private/dispatch.py").read_text()
-    private = [what for _, what in private_names(ast.parse(text), own_names())]
+    private = [source for _, source in private_names(ast.parse(text), defined_names())]
     assert "from torch._subclasses.fake_tensor import FakeTensor" in private
     assert "torch._guards" in private
 

@@ -18,8 +18,8 @@ BOUNDS = torch.tensor([0, 4, 5, 9])
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
-def kernel(place):
-    module, _, name = place.partition(":")
+def kernel(path):
+    module, _, name = path.partition(":")
     return getattr(importlib.import_module(f"fla.{module}"), name)
 
 
@@ -132,9 +132,9 @@ ATTENTION = {
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_equals_its_formula(name):
     """The full sequences with gradients, and packed sequences against each by itself."""
-    place, formula, options, formula_options = ATTENTION[name]
+    path, formula, options, formula_options = ATTENTION[name]
     q, k, v = qkv(value=KEY)
-    o = kernel(place)(q=q, k=k, v=v, **options)
+    o = kernel(path)(q=q, k=k, v=v, **options)
     o = o[0] if isinstance(o, tuple) else o
     want = (
         formula(q, k, v, **formula_options)
@@ -148,10 +148,10 @@ def test_attention_equals_its_formula(name):
         return x[:1, at] if isinstance(x, torch.Tensor) else x
 
     first = {"q": q, "k": k, "v": v, **options}
-    packed = kernel(place)(**{n: part(x, slice(None)) for n, x in first.items()}, cu_seqlens=BOUNDS)
+    packed = kernel(path)(**{n: part(x, slice(None)) for n, x in first.items()}, cu_seqlens=BOUNDS)
     packed = packed[0] if isinstance(packed, tuple) else packed
     for begin, end in zip(BOUNDS[:-1].tolist(), BOUNDS[1:].tolist(), strict=True):
-        separate = kernel(place)(**{n: part(x, slice(begin, end)) for n, x in first.items()})
+        separate = kernel(path)(**{n: part(x, slice(begin, end)) for n, x in first.items()})
         close(packed[:, begin:end], separate[0] if isinstance(separate, tuple) else separate)
 
 

@@ -83,8 +83,8 @@ def test_kernels_compile_for_a_gpu(logits, wide):
     for kernel in (kernels._statistics, kernels._gradient):
         types = {"logits": f"*{logits}", "at": "*i64"} | integers | dict.fromkeys(constants, "constexpr")
         signature = {name: types.get(name, f"*{wide}") for name in kernel.arg_names}
-        given = {name: value for name, value in constants.items() if name in signature}
-        source = ASTSource(kernel, signature=signature, constexprs=given)
+        constexprs = {name: value for name, value in constants.items() if name in signature}
+        source = ASTSource(kernel, signature=signature, constexprs=constexprs)
         assert compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["cubin"]
 
 

@@ -124,8 +124,8 @@ def test_one_module_at_a_time_is_in_memory(monkeypatch):
     sizes = []
     original = modeling.initialize.__globals__["Reference"].values
 
-    def values(self, unit):
-        answer = original(self, unit)
+    def values(self, module):
+        answer = original(self, module)
         in_memory = sum(p.numel() for p in self.model.parameters() if not p.is_meta)
         sizes.append(in_memory + sum(value.numel() for value in answer.values()))
         return answer

@@ -270,7 +270,7 @@ def on_two_ranks(rank):
     return results
 
 
-two = process_groups.module_fixture(on_two_ranks, 2)
+two_ranks = process_groups.module_fixture(on_two_ranks, 2)
 
 
 def collectives_of(report, module=None):
@@ -282,8 +282,8 @@ def collectives_of(report, module=None):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_measuring_does_not_change_a_run_and_leaves_no_state(two, case):
-    actual = two[case]
+def test_measuring_does_not_change_a_run_and_leaves_no_state(two_ranks, case):
+    actual = two_ranks[case]
     assert actual["same"], "losses, norms and graphs after each step are the same"
     assert actual["learns"]
     assert actual["clean"], "hooks, modes and wrapped functions are removed"
@@ -292,9 +292,9 @@ def test_measuring_does_not_change_a_run_and_leaves_no_state(two, case):
 
 
 @pytest.mark.parametrize("case", ["tp", "tp, aot_eager", "tp, inductor"])
-def test_a_block_under_tp_gathers_and_scatters_the_stream_twice_each_way(two, case):
+def test_a_block_under_tp_gathers_and_scatters_the_stream_twice_each_way(two_ranks, case):
     stream = (2, STREAM)  # two collectives, half of each is received
-    actual = collectives_of(two[case]["report"])
+    actual = collectives_of(two_ranks[case]["report"])
     # Gradients of the two norms of a block and of q_norm are reduced over the ranks in the backward.
     replicated = actual.pop(("backward", "all_reduce", "tp"))
     assert actual == {
@@ -305,10 +305,10 @@ def test_a_block_under_tp_gathers_and_scatters_the_stream_twice_each_way(two, ca
     assert replicated[0] > 0
 
 
-def test_counts_equal_those_of_a_proof_and_of_compiled_blocks(two):
-    proof = two["proof"]
+def test_counts_equal_those_of_a_proof_and_of_compiled_blocks(two_ranks):
+    proof = two_ranks["proof"]
     for case in ("tp", "tp, aot_eager", "tp, inductor"):
-        report = two[case]["report"]
+        report = two_ranks[case]["report"]
         everything = [*report["blocks"], *report["other_modules"]]
         for phase, backward in (("forward", False), ("backward", True)):
             actual = Counter()
@@ -329,14 +329,14 @@ def test_counts_equal_those_of_a_proof_and_of_compiled_blocks(two):
         assert report["step"]["fused"] == 0
 
 
-def test_recomputed_collectives_are_counted_separately(two):
-    plain, again = (collectives_of(two[case]["report"]) for case in ("tp", "tp, recomputed"))
+def test_recomputed_collectives_are_counted_separately(two_ranks):
+    plain, again = (collectives_of(two_ranks[case]["report"]) for case in ("tp", "tp, recomputed"))
     forward = {key: value for key, value in plain.items() if key[0] == "forward"}
     assert {key: value for key, value in again.items() if key[0] == "recomputed"} == {
         ("recomputed", *key[1:]): value for key, value in forward.items()
     }
     assert {key: value for key, value in again.items() if key[0] != "recomputed"} == plain
-    assert two["tp, recomputed"]["report"]["recomputation"]["blocks"] == LAYERS
+    assert two_ranks["tp, recomputed"]["report"]["recomputation"]["blocks"] == LAYERS
 
 
 BLOCK = sum(parameter.numel() for parameter in tiny_of(1).layers[0].parameters())
@@ -345,9 +345,9 @@ BLOCK = sum(parameter.numel() for parameter in tiny_of(1).layers[0].parameters()
 @pytest.mark.parametrize(
     ("case", "gathered", "reduced"), [("fsdp", 4, 4), ("fsdp, bfloat16", 2, 4), ("fsdp, prefetch", 4, 4)]
 )
-def test_an_fsdp_module_gathers_twice_and_reduces_once(two, case, gathered, reduced):
+def test_an_fsdp_module_gathers_twice_and_reduces_once(two_ranks, case, gathered, reduced):
     # Half of the parameters are received, and a little more, because shards are padded to full rows.
-    actual = collectives_of(two[case]["report"])
+    actual = collectives_of(two_ranks[case]["report"])
     assert {key: count for key, (count, _) in actual.items()} == {
         ("forward", "all_gather", "fsdp"): 1,
         ("backward", "all_gather", "fsdp"): 1,
@@ -356,34 +356,34 @@ def test_an_fsdp_module_gathers_twice_and_reduces_once(two, case, gathered, redu
     for (_, operation, _), (_, size) in actual.items():
         width = gathered if operation == "all_gather" else reduced
         assert size == pytest.approx(BLOCK * width / 2, rel=0.02)
-    last = collectives_of(two[case]["report"], f"layers.{LAYERS - 1}")
+    last = collectives_of(two_ranks[case]["report"], f"layers.{LAYERS - 1}")
     assert ("backward", "all_gather", "fsdp") not in last, (
         "the backward needs it immediately, so it stays gathered"
     )
 
 
-def test_replicas_sum_their_gradients(two):
+def test_replicas_sum_their_gradients(two_ranks):
     everything = sum(parameter.numel() for parameter in tiny_of(LAYERS).parameters())
-    hsdp = collectives_of(two["hsdp"]["report"])
+    hsdp = collectives_of(two_ranks["hsdp"]["report"])
     assert hsdp == {("backward", "all_reduce", "dp_replicate"): (1, BLOCK * 4)}
     # One bucket, which belongs to no single module.
-    others = {part["name"]: part["collectives"] for part in two["ddp"]["report"]["other_modules"]}
+    others = {part["name"]: part["collectives"] for part in two_ranks["ddp"]["report"]["other_modules"]}
     backward = [row for row in others[None] if row["phase"] == "backward"]
     assert [(row["count"], row["bytes"]) for row in backward] == [(1, everything * 4)]
-    assert all(not kind["collectives"] for kind in two["ddp"]["report"]["blocks"])
+    assert all(not kind["collectives"] for kind in two_ranks["ddp"]["report"]["blocks"])
 
 
-def test_fused_operators_count_as_their_collectives(two):
+def test_fused_operators_count_as_their_collectives(two_ranks):
     # The other rank's shard of 8 x 16, and half of the product of 8 x 24, in float32.
-    assert two["fused"] == [
+    assert two_ranks["fused"] == [
         ("all_gather", (0, 1), True, 8 * 16 * 4),
         ("reduce_scatter", (0, 1), True, 4 * 24 * 4),
     ]
 
 
-def test_micro_batches_are_added_and_reductions_for_the_log_are_separate(two):
-    collectives = two["two"]
-    report = two["tp"]["report"]["step"]
+def test_micro_batches_are_added_and_reductions_for_the_log_are_separate(two_ranks):
+    collectives = two_ranks["two"]
+    report = two_ranks["tp"]["report"]["step"]
     assert sum(c.phase == "forward" for c in collectives) == 2 * report["by_phase"]["forward"]["collectives"]
     assert (
         sum(c.phase == "backward" for c in collectives) == 2 * report["by_phase"]["backward"]["collectives"]
@@ -393,17 +393,17 @@ def test_micro_batches_are_added_and_reductions_for_the_log_are_separate(two):
     assert [(c.operation, c.received) for c in collectives if c.phase == "log"] == [("all_reduce", 16)]
 
 
-def test_compiled_graphs_equal_the_counters_of_the_compiler(two):
-    report = two["tp, aot_eager"]["report"]
+def test_compiled_graphs_equal_the_counters_of_the_compiler(two_ranks):
+    report = two_ranks["tp, aot_eager"]["report"]
     (kind,) = report["graphs"]["blocks"]
     assert (report["compile"]["blocks"], report["compile"]["of"], kind["ran_compiled"]) == (
         LAYERS,
         LAYERS,
         LAYERS,
     )
-    assert kind["graphs"] == two["tp, aot_eager"]["graphs"][0]
+    assert kind["graphs"] == two_ranks["tp, aot_eager"]["graphs"][0]
     assert kind["graph_breaks"] == kind["recompilations"] == 0
-    report, graphs, breaks = two["gla"]
+    report, graphs, breaks = two_ranks["gla"]
     (kind,) = report["graphs"]["blocks"]
     assert kind["class"] == "GLABlock"
     assert (kind["graphs"], kind["graph_breaks"], kind["ran_compiled"]) == (graphs, breaks, 2)
@@ -412,8 +412,8 @@ def test_compiled_graphs_equal_the_counters_of_the_compiler(two):
     assert kind["left_eager"] == []
 
 
-def test_a_compiled_loss_that_is_not_used_is_an_error(two):
-    graphs, error = two["outside"]
+def test_a_compiled_loss_that_is_not_used_is_an_error(two_ranks):
+    graphs, error = two_ranks["outside"]
     assert graphs == 1
     assert error.startswith("compile.components has loss, but outside the blocks 0 graphs")
 
@@ -433,26 +433,26 @@ WHY = {
 
 
 @pytest.mark.parametrize("name", WHY)
-def test_a_compiled_block_that_ran_eagerly_is_an_error(two, name):
-    error = two["eager"][name]
+def test_a_compiled_block_that_ran_eagerly_is_an_error(two_ranks, name):
+    error = two_ranks["eager"][name]
     assert all(message in error for message in WHY[name]), error
     assert "\n" not in error
 
 
-def test_an_unknown_operator_does_not_end_the_run(two):
-    same, null, clean, lines = two["unknown operator"]
+def test_an_unknown_operator_does_not_end_the_run(two_ranks):
+    same, null, clean, lines = two_ranks["unknown operator"]
     assert same, "loss and norm are bit-identical"
     assert null == {"step", "blocks", "other_modules", "graphs"}
     assert clean, "hooks, modes and wrapped functions are removed"
     assert any("is not in the table of operators, so its bytes can't be counted" in line for line in lines)
 
 
-def test_a_failure_of_the_step_is_raised(two):
-    assert two["clean after a failing step"]
+def test_a_failure_of_the_step_is_raised(two_ranks):
+    assert two_ranks["clean after a failing step"]
 
 
-def test_the_report_as_log_lines(two):
-    report = two["tp, aot_eager"]["report"]
+def test_the_report_as_log_lines(two_ranks):
+    report = two_ranks["tp, aot_eager"]["report"]
     (where, what, waits), (first, *_) = at_start(report), after_step(report)
     assert waits.startswith("compiling blocks by aot_eager in the first step")
     assert "fsdp2 on 2 ranks, tp 2 (gloo); applied in order: tensor parallelism, compile, FSDP2" in where

@@ -41,10 +41,10 @@ def proved(model_config, plan=None, build=None, **options):
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_each_implementation_is_proved(name, implementation):
     """The default of transformers is grouped_mm; gpt-oss has biases and another order of gate and up."""
-    of = config(name)
-    of._experts_implementation = implementation
+    model_config = config(name)
+    model_config._experts_implementation = implementation
     # float32, for which torch has the kernel; all families are proved in float64, for which it has none.
-    report = proved(of, dtype=torch.float32 if implementation == "grouped_mm" else torch.float64)
+    report = proved(model_config, dtype=torch.float32 if implementation == "grouped_mm" else torch.float64)
     assert report.passed, report.table()
 
 
@@ -103,9 +103,9 @@ def test_gate_and_up_sharded_as_one_are_refused():
 
 def routes(rank):
     """Return the experts of each token, on each of two ranks and in the unsplit model."""
-    of = config("mixtral")
-    model = build_real(of, dtype=torch.float32)
-    tokens = sample_inputs(of, batch_size=2, seq_len=16, seed=0)["input_ids"]
+    model_config = config("mixtral")
+    model = build_real(model_config, dtype=torch.float32)
+    tokens = sample_inputs(model_config, batch_size=2, seq_len=16, seed=0)["input_ids"]
     routed = []
     for layer in model.model.layers:
         layer.mlp.gate.register_forward_hook(lambda module, args, output: routed.append(output[2]))
@@ -150,12 +150,12 @@ def test_norms_of_shared_heads_are_refused():
 class Listed(nn.Module):
     """A mixture whose experts are a ModuleList of MLPs."""
 
-    def __init__(self, of):
+    def __init__(self, model_config):
         super().__init__()
-        self.gate = MixtralTopKRouter(of)
-        of = copy.copy(of)
-        of.mlp_bias = False
-        self.experts = nn.ModuleList(LlamaMLP(of) for _ in range(of.num_local_experts))
+        self.gate = MixtralTopKRouter(model_config)
+        model_config = copy.copy(model_config)
+        model_config.mlp_bias = False
+        self.experts = nn.ModuleList(LlamaMLP(model_config) for _ in range(model_config.num_local_experts))
 
     def forward(self, hidden_states):
         tokens = hidden_states.flatten(0, 1)
@@ -168,25 +168,25 @@ class Listed(nn.Module):
 
 
 def test_experts_in_a_module_list_are_proved():
-    of = config("mixtral")
+    model_config = config("mixtral")
 
     def build():
-        model = build_real(of)
+        model = build_real(model_config)
         for layer in model.model.layers:
-            layer.mlp = Listed(of).double()
+            layer.mlp = Listed(model_config).double()
         return model
 
-    report = proved(of, build=build, degrees=[2, 4])
+    report = proved(model_config, build=build, degrees=[2, 4])
     assert report.passed, report.table()
 
 
 def test_in_float8_the_router_gets_the_sequence_in_its_own_dtype():
     """Only the shared expert has Linears, so its region is entered and left in the dtype of the sequence."""
     sizes = dict(hidden_size=128, vocab_size=128, intermediate_size=64, shared_expert_intermediate_size=64)
-    of = config("qwen2_moe", moe_intermediate_size=32, **sizes)
+    model_config = config("qwen2_moe", moe_intermediate_size=32, **sizes)
 
     def build():
-        model = build_real(of)
+        model = build_real(model_config)
         convert_to_float8(
             model, Float8(recipe_name="tensorwise", emulate=True, filter_fqns=("shared_expert_gate",))
         )
@@ -197,7 +197,7 @@ def test_in_float8_the_router_gets_the_sequence_in_its_own_dtype():
     crossings = check(source, model).crossings
     assert crossings["model.layers.0.mlp"]["activations"] is None  # a dense one
     assert all(crossings["model.layers.1.mlp"].values())
-    report = proved(of, build=build)
+    report = proved(model_config, build=build)
     assert report.passed, report.table()
 
 
@@ -216,9 +216,9 @@ def test_in_float8_the_router_gets_the_sequence_in_its_own_dtype():
 )
 def test_widths_that_grouped_mm_does_not_support_are_refused(name, fields, dtype, multiple):
     """Otherwise torch fails in the first forward: "strides should be multiple of 16 bytes"."""
-    of = config(name, **fields)
+    model_config = config(name, **fields)
     with torch.device("meta"):
-        model = modeling.build(of)
+        model = modeling.build(model_config)
     width = next(iter(fields.values()))
     message = rf"16 bytes, .*grouped_mm .* = {width} .*experts.down_proj.*a width of {multiple}"
     with pytest.raises(PlanError, match=message):

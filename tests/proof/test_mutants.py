@@ -46,11 +46,15 @@ def test_every_registered_plan_has_its_mutants():
     plans = registered_plans()
     shipped = {name: plan for name, plan in plans.items() if plan.__module__.startswith("titanplans.plans.")}
     assert shipped.keys() - same_class.keys() - zoo.FAMILIES.keys() == {a.name for a in ARCHITECTURES}
-    for name, other in same_class.items():
-        assert plans[name] is plans[other]
+    for name, registered_as in same_class.items():
+        assert plans[name] is plans[registered_as]
 
 
 def test_every_equivalence_is_one_of_the_corpus():
     all_mutants = [mutant for mutants in corpus().values() for mutant in mutants]
-    unused = [row for row in EQUIVALENT if not any(row.covers(mutant) for mutant in all_mutants)]
+    unused = [
+        equivalence
+        for equivalence in EQUIVALENT
+        if not any(equivalence.covers(mutant) for mutant in all_mutants)
+    ]
     assert not unused, unused

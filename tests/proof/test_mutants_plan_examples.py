@@ -195,16 +195,16 @@ def named_module(report):
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_rejected_with_its_module(name):
-    report, place = rejected(name, degree=4 if name in SHARED else 2)
-    assert place in named_module(report), report.table()
+    report, module = rejected(name, degree=4 if name in SHARED else 2)
+    assert module in named_module(report), report.table()
 
 
 @pytest.mark.parametrize(
     ("name", "split"), [(name, split) for name, splits in BY_TOKENS.items() for split in splits]
 )
 def test_a_fault_under_context_parallelism_is_rejected_with_its_module(name, split):
-    report, place = rejected(name, degree=1 if split == "cp" else 2, context=2)
-    assert place in named_module(report), report.table()
+    report, module = rejected(name, degree=1 if split == "cp" else 2, context=2)
+    assert module in named_module(report), report.table()
 
 
 @pytest.mark.parametrize("key", ["A_log", "D", "dt_bias", "in_proj", "conv1d", "norm"])

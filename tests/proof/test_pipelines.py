@@ -103,11 +103,11 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_pipeline_is_rejected(name, monkeypatch):
-    model, owner, attribute, change, place = WRONG[name]
+    model, owner, attribute, change, check = WRONG[name]
     patch(monkeypatch, owner, attribute, change)
     (case,) = proved(model, Degrees(pp=2), **(TIED if model == "llama" else FOUR)).cases
     assert not case.passed
-    assert case.worst.startswith(place), case.worst
+    assert case.worst.startswith(check), case.worst
 
 
 REFUSED = {

@@ -131,7 +131,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_plan_is_rejected_with_its_module_and_a_reason(name):
-    model_fn, plan, sequence, direction, place, reason = WRONG[name]
+    model_fn, plan, sequence, direction, name_of_finding, reason = WRONG[name]
     report = verify_sharded(model_fn, plan, degrees=[4], sequence_parallel=sequence)
     assert not report.passed
     (case,) = report.cases
@@ -140,12 +140,12 @@ def test_a_wrong_plan_is_rejected_with_its_module_and_a_reason(name):
         or name == "replicas differ"
     )
     finding = case.finding
-    assert (finding.direction, finding.first.name) == (direction, place)
+    assert (finding.direction, finding.first.name) == (direction, name_of_finding)
     assert reason in finding.reason
     assert bool(finding.reason) == bool(reason)
     assert finding.correct
     assert all(point.error < case.checks[0].tolerance for point in finding.correct)
-    assert place in report.table()
+    assert name_of_finding in report.table()
 
 
 class OnStream(TinyPlan):
@@ -154,7 +154,7 @@ class OnStream(TinyPlan):
 
 
 @pytest.mark.parametrize(
-    ("model_fn", "plan", "place", "style"),
+    ("model_fn", "plan", "module", "style"),
     [
         (
             Tiny,
@@ -171,25 +171,25 @@ class OnStream(TinyPlan):
         ),
     ],
 )
-def test_the_style_that_sums_a_gradient_is_named(model_fn, plan, place, style):
+def test_the_style_that_sums_a_gradient_is_named(model_fn, plan, module, style):
     """The style named would be right: the plans have no other fault."""
     (case,) = verify_sharded(model_fn, plan).cases
-    assert case.finding.first.name == f"layers.1.{place}.weight"
+    assert case.finding.first.name == f"layers.1.{module}.weight"
     assert f"not summed over the ranks; {style} sums it;" in str(case.finding)
 
 
 @pytest.mark.parametrize(
-    ("plan", "place"),
+    ("plan", "module"),
     [
         (tiny_plan_with(v_proj=rolled), "layers.0.attn.v_proj"),
         (DoublingPlan, "layers.1.mlp_norm.weight"),
     ],
     ids=["forward", "backward"],
 )
-def test_the_module_is_named_for_a_sequence_of_one_token(plan, place):
+def test_the_module_is_named_for_a_sequence_of_one_token(plan, module):
     """The first rank has the token, the others have padding."""
     (case,) = verify_sharded(Tiny, plan, seq_len=1).cases
-    assert case.finding.first.name == place
+    assert case.finding.first.name == module
 
 
 def test_replicated_after_the_sum_is_right_on_a_sharded_sequence():

@@ -54,9 +54,9 @@ def _compare(rank):
             gathered = _both(lambda local=local, dim=dim, n=length: all_gather(local.detach(), dim, n, group))
             same += [torch.allclose(each, shard) and each.is_contiguous() for each in scattered]
             same += [torch.equal(each, full) and each.is_contiguous() for each in gathered]
-        for operation, of in (("sum", summed), ("max", everyones.amax(0)), ("min", everyones.amin(0))):
+        for operation, expected in (("sum", summed), ("max", everyones.amax(0)), ("min", everyones.amin(0))):
             reduced = _both(lambda x=turned, operation=operation: all_reduce(x, group, operation))
-            same += [torch.allclose(each, of) for each in reduced]
+            same += [torch.allclose(each, expected) for each in reduced]
         assert torch.equal(turned, everyones[rank])  # the input is unchanged
         sent = everyones[rank].unsqueeze(0).expand(RANKS, *shape)
         same += [torch.equal(each, everyones) for each in _both(lambda sent=sent: all_to_all(sent, group))]

@@ -434,14 +434,14 @@ def test_a_mesh_that_does_not_fit_is_refused_in_a_line():
 
         ranks = torch.tensor(rank.mesh_of.ranks).view(2, 2)
         swapped = DeviceMesh("cpu", ranks, mesh_dim_names=("ep", "efsdp"))
-        apart = DeviceMesh("cpu", ranks.t(), mesh_dim_names=("efsdp", "ep"))
-        return refusal(rank.mesh), refusal(swapped), refusal(apart)
+        other_ranks = DeviceMesh("cpu", ranks.t(), mesh_dim_names=("efsdp", "ep"))
+        return refusal(rank.mesh), refusal(swapped), refusal(other_ranks)
 
-    unnamed, swapped, apart = run_on_threads(work, 4)
+    unnamed, swapped, other_ranks = run_on_threads(work, 4)
     needed = "experts needs a mesh of 'ep', or of replicas and 'ep', got"
     assert unnamed == f"{needed} 1 dimensions ('tp',): slice it, as mesh['efsdp', 'ep']"
     assert swapped == f"{needed} 2 dimensions ('ep', 'efsdp'): slice it, as mesh['efsdp', 'ep']"
-    assert apart.startswith(
+    assert other_ranks.startswith(
         "experts are distributed over ranks [4, 6], which do not include all ranks that a layer is split over, [4, 5]"
     )
-    assert "\n" not in apart
+    assert "\n" not in other_ranks

@@ -139,11 +139,11 @@ class Life:
 
     def wait_for(self, left_behind: Callable[[], list[int]]) -> None:
         deadline = time.monotonic() + GRACE
-        while left := left_behind():
+        while remaining := left_behind():
             if time.monotonic() > deadline:
-                self.orphans += len(left)
-                self.orphan_names += map(_name, left)
-                for pid in left:
+                self.orphans += len(remaining)
+                self.orphan_names += map(_name, remaining)
+                for pid in remaining:
                     os.kill(pid, signal.SIGKILL)
                 deadline += GRACE
             time.sleep(0.005)
@@ -332,8 +332,8 @@ class Survival:
         errors = [line for line in life.output.splitlines() if line.startswith("error: ")]
         if status != 1 or len(errors) != 1 or not re.search(pattern, errors[0]) or "Traceback" in life.output:
             self.problem("unexplained", f"the exit status is {status}", life)
-        if left := [path.name for path in self.checkpoints.glob(".step-*.writing")]:
-            self.problem("files", f"{left} were left over", life)
+        if partial := [path.name for path in self.checkpoints.glob(".step-*.writing")]:
+            self.problem("files", f"{partial} were left over", life)
 
     # The end
 
@@ -344,8 +344,8 @@ class Survival:
         if self.finish(last) != 0:
             self.problem("unexplained", "the last start did not finish", last)
         ours = re.compile(r"step-\d+|titanplans\.lock")
-        if left := [path.name for path in self.checkpoints.iterdir() if not ours.fullmatch(path.name)]:
-            self.problem("files", f"{left} were left over", last)
+        if leftovers := [path.name for path in self.checkpoints.iterdir() if not ours.fullmatch(path.name)]:
+            self.problem("files", f"{leftovers} were left over", last)
         shutil.rmtree(self.folder / "out")
         disturbed, self.losses, self.next_step = self.losses, {}, 1
         undisturbed = self.start(f"--training.steps={steps}", "--checkpoint.no-enable")

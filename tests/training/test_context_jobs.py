@@ -63,13 +63,15 @@ SEGMENTS = [
 ]
 
 
-folder, one, four = runs(MODELS | {"wide": WIDE}, JOBS, TUNED, SEGMENTS, "gla", ("gla", *MODELS), VALIDATION)
+folder, one_rank, four_ranks = runs(
+    MODELS | {"wide": WIDE}, JOBS, TUNED, SEGMENTS, "gla", ("gla", *MODELS), VALIDATION
+)
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_a_job_has_the_metrics_of_one_process(one, four, name):
+def test_a_job_has_the_metrics_of_one_process(one_rank, four_ranks, name):
     model, options = JOBS[name]
-    expected, actual = one[model], four[name]
+    expected, actual = one_rank[model], four_ranks[name]
     assert expected[LOSS][3] < expected[LOSS][1] - 0.1, "a model that does not learn proves nothing"
     for key in METRICS:
         if key == MAX_LOSS and not set(STEPS) <= set(options):  # the maximum is over several batches here
@@ -82,17 +84,17 @@ def test_a_job_has_the_metrics_of_one_process(one, four, name):
 
 
 @pytest.mark.parametrize("name", TUNED)
-def test_adapters_and_muon_train_as_in_one_process(one, four, name):
+def test_adapters_and_muon_train_as_in_one_process(one_rank, four_ranks, name):
     # Muon rounds matrices to bfloat16 before it orthogonalises them.
-    assert four[name][LOSS] == pytest.approx(one[name][LOSS], rel=1e-4 if name == "muon" else 1e-5)
-    assert one[name][LOSS][3] < one[name][LOSS][1] - 0.05
+    assert four_ranks[name][LOSS] == pytest.approx(one_rank[name][LOSS], rel=1e-4 if name == "muon" else 1e-5)
+    assert one_rank[name][LOSS][3] < one_rank[name][LOSS][1] - 0.05
 
 
-def test_a_job_resumes_at_other_degrees_and_its_weights_are_exported(folder, one, four):
-    check_resumed(one["uninterrupted"], four["resumed"], folder)
+def test_a_job_resumes_at_other_degrees_and_its_weights_are_exported(folder, one_rank, four_ranks):
+    check_resumed(one_rank["uninterrupted"], four_ranks["resumed"], folder)
 
 
-def test_the_report_names_the_degree_and_the_mixers(folder, four):
+def test_the_report_names_the_degree_and_the_mixers(folder, four_ranks):
     report = json.loads((folder / "samba, cp 2 x fsdp 2" / "parallelism.json").read_text())
     assert report["degrees"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 2, "tp": 1, "ep": 1}
     assert report["tensor_parallel"] is None

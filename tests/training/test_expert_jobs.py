@@ -64,12 +64,14 @@ SEGMENTS = [
 ]
 
 
-folder, one, four = runs(MODELS, JOBS | {"capacity": CAPACITY}, TUNED, SEGMENTS, "glm4_moe", MODELS)
+folder, one_rank, four_ranks = runs(
+    MODELS, JOBS | {"capacity": CAPACITY}, TUNED, SEGMENTS, "glm4_moe", MODELS
+)
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_a_job_has_the_metrics_of_one_process(one, four, name):
-    expected, actual = one[JOBS[name][0]], four[name]
+def test_a_job_has_the_metrics_of_one_process(one_rank, four_ranks, name):
+    expected, actual = one_rank[JOBS[name][0]], four_ranks[name]
     assert expected[LOSS][3] < expected[LOSS][1] - 0.1, "a model that does not learn proves nothing"
     assert ("experts/largest_bias" in expected) == ("glm4_moe" in name)
     for key in expected.keys() - {MAX_LOSS}:  # the maximum is over several batches, if a step has them
@@ -77,33 +79,33 @@ def test_a_job_has_the_metrics_of_one_process(one, four, name):
         assert actual[key] == pytest.approx(expected[key], rel=1e-5), key
 
 
-def test_dropped_tokens_are_counted(four):
+def test_dropped_tokens_are_counted(four_ranks):
     """The capacity is half of the mean load, so at least half of all pairs of token and expert are dropped, but not all."""
     pairs = 2 * 8 * 32 * 2  # blocks, sequences, tokens, experts per token
-    assert set(four["qwen3_moe, fsdp 4, ep 4, room for all"][DROPPED].values()) == {0}
-    assert all(pairs / 2 <= dropped < pairs for dropped in four["capacity"][DROPPED].values())
-    assert four["capacity"][LOSS][3] < four["capacity"][LOSS][1]
+    assert set(four_ranks["qwen3_moe, fsdp 4, ep 4, room for all"][DROPPED].values()) == {0}
+    assert all(pairs / 2 <= dropped < pairs for dropped in four_ranks["capacity"][DROPPED].values())
+    assert four_ranks["capacity"][LOSS][3] < four_ranks["capacity"][LOSS][1]
 
 
 @pytest.mark.parametrize("name", TUNED)
-def test_adapters_muon_and_float8_train_as_in_one_process(one, four, name):
+def test_adapters_muon_and_float8_train_as_in_one_process(one_rank, four_ranks, name):
     # Muon rounds matrices to bfloat16 before it orthogonalises them. In float8 each rank has its own scale, and float8
     # rounds by 2^-4.
     rel = {"muon": 1e-4, "float8": 2e-3}.get(name, 1e-5)
-    assert four[name][LOSS] == pytest.approx(one[name][LOSS], rel=rel)
-    assert one[name][LOSS][3] < one[name][LOSS][1] - 0.03
+    assert four_ranks[name][LOSS] == pytest.approx(one_rank[name][LOSS], rel=rel)
+    assert one_rank[name][LOSS][3] < one_rank[name][LOSS][1] - 0.03
 
 
-def test_a_job_resumes_at_other_degrees_and_its_weights_are_exported(folder, one, four):
+def test_a_job_resumes_at_other_degrees_and_its_weights_are_exported(folder, one_rank, four_ranks):
     # A token with two nearly equal scores may go to another expert within eight steps. A load close to the mean may be
     # on its other side, so that the bias moves by 0.001 up instead of down.
     weights = check_resumed(
-        one["uninterrupted"], four["resumed"], folder, rel=5e-5, e_score_correction_bias=4e-3
+        one_rank["uninterrupted"], four_ranks["resumed"], folder, rel=5e-5, e_score_correction_bias=4e-3
     )
     assert any(name.endswith("e_score_correction_bias") and weight.any() for name, weight in weights.items())
 
 
-def test_the_report_names_the_degree_and_the_mixtures(folder, four):
+def test_the_report_names_the_degree_and_the_mixtures(folder, four_ranks):
     report = json.loads((folder / "qwen3_moe, tp 2 x fsdp 2, ep 2" / "parallelism.json").read_text())
     assert report["degrees"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2, "ep": 2}
     assert report["expert_parallel"]["experts"] == [f"model.layers.{n}.mlp.experts" for n in (0, 1)]

@@ -78,13 +78,13 @@ SEGMENTS = [
 ]
 
 
-folder, one, four = runs(MODELS, JOBS, TUNED, SEGMENTS, "llama", {*MODELS} - {"wide"}, VALIDATION)
+folder, one_rank, four_ranks = runs(MODELS, JOBS, TUNED, SEGMENTS, "llama", {*MODELS} - {"wide"}, VALIDATION)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", JOBS)
-def test_a_job_has_the_metrics_of_one_process(one, four, name):
-    expected, actual = one[JOBS[name][0]], four[name]
+def test_a_job_has_the_metrics_of_one_process(one_rank, four_ranks, name):
+    expected, actual = one_rank[JOBS[name][0]], four_ranks[name]
     assert expected[LOSS][3] < expected[LOSS][1] - 0.1, "a model that does not learn proves nothing"
     assert ("experts/largest_bias" in expected) == ("glm4_moe" in name)
     for key in expected:
@@ -96,15 +96,15 @@ def test_a_job_has_the_metrics_of_one_process(one, four, name):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", TUNED)
-def test_user_models_adapters_float8_and_muon_train_as_in_one_process(one, four, name):
+def test_user_models_adapters_float8_and_muon_train_as_in_one_process(one_rank, four_ranks, name):
     # Muon rounds matrices to bfloat16 before it orthogonalises them.
-    assert four[name][LOSS] == pytest.approx(one[name][LOSS], rel=1e-4 if name == "muon" else 1e-5)
-    assert one[name][LOSS][3] < one[name][LOSS][1] - 0.05
+    assert four_ranks[name][LOSS] == pytest.approx(one_rank[name][LOSS], rel=1e-4 if name == "muon" else 1e-5)
+    assert one_rank[name][LOSS][3] < one_rank[name][LOSS][1] - 0.05
 
 
 @pytest.mark.thorough
-def test_a_job_resumes_at_other_degrees_and_its_weights_are_exported(folder, one, four):
-    check_resumed(one["uninterrupted"], four["resumed"], folder)
+def test_a_job_resumes_at_other_degrees_and_its_weights_are_exported(folder, one_rank, four_ranks):
+    check_resumed(one_rank["uninterrupted"], four_ranks["resumed"], folder)
 
 
 @pytest.mark.parametrize(

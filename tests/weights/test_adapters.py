@@ -159,14 +159,14 @@ def test_files_of_other_adapters_are_refused_with_all_differences(tmp_path):
     model = unsplit("qwen3")
     save_adapter(model, tmp_path)
     fields, _ = MODELS["qwen3"]
-    other = modeling.build(zoo.config("qwen3", **fields))
-    add_adapters(other, LoRA(rank=3, alpha=5, target_modules=("q_proj", "v_proj")))
+    other_model = modeling.build(zoo.config("qwen3", **fields))
+    add_adapters(other_model, LoRA(rank=3, alpha=5, target_modules=("q_proj", "v_proj")))
     with pytest.raises(ModelError, match=r"2 tensors missing .*v_proj.lora_A.*; 12 tensors unexpected"):
-        load_adapter(other, tmp_path)
-    other = modeling.build(zoo.config("qwen3", **fields))
-    add_adapters(other, LoRA(rank=2))
+        load_adapter(other_model, tmp_path)
+    other_model = modeling.build(zoo.config("qwen3", **fields))
+    add_adapters(other_model, LoRA(rank=2))
     with pytest.raises(ModelError, match=r"r = 3 and lora_alpha = 5, .* rank 2 and alpha 2"):
-        load_adapter(other, tmp_path)
+        load_adapter(other_model, tmp_path)
     values = json.loads((tmp_path / CONFIG).read_text())
     (tmp_path / CONFIG).write_text(json.dumps(values | {"use_dora": True}))
     with pytest.raises(ModelError, match=r"has use_dora = true, .*, false"):

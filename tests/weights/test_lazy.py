@@ -37,10 +37,10 @@ def apply(tensors, step, choose):
     """Return the tensors that a function makes of `tensors`."""
     ndim = tensors[0].ndim
     dim = choose(ndim)
-    alike = all(tensor.shape == tensors[0].shape for tensor in tensors)
-    if step == "stack" and ndim < 4 and alike:
+    have_same_shape = all(tensor.shape == tensors[0].shape for tensor in tensors)
+    if step == "stack" and ndim < 4 and have_same_shape:
         return [torch.stack(tensors, dim=dim)]
-    if step == "cat" and alike:
+    if step == "cat" and have_same_shape:
         return [torch.cat(tensors, dim=dim)]
     if step == "chunk":
         return [chunk.contiguous() for tensor in tensors for chunk in torch.chunk(tensor, 2, dim=dim)]

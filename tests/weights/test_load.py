@@ -116,32 +116,32 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two(folders):
+def two_ranks(folders):
     return process_groups.run(functools.partial(in_two, folders=folders), ranks=2)
 
 
 @pytest.fixture(scope="module")
-def four(folders):
+def four_ranks(folders):
     return process_groups.run(functools.partial(in_four, folders=folders), ranks=4)
 
 
 @pytest.mark.parametrize("name", TWO)
-def test_two_ranks_have_the_tensors_of_one_process_and_read_only_their_shards(two, name):
-    differing, more_than_local, _ = two[name]
+def test_two_ranks_have_the_tensors_of_one_process_and_read_only_their_shards(two_ranks, name):
+    differing, more_than_local, _ = two_ranks[name]
     assert differing == []
     assert more_than_local == 0
 
 
 @pytest.mark.parametrize("case", FOUR)
-def test_any_strategy_on_four_ranks(four, case):
-    assert four[case] == ([], 0)
+def test_any_strategy_on_four_ranks(four_ranks, case):
+    assert four_ranks[case] == ([], 0)
 
 
-def test_all_ranks_refuse_a_head_that_differs_on_one(two):
-    assert "has lm_head.weight and model.embed_tokens.weight with different values" in two["two heads"]
+def test_all_ranks_refuse_a_head_that_differs_on_one(two_ranks):
+    assert "has lm_head.weight and model.embed_tokens.weight with different values" in two_ranks["two heads"]
 
 
-def test_a_rank_of_two_reads_about_half(two, folders):
+def test_a_rank_of_two_reads_about_half(two_ranks, folders):
     for name in ("transformer", "mixtral", "qwen2_moe"):
         total = sum(file.stat().st_size for file in Path(folders[name]).glob("*.safetensors"))
-        assert two[name][2] < 0.55 * total, name
+        assert two_ranks[name][2] < 0.55 * total, name

@@ -76,9 +76,9 @@ def inputs(mixer, batch=BATCH, tokens=TOKENS, dtype=torch.float64, seed=0):
     """Return the inputs that have values for each token."""
     arguments = {}
     sizes = {"q": (KEY,), "k": (KEY,), "v": (VALUES.get(mixer, 6),)} | OVER_TIME[mixer]
-    for number, (name, size) in enumerate(sizes.items()):
+    for index, (name, size) in enumerate(sizes.items()):
         several = mixer == "gated_delta_product" and name in ("k", "v", "beta")
-        x = randn(batch, tokens * (STEPS if several else 1), HEADS, *size, seed=100 * seed + number)
+        x = randn(batch, tokens * (STEPS if several else 1), HEADS, *size, seed=100 * seed + index)
         if name in ("k", "p", "w"):
             x = F.normalize(x, dim=-1)
         elif name in ("g", "g_atk"):

@@ -64,18 +64,18 @@ def models(draw):
     return model
 
 
-def flat(units):
-    return [module for unit in units for module in (unit, *unit.inner)]
+def flat(fsdp_modules):
+    return [module for fsdp_module in fsdp_modules for module in (fsdp_module, *fsdp_module.inner)]
 
 
 @settings(max_examples=200, deadline=None)
 @given(models())
 def test_every_parameter_is_in_one_fsdp_module(model):
-    units = split_dtypes(model, find_units(model))
+    fsdp_modules = split_dtypes(model, find_units(model))
     counts = Counter(
         id(param)
-        for unit in flat(units)
-        for param in {id(p): p for p in managed(model, unit, units).values()}.values()
+        for fsdp_module in flat(fsdp_modules)
+        for param in {id(p): p for p in managed(model, fsdp_module, fsdp_modules).values()}.values()
     )
     assert counts == Counter({id(param): 1 for param in model.parameters()})
 
@@ -83,9 +83,11 @@ def test_every_parameter_is_in_one_fsdp_module(model):
 @settings(max_examples=200, deadline=None)
 @given(models())
 def test_an_fsdp_module_reduces_in_one_dtype(model):
-    units = split_dtypes(model, find_units(model))
-    for unit in flat(units):
-        assert len({p.dtype for p in managed(model, unit, units).values() if p.requires_grad}) <= 1, unit
+    fsdp_modules = split_dtypes(model, find_units(model))
+    for fsdp_module in flat(fsdp_modules):
+        assert (
+            len({p.dtype for p in managed(model, fsdp_module, fsdp_modules).values() if p.requires_grad}) <= 1
+        ), fsdp_module
 
 
 @settings(max_examples=100, deadline=None)
@@ -97,14 +99,20 @@ def test_a_weight_of_two_blocks_is_refused_or_in_one_fsdp_module(model, data):
     setattr(model.get_submodule(owner), name, model.get_parameter(first))
     refusal = ""
     try:
-        units = split_dtypes(model, find_units(model))
+        fsdp_modules = split_dtypes(model, find_units(model))
     except ParallelError as error:
         refusal = str(error)
     if refusal:
         assert "one parameter in two FSDP units" in refusal or "one dtype" in refusal
         return
     tied = model.get_parameter(first)
-    assert sum(any(p is tied for p in managed(model, unit, units).values()) for unit in flat(units)) == 1
+    assert (
+        sum(
+            any(p is tied for p in managed(model, fsdp_module, fsdp_modules).values())
+            for fsdp_module in flat(fsdp_modules)
+        )
+        == 1
+    )
 
 
 def test_resharding_to_some_ranks_is_refused_with_another_parallelism():
@@ -114,19 +122,22 @@ def test_resharding_to_some_ranks_is_refused_with_another_parallelism():
 
 def test_fsdp_modules_of_a_vision_language_model():
     model = modeling.build(zoo.config("gemma3", num_hidden_layers=3, vision_config=dict(num_hidden_layers=2)))
-    units = [(unit.role, str(unit), unit.last) for unit in split_dtypes(model, find_units(model))]
+    fsdp_modules = [
+        (fsdp_module.role, str(fsdp_module), fsdp_module.last)
+        for fsdp_module in split_dtypes(model, find_units(model))
+    ]
     language = "model.language_model"
-    assert units == [
+    assert fsdp_modules == [
         ("root", "the root", False),
         *[("tower", f"model.vision_tower.encoder.layers.{i}", False) for i in range(2)],
         ("ends", f"{language}.embed_tokens + {language}.norm + lm_head", False),
         *[("block", f"{language}.layers.{i}", i == 2) for i in range(3)],
     ]
-    assert [unit.role for unit in find_units(model, "root")] == ["root", "ends", *["block"] * 3]
+    assert [fsdp_module.role for fsdp_module in find_units(model, "root")] == ["root", "ends", *["block"] * 3]
 
 
 def test_an_embedding_tied_to_a_parameter_of_the_root_stays_in_the_root():
     model = Tiny()
     model.score = nn.Linear(16, 32, bias=False)
     model.score.weight = model.embed.weight
-    assert [unit.role for unit in find_units(model)] == ["root", "block", "block", "ends"]
+    assert [fsdp_module.role for fsdp_module in find_units(model)] == ["root", "block", "block", "ends"]

@@ -43,9 +43,9 @@ def test_an_impossible_inference_names_world_sizes_that_work(tp, world):
         return
     with pytest.raises(ParallelError, match=f"tp {tp} x pp 1 = {tp}") as error:
         Degrees(tp=tp).resolve(world)
-    numbers = re.findall(r"start (\d+)(?: or (\d+))?", str(error.value))[0]
-    for number in filter(None, numbers):
-        Degrees(tp=tp).resolve(int(number))
+    sizes = re.findall(r"start (\d+)(?: or (\d+))?", str(error.value))[0]
+    for size in filter(None, sizes):
+        Degrees(tp=tp).resolve(int(size))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -142,11 +142,11 @@ def test_each_matrix_of_a_stack_and_of_a_packed_weight_is_updated_by_itself():
         param.grad = stack.clone()
         optimizer.step()
         matrices = param.detach().chunk(3, dim) if sections else param.detach()
-        for part, grad in zip(matrices, grads, strict=True):
+        for section, grad in zip(matrices, grads, strict=True):
             alone = torch.nn.Parameter(torch.zeros_like(grad))
             alone.grad = grad.clone()
             Muon([alone], adjust_lr_fn="original").step()
-            for matrix in part.reshape(-1, 6, 8):
+            for matrix in section.reshape(-1, 6, 8):
                 torch.testing.assert_close(matrix, alone.detach())
 
 

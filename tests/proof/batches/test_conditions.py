@@ -123,20 +123,20 @@ def test_a_quick_cover_has_each_condition_once():
 
 def test_cases_over_tp_and_cp_hold_every_pair_of_their_conditions():
     """tp 2 x cp 2 counts as tp 2 with one more condition, context parallelism."""
-    options = [replace(one, degrees=replace(one.degrees, cp=2)) for one in GRID if one.degrees.tp == 2]
-    grid = [*(one for one in GRID if one.degrees.tp == 2), *options]
+    options = [replace(each, degrees=replace(each.degrees, cp=2)) for each in GRID if each.degrees.tp == 2]
+    grid = [*(each for each in GRID if each.degrees.tp == 2), *options]
     cases = [case for case in cover(grid, TRAINED, TRAINED, ("float64",)) if case[0].degrees.cp == 2]
     levels = [(2,), *[(True, False)] * 2, [t.steps for t in TRAINED], *[(True, False)] * 3]
     expected = {pair for pair in pairs(itertools.product(*levels)) if 0 in (at for at, _ in pair)}
     assert expected <= pairs(map(settings, cases))
-    assert {one for one, _ in cases} == set(options)
+    assert {each for each, _ in cases} == set(options)
     assert len(cases) < 8
 
 
 def test_options_of_tensor_parallelism_are_proved_with_cp_only_if_tp_splits_weights():
     def chosen(tp, cp, *requested):
         accepted, _ = accepted_cases(Tiny(), TinyPlan, [Degrees(tp=tp, cp=cp)], *requested, named=True)
-        return [(one.loss_parallel, one.sequence_parallel) for one in accepted]
+        return [(each.loss_parallel, each.sequence_parallel) for each in accepted]
 
     every = [*itertools.product((True, False), repeat=2)]
     assert chosen(2, 1, None, None) == chosen(2, 2, None, None) == every
@@ -211,7 +211,7 @@ def test_batches_have_their_conditions():
         assert (sample.labels[mask == 0] == -100).all()
         assert (sample.labels[mask == 1] == -100).any()
     ids = sampler.tokens(MicroBatch(2, 16, documents=True), 2)["position_ids"]
-    assert all((row == 0).sum() == 2 and row.max() < 15 for row in ids)
+    assert all((sequence == 0).sum() == 2 and sequence.max() < 15 for sequence in ids)
     assert len(sampler.tokens(MicroBatch(repeated=True), 3)["input_ids"].unique()) <= 3
 
     class Packed(Tiny):
@@ -269,13 +269,13 @@ def test_conditions_that_a_model_refuses_are_left_out_and_reported():
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values", "cache_params", "memory"])
-@pytest.mark.parametrize("make", [lambda **held: SimpleNamespace(**held), dict])
+@pytest.mark.parametrize("make", [lambda **values: SimpleNamespace(**values), dict])
 def test_a_cache_is_recognised_by_one_of_three_names(name, make):
     """`cache` since transformers 5.24, before it `past_key_values`, and Mamba's `cache_params`; another name is reported."""
 
     class Cached(Tiny):
-        def forward(self, input_ids, use_cache=False, **given):
-            seen.append(given.get(name))
+        def forward(self, input_ids, use_cache=False, **arguments):
+            caches.append(arguments.get(name))
             return make(
                 **{"logits": super().forward(input_ids).logits, name: ["state"] if use_cache else None}
             )
@@ -286,11 +286,11 @@ def test_a_cache_is_recognised_by_one_of_three_names(name, make):
     Cached.forward.__signature__ = inspect.Signature(
         [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY), *parameters]
     )
-    seen = []
+    caches = []
     report = verify_sharded(Cached, TinyPlan, conditions="each")
     assert report.passed, report.table()
     unknown = "a forward with a cache: its forward takes none called cache, past_key_values or cache_params"
-    assert (["state"] in seen) is (unknown not in report.uncovered) is (name != "memory")
+    assert (["state"] in caches) is (unknown not in report.uncovered) is (name != "memory")
 
 
 def test_a_cache_that_needs_a_mask_is_filled_with_one():

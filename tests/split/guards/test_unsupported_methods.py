@@ -95,7 +95,7 @@ def test_full_state_dicts_are_loaded_and_saved(tmp_path, monkeypatch):
 
 
 def test_full_state_dicts_without_fsdp_and_with_another_shape():
-    full, other = Tiny(tied=True).state_dict(), Tiny().state_dict()
+    full, untied = Tiny(tied=True).state_dict(), Tiny().state_dict()
 
     def work(world):
         model = Tiny(tied=True)
@@ -103,10 +103,10 @@ def test_full_state_dicts_without_fsdp_and_with_another_shape():
         model.load_state_dict(full)
         right = [p.full_tensor().equal(full[name]) for name, p in model.named_parameters()]
         model.layers.load_state_dict(
-            {k.removeprefix("layers."): v for k, v in other.items() if "layers" in k}
+            {k.removeprefix("layers."): v for k, v in untied.items() if "layers" in k}
         )
         right += [
-            p.full_tensor().equal(other[name]) for name, p in model.named_parameters() if "layers" in name
+            p.full_tensor().equal(untied[name]) for name, p in model.named_parameters() if "layers" in name
         ]
         with pytest.raises(RuntimeError, match=r"size mismatch for norm\.weight"):
             model.load_state_dict(full | {"norm.weight": torch.ones(8)})

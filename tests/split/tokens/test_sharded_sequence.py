@@ -70,12 +70,12 @@ def arguments(dummy):
     yield (WHOLE.cos(), WHOLE.sin())
 
 
-def called(function, make, rest):
+def called(function, make, further):
     """Return the sequence and the result of `function`, or None and the error."""
     torch.manual_seed(0)
     x = make()
     try:
-        return x, function(x, *rest), None
+        return x, function(x, *further), None
     except (
         AssertionError,
         RuntimeError,
@@ -131,20 +131,20 @@ def test_every_function_gives_the_result_of_the_full_sequence(permission, gradie
         name = resolve_name(function) or function.__name__
         if rules._name(function) in LEFT_OUT or function not in dummies or "__set__" in name:
             continue
-        for rest in arguments(dummies[function]):
-            x, expected, error = called(function, make, rest)
+        for further in arguments(dummies[function]):
+            x, expected, error = called(function, make, further)
             if error is not None:
                 continue
             ran.add(name)
-            y, actual, failed = called(function, shown, rest)
+            y, actual, failed = called(function, shown, further)
             if isinstance(failed, PlanError):
                 break
             if failed is not None:
-                wrong.append(f"{name}{rest}: {failed!r}"[:200])
+                wrong.append(f"{name}{further}: {failed!r}"[:200])
                 break
             pairs = list(zip(tree_leaves(actual), tree_leaves(expected), strict=False))
             if any(differs(a, b) for a, b in pairs) or differs(y, x):
-                wrong.append(f"{name}{tuple(r.shape if isinstance(r, torch.Tensor) else r for r in rest)}")
+                wrong.append(f"{name}{tuple(r.shape if isinstance(r, torch.Tensor) else r for r in further)}")
                 break
             floats = [
                 b
@@ -203,10 +203,10 @@ def test_a_partial_sum_is_not_changed_in_place_by_another():
 
 def test_the_sequence_may_be_given_by_keyword():
     x = sharded_sequence(own(WHOLE), Alone(WHOLE), GRANTED)
-    made = (
+    results = (
         torch.reshape(input=x, shape=(2, -1)),
         torch.nn.functional.dropout(input=x, p=0.0),
         torch.where(condition=WHOLE > 0, input=x, other=torch.zeros(())),
     )
-    for actual, expected in zip(made, (WHOLE.reshape(2, -1), WHOLE, WHOLE.clamp(min=0)), strict=True):
+    for actual, expected in zip(results, (WHOLE.reshape(2, -1), WHOLE, WHOLE.clamp(min=0)), strict=True):
         assert torch.equal(actual.to_full() if isinstance(actual, ShardedSequence) else actual, expected)

@@ -64,15 +64,15 @@ class Mutant:
 @cache
 def corpus() -> dict[Architecture, list[Mutant]]:
     """Return for each architecture the mutants that no architecture before it has."""
-    seen: dict[tuple, list[set[str]]] = {}
+    parameters_of_earlier: dict[tuple, list[set[str]]] = {}
     by_architecture = {}
     for architecture in ARCHITECTURES:
         by_architecture[architecture] = []
         for mutant in list(mutants(architecture)):
-            before = seen.setdefault((mutant.operator, mutant.options, mutant.likeness), [])
+            before = parameters_of_earlier.setdefault((mutant.operator, mutant.options, mutant.likeness), [])
             module = architecture.reference().pristine.get_submodule(mutant.key)
             parameters = {name for name, param in module._parameters.items() if param is not None}
-            if not any(parameters <= other for other in before):
+            if not any(parameters <= earlier for earlier in before):
                 by_architecture[architecture].append(mutant)
             before.append(parameters)
     return by_architecture

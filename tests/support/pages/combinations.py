@@ -257,8 +257,8 @@ def run_one(combination):
         from tests.support import pipeline_step
 
         config, mesh = config_of(combination.kind, combination.pp), mesh_once(combination.degrees)
-        found = pipeline_step.train(config, job(combination), mesh, case)
-        worst = step_comparison.compare(found, expected, case.tolerance)
+        trained = pipeline_step.train(config, job(combination), mesh, case)
+        worst = step_comparison.compare(trained, expected, case.tolerance)
     return worst, counters["stats"]["unique_graphs"]
 
 

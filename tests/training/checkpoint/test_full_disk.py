@@ -66,7 +66,7 @@ def test_a_full_disk_for_the_log_ends_the_job_in_one_line(tmp_path, ranks):
 
 
 @pytest.mark.parametrize(
-    ("number", "why"),
+    ("errno_of_write", "reason"),
     [
         (errno.ENOSPC, "no space is left"),
         (errno.EDQUOT, "Disk quota exceeded"),
@@ -75,14 +75,14 @@ def test_a_full_disk_for_the_log_ends_the_job_in_one_line(tmp_path, ranks):
         (errno.EROFS, "Read-only file system"),
     ],
 )
-def test_a_failed_write_has_the_reason_of_the_system(number, why):
+def test_a_failed_write_has_the_reason_of_the_system(errno_of_write, reason):
     with (
         pytest.raises(NotSaved) as raised,
         raise_not_saved(lambda: "step-4 is left"),
         name_file_in_errors("out/rows"),
     ):
-        raise OSError(number, os.strerror(number))
-    assert str(raised.value) == f"out/rows can't be written ({why}); step-4 is left"
+        raise OSError(errno_of_write, os.strerror(errno_of_write))
+    assert str(raised.value) == f"out/rows can't be written ({reason}); step-4 is left"
 
 
 def test_other_errors_are_not_changed():

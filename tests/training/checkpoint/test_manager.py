@@ -259,31 +259,31 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two(folder):
+def two_ranks(folder):
     return process_groups.run(on_two_ranks, 2)
 
 
-def test_going_back_uses_a_new_folder_and_keeps_the_old_one(two):
-    uninterrupted = two["uninterrupted"]
-    assert two["again"] == {step: uninterrupted[step] for step in (5, 6, 7, 8)}
-    assert two["names"] == (["step-2", "step-4", "step-6", "step-8"], ["step-6", "step-8"])
+def test_going_back_uses_a_new_folder_and_keeps_the_old_one(two_ranks):
+    uninterrupted = two_ranks["uninterrupted"]
+    assert two_ranks["again"] == {step: uninterrupted[step] for step in (5, 6, 7, 8)}
+    assert two_ranks["names"] == (["step-2", "step-4", "step-6", "step-8"], ["step-6", "step-8"])
 
 
-def test_a_restart_by_the_launcher_resumes_from_the_newest(two):
-    assert list(two["on"]) == [9, 10]
-    assert list(two["restarted"]) == [11, 12]
+def test_a_restart_by_the_launcher_resumes_from_the_newest(two_ranks):
+    assert list(two_ranks["on"]) == [9, 10]
+    assert list(two_ranks["restarted"]) == [11, 12]
 
 
-def test_a_foreign_checkpoint_runs_no_code(two, folder):
-    assert "train_state.step in it is damaged" in two["poisoned"]
+def test_a_foreign_checkpoint_runs_no_code(two_ranks, folder):
+    assert "train_state.step in it is damaged" in two_ranks["poisoned"]
     assert not (folder / "ran").exists()
 
 
-def test_options_that_changed_take_effect_and_are_named_in_one_line(two):
+def test_options_that_changed_take_effect_and_are_named_in_one_line(two_ranks):
     changed = {"betas": (0.5, 0.95), "lr": pytest.approx(1e-4)}
-    assert two["groups"] == [changed | {"weight_decay": 0.3}, changed | {"weight_decay": 0.0}]
-    assert (two["name"], two["step"]) == ("Adam", 6)
-    (line,) = two["lines"]
+    assert two_ranks["groups"] == [changed | {"weight_decay": 0.3}, changed | {"weight_decay": 0.0}]
+    assert (two_ranks["name"], two_ranks["step"]) == ("Adam", 6)
+    (line,) = two_ranks["lines"]
     for change in (
         'optimizer.name = "AdamW", now "Adam"',
         "optimizer.weight_decay = 0.1, now 0.3",
@@ -296,39 +296,39 @@ def test_options_that_changed_take_effect_and_are_named_in_one_line(two):
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_weights_that_are_not_finite_are_never_saved(two, mode):
-    assert two[mode].startswith("step 6 is not saved")
+def test_weights_that_are_not_finite_are_never_saved(two_ranks, mode):
+    assert two_ranks[mode].startswith("step 6 is not saved")
     advice = "checkpoint is step-4. Start the job again with a lower optimizer.lr"
-    assert advice in two[mode]
-    assert "skip_nan_inf" not in two[mode]  # skipping steps would not help
-    assert two[mode, "names"] == ["step-2", "step-4"]
-    assert two[mode, "logged"].startswith("step 5: the gradient's norm is")
-    assert advice in two[mode, "logged"]
-    assert "skip_nan_inf" not in two[mode, "logged"]
+    assert advice in two_ranks[mode]
+    assert "skip_nan_inf" not in two_ranks[mode]  # skipping steps would not help
+    assert two_ranks[mode, "names"] == ["step-2", "step-4"]
+    assert two_ranks[mode, "logged"].startswith("step 5: the gradient's norm is")
+    assert advice in two_ranks[mode, "logged"]
+    assert "skip_nan_inf" not in two_ranks[mode, "logged"]
 
 
-def test_an_update_that_overflows_weights_is_never_saved(two):
-    assert two["overflow"].startswith("step 1 is not saved")
-    assert two["overflow", "names"] == []
+def test_an_update_that_overflows_weights_is_never_saved(two_ranks):
+    assert two_ranks["overflow"].startswith("step 1 is not saved")
+    assert two_ranks["overflow", "names"] == []
 
 
-def test_too_many_skipped_steps_in_a_row_end_the_job(two):
-    assert two["skipped"].startswith("step 7: the gradient was not finite in 2")
-    assert "checkpoint is step-6" in two["skipped"]
+def test_too_many_skipped_steps_in_a_row_end_the_job(two_ranks):
+    assert two_ranks["skipped"].startswith("step 7: the gradient was not finite in 2")
+    assert "checkpoint is step-6" in two_ranks["skipped"]
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_full_disk_prints_one_line_and_leaves_no_partial_checkpoint(two, mode, folder):
+def test_a_full_disk_prints_one_line_and_leaves_no_partial_checkpoint(two_ranks, mode, folder):
     path = folder / f"full-{mode}" / "checkpoint"
-    assert f"can't be saved in {path} (File too large); " in two[f"full {mode}"]
-    assert "checkpoint is step-2" in two[f"full {mode}"]
-    assert two[f"full {mode}", "names"] == ["step-2"]
+    assert f"can't be saved in {path} (File too large); " in two_ranks[f"full {mode}"]
+    assert "checkpoint is step-2" in two_ranks[f"full {mode}"]
+    assert two_ranks[f"full {mode}", "names"] == ["step-2"]
     assert damage(path / "step-2") is None
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_saves_do_not_leak(two, mode):
-    early, late = two["resource_counts"][mode][6], two["resource_counts"][mode][30]
+def test_saves_do_not_leak(two_ranks, mode):
+    early, late = two_ranks["resource_counts"][mode][6], two_ranks["resource_counts"][mode][30]
     grown = {name: late[name] - early[name] for name in late}
     # After 24 saves; the records of this test are counted too.
     assert grown.pop("objects") < 24 * 50

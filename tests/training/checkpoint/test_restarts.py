@@ -71,7 +71,7 @@ def kill(job, process, rank, restarts):
 
 def test_killed_ranks_are_restarted_up_to_max_restarts(job):
     process = job.start("--max-restarts", "1")
-    pids = [kill(job, process, rank, number) for number, rank in enumerate((0, 1))]
+    pids = [kill(job, process, rank, restart) for restart, rank in enumerate((0, 1))]
     assert job.end(process) == 1
     first, *_, last = (line for line in job.err.splitlines() if line.startswith(("rank", "error")))
     assert first.startswith(f"rank 0 (pid {pids[0]}) was killed by SIGKILL")

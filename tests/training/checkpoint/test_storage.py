@@ -212,6 +212,6 @@ def test_a_finished_job_differs_by_keys_that_decide_its_result(tmp_path):
         message = rf"other options \({key} = .*, now \"?{value}\"?\); name another"
         with pytest.raises(ConfigError, match=message):
             check_finished(last, build_job(LR | {key: value}))
-    alike = {"training.steps": 3, "metrics.log_freq": 1, "training.gc_freq": 9}
-    for key, value in (alike | {"parallelism.tensor_parallel_degree": 2}).items():
+    incidental = {"training.steps": 3, "metrics.log_freq": 1, "training.gc_freq": 9}
+    for key, value in (incidental | {"parallelism.tensor_parallel_degree": 2}).items():
         check_finished(last, build_job(LR | {key: value}))

@@ -74,8 +74,10 @@ def expected_pairs(names, epochs) -> Counter:
     st.integers(1, 16), st.integers(1, 16), st.sampled_from(["cut", "best_fit"]), st.integers(1, 2),
     st.sampled_from(["a", "abc"]), st.integers(0, 40),
 )  # fmt: skip
-def test_every_document_is_read_once_per_epoch(data, batch, other, packing, epochs, names, stop):
-    data = data.replace(packing=packing, sources=tuple(of for of in data.sources if of.name in names))
+def test_every_document_is_read_once_per_epoch(data, batch, other_batch, packing, epochs, names, stop):
+    data = data.replace(
+        packing=packing, sources=tuple(source for source in data.sources if source.name in names)
+    )
     first = build(data, batch, epochs=epochs)
     batches = iter(first)
     read = predicted_pairs(islice(batches, stop))
@@ -85,7 +87,7 @@ def test_every_document_is_read_once_per_epoch(data, batch, other, packing, epoc
         name: (epochs, f"{epochs}.00 epochs, {epochs * SOURCES[name][0]} documents of {SOURCES[name][0]}")
         for name in names
     }
-    second = build(data, other, epochs=epochs)
+    second = build(data, other_batch, epochs=epochs)
     second.load_state_dict(state)
     assert read + predicted_pairs(second) == expected_pairs(names, epochs)
 

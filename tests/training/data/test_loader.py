@@ -97,8 +97,8 @@ def flat(batches):
 @pytest.mark.parametrize("name", ["text", "rows", "reader", "stdlib"])
 def test_each_sequence_of_a_batch_has_the_documents_of_a_reader_in_order(build, corpora, tokenizer, name):
     config = corpora[name]
-    (of,) = config.data.sources
-    source = open_source(of.dataset, of.dataset_path, of.dataset_split)
+    (data_source,) = config.data.sources
+    source = open_source(data_source.dataset, data_source.dataset_path, data_source.dataset_split)
     batches = list(islice(build(config), 12))
     for sequence in range(BATCH):
         documents = (

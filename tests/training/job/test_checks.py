@@ -104,14 +104,14 @@ def test_degrees_have_to_fit_the_processes_and_the_model(job, world_size, option
 
 def test_the_experts_have_to_fit_the_ranks(job):
     """If the shard degree is not set, it is what the experts need; a given one is not changed."""
-    of = {"model__name": "qwen3_moe", "parallelism__expert_parallel_degree": 4}
-    assert fewest_processes(job(**of)) == 4
-    assert fewest_processes(job(**of, parallelism__tensor_parallel_degree=2)) == 4
-    check_job(job(**of), 4)
-    message = refusal(job(**of, parallelism__data_parallel_shard_degree=2), 2)
+    options = {"model__name": "qwen3_moe", "parallelism__expert_parallel_degree": 4}
+    assert fewest_processes(job(**options)) == 4
+    assert fewest_processes(job(**options, parallelism__tensor_parallel_degree=2)) == 4
+    check_job(job(**options), 4)
+    message = refusal(job(**options, parallelism__data_parallel_shard_degree=2), 2)
     assert "expert_parallel_degree = 4 does not divide" in message
     assert message.endswith("1 or 2 would, or a data_parallel_shard_degree that is a multiple of 4")
-    assert "1 or 2 would" in refusal(job(**of), 2)
+    assert "1 or 2 would" in refusal(job(**options), 2)
 
 
 def test_the_batch_has_to_fit_the_data_parallel_degree(job):

@@ -97,14 +97,14 @@ def on_two_ranks(rank: int) -> dict:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
+def two_ranks(tmp_path_factory):
     write_inputs(tmp_path_factory.mktemp("jobs"))
     return process_groups.run(on_two_ranks, 2)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_job_reports_its_parallelism(two, case):
-    (losses, _), (start, end), lines = two[case]
+def test_a_job_reports_its_parallelism(two_ranks, case):
+    (losses, _), (start, end), lines = two_ranks[case]
     assert list(losses) == [1, 2, 3]
     assert start["measured_after_step"] is None
     assert start["step"] is None
@@ -129,17 +129,17 @@ def test_a_job_reports_its_parallelism(two, case):
     assert len([line for line in lines if line != waits]) <= 6 + picture, "a few lines, not a dump"
 
 
-def test_a_job_that_measures_nothing_trains_the_same_and_says_so(two):
-    assert all(two["same", name] for name in UNMEASURED), "losses and gradient norms are bit-identical"
-    for report in two["unmeasured"]:
+def test_a_job_that_measures_nothing_trains_the_same_and_says_so(two_ranks):
+    assert all(two_ranks["same", name] for name in UNMEASURED), "losses and gradient norms are bit-identical"
+    for report in two_ranks["unmeasured"]:
         assert report["measured_after_step"] is None
         assert [report[field] for field in ("step", "blocks", "other_modules", "graphs")] == [None] * 4
         assert set(report["reasons"].values()) == {"metrics.measure_first_step = false"}
 
 
-def test_the_totals_are_sums_over_modules(two):
+def test_the_totals_are_sums_over_modules(two_ranks):
     for case in CASES:
-        report = two[case][1][-1]
+        report = two_ranks[case][1][-1]
         for key in ("collectives", "bytes", "fused"):
             step = report["step"]
             assert step[key] == sum(group[key] for group in step["by_group"].values())
@@ -152,19 +152,19 @@ def test_the_totals_are_sums_over_modules(two):
             assert sum(rows) == report["step"][theirs]
 
 
-def test_reductions_for_the_log_are_counted_separately(two):
+def test_reductions_for_the_log_are_counted_separately(two_ranks):
     # When it logs, torchtitan reduces the loss, its maximum and the tokens over the data-parallel ranks.
-    assert two["fsdp"][1][-1]["step"]["log"]["collectives"] == 3
-    assert two["tp"][1][-1]["step"]["log"]["collectives"] == 0
-    assert two["fsdp"][1][-1]["step"]["by_group"].keys() == {"fsdp"}
-    assert two["ddp"][1][-1]["step"]["by_group"].keys() == {"dp_replicate"}
+    assert two_ranks["fsdp"][1][-1]["step"]["log"]["collectives"] == 3
+    assert two_ranks["tp"][1][-1]["step"]["log"]["collectives"] == 0
+    assert two_ranks["fsdp"][1][-1]["step"]["by_group"].keys() == {"fsdp"}
+    assert two_ranks["ddp"][1][-1]["step"]["by_group"].keys() == {"dp_replicate"}
 
 
-def test_a_collective_is_named_by_its_purpose(two):
+def test_a_collective_is_named_by_its_purpose(two_ranks):
     """With context parallelism alone, heads are exchanged and gradients summed over the same two ranks."""
     data = {"all_gather": "fsdp", "reduce_scatter": "fsdp", "all_reduce": "fsdp"}
     for case, sums in (("cp", data), ("cp ddp", {"all_reduce": "dp_cp"})):
-        report = two[case][1][-1]
+        report = two_ranks[case][1][-1]
         rows = [row for part in (*report["blocks"], *report["other_modules"]) for row in part["collectives"]]
         pairs = {(row["operation"], row["group"]) for row in rows if row["phase"] != "update"}
         assert ("all_to_all", "cp") in pairs
@@ -173,8 +173,8 @@ def test_a_collective_is_named_by_its_purpose(two):
         assert report["step"]["by_group"]["cp"]["collectives"] > 0
 
 
-def test_a_pipeline_is_described_measured_and_drawn(two):
-    report, lines = two["pp"][1][-1], two["pp"][2]
+def test_a_pipeline_is_described_measured_and_drawn(two_ranks):
+    report, lines = two_ranks["pp"][1][-1], two_ranks["pp"][2]
     first, last = report["pipeline"]["stages"]
     assert (first["rank"], first["blocks"], first["tensors_received"]) == (0, ["model.layers.0"] * 2, 0)
     assert (last["rank"], last["blocks"], last["tensors_received"]) == (1, ["model.layers.1"] * 2, 1)
@@ -189,21 +189,21 @@ def test_a_pipeline_is_described_measured_and_drawn(two):
     row = lines[lines.index(title) + 1]
     assert row.startswith("rank 0 stage 0 F")
     assert lines[-1].startswith("Step 3: the pipeline took ")
-    assert two["pictures"].keys() == {"pipeline.svg", "pipeline_measured.svg"}
-    boxes = {name: picture.count('height="22"') for name, picture in two["pictures"].items()}
+    assert two_ranks["pictures"].keys() == {"pipeline.svg", "pipeline_measured.svg"}
+    boxes = {name: picture.count('height="22"') for name, picture in two_ranks["pictures"].items()}
     assert set(boxes.values()) == {2 * 2 * 4}, (
         "one box for forward and backward of each micro batch in each stage"
     )
 
 
-def test_the_graphs_of_a_pipeline_are_from_its_first_step(two):
-    (kind,) = two["pp compiled"][1][-1]["graphs"]["blocks"]
+def test_the_graphs_of_a_pipeline_are_from_its_first_step(two_ranks):
+    (kind,) = two_ranks["pp compiled"][1][-1]["graphs"]["blocks"]
     assert kind["ran_compiled"] == 1
     assert kind["graphs"] > 0
 
 
-def test_a_float8_gather_has_a_quarter_of_the_bytes_of_float32(two):
-    plain, float8 = (two[case][1][-1] for case in ("tp", "float8"))
+def test_a_float8_gather_has_a_quarter_of_the_bytes_of_float32(two_ranks):
+    plain, float8 = (two_ranks[case][1][-1] for case in ("tp", "float8"))
     (last_plain,), (last_float8,) = (
         [
             row["bytes"]
@@ -215,13 +215,13 @@ def test_a_float8_gather_has_a_quarter_of_the_bytes_of_float32(two):
     assert last_plain == 4 * last_float8
     assert float8["float8"]["recipe"] == "tensorwise"
     assert plain["float8"] is None
-    assert any("in float8 (tensorwise, emulated), 0 left out" in line for line in two["float8"][2])
+    assert any("in float8 (tensorwise, emulated), 0 left out" in line for line in two_ranks["float8"][2])
 
 
-def test_a_job_that_falls_back_from_compilation_ends(two):
-    assert "model.layers.0 was to be compiled, but ran eagerly" in two["eager"]
-    assert "\n" not in two["eager"]
+def test_a_job_that_falls_back_from_compilation_ends(two_ranks):
+    assert "model.layers.0 was to be compiled, but ran eagerly" in two_ranks["eager"]
+    assert "\n" not in two_ranks["eager"]
 
 
-def test_no_partial_file_is_left(two):
-    assert two["files"] == []
+def test_no_partial_file_is_left(two_ranks):
+    assert two_ranks["files"] == []

@@ -160,7 +160,7 @@ def on_two_ranks(rank: int) -> dict:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
+def two_ranks(tmp_path_factory):
     write_inputs(tmp_path_factory.mktemp("jobs"))
     return process_groups.run(on_two_ranks, 2)
 
@@ -171,89 +171,93 @@ def approx_of(losses: dict[int, float], all_losses: dict[int, float]):
 
 
 @pytest.mark.parametrize("case", ["ddp", "ddp accumulated", "at once", "deferred"])
-def test_each_strategy_has_the_losses_of_fsdp2(two, case):
-    assert list(two[case]) == [1, 2, 3, 4]
-    assert two["fsdp2"][4] < two["fsdp2"][1] - 0.01, "a model that does not learn proves nothing"
-    assert two[case] == approx_of(two[case], two["fsdp2"])
+def test_each_strategy_has_the_losses_of_fsdp2(two_ranks, case):
+    assert list(two_ranks[case]) == [1, 2, 3, 4]
+    assert two_ranks["fsdp2"][4] < two_ranks["fsdp2"][1] - 0.01, "a model that does not learn proves nothing"
+    assert two_ranks[case] == approx_of(two_ranks[case], two_ranks["fsdp2"])
 
 
-def test_deferred_gradients_are_summed_once_a_step_and_weights_stay_gathered(two):
-    (gathers, scatters), (fewer, half) = two["at once", "counts"], two["deferred", "counts"]
+def test_deferred_gradients_are_summed_once_a_step_and_weights_stay_gathered(two_ranks):
+    (gathers, scatters), (fewer, half) = two_ranks["at once", "counts"], two_ranks["deferred", "counts"]
     assert half * 2 == scatters > 0
     assert fewer < gathers
 
 
-def test_a_validation_of_gathered_weights_is_the_same_and_gathers_less(two):
-    assert two["unsharded"] == two["sharded"]
-    assert list(two["sharded"]["validation"]) == [1, 4]
-    assert two["unsharded", "gathers"] < two["sharded", "gathers"]
+def test_a_validation_of_gathered_weights_is_the_same_and_gathers_less(two_ranks):
+    assert two_ranks["unsharded"] == two_ranks["sharded"]
+    assert list(two_ranks["sharded"]["validation"]) == [1, 4]
+    assert two_ranks["unsharded", "gathers"] < two_ranks["sharded", "gathers"]
 
 
-def test_muon_trains_the_same_under_each_strategy(two):
-    assert two["muon"][8] < two["muon"][1] - 0.1
+def test_muon_trains_the_same_under_each_strategy(two_ranks):
+    assert two_ranks["muon"][8] < two_ranks["muon"][1] - 0.1
     for case in ("muon, tp", "muon, ddp"):
         # Muon rounds to bfloat16, sometimes to the other neighbour.
-        assert two[case] == pytest.approx({step: two["muon"][step] for step in two[case]}, rel=1e-4)
+        assert two_ranks[case] == pytest.approx(
+            {step: two_ranks["muon"][step] for step in two_ranks[case]}, rel=1e-4
+        )
 
 
-def test_each_group_has_its_schedule(two):
+def test_each_group_has_its_schedule(two_ranks):
     # After the first of two warm-up steps. AdamW has two groups: the embedding, and parameters without decay.
-    assert two["muon's rates"] == pytest.approx({"lr/AdamW/0": 5e-4, "lr/AdamW/1": 15e-4, "lr/Muon": 15e-4})
-    last = two["muon's groups"][0][2] / 1e-3
+    assert two_ranks["muon's rates"] == pytest.approx(
+        {"lr/AdamW/0": 5e-4, "lr/AdamW/1": 15e-4, "lr/Muon": 15e-4}
+    )
+    last = two_ranks["muon's groups"][0][2] / 1e-3
     assert 0 < last < 1
-    assert two["muon's groups"] == [
+    assert two_ranks["muon's groups"] == [
         ("AdamW", 1e-3, pytest.approx(1e-3 * last), 0.1),
         ("AdamW", 3e-3, pytest.approx(3e-3 * last), 0.0),
         ("Muon", 3e-3, pytest.approx(3e-3 * last), 0.1),
     ]
 
 
-def test_the_momentum_of_muon_is_resumed_at_another_degree(two):
-    losses = two["muon, on with fsdp2 from tp"]
+def test_the_momentum_of_muon_is_resumed_at_another_degree(two_ranks):
+    losses = two_ranks["muon, on with fsdp2 from tp"]
     assert list(losses) == [5, 6, 7, 8]
-    assert losses == pytest.approx({step: two["muon"][step] for step in losses}, rel=1e-4)
+    assert losses == pytest.approx({step: two_ranks["muon"][step] for step in losses}, rel=1e-4)
 
 
-def test_changed_groups_take_effect_on_resume(two):
-    assert two["changed groups"] == [(5e-4, 0.1, 1), (3e-3, 0.2, 5), (3e-3, 0.1, 14)]
+def test_changed_groups_take_effect_on_resume(two_ranks):
+    assert two_ranks["changed groups"] == [(5e-4, 0.1, 1), (3e-3, 0.2, 5), (3e-3, 0.1, 14)]
 
 
 @pytest.mark.parametrize("how", ["split", "gathered"])
-def test_muon_takes_float8(two, how):
-    losses = two["float8, muon", how]
+def test_muon_takes_float8(two_ranks, how):
+    losses = two_ranks["float8, muon", how]
     assert losses[4] < losses[1] - 0.01
 
 
 @pytest.mark.parametrize("case", ["fsdp2 skips", "ddp skips"])
-def test_a_step_that_is_not_finite_on_one_rank_changes_nothing(two, case):
-    losses, same, log = two[case]
+def test_a_step_that_is_not_finite_on_one_rank_changes_nothing(two_ranks, case):
+    losses, same, log = two_ranks[case]
     assert log == ["step 3: the gradient's norm is nan, so the step is skipped (1 in this run)"]
     assert same == [False, True, False]  # the weights after steps 1 and 2, 2 and 3, 3 and 4
     assert list(losses) == [1, 2, 4]  # torchtitan logs no line for a loss that is not finite
-    assert {1: losses[1], 2: losses[2]} == approx_of({1: ..., 2: ...}, two["fsdp2"])
+    assert {1: losses[1], 2: losses[2]} == approx_of({1: ..., 2: ...}, two_ranks["fsdp2"])
     assert losses[4] < losses[2]
 
 
-def test_muon_skips_steps_too(two):
-    losses, same, _ = two["muon skips"]
+def test_muon_skips_steps_too(two_ranks):
+    losses, same, _ = two_ranks["muon skips"]
     assert same == [False, True, False]
     assert list(losses) == [1, 2, 4]
 
 
 @pytest.mark.parametrize(("case", "first"), [("on with a compiled optimizer", 5), ("and back under ddp", 7)])
-def test_a_checkpoint_resumes_under_another_strategy_and_optimizer(two, case, first):
-    assert list(two[case]) == list(range(first, 9))
-    assert two[case] == approx_of(two[case], two["fsdp2"])
+def test_a_checkpoint_resumes_under_another_strategy_and_optimizer(two_ranks, case, first):
+    assert list(two_ranks[case]) == list(range(first, 9))
+    assert two_ranks[case] == approx_of(two_ranks[case], two_ranks["fsdp2"])
 
 
-def test_the_step_of_the_optimizer_is_compiled_once(two):
+def test_the_step_of_the_optimizer_is_compiled_once(two_ranks):
     # A learning rate that is a Python number would recompile in each step.
-    assert two["graphs"] == 1
+    assert two_ranks["graphs"] == 1
 
 
-def test_a_job_trains_in_float8_and_says_so(two):
-    assert two["float8"][4] < two["float8"][1] - 0.01
-    report = two["float8 report"]
+def test_a_job_trains_in_float8_and_says_so(two_ranks):
+    assert two_ranks["float8"][4] < two_ranks["float8"][1] - 0.01
+    report = two_ranks["float8 report"]
     assert report["recipe"] == "tensorwise"
     assert report["emulated"]
     assert len(report["converted"]) == 14  # seven modules in each of two blocks

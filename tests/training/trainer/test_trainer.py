@@ -99,56 +99,58 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def one(folder):
+def one_rank(folder):
     return process_groups.run(on_one_rank, 1)
 
 
 @pytest.fixture(scope="module")
-def two(folder, one):
+def two_ranks(folder, one_rank):
     return process_groups.run(on_two_ranks, 2)
 
 
 @pytest.mark.parametrize("how", ["loss parallel", "logits gathered"])
 @pytest.mark.parametrize("model", ["gla", "transformer"])
-def test_two_ranks_have_the_loss_curve_of_one(one, two, model, how):
-    assert len(one[model]) == 20
+def test_two_ranks_have_the_loss_curve_of_one(one_rank, two_ranks, model, how):
+    assert len(one_rank[model]) == 20
     # float32: sums over the ranks round in another order, by 3e-7 after 20 steps. At a learning rate of 1e-2 training is
     # unstable and the difference grows to 7e-4, as it does on one rank between accumulated and full batches.
-    assert two[model, how] == pytest.approx(one[model], rel=1e-5)
-    assert one[model][20] < one[model][1] - 0.5, "a model that does not learn proves nothing"
+    assert two_ranks[model, how] == pytest.approx(one_rank[model], rel=1e-5)
+    assert one_rank[model][20] < one_rank[model][1] - 0.5, "a model that does not learn proves nothing"
 
 
 @pytest.mark.parametrize("case", ["resumed", "tp resumed", "fsdp resumed"])
-def test_a_resumed_run_repeats_the_uninterrupted_one_bitwise(one, two, case):
-    uninterrupted, half, same_generator = (one | two)[case]
+def test_a_resumed_run_repeats_the_uninterrupted_one_bitwise(one_rank, two_ranks, case):
+    uninterrupted, half, same_generator = (one_rank | two_ranks)[case]
     assert list(half) == [5, 6, 7, 8]
     assert half == {step: uninterrupted[step] for step in half}
     assert same_generator
 
 
-def test_accumulated_batches_have_the_loss_of_the_full_batch(one):
-    assert one["accumulated"] == pytest.approx(one["gla"], rel=1e-5)  # float32, summed in another order
+def test_accumulated_batches_have_the_loss_of_the_full_batch(one_rank):
+    assert one_rank["accumulated"] == pytest.approx(
+        one_rank["gla"], rel=1e-5
+    )  # float32, summed in another order
 
 
-def test_the_model_keeps_its_names_ties_and_mode(one):
-    assert "model.layers.0.self_attn.q_proj.weight" in one["names"]
-    assert one["tied"], "tied weights were untied"
-    assert one["training"], "validation left the model in eval mode"
+def test_the_model_keeps_its_names_ties_and_mode(one_rank):
+    assert "model.layers.0.self_attn.q_proj.weight" in one_rank["names"]
+    assert one_rank["tied"], "tied weights were untied"
+    assert one_rank["training"], "validation left the model in eval mode"
 
 
-def test_gradient_is_clipped(one):
-    assert one["clipped_norm"] == pytest.approx(0.01, rel=1e-3)  # clip_grad_norm_ adds 1e-6 to the norm
+def test_gradient_is_clipped(one_rank):
+    assert one_rank["clipped_norm"] == pytest.approx(0.01, rel=1e-3)  # clip_grad_norm_ adds 1e-6 to the norm
 
 
-def test_learning_rate_warms_up_and_decays(one):
-    rate = {row["step"]: row[key] for row in one["everything"] for key in row if key.startswith("lr")}
+def test_learning_rate_warms_up_and_decays(one_rank):
+    rate = {row["step"]: row[key] for row in one_rank["everything"] for key in row if key.startswith("lr")}
     assert rate[1] == pytest.approx(0.003 / 2)
     assert rate[3] == pytest.approx(0.003)
     assert 0 < rate[8] < rate[6] < 0.003
 
 
-def test_first_every_nth_and_last_step_are_logged(one):
-    rows = [row for row in one["everything"] if "grad_norm" in row]
+def test_first_every_nth_and_last_step_are_logged(one_rank):
+    rows = [row for row in one_rank["everything"] if "grad_norm" in row]
     assert [row["step"] for row in rows] == [1, 3, 6, 8]
     assert "time_metrics/remaining(s)" not in rows[0]
     assert rows[-1]["time_metrics/remaining(s)"] == 0
@@ -158,10 +160,10 @@ def test_first_every_nth_and_last_step_are_logged(one):
         assert not [key for key in row if "mfu" in key], "no MFU on a device with unknown peak FLOPS"
 
 
-def test_validation_follows_training(one):
+def test_validation_follows_training(one_rank):
     losses = {
         row["step"]: row["validation_metrics/loss"]
-        for row in one["everything"]
+        for row in one_rank["everything"]
         if "validation_metrics/loss" in row
     }
     assert list(losses) == [1, 4, 8]
@@ -169,19 +171,21 @@ def test_validation_follows_training(one):
     assert losses[8] < losses[1] - 0.1
 
 
-def test_a_step_is_saved_only_when_its_validation_is_logged(one):
+def test_a_step_is_saved_only_when_its_validation_is_logged(one_rank):
     validated = [
-        step for step, row in one["at each save"] if "validation_metrics/loss" in row and row["step"] == step
+        step
+        for step, row in one_rank["at each save"]
+        if "validation_metrics/loss" in row and row["step"] == step
     ]
     assert validated == [1, 4, 8], "a kill between the two would lose the row"
 
 
-def test_metrics_jsonl_has_the_metrics_of_the_other_writers(folder, one):
-    assert read_metrics(folder / "everything" / "metrics.jsonl") == one["everything"]
+def test_metrics_jsonl_has_the_metrics_of_the_other_writers(folder, one_rank):
+    assert read_metrics(folder / "everything" / "metrics.jsonl") == one_rank["everything"]
 
 
-def test_metrics_jsonl_of_a_resumed_run_has_each_step_once_on_every_rank(folder, two):
-    uninterrupted, half, _ = two["tp resumed"]
+def test_metrics_jsonl_of_a_resumed_run_has_each_step_once_on_every_rank(folder, two_ranks):
+    uninterrupted, half, _ = two_ranks["tp resumed"]
     for rank in range(2):
         rows = read_metrics(folder / "tp-resumed" / f"rank_{rank}" / "metrics.jsonl")
         assert [row["step"] for row in rows] == list(range(1, 9))
@@ -190,13 +194,13 @@ def test_metrics_jsonl_of_a_resumed_run_has_each_step_once_on_every_rank(folder,
     assert not (folder / "tp-resumed" / "metrics.jsonl").exists()
 
 
-def test_tensorboard_and_profiler_write_their_files(one, folder):
+def test_tensorboard_and_profiler_write_their_files(one_rank, folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (events,) = (folder / "everything" / "tb").glob("*/events*")
     written = EventAccumulator(str(events))
     written.Reload()
-    recorded = [row["grad_norm"] for row in one["everything"] if "grad_norm" in row]
+    recorded = [row["grad_norm"] for row in one_rank["everything"] if "grad_norm" in row]
     assert [event.value for event in written.Scalars("grad_norm")] == pytest.approx(
         recorded, rel=1e-6
     )  # float32

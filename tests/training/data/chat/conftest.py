@@ -19,11 +19,11 @@ def chat(tmp_path):
 
 
 @pytest.fixture
-def rows(tmp_path):
+def rows_file(tmp_path):
     """Return a function that writes rows to a file and returns its path; a list is taken for the messages of a row."""
 
-    def rows(*rows):
+    def write(*rows):
         rows = [row if isinstance(row, dict) else {"messages": row} for row in rows]
         return write_rows(tmp_path / "rows.jsonl", rows)
 
-    return rows
+    return write

@@ -193,8 +193,8 @@ def test_a_weight_in_parquet_is_read(chat, tmp_path):
 # --- the end of a turn
 
 
-def test_answers_without_an_end_are_logged_in_one_line(chat, rows):
-    path = rows(*numbered(3))
+def test_answers_without_an_end_are_logged_in_one_line(chat, rows_file):
+    path = rows_file(*numbered(3))
 
     def notes(template, **options):
         return check_dataset("local", path, split="all", chat=form(chat(template, **options)))
@@ -216,7 +216,7 @@ GLM = (
 )
 
 
-def test_the_next_role_ends_a_turn_if_it_is_a_stop_token(chat, tmp_path, rows):
+def test_the_next_role_ends_a_turn_if_it_is_a_stop_token(chat, tmp_path, rows_file):
     """As in GLM 4, whose generation_config.json has the tokens of roles as stop tokens."""
     from transformers import AutoTokenizer
 
@@ -241,9 +241,9 @@ def test_the_next_role_ends_a_turn_if_it_is_a_stop_token(chat, tmp_path, rows):
     assert there.stops_in(tokens)
     single = there.tokens(read_conversation({"messages": talk[:2]}, options, ""), "")
     assert not there.stops_in(single)
-    path = rows(talk[:2])
+    path = rows_file(talk[:2])
     assert "'<|user|>'" in check_dataset("local", path, split="all", chat=there)[1]
-    assert len(check_dataset("local", rows(talk), split="all", chat=there)) == 1
+    assert len(check_dataset("local", rows_file(talk), split="all", chat=there)) == 1
 
 
 # --- tool calls and thoughts of an assistant
@@ -341,9 +341,11 @@ def loader(path, options, *, seq_len=64, dp_world_size=1, dp_rank=0, **config):
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_labels_are_the_next_tokens_of_the_assistant_and_conversations_are_not_split(chat, rows, packing):
+def test_labels_are_the_next_tokens_of_the_assistant_and_conversations_are_not_split(
+    chat, rows_file, packing
+):
     answers = []
-    for inputs, labels in loader(rows(*numbered(9)), chat(packing=packing), infinite=False):
+    for inputs, labels in loader(rows_file(*numbered(9)), chat(packing=packing), infinite=False):
         for x, positions, y in zip(inputs["input"], inputs["positions"], labels, strict=True):
             starts = [*(positions == 0).nonzero().flatten().tolist(), len(x)]
             counts = 0
@@ -362,8 +364,8 @@ def test_labels_are_the_next_tokens_of_the_assistant_and_conversations_are_not_s
     assert sorted(answers) == sorted(f"answer {i}<|eos|>" for i in range(9))
 
 
-def test_ranks_without_a_token_in_the_loss_are_only_at_the_end_of_a_pass(chat, rows):
-    path = rows(*numbered(5))
+def test_ranks_without_a_token_in_the_loss_are_only_at_the_end_of_a_pass(chat, rows_file):
+    path = rows_file(*numbered(5))
     by_rank = [
         list(loader(path, chat(packing=False), infinite=False, dp_world_size=3, dp_rank=rank))
         for rank in range(3)
@@ -378,8 +380,8 @@ def test_ranks_without_a_token_in_the_loss_are_only_at_the_end_of_a_pass(chat, r
 LONG = [message("user", "why? " * 30), message("assistant", "because " * 20)]
 
 
-def test_conversations_that_are_too_long_are_dropped_or_truncated_and_counted(chat, rows, caplog):
-    path = rows(*numbered(4), LONG, TALK[:2], [message("user", "x"), message("assistant", "y " * 90)])
+def test_conversations_that_are_too_long_are_dropped_or_truncated_and_counted(chat, rows_file, caplog):
+    path = rows_file(*numbered(4), LONG, TALK[:2], [message("user", "x"), message("assistant", "y " * 90)])
 
     def read(**options):
         return open_source("local", path, split="all", chat=form(chat(**options), 64))
@@ -400,9 +402,9 @@ def test_conversations_that_are_too_long_are_dropped_or_truncated_and_counted(ch
         read(truncation="error")
 
 
-def test_a_streamed_corpus_counts_what_it_drops(chat, rows, tmp_path, caplog):
+def test_a_streamed_corpus_counts_what_it_drops(chat, rows_file, tmp_path, caplog):
     (tmp_path / "data").mkdir()
-    path = rows(*numbered(3), LONG, TALK[:2])
+    path = rows_file(*numbered(3), LONG, TALK[:2])
     shutil.move(path, tmp_path / "data" / "train.jsonl")
     stream = open_source(str(tmp_path / "data"), chat=form(chat(), 64))
     with caplog.at_level("INFO", "titanplans"):
@@ -424,8 +426,8 @@ def test_keys_of_other_rows_are_not_added(chat, tmp_path):
         assert decoded(corpus.document(n).ids).startswith(json.dumps(tool[0]))
 
 
-def test_a_checkpoint_of_other_settings_is_refused(chat, rows):
-    path = rows(*numbered(12))
+def test_a_checkpoint_of_other_settings_is_refused(chat, rows_file):
+    path = rows_file(*numbered(12))
     state = loader(path, chat()).state_dict()
     loader(path, chat(packing=False, truncation="left"), seq_len=48).load_state_dict(state)
     for options, key in (
@@ -434,7 +436,7 @@ def test_a_checkpoint_of_other_settings_is_refused(chat, rows):
     ):
         with pytest.raises(DataError, match=rf"^{key} = .*: the checkpoint's data loader had"):
             loader(path, options).load_state_dict(state)
-    extra = rows(LONG, *numbered(11))
+    extra = rows_file(LONG, *numbered(11))
     state, shorter = loader(extra, chat(), seq_len=256).state_dict(), loader(extra, chat())
     with pytest.raises(DataError, match=r"^conversations = 11: .* had 12"):
         shorter.load_state_dict(state)
@@ -466,8 +468,8 @@ def test_a_checkpoint_of_other_settings_is_refused(chat, rows):
         ({"messages": TALK, "tools": [1]}, "'tools' holds a value of type int where there should be a list of schemas"),
     ],
 )  # fmt: skip
-def test_a_row_that_is_no_conversation_is_refused_with_its_line(chat, rows, row, reason):
-    path = rows(TALK, row)
+def test_a_row_that_is_no_conversation_is_refused_with_its_line(chat, rows_file, row, reason):
+    path = rows_file(TALK, row)
     error = refusal(open_source, "local", path, split="all", chat=form(chat()), kind=DataError)
     assert reason.replace("FILE", path) in error
     assert f"{path}, line 2" in error
@@ -500,8 +502,8 @@ def test_a_row_of_parquet_is_named_too(chat, tmp_path):
         ),
     ],
 )  # fmt: skip
-def test_an_unusable_template_is_refused_in_one_sentence(chat, rows, template, reason):
-    path = rows(TALK)
+def test_an_unusable_template_is_refused_in_one_sentence(chat, rows_file, template, reason):
+    path = rows_file(TALK)
     assert reason in refusal(
         lambda: open_source("local", path, split="all", chat=form(chat(template))), kind=DataError
     )
@@ -519,7 +521,7 @@ def test_a_first_message_of_the_assistant_is_in_the_loss_only_if_marked(chat):
         tokens_of(talk, chat(PLAIN))
 
 
-def test_other_refusals(chat, rows, tmp_path):
+def test_other_refusals(chat, rows_file, tmp_path):
     with pytest.raises(DataError, match=r"no chat template \(no chat_template.jinja"):
         form(Chat(enable=True))
     with pytest.raises(DataError, match=r"^chat_template = '/nowhere.jinja' can't be read"):
@@ -529,4 +531,4 @@ def test_other_refusals(chat, rows, tmp_path):
     with pytest.raises(DataError, match=r"holds texts, .*chat.enable = true"):
         open_source("stdlib", chat=form(chat()))
     with pytest.raises(DataError, match=r"holds no conversation .*within seq"):
-        open_source("local", rows(TALK[:2]), split="all", chat=form(chat()))
+        open_source("local", rows_file(TALK[:2]), split="all", chat=form(chat()))

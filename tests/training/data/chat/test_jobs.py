@@ -79,18 +79,18 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def one(folder):
+def one_rank(folder):
     return process_groups.run(on_one_rank, 1)
 
 
 @pytest.fixture(scope="module")
-def two(folder):
+def two_ranks(folder):
     return process_groups.run(on_two_ranks, 2)
 
 
 @pytest.mark.parametrize("case", ["gla", "dense", "unpacked"])
-def test_two_ranks_have_the_losses_of_one(one, two, case):
-    (training, validation), (expected, expected_validation) = two[case], one[case]
+def test_two_ranks_have_the_losses_of_one(one_rank, two_ranks, case):
+    (training, validation), (expected, expected_validation) = two_ranks[case], one_rank[case]
     assert list(expected) == list(range(1, 9))
     assert training == pytest.approx(expected, rel=1e-5)  # float32, summed in another order
     assert validation == pytest.approx(expected_validation, rel=1e-5)
@@ -98,8 +98,8 @@ def test_two_ranks_have_the_losses_of_one(one, two, case):
     assert expected[8] < expected[1] - 0.2, "a model that does not learn proves nothing"
 
 
-def test_a_job_is_resumed_in_the_middle_at_another_degree(one, two):
-    assert two["resumed"] == pytest.approx({n: one["gla"][0][n] for n in range(5, 9)}, rel=1e-5)
+def test_a_job_is_resumed_in_the_middle_at_another_degree(one_rank, two_ranks):
+    assert two_ranks["resumed"] == pytest.approx({n: one_rank["gla"][0][n] for n in range(5, 9)}, rel=1e-5)
 
 
 def test_the_command_line_reports_the_data_and_refuses_a_model_that_mixes_conversations(

@@ -82,10 +82,10 @@ def test_tokens_of_the_assistant_are_in_the_loss(chat):
         ([ASK, ASK | {"input": None}], ALPACA),
     ],
 )
-def test_parquet_gives_the_same_conversations_as_jsonl(chat, rows, tmp_path, table, options):
+def test_parquet_gives_the_same_conversations_as_jsonl(chat, rows_file, tmp_path, table, options):
     """Only the needed columns are read."""
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), tmp_path / "a.parquet")
-    reader, paths = form(chat(PLAIN, **options)), (str(tmp_path / "a.parquet"), rows(*table))
+    reader, paths = form(chat(PLAIN, **options)), (str(tmp_path / "a.parquet"), rows_file(*table))
     both = [open_source("local", path, split="all", chat=reader)._corpus for path in paths]
     of_parquet, of_jsonl = ([corpus.document(i).to_bytes() for i in range(2)] for corpus in both)
     assert of_parquet == of_jsonl
@@ -122,8 +122,8 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("row", "options", "reason"), REFUSED)
-def test_a_row_that_does_not_fit_is_refused_in_one_sentence(chat, rows, row, options, reason):
-    path = rows(row)
+def test_a_row_that_does_not_fit_is_refused_in_one_sentence(chat, rows_file, row, options, reason):
+    path = rows_file(row)
     error = refusal(
         open_source, "local", path, split="all", chat=form(chat(PLAIN, **options)), kind=DataError
     )
