@@ -17,8 +17,8 @@ def run(tmp_path, monkeypatch):
     def write(folder: str, losses: list[float], file: str = "metrics.jsonl") -> str:
         writer = JsonlWriter(tmp_path / folder / file)
         for step, loss in enumerate(losses, 1):
-            figures = {"loss_metrics/global_avg_loss": loss, "grad_norm": step / 4}
-            writer.log(figures | {"throughput/all_devices(tps)": 1000.0 + step}, step)
+            metrics = {"loss_metrics/global_avg_loss": loss, "grad_norm": step / 4}
+            writer.log(metrics | {"throughput/all_devices(tps)": 1000.0 + step}, step)
             if step % 4 == 0:
                 writer.log({"validation_metrics/loss": loss + 0.5}, step)
         writer.close()

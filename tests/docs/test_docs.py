@@ -123,7 +123,7 @@ def test_anchors_are_those_of_github(tmp_path):
 
 
 def test_paths_that_the_code_names_exist():
-    """Pages that errors, docstrings and comments name exist; `make gpu` writes those of docs/gpu."""
+    """Pages that errors, docstrings and comments name exist; `make gpu` writes the pages in docs/gpu."""
     code = [
         f for folder in ("titanplans", "plans", "tests", "benchmarks") for f in (ROOT / folder).rglob("*.py")
     ]

@@ -144,14 +144,14 @@ def test_attention_equals_its_formula(name):
     tolerance = 1e-7 if name == "wall" else 1e-11  # FLA's log2(e) has eight digits
     same(o, want, (q, k, v), tolerance)
 
-    def part(x, at):
+    def slice_of(x, at):
         return x[:1, at] if isinstance(x, torch.Tensor) else x
 
     first = {"q": q, "k": k, "v": v, **options}
-    packed = kernel(path)(**{n: part(x, slice(None)) for n, x in first.items()}, cu_seqlens=BOUNDS)
+    packed = kernel(path)(**{n: slice_of(x, slice(None)) for n, x in first.items()}, cu_seqlens=BOUNDS)
     packed = packed[0] if isinstance(packed, tuple) else packed
     for begin, end in zip(BOUNDS[:-1].tolist(), BOUNDS[1:].tolist(), strict=True):
-        separate = kernel(path)(**{n: part(x, slice(begin, end)) for n, x in first.items()})
+        separate = kernel(path)(**{n: slice_of(x, slice(begin, end)) for n, x in first.items()})
         close(packed[:, begin:end], separate[0] if isinstance(separate, tuple) else separate)
 
 

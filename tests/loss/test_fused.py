@@ -297,10 +297,10 @@ def test_a_batch_without_tokens():
 @pytest.mark.parametrize("cap", [None, 2.0])
 def test_a_checkpoint_around_the_full_model(cap):
     def run(reentrant, model, tokens):
-        def behind_embed(x):
+        def after_embed(x):
             return model.after_head(model.lm_head(model.norm(model.layers[0](x))))
 
-        return checkpoint(behind_embed, model.embed(tokens), use_reentrant=reentrant)
+        return checkpoint(after_embed, model.embed(tokens), use_reentrant=reentrant)
 
     same_as_of_logits(build(cap=cap), functools.partial(run, False), *batch())
     with pytest.raises(ParallelError, match="use use_reentrant = False"):
@@ -393,7 +393,7 @@ def refusals():
         )
         run(model, fused, then=lambda loss, model: loss.backward())
 
-    def masked_behind(model, fused):
+    def masked_after(model, fused):
         of_tokens = labels.clone()
         with fused(of_tokens):
             logits = model(tokens).logits
@@ -403,7 +403,7 @@ def refusals():
     yield lambda: of(build(), patched), "a forward that was set on this module"
     yield lambda: of(build(), nested), "by a library or by another FusedLoss"
     yield lambda: of(build(), hooked), "a hook has changed the gradient"
-    yield lambda: of(build(), masked_behind), "the labels were changed"
+    yield lambda: of(build(), masked_after), "the labels were changed"
     yield lambda: FusedLoss(build(), chunk_tokens=0), "chunk_tokens = 0: use 1 or more"
     yield lambda: of(with_head(Scaled(16, 13))), "is a Scaled, which does more"
     yield lambda: of(with_head(nn.Bilinear(16, 16, 13))), "is a Bilinear, and no nn.Linear"

@@ -220,7 +220,7 @@ MUTANTS = {
     "a sum over replicas": (replicas_unsummed, DEGREES[3:], {"replicas", *GRADIENTS}),
     "others' norms": (norm_of_local_experts, [(1, 2, 2), (2, 2, 4), (1, 4, 2)], {"norm", "replicas"}),
 }
-"""The patch, the degrees at which it is a fault, and the quantities that are wrong, by name of what is missing or wrong."""
+"""Patch, degrees at which it is a fault, and wrong quantities, by name of the missing or wrong step."""
 
 
 @pytest.mark.parametrize(

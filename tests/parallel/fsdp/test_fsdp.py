@@ -22,7 +22,7 @@ pytestmark = pytest.mark.thorough
 
 BATCH, LENGTH, LAYERS = 8, 8, 3
 GATHER, SCATTER, REDUCE = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_"
-FSDP_MODULES = LAYERS + 2  # the embedding, the blocks, norm and head; the root has no parameters of its own
+FSDP_MODULES = LAYERS + 2  # the embedding, the blocks, norm and head; the root module has no other parameters
 
 
 class Tower(nn.Module):

@@ -30,26 +30,26 @@ LENGTH = 16
 
 KINDS = {
     "qwen3": "a block is one graph (Qwen3)",
-    "gla": "a block is several graphs (GLA: its kernels take themselves out of every graph)",
-    "qwen3_moe": "experts are over 2 ranks (Qwen3-MoE)",
+    "gla": "a block is several graphs (GLA: its kernels are outside of the graphs)",
+    "qwen3_moe": "experts are distributed over 2 ranks (Qwen3-MoE)",
 }
 SIZES = dict(hidden_size=32, intermediate_size=64, vocab_size=64)
-OWN = {
+FIELDS = {
     "qwen3": dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8),
     "gla": dict(num_heads=4, num_kv_heads=4, use_short_conv=False),
     "qwen3_moe": dict(num_attention_heads=4, num_key_value_heads=2),
 }
 """Fields of the config that differ from the zoo's."""
-WHOLE_AND_GATHERED = {"enable_sequence_parallel": False, "disable_loss_parallel": True}
+REPLICATED_AND_GATHERED = {"enable_sequence_parallel": False, "disable_loss_parallel": True}
 TENSOR = {
     "none": None,
     "tp 2": {},
-    "tp 2, whole sequence": {"enable_sequence_parallel": False},
+    "tp 2, replicated stream": {"enable_sequence_parallel": False},
     "tp 2, gathered logits": {"disable_loss_parallel": True},
-    "tp 2, whole sequence, gathered logits": WHOLE_AND_GATHERED,
+    "tp 2, replicated stream, gathered logits": REPLICATED_AND_GATHERED,
     "cp 2": {},
     "tp 2 x cp 2": {},
-    "tp 2 x cp 2, whole sequence, gathered logits": WHOLE_AND_GATHERED,
+    "tp 2 x cp 2, replicated stream, gathered logits": REPLICATED_AND_GATHERED,
     "ep 2": {},
     "tp 2, ep 2": {},
     "cp 2, ep 2": {},
@@ -67,14 +67,14 @@ RECOMPUTE = {
     "by memory budget": {"mode": "memory_budget"},
 }  # fmt: skip
 DATA = ("fsdp", "hsdp", "ddp")
-WHOLE = ""
+NO_PIPELINE = ""
 SCHEDULES = ("1F1B", "ZBVZeroBubble")
 """Schedules of pipelines over 2 processes. ZBVZeroBubble has 2 stages in each, and splits the backward."""
-IN_STAGES = (
+TENSOR_IN_STAGES = (
     "none",
     "tp 2",
     "cp 2",
-    "tp 2 x cp 2, whole sequence, gathered logits",
+    "tp 2 x cp 2, replicated stream, gathered logits",
     *(t for t in TENSOR if "ep" in t),
 )
 
@@ -92,7 +92,7 @@ class Combination(NamedTuple):
 
     @property
     def pp(self) -> int:
-        return 1 if self.schedule == WHOLE else 2
+        return 1 if self.schedule == NO_PIPELINE else 2
 
     @property
     def tp(self) -> int:
@@ -137,9 +137,10 @@ class Combination(NamedTuple):
 ALL = [
     Combination(*values)
     for values in itertools.product(
-        KINDS, TENSOR, RECOMPUTE, (False, True), DATA, (False, True), (WHOLE, *SCHEDULES)
+        KINDS, TENSOR, RECOMPUTE, (False, True), DATA, (False, True), (NO_PIPELINE, *SCHEDULES)
     )
-    if (values[0] == "qwen3_moe") == ("ep" in values[1]) and (values[-1] == WHOLE or values[1] in IN_STAGES)
+    if (values[0] == "qwen3_moe") == ("ep" in values[1])
+    and (values[-1] == NO_PIPELINE or values[1] in TENSOR_IN_STAGES)
 ]
 
 
@@ -199,7 +200,7 @@ def case_of(combination):
 @functools.cache
 def config_of(kind, pp):
     """Return the config of a kind with two blocks for each pipeline rank. A pipeline has no load-balancing loss."""
-    fields = OWN[kind] | ({"output_router_logits": False} if kind == "qwen3_moe" and pp > 1 else {})
+    fields = FIELDS[kind] | ({"output_router_logits": False} if kind == "qwen3_moe" and pp > 1 else {})
     return zoo.config(kind, **SIZES, **fields, num_hidden_layers=2 * pp)
 
 
@@ -365,14 +366,14 @@ offload: every combination gives the loss, the gradient norm and each gradient o
 any weight moves. This page is written by `tests/support/pages/combinations.py`.
 
 Of {all} combinations {refused} are refused, and {ran} are not. A cell counts the latter: with and without offload; under
-tensor parallelism with the sequence sharded or whole, and the logits sharded or gathered; in stages by 1F1B and by
-ZBVZeroBubble. Numbers in brackets are reasons of refusals, below.
+tensor parallelism, with and without sequence parallelism and with logits sharded or gathered; in stages, by 1F1B and by
+ZBVZeroBubble. Numbers in brackets are the reasons of refusals, listed below.
 
-What is not refused was run, one step of a model of two blocks, of four in stages, over 2 to 16 gloo ranks (of what is
-compiled over 8 or 16, one of each policy and kind of model), float32, compiled by aot_eager. Loss within 1e-6 of one
-process, norm within 1e-5, each gradient within 1e-4 of its largest number; a sum too many or too few is off by 1.
-`make test-all` runs a part that holds every pair of options that 8 ranks can have, and checks that this page is what the
-code refuses.
+Each combination that is not refused was run for one step over 2 to 16 gloo ranks; of those compiled over 8 or 16 ranks, one
+for each policy and kind of model. The model has two blocks, in stages four. It runs in float32, compiled by aot_eager. Loss
+is within 1e-6 of one process, norm within 1e-5, each gradient within 1e-4 of its largest element; a missing or repeated sum
+would differ by 1. `make test-all` runs a selection with every pair of options that 8 ranks can have, and checks that this
+page is up to date.
 """
 
 

@@ -33,7 +33,7 @@ def refused(path: Path, **options: object) -> str:
     return refusal(decide, path, **options, kind=ConfigError)
 
 
-# The lines of the table in the docstring: options, checkpoints by step ("w": weights alone), and what is loaded.
+# The lines of the table in the docstring: options, checkpoints by step ("w": weights alone), and the loaded checkpoint.
 LOADS = [
     ({"enable": False}, "8", "nothing"),
     ({"create_seed_checkpoint": True}, "", "nothing"),

@@ -111,7 +111,7 @@ def test_a_killed_save_leaves_a_complete_checkpoint_or_none(tmp_path, monkeypatc
                 patched.setattr(module, name, counted(getattr(module, name), die_at))
             try:
                 write(path, 4, 2.0)
-            except BaseException:  # noqa: BLE001  torch wraps `Killed` in an error of its own
+            except BaseException:  # noqa: BLE001  torch wraps `Killed` in another error
                 ended = False
             else:
                 ended = True

@@ -250,7 +250,7 @@ def test_resuming_tokenises_no_earlier_document(build, corpora, tokenizer, monke
     assert len(encoded) <= after + 2 * 4
 
 
-# --- what is not resumed
+# --- states that are refused
 
 
 @pytest.mark.parametrize(
