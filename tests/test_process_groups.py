@@ -31,7 +31,6 @@ def test_a_case_next_to_a_failing_one_has_its_result(results, case):
 
 
 def test_a_failing_case_raises_its_failure(results):
-    with pytest.raises(
-        mp.ProcessRaisedException
-    ):  # the failure of rank 1, or the connection that rank 0 loses
+    # the failure of rank 1, or the connection that rank 0 loses
+    with pytest.raises(mp.ProcessRaisedException):
         results["fails"]

@@ -49,11 +49,12 @@ def model_of(name, options=None, **fields):
         ("gpt2", {}, None),  # packed weights in the layout [in, out]
         ("gla", {}, None),  # a replicated Linear in a region, a fused MLP
         ("qwen2_moe", {}, None),  # the gate of a shared expert
+        # a sum inside a region
         (
             "mamba",
             {},
             LoRA(rank=3, modules_to_save=("backbone.norm_f", "conv1d")),
-        ),  # a sum inside a region
+        ),
     ],
 )  # fmt: skip
 def test_adapters_are_proved_on_plans(name, fields, options):

@@ -73,11 +73,12 @@ COMPILED, LOSS_ALONE = {"enable": True}, {"enable": True, "components": ["loss"]
         (FSDP2Config, {"compile": {"enabel": True}}, "compile.enabel"),
         (FSDP2Config, {"enable_fsdp2_prefetch": True}, "enable_fsdp2_prefetch"),
         (FSDP2Config, {"tp_plan": "gla", "plan": "gla"}, "plan"),
+        # Automodel's bool under the new name
         (
             FSDP2Config,
             {"fsdp_defer_grad_sync": True},
             "fsdp_defer_grad_sync",
-        ),  # Automodel's bool under the new name
+        ),
         (FSDP2Config, {"enable_cpu_offload": 1}, "enable_cpu_offload"),
         *((FSDP2Config, {"fsdp_reshard_after_forward": bad}, "fsdp_reshard_after_forward") for bad in (True, "x", 0)),
         (FSDP2Config, {"fsdp_forward_prefetch": -1}, "fsdp_forward_prefetch"),

@@ -49,9 +49,8 @@ def tokens(batch, seq_len):
     return torch.randint(0, SIZES["vocab_size"], (batch, seq_len), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize(
-    "seq_len", [40, 100]
-)  # up to 64 tokens GLA calls fused_recurrent_gla, beyond that chunk_gla
+# up to 64 tokens GLA calls fused_recurrent_gla, beyond that chunk_gla
+@pytest.mark.parametrize("seq_len", [40, 100])
 @pytest.mark.parametrize(("kind", "options"), MODELS)
 def test_loss_and_gradients_agree_between_float64_and_float32(kind, options, seq_len):
     runs = []

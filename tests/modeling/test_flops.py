@@ -31,9 +31,8 @@ def test_a_window_bounds_the_context(name, field):
 
 
 def test_sliding_layers_of_gemma_count_their_window():
-    config = modeling.load_config(
-        "gemma3_text", "debug"
-    )  # two layers with a window of 8, two with full attention; 8 heads of 32
+    # two layers with a window of 8, two with full attention; 8 heads of 32
+    config = modeling.load_config("gemma3_text", "debug")
     total, flops = _count(config, seq_len=512)
     assert flops == 6 * (total + 2 * (8 * 64 * 8) + 2 * (8 * 64 * 512))  # the embedding is tied to the head
 

@@ -220,7 +220,7 @@ def unknown_operator():
 
 
 def failing_step():
-    """Return whether a measured step that runs out of memory leaves no hooks on the model."""
+    """Return whether a step that runs out of memory leaves the same hooks on the model, measured or not."""
 
     def out_of_memory(module, args):
         raise torch.OutOfMemoryError("CUDA out of memory")

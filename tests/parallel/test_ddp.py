@@ -74,9 +74,8 @@ def data(sequences=slice(None)):
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, 32, (BATCH, LENGTH), generator=generator)
     labels = tokens.masked_fill(torch.rand(BATCH, LENGTH, generator=generator) < 0.3, -100)
-    labels[
-        : BATCH // 2, 2:
-    ] = -100  # Ranks have different counts of tokens, so the mean of their means is not the mean.
+    # Ranks have different counts of tokens, so the mean of their means is not the mean.
+    labels[: BATCH // 2, 2:] = -100
     return tokens[sequences], labels[sequences], (labels != -100).sum()
 
 
@@ -118,9 +117,8 @@ def step(rank, options, cls=Tiny, steps=1, **kwargs):
     for _ in range(steps):
         optimizer.zero_grad()
         loss = loss_of(model, mine(rank), **kwargs)
-        with (
-            OperatorCounts() as sums
-        ):  # not around the forward, which would not compile under a dispatch mode
+        # not around the forward, which would not compile under a dispatch mode
+        with OperatorCounts() as sums:
             loss.backward()
         optimizer.step()
     return gradients(model), sums.of("allreduce_"), {n: t.clone() for n, t in model.state_dict().items()}
@@ -349,9 +347,8 @@ def test_accumulated_gradients_equal_those_of_the_full_batch(results, case):
 
 
 def test_the_bucket_size_limits_an_all_reduce(results):
-    default, small = results[
-        "buckets"
-    ]  # of the second step: torch uses one bucket until the first step ended
+    # of the second step: torch uses one bucket until the first step ended
+    default, small = results["buckets"]
     sizes = [p.numel() * p.element_size() for p in build().parameters()]
     assert default == 1  # 80 KB
     # A bucket ends with the tensor that fills it, so it is larger than the limit by less than a tensor.

@@ -205,12 +205,13 @@ def test_in_float8_the_router_gets_the_sequence_in_its_own_dtype():
     ("name", "fields", "dtype", "multiple"),
     [
         ("qwen3_moe", {"moe_intermediate_size": 12}, None, 16),  # rows of 6 elements, 24 bytes
+        # mixed precision casts weights to bfloat16
         (
             "qwen3_moe",
             {"moe_intermediate_size": 24},
             torch.bfloat16,
             32,
-        ),  # mixed precision casts weights to bfloat16
+        ),
         ("gpt_oss", {"intermediate_size": 12}, None, 16),
     ],
 )

@@ -28,9 +28,8 @@ def test_codes_are_those_of_torchao():
     weight = torch.randn(64, 512)
     codes, scales = quantise(weight)
     theirs = to_nf4(weight, 64, 256)
-    torch.testing.assert_close(
-        theirs.nf4, torch.tensor(LEVELS), rtol=0, atol=1e-4
-    )  # torchao's table has four digits
+    # torchao's table has four digits
+    torch.testing.assert_close(theirs.nf4, torch.tensor(LEVELS), rtol=0, atol=1e-4)
     # titanplans rounds the scales to bfloat16 before it looks up the codes.
     assert (theirs.quantized_data.view(-1) == codes.view(-1)).float().mean() > 0.98
     ours = dequantise(codes, scales, torch.float32)
@@ -56,10 +55,11 @@ def model_of(name, **fields):
             "qwen3",
             dict(num_key_value_heads=2, hidden_size=64, head_dim=32, intermediate_size=256),
         ),  # shared heads
+        # packed projections: codes are exchanged by an all-to-all
         (
             "phi3",
             dict(hidden_size=256, intermediate_size=256),
-        ),  # packed projections: codes are exchanged by an all-to-all
+        ),
     ],
 )
 def test_weights_in_nf4_are_proved_on_plans(name, fields):

@@ -104,9 +104,8 @@ def test_a_fault_is_rejected_with_its_module_and_advice(name, degrees):
 
 @pytest.mark.parametrize("fault", ["gradients are not summed", "all ranks take the first shard"])
 def test_an_exchange_that_loses_gradients_or_tokens_is_rejected(fault, monkeypatch):
-    if (
-        fault == "gradients are not summed"
-    ):  # a rank keeps the gradient of its tokens from its own use of them alone
+    if fault == "gradients are not summed":
+        # A rank keeps only the gradient that its own computation gives to its tokens.
         monkeypatch.setattr(LocalTokens, "gather", _collected)
     else:
         monkeypatch.setattr(LocalTokens, "take_local", _of_first_rank)

@@ -15,9 +15,8 @@ from titanplans.proof.case import prove_case
 from titanplans.proof.compare import training
 from titanplans.proof.compare.reference import ReferenceRun
 
-(GEMMA,) = (
-    architecture for architecture in ARCHITECTURES if architecture.name == "gemma3_text"
-)  # soft caps, tied weights, a vocabulary of 51
+# soft caps, tied weights, a vocabulary of 51
+(GEMMA,) = (architecture for architecture in ARCHITECTURES if architecture.name == "gemma3_text")
 
 
 @pytest.fixture(scope="module")

@@ -54,9 +54,8 @@ def test_the_grid_of_degrees_and_options_is_proved():
     assert str(refusal).startswith("not proved: tp 8: ")
     assert "num_heads = 4" in refusal.reason
     assert lines[0] == "the unsplit model"
-    again = lines.count(
-        "more perturbed runs of the unsplit model"
-    )  # one before each case that is proved again
+    # one before each case that is proved again
+    again = lines.count("more perturbed runs of the unsplit model")
     assert len(lines) == lines.count("the unsplit model") + len(report.cases) + 2 * again
     assert report.subject == "Tiny, TinyPlan"
 

@@ -41,9 +41,8 @@ def _compare(rank):
         torch.manual_seed(0)
         everyones = torch.rand(RANKS, *shape, dtype=torch.float64)
         mine, summed = everyones[rank], everyones.sum(0)
-        turned = (
-            mine.transpose(0, -1).contiguous().transpose(0, -1)
-        )  # the same values in another memory order
+        # the same values in another memory order
+        turned = mine.transpose(0, -1).contiguous().transpose(0, -1)
         for dim, x in itertools.product(range(len(shape)), (mine, turned)):
             length = shape[dim]
             shard = shard_of_rank(summed, dim, rank, group)

@@ -410,9 +410,8 @@ def test_an_embedding_called_on_shards_is_not_recomputed_on_full_sequences():
 
     def work(split, unsplit):
         split(ids()).logits.sum().backward()
-        with set_checkpoint_early_stop(
-            False
-        ):  # otherwise the recomputation ends before the sum over the ranks
+        # otherwise the recomputation ends before the sum over the ranks
+        with set_checkpoint_early_stop(False):
             outside = checkpoint(split.get_input_embeddings(), ids(), use_reentrant=False)
         with pytest.raises(PlanError, match="recomputes the embedding, which was called on shards"):
             outside.sum().backward()

@@ -20,6 +20,7 @@ from titanplans.torch_private.dispatch import schema
 
 ROOT = str(Path(titanplans.__file__).parent) + "/"
 FREE = {
+    # only allocate
     *(
         "empty",
         "empty_like",
@@ -27,7 +28,7 @@ FREE = {
         "empty_permuted",
         "new_empty",
         "new_empty_strided",
-    ),  # only allocate
+    ),
     *("detach", "alias", "lift_fresh", "_unsafe_view", "split", "split_with_sizes", "unbind", "wait_tensor"),
     "scalar_tensor",  # from `torch.where(mask, x, 0)`: made on the host
 }

@@ -477,9 +477,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from tests.support import (
-        survival,
-    )  # the forked process unpickles functions by module, which must not be __main__
+    # the forked process unpickles functions by module, which must not be __main__
+    from tests.support import survival
 
     status = survival.main()
     sys.stdout.flush()

@@ -250,9 +250,8 @@ def test_a_dict_plan_for_a_model_of_unknown_structure(command):
     status, out, err = command("verify", *arguments)
     assert (status, err) == (0, "")
     assert "collectives are not counted: there is no list of blocks" in out
-    assert out.splitlines()[-1].startswith(
-        "proved: 14 cases"
-    )  # a width of 12 gives no shard to each of 8 ranks
+    # a width of 12 gives no shard to each of 8 ranks
+    assert out.splitlines()[-1].startswith("proved: 14 cases")
 
 
 def test_the_length_has_room_for_images(command):

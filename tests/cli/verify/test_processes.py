@@ -151,9 +151,8 @@ def stopped(folder: Path, arguments: list[str], until: str) -> tuple[int, str, s
 @pytest.mark.thorough
 def test_each_case_prints_a_row_and_a_stopped_proof_reports_its_cases(tmp_path):
     arguments = ["-m", "titanplans", "verify", "llama", "--tp=2", "--layers=1", "--vocab-size=64"]
-    status, out, terminal, written = stopped(
-        tmp_path, arguments, r"unfinished: ([3-9]|1\d) of "
-    )  # rows may be written together
+    # rows may be written together
+    status, out, terminal, written = stopped(tmp_path, arguments, r"unfinished: ([3-9]|1\d) of ")
     assert status == 128 + signal.SIGINT
     assert out.startswith("llama, flavor debug\n")
     assert "unfinished: " in out.splitlines()[-1]

@@ -68,9 +68,8 @@ def build(kind="tiny"):
     if kind == "frozen units":
         for module in (model.embed, model.layers[0], model.layers[2]):
             module.requires_grad_(False)
-    if (
-        kind == "frozen parts"
-    ):  # in every block all but two biases, in another dtype, as under a low-rank adapter
+    # in every block all but two biases, in another dtype, as under a low-rank adapter
+    if kind == "frozen parts":
         for layer in model.layers:
             layer.requires_grad_(False).to(torch.float64)
             layer.attn.o_proj.bias = nn.Parameter(layer.attn.o_proj.bias.detach().float())
@@ -424,9 +423,8 @@ def test_mixed_precision_inside_and_outside_of_modules(results):
 
 def test_dtypes_stay_as_stored(results):
     assert results["step", "prefetch, dtypes"].stored == {torch.float32, torch.float64}
-    assert (
-        results["step", "prefetch, dtypes"].forward[GATHER] == FSDP_MODULES + LAYERS + 1
-    )  # the norms of a block are one FSDP module, the last norm another
+    # the norms of a block are one FSDP module, the last norm another
+    assert results["step", "prefetch, dtypes"].forward[GATHER] == FSDP_MODULES + LAYERS + 1
     assert results["step", "frozen parts"].stored == {torch.float32, torch.float64}
     assert results["step", "frozen parts"].forward[GATHER] == FSDP_MODULES
 

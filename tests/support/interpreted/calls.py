@@ -78,9 +78,8 @@ def start() -> None:
     def recording(reference: Compute, original: Compute | None, *, triton: bool) -> Compute:
         if not triton or original is None:
             return on_cpu(reference, original, triton=triton)
-        owner = getattr(
-            original, "__self__", original
-        )  # `original` may be the `apply` of an autograd.Function
+        # `original` may be the `apply` of an autograd.Function
+        owner = getattr(original, "__self__", original)
         place = f"{owner.__module__}:{owner.__qualname__}"
         KERNELS[place] = reference, original
 

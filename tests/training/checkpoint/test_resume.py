@@ -111,9 +111,8 @@ def test_a_job_restarted_by_a_launcher_resumes_its_own_checkpoint(tmp_path):
     assert "later checkpoints" in refused(tmp_path, load_step=4, restarted=True)
     of_this_job = write(tmp_path, 9, load_step=4)
     assert decide(tmp_path, load_step=4, restarted=True) == Resume(of_this_job, "training", FOLDER_OPTION)
-    assert "up to step-9" in refused(
-        tmp_path, load_step=4
-    )  # started again by the user: the steps after 4 would be lost
+    # started again by the user: the steps after 4 would be lost
+    assert "up to step-9" in refused(tmp_path, load_step=4)
     last = write(tmp_path, 10, "weights", load_step=4)
     assert decide(tmp_path, load_step=4, restarted=True) == Resume(last, key=FOLDER_OPTION, is_finished=True)
 
@@ -145,7 +144,6 @@ def test_a_checkpoint_that_was_renamed_is_not_taken_for_another_step(tmp_path):
     message = refused(tmp_path)
     assert message.startswith(f"checkpoint.folder: {renamed} holds step 4; ")
     assert "remove step-9, and the same command resumes from step-6" in message
-    renamed_again = (tmp_path / "step-9").rename(
-        tmp_path / "best"
-    )  # under another name a job may start from it
+    # under another name a job may start from it
+    renamed_again = (tmp_path / "step-9").rename(tmp_path / "best")
     assert damage(renamed_again) is None

@@ -14,9 +14,8 @@ from titanplans.training.data.packing import pack, pack_best_fit, pack_conversat
 # Documents by their lengths: tokens are numbered consecutively, so that any gap, repeat or swap shows.
 lengths = st.lists(st.integers(0, 30), max_size=20)
 some_lengths = st.lists(st.integers(0, 40), max_size=90)
-many_lengths = st.lists(
-    st.integers(0, 40), min_size=30, max_size=90
-)  # several times the sequences that are packed together
+# several times the sequences that are packed together
+many_lengths = st.lists(st.integers(0, 40), min_size=30, max_size=90)
 
 
 def documents_of(lengths: list[int]) -> list[tuple[int, np.ndarray]]:

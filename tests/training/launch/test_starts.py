@@ -85,9 +85,8 @@ def slurm(job: Job) -> dict[str, str]:
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (job.folder / name).write_text(text)
         (job.folder / name).chmod(0o755)
-    (job.folder / "train.py").write_text(
-        (ROOT / "train.py").read_text()
-    )  # the job is submitted from a clone of the repository
+    # the job is submitted from a clone of the repository
+    (job.folder / "train.py").write_text((ROOT / "train.py").read_text())
     variables = {"SLURM_JOB_NODELIST": "machine[1-2]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
     return variables | {"GPUS_PER_NODE": "1", "PORT": str(free_port()), "RESTARTS": "0"}
 

@@ -134,9 +134,8 @@ def test_a_large_job_logs_its_memory(job, model, monkeypatch, caplog):
     (message,) = caplog.messages
     assert message.startswith("training.local_batch_size = 1024, seq_len = 64: the job needs at least 0.6 GB")
     assert message.endswith("and this machine has 1.0 GB")
-    assert "0.6 GB of memory in 4 processes" not in refusal(
-        large, model, 4
-    )  # it would be 4 times the memory of one
+    # it would be 4 times the memory of one
+    assert "0.6 GB of memory in 4 processes" not in refusal(large, model, 4)
 
 
 def test_memory_on_the_gpu_and_on_the_host_are_checked_separately(job, model, monkeypatch):

@@ -42,7 +42,7 @@ def counted(folder: Path, dump: str, *options: str):
 
 
 def poisoned(folder: Path, dump: str, *options: str):
-    """Make the input of rank 1's head NaN in step 3; return losses, whether steps changed weights, and the log."""
+    """Make the input of rank 1's head NaN in step 3; return losses, whether states after steps are equal, and the log."""
     import torch
 
     states, log = [], []

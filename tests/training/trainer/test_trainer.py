@@ -23,9 +23,8 @@ def resumed(folder: Path, model: str, dump: str, *options: str):
     generator = torch.get_rng_state()
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
-        shutil.rmtree(
-            folder / dump / "checkpoint" / "step-8"
-        )  # as if the job had been killed before this save
+        # as if the job had been killed before this save
+        shutil.rmtree(folder / dump / "checkpoint" / "step-8")
     torch.distributed.barrier()
     torch.manual_seed(99)
     half = losses_of(folder, model, dump, *options)
@@ -127,9 +126,8 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bitwise(one_rank, two_ranks
 
 
 def test_accumulated_batches_have_the_loss_of_the_full_batch(one_rank):
-    assert one_rank["accumulated"] == pytest.approx(
-        one_rank["gla"], rel=1e-5
-    )  # float32, summed in another order
+    # float32, summed in another order
+    assert one_rank["accumulated"] == pytest.approx(one_rank["gla"], rel=1e-5)
 
 
 def test_the_model_keeps_its_names_ties_and_mode(one_rank):
