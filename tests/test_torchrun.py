@@ -64,7 +64,7 @@ def test_rank_alone_or_an_address_alone_is_no_start_by_torchrun(monkeypatch, cap
     assert "MASTER_ADDR set, but not WORLD_SIZE" in capsys.readouterr().err.replace("RANK, ", "")
 
 
-def test_restarts_are_left_to_torchrun_if_it_started_the_ranks(monkeypatch, capsys):
+def test_max_restarts_are_refused_under_torchrun(monkeypatch, capsys):
     for name, value in COMPLETE.items():
         monkeypatch.setenv(name, value)
     job = str(ROOT / "configs" / "gla_debug.toml")

@@ -239,7 +239,7 @@ def test_evaluation_restores_the_mode_of_each_module(results):
     assert results["modes"] == (False, True, False, True)
 
 
-def test_parameters_resharded_to_some_ranks_are_gathered_over_these(results):
+def test_parameters_resharded_to_some_ranks_keep_their_values(results):
     expected = dict(build().named_parameters())
     assert len(results["resharded"]) > 4
     for name, value in results["resharded"].items():

@@ -336,7 +336,7 @@ def test_the_structure_of_a_decoder_is_found():
         find_decoder(nn.Linear(1, 1))
 
 
-def test_more_ranks_than_key_value_heads_share_them():
+def test_more_ranks_than_key_value_heads_need_kv_colwise():
     model = Tiny()
     for layer in model.layers:
         layer.attn.num_kv_heads = 2

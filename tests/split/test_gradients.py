@@ -271,7 +271,7 @@ def test_gradients_below_the_limit_are_unchanged():
     torch.testing.assert_close(param.grad, torch.tensor([0.5, 1.0, 1.0]))
 
 
-def test_the_norm_of_nothing():
+def test_the_norm_without_gradients_is_zero():
     assert total_norm([]).item() == total_norm([nn.Parameter(torch.zeros(2))], math.inf).item() == 0.0
     assert skip_nonfinite(torch.tensor(0.0)) is False
 

@@ -85,7 +85,7 @@ def test_an_adapter_added_after_the_split_is_refused():
         run_on_threads(work)
 
 
-def test_an_adapter_added_before_the_split():
+def test_an_adapter_added_before_the_split_is_refused():
     model = Tiny()
     model.layers[1].mlp.down_proj = Adapted(model.layers[1].mlp.down_proj)
     with pytest.raises(PlanError, match=r"lora_A.* is an adapter's"):

@@ -100,9 +100,8 @@ def test_a_longer_context_than_that_of_the_weights(job, monkeypatch):
     assert "seq_len = 3072 exceeds the model's max_position_embeddings = 2048" in job.out
     assert job.run(*options, longer, "--job.dump_folder=longer", "--training.seq_len=3072") == 0, job.err
     assert "exceeds" not in job.out
-    assert refusal(job, *options, longer).endswith(
-        "name another folder, or return to that model"
-    )  # of the first job
+    # The folder of checkpoints has the model of the first job.
+    assert refusal(job, *options, longer).endswith("name another folder, or return to that model")
     at = job.folder / "longer" / "checkpoint" / "step-2"
     assert main(["export", str(at), str(job.folder / "exported"), "--base", str(job.folder / "gla")]) == 0
     assert (
