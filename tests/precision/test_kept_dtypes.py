@@ -206,9 +206,7 @@ def test_fsdp_modules_of_parameters_in_float32():
     )
     assert [*managed(model, block.inner[1], units)] == ["layers.0.gate.bias"]
     for dtype in (None, torch.float16):
-        assert not any(
-            unit.names_in_float32 or unit.inner for unit in split_dtypes(model, find_units(model), dtype)
-        )
+        assert not any(unit.kept or unit.inner for unit in split_dtypes(model, find_units(model), dtype))
 
 
 def test_float8_does_not_convert_modules_in_float32():

@@ -237,7 +237,7 @@ def options(draw):
 
 
 def check_job_file(folder, values):
-    tables = tomli.check_load(JOB)
+    tables = tomli.loads(JOB)
     for name, value in values.items():
         *path, last = name.split(".")
         table = tables
