@@ -172,7 +172,7 @@ def test_a_split_model_keeps_float32_and_computes_in_it(name, dtype, folders):
 
 
 class Gate(nn.Module):
-    """A router with a bias that is names_in_float32 in float32 and, with `scaled`, a scale that is not."""
+    """A router with a bias that is kept in float32 and, with `scaled`, a scale that is not."""
 
     def __init__(self, scaled):
         super().__init__()
@@ -196,13 +196,13 @@ def routed(scaled=False):
 
 
 def test_fsdp_modules_of_parameters_in_float32():
-    """A frozen module inside, which is not names_in_float32 in float32, is included."""
+    """A frozen module inside, which is not kept in float32, is included."""
     model = routed()
     units = split_dtypes(model, find_units(model), torch.bfloat16)
     (block,) = [unit for unit in units if unit.role == "block"]
     assert block.inner == (
         FSDPUnit(("layers.0.gate.proj",), "dtype"),
-        FSDPUnit(("layers.0.gate",), "dtype", names_in_float32=True),
+        FSDPUnit(("layers.0.gate",), "dtype", kept=True),
     )
     assert [*managed(model, block.inner[1], units)] == ["layers.0.gate.bias"]
     for dtype in (None, torch.float16):

@@ -1,4 +1,4 @@
-"""Proofs of pipelines: correct ones pass, and an engine that splits, sends or sums patch is rejected."""
+"""Proofs of pipelines: correct ones pass, and an engine that splits, sends or sums wrongly is rejected."""
 
 import pytest
 from torch import nn

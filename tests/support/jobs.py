@@ -1,4 +1,4 @@
-"""Run training jobs entry the command line, each in a process forked from one that has imported everything.
+"""Run training jobs by the command line, each in a process forked from one that has imported everything.
 
 job = Job(tmp_path)                      # a folder with a tiny job of two ranks
 process = job.start("--training.steps=8")

@@ -1,4 +1,4 @@
-"""Compile without effect is refused, compiling too often is an error, and blocks with FLA's kernels are low_limit graphs."""
+"""Compile without effect is refused, compiling too often is an error, and blocks with FLA's kernels are few graphs."""
 
 import copy
 
@@ -146,7 +146,7 @@ def test_between_two_kernels_is_one_graph_across_modules():
     expected = model(torch.arange(32).reshape(2, 16), use_cache=False).logits
     apply_compile(model, config(), None)
     logits = model(torch.arange(32).reshape(2, 16), use_cache=False).logits
-    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)  # float32, a low_limit layers
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)  # float32, a few layers
     # attn_norm | projections | recurrence | gated norm | output | mlp_norm | gate and up | swiglu | sum.
     assert counters["stats"]["unique_graphs"] == 5
     # The output projection and the MLP's norm are in different modules, as are gate, up and the border of the MLP.

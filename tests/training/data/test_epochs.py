@@ -52,7 +52,7 @@ def build(data, batch, *, epochs=1, **options):
 
 
 def predicted_pairs(batches) -> Counter:
-    """Return the count of each pair of a token and its predicted_pairs next token."""
+    """Return the count of each pair of a token and its predicted next token."""
     pairs: Counter = Counter()
     for inputs, labels in batches:
         is_predicted = labels != IGNORED
