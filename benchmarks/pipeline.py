@@ -116,7 +116,9 @@ def work(rank: int, steps: int, folder: str) -> None:
             for stage in pipeline.model_parts:
                 stage.lm.zero_grad()
     if rank == 0:
-        results = {name: (report.values["idle_fraction"], rows) for name, (report, rows) in measurements.items()}
+        results = {
+            name: (report.values["idle_fraction"], rows) for name, (report, rows) in measurements.items()
+        }
         torch.save(results, Path(folder) / "results.pt")
     dist.destroy_process_group()
 

@@ -116,14 +116,20 @@ def user_model_config(installed, monkeypatch):
         ("my_models.model:MyModel", {"depth": 3}, r"model.arguments = \{'depth': 3\}: TypeError: .*'depth'"),
     ],
 )
-def test_a_class_that_can_not_be_imported_is_refused_in_one_line(own_config, value, arguments, message):
-    assert re.search(message, refusal(own_config, value, arguments, kind=ModelError))
+def test_a_class_that_can_not_be_imported_is_refused_in_one_line(
+    user_model_config, value, arguments, message
+):
+    assert re.search(message, refusal(user_model_config, value, arguments, kind=ModelError))
 
 
-def test_a_misspelt_keyword_in_a_file_of_sizes_is_named_with_the_file(own_config):
+def test_a_misspelt_keyword_in_a_file_of_sizes_is_named_with_the_file(user_model_config):
     """The error has the nearest keyword and the line of the constructor, but no file of titanplans."""
     message = refusal(
-        own_config, "my_models.model:MyModel", {"widht": 64}, "sizes.toml, flavor 'debug'", kind=ModelError
+        user_model_config,
+        "my_models.model:MyModel",
+        {"widht": 64},
+        "sizes.toml, flavor 'debug'",
+        kind=ModelError,
     )
     assert message.startswith("sizes.toml, flavor 'debug': class = 'my_models.model:MyModel'")
     assert "unexpected keyword argument 'widht'; did you mean width?" in message

@@ -122,7 +122,7 @@ def test_compilations():
         (compilation,) = compile.compilations()[before:]
     finally:
         assert compile.set_guard_hook(None) is hook
-        compile.remember_compilations(None)
+        compile.limit_compilations(None)
     assert (compilation.fail_type, compilation.fail_reason, compilation.has_guarded_code) == (
         None,
         None,

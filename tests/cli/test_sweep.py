@@ -332,7 +332,7 @@ def test_peak_memory_is_the_largest_ranks(tmp_path):
 
 
 def test_a_metric_that_was_not_logged_is_missing_and_not_0(tmp_path):
-    assert read_figures(tmp_path, skip_steps=1) == {}
+    assert read_cell_metrics(tmp_path, skip_steps=1) == {}
     write_rows(tmp_path / "metrics.jsonl", rows_of([1, 2]))
     (tmp_path / "parallelism.json").write_text('{"world_size": 2, "step": null}')
     figures = read_cell_metrics(tmp_path, skip_steps=5)

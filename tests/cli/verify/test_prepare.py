@@ -50,7 +50,7 @@ def named(name, flavor):
     ],
 )
 def test_the_first_blocks(source, layers, blocks, all_blocks):
-    config, model, notes = cut(source(), layers, None)
+    config, model, notes = reduce_config(source(), layers, None)
     same = ": the others are of the same classes, shapes and settings, and have the same plan (--layers)"
     expected = (
         [f"the first {blocks} of {all_blocks} blocks{'' if layers else same}"] if blocks < all_blocks else []
@@ -64,12 +64,12 @@ def test_the_first_blocks(source, layers, blocks, all_blocks):
 
 
 def test_lists_with_an_entry_for_each_block_are_truncated_too():
-    config, *_ = cut(named("gemma3_text", "1B"), 7, None)
+    config, *_ = reduce_config(named("gemma3_text", "1B"), 7, None)
     assert config.layer_types == modeling.load_config("gemma3_text", "1B").layer_types[:7]
     assert config.sliding_window == 512
-    assert cut(hybrid(), None, None)[0].attn["layers"] == [2]
+    assert reduce_config(hybrid(), None, None)[0].attn["layers"] == [2]
     # A larger vision tower is truncated to the same number of blocks.
-    assert cut(named("gemma3", "4B"), 3, None)[0].vision_config.num_hidden_layers == 3
+    assert reduce_config(named("gemma3", "4B"), 3, None)[0].vision_config.num_hidden_layers == 3
 
 
 @pytest.mark.parametrize(("name", "flavor"), [("qwen3", "0.6B"), ("gemma3", "4B"), ("gla", "340M")])
