@@ -16,7 +16,7 @@ def verdicts():
 
 def options(c):
     """Return the options of a combination with their indices; degrees, sequence and logits are separate options."""
-    of_tensor = (c.tp, c.cp, "replicated stream" in c.tensor, "gathered logits" in c.tensor)
+    of_tensor = (c.tp, c.cp, "unsharded stream" in c.tensor, "gathered logits" in c.tensor)
     return list(enumerate((c.kind, *of_tensor, c.recompute, c.data, c.offload, c.schedule)))
 
 

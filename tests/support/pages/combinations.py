@@ -44,12 +44,12 @@ REPLICATED_AND_GATHERED = {"enable_sequence_parallel": False, "disable_loss_para
 TENSOR = {
     "none": None,
     "tp 2": {},
-    "tp 2, replicated stream": {"enable_sequence_parallel": False},
+    "tp 2, unsharded stream": {"enable_sequence_parallel": False},
     "tp 2, gathered logits": {"disable_loss_parallel": True},
-    "tp 2, replicated stream, gathered logits": REPLICATED_AND_GATHERED,
+    "tp 2, unsharded stream, gathered logits": REPLICATED_AND_GATHERED,
     "cp 2": {},
     "tp 2 x cp 2": {},
-    "tp 2 x cp 2, replicated stream, gathered logits": REPLICATED_AND_GATHERED,
+    "tp 2 x cp 2, unsharded stream, gathered logits": REPLICATED_AND_GATHERED,
     "ep 2": {},
     "tp 2, ep 2": {},
     "cp 2, ep 2": {},
@@ -74,7 +74,7 @@ TENSOR_IN_STAGES = (
     "none",
     "tp 2",
     "cp 2",
-    "tp 2 x cp 2, replicated stream, gathered logits",
+    "tp 2 x cp 2, unsharded stream, gathered logits",
     *(t for t in TENSOR if "ep" in t),
 )
 
