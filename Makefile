@@ -78,7 +78,7 @@ $(BIN)/uv: $(BIN)/pip
 $(VENV)/installed: pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
 	$(BIN)/pip install --quiet packaging
 	$(BIN)/python tests/support/constraints.py $(CONSTRAINTS)
-	$(BIN)/pip install --quiet --editable .
+	$(BIN)/pip install --quiet --editable '.[all]'
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed

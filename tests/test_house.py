@@ -8,10 +8,13 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+import tomli
+from packaging.requirements import Requirement
 
 from tests.support.imports import ENGINE, imported
 from tests.support.paths import ROOT
 from tests.support.programs import run_python
+from titanplans.extras import EXTRAS
 
 LIBRARIES = {"torchtitan", "transformers", "fla", "torchao"}
 STRATEGIES = {"config", "plan", "styles", "split", "precision", "adapters"}
@@ -194,26 +197,66 @@ def test_an_import_loads_no_more_than_it_needs():
     subprocess.run([sys.executable, "-W", "ignore", "-c", IMPORTS], check=True, cwd=ROOT)
 
 
-def test_every_dependency_is_imported_and_every_import_is_a_dependency():
-    import tomli
+DECLARED = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
+_MODULES = {
+    "annotated-types": "annotated_types",
+    "flash-linear-attention": "fla",
+    "huggingface-hub": "huggingface_hub",
+    "megatron-fsdp": "megatron_fsdp",
+    "pydantic-core": "pydantic_core",
+    "tomli-w": "tomli_w",
+}
+"""Distributions whose package has another name."""
 
-    project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = {line.split("[")[0].split("=")[0].split(">")[0].strip() for line in project["dependencies"]}
-    modules = {
-        "annotated-types": "annotated_types",
-        "flash-linear-attention": "fla",
-        "huggingface-hub": "huggingface_hub",
-        "pydantic-core": "pydantic_core",
-        "tomli-w": "tomli_w",
-        "tensorboard": None,
-    }
-    # tensorboard is imported by torch. W&B is an extra, imported by jobs that enable it.
-    expected = {modules.get(name, name) for name in declared} - {None} | {"wandb"}
-    assert "wandb" in project["optional-dependencies"]
+
+def test_every_dependency_is_imported_and_every_import_is_a_dependency():
+    extras = DECLARED["optional-dependencies"]
+    parts = [DECLARED["dependencies"], *(extras[name] for name in ("train", "fla", "float8", "wandb"))]
+    expected = {_MODULES.get(name, name) for part in parts for name in map(_distribution, part)}
     files = [f for p in ("titanplans", "plans", "models") for f in (ROOT / p).rglob("*.py")]
     ours = {path.stem for path in (ROOT / "titanplans").iterdir()} | {"titanplans", *_public()}
     used = set().union(*map(imported, files)) - set(sys.stdlib_module_names) - ours
-    assert used == expected
+    assert used == expected - {"tensorboard"}  # which torch imports
+
+
+def test_each_library_of_an_extra_is_known_to_the_error_that_names_the_extra():
+    extras = DECLARED["optional-dependencies"]
+    declared = {
+        (_MODULES.get(name, name), name, extra)
+        for extra in ("train", "fla", "float8", "wandb", "megatron-fsdp")
+        for name in map(_distribution, extras[extra])
+        if name != "torch"
+    }
+    assert {(package, *known) for package, known in EXTRAS.items()} == declared
+
+
+LIBRARIES_INSIDE = {
+    "torchtitan": ("training/",),
+    "numpy": ("training/", "kernels/interpreted/"),
+    "tokenizers": ("training/",),
+    "xxhash": ("training/",),
+    "triton": ("kernels/interpreted/", "loss/kernels.py"),
+    "torchao": ("precision/float8/",),
+}
+"""Where a library of an extra may be imported at the top of a file; elsewhere a function that needs it imports it."""
+
+
+def test_the_light_install_imports_no_library_of_an_extra():
+    for file in ENGINE.rglob("*.py"):
+        path = file.relative_to(ENGINE).as_posix()
+        for package in _imported_at_the_top(file) & EXTRAS.keys():
+            assert path.startswith(LIBRARIES_INSIDE.get(package, ())), (path, package)
+
+
+def _imported_at_the_top(file: Path) -> set[str]:
+    nodes = ast.parse(file.read_text()).body
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in names}
+
+
+def _distribution(requirement: str) -> str:
+    return Requirement(requirement).name
 
 
 def _public() -> list[str]:

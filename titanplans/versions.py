@@ -48,7 +48,8 @@ def _missed_range(name: str) -> str:
         requirements = [Requirement(line) for line in metadata.requires("titanplans") or ()]
     except metadata.PackageNotFoundError:
         return ""  # titanplans runs from its folder, without being installed
-    ranges = [item.specifier for item in requirements if item.name == name and item.marker is None]
+    # torch has two ranges; training needs the narrower one, and torchtitan's absence says so.
+    ranges = [item.specifier for item in requirements if item.name == name][:1]
     version = _installed_version(name)
     is_tested = (version is None or specifier.contains(version, prereleases=True) for specifier in ranges)
     return "" if all(is_tested) else str(ranges[0])

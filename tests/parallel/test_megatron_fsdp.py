@@ -58,7 +58,7 @@ def test_without_cuda_the_error_comes_first():
 @pytest.mark.skipif(INSTALLED, reason="tests the error without the package")
 def test_without_the_package_the_error_names_the_extra():
     message = refusal(apply_megatron_fsdp, Tiny(), mesh(1, 8, 1), MegatronFSDPConfig())
-    assert "pip install '.[megatron-fsdp]' in a clone" in message
+    assert "pip install 'titanplans[megatron-fsdp]'" in message
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,10 @@ def stale(project: str, constraints: str) -> str | None:
     texts = [*table["project"]["dependencies"], *table["build-system"]["requires"]]
     for extra in table["project"]["optional-dependencies"].values():
         texts += extra
+    own_name = table["project"].get("name")
     for requirement in map(Requirement, texts):
+        if requirement.name == own_name:
+            continue  # an extra that includes others
         pins = pinned.get(canonicalize_name(requirement.name), [])
         if not pins:
             return f"it has no {requirement.name}"

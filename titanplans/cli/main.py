@@ -31,6 +31,7 @@ from typing import NoReturn
 
 from titanplans.disk import is_refusal, reason
 from titanplans.errors import RunError, UserError, as_line, did_you_mean
+from titanplans.extras import as_missing_library
 from titanplans.quiet import silence
 from titanplans.training.launch.exit_status import exit_now, finish, mute_stdout, refuse
 from titanplans.training.launch.signals import Stopped
@@ -126,6 +127,10 @@ def main(argv: list[str]) -> int:
             module = import_module(f"titanplans.{COMMANDS[command]}")
             has_several = list(COMMANDS.values()).count(COMMANDS[command]) > 1
             return module.main(argv if has_several else rest)
+        except ModuleNotFoundError as error:
+            if (missing := as_missing_library(error, f"titanplans {command}")) is None:
+                raise
+            return refuse(missing, int(os.environ.get("RANK", "0")))
         except (UserError, RunError) as error:
             return refuse(error, int(os.environ.get("RANK", "0")))
         except KeyboardInterrupt as error:

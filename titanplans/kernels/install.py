@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from titanplans.errors import KernelError
+from titanplans.extras import is_installed
 from titanplans.kernels.naive import Naive, by_naive
 from titanplans.kernels.recurrent.recurrence import Recurrence, by_formula
 from titanplans.kernels.table import NOT_TRITON, REFERENCES, Reference
@@ -60,9 +61,9 @@ def install(device_type: str) -> None:
     """On "cpu", install PyTorch functions in place of FLA's Triton kernels; on any other device type, do nothing.
 
     Call it before a model is built; a second call changes nothing. On a machine with GPUs, calls with CUDA tensors still use
-    FLA's kernels.
+    FLA's kernels. Without FLA there is nothing to replace.
     """
-    if device_type != "cpu":
+    if device_type != "cpu" or not is_installed("fla"):
         return
     places = [_find(place) for place in REFERENCES]
     if all(hasattr(getattr(owner, name, None), MARK) for owner, name in places):

@@ -19,6 +19,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from titanplans.config.families import Family, families, find_flavor
 from titanplans.errors import ModelError, did_you_mean
+from titanplans.extras import as_missing_library, is_installed, missing_library
 from titanplans.modeling.config_values import check_values, unread_keys
 from titanplans.modeling.user_model import user_model_config
 from titanplans.text import show
@@ -93,10 +94,15 @@ def load_config_file(path: str | PathLike[str]) -> PretrainedConfig:
         raise ModelError(f"{where} must hold a JSON object, it holds a {type(values).__name__}")
     if "model_type" not in values:
         raise ModelError(f'{where} has no \'model_type\', e.g. "model_type": "gla"')
-    import fla.models  # noqa: F401  # registers FLA's model types with transformers
+    if is_installed("fla"):
+        import fla.models  # noqa: F401  # registers FLA's model types with transformers
 
     model_type = values["model_type"]
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        if not is_installed("fla"):
+            raise missing_library(
+                "fla", f"{where}: model_type {model_type!r}, which transformers does not have,"
+            )
         raise ModelError(
             f"{where}: model_type {model_type!r} is in neither the installed transformers "
             f"nor fla; {did_you_mean(str(model_type), CONFIG_MAPPING.keys(), 'code from a hub is never run')}"
@@ -148,6 +154,8 @@ def _config_class(family: Family) -> type[PretrainedConfig]:
         # Imported here: `fla.models` imports Triton and every FLA model.
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
+        if isinstance(error, ImportError) and (missing := as_missing_library(error, family.source)):
+            raise missing from error
         raise ModelError(
             f"{family.source}: config_class = {family.config_class!r} can't be imported: {error}"
         ) from error

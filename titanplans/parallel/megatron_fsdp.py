@@ -6,7 +6,6 @@ are refused, because they are untested.
 
 import dataclasses
 import importlib
-import importlib.util
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from titanplans.config import MegatronFSDPConfig
 from titanplans.errors import OptionError, ParallelError
+from titanplans.extras import is_installed, missing_library
 from titanplans.parallel.activation_checkpoint import is_recomputed
 from titanplans.split.decoder import find_decoder
 from titanplans.torch_private.modules import compiled_call
@@ -39,7 +39,8 @@ def apply_megatron_fsdp(model: nn.Module, mesh: DeviceMesh, config: MegatronFSDP
         config: the options, which are passed on to the package.
 
     Raises:
-        ParallelError: CUDA or the package is missing, the package lacks an option, or the mesh or model is not supported.
+        MissingLibrary: megatron-fsdp is not installed.
+        ParallelError: there is no CUDA device, the package lacks an option, or the mesh or model is not supported.
             Raised before anything is sharded.
         PlanError: `model` has no list of blocks, and `config` names no classes.
     """
@@ -50,12 +51,15 @@ def apply_megatron_fsdp(model: nn.Module, mesh: DeviceMesh, config: MegatronFSDP
 
 
 def check_available() -> None:
-    """Raise ParallelError unless CUDA and the package are available."""
-    cuda = "" if torch.cuda.is_available() else "CUDA, and torch sees no such device: take FSDP2Config"
-    package = "the package megatron-fsdp, which is not installed: pip install '.[megatron-fsdp]' in a clone"
-    missing = [cuda, "" if importlib.util.find_spec("megatron_fsdp") else package]
-    if any(missing):
-        raise ParallelError(f"megatron_fsdp needs {'; and '.join(filter(None, missing))}")
+    """Raise an error unless CUDA and the package are available."""
+    missing = missing_library("megatron_fsdp", "it" if not torch.cuda.is_available() else "megatron_fsdp")
+    if not torch.cuda.is_available():
+        also = "" if is_installed("megatron_fsdp") else f"; and {missing}"
+        raise ParallelError(
+            f"megatron_fsdp needs CUDA, and torch sees no such device: take FSDP2Config{also}"
+        )
+    if not is_installed("megatron_fsdp"):
+        raise missing
 
 
 def refuse_mesh(mesh: DeviceMesh) -> None:

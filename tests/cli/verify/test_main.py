@@ -144,12 +144,12 @@ def test_without_torchtitan_its_loss_is_skipped_and_jobs_are_refused(command, mo
     monkeypatch.setitem(sys.modules, "torchtitan", None)  # as if it were not installed
     status, out, err = command("verify", "qwen3.json", "--layers", "1", "--quick", *ONE_CASE)
     assert (status, err) == (0, "")
-    assert "\n  torchtitan's loss is not compared: torchtitan is not installed\n" in out
+    assert "\n  torchtitan's loss is not compared: a job needs torchtitan, which is not installed\n" in out
     assert "torchtitan loss" not in out
     assert train([str(ROOT / "configs" / "gla_debug.toml")]) == 2
     message = capsys.readouterr().err
     assert message.startswith(
-        "error: torchtitan is not installed: pip install 'torchtitan>=0.3,<0.4', or train in"
+        "error: a job needs torchtitan, which is not installed: pip install 'titanplans[train]', in a clone '.[train]', or"
     )
     assert message.count("\n") == 1
 

@@ -5,7 +5,6 @@ to a fused kernel in high precision. Here each of these is reported or refused.
 """
 
 import dataclasses
-import importlib.util
 from collections import Counter
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from torch import nn
 
 from titanplans.config import Float8
 from titanplans.errors import ParallelError
+from titanplans.extras import is_installed, missing_library
 from titanplans.plan.checks.shared import tied_parameters
 from titanplans.precision.kept_dtypes import keeps_float32
 from titanplans.split.bypassed import BypassCheck, Bypassed, find_bypassed, unfuse
@@ -110,8 +110,8 @@ def check_float8_options(options: Float8, device_type: str) -> None:
     Raises:
         ParallelError: torchao is not installed, `recipe_name` is not set, or the GPU has no kernels for the recipe.
     """
-    if importlib.util.find_spec("torchao") is None:
-        raise options.error("recipe_name", "it needs torchao, which is not installed: pip install torchao")
+    if not is_installed("torchao"):
+        raise missing_library("torchao", f"float8 (recipe_name = {options.recipe_name!r})")
     if options.recipe_name is None:
         raise options.error("recipe_name", f"set it to one of {', '.join(RECIPES)}")
     if device_type == "cuda" and not options.emulate and torch.version.hip is None:

@@ -4,7 +4,6 @@
 compares a checkpoint with the job.
 """
 
-import importlib.util
 import json
 import logging
 import os
@@ -27,6 +26,7 @@ from titanplans.config import (
     strategy_of,
 )
 from titanplans.errors import DataError
+from titanplans.extras import is_installed, missing_library
 from titanplans.loss import FusedLoss
 from titanplans.modeling.user_model import is_user_model
 from titanplans.parallel.mesh.process_group import default_device_type
@@ -81,10 +81,8 @@ def check_job(job: JobConfig, world_size: int) -> None:
     resolve.global_batch_size(job, data_parallel)
     device_type = default_device_type()
     check_device(job, device_type)
-    if job.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
-        raise ConfigError(
-            "metrics.enable_wandb = true, but wandb is not installed; pip install '.[wandb]' in a clone, or set it to false"
-        )
+    if job.metrics.enable_wandb and not is_installed("wandb"):
+        raise missing_library("wandb", "metrics.enable_wandb = true")
     check_outputs(job)
     import_custom(job)
     if (folder := resolve.hf_weights_folder(job)) is not None and not os.path.isdir(folder):

@@ -1,6 +1,5 @@
 """The device of this process: its type, its CPU threads and its memory."""
 
-import importlib.util
 import os
 import platform
 import resource
@@ -11,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from titanplans.errors import ConfigError
+from titanplans.extras import is_installed, missing_library
 from titanplans.parallel.mesh.process_group import available_cores, default_device_type
 
 _KIB, _GIB = 1024, 1024**3
@@ -36,8 +36,8 @@ def no_trainer() -> str | None:
     alternative = "or train in your own loop with titanplans.parallel, which needs no torchtitan"
     if torch.__version__ < "2.13":
         return f"torchtitan 0.3 needs torch 2.13, and this is torch {torch.__version__}: install torch 2.13, {alternative}"
-    if importlib.util.find_spec("torchtitan") is None:
-        return f"torchtitan is not installed: pip install 'torchtitan>=0.3,<0.4', {alternative}"
+    if not is_installed("torchtitan"):
+        return f"{missing_library('torchtitan', 'a job')}, {alternative}"
     return None
 
 

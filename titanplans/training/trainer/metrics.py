@@ -247,12 +247,8 @@ class MetricsProcessor:
 
 
 def _wandb(folder: str, values: dict[str, Any]) -> WandBLogger:
-    try:
-        import wandb
-    except ImportError as error:
-        raise UserError(
-            "[metrics] enable_wandb = true: W&B is not installed: pip install wandb, or disable it"
-        ) from error
+    import wandb  # `check_job` has refused the job if it is not installed
+
     try:
         return WandBLogger(folder, config_dict=values)
     except wandb.Error as error:
