@@ -154,7 +154,7 @@ def _config_class(family: Family) -> type[PretrainedConfig]:
         # Imported here: `fla.models` imports Triton and every FLA model.
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        if isinstance(error, ImportError) and (missing := as_missing_library(error, family.source)):
+        if isinstance(error, ImportError) and (missing := as_missing_library(error, family.config_class)):
             raise missing from error
         raise ModelError(
             f"{family.source}: config_class = {family.config_class!r} can't be imported: {error}"

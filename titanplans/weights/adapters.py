@@ -160,21 +160,7 @@ def adapter_options(folder: str | os.PathLike[str]) -> LoRA:
     """
     path = Path(folder) / CONFIG
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        for key, supported in _SUPPORTED.items():
-            if values.get(key, supported[0]) not in supported:
-                raise ModelError(
-                    f"{path} has {key} = {json.dumps(values[key])}, but only plain LoRA is supported, "
-                    f"{json.dumps(supported[0])}: merge the adapter into the weights by peft, and start from these"
-                )
-        return LoRA(
-            rank=values["r"],
-            alpha=float(values["lora_alpha"]),
-            dropout=values.get("lora_dropout") or 0.0,
-            target_modules=_as_tuple(values["target_modules"]),
-            exclude_modules=_as_tuple(values.get("exclude_modules")),
-            modules_to_save=_as_tuple(values.get("modules_to_save")),
-        )
+        return options_of_peft(json.loads(path.read_text(encoding="utf-8")), str(path))
     except OSError as error:
         raise ModelError(f"{path} can't be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -183,6 +169,29 @@ def adapter_options(folder: str | os.PathLike[str]) -> LoRA:
         raise ModelError(
             f"{path} is no adapter_config.json of peft ({type(error).__name__}: {error})"
         ) from error
+
+
+def options_of_peft(values: Mapping[str, Any], where: str) -> LoRA:
+    """Return the options of the `values` of peft's LoraConfig; `where`: what they are from, for errors.
+
+    Raises:
+        ModelError: they describe an adapter that computes differently.
+        KeyError, TypeError, ValueError: a value is missing, or of another type than in peft.
+    """
+    for key, supported in _SUPPORTED.items():
+        if values.get(key, supported[0]) not in supported:
+            raise ModelError(
+                f"{where} has {key} = {json.dumps(values[key])}, but only plain LoRA is supported, "
+                f"{json.dumps(supported[0])}: merge the adapter into the weights by peft, and start from these"
+            )
+    return LoRA(
+        rank=values["r"],
+        alpha=float(values["lora_alpha"]),
+        dropout=values.get("lora_dropout") or 0.0,
+        target_modules=_as_tuple(values["target_modules"]),
+        exclude_modules=_as_tuple(values.get("exclude_modules")),
+        modules_to_save=_as_tuple(values.get("modules_to_save")),
+    )
 
 
 def base_model(folder: str | os.PathLike[str]) -> str | None:
@@ -259,4 +268,4 @@ def _target_modules(model: nn.Module, names: list[str]) -> list[str]:
 def _as_tuple(value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
-    return (value,) if isinstance(value, str) else tuple(value)
+    return (value,) if isinstance(value, str) else tuple(sorted(value))

@@ -1,0 +1,206 @@
+"""Train a split model in Hugging Face's Trainer and in trainers built on it, such as TRL's SFTTrainer.
+
+class MyTrainer(SplitTrainer, Trainer): ...
+
+model = split_model(model, Degrees(tp=2))
+MyTrainer(model, arguments, train_dataset=data).train()
+"""
+
+import math
+import os
+import shutil
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator, DistributedType, ParallelismConfig, PartialState
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel, Trainer
+from transformers.distributed import DistributedConfig
+
+from titanplans.adapters.low_rank import adapted
+from titanplans.errors import ParallelError
+from titanplans.parallel import Degrees, FSDP2Config, ParallelManager
+from titanplans.split.gradients import clip_gradients, total_norm
+from titanplans.weights.adapters import load_adapter, options_of_peft, save_adapter
+from titanplans.weights.load import load_weights
+from titanplans.weights.save import save_weights
+
+_OPTIMIZER = "optimizer"
+"""The folder of a checkpoint with the optimizer's state, in torch's distributed format."""
+_SCHEDULER = "scheduler.pt"
+
+
+def split_model(
+    model: PreTrainedModel, degrees: Degrees, config: FSDP2Config | None = None, *, lora: Any = None
+) -> PreTrainedModel:
+    """Split `model` in place for a Trainer: tensor, expert and data parallelism. Call it before the Trainer is made.
+
+    Autocast, recomputation and accumulation are the Trainer's arguments. The ranks of one tensor-parallel group read the
+    same batches, and gradients are averaged over the data-parallel ranks, as the Trainer's loss expects.
+
+    Args:
+        model: a causal language model with the same values on every rank.
+        degrees: `tp`, `ep`, `dp_replicate` and `dp_shard` are used.
+        config: the strategy; None: FSDP2 without mixed precision, with gathered logits. The logits have to be gathered,
+            because the Trainer's losses and metrics read plain tensors.
+        lora: a LoraConfig of peft. The adapters are titanplans' own, and are saved and loaded as peft's files.
+
+    Raises:
+        PlanError: the plan does not fit the model or the degree.
+        ParallelError: a degree of context or pipeline parallelism is above 1, or an option can't be honoured.
+        ModelError: `lora` describes adapters that compute differently from plain LoRA.
+    """
+    if degrees.cp != 1 or degrees.pp != 1:
+        raise ParallelError(
+            f"degrees = {degrees}: the Trainer computes the loss of full sequences on each rank: set cp and pp to 1"
+        )
+    config = FSDP2Config(disable_loss_parallel=True) if config is None else config
+    if not config.disable_loss_parallel:
+        raise config.error("disable_loss_parallel", "the Trainer's losses read plain logits: set it to true")
+    if lora is not None:
+        config = config.replace(lora=_lora_options(lora))
+    PartialState()  # makes the process group, as the Trainer's arguments would
+    manager = ParallelManager(config, degrees)
+    manager.parallelize(model.to(manager.device))
+    mesh = manager.mesh
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # A ParallelManager's own loss is divided by the tokens of all ranks, and its gradients are summed.
+            module.set_gradient_divide_factor(float(mesh.dp_replicate * mesh.dp_shard))
+    # By these a Trainer knows how many ranks read the same batch.
+    model._tp_size = mesh.tp
+    model.config.distributed_config = DistributedConfig(
+        tp_size=mesh.tp, fsdp_size=mesh.dp_shard, dp_replicate_size=mesh.dp_replicate
+    )
+    return model
+
+
+def _lora_options(lora: Any) -> Any:
+    values = lora.to_dict()
+    if values.get("target_modules") is None or values.get("init_lora_weights") is not True:
+        raise ParallelError(
+            f"lora: target_modules = {values.get('target_modules')!r}, init_lora_weights = "
+            f"{values.get('init_lora_weights')!r}: name the modules, and leave init_lora_weights at True"
+        )
+    return options_of_peft(values, "lora")
+
+
+class _Parallelism(ParallelismConfig):
+    """accelerate's, by which its loaders give the ranks of a tensor-parallel group the same batches; also on CPUs."""
+
+    def _validate_accelerator(self, accelerator: Accelerator) -> None:
+        if accelerator.distributed_type != DistributedType.MULTI_CPU:  # refused there, though nothing differs
+            super()._validate_accelerator(accelerator)
+
+
+class SplitTrainer:
+    """Mixin, before a Trainer: the loss, gradients, weights and checkpoints of a model that `split_model` has split.
+
+    A checkpoint has the weights as a Hugging Face folder (with LoRA, peft's files) and the optimizer's state in torch's
+    distributed format. Training resumes from it at the same and at other degrees.
+    """
+
+    model: Any
+    args: Any
+    optimizer: Any
+    lr_scheduler: Any
+    data_collator: Any
+    processing_class: Any
+    state: Any
+
+    def __init__(self, model: PreTrainedModel, *args: Any, peft_config: Any = None, **kwargs: Any):
+        if peft_config is not None:
+            raise ParallelError(
+                "peft_config: peft's layers would wrap split Linears, whose shards they do not know: pass it as "
+                "split_model(..., lora=...)"
+            )
+        if getattr(getattr(model, "config", None), "distributed_config", None) is None:
+            raise ParallelError(
+                f"{type(model).__name__} is not split: call titanplans.integrations.transformers.split_model first"
+            )
+        loss = super().compute_loss.__func__  # type: ignore[misc]
+        self._is_sft = loss.__module__ == "trl.trainer.sft_trainer"
+        if loss.__module__.startswith("trl.") and not self._is_sft:
+            raise ParallelError(
+                f"{type(self).__name__}: its loss multiplies hidden states by the head's full weight, of which a rank has a "
+                "shard; of TRL's trainers SFTTrainer works"
+            )
+        super().__init__(model, *args, **kwargs)
+        # The Trainer's word for a model that reduces its gradients itself: it is not wrapped. It is set only now, since
+        # the Trainer's constructor refuses to save the optimizer of a model that transformers has split.
+        self.is_distributed_loading_by_transformers = True
+        if self._is_sft and self.args.loss_type != "nll":
+            raise ParallelError(
+                f"loss_type = {self.args.loss_type!r}: SFTTrainer trains a split model with 'nll'"
+            )
+        if hasattr(collator := self.data_collator, "pad_to_multiple_of"):
+            # The sequence is sharded over the tensor-parallel ranks. A collator that does not pad leaves it to its user.
+            multiple = math.lcm(collator.pad_to_multiple_of or 1, self.model.tp_size)
+            collator.pad_to_multiple_of = multiple if multiple > 1 else None
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Do nothing: `split_model` has moved it, and FSDP2 refuses to move its parameters."""
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        args = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
+        if "parallelism_config" in args:
+            sizes = self.model.config.distributed_config
+            args["parallelism_config"] = _Parallelism(tp_size=sizes.tp_size, dp_shard_size=sizes.dp_size)
+        return args
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute the Trainer's loss. SFTTrainer's own would multiply by the full head on every rank.
+
+        The entropy and the accuracy that SFTTrainer computes with its loss are not logged.
+        """
+        if self._is_sft:
+            return Trainer.compute_loss(self, model, inputs, *args, **kwargs)  # type: ignore[arg-type]
+        return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        return clip_gradients(model.parameters(), self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> torch.Tensor:
+        # Also without clipping: it sums the gradients that are still partial over the tensor-parallel ranks.
+        return total_norm(model.parameters()) if grad_norm is None else grad_norm
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        folder = self.args.output_dir if output_dir is None else output_dir
+        if adapted(self.model):
+            save_adapter(self.model, folder)
+        else:
+            written = os.path.join(folder, "being-saved")  # `save_weights` fills a folder of its own
+            save_weights(self.model, written)
+            if self.args.should_save:
+                for name in os.listdir(written):
+                    shutil.move(os.path.join(written, name), os.path.join(folder, name))
+                os.rmdir(written)
+        if self.args.should_save:
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(folder)
+            torch.save(self.args, os.path.join(folder, "training_args.bin"))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        load = load_adapter if adapted(self.model) else load_weights
+        load(self.model, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        state = get_optimizer_state_dict(self.model, self.optimizer.optimizer)
+        dcp.save({_OPTIMIZER: state}, checkpoint_id=os.path.join(output_dir, _OPTIMIZER))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        optimizer = self.optimizer.optimizer
+        state = {_OPTIMIZER: get_optimizer_state_dict(self.model, optimizer)}
+        dcp.load(state, checkpoint_id=os.path.join(checkpoint, _OPTIMIZER))
+        set_optimizer_state_dict(self.model, optimizer, state[_OPTIMIZER])
+        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True))
