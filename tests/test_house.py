@@ -32,6 +32,7 @@ ALLOWED = {
     "modeling": {*STRATEGIES, "transformers", "fla"},
     "weights": {*STRATEGIES, "modeling", "transformers"},
     "parallel": {*STRATEGIES, "loss", "apply", "observe", "torchao"},
+    "integrations": {*STRATEGIES, "apply", "modeling", "parallel", "weights", "torchtitan", "transformers"},
     "proof": {"plan", "styles", "split", "loss", "adapters", "apply", "kernels"},
     "training": {*STRATEGIES, "loss", "apply", "observe", "modeling", "weights", "parallel", "kernels", *LIBRARIES},
 }  # fmt: skip
@@ -211,7 +212,10 @@ _MODULES = {
 
 def test_every_dependency_is_imported_and_every_import_is_a_dependency():
     extras = DECLARED["optional-dependencies"]
-    parts = [DECLARED["dependencies"], *(extras[name] for name in ("train", "fla", "float8", "wandb"))]
+    parts = [
+        DECLARED["dependencies"],
+        *(extras[name] for name in ("train", "fla", "float8", "trainer", "wandb")),
+    ]
     expected = {_MODULES.get(name, name) for part in parts for name in map(_distribution, part)}
     files = [f for p in ("titanplans", "plans", "models") for f in (ROOT / p).rglob("*.py")]
     ours = {path.stem for path in (ROOT / "titanplans").iterdir()} | {"titanplans", *_public()}
@@ -223,7 +227,7 @@ def test_each_library_of_an_extra_is_known_to_the_error_that_names_the_extra():
     extras = DECLARED["optional-dependencies"]
     declared = {
         (_MODULES.get(name, name), name, extra)
-        for extra in ("train", "fla", "float8", "wandb", "megatron-fsdp")
+        for extra in ("train", "fla", "float8", "trainer", "wandb", "megatron-fsdp")
         for name in map(_distribution, extras[extra])
         if name != "torch"
     }
@@ -231,7 +235,8 @@ def test_each_library_of_an_extra_is_known_to_the_error_that_names_the_extra():
 
 
 LIBRARIES_INSIDE = {
-    "torchtitan": ("training/",),
+    "torchtitan": ("training/", "integrations/torchtitan.py"),
+    "accelerate": ("integrations/transformers.py",),
     "numpy": ("training/", "kernels/interpreted/"),
     "tokenizers": ("training/",),
     "xxhash": ("training/",),

@@ -5,10 +5,12 @@ import sys
 import tarfile
 import venv
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import tomli
+from packaging.requirements import Requirement
 
 from tests.support.paths import ROOT
 
@@ -91,6 +93,76 @@ def python(built, tmp_path_factory) -> Path:
     dependencies = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     (site / "dependencies.pth").write_text("\n".join(dependencies))
     return folder / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def light_python(built, tmp_path_factory) -> Path:
+    """The Python of an environment that has what `pip install titanplans` would install, without extras."""
+    folder = tmp_path_factory.mktemp("light")
+    venv.create(folder, with_pip=False)
+    (site,) = folder.glob("lib/python*/site-packages")
+    with zipfile.ZipFile(built[0]) as wheel:
+        wheel.extractall(site)
+    for distribution in required_distributions(site):
+        for file in distribution.files or ():
+            top = Path(file).parts[0]
+            if top not in ("..", "__pycache__") and not (site / top).exists():
+                (site / top).symlink_to(distribution.locate_file(top))
+    return folder / "bin" / "python"
+
+
+def required_distributions(site: Path) -> list[metadata.Distribution]:
+    """Return the installed distributions that the titanplans in `site` needs, and those that these need."""
+    (titanplans,) = metadata.distributions(name="titanplans", path=[str(site)])
+    found: dict[str, metadata.Distribution] = {}
+    pending = [(requirement, "") for requirement in titanplans.requires or ()]
+    while pending:
+        line, extra = pending.pop()
+        requirement = Requirement(line)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        if requirement.name not in found:
+            found[requirement.name] = distribution = metadata.distribution(requirement.name)
+            for wanted in ("", *requirement.extras):
+                pending += [(line, wanted) for line in distribution.requires or ()]
+    return list(found.values())
+
+
+def run_light(python: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [python, "-E", "-m", "titanplans", *words]  # without PYTHONPATH
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.thorough
+def test_the_light_install_proves_a_plan(light_python, tmp_path):
+    done = run_light(light_python, tmp_path, "verify", "qwen3", "--tp", "2", "--quick")
+    assert done.returncode == 0, done.stderr
+    assert "proved: 2 cases" in done.stdout
+    assert "torchtitan's loss is not compared: a job needs torchtitan, which is not installed" in " ".join(
+        done.stdout.split()
+    )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("words", "library", "extra"),
+    [
+        (("verify", "gla"), "flash-linear-attention", "fla"),
+        (("verify", "qwen3", "--float8", "rowwise"), "torchao", "float8"),
+        (("verify", "qwen3", "--kernels", "real", "--quick"), "triton", "fla"),
+        (("train", str(ROOT / "configs" / "gla_debug.toml")), "xxhash", "train"),
+        (("evaluate", str(ROOT / "configs" / "gla_debug.toml")), "xxhash", "train"),
+        (("data", str(ROOT / "configs" / "gla_debug.toml")), "torchtitan", "train"),
+        (("check", "outputs"), "xxhash", "train"),
+        (("sweep", str(ROOT / "configs" / "experiments" / "tp_variants.toml")), "xxhash", "train"),
+    ],
+)
+def test_without_its_extra_a_command_names_it_in_one_line(light_python, tmp_path, words, library, extra):
+    done = run_light(light_python, tmp_path, *words)
+    assert done.returncode == 2
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert f"needs {library}, which is not installed: pip install 'titanplans[{extra}]'" in error
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.thorough

@@ -26,6 +26,7 @@ EXTRAS: Mapping[str, _Extra] = {
     "fla": _Extra("flash-linear-attention", "fla"),
     "triton": _Extra("triton", "fla"),
     "torchao": _Extra("torchao", "float8"),
+    "accelerate": _Extra("accelerate", "trainer"),
     "wandb": _Extra("wandb", "wandb"),
     "megatron_fsdp": _Extra("megatron-fsdp", "megatron-fsdp"),
 }

@@ -12,16 +12,15 @@ import shutil
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator, DistributedType, ParallelismConfig, PartialState
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, Trainer
 from transformers.distributed import DistributedConfig
 
 from titanplans.adapters.low_rank import adapted
 from titanplans.errors import ParallelError
+from titanplans.integrations.checkpoint import load_checkpoint, save_checkpoint
 from titanplans.parallel import Degrees, FSDP2Config, ParallelManager
 from titanplans.split.gradients import clip_gradients, total_norm
 from titanplans.weights.adapters import load_adapter, options_of_peft, save_adapter
@@ -62,7 +61,8 @@ def split_model(
         raise config.error("disable_loss_parallel", "the Trainer's losses read plain logits: set it to true")
     if lora is not None:
         config = config.replace(lora=_lora_options(lora))
-    PartialState()  # makes the process group, as the Trainer's arguments would
+    # Make the process group as the Trainer's arguments would; nothing if they have.
+    PartialState(cpu=not torch.accelerator.is_available())
     manager = ParallelManager(config, degrees)
     manager.parallelize(model.to(manager.device))
     mesh = manager.mesh
@@ -88,9 +88,16 @@ def _lora_options(lora: Any) -> Any:
     return options_of_peft(values, "lora")
 
 
-class _Parallelism(ParallelismConfig):
-    """accelerate's, by which its loaders give the ranks of a tensor-parallel group the same batches; also on CPUs."""
+def parallelism_config(model: PreTrainedModel) -> ParallelismConfig:
+    """Return accelerate's description of a model that `split_model` has split: `Accelerator(parallelism_config=...)`.
 
+    By it accelerate's loaders give the ranks of a tensor-parallel group the same batches, and the model is not wrapped.
+    """
+    sizes: Any = model.config.distributed_config
+    return _Parallelism(tp_size=sizes.tp_size, dp_shard_size=sizes.dp_size)
+
+
+class _Parallelism(ParallelismConfig):
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
         if accelerator.distributed_type != DistributedType.MULTI_CPU:  # refused there, though nothing differs
             super()._validate_accelerator(accelerator)
@@ -147,8 +154,7 @@ class SplitTrainer:
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         args = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
         if "parallelism_config" in args:
-            sizes = self.model.config.distributed_config
-            args["parallelism_config"] = _Parallelism(tp_size=sizes.tp_size, dp_shard_size=sizes.dp_size)
+            args["parallelism_config"] = parallelism_config(self.model)
         return args
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -191,8 +197,8 @@ class SplitTrainer:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        state = get_optimizer_state_dict(self.model, self.optimizer.optimizer)
-        dcp.save({_OPTIMIZER: state}, checkpoint_id=os.path.join(output_dir, _OPTIMIZER))
+        optimizer = self.optimizer.optimizer  # inside of accelerate's
+        save_checkpoint(os.path.join(output_dir, _OPTIMIZER), self.model, optimizer, weights=False)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
@@ -200,7 +206,5 @@ class SplitTrainer:
         if checkpoint is None:
             return
         optimizer = self.optimizer.optimizer
-        state = {_OPTIMIZER: get_optimizer_state_dict(self.model, optimizer)}
-        dcp.load(state, checkpoint_id=os.path.join(checkpoint, _OPTIMIZER))
-        set_optimizer_state_dict(self.model, optimizer, state[_OPTIMIZER])
+        load_checkpoint(os.path.join(checkpoint, _OPTIMIZER), self.model, optimizer, weights=False)
         self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True))

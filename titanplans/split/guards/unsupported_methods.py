@@ -1,7 +1,8 @@
-"""Refuse methods of a split model that take its parameters for full tensors: `refuse_unsupported_methods`.
+"""Refuse what takes the parameters of a split model for full tensors: `refuse_unsupported_methods`.
 
-torch's modules and transformers' models have them. Each rank would initialise its shard as if it were the full tensor,
-resize its rows, or write a file of shards, without an error.
+torch's modules and transformers' models have such methods. Each rank would initialise its shard as if it were the full
+tensor, resize its rows, or write a file of shards, without an error. `DistributedDataParallel` fails with an error that
+names nothing.
 """
 
 from functools import partial
@@ -35,13 +36,28 @@ _REFUSED = {
 
 
 def refuse_unsupported_methods(model: nn.Module) -> None:
-    """Let these methods of `model` and of its modules raise a PlanError; `save_pretrained` needs a full state dict."""
+    """Let these methods of `model` and of its modules, and DDP around it, raise a PlanError.
+
+    `save_pretrained` only raises without a full state dict.
+    """
+    if any(isinstance(param, DTensor) for param in model.parameters()):
+        model.__dict__["_ddp_params_and_buffers_to_ignore"] = _NoDDP()
     for module in model.modules():
         for name, remedy in _REFUSED.items():
             if callable(getattr(module, name, None)):
                 module.__dict__[name] = partial(_refuse, class_name(module), name, remedy)
         if callable(getattr(module, "save_pretrained", None)):
             module.__dict__["save_pretrained"] = partial(_save, module)
+
+
+class _NoDDP:
+    """The names that `DistributedDataParallel` ignores, which it reads before anything else."""
+
+    def __iter__(self) -> NoReturn:
+        raise PlanError(
+            "DistributedDataParallel around a split model: its parameters are DTensors, which DDP can't reduce: use "
+            "ParallelManager(FSDP2Config(), Degrees(tp=..., dp_replicate=...)), or fully_shard over the data-parallel mesh"
+        )
 
 
 def _refuse(model: str, name: str, remedy: str, *args: Any, **kwargs: Any) -> NoReturn:

@@ -1,0 +1,1 @@
+"""Models of titanplans in torchtitan's own trainer."""

@@ -1,0 +1,91 @@
+"""Plans in torchtitan's own entry, `python -m torchtitan.train`: losses and norms at tp 2 are those of one rank."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.support.paths import ROOT
+from tests.support.refusals import refusal
+from titanplans.training.trainer.device import no_trainer
+
+if no_trainer() is not None:
+    pytest.skip(no_trainer() or "", allow_module_level=True)
+
+from torchtitan.config import ParallelismConfig
+from torchtitan.trainer import Trainer
+
+from titanplans.integrations.torchtitan import model_spec
+
+TOLERANCES = torch.tensor([1e-4, 2e-3])
+"""Relative, of losses and of norms. Sums in another order round differently; norms of GLA differ by up to 5e-4."""
+LOGGED = re.compile(r"step:\s+(\d+)\s+loss:\s+([\d.]+)\s+grad_norm:\s+([\d.]+)")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with the data set that torchtitan's configs for tests name, which its wheel lacks."""
+    data = tmp_path / "tests" / "assets" / "c4_test"
+    data.mkdir(parents=True)
+    words = (ROOT / "README.md").read_text().split()
+    rows = [{"text": " ".join(words[start : start + 200])} for start in range(0, len(words) - 200, 7)]
+    (data / "data.json").write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path
+
+
+def train(folder, config, ranks, *options):
+    """Return (loss, norm) by step, of a job of eight steps with a checkpoint every four."""
+    shared = "--debug.seed 1 --training.mixed_precision_param float32 --training.disable_cuda_graphs"
+    shared += " --checkpoint.enable --checkpoint.interval 4 --metrics.disable_color_printing"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += [
+        "-m",
+        "tests.support.torchtitan_on_cpu",
+        "--module",
+        "examples.torchtitan_entry",
+        "--config",
+        config,
+    ]
+    command += ["--hf_assets_path", str(ROOT / "titanplans/training/data/tokenizer"), *shared.split()]
+    command += ["--parallelism.tensor_parallel_degree", str(ranks), *options]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return {
+        int(step): (float(loss), float(norm))
+        for step, loss, norm in LOGGED.findall(done.stdout + done.stderr)
+    }
+
+
+def assert_close(log, expected):
+    assert log.keys() <= expected.keys()
+    for step, values in log.items():
+        differences = torch.tensor(values) / torch.tensor(expected[step]) - 1
+        assert (differences.abs() < TOLERANCES).all(), (step, values, expected[step])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("config", ["qwen3_debug", "gla_debug"])
+def test_a_plan_trains_and_resumes_in_torchtitans_entry(folder, config):
+    unsplit = train(folder, config, 1, "--dump_folder", "unsplit")
+    split = train(folder, config, 2, "--dump_folder", "split")
+    assert split.keys() == set(range(1, 9))
+    assert_close(split, unsplit)
+    shutil.rmtree(folder / "split" / "checkpoint" / "step-8")
+    shutil.copytree(folder / "split", folder / "moved")
+    for name, ranks in (("split", 2), ("moved", 1)):
+        resumed = train(folder, config, ranks, "--dump_folder", name)
+        assert resumed.keys() == {5, 6, 7, 8}
+        assert_close(resumed, split)
+
+
+def test_another_spmd_backend_is_refused():
+    spec = model_spec("qwen3", "debug")
+    config = Trainer.Config(model_spec=spec, parallelism=ParallelismConfig(spmd_backend="spmd_types"))
+    message = refusal(spec.model.update_from_config, config=config)
+    assert message.endswith('a plan splits modules itself: set it to "partial_dtensor"')

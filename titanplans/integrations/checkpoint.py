@@ -1,0 +1,54 @@
+"""Checkpoints of a split model in a user's own loop, which resume at other degrees: `save_checkpoint`, `load_checkpoint`."""
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    weights: bool = True,
+) -> None:
+    """Save the weights and the optimizer's state in torch's distributed format. Collective.
+
+    Each rank writes its shards of the full tensors, so a model that is split at other degrees, or not at all, reads them.
+
+    Args:
+        folder: created if it does not exist.
+        model: split in any way, or unsplit.
+        optimizer: of `model`.
+        weights: whether to save the weights, too; False: they are saved otherwise.
+    """
+    dcp.save(_state(model, optimizer, weights), checkpoint_id=folder)
+
+
+def load_checkpoint(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    weights: bool = True,
+) -> None:
+    """Load what `save_checkpoint` has saved into `model` and `optimizer`, in place. Collective."""
+    state = _state(model, optimizer, weights)
+    dcp.load(state, checkpoint_id=folder)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    if weights:
+        set_model_state_dict(model, state["model"])
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer, weights: bool) -> dict[str, Any]:
+    state: dict[str, Any] = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    return state | {"model": get_model_state_dict(model)} if weights else state
