@@ -181,7 +181,7 @@ def test_verify_takes_adapters_on_the_command_line(capsys):
     lora = ["--lora=rank=2", "--lora=target_modules=q_proj,down_proj", "--lora=dropout=0.5"]
     assert main([*arguments, *lora]) == 0
     message = (
-        "4 Linear modules have adapters of rank 2, whole and split, with the same draws of lora.dropout = 0.5"
+        "4 Linear modules have adapters of rank 2 in the unsplit and the split model, with the same masks"
     )
     assert message in capsys.readouterr().out
     for wrong, message in {

@@ -167,6 +167,6 @@ def test_a_graph_break_before_a_product_is_named_as_the_obstacle():
     # Blocks are not prepared, so the MLP's last product is inside FLA's swiglu_linear.
     blocked = [v for graph in graphs for v in graph.verdicts if not v.hidden and v.possible]
     assert [(v.operation, v.backward) for v in blocked] == [("reduce_scatter", False), ("all_gather", True)]
-    assert {v.obstacle for v in blocked} == {"a graph break parts it from its product"}
+    assert {v.obstacle for v in blocked} == {"a graph break separates it from its product"}
     block = model.get_submodule(name)
     assert block.mlp.fuse_swiglu is True

@@ -69,8 +69,10 @@ local_scale_of_the_shard = partial(local_scales, module=titanplans.precision.flo
 
 
 def summands_with_local_scales(monkeypatch):
-    monkeypatch.setattr(titanplans.precision.float8.linear, "_summed", lambda grad, split: grad)
-    monkeypatch.setattr(titanplans.precision.float8.linear, "_share", lambda result, split: result)
+    monkeypatch.setattr(titanplans.precision.float8.linear, "_sum_partial", lambda grad, split: grad)
+    monkeypatch.setattr(
+        titanplans.precision.float8.linear, "_divide_replicated", lambda result, split: result
+    )
 
 
 @pytest.mark.parametrize("fault", [local_scales, local_scale_of_the_shard, summands_with_local_scales])
@@ -237,9 +239,9 @@ def test_a_region_whose_projections_are_all_float8_is_entered_and_left_in_float8
 
 def test_a_region_not_in_float8_has_a_reason():
     by_module = crossings("gla", unconverted=("gk_proj", "down_proj"))
-    why = "model.layers.0.attn.gk_proj.0 is not converted, and reads it too"
+    why = "model.layers.0.attn.gk_proj.0 is not converted, and uses the input, too"
     assert by_module["attn"] == {"activations": why, "gradients": None}
-    why = "model.layers.0.mlp.down_proj is not converted, and gives it"
+    why = "model.layers.0.mlp.down_proj is not converted, and computes the output"
     assert by_module["mlp"] == {"activations": None, "gradients": why}
     by_module = crossings("qwen3", "rowwise")
     assert all(

@@ -353,7 +353,7 @@ def test_experts_that_take_sorted_tokens_and_counts_are_right(degrees):
 
 @pytest.mark.parametrize(
     ("factor", "message"),
-    [(1.0, "= 1.0: with expert_parallel_degree = 1 no row is sent"), (0, "= 0: it has to be above 0")],
+    [(1.0, "= 1.0: with expert_parallel_degree = 1 no tokens are sent"), (0, "= 0: it has to be above 0")],
 )
 def test_a_meaningless_capacity_is_refused(factor, message):
     def work(rank):

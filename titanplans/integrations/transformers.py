@@ -64,7 +64,7 @@ def split_model(
     # Make the process group as the Trainer's arguments would; nothing if they have.
     PartialState(cpu=not torch.accelerator.is_available())
     manager = ParallelManager(config, degrees)
-    manager.parallelize(model.to(manager.device))
+    manager.parallelize(nn.Module.to(model, manager.device))
     mesh = manager.mesh
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -135,7 +135,7 @@ class SplitTrainer:
                 f"{type(self).__name__}: its loss multiplies hidden states by the head's full weight, of which a rank has a "
                 "shard; of TRL's trainers SFTTrainer works"
             )
-        super().__init__(model, *args, **kwargs)
+        super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
         # The Trainer's word for a model that reduces its gradients itself: it is not wrapped. It is set only now, since
         # the Trainer's constructor refuses to save the optimizer of a model that transformers has split.
         self.is_distributed_loading_by_transformers = True

@@ -102,6 +102,7 @@ class NoOptions(Qwen3Plan):
     def __init__(self):
         pass
 """
+LAYOUTS = ("sharded", "replicated")
 ONE_CASE = ("--tp", "2", "--loss-parallel", "--sequence-parallel")
 
 
@@ -170,7 +171,7 @@ def test_the_full_grid_as_text(command):
         for at, line_of_case in enumerate(lines_of_cases)
         if line_of_case not in lines_of_cases[:at]
     ]
-    choices = [["sharded", "sharded"], ["sharded", "whole"], ["whole", "sharded"], ["whole", "whole"]]
+    choices = [[loss, sequence] for loss in LAYOUTS for sequence in LAYOUTS]
     # At degree 4 ranks share key/value heads; without TP its options have no effect.
     by_weights = [[tp, cp, *c] for tp, cp in (("2", "1"), ("4", "1"), ("2", "2")) for c in choices]
     assert sorted(lines_of_cases) == sorted([*by_weights, ["1", "2", "sharded", "sharded"]])
@@ -193,7 +194,7 @@ def test_json_is_one_object(command):
     )
     assert result["sizes"]["layers"] == 2
     assert result["notes"] == [
-        "the first 2 of 3 blocks: the others are of the same classes, shapes and settings, and have the same plan (--layers)"
+        "the first 2 of 3 blocks: the others have the same classes, shapes, settings and plan (--layers)"
     ]
     cases = result["report"]["cases"]
     assert all(case["passed"] for case in cases)

@@ -51,7 +51,7 @@ def named(name, flavor):
 )
 def test_the_first_blocks(source, layers, blocks, all_blocks):
     config, model, notes = reduce_config(source(), layers, None)
-    same = ": the others are of the same classes, shapes and settings, and have the same plan (--layers)"
+    same = ": the others have the same classes, shapes, settings and plan (--layers)"
     expected = (
         [f"the first {blocks} of {all_blocks} blocks{'' if layers else same}"] if blocks < all_blocks else []
     )

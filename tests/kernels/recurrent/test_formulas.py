@@ -320,7 +320,7 @@ def test_states_of_another_count_of_sequences_are_refused(mixer):
     """FLA's kernels refuse them too, for example those of MoM if not all memories are used."""
     arguments, more = inputs(mixer, batch=1), options(mixer) | {"output_final_state": True}
     _, *states = kernel(mixer)(**inputs(mixer, batch=3), **more)
-    with pytest.raises(KernelError, match="3 states, and cu_seqlens bounds 2 sequences"):
+    with pytest.raises(KernelError, match="3 states, but cu_seqlens has 2 sequences"):
         kernel(mixer)(**arguments, **named(mixer, states), cu_seqlens=torch.tensor([0, 3, TOKENS]), **more)
 
 
