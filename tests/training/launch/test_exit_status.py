@@ -1,5 +1,6 @@
 """Which of several failed ranks is reported, from the reports that their processes leave or do not leave."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -75,3 +76,32 @@ def test_a_line_without_one_of_rank_0_is_not_decided(ended):
 
 def test_a_line_that_follows_from_a_failure_does_not_come_first(ended):
     assert [failure.rank for failure in ended((1, "failed"), (0, "not finite"))] == [1, 0]
+
+
+def test_refusal_is_one_line(capsys):
+    assert refuse(UserError("[training] steps = 0: at least 1"), rank=0) == 2
+    assert capsys.readouterr().err == "error: [training] steps = 0: at least 1\n"
+
+
+def failing(rank: int) -> int:
+    try:
+        return 1 // 0
+    except ZeroDivisionError as error:
+        return fail(error, rank)
+
+
+def test_failure_of_a_rank_prints_its_traceback_and_one_line(capsys, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    assert failing(rank=3) == 1
+    output = capsys.readouterr().err
+    assert output.startswith("rank 3: Traceback (most recent call last):")
+    assert output.endswith("\nerror: rank 3 failed: ZeroDivisionError: integer division or modulo by zero\n")
+
+
+def test_failure_is_reported_to_the_launcher_of_the_rank(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert failing(rank=3) == 1
+    assert capsys.readouterr().err == ""
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert message["message"] == "ZeroDivisionError: integer division or modulo by zero"
+    assert "return 1 // 0" in message["extraInfo"]["py_callstack"]
