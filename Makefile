@@ -5,8 +5,7 @@
 # make test-kernels  FLA's own Triton kernels, interpreted on a CPU, against what stands in for them
 # make survive N=1000   kill a training job as often, and compare its losses: docs/checkpoints.md
 # make check   lint, formatting, types, and whether constraints.txt is what pyproject.toml asks for
-# make lock    renew constraints.txt: the versions that all of these install, the newest that pyproject.toml and
-#              constraints.in allow
+# make lock    renew constraints.txt: the versions that all of these install, the newest that pyproject.toml allows
 # make test-newest   all tests in an environment of its own (.venv-newest) with what make lock would take today, and what
 #                    differs; make test-oldest: with the oldest that pyproject.toml allows
 # make bench   every benchmark, each printing a table
@@ -56,7 +55,7 @@ test-newest test-oldest: test-%: $(BIN)/uv
 	$(MAKE) test-all VENV=.venv-$* CONSTRAINTS=.venv-$*.txt; status=$$?; diff constraints.txt .venv-$*.txt; exit $$status
 
 lock: $(BIN)/uv
-	$(COMPILE) --constraint constraints.in --output-file constraints.txt
+	$(COMPILE) --output-file constraints.txt
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff check .
