@@ -209,7 +209,7 @@ def test_a_sweep_continues_after_a_failing_cell_and_resumes(write, tmp_path, cap
     assert float(first["first loss"]) == begin["loss_metrics/global_avg_loss"], "the same data and seed"
     assert float(first["tokens/s"]) > 0
     assert 0.1 < float(first["peak memory, GiB"]) < 20
-    assert (first["collectives a step"], first["validation loss"]) == ("0", "")
+    assert (first["collectives per step"], first["validation loss"]) == ("0", "")
     assert diverges["reason"].startswith("step 2: the gradient's norm is not finite")
     assert contradicts["reason"].startswith("lr_scheduler.total_steps = 1: it ends before")
     text = Path("out/table.txt").read_text()
@@ -337,7 +337,7 @@ def test_a_metric_that_was_not_logged_is_missing_and_not_0(tmp_path):
     (tmp_path / "parallelism.json").write_text('{"world_size": 2, "step": null}')
     figures = read_cell_metrics(tmp_path, skip_steps=5)
     assert "tokens/s" not in figures
-    assert "collectives a step" not in figures
+    assert "collectives per step" not in figures
 
 
 def test_the_csv_table_has_full_precision_and_the_varying_keys(write):

@@ -245,8 +245,8 @@ METRICS = {
     "validation loss": ".5f",
     "tokens/s": ",.0f",
     "peak memory, GiB": ".2f",
-    "collectives a step": ",.0f",
-    "received a step, MB": ",.2f",
+    "collectives per step": ",.0f",
+    "received per step, MB": ",.2f",
 }
 """The columns of measurements, and their formats in the text and the picture."""
 _MEMORY = ("memory/max_reserved(GiB)", "memory/peak_rss(GiB)")

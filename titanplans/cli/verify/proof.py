@@ -47,14 +47,14 @@ class Outcome:
     counts: tuple[tuple[TPOptions, Communication], ...]
     """The communication of the blocks for each choice of options. It does not depend on the degree."""
     seconds: float
-    of: int = 0
+    total_cases: int = 0
     """The total number of cases as long as some are not proved yet; 0 at the end."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the outcome as a dict for JSON."""
         return {
             "subject": self.subject,
-            "verdict": "unfinished" if self.of else "proved" if self.report.passed else "wrong",
+            "verdict": "unfinished" if self.total_cases else "proved" if self.report.passed else "wrong",
             "sizes": self.sizes,
             "ranks": self.ranks,
             "notes": list(self.notes),
@@ -123,12 +123,14 @@ def prove(
     no_torchtitan = no_trainer()
 
     def outcome(
-        report: Report, of: int, notes: tuple[str, ...] = prepared.notes, counts: tuple = ()
+        report: Report, total_cases: int, notes: tuple[str, ...] = prepared.notes, counts: tuple = ()
     ) -> Outcome:
         ranks = f"ranks: {report.ranks}{'' if device.type == 'cpu' else f' on one {device.type} device'}"
         if dist.is_initialized():
             ranks = f"{dist.get_world_size()} processes over {dist.get_backend()}, {device.type}"
-        return Outcome(subject.words, sizes, ranks, notes, report, counts, time.perf_counter() - start, of)
+        return Outcome(
+            subject.words, sizes, ranks, notes, report, counts, time.perf_counter() - start, total_cases
+        )
 
     report = verify(
         lambda: model,
@@ -145,7 +147,7 @@ def prove(
         conditions="each" if request.quick else "pairs",
         processes=processes,
         progress=progress,
-        watch=lambda report, of: watch(outcome(report, of)),
+        watch=lambda report, total: watch(outcome(report, total)),
     )
     notes, counts = prepared.notes, []
     splits = any(degrees.tp_cp * degrees.pp > 1 for degrees in degrees_tried)

@@ -53,9 +53,9 @@ def verdict(outcome: Outcome) -> str:
     """Return the verdict on one line."""
     cases = outcome.report.cases
     wrong = [case for case in cases if not case.passed]
-    if outcome.of:
+    if outcome.total_cases:
         said = f"{len(wrong)} of them WRONG" if wrong else "all of them right"
-        return f"unfinished: {len(cases)} of {counted(outcome.of, 'case')}, {said}; {outcome.seconds:.1f} s"
+        return f"unfinished: {len(cases)} of {counted(outcome.total_cases, 'case')}, {said}; {outcome.seconds:.1f} s"
     if wrong:
         first = f"the first at {wrong[0].name}: {_place(wrong[0])}"
         return f"WRONG: {len(wrong)} of {counted(len(cases), 'case')}, {first}; {outcome.seconds:.1f} s"
@@ -78,7 +78,7 @@ def verdict(outcome: Outcome) -> str:
 def row(outcome: Outcome) -> str:
     """Return the newest case on one line: the number of cases so far, its verdict and its conditions."""
     *_, case = outcome.report.cases
-    so_far = f"{len(outcome.report.cases)} of {outcome.of or len(outcome.report.cases)}"
+    so_far = f"{len(outcome.report.cases)} of {outcome.total_cases or len(outcome.report.cases)}"
     verdict = "right" if case.passed else "WRONG"
     return f"{so_far}  {verdict}  {case_name(case.options)}; {training(case, outcome.report)}; worst {case.worst}"
 
@@ -152,7 +152,7 @@ class SubjectResult(NamedTuple):
 
 def subject_result(index: int, outcome: Outcome) -> SubjectResult:
     """Return the result of the subject `index` from its `outcome`."""
-    return SubjectResult(index, outcome.to_dict(), text(outcome), row(outcome), not outcome.of)
+    return SubjectResult(index, outcome.to_dict(), text(outcome), row(outcome), not outcome.total_cases)
 
 
 class Results:
