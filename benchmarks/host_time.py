@@ -52,9 +52,10 @@ SOURCES = {
     "FSDP2": ("torch/distributed/fsdp/", "titanplans/parallel/"),
     "model": ("transformers/", "torch/nn/"),
 }
-"""Path prefixes of each source. The time of a function with no source counts for its callers."""
+"""Parts of the paths of each source's files; the first source that matches counts. The time of a function with no source
+counts for its callers."""
 REST = "engine"
-"""Autograd's engine, and functions that it calls without a source: the model's backward in C++."""
+"""The time that no source accounts for: autograd's engine, and what only it calls, such as the model's backward in C++."""
 
 
 def main() -> None:
@@ -124,7 +125,11 @@ def profile(model: nn.Module, tokens: torch.Tensor, rounds: int) -> dict[str, fl
 
     @cache
     def fractions(function: tuple[str, int, str], depth: int) -> dict[str, float]:
-        """Return the fractions of a function's time by source: its source, or those of its callers by their time in it."""
+        """Return by source the fraction of a function's own time.
+
+        All of it counts for the function's source. If it has none, its callers' sources divide it, in proportion to the time
+        that the function took for each.
+        """
         callers = calls[function][4]
         total = sum(call[2] for call in callers.values())
         if (own_source := source(function)) is not None or not total or not depth:
@@ -145,7 +150,10 @@ def profile(model: nn.Module, tokens: torch.Tensor, rounds: int) -> dict[str, fl
 def step(
     model: nn.Module, tokens: torch.Tensor, recorder: cProfile.Profile | None = None
 ) -> tuple[float, float]:
-    """Run a step; return the seconds of its forward and of its backward. A `recorder` records only these two."""
+    """Run a step; return the seconds of its forward and of its backward.
+
+    A `recorder` records only these two, and 0 seconds are returned for each.
+    """
     positions = torch.arange(TOKENS).unsqueeze(0)
 
     def timed(work: Callable[[], Any]) -> tuple[float, Any]:

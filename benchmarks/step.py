@@ -7,8 +7,8 @@ float32 with emulated float8, which shows the cost of emulation and not the gain
 
 Each variant of a model has separate processes, and variants take turns, step by step, so that other load slows all of them:
 read the ratios to the first variant. A step is forward, loss, backward, clipping and AdamW with `ParallelManager`. "first"
-is the time of the first two steps minus that of two later ones, with an empty Inductor cache unless --cached. Memory is the
-peak of the later steps: memory allocated by torch on a GPU, else the resident memory of one process (Linux).
+is the time of the first two steps minus twice the median of the later ones, with an empty Inductor cache unless --cached.
+Memory is the peak of the later steps: memory allocated by torch on a GPU, else the resident memory of one process (Linux).
 """
 
 import argparse
@@ -78,7 +78,8 @@ def main() -> None:
     batch, length = SHAPE[device]
     print(f"torch {torch.__version__}, {name}, {batch} x {length} tokens, tp = {args.tp}\n")
     print(
-        f"| model | variant | ms a step | tokens/s | to {args.variants[0]} | MFU, % | peak memory, MB | first, s | loss |"
+        f"| model | variant | ms per step | tokens/s | speed / {args.variants[0]} | MFU, % | peak memory, MB | first, s "
+        "| loss |"
     )
     print("|---|---|---:|---:|---:|---:|---:|---:|---:|")
     chosen = {name: VARIANTS[name] for name in args.variants}

@@ -46,12 +46,12 @@ def picture() -> str:
 
 
 def documents(lengths: tuple[int, ...]) -> list[tuple[int, np.ndarray]]:
-    """Return documents of so many tokens, which are their numbers."""
+    """Return (number, tokens) for documents of these lengths; each token of a document is the document's number."""
     return [(number, np.full(length, number)) for number, length in enumerate(lengths)]
 
 
 def row(top: int, source: str, sequence: TokenSequence) -> list[str]:
-    """Return a row: a box for each document, a border where the next does not see it, and its place that is filled up."""
+    """Return a row of the picture: a box for each document with its number of tokens, and a dashed box for padding."""
     starts = [*np.flatnonzero(sequence.positions == 0), len(sequence.positions)]
     parts = [f'<text class="left style" x="14" y="{top + 17}">{source}</text>']
     for number, (first, last) in enumerate(itertools.pairwise(starts)):
@@ -60,10 +60,10 @@ def row(top: int, source: str, sequence: TokenSequence) -> list[str]:
             f'<rect x="{x}" y="{top}" width="{wide}" height="24" fill="{colour}" stroke="#57606a"/>',
             f'<text class="style" x="{x + wide / 2}" y="{top + 17}">{last - first}</text>',
         ]
-    if (left := SEQ_LEN - len(sequence.positions)) > 0:
+    if (padding := SEQ_LEN - len(sequence.positions)) > 0:
         x = LEFT + len(sequence.positions) * UNIT
         parts.append(
-            f'<rect x="{x}" y="{top}" width="{left * UNIT}" height="24" fill="none" stroke="#57606a" '
+            f'<rect x="{x}" y="{top}" width="{padding * UNIT}" height="24" fill="none" stroke="#57606a" '
             'stroke-dasharray="4"/>'
         )
     return parts

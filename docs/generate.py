@@ -1,4 +1,4 @@
-"""Writes what a program knows about this project into docs/generated/, and the pictures.
+"""Writes the pages of docs/generated/, which are made from the code, and the pictures.
 
 python docs/generate.py                    # all but the slow pages; two minutes
 python docs/generate.py options.md         # this one
@@ -18,14 +18,14 @@ FOLDER = ROOT / "docs" / "generated"
 
 
 def page_of(module: str) -> Callable[[], str]:
-    """Return what a module of tests/ or docs/ writes."""
+    """Return a function that makes the page of a module of tests/ or docs/."""
     return lambda: import_module(module).page()
 
 
 def combinations() -> str:
     """Return the page of all combinations of options; none is run."""
-    made = import_module("tests.support.pages.combinations")
-    return made.page({each: made.refusal(each) for each in made.ALL})
+    module = import_module("tests.support.pages.combinations")
+    return module.page({each: module.refusal(each) for each in module.ALL})
 
 
 PAGES = {
@@ -55,23 +55,27 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("pages", nargs="*", metavar="PAGE", help=f"one of {', '.join(names)}")
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 if a page is stale")
     parser.add_argument("--slow", action="store_true", help=f"{' and '.join(SLOW)}, too")
-    asked = parser.parse_args(argv)
-    if unknown := set(asked.pages) - set(names):
+    options = parser.parse_args(argv)
+    if unknown := set(options.pages) - set(names):
         parser.error(f"no such page: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
-    chosen = asked.pages or [*(page.name for page in PAGES), *(SLOW if asked.slow else ())]
-    if asked.check and (slow := SLOW.keys() & set(chosen)):
+    chosen = options.pages or [*(page.name for page in PAGES), *(SLOW if options.slow else ())]
+    if options.check and (slow := SLOW.keys() & set(chosen)):
         parser.error(f"{', '.join(sorted(slow))}: tests compare these pages; --check can't")
-    stale = [page for page, make in PAGES.items() if page.name in chosen and differs(page, make, asked.check)]
+    stale = [
+        page for page, make in PAGES.items() if page.name in chosen and update_page(page, make, options.check)
+    ]
     for page in stale:
-        print(f"{page.relative_to(ROOT)} {'is stale: python docs/generate.py' if asked.check else 'written'}")
+        print(
+            f"{page.relative_to(ROOT)} {'is stale: python docs/generate.py' if options.check else 'written'}"
+        )
     for name, module in SLOW.items():
         if name in chosen:
             subprocess.run([sys.executable, "-m", module, "--page"], cwd=ROOT, check=True)
-    return int(asked.check and bool(stale))
+    return int(options.check and bool(stale))
 
 
-def differs(page: Path, make: Callable[[], str], check: bool) -> bool:
-    """Whether a page is not what its program says; then write it, unless it is only checked."""
+def update_page(page: Path, make: Callable[[], str], check: bool) -> bool:
+    """Write a page if it is not what its program makes, unless `check`; return whether it differs."""
     text = make()
     if page.exists() and page.read_text() == text:
         return False

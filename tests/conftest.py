@@ -16,7 +16,7 @@ if no_trainer() is not None:  # on torch 2.11, where everything but the trainer 
 if os.environ.get("TRITON_INTERPRET") != "1":  # make test-kernels sets it
     collect_ignore += ["kernels/interpreted"]
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it in its workers, and printed tables are wrapped to it
-# The tensors are tiny and each rank is a process: a second thread per process would only compete for the cores.
+# The tensors are tiny, and ranks are threads or processes: more threads would only compete for the cores.
 torch.set_num_threads(1)
 # A shell starts background jobs with SIGINT ignored, nohup with SIGHUP ignored, and child processes inherit both.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -35,7 +35,8 @@ def cpu_kernels():
     kernels.install("cpu")
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m deselects: the order is that of all tests
+# Before -m deselects tests, so that which files come first does not depend on -m.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Run the files with thorough tests first, so that no worker is left with a long file at the end."""
     long = {item.path for item in items if item.get_closest_marker("thorough")}

@@ -51,8 +51,8 @@ def _missed_range(name: str) -> str:
     # torch has two ranges; training needs the narrower one, and torchtitan's absence says so.
     ranges = [item.specifier for item in requirements if item.name == name][:1]
     version = _installed_version(name)
-    is_tested = (version is None or specifier.contains(version, prereleases=True) for specifier in ranges)
-    return "" if all(is_tested) else str(ranges[0])
+    matches = (version is None or specifier.contains(version, prereleases=True) for specifier in ranges)
+    return "" if all(matches) else str(ranges[0])
 
 
 def _installed_version(name: str) -> str | None:

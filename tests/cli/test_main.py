@@ -69,7 +69,7 @@ def run(*arguments: str) -> tuple[int, str, str]:
         ("train configs/gla_debug.toml --model.plan my_plans:MyPlan", 2, "no module named 'my_plans'"),
         ("export confgs gla", 2, "export confgs: there is no such folder; did you mean configs?"),
         ("import configs tests", 2, "import: tests already exists and is not overwritten"),
-        ("async-tp gla --tp 1", 2, "--tp 1 splits nothing"),
+        ("async-tp gla --tp 1", 2, "a case whose degrees are all 1 splits nothing"),
         ("sweep configs/experiments/none.toml", 2, "no such sweep file"),
         ("sweep configs/experiments/tp_variants.toml --only tp9", 2, "error: --only tp9"),
     ],

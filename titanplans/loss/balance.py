@@ -24,7 +24,8 @@ def added_loss(model: nn.Module, output: Any, data: Group | None = None) -> torc
 
     A model returns it as `aux_loss`, and its config has the weight. If a model returns its routers' logits instead, and
     computes the loss only together with its own cross entropy, it is computed here, by the function in the model's file.
-    With context parallelism it is a term that has to be summed over the CP ranks, as `TPPlan.count_once` makes it.
+    With context parallelism it is this rank's term of a sum over the CP ranks: `TPPlan.count_once` divides it by their
+    number.
 
     Args:
         model: split or not.
@@ -36,10 +37,10 @@ def added_loss(model: nn.Module, output: Any, data: Group | None = None) -> torc
         ModelError: the model returns another loss, an `aux_loss` without a weight, or a number without a name, which
             training would ignore.
     """
-    # A plain tensor, such as DeferredLogits, has no fields.
+    # A tensor, DeferredLogits included, has no fields.
     names = () if isinstance(output, torch.Tensor) else dir(output)
     named = [name for name in names if name.endswith(LOSS_FIELDS)]
-    # Of a value that a model sets on an output of transformers after its creation, only the attribute exists, not the key.
+    # If a model sets a field of a transformers output after creating it, the attribute exists, but not the key.
     fields = {name: getattr(output, name) for name in named} | dict(
         output if isinstance(output, Mapping) else {}
     )
@@ -59,7 +60,7 @@ def added_loss(model: nn.Module, output: Any, data: Group | None = None) -> torc
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     weight = _first(config, _WEIGHTS)
-    # Of a split model this is the function that the plan has installed, which returns this rank's term.
+    # In a split model this is the function that the plan has installed, which returns this rank's term.
     function = getattr(inspect.unwrap(type(model).forward), "__globals__", {}).get("load_balancing_loss_func")
     logits = fields.get("router_logits")
     if weight and function is not None and logits and (balance is None or data is not None):
@@ -69,13 +70,16 @@ def added_loss(model: nn.Module, output: Any, data: Group | None = None) -> torc
         return None
     if weight is None:
         raise ModelError(
-            f"{kind} returns aux_loss, but its config has no weight of it: set {either(_WEIGHTS)}"
+            f"{kind} returns aux_loss, but its config has no weight for it: set {either(_WEIGHTS)}"
         )
     return weight * balance
 
 
 def _gather_tokens(model: nn.Module, logits: torch.Tensor, data: Group | None) -> torch.Tensor:
-    """Gather a router's logits [tokens, experts] over the ranks of `data` and the CP ranks; the backward sums gradients."""
+    """Gather a router's logits [tokens, experts] over the ranks of `data` and the CP ranks; the backward sums gradients.
+
+    Without data parallelism (`data` is None or one rank) nothing is gathered.
+    """
     if data is None or data[1] == 1:
         return logits
     border = border_of_model(model)

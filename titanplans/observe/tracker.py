@@ -1,4 +1,4 @@
-"""Tells the module and the phase (forward, backward, recomputation) that a training step is in.
+"""Tracks the module and the phase (forward, backward, recomputation, update, log) that a training step is in.
 
     with ExitStack() as stack:
         places = follow(model, stack)
@@ -166,7 +166,7 @@ def _wrap(
     enter: Callable[[], object],
     leave: Callable[[], object],
 ) -> None:
-    """Set the attribute `name` of `owner` to `call` between `enter` and `leave`, until `stack` closes."""
+    """Until `stack` closes, set the attribute `name` of `owner` to a function that calls `enter`, `call` and `leave`."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         enter()

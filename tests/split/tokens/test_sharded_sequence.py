@@ -1,4 +1,4 @@
-"""Every torch function that a subclass may override: on a ShardedSequence it equals the full sequence, or is refused."""
+"""Every torch function that a subclass may override gives the full sequence's result on a ShardedSequence, or is refused."""
 
 import inspect
 import itertools
@@ -24,7 +24,7 @@ LEFT_OUT = """
 """Functions that return memory or an address, or do not depend on values of a tensor."""
 
 
-class Alone(LocalTokens):
+class LastOfTwoRanks(LocalTokens):
     """The last of two ranks; it has the values of the other rank, so that gathers need no collective."""
 
     def __init__(self, full_sequence):
@@ -48,11 +48,11 @@ class Gathered(torch.autograd.Function):
         return ctx.tokens.take_local(grad), None
 
 
-def own(x):
-    return Alone(None).take_local(x)
+def local_part(x):
+    return LastOfTwoRanks(None).take_local(x)
 
 
-def other():
+def vector():
     return torch.linspace(0.5, 2, WIDTH, dtype=torch.float64)
 
 
@@ -63,15 +63,15 @@ def arguments(dummy):
     if all(name in named for name in names):
         yield tuple(named[name] for name in names)
     yield ()
-    yield (other(),)
+    yield (vector(),)
     yield (2,)
     yield (1, 2)
     yield (WHOLE.cos(),)
     yield (WHOLE.cos(), WHOLE.sin())
 
 
-def called(function, make, further):
-    """Return the sequence and the result of `function`, or None and the error."""
+def call(function, make, further):
+    """Return the sequence after the call, the result of `function` (None if it failed) and its error (None if not)."""
     torch.manual_seed(0)
     x = make()
     try:
@@ -104,7 +104,7 @@ def local_tokens(x):
 def differs(actual, expected):
     if isinstance(expected, torch.Tensor):
         if isinstance(actual, ShardedSequence):
-            actual, expected = actual.shard, own(expected)
+            actual, expected = actual.shard, local_part(expected)
         if actual.shape != expected.shape or actual.dtype != expected.dtype:
             return True
         actual, expected = (
@@ -117,26 +117,26 @@ def differs(actual, expected):
 @pytest.mark.parametrize("permission", [GRANTED, NOT_GRANTED], ids=["granted", "not granted"])
 @pytest.mark.parametrize("gradient", [True, False])
 def test_every_function_gives_the_result_of_the_full_sequence(permission, gradient):
-    """It is refused if it needs tokens that the plan does not permit to gather."""
+    """A function that needs other ranks' tokens is refused unless the plan permits the gather."""
     functions = list(itertools.chain.from_iterable(get_overridable_functions().values()))
     dummies, wrong, ran = get_testing_overrides(), [], set()
     make = full_sequence if gradient else plain
 
-    def shown():
+    def sharded():
         x = make()
-        shard = own(x.detach()).clone().requires_grad_(gradient)
-        return sharded_sequence(shard, Alone(x.detach()), permission)
+        shard = local_part(x.detach()).clone().requires_grad_(gradient)
+        return sharded_sequence(shard, LastOfTwoRanks(x.detach()), permission)
 
     for function in functions:
         name = resolve_name(function) or function.__name__
         if rules._name(function) in LEFT_OUT or function not in dummies or "__set__" in name:
             continue
         for further in arguments(dummies[function]):
-            x, expected, error = called(function, make, further)
+            x, expected, error = call(function, make, further)
             if error is not None:
                 continue
             ran.add(name)
-            y, actual, failed = called(function, shown, further)
+            y, actual, failed = call(function, sharded, further)
             if isinstance(failed, PlanError):
                 break
             if failed is not None:
@@ -159,10 +159,10 @@ def test_every_function_gives_the_result_of_the_full_sequence(permission, gradie
                     (at_x,) = torch.autograd.grad((floats[0] * weight).sum(), x, allow_unused=True)
                 except RuntimeError:  # the function has no derivative
                     break
-                sums = a.shard * own(weight) if isinstance(a, ShardedSequence) else a * weight
+                sums = a.shard * local_part(weight) if isinstance(a, ShardedSequence) else a * weight
                 (at_shard,) = torch.autograd.grad(sums.sum(), y.shard, allow_unused=True)
                 if (at_x is None) != (at_shard is None) or (
-                    at_x is not None and differs(at_shard, own(at_x))
+                    at_x is not None and differs(at_shard, local_part(at_x))
                 ):
                     wrong.append(f"{name}: its gradient")
             break
@@ -177,7 +177,7 @@ def test_the_tables_name_functions_of_torch():
 
 
 def test_without_a_permission_casts_scales_and_views_work():
-    x = sharded_sequence(own(WHOLE), Alone(WHOLE), NOT_GRANTED)
+    x = sharded_sequence(local_part(WHOLE), LastOfTwoRanks(WHOLE), NOT_GRANTED)
     for same in (x.float(), x * 2, 2 * x / torch.tensor(3.0), x.view(x.shape), x[:, :], x.contiguous()):
         assert isinstance(same, ShardedSequence)
         assert same.shape == WHOLE.shape
@@ -192,17 +192,19 @@ def test_without_a_permission_casts_scales_and_views_work():
     assert not x.gathered
 
 
-def test_a_partial_sum_is_not_changed_in_place_by_another():
-    """Otherwise only the local tokens of the other summand would remain."""
-    doubled, x = (sharded_sequence(own(WHOLE), Alone(WHOLE), GRANTED, partial=True) for _ in range(2))
+def test_a_tensor_is_not_added_in_place_to_a_partial_sum():
+    """Otherwise the sum would have only this rank's tokens of the added tensor."""
+    doubled, x = (
+        sharded_sequence(local_part(WHOLE), LastOfTwoRanks(WHOLE), GRANTED, partial=True) for _ in range(2)
+    )
     doubled *= 2
-    assert torch.equal(doubled.shard, own(WHOLE) * 2)
+    assert torch.equal(doubled.shard, local_part(WHOLE) * 2)
     with pytest.raises(PlanError, match=r"changes a partial sum in place.* x = x \+ y"):
         x += torch.ones_like(WHOLE)
 
 
 def test_the_sequence_may_be_given_by_keyword():
-    x = sharded_sequence(own(WHOLE), Alone(WHOLE), GRANTED)
+    x = sharded_sequence(local_part(WHOLE), LastOfTwoRanks(WHOLE), GRANTED)
     results = (
         torch.reshape(input=x, shape=(2, -1)),
         torch.nn.functional.dropout(input=x, p=0.0),

@@ -25,8 +25,8 @@ Compute = Callable[..., Any]
 TOLERANCE = 1e-5
 """Relative tolerance in float32: a kernel and its stand-in sum in different orders."""
 ROUNDING = 8
-"""A larger difference is allowed if the kernel's error against float64 is at most so many times the stand-in's: it sums
-block by block."""
+"""A larger difference is allowed if the kernel's error against float64 is at most this many times the stand-in's, since the
+kernel sums block by block."""
 
 
 class Call(NamedTuple):
@@ -46,13 +46,16 @@ class Call(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Relative differences, by norms, of one tensor: kernel from stand-in, and each from the stand-in in float64."""
+    """Relative differences of one tensor: the norm of the difference, divided by the norm."""
 
     tensor: str
     """The name of the output or gradient."""
     between: float
+    """Between the kernel and its stand-in."""
     kernel: float
+    """Between the kernel and the stand-in in float64."""
     stand_in: float
+    """Between the stand-in and the stand-in in float64."""
 
     def is_wrong(self, tolerance: float = TOLERANCE) -> bool:
         """Whether rounding in float32 does not explain the difference."""

@@ -8,7 +8,7 @@ class Deviation(NamedTuple):
 
     why: str
     states: tuple[str, ...] = ()
-    """Prefixes of the tensors that are wrong in calls with states, even if no final state is used. Other calls agree."""
+    """Prefixes of the tensors that are wrong in calls with states, even if the loss includes the first output only."""
 
 
 _SOLVER = Deviation(
@@ -26,7 +26,8 @@ DEVIATIONS = {
         "no gradient passes through the final state"
     ),
     "fla.ops.abc.chunk:chunk_abc": Deviation(
-        "the final states are wrong where the tokens are no multiple of 64, and no gradient passes into the initial ones",
+        "the final states are wrong where the number of tokens is not a multiple of 64, and no gradient passes into the "
+        "initial ones",
         states=("output 2", "output 3", "gradient of initial_state", "gradient of s"),
     ),
     "fla.ops.mesa_net.chunk:chunk_mesa_net": _SOLVER,

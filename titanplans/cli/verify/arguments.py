@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     list_parser = commands.add_parser(
         "list", help="list the registered plans, with model types and token mixers"
     )
-    words = "for these, print the plan's file and lines, what is sharded, and the largest degree of each size"
+    words = "for these, print the plan's file and lines, what is sharded, and for each flavor the largest tensor-parallel degree"
     list_parser.add_argument("model_types", nargs="*", metavar="MODEL_TYPE", help=words)
     list_parser.add_argument(
         "--long", action="store_true", help="print the same for every model type with a debug flavor"
@@ -97,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: list[str]) -> Namespace:
-    """Return the options of a command line; an option that was not set is None. `words` is the whole line.
+    """Return the options of a command line; an option that was not set has its default. `words` is the full line.
 
     Raises:
         VerifyError: an unknown option, or an invalid value.
@@ -110,12 +110,12 @@ def parse(argv: list[str]) -> Namespace:
                 raise not_listed(name, names)
         return request
     request.degrees = combine_degrees(request.tp, request.cp, request.ep, request.pp)
-    on_one_gpu = request.degrees == (Degrees(tp=1),) and request.ranks == "process_group"
+    is_one_process = request.degrees == (Degrees(tp=1),) and request.ranks == "process_group"
     splits_nothing = any(degrees.tp_cp * degrees.pp == 1 for degrees in request.degrees or ())
-    if splits_nothing and request.cp is None and not on_one_gpu:
+    if splits_nothing and request.cp is None and not is_one_process:
         raise VerifyError(
-            "--tp 1 splits nothing, so nothing can be proved: use degrees of 2 or more, or --process-group --tp 1, which "
-            "runs the code and kernels of the split model on one GPU"
+            "a case whose degrees are all 1 splits nothing, so it proves nothing: use degrees of 2 or more, or "
+            "--process-group --tp 1, which runs the code and kernels of the split model on one GPU"
         )
     if request.ranks == "process_group" and request.device is not None:
         raise VerifyError(
@@ -145,7 +145,8 @@ def combine_degrees(
 ) -> tuple[Degrees, ...] | None:
     """Return every combination of the degrees; None if none is set.
 
-    If only `ep` is set, experts are distributed over that many tensor-parallel and over that many context-parallel ranks.
+    If only `ep` is set, each degree gives two cases: experts over that many tensor-parallel ranks, and over that many
+    context-parallel ranks.
     """
     if tp is None and cp is None and pp is None:
         only_ep = tuple(Degrees(ep=degree, **{axis: degree}) for degree in ep or () for axis in ("tp", "cp"))
@@ -165,7 +166,7 @@ def _lora(assignments: Iterable[str]) -> dict[str, Any]:
 
 
 def _check_name(words: str | None, flavor: str | None, option: str) -> None:
-    """Refuse an unknown model name or flavor. Of `module:callable` only the package is checked, of paths nothing."""
+    """Refuse an unknown model name or flavor. For `module:callable` only the package is checked; a path is not."""
     if words is not None and ":" in words:
         check_package(words, f"{option} {words}", VerifyError)
     if words is None or ":" in words or "/" in words or words.endswith((".toml", ".json")) or isdir(words):
@@ -197,7 +198,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     )
     words = "real: interpret Triton kernels on the CPU, in float32, which takes minutes; default: PyTorch stand-ins"
     add("--kernels", choices=("stand-ins", "real"), default="stand-ins", help=words)
-    words = "file for the table, written after each case, and at the end for the printed result"
+    words = "write the table to this file after each case, and at the end what is printed"
     add("--output", metavar="FILE", help=words)
     add(
         "--quick",
@@ -230,8 +231,8 @@ def _add_subject(
         )
         add("--cp", type=_degrees, metavar="2,4", help=words)
         words = (
-            "expert-parallel degrees, combined with each --tp and --cp, or alone over as many tensor-parallel and "
-            "context-parallel ranks; default: 1, and also 2 if no degree is set"
+            "expert-parallel degrees, combined with each --tp and --cp; alone: once over as many tensor-parallel ranks, and "
+            "once over as many context-parallel ranks; default: 1, and also 2 if no degree is set"
         )
         add("--ep", type=_degrees, metavar="2,4", help=words)
         words = "numbers of pipeline stages, combined with the other degrees; default: 1, and also 2 if no degree is set"

@@ -22,7 +22,9 @@ def fused_attnres(
     return_weights: bool = False,
     checkpoint_level: int = 1,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return the softmax-weighted sum of L residuals [..., D], scored by `query` [D] on their RMS norms (arXiv:2603.15031).
+    """Return the softmax-weighted sum of L residuals [..., D] (arXiv:2603.15031).
+
+    A residual's score is the product of `query` [D] with the residual after RMSNorm.
 
     With `output_rms_weight` [D] the sum is normalized again. With `return_weights` the weights [L, ...] are returned, too.
     `checkpoint_level`, which trades time for memory in the kernel, has no effect.

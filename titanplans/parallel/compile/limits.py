@@ -89,7 +89,7 @@ def limited(compiled: F, what: str, limit: int) -> F:
         what: its name in the error.
         limit: the argument of `compile_at_most`.
     """
-    # Without this setting, which is the process's, torch runs a function eagerly once the limit is reached.
+    # Without this setting, which holds for the process, torch runs a function eagerly once the limit is reached.
     dynamo_config().fail_on_recompile_limit_hit = True
 
     @functools.wraps(compiled)
@@ -98,9 +98,9 @@ def limited(compiled: F, what: str, limit: int) -> F:
             return compiled(*args, **kwargs)
         except dynamo_errors().FailOnRecompileLimitHit as error:
             raise ParallelError(
-                f"compile: something in {what} was compiled {limit} times, and the next call needs it again, which torch "
-                "would run eagerly: give it fewer different shapes, set compile.dynamic to true (or leave it out), or "
-                "switch compile off; TORCH_LOGS=recompiles names the reasons"
+                f"compile: something in {what} was compiled {limit} times, and the next call would compile it again, so "
+                "torch would run it eagerly from now on: give it fewer different shapes, set compile.dynamic to true (or "
+                "leave it out), or switch compile off; TORCH_LOGS=recompiles names the reasons"
             ) from error
 
     return call  # pyrefly: ignore[bad-return]

@@ -1,7 +1,7 @@
 """Select the rows of a stored parameter that a rank uses (`layout.Rows`), and pass their gradient back.
 
 With autograd's `narrow` and `cat` the backward would allocate and add zeros of the parameter's size for each run of rows.
-Here the forward and the backward are one copy each, plus an all-to-all if the parameter is sharded.
+Here the backward allocates the gradient once. If the parameter is sharded, forward and backward need one all-to-all each.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class _FromReplica(torch.autograd.Function):
 
 
 class _FromShards(torch.autograd.Function):
-    """Rows of `dim`, which every rank holds in full for its shard of the dimension `sharded`.
+    """Rows of `dim` of a parameter that is sharded in another dimension, `sharded`: a rank has all rows, but parts of each.
 
     An all-to-all needs equal sizes, so rows are padded to the first rank's count in transit.
     """
@@ -87,7 +87,7 @@ def _padded(rows: torch.Tensor, run: Run, dim: int) -> torch.Tensor:
 
 
 def _put_back(grads: Sequence[torch.Tensor], dim: int, runs: Sequence[Run]) -> torch.Tensor:
-    """Combine the ranks' gradients of their rows to the gradient of all rows of `dim`; shared rows are summed."""
+    """Combine the ranks' gradients of their rows into the gradient of all rows of `dim`; shared rows are summed."""
     slices: dict[int, torch.Tensor] = {}
     for rank, grad in enumerate(grads):
         for run, padded in zip(runs, grad.split([run.size for run in runs], dim), strict=True):

@@ -308,7 +308,7 @@ def test_arguments_given_as_text_are_not_quoted_twice(chat, template, arguments,
     tokens = tokens_of({"messages": talk}, chat(template))
     assert decoded(tokens.ids[tokens.counted]) == f"<f {written}><|eos|>\n"
     error = refusal(tokens_of, {"messages": [talk[0], calling("{")]}, chat(CALLS), kind=DataError)
-    assert "here: the arguments of a tool call are no JSON" in error
+    assert "here: the arguments of a tool call are not valid JSON" in error
 
 
 def test_the_template_of_a_folder_may_have_marks(tmp_path):
@@ -485,12 +485,12 @@ def test_a_row_of_parquet_is_named_too(chat, tmp_path):
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        ("{% for m in messages %}", "is no valid Jinja (TemplateSyntaxError: "),
+        ("{% for m in messages %}", "is not valid Jinja (TemplateSyntaxError: "),
         ("{{ messages[0].__class__.__mro__ }}", "can't write the conversation (SecurityError: access to"),
         ("{{ ''.join(messages) }}", "can't write the conversation (TypeError"),
         (PLAIN + "{{ strftime_now('%d') }}", "date (strftime_now)"),
         ("{{ unk_token }}" + PLAIN, "writes unk_token, which tokenizer_config.json"),
-        ("<|im_start|>" + PLAIN, "writes '<|im_start|>', which is no token"),
+        ("<|im_start|>" + PLAIN, "writes '<|im_start|>', which is not a token"),
         (
             "{% for m in messages %}{% if m.role != 'system' %}{{ m.content }}{% endif %}{% endfor %}",
             "leaves out what 'system' says in message 1",

@@ -22,8 +22,8 @@ _LOOKS_LIKE_A_TOKEN = re.compile("<[|\uff5c][^<>|\uff5c\\s{}]+[|\uff5c]>")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _REMEDY = "repair the template or the row, or leave the row out"
 _DATE = (
-    "; if the template asks for the date (strftime_now), which is not available, since another day's run would read other "
-    "data: give the variable that it takes instead in chat_template_kwargs, such as date_string, or a template of your own"
+    "; the date (strftime_now) is not available to a template, since a run on another day would read other data: give the "
+    "variable that the template takes instead in chat_template_kwargs, such as date_string, or give a template of your own"
 )
 
 
@@ -66,14 +66,14 @@ class ChatTemplate:
             raise DataError(
                 f"chat_template_kwargs has {min(reserved)!r}, which is an argument of transformers; leave it out"
             )
-        with as_data_error(f"{self.origin} is no valid Jinja", "repair it"):
+        with as_data_error(f"{self.origin} is not valid Jinja", "repair it"):
             unset = _unset_tokens(self._template, {*tokenizer.special_tokens_map, *variables})
         if unset:
             raise DataError(
-                f"{self.origin} writes {unset[0]}, which tokenizer_config.json does not define: nothing would stand there; "
+                f"{self.origin} writes {unset[0]}, which tokenizer_config.json does not define, so the text would lack it; "
                 f"define it, or give {unset[0]} in chat_template_kwargs"
             )
-        # strftime_now = None makes a template fail that asks for the date: the data would depend on the day of the run.
+        # With strftime_now = None a template that asks for the date fails: the data would depend on the day of the run.
         self._variables: dict[str, Any] = tokenizer.special_tokens_map | variables | {"strftime_now": None}
         self.vocabulary = max(tokenizer.get_vocab().values()) + 1
         self._unknown_marks = set(_LOOKS_LIKE_A_TOKEN.findall(self._template)) - tokenizer.get_vocab().keys()
@@ -95,8 +95,8 @@ class ChatTemplate:
         for mark in self._unknown_marks:
             if mark in text:
                 raise DataError(
-                    f"{self.origin} writes {mark!r}, which is no token of the tokenizer, and would be read as text; add it "
-                    "to the tokenizer and the model's vocabulary, or take the template that belongs to the tokenizer"
+                    f"{self.origin} writes {mark!r}, which is not a token of the tokenizer, and would be read as text; add "
+                    "it to the tokenizer and the model's vocabulary, or take the template that belongs to the tokenizer"
                 )
         messages = conversation.messages
         for n, message in enumerate(messages):
@@ -123,7 +123,10 @@ class ChatTemplate:
     def _is_written(
         self, conversation: Conversation, n: int, values: dict[str, Any], text: str, where: str
     ) -> bool:
-        """Return whether `values` of message `n`, besides its content, are written when it is the last message."""
+        """Return whether the template writes `values`, fields of message `n` other than its content.
+
+        The conversation is ended with that message.
+        """
         if any(isinstance(value, str) and value.strip() in text for value in values.values()):
             return True
         *before, message = conversation.messages[: n + 1]
@@ -154,7 +157,8 @@ class ChatTemplate:
         for call in _calls(parsed):
             if isinstance(call["arguments"], str):
                 with as_data_error(
-                    f"{where}: the arguments of a tool call are no JSON", "repair the row or leave it out"
+                    f"{where}: the arguments of a tool call are not valid JSON",
+                    "repair the row or leave it out",
                 ):
                     call["arguments"] = json.loads(call["arguments"])
         return parsed
@@ -167,8 +171,9 @@ class ChatTemplate:
 
     def marks(self, conversation: Conversation, messages: int, where: str) -> list[tuple[int, int]]:
         """Return the spans between the marks of `{% generation %}` in the first `messages`, in characters."""
-        # Not transformers' assistant_masks, which have them by token: if a tokenizer leaves spaces out of its offsets, as
-        # Llama 3's does, a mark that begins at a space ends the search, and one that ends at a space lasts to the end.
+        # Not by transformers' assistant_masks, which before 5.24 is wrong for a tokenizer that leaves spaces out of its
+        # offsets, such as Llama 3's: a span that begins with a space and all later ones are lost, and a span that ends with
+        # a space goes on to the end of the conversation.
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with as_data_error(f"{where}: {self.origin} can't write the conversation", _REMEDY):
@@ -262,7 +267,7 @@ def _find_template(path: str | None, tokenizer: Any, where: str) -> tuple[str, s
 
 
 def _unset_tokens(template: str, defined: Collection[str]) -> list[str]:
-    """Return the special tokens that a template writes without a test although they are not defined."""
+    """Return the special tokens that are not defined, and that a template uses without checking that they are."""
     # Jinja would write nothing for them.
     from jinja2 import Environment, nodes
 
