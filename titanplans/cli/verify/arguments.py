@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     list_parser = commands.add_parser(
         "list", help="list the registered plans, with model types and token mixers"
     )
-    words = "for these, print the plan's file and lines, what is sharded, and the largest tensor-parallel degree of each flavor"
+    words = "for these, print the plan's file and lines, what is sharded, and each flavor's largest tensor-parallel degree"
     list_parser.add_argument("model_types", nargs="*", metavar="MODEL_TYPE", help=words)
     list_parser.add_argument(
         "--long", action="store_true", help="print the same for every model type with a debug flavor"
