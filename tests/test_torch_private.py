@@ -30,7 +30,7 @@ from titanplans.torch_private import (
 OTHERS = {
     "_no_weight_decay",
     "_no_split_modules",
-    *("_attn_implementation", "_keys_to_ignore_on_load_unexpected"),
+    *("_attn_implementation", "_keys_to_ignore_on_load_unexpected", "_tp_size"),
     *("_initialize_weights", "_get_dtype_plan"),
     "_megatron_fsdp_model",
     "_reset_parameters",

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from titanplans import kernels, modeling
+from titanplans.extras import MissingLibrary
 from titanplans.parallel import Float8, FSDP2Config, ParallelError, convert_to_float8
 from titanplans.precision.float8.conversion import SMALL, check_calls, refuse_read_weights
 from titanplans.precision.float8.report import float8_report
@@ -149,7 +150,7 @@ def test_without_torchao_nothing_is_float8(monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == "torchao" else real(name, *a)
     )
-    with pytest.raises(ParallelError, match=r"needs torchao, .*not installed"):
+    with pytest.raises(MissingLibrary, match=r"needs torchao, which is not installed"):
         convert(two_blocks())
 
 
