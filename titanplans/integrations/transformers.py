@@ -110,6 +110,9 @@ class SplitTrainer:
     distributed format. Training resumes from it at the same and at other degrees.
     """
 
+    # The Trainer has no public methods for its steps, so those of transformers 5.23 and 5.24 are overridden that begin with
+    # an underscore: the device, accelerate's arguments, clipping, saving and loading.
+
     model: Any
     args: Any
     optimizer: Any

@@ -33,7 +33,7 @@ def exact_float8(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     if dtype != torch.float64:
         raise PlanError(
             f"{name} is float8, and dtype = {dtype}: the rounding of {dtype} moves numbers across float8's steps, each "
-            "one by a sixteenth of itself, and the unsplit and the split model can't be compared: use torch.float64"
+            "by up to an eighth of the number, and the unsplit and the split model can't be compared: use torch.float64"
         )
     if not linear.config.emulate:
         raise PlanError(
