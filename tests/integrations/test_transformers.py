@@ -16,6 +16,7 @@ from titanplans import Degrees, FSDP2Config
 from titanplans.config import LoRA
 from titanplans.errors import ParallelError
 from titanplans.integrations.transformers import split_model
+from titanplans.weights.load import load_weights
 
 TOLERANCE = 2e-4
 """Relative. Sums in another order round differently, and AdamW's first steps divide small gradients by their own size:
@@ -106,6 +107,22 @@ def test_autocast_is_the_trainers(folder):
     )
     # One rounding to bfloat16 is 4e-3 of a value; a norm sums many of them.
     assert_close([split], [unsplit], tolerance=2e-2)
+
+
+def logits_from_meta(rank, folder):
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    with torch.device("meta"):
+        model = example.small_model()
+    load_weights(split_model(model, Degrees(tp=2)), folder)
+    return model.eval()(torch.arange(8).view(1, 8)).logits.detach()
+
+
+@pytest.mark.thorough
+def test_a_model_on_meta_is_allocated_and_loaded_after_the_split(unsplit, folder):
+    saved = folder / "unsplit" / "final"
+    expected = AutoModelForCausalLM.from_pretrained(saved)(torch.arange(8).view(1, 8)).logits
+    actual = process_groups.run(functools.partial(logits_from_meta, folder=saved), 2)
+    torch.testing.assert_close(actual, expected.detach(), rtol=1e-4, atol=1e-5)
 
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])

@@ -41,7 +41,8 @@ def split_model(
     same batches, and gradients are averaged over the data-parallel ranks, as the Trainer's loss expects.
 
     Args:
-        model: a causal language model with the same values on every rank.
+        model: a causal language model with the same values on every rank; or on meta, which is allocated: load its weights
+            by `load_weights(model, folder)` next.
         degrees: `tp`, `ep`, `dp_replicate` and `dp_shard` are used.
         config: the strategy; None: FSDP2 without mixed precision, with gathered logits. The logits have to be gathered,
             because the Trainer's losses and metrics read plain tensors.
@@ -63,8 +64,16 @@ def split_model(
         config = config.replace(lora=_lora_options(lora))
     # Make the process group as the Trainer's arguments would; nothing if they have.
     PartialState(cpu=not torch.accelerator.is_available())
+    if not torch.distributed.is_initialized():
+        raise ParallelError(
+            f"split_model with {degrees}: this process is no rank of a group; start it with torchrun --nproc-per-node N, or "
+            "accelerate launch"
+        )
     manager = ParallelManager(config, degrees)
-    manager.parallelize(nn.Module.to(model, manager.device))
+    is_on_meta = any(parameter.is_meta for parameter in model.parameters())
+    manager.parallelize(model if is_on_meta else nn.Module.to(model, manager.device))
+    if is_on_meta:
+        manager.to_empty()
     mesh = manager.mesh
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -120,6 +129,8 @@ class SplitTrainer:
     data_collator: Any
     processing_class: Any
     state: Any
+    is_fsdp_enabled: bool
+    is_deepspeed_enabled: bool
 
     def __init__(self, model: PreTrainedModel, *args: Any, peft_config: Any = None, **kwargs: Any):
         if peft_config is not None:
@@ -142,6 +153,11 @@ class SplitTrainer:
         # The Trainer's word for a model that reduces its gradients itself: it is not wrapped. It is set only now, since
         # the Trainer's constructor refuses to save the optimizer of a model that transformers has split.
         self.is_distributed_loading_by_transformers = True
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise ParallelError(
+                "the Trainer's own FSDP or DeepSpeed would wrap a split model: leave out fsdp, deepspeed and the configs of "
+                "accelerate launch; split_model(model, degrees) shards by FSDP2"
+            )
         if self._is_sft and self.args.loss_type != "nll":
             raise ParallelError(
                 f"loss_type = {self.args.loss_type!r}: SFTTrainer trains a split model with 'nll'"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import nn
 
 from titanplans.config.families import PLANS
-from titanplans.errors import PlanError, UserError
+from titanplans.errors import PlanError, UserError, nearest
 from titanplans.plan.plan_styles import PlanStyles
 from titanplans.user_code import as_user_error
 
@@ -119,9 +119,11 @@ def plan_for_model(model: nn.Module) -> type[TPPlan]:
     model_type = model_type_of(model)
     plan = _BY_MODEL_TYPE.get(model_type)
     if plan is None:
+        near = nearest(str(model_type), _BY_MODEL_TYPE)
         raise PlanError(
             f"no plan is registered for {type(model).__name__} (model_type = {model_type!r}); registered: "
-            f"{', '.join(sorted(_BY_MODEL_TYPE))}. Register one with @register_plan({model_type!r}), or name one: "
+            f"{', '.join(sorted(_BY_MODEL_TYPE))}. {f'Did you mean {near}? ' if near else ''}"
+            f"Register one with @register_plan({model_type!r}), or name one: "
             "[model] plan = 'module:Class'; a model's own tp_plan is not read, and none is derived"
             f"{''.join(f'. Not loaded: {fault}' for fault in faulty_plans())}"
         )

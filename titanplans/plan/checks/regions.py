@@ -107,7 +107,8 @@ def _mixer_faults(plan: ResolvedPlan) -> Iterator[Fault]:
                 key,
                 f"it splits the mixer {name} ({type(mixer).__name__}), whose head count is unknown: neither the "
                 f"module nor its config has {' or '.join(owner.head_names)}: give it this attribute, or set head_names in "
-                f"{type(owner).__name__} to the attribute that counts the split heads",
+                f"{type(owner).__name__} to the attribute that counts the split heads; its code gets each rank's count by "
+                "local_attributes",
             )
 
 
