@@ -99,7 +99,10 @@ def test_a_job_is_decided_at_its_degree_and_its_length(tmp_path, capsys):
     assert "without sequence parallelism" in capsys.readouterr().err
     job.write_text(job.read_text() + "expert_parallel_degree = 4\n")
     assert main(["async-tp", str(job)]) == 2
-    assert "tp 4, ep 4: with context or expert parallelism a part of each block" in capsys.readouterr().err
+    assert (
+        "tp 4, ep 4: with context, expert or pipeline parallelism some code of each block"
+        in capsys.readouterr().err
+    )
 
 
 class NormedMLP(nn.Module):

@@ -151,7 +151,7 @@ def test_only_the_aux_loss_of_a_model_is_added():
     with pytest.raises(ModelError, match="Identity returns z_loss"):
         added_loss(model, SimpleNamespace(aux_loss=balance, z_loss=balance))
     model.config = None
-    with pytest.raises(ModelError, match="no weight of it: set router_aux_loss_coef"):
+    with pytest.raises(ModelError, match="no weight for it: set router_aux_loss_coef"):
         added_loss(model, SimpleNamespace(aux_loss=balance))
 
 

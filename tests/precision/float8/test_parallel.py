@@ -251,7 +251,7 @@ def test_compile_does_not_change_the_losses():
     losses, ((eager, crossed), (compiled, plain)) = process_groups.run(on_two_ranks, 2)
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
     assert crossed == "in float8"
-    assert plain == "not in float8: its compiled graphs can't hand a float8 tensor to each other"
+    assert plain == "not in float8: its compiled graphs can't pass a float8 tensor to each other"
     assert compiled == pytest.approx(eager, rel=1e-2)
 
 
@@ -294,7 +294,7 @@ def test_float8_gathers_of_unequal_shards_are_refused(ranks, degrees, rows):
         manager = ParallelManager(strategy(options), degrees, device_type="cpu")
         message = refusal(manager.parallelize, modeling.build(config))
     assert (
-        f"q_proj has {rows} and FSDP2 gathers only equal shards in float8, which 3 ranks do not have"
+        f"q_proj has {rows} which 3 ranks do not divide, and FSDP2 gathers only equal shards in float8"
         in message
     )
-    assert message.endswith("filter_fqns ('q_proj'), or set data_parallel_shard_degree to 1 or 2")
+    assert message.endswith("add 'q_proj' to filter_fqns, or set data_parallel_shard_degree to 1 or 2")
