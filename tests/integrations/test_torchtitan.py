@@ -22,10 +22,11 @@ from torchtitan.trainer import Trainer
 
 from titanplans.integrations.torchtitan import model_spec
 
-TOLERANCE = 1e-4
-"""Relative, of each loss, and of the first norm, where the weights are the same: sums in another order round differently."""
-MEDIAN_OF_NORMS = 1e-3
-"""Relative. Single norms of GLA differ by up to 3e-2, where they are larger than those around them; later ones agree again."""
+FIRST = 1e-4
+"""Relative, of loss and norm of the first step, whose weights are the same: sums in another order round differently."""
+LATER = 1e-3
+"""Relative, of later losses and of the median norm. Qwen3's losses agree to 1e-4. In GLA a single norm may differ by up to
+3e-2, and losses after it by 3e-4; later norms agree again."""
 LOGGED = re.compile(r"step:\s+(\d+)\s+loss:\s+([\d.]+)\s+grad_norm:\s+([\d.]+)")
 
 
@@ -68,10 +69,9 @@ def assert_close(log, expected):
     assert log.keys() <= expected.keys()
     values, others = (torch.tensor([each[step] for step in sorted(log)]) for each in (log, expected))
     losses, norms = (values / others - 1).abs().unbind(1)
-    assert losses.max() < TOLERANCE, (log, expected)
-    assert norms.median() < MEDIAN_OF_NORMS, (log, expected)
+    assert max(losses.max(), norms.median()) < LATER, (log, expected)
     if 1 in log:
-        assert norms[0] < TOLERANCE, (log, expected)
+        assert max(losses[0], norms[0]) < FIRST, (log, expected)
 
 
 @pytest.mark.thorough
