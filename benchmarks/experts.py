@@ -251,9 +251,8 @@ def state_bytes(degrees: Degrees) -> list[int]:
         optimizer.step()
         gathered: Counter[str] = Counter()
         for name, unit in fsdp_units(model):
-            if (
-                ".layers." in name
-            ):  # experts are a separate FSDP module if they are sharded over other ranks than the block
+            # Experts are a separate FSDP module if they are sharded over other ranks than the block
+            if ".layers." in name:
                 block = name.removesuffix(".mlp.experts")
                 gathered[block] += sum(2 * param._orig_size.numel() for param in unit.fsdp_params)
         state = [value for one in optimizer.state.values() for value in one.values()]

@@ -174,9 +174,8 @@ def page(name: str, results: Sequence[Result], about: Mapping[str, str], *, dry:
         for one in ran:
             text = one.text
             if part == "verify" and one.outcome == "done":
-                text = "\n".join(
-                    text.splitlines()[-1:]
-                )  # only the verdict, since the tables of 70 plans are long
+                # Only the verdict, since the tables of 70 plans are long
+                text = "\n".join(text.splitlines()[-1:])
             lines += ["", f"{one.run.name}: {one.outcome}", "", "```text", *text.splitlines(), "```"]
     return "\n".join(lines) + "\n"
 

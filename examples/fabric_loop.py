@@ -46,9 +46,8 @@ def train(ranks: int, save: str | None = None, resume: str | None = None) -> lis
     for step, batch in enumerate(batches[first:], start=first + 1):
         loss = model(**batch).loss
         fabric.backward(loss)
-        norm = clip_gradients(
-            model.parameters(), 0.5
-        )  # sums the gradients that are partial, which Fabric's does not
+        # Sums the gradients that are partial, which Fabric's own clipping does not.
+        norm = clip_gradients(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
         log.append((loss.item(), float(norm)))

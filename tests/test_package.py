@@ -81,34 +81,35 @@ def test_wheel_and_source_hold_every_file(built):
     assert not [name for name in installed if name.startswith(("plans/", "models/", "tests/"))]
 
 
+def environment(folder: Path, wheel: Path) -> tuple[Path, Path]:
+    """Make a virtual environment with the wheel alone; return its Python and the folder of its packages."""
+    venv.create(folder, with_pip=False)
+    (site,) = folder.glob("lib/python*/site-packages")
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(site)
+    return folder / "bin" / "python", site
+
+
 @pytest.fixture(scope="module")
 def python(built, tmp_path_factory) -> Path:
     """Return the Python of an environment with the wheel and its dependencies."""
-    folder = tmp_path_factory.mktemp("environment")
-    venv.create(folder, with_pip=False)
-    (site,) = folder.glob("lib/python*/site-packages")
-    with zipfile.ZipFile(built[0]) as wheel:
-        wheel.extractall(site)
+    python, site = environment(tmp_path_factory.mktemp("environment"), built[0])
     # A .pth file adds these folders, but ignores their own .pth files, so that an editable install is left out.
     dependencies = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     (site / "dependencies.pth").write_text("\n".join(dependencies))
-    return folder / "bin" / "python"
+    return python
 
 
 @pytest.fixture(scope="module")
 def light_python(built, tmp_path_factory) -> Path:
-    """The Python of an environment that has what `pip install titanplans` would install, without extras."""
-    folder = tmp_path_factory.mktemp("light")
-    venv.create(folder, with_pip=False)
-    (site,) = folder.glob("lib/python*/site-packages")
-    with zipfile.ZipFile(built[0]) as wheel:
-        wheel.extractall(site)
+    """Return the Python of an environment with what `pip install titanplans` installs, without extras."""
+    python, site = environment(tmp_path_factory.mktemp("light"), built[0])
     for distribution in required_distributions(site):
         for file in distribution.files or ():
             top = Path(file).parts[0]
             if top not in ("..", "__pycache__") and not (site / top).exists():
                 (site / top).symlink_to(distribution.locate_file(top))
-    return folder / "bin" / "python"
+    return python
 
 
 def required_distributions(site: Path) -> list[metadata.Distribution]:

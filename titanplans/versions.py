@@ -48,11 +48,12 @@ def _missed_range(name: str) -> str:
         requirements = [Requirement(line) for line in metadata.requires("titanplans") or ()]
     except metadata.PackageNotFoundError:
         return ""  # titanplans runs from its folder, without being installed
-    # torch has two ranges; training needs the narrower one, and torchtitan's absence says so.
-    ranges = [item.specifier for item in requirements if item.name == name][:1]
+    # torch has a second, narrower range for training, which comes later: `no_trainer` checks that one.
+    tested = next((item.specifier for item in requirements if item.name == name), None)
     version = _installed_version(name)
-    matches = (version is None or specifier.contains(version, prereleases=True) for specifier in ranges)
-    return "" if all(matches) else str(ranges[0])
+    if tested is None or version is None or tested.contains(version, prereleases=True):
+        return ""
+    return str(tested)
 
 
 def _installed_version(name: str) -> str | None:

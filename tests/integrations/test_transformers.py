@@ -71,9 +71,8 @@ def test_the_saved_model_is_the_unsplit_one(split, unsplit, folder):
     )
     assert ours.keys() == expected.keys()
     for name, tensor in ours.items():
-        torch.testing.assert_close(
-            tensor, expected[name], rtol=0, atol=2e-3
-        )  # an update of AdamW is up to 1e-2
+        # An update of AdamW is up to 1e-2.
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-3)
 
 
 @pytest.mark.thorough

@@ -58,9 +58,8 @@ def run(argv: list[str] | None = None) -> NoReturn:
     argv = sys.argv[1:] if argv is None else argv
     silence(training=argv[:1] in (["train"], ["evaluate"]))
     if not sys.flags.safe_path:
-        sys.path.append(
-            ""
-        )  # the current folder, for the user's plans: an installed command has its own folder instead
+        # The current folder, for the user's plans: an installed command has its own folder instead
+        sys.path.append("")
     proves = argv[:1] in (["verify"], ["list"], ["async-tp"])
     # These variables are read when torch and Triton are imported.
     if proves and {"real", "--kernels=real"} & set(argv):

@@ -75,9 +75,8 @@ class ParsedKeys:
                 location, raw, not any(_is(raw, off, read) for off in REFUSED[key].off)
             )
             if self.refused[key].has_effect and key == "job.custom_config_module":
-                raise self.refused[key].error(
-                    key
-                )  # at once, as the keys that the module adds are unknown here
+                # At once, since the keys that the module adds are unknown here.
+                raise self.refused[key].error(key)
         else:
             self._take(key, raw, read, location)
 
@@ -103,9 +102,8 @@ class ParsedKeys:
             ConfigError: some keys are unknown (all are named), or one is refused or has a value of another type.
         """
         values = list(flatten(document))
-        if not any(
-            key == "job.custom_config_module" for key, _ in values
-        ):  # it is refused first, as it adds keys
+        # A custom config module adds keys, so it is refused before unknown ones.
+        if not any(key == "job.custom_config_module" for key, _ in values):
             refuse_unknown(values, location)
         for key, raw in values:
             self.add(key, raw, from_toml, replace(location, key=key))

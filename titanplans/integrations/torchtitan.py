@@ -60,9 +60,7 @@ class LanguageModelOfPlan(BaseModel):
         """Initialise every parameter and buffer by torch's seed; a `buffer_device` is for CPU offload."""
         modeling.initialize(self.lm, seed=torch.initial_seed())
         if buffer_device is not None:
-            for module in self.lm.modules():
-                for name, buffer in module.named_buffers(recurse=False):
-                    module._buffers[name] = buffer.to(buffer_device)
+            modeling.move_buffers(self.lm, buffer_device)
 
     def verify_module_protocol(self) -> None:
         """Do nothing: modules of transformers do not follow torchtitan's protocol, and a plan does not need it."""

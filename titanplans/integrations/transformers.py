@@ -79,7 +79,7 @@ def split_model(
         if isinstance(module, FSDPModule):
             # A ParallelManager's own loss is divided by the tokens of all ranks, and its gradients are summed.
             module.set_gradient_divide_factor(float(mesh.dp_replicate * mesh.dp_shard))
-    # By these a Trainer knows how many ranks read the same batch.
+    # From these a Trainer computes how many ranks read the same batch.
     model._tp_size = mesh.tp
     model.config.distributed_config = DistributedConfig(
         tp_size=mesh.tp, fsdp_size=mesh.dp_shard, dp_replicate_size=mesh.dp_replicate
@@ -100,7 +100,8 @@ def _lora_options(lora: Any) -> Any:
 def parallelism_config(model: PreTrainedModel) -> ParallelismConfig:
     """Return accelerate's description of a model that `split_model` has split: `Accelerator(parallelism_config=...)`.
 
-    By it accelerate's loaders give the ranks of a tensor-parallel group the same batches, and the model is not wrapped.
+    With it, accelerate's loaders give the ranks of a tensor-parallel group the same batches, and accelerate does not wrap
+    the model.
     """
     sizes: Any = model.config.distributed_config
     return _Parallelism(tp_size=sizes.tp_size, dp_shard_size=sizes.dp_size)
@@ -119,8 +120,8 @@ class SplitTrainer:
     distributed format. Training resumes from it at the same and at other degrees.
     """
 
-    # The Trainer has no public methods for its steps, so those of transformers 5.23 and 5.24 are overridden that begin with
-    # an underscore: the device, accelerate's arguments, clipping, saving and loading.
+    # The Trainer has no public methods for moving the model, accelerate's arguments, clipping, saving and loading. So this
+    # class overrides private ones of transformers 5.23 and 5.24.
 
     model: Any
     args: Any
@@ -150,8 +151,8 @@ class SplitTrainer:
                 "shard; of TRL's trainers SFTTrainer works"
             )
         super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
-        # The Trainer's word for a model that reduces its gradients itself: it is not wrapped. It is set only now, since
-        # the Trainer's constructor refuses to save the optimizer of a model that transformers has split.
+        # This tells the Trainer not to wrap the model, which reduces its gradients itself. It is set after the constructor,
+        # which refuses to save the optimizer of a model that transformers has split.
         self.is_distributed_loading_by_transformers = True
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ParallelError(
@@ -197,7 +198,7 @@ class SplitTrainer:
         if adapted(self.model):
             save_adapter(self.model, folder)
         else:
-            written = os.path.join(folder, "being-saved")  # `save_weights` fills a folder of its own
+            written = os.path.join(folder, "being-saved")  # `save_weights` needs an empty folder
             save_weights(self.model, written)
             if self.args.should_save:
                 for name in os.listdir(written):
@@ -216,7 +217,7 @@ class SplitTrainer:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        optimizer = self.optimizer.optimizer  # inside of accelerate's
+        optimizer = self.optimizer.optimizer  # accelerate's wrapper holds torch's
         save_checkpoint(os.path.join(output_dir, _OPTIMIZER), self.model, optimizer, weights=False)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))

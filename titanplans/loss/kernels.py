@@ -29,9 +29,8 @@ def _statistics(logits, at, log_sums, own, sums, width, stride, COLUMNS: tl.cons
         columns = start + tl.arange(0, COLUMNS)
         x = tl.load(logits + columns, mask=columns < width, other=float("-inf")).to(wide)
         larger = tl.maximum(largest, tl.max(x, 0))
-        finite = tl.where(
-            larger == float("-inf"), 0.0, larger
-        )  # all logits so far are -inf: avoid -inf - -inf
+        # If all logits so far are -inf, avoid -inf - -inf.
+        finite = tl.where(larger == float("-inf"), 0.0, larger)
         total = total * tl.exp(largest - finite) + tl.sum(tl.exp(x - finite), 0)
         largest = larger
         if SUM:

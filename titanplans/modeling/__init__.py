@@ -7,7 +7,7 @@ from titanplans.errors import ModelError
 from titanplans.modeling.build import build
 from titanplans.modeling.configs import adjusted, available, load_config, load_config_file
 from titanplans.modeling.flops import count_flops, flops_of_blocks
-from titanplans.modeling.initialize import initialize
+from titanplans.modeling.initialize import initialize, move_buffers
 from titanplans.modeling.samples import build_real, sample_inputs
 from titanplans.modeling.user_model import user_model_config
 
@@ -22,6 +22,7 @@ __all__ = [
     "initialize",
     "load_config",
     "load_config_file",
+    "move_buffers",
     "sample_inputs",
     "user_model_config",
 ]

@@ -64,6 +64,13 @@ def initialize(model: PreTrainedModel, *, seed: int, only: Collection[str] | Non
         raise ModelError(f"{name} is not in the model that its config describes: nothing initialises it")
 
 
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move the model's buffers, and only them, to the device: with CPU offload the parameters stay on the CPU."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
+
+
 class Writer:
     """Write full tensors into the parameters of a model that is split in any way, in NF4, or a pipeline stage.
 

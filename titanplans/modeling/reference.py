@@ -124,9 +124,8 @@ class Reference:
                 self._run_init_weights(unit, members)
                 return self._checked(unit, members)
             finally:
-                unit.module._parameters.update(
-                    parameters_before
-                )  # only the returned dict keeps the values in memory
+                # Afterwards only the returned dict keeps the values in memory.
+                unit.module._parameters.update(parameters_before)
 
     def _fill_with_nan(self, unit: InitUnit) -> None:
         for name, parameter in unit.module._parameters.items():

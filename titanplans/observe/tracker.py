@@ -107,9 +107,8 @@ class ModuleTracker:
         node = running_node()
         if node is None:
             return None
-        if isinstance(
-            leaf := getattr(node, "variable", None), torch.Tensor
-        ):  # accumulates a parameter's gradient
+        # A node that accumulates a parameter's gradient has the parameter.
+        if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
             return self._owners.get(id(leaf))
         index = bisect_right(self._numbers, number_of_node(node))
         return self._modules[index - 1] if index else None

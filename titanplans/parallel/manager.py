@@ -108,9 +108,8 @@ class ParallelManager:
             megatron_fsdp.check_available()
             megatron_fsdp.refuse_mesh(self.mesh.get_mesh(("dp_shard", "cp")))
         else:  # before check_equal_values, which takes a while
-            if isinstance(
-                config, DDPConfig
-            ):  # check_compatible allows a model on meta, for jobs; a manager does not
+            # check_compatible allows a model on meta, for jobs; a manager does not
+            if isinstance(config, DDPConfig):
                 ddp.refuse_model(model, self.mesh.get_mesh("loss"))
             check_compatible(model, self.mesh, config)
         check_equal_values(model, self.device)
@@ -183,10 +182,8 @@ class ParallelManager:
             with gradient_sync.unsharded(model) if uses_fsdp else torch.no_grad():
                 yield
         finally:
-            for (
-                module,
-                mode,
-            ) in training.items():  # module by module: a frozen tower may have been in eval mode before
+            # Module by module: a frozen tower may have been in eval mode before
+            for module, mode in training.items():
                 module.training = mode
 
     def to_empty(self) -> None:

@@ -38,9 +38,8 @@ def groups_of_threads() -> Iterator[None]:
     # threads, and the guard is invalid when that thread has ended. This thread sets it first, and outlives the ranks.
     torch._C._ensureCUDADeviceGuardSet()
     world = threaded_groups._install_threaded_pg()
-    if not hasattr(
-        world, "comms"
-    ):  # torch 2.11 does not destroy groups without this attribute; it stays empty
+    # torch 2.11 does not destroy groups without this attribute, which stays empty.
+    if not hasattr(world, "comms"):
         world.comms = []  # pyrefly: ignore[read-only]
     try:
         yield

@@ -54,9 +54,8 @@ def test_vectors_norms_biases_and_marked_ones_do_not_decay():
     delta = of_layer(without_decay(meta("gated_deltanet")))
     assert {"attn.A_log", "attn.dt_bias", "attn.o_norm.weight"} <= delta
     assert "attn.q_conv1d.weight" not in delta
-    assert {"mixer.A_log", "mixer.D", "mixer.dt_proj.bias"} <= of_layer(
-        without_decay(meta("mamba"))
-    )  # A_log: a matrix
+    # Mamba's A_log is a matrix.
+    assert {"mixer.A_log", "mixer.D", "mixer.dt_proj.bias"} <= of_layer(without_decay(meta("mamba")))
     assert {"mlp.experts.gate_up_proj_bias", "self_attn.sinks"} <= of_layer(without_decay(meta("gpt_oss")))
     assert {"attn.x_r", "attn.k_k"} <= of_layer(without_decay(meta("rwkv7")))  # [1, 1, width]
 

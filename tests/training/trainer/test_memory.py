@@ -122,9 +122,8 @@ def test_sharded_parameters_gradients_and_moments_are_counted_by_shard(job):
 
 
 def test_a_large_job_logs_its_memory(job, model, monkeypatch, caplog):
-    large = job(
-        "--training.local_batch_size", "1024", "--loss.no-fused"
-    )  # logits of 1024 x 64 x 4096 in bfloat16: 0.54 GB
+    # Logits of 1024 x 64 x 4096 in bfloat16: 0.54 GB
+    large = job("--training.local_batch_size", "1024", "--loss.no-fused")
     with caplog.at_level(logging.INFO):
         monkeypatch.setattr(memory, "memory", lambda device: 2 * GB)
         check_memory(large, model, 1, "cpu")
@@ -147,9 +146,8 @@ def test_memory_on_the_gpu_and_on_the_host_are_checked_separately(job, model, mo
     assert "and each GPU has 0.5 GB" in message
     check_memory(job("--training.local_batch_size", "512", "--loss.no-fused"), model, 8, "cuda")
     sizes["cpu"] = GB
-    accumulated = job(
-        "--training.gradient_accumulation_steps", "20000"
-    )  # 20000 x 8 x 64 x 24 bytes: 0.25 GB a process
+    # 20000 x 8 x 64 x 24 bytes: 0.25 GB a process
+    accumulated = job("--training.gradient_accumulation_steps", "20000")
     check_memory(accumulated, model, 2, "cuda")
     message = refusal(accumulated, model, 8, "cuda")
     assert "of it for the tokens of a step" in message

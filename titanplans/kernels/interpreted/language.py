@@ -79,9 +79,8 @@ class _Transformer(interpreter.ASTTransformer):
         return node
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        if (
-            _is_wide() and node.value == 1e-5
-        ):  # MesaNet's kernels iterate until squared residuals are below it
+        # MesaNet's kernels iterate until squared residuals are below this number.
+        if _is_wide() and node.value == 1e-5:
             node.value = 1e-20
         return node
 

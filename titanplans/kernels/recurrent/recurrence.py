@@ -143,9 +143,8 @@ def _preprocess(inputs: dict[str, torch.Tensor], arguments: dict[str, Any]) -> N
         inputs["g"] = gate(inputs["g"], A_log, bias, arguments.get("lower_bound"))
     if (decay := arguments.pop("g_gamma", None)) is not None:  # one per head, the same for all tokens
         inputs["g"] = decay.to(inputs["v"].dtype).expand(inputs["v"].shape[:3])
-    if (
-        "s" in inputs and "g" not in inputs
-    ):  # without a gate, the weight of a slot is a softmax over tokens up to t
+    # Without a gate, the weight of a slot is a softmax over tokens up to t
+    if "s" in inputs and "g" not in inputs:
         inputs["s"], inputs["g"], _ = fused_additive_gate(inputs["s"], cu_seqlens=arguments.get("cu_seqlens"))
 
 

@@ -105,9 +105,8 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     units = _units(model)
     # These are private: FSDP2's setter takes no number of ranks, and it has no getter.
     before = [fsdp_group(unit).post_forward_mesh_info for unit in units]
-    compute_scales(
-        model
-    )  # a forward does this before it gathers; here parameters are gathered before the forward
+    # A forward computes the scales before it gathers; here parameters are gathered before the forward.
+    compute_scales(model)
     try:
         with torch.no_grad():
             for unit in units:
@@ -177,8 +176,7 @@ def _drop_waiting_gradients(group: Any) -> None:  # private: torch FSDPParamGrou
     group._partial_reduce_output = None
     for param in group.fsdp_params:
         param.unsharded_accumulated_grad = None
-        unsharded_param = getattr(
-            param, "_unsharded_param", None
-        )  # does not exist before the first all-gather
+        # The attribute does not exist before the first all-gather.
+        unsharded_param = getattr(param, "_unsharded_param", None)
         if unsharded_param is not None:
             unsharded_param.grad = None

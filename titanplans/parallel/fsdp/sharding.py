@@ -182,9 +182,8 @@ def apply_units(
                 if group is None:
                     continue
                 if is_split:
-                    _before_reducing(
-                        group, sum_partial
-                    )  # FSDP2 would all-reduce Partial gradients one by one
+                    # FSDP2 would all-reduce Partial gradients one by one.
+                    _before_reducing(group, sum_partial)
                 if reshards_to_some:
                     # One smaller mesh for all units: FSDP2 would create two process groups for each unit.
                     post_forward_mesh = post_forward_mesh or group.post_forward_mesh_info
@@ -230,9 +229,8 @@ def _before_reducing(
             attributes = []
             for param in group.fsdp_params:
                 param.accumulate_unsharded_grad_if_needed()
-                unsharded = getattr(
-                    param, "_unsharded_param", None
-                )  # does not exist before the first all-gather
+                # The attribute does not exist before the first all-gather.
+                unsharded = getattr(param, "_unsharded_param", None)
                 if param.unsharded_accumulated_grad is not None:
                     attributes.append((param, "unsharded_accumulated_grad"))
                 elif unsharded is not None and unsharded.grad is not None:

@@ -70,9 +70,8 @@ class TrainingRun:
         recording: bool = False,
         fused: bool = False,
     ):
-        self._last = (
-            model.stages[-1].model if isinstance(model, PipelinedModel) else model
-        )  # it makes the logits
+        # The last stage makes the logits.
+        self._last = model.stages[-1].model if isinstance(model, PipelinedModel) else model
         self._fused = FusedLoss(self._last) if fused else None
         self._draws = draws(model)
         self.model, self.script, self.losses, self.recording = model, script, losses or {}, recording

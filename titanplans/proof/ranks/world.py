@@ -95,10 +95,8 @@ class Worlds:
         if self._pool is not None:
             self._pool.__exit__()
         torch.set_num_threads(self._intra_op_threads)
-        for (
-            generator,
-            state,
-        ) in self._generator_states:  # the proof seeds them before forwards that draw numbers
+        # The proof seeds these generators before forwards that draw numbers.
+        for generator, state in self._generator_states:
             generator.set_state(state)
 
     def run(self, degree: int, work: Callable[[Any], T], replica: int = 1) -> T:

@@ -102,9 +102,8 @@ class CheckpointManager:
             # Now, not after the last step: names that can't be exported are refused before training, and the template's
             # file may change while the job runs.
             check_names(modeling.build(self._hf_config), full_tensors(models, pipeline))
-            template = next(
-                iter(chat_templates_of(self._job_values)), None
-            )  # jobs with several have been refused
+            # One at most: jobs with several chat templates have been refused.
+            template = next(iter(chat_templates_of(self._job_values)), None)
             self._chat_template = template and Path(template).read_text(encoding="utf-8")
 
     # Saving.

@@ -172,9 +172,8 @@ def _run_ranks(
                 _wait_until(processes, lambda codes: None not in codes, _GRACE_SECONDS)
                 failed = failures(processes, Path(folder))
         except Stopped as stopped:
-            _terminate(
-                processes, 3 * _GRACE_SECONDS
-            )  # more than the 5 seconds that `stop_on_signals` allows a rank
+            # Longer than the 5 seconds that `stop_on_signals` allows a rank.
+            _terminate(processes, 3 * _GRACE_SECONDS)
             say(f"stopped by {stopped}; finished checkpoints are complete")
             stopped.is_reported = True
             raise

@@ -66,7 +66,6 @@ def _is_shown(record: logging.LogRecord) -> bool:
     if record.name == "root":
         return (record.module, record.funcName) not in _HIDDEN
     if record.levelno >= logging.WARNING:
-        return (
-            record.name != "torchao"
-        )  # it warns of CUDA libraries that can't be loaded, even where none is needed
+        # torchao warns of CUDA libraries that can't be loaded, even where none is needed.
+        return record.name != "torchao"
     return record.name.partition(".")[0] == "titanplans"

@@ -124,7 +124,6 @@ def _ranks(job: JobConfig, torchrun: Ranks | None) -> int:
 
     ranks = torchrun.world_size if torchrun else local_ranks(job)
     if not torchrun and ranks > 1:
-        torch.set_num_threads(
-            1
-        )  # ranks may be forked, and a fork has none of the threads of its parent's pool
+        # Ranks may be forked, and a fork has none of the threads of its parent's pool
+        torch.set_num_threads(1)
     return ranks

@@ -148,9 +148,7 @@ class LanguageModel:
         # degrees nor on what was drawn before.
         modeling.initialize(self.lm, seed=torch.initial_seed())
         if buffer_device is not None:
-            for module in self.lm.modules():
-                for name, buffer in module.named_buffers(recurse=False):
-                    module._buffers[name] = buffer.to(buffer_device)
+            modeling.move_buffers(self.lm, buffer_device)
 
 
 class Models(NamedTuple):

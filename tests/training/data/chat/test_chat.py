@@ -41,9 +41,8 @@ from titanplans.training.data.vocabulary import check_tokenizer, default_tokeniz
 def test_only_tokens_of_the_assistant_are_in_the_loss(chat, template, row, options, counts):
     row = row if isinstance(row, dict) else {"messages": row}
     tokens = tokens_of(row, chat(template, **options))
-    ending = (
-        "\n" if template is PLAIN else ""
-    )  # of a turn, which belongs to it unless the template says otherwise
+    # The end of a turn belongs to the turn unless the template says otherwise.
+    ending = "\n" if template is PLAIN else ""
     assert decoded(tokens.ids[tokens.counted]) == counts.replace("<|eos|>", "<|eos|>" + ending)
     all_counted = tokens_of(row, chat(template, train_on="all"))
     assert all_counted.counted.all()
