@@ -205,7 +205,25 @@ def test_the_description_is_the_first_note(write):
 
 def test_malformed_toml_names_the_line(write):
     path = write("[training]\nsteps = 10\nseq_len = = 5\n")
-    assert refusal([path]).startswith(f"{path}, line 3, column 11: ")
+    message = refusal([path])
+    assert message.startswith(f"{path}, line 3, column 11: ")
+    assert message.endswith("in 'seq_len = = 5'")
+
+
+def test_all_values_of_another_type_are_reported_together(write):
+    path = write("[training]\nsteps = 'x'\nseq_len = 4\n[optimizer]\nlr = 'high'\n")
+    assert refusal([path]) == (
+        f'{path} has 2 wrong keys: line 2: training.steps = "x": expected an integer, at least 1 | '
+        'line 5: optimizer.lr = "high": expected a number, above 0'
+    )
+    words = ["--training.steps=x", "--optimizer.lr=high"]
+    assert refusal([write(""), *words]).startswith("the command line has 2 wrong keys: --training.steps x: ")
+
+
+def test_help_on_a_part_of_a_name_names_the_keys_that_contain_it():
+    assert refusal(["warmup", "--help"]).endswith(
+        "there is lr_scheduler.warmup_steps, profiling.profiler_warmup"
+    )
 
 
 def test_all_unknown_keys_of_a_file_are_reported_together(write):

@@ -94,7 +94,13 @@ def usage(of: str | None = None) -> str:
         if of is None or of in (name, key.name) or name.startswith(f"{of}.")
     ]
     if of is not None and not asked:
-        raise ConfigError(f"--help {of}: {unknown(of) if '.' in of else unknown_section(of)}")
+        similar = [name for name, key in keys().items() if of in key.name and "." not in of]
+        reason = (
+            f"no section or key of this name; there is {', '.join(similar)}"
+            if similar
+            else unknown_section(of)
+        )
+        raise ConfigError(f"--help {of}: {unknown(of) if '.' in of else reason}")
     blocks = [HEAD] if of is None else []
     for section, group in groupby(asked, key=lambda key: key.section):
         lines = [f"[{section}]"]

@@ -188,7 +188,10 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
     try:
         return tomli.loads(text)
     except tomli.TOMLDecodeError as error:
-        raise ConfigError(f"{where}, line {error.lineno}, column {error.colno}: {error.msg}") from None
+        line = text.split("\n")[error.lineno - 1].strip()
+        raise ConfigError(
+            f"{where}, line {error.lineno}, column {error.colno}: {error.msg}, in {line!r}"
+        ) from None
     except (ValueError, RecursionError) as error:  # thousands of digits, a thousand nested arrays
         raise ConfigError(f"{where}: {error}; no key needs that") from None
 

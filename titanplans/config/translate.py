@@ -4,7 +4,7 @@ A key of an earlier release or of another project is renamed, with a note, or re
 refused with the nearest one.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -99,19 +99,30 @@ class ParsedKeys:
         """Add a parsed TOML document.
 
         Raises:
-            ConfigError: some keys are unknown (all are named), or one is refused or has a value of another type.
+            ConfigError: some keys are unknown or have values of another type (all are named), or one is refused.
         """
         values = list(flatten(document))
         # A custom config module adds keys, so it is refused before unknown ones.
         if not any(key == "job.custom_config_module" for key, _ in values):
             refuse_unknown(values, location)
-        for key, raw in values:
-            self.add(key, raw, from_toml, replace(location, key=key))
+        self._add_all(
+            ((key, raw, from_toml, replace(location, key=key)) for key, raw in values), location.document
+        )
 
     def add_options(self, options: Iterable[tuple[str, str]]) -> None:
-        """Add pairs of a key and a word of the command line; the last one of a key counts."""
-        for key, word in dict(options).items():
-            self.add(key, word, from_text, f"--{key}")
+        """Add pairs of a key and a word of the command line; the last one of a key counts. Raises as `add_tables`."""
+        self._add_all(
+            ((key, word, from_text, f"--{key}") for key, word in dict(options).items()), "the command line"
+        )
+
+    def _add_all(self, values: Iterable[tuple[str, Any, Read, object]], document: str) -> None:
+        errors = []
+        for arguments in values:
+            try:
+                self.add(*arguments)
+            except ConfigError as error:
+                errors.append(error)
+        _raise_all(errors, document, "wrong keys")
 
 
 def _is(raw: Any, value: Any, read: Read) -> bool:
@@ -208,11 +219,16 @@ def refuse_unknown(values: Iterable[tuple[str, Any]], location: KeyInFile) -> No
         for key, raw in values
         if not is_known(key)
     ]
-    if len(reasons) == 1:
-        raise ConfigError(reasons[0])
-    if reasons:
-        each = " | ".join(reason.removeprefix(f"{location.document}, ") for reason in reasons)
-        raise ConfigError(f"{location.document} has {len(reasons)} unknown keys: {each}")
+    _raise_all([ConfigError(reason) for reason in reasons], location.document, "unknown keys")
+
+
+def _raise_all(errors: Sequence[ConfigError], document: str, what: str) -> None:
+    """Raise the only error, or one that lists them: "job.toml has 2 unknown keys: line 3: ... | line 5: ..."."""
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        each = " | ".join(str(error).removeprefix(f"{document}, ") for error in errors)
+        raise ConfigError(f"{document} has {len(errors)} {what}: {each}")
 
 
 def _sections() -> set[str]:

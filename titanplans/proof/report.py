@@ -130,4 +130,5 @@ def _legend(report: Report) -> str:
         check.tolerance for case in report.cases for check in case.checks if check.what == "replicas"
     }
     equal = "; replicas must be equal" if replica_tolerances == {0.0} else ""
-    return f"{verdict}. Differences in epsilons, what one rounding of every weight changes{allowed}{equal}."
+    rounding = f"what one rounding of every weight to {report.dtype} changes"
+    return f"{verdict}. Differences in epsilons, {rounding}{allowed}{equal}."

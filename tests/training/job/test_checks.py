@@ -142,7 +142,10 @@ def test_the_sequence_length_has_to_be_divisible_in_training(job):
         ({"model__config": "nowhere.json"}, "nowhere.json"),
         ({"model__hf_assets_path": "nowhere"}, "nowhere"),
         ({"training__dataset_path": "nowhere"}, "nowhere"),
-        ({"validation__enable": "true", "validation__dataset_path": "nowhere"}, "nowhere"),
+        (
+            {"validation__enable": "true", "validation__dataset_path": "nowhere"},
+            "[validation] dataset_path = 'nowhere': ",
+        ),
         (
             {"experimental__custom_import": "no_such_module"},
             "no module named 'no_such_module'; run in its folder",

@@ -104,6 +104,11 @@ def check_job(job: JobConfig, world_size: int) -> None:
             f"{' '.join(resolve.model_name(job))} has vocab_size = {vocab_size}; take the tokenizer that belongs to the "
             "model, or raise vocab_size in the model's config"
         )
+    if job.lr_scheduler.warmup_steps > job.training.steps and job.lr_scheduler.total_steps is None:
+        _log.info(
+            f"lr_scheduler.warmup_steps = {job.lr_scheduler.warmup_steps} exceeds training.steps = {job.training.steps}: "
+            "the learning rate does not reach optimizer.lr"
+        )
     documents.check_documents(job, config)
     check_positions(job, model)
     stages = check_pipeline(job, model)
@@ -161,22 +166,19 @@ def check_data(job: JobConfig) -> tuple[int, list[str]]:
     """Refuse data sets and a tokenizer that can't be read; return the vocabulary's size in tokens, and lines to log."""
     tokenizer = resolve.tokenizer_path(job)
     vocab_size, notes = check_tokenizer(tokenizer), list[str]()
-    settings = [resolve.training_data(job)]
+    settings = {"": resolve.training_data(job)}
     if job.validation.enable:
-        settings.append(resolve.validation_data(job))
-    for data in settings:
+        settings["[validation] "] = resolve.validation_data(job)
+    for section, data in settings.items():
         for source in data.sources:
+            title = f"data.sources, {source.title}: " if job.data.sources else ""
             chat = ChatFormat(source.chat, tokenizer, data.seq_len) if source.chat.enable else None
             try:
                 lines = check_dataset(source, tokenizer_path=tokenizer, seq_len=data.seq_len, chat=chat)
             except DataError as error:
-                raise (
-                    DataError(f"data.sources, {source.title}: {error}") if job.data.sources else error
-                ) from None
-            if job.data.sources:
-                lines = [f"data.sources, {source.title}: {line}" for line in lines]
+                raise DataError(f"{section}{title}{error}") from None
             # Training and validation may use the same split, and give the same line twice.
-            notes += [line for line in lines if line not in notes]
+            notes += [line for line in (f"{title}{line}" for line in lines) if line not in notes]
             vocab_size = max(vocab_size, chat.vocabulary if chat else 0)
     return vocab_size, notes
 
