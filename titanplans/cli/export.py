@@ -8,6 +8,7 @@ import argparse
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 from titanplans.disk import is_taken
 from titanplans.errors import ConfigError, did_you_mean
@@ -39,12 +40,30 @@ def main(argv: list[str]) -> int:
         init_logging(0)
     with stop_on_signals():
         _check_folders(command, arguments)
-        if command == "export":
-            from titanplans.training.checkpoint.export import export as convert
-        else:
-            from titanplans.training.checkpoint.convert import import_folder as convert
-        print(convert(**vars(arguments)))
+        if command == "import":
+            from titanplans.training.checkpoint.convert import import_folder
+
+            print(import_folder(**vars(arguments)))
+            return 0
+        _export(**vars(arguments))
     return 0
+
+
+def _export(*, push_to_hub: str | None, private: bool, **options: Any) -> None:
+    from titanplans.hub import check_access, push
+
+    if push_to_hub is not None:
+        check_access(push_to_hub)  # before the conversion, which takes minutes
+    elif private:
+        raise ConfigError(
+            "export: --private is for a new repository of --push-to-hub; name it, or remove --private"
+        )
+    from titanplans.training.checkpoint.export import export
+
+    print(export(**options, title=push_to_hub), flush=True)
+    if push_to_hub is not None:
+        message = f"{options['checkpoint'].name}, exported by titanplans"
+        print(push(options["folder"], push_to_hub, private=private, message=message))
 
 
 def _check_folders(command: str, arguments: argparse.Namespace) -> None:
@@ -64,7 +83,7 @@ def parser(command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"titanplans {command}",
         description=description,
-        epilog="exit status: 0 written, 1 the disk refuses, 2 can't be run as written",
+        epilog="exit status: 0 written, 1 the disk or the Hub refuses, 2 can't be run as written",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -83,4 +102,7 @@ def parser(command: str) -> argparse.ArgumentParser:
         add("--tokenizer", metavar="FOLDER", help="tokenizer to copy into the folder; default: the job's")
         words = "a Jinja file that replaces the tokenizer's template; default: the job's chat_template"
         add("--chat-template", metavar="FILE", help=words)
+        words = "then upload the folder to this repository of the Hugging Face Hub, which is created if it does not exist"
+        add("--push-to-hub", metavar="OWNER/NAME", help=words)
+        add("--private", action="store_true", help="a repository that --push-to-hub creates is private")
     return parser

@@ -8,12 +8,15 @@ import subprocess
 import sys
 
 import pytest
+import tomli
 import torch
+from huggingface_hub import ModelCard, constants
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import zoo
+from tests.support.hub_server import TOKEN, hub_server
 from tests.support.jobs import Job, flip
 from tests.support.refusals import refusal
 from tests.support.resident_memory import peak, peak_without_files
@@ -111,7 +114,7 @@ def test_the_same_step_exported_has_the_same_weights(job, at, capsys):
     assert job.run(*options, "--checkpoint.last_save_model_only=false") == 0, job.err
     status, message = run(capsys, "export", copy / "step-2", job.folder / "hf")
     assert status == 0, message
-    assert message == f"{job.folder}/hf: 0.001 GB in 4 files, the tokenizer of {default_tokenizer_path()}\n"
+    assert message == f"{job.folder}/hf: 0.001 GB in 5 files, the tokenizer of {default_tokenizer_path()}\n"
     exported, saved = (
         load_file(folder / "model.safetensors") for folder in (job.folder / "hf", at / "step-2")
     )
@@ -122,6 +125,40 @@ def test_the_same_step_exported_has_the_same_weights(job, at, capsys):
     )
     inputs = zoo.inputs("gla")
     assert torch.equal(by_export(**inputs).logits, by_job(**inputs).logits)
+
+
+def test_an_exported_folder_is_pushed_with_a_card_that_says_how_it_was_trained(job, at, capsys, monkeypatch):
+    command = ("export", at / "step-1", job.folder / "pushed", "--push-to-hub", "ada/tiny", "--private")
+    with hub_server() as hub:
+        monkeypatch.setattr(
+            constants, "ENDPOINT", hub.address
+        )  # read from HF_ENDPOINT once, when it is imported
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        status, message = run(capsys, *command)
+    assert status == 0, message
+    assert message.endswith(f"{hub.address}/ada/tiny/commit/{1:040}\n")
+    assert hub.private == {"ada/tiny": True}
+    assert hub.messages == ["step-1, exported by titanplans"]
+    files = {path.name: path.read_bytes() for path in (job.folder / "pushed").iterdir()}
+    assert hub.files["ada/tiny"] == files
+    card = ModelCard(files["README.md"].decode())
+    assert card.data.to_dict() == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["titanplans", "gla"],
+    }
+    count = sum(
+        parameter.numel()
+        for parameter in modeling.build(modeling.load_config_file(at / "step-2")).parameters()
+    )
+    assert f"{count:,} parameters of the architecture `gla`, trained for 1 steps with titanplans" in card.text
+    assert 'from_pretrained("ada/tiny")' in card.text
+    assert str(job.folder) not in card.text
+    block = card.text.partition("```toml\n")[2].partition("```")[0]
+    options = tomli.loads(block)
+    assert options["parallelism"] == {"tensor_parallel_degree": 2}
+    assert options["training"]["steps"] == read_manifest(at / "step-1").job["training.steps"]
+    assert "checkpoint" not in options
 
 
 def test_a_folder_becomes_a_seed_that_a_job_starts_from(job, at, capsys):
@@ -276,7 +313,7 @@ def test_the_folder_has_the_chat_template_that_the_job_trained_with(tmp_path, ca
     with contextlib.chdir(tmp_path):
         assert run(capsys, *arguments, "hf") == (
             0,
-            "hf: 0.001 GB in 5 files, the tokenizer of tokenizer with the chat template job.jinja\n",
+            "hf: 0.001 GB in 6 files, the tokenizer of tokenizer with the chat template job.jinja\n",
         )
         (tmp_path / "other.jinja").write_text("other")
         assert run(capsys, *arguments, "other", "--chat-template", "other.jinja")[0] == 0

@@ -28,6 +28,7 @@ from titanplans.training.checkpoint.manifest import (
     read_manifest,
 )
 from titanplans.training.checkpoint.match import describe_model_changes
+from titanplans.training.checkpoint.model_card import write_model_card
 from titanplans.training.checkpoint.weights import (
     adapter_weights,
     add_base_weights,
@@ -61,8 +62,9 @@ def export(
     chat_template: str | None = None,
     adapter: bool = False,
     base: str | None = None,
+    title: str | None = None,
 ) -> str:
-    """Write the weights of a checkpoint as a Hugging Face folder; return a sentence about the files.
+    """Write the weights of a checkpoint as a Hugging Face folder with a model card; return a sentence about the files.
 
     Adapters are merged into the weights. If the checkpoint holds only adapters, they are merged into the base weights of the
     folder that the job started from.
@@ -79,6 +81,7 @@ def export(
         adapter: write only the adapters, in peft's format.
         base: for a checkpoint of adapters only, a Hugging Face folder or a step-N folder with the base weights; None: the
             folder that the manifest or peft's config names.
+        title: of the model card: a repository on the Hub; None: the folder's name.
 
     Raises:
         ConfigError, ModelError: the checkpoint is damaged or of another model, options don't fit it, or `folder` exists.
@@ -106,6 +109,13 @@ def export(
         }
         with written_atomically(folder) as directory:
             write_adapter(directory, adapter_config(source.adapted_model, source.base), values)
+            write_model_card(
+                directory,
+                title or folder.name,
+                source.config,
+                source.manifest,
+                source.base or "the base model",
+            )
         return f"{folder}: {describe_size(folder)}, adapters that peft.PeftModel.from_pretrained reads"
     weights, note = source.weights, ""
     if source.adapted_model is not None:
@@ -142,6 +152,7 @@ def export(
             tokenizer=tokenizer,
             chat_template=template_text,
         )
+        write_model_card(directory, title or folder.name, source.config, source.manifest)
     tokenizer_text = f"the tokenizer of {tokenizer}" if tokenizer else "no tokenizer: --tokenizer names one"
     tokenizer_text += f" with the chat template {template}" if template else ""
     return f"{folder}: {describe_size(folder)}, {tokenizer_text}{note}"
