@@ -5,9 +5,11 @@
 # make test-kernels  FLA's own Triton kernels, interpreted on a CPU, against what stands in for them
 # make survive N=1000   kill a training job as often, and compare its losses: docs/checkpoints.md
 # make check   lint, formatting, types, and whether constraints.txt is what pyproject.toml asks for
-# make lock    renew constraints.txt: the versions that all of these install, the newest that pyproject.toml allows
-# make test-newest   all tests in an environment of its own (.venv-newest) with what make lock would take today, and what
-#                    differs; make test-oldest: with the oldest that pyproject.toml allows
+# make lock    renew constraints.txt: the versions that all of these install, the newest that pyproject.toml allows, but of
+#              torch the newest that $(LOCKED_TORCH) allows
+# make test-newest   all tests in an environment of its own (.venv-newest) with the newest that pyproject.toml allows, and
+#                    what differs from constraints.txt; make test-oldest: with the oldest that it allows for training
+# make test-light    after test-oldest, in the same environment: all tests but the trainer's, with the oldest torch of all
 # make bench   every benchmark, each printing a table
 # make gpu     on a machine with CUDA: tests, proofs and benchmarks, written to docs/gpu; PARTS="verify float8", MODELS="gla"
 #
@@ -28,7 +30,12 @@ COMPILE := $(BIN)/uv pip compile pyproject.toml --quiet --upgrade --universal --
 # --dist loadfile: the tests of a file share process groups. tests/conftest.py orders the files, longest first.
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-all test-exhaustive test-kernels test-newest test-oldest survive check lock bench gpu clean
+# Generated pages and figures are made with the release that constraints.txt has.
+LOCKED_TORCH := torch<2.14
+# The lower end of the range for everything but training; a test compares it with pyproject.toml.
+LIGHT_TORCH  := torch==2.11.0
+
+.PHONY: train test test-all test-exhaustive test-kernels test-newest test-oldest test-light survive check lock bench gpu clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/installed
@@ -54,8 +61,13 @@ test-newest test-oldest: test-%: $(BIN)/uv
 	$(COMPILE) --resolution $(if $(filter newest,$*),highest,lowest-direct) --output-file .venv-$*.txt
 	$(MAKE) test-all VENV=.venv-$* CONSTRAINTS=.venv-$*.txt; status=$$?; diff constraints.txt .venv-$*.txt; exit $$status
 
+# pip would refuse the combination, since the extra "train" needs a newer torch.
+test-light: $(BIN)/uv
+	$(BIN)/uv pip install --quiet --python .venv-oldest/bin/python '$(LIGHT_TORCH)'
+	.venv-oldest/bin/$(subst $(BIN)/,,$(PYTEST)) $(ARGS)
+
 lock: $(BIN)/uv
-	$(COMPILE) --output-file constraints.txt
+	echo '$(LOCKED_TORCH)' | $(COMPILE) --constraint /dev/stdin --output-file constraints.txt
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -48,7 +48,7 @@ LIBRARIES = ("torch", "torchtitan", "torchao")
 MARK = "# private: "
 MARKED = {
     "titanplans/parallel/fsdp/construction.py": 2,
-    "titanplans/parallel/fsdp/gradient_sync.py": 4,
+    "titanplans/parallel/fsdp/gradient_sync.py": 3,
     "titanplans/parallel/fsdp/sharding.py": 2,
     "titanplans/training/pipeline/stage.py": 2,
 }

@@ -1,6 +1,7 @@
 """Installed versions against tested ones: constraints.txt, --version, and the last line of an error."""
 
 import os
+import re
 
 import pytest
 
@@ -23,6 +24,11 @@ PINS = "# by make lock\nflash_linear_attention==0.6.0\nsetuptools==84.0\ntorch==
 
 def test_the_constraints_satisfy_the_requirements_of_the_project():
     assert stale((ROOT / "pyproject.toml").read_text(), (ROOT / "constraints.txt").read_text()) is None
+
+
+def test_make_test_light_installs_the_oldest_torch_of_the_range():
+    (line,) = re.findall(r'"torch>=([0-9.]+),<[0-9.]+", +# DTensor', (ROOT / "pyproject.toml").read_text())
+    assert f"LIGHT_TORCH  := torch=={line}.0\n" in (ROOT / "Makefile").read_text()
 
 
 def test_constraints_have_versions_and_no_locations():

@@ -38,7 +38,7 @@ def test_the_report_is_a_table():
         "not proved: tp 8: num_heads = 4",
         "not proved: tp 4, loss sharded, sequence sharded: odd",
         "not covered: padding: no attention_mask",
-        "1 of 2 cases WRONG. Differences in epsilons, what one rounding of every weight to float64 changes; sums in "
+        "1 of 2 cases WRONG. Differences in epsilons (one float64 rounding of every weight); sums in "
         "another order may differ by 700.0.",
     ])  # fmt: skip
 

@@ -257,7 +257,7 @@ def test_a_plan_that_does_not_run_is_rejected():
     assert not report.passed
     assert report.cases[0].checks[0].what == "runs"
     assert report.cases[0].checks[0].where == "in layers.0.attn.q_proj"
-    assert "does not run, in layers.0.attn.q_proj: RuntimeError: mat1 and mat2" in report.table()
+    assert "does not run, in layers.0.attn.q_proj: RuntimeError: " in report.table()
     assert "; colwise() is for a projection that gets the full input" in report.table()
     report.to_dict()
 

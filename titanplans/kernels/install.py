@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from types import MethodType
+from types import BuiltinMethodType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,8 +109,11 @@ def _names() -> Names:
 
 
 def _key(value: Any) -> Any:
-    """Return a key that is equal for the same value: each access to `apply` of a Function creates another, equal object."""
-    return value if isinstance(value, MethodType) else id(value)
+    """Return a key that is equal for the same value: each access to `apply` of a Function creates another, equal object.
+
+    It is a method in Python; from torch 2.15 on, a built-in one.
+    """
+    return value if isinstance(value, MethodType | BuiltinMethodType) else id(value)
 
 
 def _replace(owner: Any, name: str, reference: Reference, names: Names, *, triton: bool) -> None:

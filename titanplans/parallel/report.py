@@ -36,6 +36,7 @@ from titanplans.parallel.record import ParallelRecord, record_of
 from titanplans.precision.float8.report import float8_report
 from titanplans.split.decoder import find_decoder
 from titanplans.text import class_name
+from titanplans.torch_private.fsdp import mixed_precision
 from titanplans.torch_private.modules import ActivationWrapper, checkpointed
 
 SCHEMA = 2
@@ -321,7 +322,7 @@ def _data_parallel(model: nn.Module, mesh: Any, config: Strategy) -> dict[str, A
     units = fsdp_units(model)
     if not units:
         return {"kind": config.title, **common}
-    policy = units[0][1].mp_policy
+    policy = mixed_precision(units[0][1])
     return {
         "kind": "FSDP2",
         **common,

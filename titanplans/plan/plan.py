@@ -19,7 +19,7 @@ from titanplans.split.decoder import expand_keys, find_block, find_decoder, join
 from titanplans.split.local_code import Functions, count_once, full_width_norm, sum_over_ranks
 from titanplans.styles.kv_colwise import KVColwise
 
-_GROUPS = ("num_kv_groups", "num_key_value_groups")
+QUERIES_PER_GROUP = ("num_kv_groups", "num_key_value_groups")
 """The names under which flash-linear-attention and transformers store the query heads per key/value head."""
 
 _RENAMED = {
@@ -136,7 +136,7 @@ class TPPlan(PlanStyles):
         queries = [count for name, count in self.heads(attn).items() if name not in self.shared_head_names]
         if kv is None or self.degree <= kv or not queries:
             return {}
-        return {name: queries[0] // self.degree for name in _GROUPS if hasattr(attn, name)}
+        return {name: queries[0] // self.degree for name in QUERIES_PER_GROUP if hasattr(attn, name)}
 
     def divide_by_degree(self, attn: nn.Module, *names: str) -> dict[str, int]:
         """Return attributes of a mixer that count heads or widths, by dotted name, divided by the degree.

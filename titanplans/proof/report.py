@@ -130,5 +130,5 @@ def _legend(report: Report) -> str:
         check.tolerance for case in report.cases for check in case.checks if check.what == "replicas"
     }
     equal = "; replicas must be equal" if replica_tolerances == {0.0} else ""
-    rounding = f"what one rounding of every weight to {report.dtype} changes"
-    return f"{verdict}. Differences in epsilons, {rounding}{allowed}{equal}."
+    epsilon = f"one {report.dtype} rounding of every weight"
+    return f"{verdict}. Differences in epsilons ({epsilon}){allowed}{equal}."

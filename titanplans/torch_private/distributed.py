@@ -9,7 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group as abort_process_group
 from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group
-from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
+
+if hasattr(dist, "set_timeout"):  # public from torch 2.14 on
+    set_group_timeout = dist.set_timeout
+else:
+    from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
 
 __all__ = [
     "abort_process_group",

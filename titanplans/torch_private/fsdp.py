@@ -7,7 +7,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 __all__ = [
     "DefaultAllGather",
+    "drop_gradients",
     "fsdp_group",
+    "held_gradients",
+    "mixed_precision",
     "settle_fsdp_root",
 ]
 
@@ -15,6 +18,34 @@ __all__ = [
 def fsdp_group(module: FSDPModule) -> Any:
     """Return the FSDPParamGroup of `module`; None if it manages no parameters."""
     return module._get_fsdp_state()._fsdp_param_group
+
+
+def mixed_precision(group: Any) -> Any:
+    """Return the MixedPrecisionPolicy of an FSDPParamGroup; from torch 2.15 on, that of its first parameter."""
+    return group.mp_policy if hasattr(group, "mp_policy") else group.fsdp_params[0].mp_policy
+
+
+def held_gradients(group: Any) -> list[tuple[Any, str]]:
+    """Return where an FSDPParamGroup holds the gradients that its next reduction takes, as objects and their attributes."""
+    holders = []
+    for param in group.fsdp_params:
+        # Before torch 2.15, gradients of several backwards are accumulated outside of `.grad`.
+        accumulate = getattr(param, "accumulate_unsharded_grad_if_needed", None)
+        if accumulate is not None:
+            accumulate()
+        unsharded = getattr(param, "_unsharded_param", None)  # it does not exist before the first all-gather
+        if accumulate is not None and param.unsharded_accumulated_grad is not None:
+            holders.append((param, "unsharded_accumulated_grad"))
+        elif unsharded is not None and unsharded.grad is not None:
+            holders.append((unsharded, "grad"))
+    return holders
+
+
+def drop_gradients(group: Any) -> None:
+    """Drop the gradients that an FSDPParamGroup holds until the reduction of a later micro batch."""
+    group._partial_reduce_output = None
+    for owner, name in held_gradients(group):
+        setattr(owner, name, None)
 
 
 def settle_fsdp_root(module: FSDPModule) -> bool:

@@ -99,7 +99,10 @@ def _computations(actions: Any) -> list[tuple[int, Any, int]]:
     for action in filter(None, actions):  # None: the rank is idle in this step
         if action.computation_type.name == "OVERLAP_F_B":
             computations += _computations(action.sub_actions)
-        elif action.computation_type.name != "REDUCE_GRAD":  # the reduction over data-parallel ranks
+        elif action.computation_type.name not in (
+            "REDUCE_GRAD",
+            "WAIT_REDUCE_GRAD",
+        ):  # over data-parallel ranks
             kind = _KINDS[action.computation_type.name]
             computations.append((action.stage_index, kind, action.microbatch_index))
     return computations

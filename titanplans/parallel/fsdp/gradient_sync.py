@@ -15,7 +15,7 @@ from titanplans.errors import ParallelError
 from titanplans.parallel.fsdp.units import fsdp_module
 from titanplans.precision.float8.scales import compute_scales
 from titanplans.text import class_name
-from titanplans.torch_private.fsdp import fsdp_group, settle_fsdp_root
+from titanplans.torch_private.fsdp import drop_gradients, fsdp_group, settle_fsdp_root
 
 Defer = Literal["all", "replicas", "nothing"]
 
@@ -84,7 +84,7 @@ def forget_gradients(model: nn.Module) -> None:
         model: a model sharded by FSDP2.
     """
     for unit in _units(model):
-        _drop_waiting_gradients(fsdp_group(unit))
+        drop_gradients(fsdp_group(unit))
     model.zero_grad()
 
 
@@ -169,14 +169,3 @@ def _forget_forwards(group: Any) -> None:  # private: torch FSDPParamGroup
     """Drop the forwards recorded in `group`, which have no backward: the next backward would prefetch a unit for them."""
     group.comm_ctx.post_forward_order.clear()
     group._post_forward_indices.clear()
-
-
-def _drop_waiting_gradients(group: Any) -> None:  # private: torch FSDPParamGroup
-    """Drop the gradients that `group` holds outside of `.grad` until a later micro batch."""
-    group._partial_reduce_output = None
-    for param in group.fsdp_params:
-        param.unsharded_accumulated_grad = None
-        # The attribute does not exist before the first all-gather.
-        unsharded_param = getattr(param, "_unsharded_param", None)
-        if unsharded_param is not None:
-            unsharded_param.grad = None

@@ -32,7 +32,7 @@ from titanplans.split.parameters.loaded_state import load_as_shards
 from titanplans.split.parameters.replaced import replacing
 from titanplans.split.partial_gradients import sum_partial
 from titanplans.text import class_name
-from titanplans.torch_private.fsdp import fsdp_group
+from titanplans.torch_private.fsdp import fsdp_group, held_gradients
 
 
 def shard(
@@ -226,17 +226,9 @@ def _before_reducing(
 
     def post_backward(*unused: Any) -> None:
         if group.reduce_grads:
-            attributes = []
-            for param in group.fsdp_params:
-                param.accumulate_unsharded_grad_if_needed()
-                # The attribute does not exist before the first all-gather.
-                unsharded = getattr(param, "_unsharded_param", None)
-                if param.unsharded_accumulated_grad is not None:
-                    attributes.append((param, "unsharded_accumulated_grad"))
-                elif unsharded is not None and unsharded.grad is not None:
-                    attributes.append((unsharded, "grad"))
-            changed = change([getattr(owner, name) for owner, name in attributes])
-            for (owner, name), grad in zip(attributes, changed, strict=True):
+            gradients = held_gradients(group)
+            changed = change([getattr(owner, name) for owner, name in gradients])
+            for (owner, name), grad in zip(gradients, changed, strict=True):
                 setattr(owner, name, grad)
         reduce(*unused)
 

@@ -106,8 +106,8 @@ def check_job(job: JobConfig, world_size: int) -> None:
         )
     if job.lr_scheduler.warmup_steps > job.training.steps and job.lr_scheduler.total_steps is None:
         _log.info(
-            f"lr_scheduler.warmup_steps = {job.lr_scheduler.warmup_steps} exceeds training.steps = {job.training.steps}: "
-            "the learning rate does not reach optimizer.lr"
+            f"lr_scheduler.warmup_steps = {job.lr_scheduler.warmup_steps} is more than training.steps = "
+            f"{job.training.steps}: the learning rate does not reach optimizer.lr"
         )
     documents.check_documents(job, config)
     check_positions(job, model)

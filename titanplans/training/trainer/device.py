@@ -35,7 +35,8 @@ def no_trainer() -> str | None:
     """Return why jobs can't run with the installed torch and torchtitan, as an error's text; None if they can."""
     alternative = "or train in your own loop with titanplans.parallel, which needs no torchtitan"
     if torch.__version__ < "2.13":
-        return f"torchtitan 0.3 needs torch 2.13, and this is torch {torch.__version__}: install torch 2.13, {alternative}"
+        version = torch.__version__
+        return f"torchtitan 0.3 needs torch 2.13, and this is torch {version}: install 2.13 or newer, {alternative}"
     if not is_installed("torchtitan"):
         return f"{missing_library('torchtitan', 'a job')}, {alternative}"
     return None
