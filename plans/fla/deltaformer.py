@@ -17,7 +17,8 @@ class DeltaFormerPlan(MixerPlan):
     def attn_plan(self, attn: Any) -> Plan:
         if attn.num_kv_heads != attn.num_heads:
             raise PlanError(
-                f"num_kv_heads = {attn.num_kv_heads} with num_heads = {attn.num_heads}: flash-linear-attention's kernel of "
-                "DeltaFormer needs as many key heads as query heads, split or not: set num_kv_heads = num_heads"
+                f"num_kv_heads = {attn.num_kv_heads} with num_heads = {attn.num_heads}: flash-linear-attention's "
+                "kernel of DeltaFormer needs as many key heads as query heads, split or not; set num_kv_heads = "
+                "num_heads"
             )
         return super().attn_plan(attn)

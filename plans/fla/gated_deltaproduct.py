@@ -10,7 +10,7 @@ from .mixer import has
 
 @register_plan("gated_deltaproduct", mixer="fla.layers.gated_deltaproduct.GatedDeltaProduct")
 class GatedDeltaProductPlan(GatedDeltaNetPlan):
-    """As Gated DeltaNet, with `num_householder` keys, values and betas per token.
+    """Like Gated DeltaNet, with `num_householder` keys, values and betas per token.
 
     Their rows are (n h d), n sections, each of which is split by heads.
     """

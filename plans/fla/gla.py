@@ -7,7 +7,7 @@ from .mixer import MixerPlan
 
 @register_plan("gla", mixer="fla.layers.gla.GatedLinearAttention")
 class GLAPlan(MixerPlan):
-    """As the transformer's plan, except for the mixer.
+    """Like the transformer's plan, except for the mixer.
 
     The forget gate is a low-rank product: `gk_proj.0` projects to 16 dimensions, the same on every rank, and
     `gk_proj.1` from there to the key/value heads. The output norm has one weight for all heads. The layer's code takes

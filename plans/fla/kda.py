@@ -7,9 +7,10 @@ from .gated_deltanet import GatedDeltaNetPlan
 
 @register_plan("kda", mixer="fla.layers.kda.KimiDeltaAttention")
 class KDAPlan(GatedDeltaNetPlan):
-    """As Gated DeltaNet, except for the two gates.
+    """Like Gated DeltaNet, except for the two gates.
 
-    Both are low-rank products: to the width of one head, the same on every rank, and from there to all heads.
+    Both are low-rank products: the first factor projects to the width of one head, the same on every rank, the second from
+    there to all heads.
     """
 
     by_head = ("v_proj", "v_conv1d", "f_proj.1", "b_proj", "g_proj.1", "A_log", "dt_bias")

@@ -8,23 +8,24 @@ from .transformer import TransformerPlan
 
 
 class MixerPlan(TransformerPlan):
-    """A mixer that is split by heads, by the names of its modules and parameters; names that it does not have are ignored.
+    """Plan a mixer that is split by heads. Subclasses name its modules and parameters; names that it lacks are ignored.
 
     The rest of the model is FLA's transformer.
     """
 
     by_head: tuple[str, ...] = ()
-    """Split by the heads that `head_names` count."""
+    """Names that are split by the heads that `head_names` count."""
     by_shared_head: tuple[str, ...] = ()
-    """Split by the heads that `shared_head_names` count, or by all heads if there are none; overrides `by_head`."""
+    """Names that are split by the heads that `shared_head_names` count, or by all heads without these; "
+    "override `by_head`."""
     replicated: tuple[str, ...] = ()
-    """Replicated, since all heads use them."""
+    """Names that are replicated, since all heads use them."""
     counts: tuple[str, ...] = ()
-    """Attributes in the mixer's code that count heads or widths: divided by the degree."""
+    """Attributes that count heads or widths in the mixer's code; they are divided by the degree."""
     may_gather = False
-    """Its code needs the hidden states of all tokens: it shifts them, or removes padding from them by a mask."""
+    """The mixer's code needs the hidden states of all tokens, because it shifts them or removes padding with a mask."""
     shared_counts: tuple[str, ...] = ()
-    """Attributes that count shared heads or their widths: set to this rank's count."""
+    """Attributes that count shared heads or their widths; they are set to this rank's count."""
 
     def attn_plan(self, attn: nn.Module) -> Plan:
         return {

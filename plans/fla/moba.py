@@ -7,7 +7,7 @@ from .mixer import MixerPlan
 
 @register_plan("moba", mixer="fla.layers.moba.MoBA")
 class MoBAPlan(MixerPlan):
-    """Each head chooses its blocks; the output gate is a low-rank product, as GLA's forget gate."""
+    """Each head chooses its blocks; the output gate is a low-rank product, like GLA's forget gate."""
 
     by_head = ("q_proj", "g_proj.1")
     by_shared_head = ("k_proj", "v_proj")

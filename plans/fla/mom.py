@@ -11,7 +11,7 @@ from .mixer import MixerPlan, has
 
 @register_plan("mom", mixer="fla.layers.mom.MomAttention")
 class MomPlan(MixerPlan):
-    """Every rank routes all tokens, and has its heads of each memory."""
+    """Every rank routes all tokens, and has a shard of the heads of each memory."""
 
     by_head = (
         *("q_proj", "q_conv1d", "k_conv1d", "v_conv1d", "g_proj", "A_log", "dt_bias"),

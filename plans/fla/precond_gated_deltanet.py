@@ -7,7 +7,7 @@ from .gated_deltanet import GatedDeltaNetPlan
 
 @register_plan("precond_gated_deltanet", mixer="fla.layers.precond_gated_deltanet.PrecondGatedDeltaNet")
 class PrecondGatedDeltaNetPlan(GatedDeltaNetPlan):
-    """As Gated DeltaNet; the preconditioner's parameters are split like the keys."""
+    """Like Gated DeltaNet; the preconditioner's parameters are split like the keys."""
 
     by_shared_head = (
         *GatedDeltaNetPlan.by_shared_head,

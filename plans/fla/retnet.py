@@ -26,7 +26,7 @@ class RetNetPlan(MixerPlan):
 
 
 def with_local_decays(simple_gla: Callable[..., Any], ranks: Any) -> Callable[..., Any]:
-    """Wrap `simple_gla` to use the decays of this rank's heads; retention passes those of the first heads."""
+    """Wrap `simple_gla` to use the decays of this rank's heads; retention would pass the decays of the first heads."""
 
     def local(q: torch.Tensor, **kwargs: Any) -> Any:
         (name,) = kwargs.keys() & {"g", "g_gamma"}

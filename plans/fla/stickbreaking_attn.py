@@ -7,7 +7,7 @@ from .mixer import MixerPlan
 
 @register_plan("stickbreaking_attn", mixer="fla.layers.stickbreaking_attn.StickBreakingAttention")
 class StickBreakingPlan(MixerPlan):
-    """As the transformer's attention, except for the computation on the scores."""
+    """Like the transformer's attention, except for the computation on the scores."""
 
     may_gather = True
     by_head = ("q_proj",)

@@ -12,7 +12,7 @@ from .mixer import MixerPlan, has
 
 @register_plan(mixer="fla.layers.yoco.YOCOGatedRetention")
 class GatedRetentionPlan(MixerPlan):
-    """Blocks of the first half that have neither Gated DeltaNet nor window attention."""
+    """The mixer of blocks in the first half that have neither Gated DeltaNet nor window attention."""
 
     may_gather = True
     by_head = ("q_proj", "k_proj", "v_proj", "g_proj", "gk_proj")

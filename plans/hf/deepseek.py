@@ -12,7 +12,7 @@ class DeepseekPlan(ExpertsPlan):
     """Heads are split at the up-projections; every rank computes the full latents.
 
     The latents are narrow: in V3 1536 for queries, 512 for keys and values, and 64 for the rotary key, which all heads
-        share.
+    share.
     """
 
     shared_mlp = "shared_experts"

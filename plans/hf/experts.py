@@ -24,7 +24,7 @@ class ExpertsPlan(LlamaPlan):
     shared_mlp: str | None = None
     """The name of the MLP of shared experts, to which every token goes."""
     in_region: tuple[str, ...] = ()
-    """The names of other modules of a mixture: replicated."""
+    """The names of other modules of a mixture, which are replicated."""
     balance: str | None = "load_balancing_loss_func"
     """The name of the function that computes the load-balancing loss (`output_router_logits`); None: there is none."""
 

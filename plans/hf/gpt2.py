@@ -9,7 +9,7 @@ from titanplans import Plan, TPPlan, register_plan
 
 @register_plan("gpt2")
 class GPT2Plan(TPPlan):
-    """Positions are added before the stream begins. It ends at the final norm, whose output gets the shape of the ids."""
+    """Positions are added before the stream begins. It ends at the final norm, whose output the model reshapes."""
 
     def model_plan(self, model: nn.Module) -> Plan:
         return super().model_plan(model) | {

@@ -1,4 +1,4 @@
-"""The plan of StableLM: its attention has head counts, and may norm each head by the head's own weights."""
+"""The plan of StableLM: its attention has head counts, and may normalise each head with the head's own weights."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ class StableLmPlan(LlamaPlan):
             if degree > attn.num_key_value_heads:
                 raise PlanError(
                     f"qk_layernorm with num_key_value_heads = {attn.num_key_value_heads} below "
-                    f"{self.options.name_degree(degree)}: the norms of heads that ranks share can't be split: choose a "
+                    f"{self.options.name_degree(degree)}: the norms of heads that ranks share can't be split; choose a "
                     f"degree that divides {attn.num_key_value_heads}"
                 )
             for name in ("q_layernorm", "k_layernorm"):

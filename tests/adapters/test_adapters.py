@@ -116,7 +116,7 @@ def test_initial_values_are_those_of_peft_for_any_layout():
         (dict(target_modules=("wq",)), "'wq' matches no .* q_proj, k_proj"),
         (
             dict(target_modules=("mlp",)),
-            r'model.layers.0.mlp is a Qwen3MLP, .*it holds such: "model.layers.0.mlp.\*"',
+            r'model.layers.0.mlp is a Qwen3MLP, .*for the Linear modules in it, write "model.layers.0.mlp.\*"',
         ),
         (dict(target_modules=("q_norm",)), "q_norm is a Qwen3RMSNorm, and adapters"),
         (dict(exclude_modules=("x",)), "lora.exclude_modules = .*'x' matches no Linear module"),

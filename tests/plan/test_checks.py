@@ -166,7 +166,7 @@ class HeadRenamed(Tiny):
 
 def test_the_plan_names_the_head():
     model = HeadRenamed()
-    with pytest.raises(NotFused, match="gives none vocab_head"):
+    with pytest.raises(NotFused, match=r"gives vocab_head\(\) to no module"):
         FusedLoss(model)
     message = refused(TinyPlan, model=model)
     assert message.endswith(

@@ -65,7 +65,7 @@ WRONG = {
     "a count of all heads": (
         ("mamba2", without("mamba2", "local_attributes", lambda self, attn: {}), {}),
         "runs in backbone.layers.0.mixer after backbone.layers.0.mixer.in_proj",
-        "set its counts by local_attributes and mlp_attributes",
+        "set its counts in local_attributes or mlp_attributes",
     ),
 }
 """Model, plan and config fields; the module that is named; part of the advice."""

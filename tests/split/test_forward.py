@@ -213,9 +213,7 @@ class WithoutHead(Tiny):
 @pytest.mark.parametrize("loss_parallel", [True, False])
 def test_logits_computed_with_the_embedding_s_weight_are_refused(loss_parallel):
     def work(split, unsplit):
-        remedy = (
-            r"the forward of WithoutHead .* has no head: .* lm_head.weight = embedding.weight, and call that"
-        )
+        remedy = r"the forward of WithoutHead .* has no head: .* lm_head.weight = embedding.weight, and call lm_head"
         with pytest.raises(PlanError, match=remedy):
             split(ids(vocabulary=32))
 

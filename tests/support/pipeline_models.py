@@ -371,7 +371,7 @@ class SkippedBlock(Model):
         return x
 
 
-@refused("a second forward of it differs")
+@refused("its second forward differs")
 class CountsForwards(Model):
     def add(self):
         self.count = 0
@@ -389,7 +389,7 @@ class CountingBlock(Block):
         return super().forward(x * self.calls, *more)
 
 
-@refused("a second forward of it differs")
+@refused("its second forward differs")
 class BlocksCountForwards(Model):
     Block = CountingBlock
 
@@ -525,7 +525,7 @@ class ReadsTheNextBlock(Model):
         return super().body(x, ids)
 
 
-@refused("makes a Python number of hidden states")
+@refused("converts hidden states to a Python number")
 class BranchesOnStates(Model):
     def body(self, x, ids):
         for layer in self.layers:
@@ -535,7 +535,7 @@ class BranchesOnStates(Model):
         return x
 
 
-@refused("makes a Python number of hidden states")
+@refused("converts hidden states to a Python number")
 class BranchesOnEmbeddings(Model):
     def body(self, x, ids):
         scale = 2 if x.mean() > 0 else 1
@@ -571,7 +571,7 @@ class DropsLayers(Model):
         return x
 
 
-@refused("embed.weight gets a gradient of zeros, and none in the unsplit model")
+@refused("embed.weight gets a gradient of zeros, but none in the unsplit model")
 class DetachesAtTheBorder(Model):
     def body(self, x, ids):
         for at, layer in enumerate(self.layers):
@@ -601,7 +601,7 @@ class ReadingValues(Block):
         return y, y.detach().abs().max().item()
 
 
-@refused("layers.0 makes a Python number of a tensor and returns 0, which other stages can't know")
+@refused("layers.0 converts a tensor to a Python number and returns 0, which other stages can't know")
 class ReturnsAValue(Model):
     Block = ReadingValues
 
@@ -681,7 +681,7 @@ class LoopsOverIds(Model):
         return y
 
 
-@refused("more than 100,000 Python numbers")
+@refused("more than 100,000 times")
 class WaitsForAValue(Model):
     def body(self, x, ids):
         seen = torch.zeros_like(ids)

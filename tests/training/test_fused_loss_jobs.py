@@ -74,7 +74,7 @@ def test_a_model_that_changes_its_logits_gets_their_loss_and_a_log_line(caplog):
 
 
 def test_a_fused_loss_that_is_requested_and_impossible_is_an_error():
-    with pytest.raises(NotFused, match=r"makes -200 of a logit of -100.*\(loss.fused = false\)"):
+    with pytest.raises(NotFused, match=r"turns a logit of -100 into -200.*\(loss.fused = false\)"):
         losses(True, doubled(language_model()))
     model = language_model()
     model.lm.lm_head = torch.nn.Sequential(model.lm.lm_head)

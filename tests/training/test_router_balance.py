@@ -203,7 +203,7 @@ def test_aux_loss_is_read_from_any_kind_of_output(kind):
 def test_a_loss_without_a_name_is_refused():
     logits, balance = torch.zeros(2, 3, 5), torch.tensor(3.0)
     for output in ((logits, balance), [logits, None, balance]):
-        with pytest.raises(ModelError, match=r"Identity returns a plain .* a number after its logits"):
+        with pytest.raises(ModelError, match=r"Identity returns a plain .* a scalar after its logits"):
             added_loss(nn.Identity(), output)
     assert added_loss(nn.Identity(), (logits, None, logits)) is None
     assert added_loss(nn.Identity(), logits) is None

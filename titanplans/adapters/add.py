@@ -46,14 +46,14 @@ class Adapters:
 def add_adapters(model: nn.Module, options: LoRA, *, seed: int = 0) -> Adapters:
     """Add low-rank adapters to Linear modules of `model`, in place, and freeze all other parameters.
 
-    Call it after a conversion to float8, and before a plan, compile and data parallelism. `module.weight` keeps its name,
-    and the module gets `module.lora_A` [rank, inputs] and `module.lora_B` [outputs, rank] in the weight's dtype.
+    Call it after a conversion to float8, and before a plan, compilation and data parallelism. `module.weight` keeps its
+    name, and the module gets `module.lora_A` [rank, inputs] and `module.lora_B` [outputs, rank] in the weight's dtype.
 
     Args:
         model: any module, on meta or not. On meta, the adapters get their values together with the other parameters
             (`titanplans.modeling.initialize`).
-        options: rank, alpha, dropout, and which modules.
-        seed: of the adapters' initial values, which are distributed as peft's: uniform lora_A, zero lora_B.
+        options: rank, alpha, dropout, and which modules get an adapter.
+        seed: seed of the adapters' initial values, which have the same distribution as peft's: lora_A uniform, lora_B zero.
 
     Raises:
         OptionError: a name or pattern matches nothing, or something that takes no adapter.
@@ -104,7 +104,7 @@ def check_before_compile(model: nn.Module) -> None:
     Raises:
         ParallelError: names the modules.
     """
-    # By the parent's source code, since the forwards of a compiled block can't be checked while they run.
+    # Check the parent's source code, since the forwards of a compiled block can't be checked while they run.
     if (check := model.__dict__.get(_BYPASS_CHECK)) is not None:
         check.remove()
     if bypassed := find_bypassed(model, adapted(model)):
@@ -115,8 +115,8 @@ def _bypassed_error(bypassed: list[Bypassed]) -> ParallelError:
     name, owner, parent = bypassed[0]
     ends = dict.fromkeys(end_of(linear.name) for linear in bypassed)
     return ParallelError(
-        f"{name} has an adapter, and its parent {owner} ({type(parent).__name__}) does not call it but reads its weight, "
-        "without the adapter: switch the fused kernel off in the model's config, or exclude it with "
+        f"{name} has an adapter, but its parent {owner} ({type(parent).__name__}) uses its weight without calling it, "
+        "which would skip the adapter: switch the fused kernel off in the model's config, or exclude the module with "
         f"lora.exclude_modules = {show(list(ends))}"
     )
 
@@ -126,7 +126,7 @@ def freeze(model: nn.Module, patterns: tuple[str, ...], refuse=ParallelError) ->
 
     Args:
         model: any module, before data parallelism.
-        patterns: as in `names.matches`, of names of parameters or of modules, whose parameters are all frozen.
+        patterns: patterns as in `names.matches`, for names of parameters, or of modules, whose parameters are all frozen.
         refuse: makes the error from the reason.
 
     Raises:

@@ -52,8 +52,9 @@ def draw_factor(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
     """Return the initial values of a factor as in peft: lora_A uniform within 1/sqrt(inputs), lora_B zeros; float32, CPU.
 
     Args:
-        name: fully qualified. The values depend on it and on `seed` alone, and so are the same with any parallelism.
-        shape: of the full factor.
+        name: the fully qualified name. The values depend only on it and on `seed`, so they are the same with any
+            parallelism.
+        shape: the shape of the full factor.
         seed: the same on all ranks.
     """
     if name.endswith("lora_B"):
@@ -66,8 +67,8 @@ def draw_factor(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
 def _add_update(module: Any, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
     if not isinstance(output, torch.Tensor):
         raise PlanError(
-            f"{class_name(module)} returns a {type(output).__name__} and not a tensor, so it takes no adapter: leave it "
-            "out by lora.exclude_modules"
+            f"{class_name(module)} returns a {type(output).__name__} and not a tensor, so it takes no adapter: exclude "
+            "it with lora.exclude_modules"
         )
     x = args[0] if args else kwargs["input"]
     dropout = module._modules.get("lora_dropout")
@@ -96,7 +97,8 @@ class LowRankDropout(nn.Module):
         super().__init__()
         self.p = p
         self.split: tuple[int, int, int] | None = None
-        """This rank's shard of the inputs: the first, their number, and the number of all inputs. None: not sharded."""
+        """This rank's shard of the inputs: (first input, number of inputs in the shard, number of all inputs). None: not
+        sharded."""
         self.border: Border | None = None
         """The border of the split model; None: the model is not split."""
 
@@ -111,8 +113,8 @@ class LowRankDropout(nn.Module):
             if expected is not None and x.shape[tokens.dim] != expected:
                 raise PlanError(
                     f"the dropout of an adapter got {x.shape[tokens.dim]} tokens, but its context-parallel rank has "
-                    f"{expected}, since the mixer's code has changed the sequence before its projection: "
-                    "set lora.dropout to 0, or leave the module out by lora.exclude_modules"
+                    f"{expected}, since the mixer's code has changed the sequence before this projection: set "
+                    "lora.dropout to 0, or exclude the module with lora.exclude_modules"
                 )
             shape[tokens.dim] *= tokens.ranks
         is_kept = torch.rand(shape, device=x.device) >= self.p

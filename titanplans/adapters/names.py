@@ -28,7 +28,7 @@ def select(patterns: Collection[str], names: Collection[str], refuse: Refusal, w
 
     Args:
         patterns: as in `matches`.
-        names: to choose from.
+        names: the names to choose from.
         refuse: makes the error.
         what: the kind of the names, in the singular, for the error: "Linear module".
 

@@ -57,14 +57,14 @@ def to_quantise(model: nn.Module, options: LoRA, chosen: list[str]) -> list[str]
     for name in quantised:
         module: Any = model.get_submodule(name)
         if type(module) is not nn.Linear:
-            why = f"is a {type(module).__name__}, and weights in NF4 are of plain Linear modules"
+            why = f"is a {type(module).__name__}, and only the weights of plain Linear modules can be in NF4"
         elif module.in_features % BLOCK:
-            why = f"has a weight {tuple(module.weight.shape)}, which blocks of {BLOCK} inputs with one scale don't divide"
+            why = f"has a weight {tuple(module.weight.shape)}, whose inputs are not a multiple of {BLOCK}"
         elif f"{name}.weight" in tied:
             why = "has a tied weight"
         else:
             continue
-        raise options.error("quantize_base", f"{name} {why}: leave it out by lora.exclude_modules")
+        raise options.error("quantize_base", f"{name} {why}: exclude it with lora.exclude_modules")
     return quantised
 
 
@@ -97,19 +97,19 @@ def _refuse_others(model: nn.Module, pattern: str, linears: dict[str, nn.Module]
     for name, module in model.named_modules():
         if matches(pattern, name):
             inner = [other for other in linears if other.startswith(f"{name}.")]
-            instead = f'; it holds such: "{name}.*"' if inner else ""
+            instead = f'; for the Linear modules in it, write "{name}.*"' if inner else ""
             raise options.error(
                 "target_modules",
-                f"{name} is a {type(module).__name__}, and adapters are of Linear modules{instead}",
+                f"{name} is a {type(module).__name__}, and only Linear modules can have adapters{instead}",
             )
     for name, param in model.named_parameters():
         if matches(pattern, name):
             owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
             raise options.error(
                 "target_modules",
-                f"{name} {tuple(param.shape)} is a parameter of {owner}, and adapters are of Linear modules: peft adapts it "
-                "by target_parameters, in files that are not read or written here; to train it as it is, name its module in "
-                "modules_to_save",
+                f"{name} {tuple(param.shape)} is a parameter of {owner}, and only Linear modules can have adapters: "
+                "to train it without an adapter, name its module in modules_to_save (peft's target_parameters are "
+                "not supported)",
             )
 
 

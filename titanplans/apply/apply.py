@@ -1,4 +1,4 @@
-"""`apply_plan` checks a plan and splits a model by it, in place; `check_plan` only checks, without a mesh."""
+"""`apply_plan` checks a plan and splits a model according to it, in place; `check_plan` only checks, without a mesh."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ from titanplans.split.stream import begin_at_output, end_at_output, follow_forwa
 
 @dataclass(frozen=True)
 class AppliedPlan:
-    """The result of `apply_plan`: code asks this object instead of the model's modules."""
+    """The result of `apply_plan`. Later code asks this object, not the model's modules, how the model is split."""
 
     resolved: ResolvedPlan
     """The resolved plan: its styles with their modules and layouts, and the parts of the model before the split."""
@@ -98,8 +98,9 @@ def check_plan(
         sequence_parallel: shard the sequence between regions.
         sequence_dim: the sequence dimension of the hidden states.
         plan: a user's plan (a TPPlan class, its "module:Class", or a dict of module names and styles). None: the plan
-            registered for `model.config.model_type`, or without a config for the model's own `model_type` or class name.
-        dtype: of the weights in products, if FSDP2's mixed precision casts them; None: the parameters' dtype.
+            registered for `model.config.model_type`, or, for a model without a config, for its own `model_type` or class
+            name.
+        dtype: dtype of the weights in products, if FSDP2's mixed precision casts them. None: the parameters' dtype.
 
     Returns:
         The styles by fully qualified module name.
@@ -130,18 +131,20 @@ def apply_plan(
     """Split `model` over `mesh`, in place. Call it before activation checkpointing, compile, FSDP and the optimizer.
 
     The model keeps its interface: full token ids in, logits out, on every rank (with `loss_parallel` the logits are a
-    DTensor, `Shard(-1)`). With context parallelism the logits are a DTensor sharded over the tokens, and each rank's
-    loss, of its local tokens, and its gradients are partial sums. Parameters may be on meta; real values are taken from
-    the mesh's first rank. All checks are made before a weight moves, except that the faults of a foreign
+    DTensor, `Shard(-1)`). With context parallelism the logits are a DTensor sharded over the tokens, and each rank's loss,
+    which covers its local tokens, and its gradients are partial sums. Parameters may be on meta; if they are not, the values
+    on the mesh's first rank are used. All checks are made before a weight moves, except that the faults of a foreign
     `ParallelStyle` are found after it was applied.
 
     Args:
         model: see `check_plan`, also for the other arguments and the errors.
-        mesh: with the dimensions "tp" (tensor parallelism), "cp" (context parallelism) or both; 1-D without names: "tp".
-        experts: the experts are distributed over its last dimension, "ep": neighbouring ranks that include those of
-            "tp". A dimension before it replicates the experts. None: each expert's width is split over "tp".
-        expert_capacity_factor: an expert takes at most this multiple of the mean number of pairs of a token and an expert
-            that a rank sends to an expert, and drops those of the last tokens. None: no token is dropped.
+        mesh: with the dimensions "tp" (tensor parallelism), "cp" (context parallelism) or both. A 1-D mesh without names is
+            the mesh of "tp".
+        experts: mesh whose last dimension, "ep", has the ranks that the experts are distributed over: neighbouring ranks
+            that include those of "tp". A dimension before "ep" replicates the experts. None: each expert's width is split
+            over "tp".
+        expert_capacity_factor: an expert takes from each rank at most this factor times the mean number of tokens that the
+            rank sends to an expert; further tokens, the last ones of the batch, are dropped. None: no token is dropped.
         sum_over_cp: True: parameters become DTensors replicated over "cp", and `align_gradients`, the gradient norm and
             FSDP2 over other ranks sum their gradients. False: FSDP2 or DDP over a mesh that includes the ranks of "cp"
             sums (not averages) them.
@@ -211,7 +214,7 @@ def choose_way(
 
 
 def split(checked: Checked, way: Way) -> AppliedPlan:
-    """Split a model by a plan that has been checked against it, in place."""
+    """Split a model, in place, according to a plan that has been checked against it."""
     plan, model = checked.plan, checked.plan.model
     before = parameters_of(model)
     split_ids: set[tuple[int, str | None]] = set()
@@ -270,12 +273,13 @@ def _split_entry(entry: Entry, way: Way, crossing: Crossing | None) -> None:
     if entry.parameter is None:
         state = make_state(module)
         state.key, state.style = entry.key, entry.style
-        # Without tensor parallelism each rank scales its local tokens to float8 by themselves, as under data parallelism.
+        # Without tensor parallelism each rank scales its local tokens to float8 independently, as under data parallelism.
         by_weights = border.mesh is not None
         if by_weights and is_float8(module):
             from titanplans.precision.float8.linear import split_linear  # imports torchao
 
-            # Before the parameters are distributed: the subclass that makes a packed weight local wraps this forward.
+            # This precedes the distribution of the parameters: the subclass that makes a packed weight local wraps this
+            # forward.
             split_linear(module, entry.style, way.ranks)
         in_float8 = [] if crossing is None else [side for side, why in crossing.items() if why is None]
         if by_weights and in_float8:
@@ -294,7 +298,7 @@ def _follow_forwards(plan: ResolvedPlan, border: Border) -> None:
     model, decoder = plan.model, plan.decoder
     base = model.get_submodule(decoder.base)
     config, loss_parallel = getattr(model, "config", None), plan.source.options.loss_parallel
-    # Some models of flash-linear-attention have only `fuse_cross_entropy`, which fuses the head, too, in training.
+    # Some models of flash-linear-attention have only `fuse_cross_entropy`, which in training fuses the head, too.
     fused_loss = getattr(config, "fuse_linear_cross_entropy", getattr(config, "fuse_cross_entropy", False))
     heads = [entry.key for entry in plan.entries if entry.style.makes_logits]
     facts = ForwardFacts(

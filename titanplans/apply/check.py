@@ -39,7 +39,7 @@ class Checked:
     """The makers of local functions for the code of split mixers, and of the model, by the module's name."""
 
     def of_stage(self, absent: Collection[str]) -> "Checked":
-        """Return this for a pipeline stage, without the modules `absent`, which are on other stages."""
+        """Return the checked plan of a pipeline stage, without the modules `absent`, which are on other stages."""
         tied = [[name for name in names if is_present(name, absent)] for names in self.tied]
         return Checked(
             self.plan.of_stage(absent),
@@ -62,8 +62,8 @@ def check(
     Args:
         source: the plan, with its options.
         model: not split yet.
-        backend: of the TP group; None if there is no group yet.
-        dtype: of the weights in products; None: the parameters' dtype.
+        backend: backend of the TP group; None if there is no group yet.
+        dtype: dtype of the weights in products. None: the parameters' dtype.
 
     Raises:
         PlanError: see `apply.check_plan`.

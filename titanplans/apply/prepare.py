@@ -1,4 +1,4 @@
-"""`prepare`: the changes of a model before a plan splits it. It is called for training, dry runs, proofs and FLOPs."""
+"""`prepare`: change a model before a plan splits it. Called for training, dry runs, proofs and counts of FLOPs."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -24,7 +24,7 @@ class Preparation(NamedTuple):
     float8: Conversion | None
     adapters: Adapters | None
     frozen: int | None
-    """Number of elements that `freezes` keeps from training; None if it is empty."""
+    """Number of parameter elements that do not train because of `freezes`; None if `freezes` is empty."""
 
 
 def prepare(
@@ -45,15 +45,15 @@ def prepare(
         lora: rank and modules of the adapters; without a rank there are none.
         freezes: names, or patterns of names, of parameters that do not train.
         device_type: where the model will run.
-        compiled: its blocks will be compiled. Weights that a forward uses without calling their module are then
-            searched in its source code; otherwise the first forward is watched.
+        compiled: the model's blocks will be compiled. Weights that a forward uses without calling their module are then
+            found by reading source code; otherwise, by watching the first forward.
         refuse: makes the error about `freezes` from the reason.
 
     Raises:
         OptionError, ParallelError: an option can't be honoured for this model.
     """
     converted = adapters = frozen = None
-    # Float8 comes first, because an adapter subclasses the module as it will multiply.
+    # Float8 comes first, because an adapter subclasses the class that computes the product.
     if float8.recipe_name is not None:
         with replacing(model):
             converted = convert_to_float8(model, float8, device_type)

@@ -1,7 +1,7 @@
 """The ways to split a model by a plan: by weights, by tokens on top, by experts.
 
     by weights    tp ranks: each has a shard of heads, widths and vocabulary, and all tokens inside a region
-    by tokens     cp ranks: each has its tokens; inside a mixer all tokens, of a shard of the heads of their TP rank
+    by tokens     cp ranks: each has its tokens; inside a mixer, all tokens for a shard of its TP rank's heads
     by experts    ep ranks: each has some of the experts; everything else is split in another way, or not at all
 
 A pipeline stage is a model with fewer blocks, which is split in any of these ways (`split.stages`).
@@ -39,7 +39,7 @@ class Way(Protocol):
     ranks: HeadRanks
     """The ranks that the heads of a mixer are split over."""
     border: Border
-    """Between the residual stream and the regions."""
+    """The border between the residual stream and the regions."""
 
     def lay_out(self, entry: Entry) -> None:
         """Distribute the parameters of `entry`, so that its module's code gets local tensors."""
@@ -54,7 +54,7 @@ class ByWeights:
     """Split over the tensor-parallel ranks.
 
     Args:
-        meshes: with the tensor-parallel mesh.
+        meshes: includes the tensor-parallel mesh.
         stream: the layout of the residual stream.
     """
 
@@ -75,12 +75,12 @@ class ByWeights:
 class ByTokens:
     """Split over the context-parallel ranks, on top of the tensor-parallel ranks.
 
-    A mixer's heads, rows, split norms and sums are split over all tp x cp ranks, numbered by TP rank first, so that the
-    heads of a CP rank are a subset of those of its TP rank.
+    A mixer's heads, rows, split norms and sums are split over all tp x cp ranks, ordered by TP rank and then by CP rank, so
+    that the heads of a CP rank are a subset of its TP rank's heads.
 
     Args:
         plan: resolved.
-        meshes: tensor-parallel and context-parallel.
+        meshes: includes the tensor-parallel and the context-parallel mesh.
         sum_over_cp: True: parameters become DTensors whose gradients are partial over cp, which `align_gradients` sums.
             False: the data-parallel mesh includes these ranks, and sums.
     """
@@ -90,7 +90,7 @@ class ByTokens:
         self.border = border = Border(meshes, plan.source.options.stream)
         self.tp, self.cp = border.group[1], border.tokens.ranks
         self.rank = border.rank * self.cp + border.tokens.rank
-        # Heads are numbered by TP rank first, ranks in the group by CP rank first.
+        # Slices of heads are ordered by TP rank and then by CP rank, the group's ranks by CP rank and then by TP rank.
         order = tuple(rank % self.cp * self.tp + rank // self.cp for rank in range(self.tp * self.cp))
         self.ranks = HeadRanks(self.rank, len(order), group_of(meshes.tp_cp), border, order)
         if sum_over_cp:
@@ -133,7 +133,7 @@ class ByTokens:
         return self.plan.token_region_of(entry) is not None
 
     def _mixer_slice(self, entry: Entry, name: str) -> MixerSlice | None:
-        """Return the slice that this rank uses of its TP rank's local tensor of a parameter; None: all of it."""
+        """Return this rank's slice of a parameter's local tensor on its TP rank; None: all of it."""
         param, of_tp, of_heads = getattr(entry.module, name), entry.layouts[name], entry.head_layouts[name]
         divided_by = of_heads.divided_by // of_tp.divided_by
         if of_tp.deferred and self.border.mesh is None and entry.style.makes_partial_sum:
@@ -181,10 +181,10 @@ class ByExperts:
 
     Args:
         others: the way to split everything else.
-        mesh: the experts are distributed over its last dimension: neighbouring ranks that include the TP ranks. A
-            dimension before it replicates the experts, whose gradients are then partial.
-        capacity: an expert takes at most this multiple of the mean number of pairs that a rank sends to an expert;
-            None: all.
+        mesh: its last dimension has the ranks that the experts are distributed over: neighbouring ranks that include the TP
+            ranks. A dimension before the last replicates the experts, whose gradients are then partial.
+        capacity: an expert takes from each rank at most this factor times the mean number of tokens that the rank sends to
+            an expert. None: it takes all.
 
     Raises:
         PlanError: the TP ranks are not all in the last dimension of `mesh`.
@@ -248,7 +248,7 @@ def _tp_ranks(border: Border) -> HeadRanks:
 def _rows_of_rank(
     layout: Layout, shape: tuple[int, ...], rank: int, degree: int
 ) -> tuple[int, RowRanges] | None:
-    """Return the dimension and the rows of it that `rank` of `degree` uses of a parameter; None: all of it."""
+    """Return a dimension of a parameter, and which of its rows `rank` of `degree` uses; None: all of them."""
     if (rows := rows_used(layout, shape, degree)) is None:
         return None
     return rows.dim, tuple((run.first_row(rank), run.row_count(rank)) for run in rows.runs)

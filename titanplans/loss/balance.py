@@ -14,24 +14,25 @@ from titanplans.split.state import border_of_model
 from titanplans.text import class_name
 
 _WEIGHTS = ("router_aux_loss_coef", "aux_loss_scale")
-"""Names of a config's weight of the load-balancing loss."""
+"""Config fields that hold the weight of the load-balancing loss."""
 _EXPERTS = ("num_experts", "num_local_experts", "num_memories")
 _EXPERTS_A_TOKEN = ("num_experts_per_tok", "topk")
 
 
 def added_loss(model: nn.Module, output: Any, data: Group | None = None) -> torch.Tensor | None:
-    """Return the weighted load-balancing loss to add to the mean cross entropy of a batch: a scalar, None without one.
+    """Return the weighted load-balancing loss to add to the mean cross entropy of a batch: a scalar, or None.
 
-    A model returns it as `aux_loss`, and its config has the weight. If a model returns its routers' logits instead, and
-    computes the loss only together with its own cross entropy, it is computed here, by the function in the model's file.
-    With context parallelism it is this rank's term of a sum over the CP ranks: `TPPlan.count_once` divides it by their
-    number.
+    A model returns this loss as `aux_loss`, and its config has the weight. Some models return only their routers' logits,
+    because they compute the loss only together with their own cross entropy. For these it is computed here, with
+    `load_balancing_loss_func` of the model's file. With `data`, it is computed here from any model's router logits, so that
+    it covers the tokens of all data-parallel ranks. With context parallelism the result is this rank's term of a sum over
+    the CP ranks, because `TPPlan.count_once` divides it by their number.
 
     Args:
         model: split or not.
-        output: of its forward.
+        output: the output of the model's forward.
         data: the data-parallel ranks, whose batches have equally many tokens. A loss computed here is over the tokens of
-            all these ranks. None: over this rank's tokens, as an `aux_loss` that the model returns.
+            all these ranks. None: over this rank's tokens, like an `aux_loss` that the model computes itself.
 
     Raises:
         ModelError: the model returns another loss, an `aux_loss` without a weight, or a number without a name, which
@@ -49,8 +50,8 @@ def added_loss(model: nn.Module, output: Any, data: Group | None = None) -> torc
     unnamed = output[1:] if type(output) in (tuple, list) else ()
     if any(isinstance(x, torch.Tensor) and x.numel() == 1 and x.is_floating_point() for x in unnamed):
         raise ModelError(
-            f"{kind} returns a plain {type(output).__name__} with a number after its logits, a loss perhaps, which nothing "
-            "adds: let it return an object that has logits and aux_loss"
+            f"{kind} returns a plain {type(output).__name__} with a scalar after its logits. If this is a loss, "
+            "training would ignore it: let it return an object that has logits and aux_loss"
         )
     if losses:
         raise ModelError(

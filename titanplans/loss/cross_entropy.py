@@ -52,7 +52,7 @@ def cross_entropy(
         return logits.loss(labels, objective) / tokens
     if logits.shape[:-1] != labels.shape:
         raise ParallelError(
-            f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}: one label for each "
+            f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}: give one label for each "
             "position, the next token's"
         )
     shard: VocabularyShard | None = None
@@ -60,9 +60,9 @@ def cross_entropy(
         mesh = logits.device_mesh
         label_placements: list[Placement] = [Replicate()] * mesh.ndim
         for axis, placement in enumerate(logits.placements):
-            if isinstance(placement, Shard) and placement.dim < labels.ndim:  # of the tokens
+            if isinstance(placement, Shard) and placement.dim < labels.ndim:  # shards the tokens
                 label_placements[axis] = placement
-            elif placement.is_shard() and shard is None:  # of the vocabulary
+            elif placement.is_shard() and shard is None:  # shards the vocabulary
                 submesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[axis]]  # type: ignore[index]
                 shard = vocabulary_shard(logits.shape[-1], submesh, labels.device)
             elif not placement.is_replicate():
@@ -89,8 +89,8 @@ def count_tokens(labels: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
     """Return the number of labels that are not ignored, summed over the ranks of `mesh`; int64, on the labels' device.
 
     Args:
-        labels: of all micro batches of a step on this rank.
-        mesh: 1-D, the ranks that read different data; None: this rank only.
+        labels: the labels of all micro batches of a step on this rank.
+        mesh: 1-D mesh of the ranks that read different data. None: this rank only.
     """
     count = (labels != IGNORED).sum()
     if mesh is not None and mesh.size() > 1:

@@ -1,8 +1,9 @@
 """`DeferredLogits`: what a head returns instead of logits when it has computed the loss itself.
 
 It is a tensor with the logits' shape and without their values. It carries the loss to `cross_entropy` and its gradient back
-to the head, through the hooks of FSDP2 and DDP on the outputs of modules. What the model does to its logits after the head
-(a soft cap, a scale) the head has done already, which is checked here. All other uses of the logits are refused.
+to the head, through the hooks of FSDP2 and DDP on the outputs of modules. Operators that the model's code applies to its
+logits after the head (a soft cap, a scale) have been applied by the head already; this is checked here. All other uses of
+the logits are refused.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from titanplans.torch_private.autograd import version
 from titanplans.torch_private.dispatch import without_torch_function
 
 PROBE = torch.linspace(-100, 100, 41, dtype=torch.float64)
-"""Values on which the model's function after the head is compared with the head's."""
+"""Values at which the function that the model's code applies after the head is compared with the one that the head
+applied."""
 
 _ELEMENTWISE = frozenset(
     (
@@ -71,22 +73,22 @@ class NotFused(ParallelError):
 
 
 class Computed(NamedTuple):
-    """What a head has computed the loss of."""
+    """What a head computed the loss from, and with."""
 
     labels: torch.Tensor
     version: int
-    """torch's count of the labels' changes in place, when the head read them."""
+    """torch's count of in-place changes of the labels, at the time when the head used them."""
     objective: Objective
     after_head: Callable[[torch.Tensor], torch.Tensor] | None
     """The function that the head has applied to its logits, in place of the model's code."""
     has_gradients: bool
     """The head has computed gradients."""
     probe: torch.Tensor = PROBE
-    """`PROBE` after the operators that the model's code has called on the logits since."""
+    """`PROBE` after the operators that the model's code has since applied to the logits."""
 
 
 class DeferredLogits(torch.Tensor):
-    """Stands in for logits [..., vocabulary]. `cross_entropy` of it and the head's labels returns the loss."""
+    """Stand-in for logits [..., vocabulary]. `cross_entropy`, called with it and the head's labels, returns the loss."""
 
     deferred = True
     """Tells the hooks of a split model's head to return this tensor unchanged."""
@@ -104,36 +106,38 @@ class DeferredLogits(torch.Tensor):
         self.check()
         if self.requires_grad and not self.of.has_gradients:
             raise ParallelError(
-                "a gradient is asked for of a loss that the head computed without one: a checkpoint around the model "
-                "with use_reentrant = True computes the forward without gradients; use use_reentrant = False"
+                "a gradient is needed of a loss that the head computed without gradients: a checkpoint around the "
+                "model with use_reentrant = True computes the forward without gradients; use use_reentrant = False"
             )
         if labels is not self.of.labels and not _same(labels, self.of.labels):
             raise ParallelError(
-                "labels other than those that the head was given, which has computed the loss: give cross_entropy the same"
+                "the labels are not the ones for which the head computed the loss: give cross_entropy the same labels"
             )
         if version(labels) != self.of.version:
             raise ParallelError(
-                "the labels were changed in place after the head has computed their loss: change them before the forward"
+                "the labels were changed in place after the head computed the loss: change them before the forward"
             )
         if objective != self.of.objective:
             raise ParallelError(
-                f"{objective} for cross_entropy, and the head computed the loss by {self.of.objective}: give both the same"
+                f"cross_entropy got {objective}, but the head computed the loss with {self.of.objective}: give both "
+                "the same"
             )
         return self._collect()
 
     def check(self) -> None:
-        """Check that the model's code after the head does to its logits what the head has done in its place.
+        """Check that the model's code after the head changes the logits in the same way as the head did in its place.
 
         Raises:
-            NotFused: it does something else.
+            NotFused: it changes them differently.
         """
         after_head, probe = self.of.after_head, self.of.probe
         expected = PROBE if after_head is None else after_head(PROBE)
         if not torch.allclose(probe, expected, rtol=1e-6, atol=0):
             worst = int((probe - expected).abs().argmax())
             raise NotFused(
-                f"after its head the model makes {probe[worst].item():.6g} of a logit of {PROBE[worst].item():.6g}, but the "
-                f"head, which computes the loss, makes {expected[worst].item():.6g}, as far as the model's config tells"
+                f"after its head the model turns a logit of {PROBE[worst].item():.6g} into {probe[worst].item():.6g}, "
+                f"but the head, which computes the loss, turns it into {expected[worst].item():.6g}, as the model's "
+                "config says"
             )
 
     def _collect(self) -> torch.Tensor:
@@ -148,7 +152,7 @@ class DeferredLogits(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", str(func)), kwargs or {}
-        if name == "__get__":  # of an attribute, whose name the bound object has
+        if name == "__get__":  # access to an attribute, whose name is the bound object's
             name = getattr(getattr(func, "__self__", None), "__name__", name)
         first = args[0] if args else None
         with without_torch_function():
@@ -185,7 +189,8 @@ def stand_in(loss: torch.Tensor, shape: tuple[int, ...], computed: Computed) -> 
 
 
 def _same(labels: torch.Tensor, others: torch.Tensor) -> bool:
-    # By address, since a comparison of values would synchronise with the device. Views of the same labels are the same.
+    # Compare addresses, since comparing values would synchronise with the device. Views of the same labels count as the
+    # same.
     return labels.data_ptr() == others.data_ptr() and labels.numel() == others.numel()
 
 
@@ -195,7 +200,7 @@ def _scalar_of(expanded: torch.Tensor) -> torch.Tensor:
 
 
 class _ExpandScalar(torch.autograd.Function):
-    """Expands a scalar to a shape without more memory. The backward takes the scalar that its gradient repeats."""
+    """Expands a scalar to a shape without more memory. The backward returns the scalar that its gradient repeats."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

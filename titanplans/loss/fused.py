@@ -26,7 +26,7 @@ Elementwise = Callable[[torch.Tensor], torch.Tensor]
 Compute = Callable[
     [torch.Tensor, torch.Tensor, VocabularyShard | None, Objective, bool], tuple[torch.Tensor, torch.Tensor]
 ]
-"""`entropy_and_gradient`, or the same compiled."""
+"""`entropy_and_gradient`, compiled or not."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def fused_cross_entropy(
         weight: [shard of the vocabulary, width].
         bias: [shard of the vocabulary].
         labels: [tokens], the next tokens; -100 for an ignored token.
-        settings: of the loss.
+        settings: the settings of the loss.
     """
     return _Fused.apply(hidden, weight, bias, labels, settings, torch.is_grad_enabled())  # type: ignore[return-value]
 
@@ -74,7 +74,7 @@ class _Fused(torch.autograd.Function):
         settings: Settings,
         grad_enabled: bool,
     ) -> torch.Tensor:
-        # `needs_input_grad` is true of a parameter even if gradients are off.
+        # `needs_input_grad` is True for a parameter even if gradients are off.
         needed = [grad_enabled and needs for needs in ctx.needs_input_grad[:3]]
         with torch.autocast(hidden.device.type, enabled=False):
             sums = _Sums(hidden, weight, bias, settings, needed)
@@ -95,7 +95,7 @@ class _Fused(torch.autograd.Function):
                 "the gradients of a loss that the head computes chunk by chunk are freed after one backward "
                 "(retain_graph = True): add the losses up before their backward, or call the model without FusedLoss"
             )
-        # In place, and freed at once, since the weight's gradient is as large as the head.
+        # Scale in place, and free at once, since the weight's gradient is as large as the head.
         gradients, ctx.gradients = ctx.gradients, None
         return *(g if g is None else g.mul_(grad) for g in gradients), None, None, None
 
@@ -165,7 +165,7 @@ class _Sums:
             self.bias_gradient = of_chunk if self.bias_gradient is None else self.bias_gradient.add_(of_chunk)
 
     def _product(self, total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Return `total` + a @ b in float32 or wider; None is 0."""
+        """Return `total` + a @ b in float32 or wider; a `total` of None counts as 0."""
         if total is None:
             return (a @ b).to(self.sum_dtype)
         return total.addmm_(a, b) if total.dtype == a.dtype else total.add_(a @ b)

@@ -43,10 +43,10 @@ class FusedLoss:
     Args:
         model: a causal language model whose head is an `nn.Linear`; split, sharded or neither.
         chunk_tokens: number of tokens whose logits exist at once.
-        compute: `entropy_and_gradient`, or the same compiled.
+        compute: `entropy_and_gradient`, compiled or not.
 
     Raises:
-        NotFused: the model has no head, or one that is no plain `nn.Linear` (float8, adapters, a user's class).
+        NotFused: the model has no head, or one that is not a plain `nn.Linear` (float8, adapters, a user's class).
         ParallelError: `chunk_tokens` is below 1.
     """
 
@@ -55,7 +55,8 @@ class FusedLoss:
     ):
         if (name := find_head(model)) is None:
             raise NotFused(
-                f"{class_name(model)} has no head: its plan gives none vocab_head(), and none is called {either(HEADS)}"
+                f"{class_name(model)} has no head: its plan gives vocab_head() to no module, and no module is called "
+                f"{either(HEADS)}"
             )
         if chunk_tokens < 1:
             raise ParallelError(f"chunk_tokens = {chunk_tokens}: use 1 or more")
@@ -70,7 +71,7 @@ class FusedLoss:
     def __call__(
         self, labels: torch.Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0
     ) -> Iterator[None]:
-        """Let the head compute the loss of `labels` in the one forward of the body.
+        """Let the head compute the loss of `labels` in the one forward that the body of the `with` runs.
 
         `cross_entropy` has to get the same arguments afterwards.
 
@@ -99,7 +100,7 @@ class FusedLoss:
             is_called = True
             return self._loss(input, labels, objective)
 
-        # In the head's own forward, since there FSDP2 has gathered its weight, and its input is full on all TP ranks.
+        # Replace the head's own forward: when it runs, FSDP2 has gathered the weight, and the input is full on all TP ranks.
         with swapped(self.head, "forward", forward):
             yield
         if not is_called:
@@ -142,9 +143,9 @@ class FusedLoss:
 
 
 def _refuse_head(head: nn.Module, name: str) -> None:
-    """Raise NotFused for a head that is more than a product with its weight."""
+    """Raise NotFused for a head that does more than multiply by its weight."""
     if not isinstance(head, nn.Linear):
-        raise NotFused(f"{name} is a {class_name(head)}, and no nn.Linear")
+        raise NotFused(f"{name} is a {class_name(head)}, not an nn.Linear")
     forward_class = next(
         cls for cls in type(head).__mro__ if "forward" in vars(cls) and not _only_localizes(cls)
     )
@@ -173,7 +174,7 @@ def _is_tensor_parallel(weight: DTensor) -> bool:
 
 
 def _autocast(hidden: torch.Tensor) -> torch.dtype | None:
-    """Return autocast's dtype; None if it is off, or for float64, which it does not cast."""
+    """Return autocast's dtype; None if autocast is off, or for float64, which autocast does not cast."""
     device_type = hidden.device.type
     is_cast = torch.is_autocast_enabled(device_type) and hidden.dtype != torch.float64
     return torch.get_autocast_dtype(device_type) if is_cast else None

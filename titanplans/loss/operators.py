@@ -1,4 +1,4 @@
-"""Softmax statistics of a rank's logits, and their gradient, by torch operators. `kernels` has the same for a GPU."""
+"""Softmax statistics of a rank's logits, and their gradient, with torch operators. `kernels` has the same for a GPU."""
 
 from collections.abc import Callable
 
@@ -24,15 +24,15 @@ def read_by_operators(
 
     Returns:
         The statistics, each [tokens]: the logsumexp over this shard, the label's logit (0 if it is in another shard), and
-        the sum of logits or None. And the function, with four arguments of [tokens]: the logsumexp over the vocabulary, a
+        the sum of logits or None. The function takes four tensors [tokens]: the logsumexp over the vocabulary, a
         factor of the probabilities, a number to subtract at the label, and a number to subtract everywhere. It returns the
-        gradient, [tokens, shard of the vocabulary], and can be called once.
+        gradient, [tokens, shard of the vocabulary], and can be called only once.
     """
     dtype, width = logits.dtype, logits.shape[-1]
     logits = logits.to(torch.promote_types(dtype, torch.float32))
     if width:
         own = torch.where(mine, logits.gather(-1, index[:, None])[:, 0], 0)
-        # Finite, so that a shard whose logits are all -inf has a sum of exponentials of 0, not NaN.
+        # Keep the maximum finite, so that a shard whose logits are all -inf has a sum of exponentials of 0, not NaN.
         largest = logits.amax(-1).clamp_min(torch.finfo(logits.dtype).min)
     else:
         own = logits.new_zeros(index.shape)

@@ -1,4 +1,4 @@
-"""Cross entropy of logits of which a rank holds a shard of the vocabulary. Start at `entropy_and_gradient`.
+"""Cross entropy of logits that are sharded over the vocabulary. Start at `entropy_and_gradient`.
 
 Each rank sends two numbers per token in one all-gather: the logsumexp of its logits, and the label's logit. With label
 smoothing it also sends the sum of its logits. From these each rank computes the loss over the full vocabulary, and the
@@ -66,21 +66,24 @@ def entropy_and_gradient(
     needs_gradient: bool,
     read: Read | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed loss of all tokens, float32 or wider, and its gradient at `logits`, in their dtype.
+    """Return the summed loss of all tokens, and its gradient with respect to `logits`.
+
+    The loss is float32 or wider; the gradient has the dtype of `logits`.
 
     Args:
         logits: [tokens, shard of the vocabulary]; may be overwritten.
         labels: [tokens], token ids, the same on all ranks; -100 for an ignored token.
-        shard: of the vocabulary; None: `logits` have the full vocabulary.
-        objective: the added terms.
+        shard: this rank's shard of the vocabulary. None: `logits` cover the full vocabulary.
+        objective: the terms added to the cross entropy.
         needs_gradient: compute the gradient. If not, an arbitrary tensor is returned in its place.
-        read: computes statistics and gradient. None: Triton kernels on a GPU, and torch operators on other devices and
-            under torch.compile.
+        read: returns the softmax statistics of `logits`, and a function that computes the gradient (see
+            `titanplans.loss.operators`). None: Triton kernels on a GPU, and torch operators on other devices and under
+            torch.compile.
     """
     vocabulary = logits.shape[-1] if shard is None else shard.vocabulary
     is_counted = labels != IGNORED
     is_valid = ~is_counted | ((labels >= 0) & (labels < vocabulary))
-    # On the device, since a check on the host would synchronise with it.
+    # Check on the device, since a check on the host would synchronise with it.
     assert_async(is_valid.all(), "a label outside of the vocabulary")
     # The last shards may have fewer than `size` columns, but valid labels are below `vocabulary` anyway.
     is_local = (
@@ -110,7 +113,7 @@ def entropy_and_gradient(
 def _reader(logits: torch.Tensor) -> Read:
     if not logits.is_cuda or type(logits) is not torch.Tensor or torch.compiler.is_compiling():
         return read_by_operators
-    from titanplans.loss import kernels  # imports triton, which a CPU may not have
+    from titanplans.loss import kernels  # imports triton, which a CPU-only installation may lack
 
     return kernels.read
 

@@ -1,4 +1,4 @@
-"""A user's plan in each form in which a job can name it: `resolve_plan`.
+"""`resolve_plan`: return a user's plan, given in any form in which a job can name it.
 
 [model]
 plan = "gla"                          a registered name
@@ -65,7 +65,7 @@ RENAMED = {
 
 
 class DictPlan(TPPlan):
-    """A plan given as a dict: `*` stands for one component of a module name, and each pattern has to match."""
+    """A plan given as a dict: `*` stands for one component of a module name, and each pattern has to match a name."""
 
     def __init__(self, options: TPOptions, patterns: Mapping[str, str | ParallelStyle]):
         super().__init__(options)
@@ -110,7 +110,7 @@ def resolve_plan(source: PlanSource, model: nn.Module, options: TPOptions) -> TP
     if isinstance(source, Mapping):
         return DictPlan(options, source)
     if isinstance(source, type) and issubclass(source, TPPlan):
-        with as_user_error(f"{source.__name__} can't be made of its options"):
+        with as_user_error(f"{source.__name__} can't be created with its options"):
             return source(options)
     raise PlanError(f"plan = {source!r}: neither a TPPlan class nor a dict of module names and styles")
 

@@ -58,7 +58,7 @@ class Degrees:
         """Return the degrees with a -1 replaced by the inferred degree, after checking their product.
 
         Raises:
-            ParallelError: the product is not `world_size`, or no degree makes it so.
+            ParallelError: the product is not `world_size`, or no inferred degree makes it so.
         """
         product = math.prod(degree for _, degree in self._items() if degree != -1)
         factors = f"{' x '.join(f'{n} {d}' for n, d in self._items() if d != -1)} = {product}"
@@ -87,8 +87,9 @@ class Degrees:
             return
         works = [n for n in range(1, ranks + 1) if ranks % n == 0 and n % self.tp == 0]
         raise ParallelError(
-            f"ep = {self.ep}: experts are distributed over neighbouring ranks among dp_shard x cp x tp = {self.dp_shard} x "
-            f"{self.cp} x {self.tp} ranks, with all {self.tp} of a layer: {either(sorted({1, *works}))} would work"
+            f"ep = {self.ep}: experts are distributed over neighbouring ranks among dp_shard x cp x tp = "
+            f"{self.dp_shard} x {self.cp} x {self.tp} ranks, including all {self.tp} of a layer: "
+            f"{either(sorted({1, *works}))} would work"
         )
 
     def __str__(self) -> str:

@@ -24,7 +24,7 @@ class TPOptions:
     """The sequence dimension of the hidden states: 1 in [batch, sequence, hidden]."""
 
     float8: Recipe | Literal["none"] = "none"
-    """The recipe by which the model's Linear modules were converted to float8."""
+    """The recipe with which the model's Linear modules were converted to float8."""
 
     @property
     def stream(self) -> StreamLayout:

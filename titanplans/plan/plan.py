@@ -1,7 +1,7 @@
 """`TPPlan`: the class of plans, with the defaults that most architectures share.
 
-A plan maps module names to styles: the model's ends (`model_plan`), a block (`layer_plan`), its token mixer (`attn_plan`),
-its MLP (`mlp_plan`). A subclass overrides only what differs. `checks` checks the result.
+A plan maps module names to styles. Its methods plan the modules outside of blocks (`model_plan`), a block (`layer_plan`),
+its token mixer (`attn_plan`) and its MLP (`mlp_plan`). A subclass overrides only what differs. `checks` checks the result.
 """
 
 import copy
@@ -20,7 +20,7 @@ from titanplans.split.local_code import Functions, count_once, full_width_norm, 
 from titanplans.styles.kv_colwise import KVColwise
 
 QUERIES_PER_GROUP = ("num_kv_groups", "num_key_value_groups")
-"""The names under which flash-linear-attention and transformers store the query heads per key/value head."""
+"""Attributes in which flash-linear-attention and transformers store the number of query heads per key/value head."""
 
 _RENAMED = {
     "whole": "unsplit",
@@ -40,9 +40,9 @@ class TPPlan(PlanStyles):
     """
 
     head_names: tuple[str, ...] = ("num_heads", "num_attention_heads")
-    """The names under which a mixer or its config has its count of query heads, or of other units that it is split by."""
+    """Attributes of a mixer or of its config, one of which counts its query heads, or other units that it is split by."""
     shared_head_names: tuple[str, ...] = ("num_kv_heads", "num_key_value_heads")
-    """The names of its count of key/value heads, which ranks may share if there are fewer of them."""
+    """Attributes, one of which may count its key/value heads; ranks may share heads if there are fewer heads than ranks."""
 
     mlp_in: tuple[str, ...] = ("gate_proj", "up_proj")
     """The projections of an MLP from the hidden size to its width."""
@@ -64,7 +64,7 @@ class TPPlan(PlanStyles):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def counting_for(self, degree: int) -> "TPPlan":
-        """Return a copy of this plan whose `degree` is `degree`, so that it returns the counts of one of so many ranks."""
+        """Return a copy of this plan with this `degree`; its methods return the counts of one of `degree` ranks."""
         twin = copy.copy(self)
         twin.degree = degree
         return twin
@@ -84,7 +84,7 @@ class TPPlan(PlanStyles):
         return plan
 
     def layer_plan(self, layer: nn.Module) -> Plan:
-        """Plan a block: its norms, its mixer by `attn_plan` and its MLP by `mlp_plan`.
+        """Plan a block: its norms, its mixer with `attn_plan` and its MLP with `mlp_plan`.
 
         If the mixer's class belongs to another registered plan, that plan's `attn_plan` is called.
         """
@@ -100,7 +100,7 @@ class TPPlan(PlanStyles):
     def attn_plan(self, attn: nn.Module) -> Plan:
         """Plan a token mixer."""
         raise NotImplementedError(
-            f"{type(self).__name__} must say how {type(attn).__name__} is split: attn_plan"
+            f"{type(self).__name__} has no attn_plan, which has to say how {type(attn).__name__} is split"
         )
 
     def mlp_plan(self, mlp: nn.Module) -> Plan:
@@ -109,7 +109,7 @@ class TPPlan(PlanStyles):
         return {**self.mlp_input(), **split, self.mlp_out: self.rowwise()}
 
     def heads(self, attn: nn.Module) -> dict[str, int]:
-        """Return the head counts of a mixer by name: of query heads and, if it has such, of key/value heads.
+        """Return the head counts of a mixer by name: of query heads and, if it has them, of key/value heads.
 
         They are attributes of the module or of its config, named in `head_names` and `shared_head_names`. The degree
         has to divide each, except key/value heads that ranks share.
@@ -123,15 +123,15 @@ class TPPlan(PlanStyles):
         )
 
     def local_attributes(self, attn: nn.Module) -> dict[str, int]:
-        """Return by dotted name the attributes of a mixer that have to count this rank's heads or widths, with values.
+        """Return `{dotted name: value}` for attributes of a mixer that have to count this rank's heads or widths.
 
-        Only those that its code does not derive from the shapes of its tensors. `queries_per_group` sets its attributes
-        by itself.
+        Attributes that its code derives from the shapes of its tensors are not needed, nor are those that
+        `queries_per_group` returns, which are set anyway.
         """
         return {}
 
     def queries_per_group(self, attn: nn.Module) -> dict[str, int]:
-        """Return by attribute the number of this rank's query heads per key/value head, if ranks share key/value heads."""
+        """Return `{attribute: this rank's query heads per key/value head}` if ranks share key/value heads; else {}."""
         kv = self.kv_heads(attn)
         queries = [count for name, count in self.heads(attn).items() if name not in self.shared_head_names]
         if kv is None or self.degree <= kv or not queries:
@@ -168,27 +168,28 @@ class TPPlan(PlanStyles):
         return max(1, heads // self.degree)
 
     def local_functions(self, attn: nn.Module) -> Functions:
-        """Return by name the makers of local functions that replace functions which a mixer's code calls.
+        """Return, by name, makers of the local functions that replace functions which a mixer's code calls.
 
-        For functions that depend on a head's index among all heads, such as a decay. A maker gets the function and the
-        `HeadRanks`, and returns the function to call instead. `self.full_width_norm` is a maker for a norm over the full
+        They are for functions that depend on a head's index among all heads, such as a decay. A maker gets the function and
+        the `HeadRanks`, and returns the function to call instead. `self.full_width_norm` is a maker for a norm over the full
         width that is fused with the next product, `self.sum_over_ranks` one for a product whose result is partial.
         """
         return {}
 
     def mlp_attributes(self, mlp: nn.Module) -> dict[str, int]:
-        """Return by dotted name the attributes of an MLP that have to count this rank's width, and their values."""
+        """Return `{dotted name: value}` for attributes of an MLP that have to count this rank's width."""
         return {}
 
     def model_attributes(self, model: nn.Module) -> dict[str, int]:
-        """Return by dotted name the attributes outside of mixers and MLPs that have to count this rank's heads."""
+        """Return `{dotted name: value}` for attributes outside of mixers and MLPs that have to count this rank's heads."""
         return {}
 
     def model_functions(self, model: nn.Module) -> Functions:
         """Return makers of local functions like `local_functions`, for functions that the model's own code calls.
 
         A dotted name is the name of a module outside of the mixers, followed by the name of a function that its code
-        calls. For an additional loss of replicated tensors, such as a router's load balancing: `self.count_once`.
+        calls. `self.count_once` is a maker for an additional loss of replicated tensors, such as a router's load-balancing
+        loss.
         """
         return {}
 
@@ -199,7 +200,7 @@ class TPPlan(PlanStyles):
     def kv_colwise(self, attn: nn.Module) -> ParallelStyle:
         """Shard a projection to the keys or values of `attn` by heads; ranks share heads if there are fewer than ranks.
 
-        `colwise()` if `attn` counts no key/value heads.
+        Return `colwise()` if `attn` has no count of key/value heads.
         """
         kv = self.kv_heads(attn)
         return self.colwise() if kv is None else KVColwise(heads=kv)
@@ -218,7 +219,8 @@ class TPPlan(PlanStyles):
         return owner(self.options)
 
     def full_plan(self, model: nn.Module) -> Plan:
-        """Return the styles of the model by fully qualified name, with the names that each key with `*` matches."""
+        """Return the styles of the model by fully qualified name; a key with `*` is replaced by the names that it
+        matches."""
         plan = prefixed("", self.model_plan(model))
         for block in find_decoder(model).blocks:
             for key, style in prefixed(block.name, self.layer_plan(block.module)).items():
@@ -237,7 +239,7 @@ def _first_count(attn: nn.Module, names: tuple[str, ...]) -> dict[str, int]:
 
 
 def prefixed(name: str, plan: Mapping[str, ParallelStyle]) -> Plan:
-    """Return `plan` with its keys relative to the parent of the module `name`.
+    """Put `name`, the module that the keys of `plan` are relative to, in front of each key.
 
     Raises:
         PlanError: `plan` is not a mapping.

@@ -1,4 +1,4 @@
-"""The styles under the names by which a plan calls them, such as `self.colwise()`.
+"""The styles as methods of a plan, such as `self.colwise()`.
 
 Each style is a class in `titanplans/styles/`; a style that depends on the plan's options is a method here.
 """
@@ -32,7 +32,7 @@ Plan = dict[str, ParallelStyle]
 
 
 class PlanStyles:
-    """The styles of a plan."""
+    """The styles that a plan can use, as its methods."""
 
     options: TPOptions
 
@@ -70,7 +70,7 @@ class PlanStyles:
     def mlp_region(self, input_name: str = "x", *, float8_input: bool = True) -> Plan:
         """Gather at the entry of an MLP, or of a mixture of experts of any name, and reduce at its exit.
 
-        For code that uses the products' output before it returns, or uses their weights. The module works token by
+        For code that uses the products' output before it returns, or uses their weights directly. The module works token by
         token; one that mixes tokens, as RWKV's shift does, needs `attn_region`.
         """
         return self._region(input_name, True, float8_input, mixes_tokens=False)
@@ -78,7 +78,7 @@ class PlanStyles:
     def shared_region(
         self, input_name: str = "hidden_states", *, float8_input: bool = True, may_gather: bool = False
     ) -> Plan:
-        """Gather at the entry of a module whose output only other regions use: keys and values for several blocks.
+        """Gather at the entry of a module whose output only other regions use, such as keys and values for several blocks.
 
         `may_gather`: see `attn_region`.
         """

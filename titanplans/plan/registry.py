@@ -1,7 +1,7 @@
 """The registry: which plan belongs to an architecture, and to a token mixer.
 
-Plans are discovered at the first look-up: in every Python module below `titanplans.plans`, and in the entry points of
-the group of that name. No model library is imported.
+Plans are discovered at the first look-up: in every Python module below `titanplans.plans`, and in the entry points of the
+group "titanplans.plans". No model library is imported.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def register_plan(*model_types: str, mixer: str | None = None) -> Callable[[P], 
         model_types: the `config.model_type`s whose models this plan splits.
         mixer: the qualified name of the token-mixer class that this plan's `attn_plan` splits, such as
             "fla.layers.gla.GatedLinearAttention". A block of another architecture that holds such a mixer uses this
-            plan's `attn_plan` for it. A class name and not a `model_type`, because hybrid models have several mixers in
-            one stack.
+            plan's `attn_plan` for it. This is a class name and not a `model_type`, because hybrid models have several mixers
+            in one stack.
 
     Raises:
         PlanError: a name is taken or is not a string; no name is given; the decorated object is not a TPPlan class.
@@ -122,10 +122,9 @@ def plan_for_model(model: nn.Module) -> type[TPPlan]:
         near = nearest(str(model_type), _BY_MODEL_TYPE)
         raise PlanError(
             f"no plan is registered for {type(model).__name__} (model_type = {model_type!r}); registered: "
-            f"{', '.join(sorted(_BY_MODEL_TYPE))}. {f'Did you mean {near}? ' if near else ''}"
-            f"Register one with @register_plan({model_type!r}), or name one: "
-            "[model] plan = 'module:Class'; a model's own tp_plan is not read, and none is derived"
-            f"{''.join(f'. Not loaded: {fault}' for fault in faulty_plans())}"
+            f"{', '.join(sorted(_BY_MODEL_TYPE))}. {f'Did you mean {near}? ' if near else ''}Register one with "
+            f"@register_plan({model_type!r}), or name one: [model] plan = 'module:Class'; a model's own tp_plan is not "
+            f"used, and no plan is derived{''.join(f'. Not loaded: {fault}' for fault in faulty_plans())}"
         )
     return plan
 

@@ -23,7 +23,7 @@ class Entry(NamedTuple):
     key: str
     style: Style
     path: str
-    """The name of the module: the key, or without its last component if the key names a parameter or buffer."""
+    """The name of the module: the key, without its last component if the key names a parameter or buffer."""
     module: nn.Module
     parameter: str | None
     """The parameter or buffer that the key names; None if it names the module."""
@@ -64,7 +64,7 @@ class ResolvedPlan:
 
     @property
     def over(self) -> SplitOver:
-        """The ranks and the stream of a layer's weights, as styles get them."""
+        """What a layer's weights are split over, as an argument of styles."""
         return SplitOver(self.degree, self.source.options.stream)
 
     @cached_property
@@ -83,9 +83,9 @@ class ResolvedPlan:
         )
 
     def token_region_of(self, entry: Entry) -> str | None:
-        """Return the key in `token_regions` that contains `entry`, or is its own; None if there is none.
+        """Return the key in `token_regions` that contains `entry` or is its own; None if there is none.
 
-        "" for a parameter outside of regions that the code of blocks uses.
+        Return "" for a parameter outside of regions that the code of blocks uses.
         """
         for region in self.token_regions:
             if entry.key == region or within(entry.key, region):
@@ -123,7 +123,7 @@ class ResolvedPlan:
 
 
 def resolve(source: TPPlan, model: nn.Module) -> ResolvedPlan:
-    """Resolve the plan `source` against `model`; only the head that `find_head` returns is changed.
+    """Resolve the plan `source` against `model`, which is not changed, except for the head that `find_head` returns.
 
     Raises:
         PlanError: a key matches nothing; a value is not a style; a parameter is covered by no key, or can't be split.

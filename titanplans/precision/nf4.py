@@ -122,9 +122,9 @@ def nf4_faults(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
         if inputs // BLOCK % plan.degree:
             yield (
                 entry.key,
-                f"its weight [{outputs}, {inputs}] is in NF4, where blocks of {BLOCK} inputs share a scale, but a rank "
-                f"would hold [{outputs}, {inputs / plan.degree:g}]: use a degree that divides {inputs // BLOCK}, or exclude "
-                "the module by lora.exclude_modules",
+                f"its weight [{outputs}, {inputs}] is in NF4, where blocks of {BLOCK} inputs share a scale, but a "
+                f"rank would hold [{outputs}, {inputs / plan.degree:g}]: use a degree that divides {inputs // BLOCK}, "
+                "or exclude the module with lora.exclude_modules",
             )
 
 

@@ -1,1 +1,1 @@
-"""The tools of a split model: the stream and its borders, collectives, parameters that are read locally, guards."""
+"""The tools of a split model: the stream and its borders, collectives, local tensors of parameters, guards."""

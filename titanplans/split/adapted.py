@@ -1,4 +1,4 @@
-"""How the two factors of a low-rank adapter are laid out: it follows from the layout of the base weight alone.
+"""The layouts of a low-rank adapter's two factors, which follow from the layout of the base weight alone.
 
     base weight            lora_A                              lora_B
     sharded by outputs     replicated, gradient Partial        sharded as the weight's outputs
@@ -6,8 +6,8 @@
     sharded by inputs      sharded as the weight's inputs      replicated, gradient Partial
     replicated             replicated, gradient the weight's   replicated, gradient the weight's
 
-If the weight is sharded by inputs, each rank adds its partial product to the output that the base's style sums. How an
-adapter computes is in `titanplans.adapters.low_rank`.
+If the weight is sharded by inputs, each rank adds its partial product to the output that the base's style sums. The
+adapter's computation is in `titanplans.adapters.low_rank`.
 """
 
 from collections.abc import Mapping
@@ -22,8 +22,8 @@ FACTORS = ("lora_A", "lora_B")
 """The names of an adapter's parameters in the module of the base weight, as peft names them."""
 
 ADAPTERS = (
-    "peft's adapters work with data parallelism only, tensor_parallel_degree = 1; titanplans.add_adapters(model, "
-    "LoRA(rank=8)), [lora] in a job, works on any plan"
+    "peft's adapters work only with data parallelism (tensor_parallel_degree = 1); titanplans.add_adapters(model, "
+    "LoRA(rank=8)), or [lora] in a job, works with any plan"
 )
 """The remedy for adapters of peft, for errors."""
 
@@ -47,7 +47,7 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def is_factor(name: str) -> bool:
-    """Whether a parameter of this name is an adapter's of titanplans; peft appends the adapter's name to its own."""
+    """Whether a parameter of this name belongs to an adapter of titanplans. peft's names end with the adapter's name."""
     return name.rpartition(".")[2] in FACTORS
 
 
@@ -57,7 +57,8 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def with_factors(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
-    """Return `layouts`, those of the parameters of `module`, with the layouts of its adapter's factors if it has one."""
+    """Return `layouts`, the layouts of the parameters of `module`, and those of its adapter's factors if it has an
+    adapter."""
     base = "weight" if "weight" in layouts else "nf4_codes"
     if not is_adapted(module) or base not in layouts:
         return dict(layouts)
@@ -76,9 +77,9 @@ def with_factors(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, 
 
 
 def dropout_refusal(module: nn.Module, layouts: Mapping[str, Layout]) -> str | None:
-    """Return why the dropout of an adapter would differ from that of the unsplit model; None if it does not.
+    """Return why an adapter's dropout would differ from its dropout in the unsplit model; None if it would not.
 
-    A replicated module with a Partial gradient does only some of the work, and its layout does not say which.
+    A replicated module with a Partial gradient processes only some tokens or heads, and its layout does not say which.
     """
     if "lora_dropout" not in module._modules or "lora_A" not in layouts:
         return None
@@ -86,6 +87,7 @@ def dropout_refusal(module: nn.Module, layouts: Mapping[str, Layout]) -> str | N
     if a.gradient != Partial() or b.rows is not None or b.placement != Replicate():
         return None
     return (
-        "it is replicated, and its adapter, which has a dropout, sees only this rank's work and can't draw the random "
-        "numbers of the unsplit model: set lora.dropout to 0, or exclude the module by lora.exclude_modules"
+        "it is replicated, and its adapter has a dropout, which sees only this rank's tokens or heads and can't draw "
+        "the random numbers of the unsplit model: set lora.dropout to 0, or exclude the module with "
+        "lora.exclude_modules"
     )

@@ -39,8 +39,9 @@ class Border:
     parallelism L counts only the tokens of this CP rank.
 
     Args:
-        meshes: of the ranks that split a layer. `mesh` is the 1-D tensor-parallel mesh; None: weights are not split.
-        layout: of the stream.
+        meshes: the meshes of the ranks that split a layer. `mesh` is the 1-D tensor-parallel mesh; None: weights are not
+            split.
+        layout: the stream's layout.
     """
 
     def __init__(self, meshes: SplitMeshes, layout: StreamLayout):

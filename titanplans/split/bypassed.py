@@ -44,12 +44,12 @@ def unfuse(model: nn.Module, names: Collection[str]) -> tuple[str, ...]:
 class BypassCheck:
     """Raises an error after a model's first forward if a Linear was not called in it, but its parent was.
 
-    Not for compiled blocks: their graphs are traced with the hooks, and again once the hooks are removed.
-    `find_bypassed` is for these.
+    Use `find_bypassed` for compiled blocks: their graphs would be traced with the hooks, and again once the hooks are
+    removed.
 
     Args:
-        model: whose first forward is watched.
-        names: of the Linears.
+        model: the model whose first forward is watched.
+        names: the names of the Linears.
         refuse: makes the error.
     """
 
@@ -91,7 +91,7 @@ def find_bypassed(model: nn.Module, names: Collection[str]) -> list[Bypassed]:
     for name in names:
         parent = model.get_submodule(_parent(name))
         if hasattr(parent, "fuse_swiglu"):
-            continue  # `unfuse` has turned it off
+            continue  # `unfuse` has turned the kernel off
         try:
             source = inspect.getsource(type(parent).forward)
         except OSError:  # typed interactively, or compiled from a string

@@ -1,4 +1,5 @@
-"""Collectives on plain local tensors, with gradients; start at `gather`. Those without are in `raw_collectives`.
+"""Collectives on plain local tensors, with gradients; start at `gather`. Collectives without gradients are in
+`raw_collectives`.
 
     function            forward         backward
     gather              all-gather      reduce-scatter   each rank's gradient of the full tensor is partial
@@ -50,12 +51,14 @@ __all__ = [
 
 
 def gather(x: torch.Tensor, dim: int, length: int, group: Group) -> torch.Tensor:
-    """Concatenate the ranks' shards `x` along `dim` to `length`, if later work is split: gradients of it are partial."""
+    """Concatenate the ranks' shards `x` along `dim` to `length`. Later work is split, so the result's gradient is
+    partial."""
     return _Gather.apply(x, dim, length, group) if _has_gradient(x) else all_gather(x, dim, length, group)
 
 
 def gather_replicated(x: torch.Tensor, dim: int, length: int, rank: int, group: Group) -> torch.Tensor:
-    """Concatenate the ranks' shards `x` along `dim` to `length`, if later work is replicated: so are gradients of it."""
+    """Concatenate the ranks' shards `x` along `dim` to `length`. Later work is replicated, and so is the result's
+    gradient."""
     return (
         _GatherReplicated.apply(x, dim, length, rank, group)
         if _has_gradient(x)
@@ -74,17 +77,17 @@ def take_shard(x: torch.Tensor, dim: int, rank: int, group: Group) -> torch.Tens
 
 
 def sum_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Sum `x` over the ranks, if later work is replicated."""
+    """Sum `x` over the ranks. Later work is replicated."""
     return _Sum.apply(x, group) if _has_gradient(x) else all_reduce(x, group)
 
 
 def sum_gradients(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the replicated `x`, if later work is split over the ranks: its gradient is partial, and is summed."""
+    """Return the replicated `x`. Later work is split over the ranks, so the gradient is partial, and is summed."""
     return _SumGradients.apply(x, group) if _has_gradient(x) else x
 
 
 def sum_in_region(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Sum `x` over the ranks, if later work is split over them: the gradient of the sum is partial, and is summed."""
+    """Sum `x` over the ranks. Later work is split over them, so the gradient of the sum is partial, and is summed."""
     return sum_gradients(sum_ranks(x, group), group)
 
 

@@ -1,4 +1,4 @@
-"""Which modules of a model torchao has converted to float8, and by which recipe.
+"""Which modules of a model torchao has converted to float8, and with which recipe.
 
 `titanplans.precision.float8` converts them before a plan is applied; its `checks` refuses plans and chooses borders.
 """
@@ -16,7 +16,8 @@ Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 RECIPES: tuple[Recipe, ...] = get_args(Recipe)
 
 ALIGNMENT = 16
-"""Both sizes of each matrix in a float8 product must be multiples of it: cuBLAS's and CUTLASS's kernels load 16 bytes."""
+"""Both sizes of each matrix in a float8 product must be multiples of this number: cuBLAS's and CUTLASS's kernels load 16
+bytes."""
 
 _PLAIN = "_plain_border"
 
@@ -27,7 +28,7 @@ None: they do, cast once for all projections and gathered as bytes. Otherwise th
 
 
 def keep_border_plain(module: nn.Module, reason: str) -> None:
-    """Mark `module`, for this `reason`: under a plan the sequence enters it in high precision."""
+    """Mark `module` so that under a plan the sequence enters it in high precision, for this `reason`."""
     module.__dict__[_PLAIN] = reason
 
 
@@ -61,7 +62,7 @@ def float8_linears(model: nn.Module) -> dict[str, Any]:
 
 
 def recipe_of(model: nn.Module) -> Recipe | Literal["none"]:
-    """Return the recipe by which the Linear modules of `model` were converted.
+    """Return the recipe with which the Linear modules of `model` were converted.
 
     Raises:
         PlanError: there are several recipes, or a config that matches none of `RECIPES`.
@@ -71,14 +72,15 @@ def recipe_of(model: nn.Module) -> Recipe | Literal["none"]:
         recipe = _recipe_of_config(module.config)
         if recipe is None:
             raise PlanError(
-                f"{name} (Float8Linear) has a config that matches none of {', '.join(RECIPES)}, so no plan can split it: "
-                "convert the model by one of these recipes, or leave this module out"
+                f"{name} (Float8Linear) has a config that matches none of {', '.join(RECIPES)}, so no plan can split "
+                "it: convert the model with one of these recipes, or leave this module out"
             )
         first_with.setdefault(recipe, name)
     if len(first_with) > 1:
         (one, first), (other, second) = list(first_with.items())[:2]
         raise PlanError(
-            f"{first} is converted to float8 by the recipe {one}, and {second} by {other}: use one recipe for a model"
+            f"{first} is converted to float8 with the recipe {one}, and {second} with {other}: use one recipe for a "
+            "model"
         )
     return next(iter(first_with), "none")  # type: ignore[return-value]
 

@@ -13,7 +13,7 @@ _KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def check_groups(module: nn.Module, style: ParallelStyle) -> None:
-    """Let a convolution with groups raise PlanError when it is called with other channels than its `groups` count.
+    """Let a convolution with groups raise PlanError when its input has another number of channels than its `groups` count.
 
     It is checked at the call, since a mixer's kernel may use the weight without calling the module, and then `groups`
     does not matter.
@@ -29,8 +29,9 @@ def _check(style: ParallelStyle, channels_per_group: int, module: Any, args: Any
         key = key_of(module)
         name = f"{key.rpartition('.')[2]}.groups"
         raise PlanError(
-            f"its groups = {module.groups} count the channels of all ranks, but this rank's input has {channels} channels: "
-            f"name '{name}' in local_attributes (mlp_attributes in an MLP), as self.divide_by_degree(attn, '{name}') does",
+            f"its groups = {module.groups} counts the channels of all ranks, but this rank's input has {channels} "
+            f"channels: name '{name}' in local_attributes (mlp_attributes in an MLP), as self.divide_by_degree(attn, "
+            f"'{name}') does",
             key=key,
             style=style,
             module=module,

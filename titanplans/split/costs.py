@@ -1,6 +1,6 @@
 """The collectives that a call of a module with a style needs at least.
 
-A style returns them (`Style.sends`), and `titanplans.observe` compares them to those that a step issues.
+A style returns them (`Style.sends`), and `titanplans.observe` compares them with those that a step issues.
 """
 
 import math
@@ -16,7 +16,7 @@ class ExpectedCollective(NamedTuple):
     """The operation, or several of which one is expected; () for none."""
     backward: tuple[str, ...]
     elements: int
-    """The size of the full tensor, at most."""
+    """The number of elements of the full tensor, at most."""
 
 
 class Call(NamedTuple):
@@ -25,10 +25,10 @@ class Call(NamedTuple):
     shapes: tuple[torch.Size, ...]
     """Shapes of this rank's tensor arguments, the input first."""
     dim: int | None
-    """The dimension in which the input is sharded over the sequence; None if the input is full."""
+    """The sequence dimension, if the input is sharded along it; None if the input is full."""
     degree: int
     exchanged_rows: int = 0
-    """Rows, over all ranks, of the all-to-all of tokens for heads at this product's input or output; 0: no all-to-all."""
+    """Rows, over all ranks, in the all-to-all of tokens for heads at this product's input or output; 0: there is none."""
 
     @property
     def tokens(self) -> int:
@@ -66,5 +66,5 @@ def cost_of_gather(elements: int) -> ExpectedCollective:
 
 
 def exchanged_elements(call: Call) -> int:
-    """Return the elements of the all-to-all of tokens for heads at the input or output of a product."""
+    """Return the number of elements of the all-to-all of tokens for heads at the input or output of a product."""
     return call.tokens * call.exchanged_rows

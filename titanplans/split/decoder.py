@@ -17,7 +17,7 @@ from titanplans.torch_private.modules import CHECKPOINTED
 
 _LAYER_LISTS = ("layers", "blocks", "h")
 _HALVES = ("self_layers", "cross_layers")
-"""Two consecutive lists of blocks of a decoder; those of the second all use what the first has computed once (YOCO)."""
+"""Two consecutive lists of blocks of a decoder (YOCO): all blocks of the second use what the first has computed once."""
 _FINAL_NORMS = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "final_norm")
 HEADS = ("lm_head", "output")
 _HEAD = "_head_of_plan"
@@ -118,7 +118,8 @@ def find_decoder(model: nn.Module, *, required: bool = True) -> Decoder:
 
 
 def find_head(model: nn.Module) -> str | None:
-    """Return the name of the head: the module that the plan gives `vocab_head()`; without a plan, by the usual names."""
+    """Return the name of the head: the module to which the plan gives `vocab_head()`; without a plan, one with a usual
+    name."""
     return model.__dict__.get(_HEAD) or _first(HEADS, model)
 
 
@@ -216,7 +217,7 @@ def expand_keys(keys: Iterable[str], model: nn.Module) -> dict[str, str]:
     """Map each name in `model` that a key of a plan matches to that key.
 
     In a key, `*` stands for one component of a module's name, or of a parameter's if no module matches. A key that
-    matches nothing maps to itself; strict application refuses it.
+    matches nothing maps to itself; `check_keys` refuses it.
 
     Raises:
         PlanError: two keys match one name.

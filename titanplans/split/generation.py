@@ -32,7 +32,7 @@ def _generating(cls: type[nn.Module]) -> type[nn.Module]:
         # transformers takes the logits as one plain tensor, so the head gathers them, also under loss parallelism.
         before, border.stream.gathers_logits = border.stream.gathers_logits, True
         try:
-            # It samples with torch's default generator.
+            # transformers samples with torch's default generator.
             with _generator_of_first_rank(border.meshes.tp_cp):
                 return original(self, *args, **kwargs)
         finally:
@@ -57,7 +57,7 @@ def _generating(cls: type[nn.Module]) -> type[nn.Module]:
 def _generator_of_first_rank(mesh: DeviceMesh) -> Iterator[None]:
     """Let torch's default generator draw the first rank's numbers on every rank of the 1-D `mesh`.
 
-    On exit a rank whose generator had another state gets that state back; the others continue.
+    On exit, a rank whose generator had another state before gets that state back; the other ranks' generators continue.
     """
     device = torch.device(mesh.device_type)
     generator = torch.cuda if device.type == "cuda" else torch

@@ -40,7 +40,7 @@ def total_norm(
             and the norms of tensors in float64.
         norm_type: p > 0; `inf` for the largest magnitude.
         error_if_nonfinite: raise if the norm is not finite.
-        pp_group: the pipeline ranks, each of which has the parameters of another stage.
+        pp_group: the pipeline ranks, each of which has the parameters of a different stage.
 
     Raises:
         ParallelError: `norm_type` is not positive, or the norm is not finite and `error_if_nonfinite` is set.
@@ -97,7 +97,7 @@ def clip_gradients(
     is not finite, no gradient stays finite: see `skip_nonfinite`.
 
     Args:
-        parameters: whose gradients are scaled.
+        parameters: the parameters whose gradients are scaled.
         max_norm: positive; `inf` only measures.
         norm_type, error_if_nonfinite, pp_group: as in `total_norm`.
         counted: the parameters that the norm covers; None: all. A parameter that several pipeline stages hold must be
@@ -124,7 +124,7 @@ def clip_gradients(
 
 @torch.no_grad()
 def align_gradients(parameters: Parameters) -> None:
-    """Redistribute each gradient to its parameter's placements, in `parameter.grad`; Partial ones are summed over the ranks.
+    """Redistribute each `parameter.grad` to the parameter's placements; Partial gradients are summed over the ranks.
 
     FSDP has already reduced the gradients of the parameters that it manages. Without FSDP a parameter that is replicated
     inside a tensor-parallel region still has a partial gradient after the backward. A gradient on another mesh than its
@@ -224,9 +224,10 @@ def local_power(local: list[torch.Tensor], norm_type: float, device: torch.devic
 
 
 def _norms_of_chunks(grad: torch.Tensor, norm_type: float, wide: torch.dtype) -> list[torch.Tensor]:
-    """Return the norms of chunks of `grad`: on a CPU torch adds up the squares of a tensor one by one.
+    """Return the norms of chunks of `grad`.
 
-    In float32 the error of that is 1e-3 for 16 million normally distributed numbers, and 1e-2 for equal ones.
+    On a CPU torch adds up the squares of a tensor one by one. In float32 the error of such a sum is 1e-3 for 16 million
+    normally distributed numbers, and 1e-2 for equal ones.
     """
     flat = grad.reshape(-1)
     chunks = flat[: flat.numel() // _CHUNK * _CHUNK].view(-1, _CHUNK)

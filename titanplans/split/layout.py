@@ -1,4 +1,4 @@
-"""The layout of a parameter on the mesh, the rows of it that a rank uses, and the layout of the residual stream."""
+"""The layout of a parameter on the mesh, the rows that a rank uses, and the layout of the residual stream."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -93,9 +93,9 @@ class Layout(NamedTuple):
     """The layout of one parameter, and of its gradient, on a 1-D mesh.
 
     If each rank uses one even shard, the placement is `Shard`. For a packed parameter (queries, keys and values in one
-    weight), or one whose heads ranks share, a rank uses other rows. It is stored with a placement that DTensor can
-    express, so that `full_tensor`, FSDP2, optimizers and checkpoints see its true values in their true order. A rank
-    selects its `rows` when its code asks for the parameter:
+    weight), or one whose heads ranks share, a rank uses other rows. Such a parameter is stored with a placement that DTensor
+    can express, so that `full_tensor`, FSDP2, optimizers and checkpoints see its values in the order of the unsplit model. A
+    rank selects its `rows` when its code asks for the parameter:
 
         placement                 a rank's rows come     gradient
         Replicate                 from the local copy    Partial
@@ -108,7 +108,7 @@ class Layout(NamedTuple):
     deferred: bool = False
     """The module's code sees None instead of the parameter; its style adds it to the output (`add_deferred_bias`)."""
     rows: Rows | None = None
-    """The rows that a rank uses; None: its local tensor."""
+    """The rows that a rank uses; None: all of its local tensor."""
     divided_by: int = 1
     """Every rank adds the parameter before an all-reduce, so each adds it divided by this number of ranks."""
 
@@ -119,7 +119,7 @@ class Layout(NamedTuple):
 
 
 def rows_of(dim: int, sections: Sequence[Section], degree: int) -> Rows:
-    """Return the rows that each of `degree` ranks uses of a dimension with these `sections`, which the degree suits."""
+    """Return the rows of a dimension with these `sections` that each of `degree` ranks uses; the degree has to suit them."""
     runs, first = [], 0
     for section in sections:
         size, heads = (section, degree) if isinstance(section, int) else section
@@ -132,7 +132,7 @@ def rows_of(dim: int, sections: Sequence[Section], degree: int) -> Rows:
 
 
 def rows_used(layout: Layout, shape: Sequence[int], ranks: int) -> Rows | None:
-    """Return the rows that each of `ranks` ranks uses of a full tensor of `shape`; None: all of it."""
+    """Return the rows of a full tensor of `shape` that each of `ranks` ranks uses; None: all of them."""
     if layout.rows is not None or not isinstance(layout.placement, Shard):
         return layout.rows
     return rows_of(layout.placement.dim, [shape[layout.placement.dim]], ranks)

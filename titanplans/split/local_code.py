@@ -23,17 +23,17 @@ from titanplans.torch_private.dispatch import tree_map
 
 
 class HeadRanks(NamedTuple):
-    """The ranks that the heads of a mixer are split over, as the functions of a plan (`local_functions`) get them."""
+    """The ranks that the heads of a mixer are split over, as an argument of the makers in a plan's `local_functions`."""
 
     rank: int
     degree: int
     group: Group
-    """For the collectives of `titanplans.split.collectives`."""
+    """The group of these ranks, for the collectives of `titanplans.split.collectives`."""
     border: Any
     """The `Border` of the model's residual stream."""
     order: tuple[int, ...]
     """`order[i]`: the index in `group` of the rank with the i-th slice of the heads. For tp 2 x cp 2 it is (0, 2, 1, 3): a
-    TP rank's heads are split over its CP ranks, while the group enumerates TP ranks first."""
+    TP rank's heads are split over its CP ranks, while in the group the TP ranks of one CP rank are neighbours."""
 
     @property
     def tp_degree(self) -> int:
@@ -145,7 +145,7 @@ def _replace_at(value: Any, path: list[str], local: Any, ranks: HeadRanks) -> An
 
 
 def _rebind(function: FunctionType, name: str, local: Any, ranks: HeadRanks) -> FunctionType:
-    """Return a copy of `function` whose code, or that of the function it decorates, finds the local function at `name`."""
+    """Return a copy of `function` in which its code, or the code that it decorates, finds the local function at `name`."""
     namespace, closure = function.__globals__, function.__closure__
     if looks_up(function, name):
         first, *path = name.split(".")
@@ -166,10 +166,10 @@ def _rebind(function: FunctionType, name: str, local: Any, ranks: HeadRanks) -> 
 
 
 def count_once(function: Callable[..., Any], ranks: HeadRanks) -> Callable[..., Any]:
-    """Wrap `function` of replicated tensors: divide its gradient by the TP ranks, which sum their equal gradients.
+    """Wrap `function` of replicated tensors: divide its gradient by the number of TP ranks, which sum equal gradients.
 
     For an additional loss, such as the load balancing of a router inside a region. Each CP rank's loss is partial, so the
-    value is also divided by the CP ranks.
+    value is also divided by the number of CP ranks.
     """
 
     @wraps(function)
@@ -187,7 +187,7 @@ def count_once(function: Callable[..., Any], ranks: HeadRanks) -> Callable[..., 
 
 
 def sum_over_ranks(function: Callable[..., torch.Tensor], ranks: HeadRanks) -> Callable[..., torch.Tensor]:
-    """Wrap `function`, whose result is partial, to return the sum on every rank; the region continues.
+    """Wrap `function`, whose result is partial, to return the sum on every rank, inside the region.
 
     For a product that a mixer's code computes itself, with a weight that is sharded by inputs.
     """
@@ -200,7 +200,7 @@ def sum_over_ranks(function: Callable[..., torch.Tensor], ranks: HeadRanks) -> C
 
 
 def full_width_norm(function: Callable[..., Any], ranks: HeadRanks) -> Callable[..., torch.Tensor]:
-    """Wrap a root-mean-square norm fused with a product of its output, for a width that is split over the ranks.
+    """Wrap a function that fuses a root-mean-square norm with the next product, for a width that is split over the ranks.
 
     `function` takes `x` [..., width] and `eps`, and may gate after the norm, as FLA's `rms_norm_linear` and
     `rms_norm_swish_gate_linear`. Its output is multiplied by slice RMS / full RMS, as in `SplitNorm`.
@@ -218,8 +218,9 @@ def full_width_norm(function: Callable[..., Any], ranks: HeadRanks) -> Callable[
         for name in ("norm_bias", "linear_bias", "residual", "prenorm"):
             if (value := arguments.get(name)) is not None and value is not False:
                 raise PlanError(
-                    f"{function.__name__}: full_width_norm takes no {name}, since the output would not be proportional to "
-                    "the norm: separate the norm and the product, by split_norm() or gathered_in_region()"
+                    f"{function.__name__}: full_width_norm takes no {name}, since the output would not be proportional "
+                    "to the norm: compute the norm and the product separately, and give the norm split_norm() or "
+                    "gathered_in_region()"
                 )
         output = function(*args, **kwargs)
         return (output * ranks.root_ratio(arguments["x"], arguments["eps"])).to(output.dtype)

@@ -1,4 +1,4 @@
-"""The local tokens of a rank of context parallelism: [B, L / c, H] of a sequence [B, L, H] over c ranks.
+"""The local tokens of a context-parallel rank: [B, L / c, H] of a sequence [B, L, H] over c ranks.
 
 Every gradient is partial over these ranks, since each rank's backward covers only its tokens or its heads. So taking the
 local tokens out of a replicated tensor needs no collective in the backward, and the backward of a gather is a
@@ -37,7 +37,7 @@ class GatherPermission(NamedTuple):
             what = f"output of {self.source}" if self.source else f"hidden states at {self.key}"
             split = f"{self.source} a style that splits it by heads, as colwise(), or " if self.source else ""
             raise PlanError(
-                f"{function}{user_line()} needs all tokens of the {what}, and a rank of context parallelism has its "
+                f"{function}{user_line()} needs all tokens of the {what}, but a context-parallel rank has only its "
                 f"own: give {split}{self.key} the style {self.remedy}, or set context_parallel_degree = 1"
             )
 
@@ -74,7 +74,7 @@ class LocalTokens:
 
         Args:
             x: has the tokens in dimension `dim`.
-            dim: None: the sequence dimension of hidden states.
+            dim: the tokens' dimension. None: the sequence dimension of hidden states.
         """
         if self.ranks == 1:
             return x
@@ -101,5 +101,5 @@ class LocalTokens:
         return x if self.ranks == 1 else scatter_sum(x, self.dim, self.group)
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum `x` over the ranks: losses of local tokens, or full sequences; without a gradient."""
+        """Sum `x`, losses of local tokens or full sequences, over the ranks, without a gradient."""
         return x if self.ranks == 1 else all_reduce(x, self.group)

@@ -15,7 +15,7 @@ class SplitMeshes(NamedTuple):
     cp: DeviceMesh | None
     """1-D; None: each rank has all tokens."""
     both: DeviceMesh
-    """With the dimensions that are above 1: ("tp",), ("cp",) or ("cp", "tp")."""
+    """The mesh of the dimensions that are above 1: ("tp",), ("cp",) or ("cp", "tp")."""
     tp_cp: DeviceMesh
     """1-D: all tp x cp ranks, which work on the same batch."""
 
@@ -24,8 +24,8 @@ def meshes_of(mesh: DeviceMesh, tp_cp: DeviceMesh | None = None) -> SplitMeshes:
     """Return the meshes of `mesh`, whose dimensions are "cp", "tp" or both; a 1-D mesh without names is "tp".
 
     Args:
-        mesh: as above.
-        tp_cp: 1-D, all ranks of `mesh`; None: it is made if both dimensions are above 1, which is collective.
+        mesh: the mesh to take them from.
+        tp_cp: 1-D, all ranks of `mesh`; None: it is created if both dimensions are above 1, which is collective.
     """
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     if sizes.get("cp", 1) == 1:

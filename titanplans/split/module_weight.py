@@ -32,7 +32,7 @@ from titanplans.torch_private.threads import DTensorSpec
 
 
 class ParameterMesh(NamedTuple):
-    """The mesh of a module's parameters, and the dimension of it that a `Layout` describes."""
+    """The mesh of a module's parameters, and which of its dimensions a `Layout` describes."""
 
     mesh: DeviceMesh | None
     """The mesh of the DTensors; the layouts describe its last dimension. None: parameters stay plain tensors, and data
@@ -52,7 +52,7 @@ class ParameterMesh(NamedTuple):
 
 
 class MixerSlice(NamedTuple):
-    """The part of its TP rank's local tensor that a rank of context parallelism uses in a mixer."""
+    """The slice of its TP rank's local tensor that a context-parallel rank uses in a mixer."""
 
     dim: int
     ranges: tuple[tuple[int, int], ...]
@@ -131,11 +131,11 @@ def localize(
     Args:
         module: its direct parameters are distributed, not its children's.
         over: the mesh.
-        layouts: by name; of a buffer, the rows that the module's code sees.
-        memo: of the model.
+        layouts: layouts of parameters by name. A buffer's layout has the rows that the module's code sees.
+        memo: the memo of the model.
         group: the ranks of the layouts.
         rank: this rank's index in `group`.
-        mixer_slices: by name, the part of the local tensor that this rank uses in a mixer.
+        mixer_slices: by parameter name, the slice of the local tensor that this rank uses in a mixer.
     """
     mesh, mixer_slices, buffers = over.mesh, mixer_slices or {}, layouts.keys() & module._buffers.keys()
     if mesh is None:  # a plain parameter that is used unchanged stays an attribute
@@ -170,7 +170,7 @@ def localize(
         )
     collective = {name for name, layout in layouts.items() if layout.is_collective}
     deferred = {name for name, layout in layouts.items() if layout.deferred}
-    # In a fixed order and sorted, so that repeated blocks get one class and share one compiled artefact.
+    # The order is fixed and the names are sorted, so that repeated blocks get one class and share one compiled artefact.
     for names, subclass_of in (
         (layouts.keys() - collective - deferred - buffers, _with_local_parameters),
         (deferred, _with_deferred_parameters),
@@ -300,12 +300,12 @@ def _to_local(param: DTensor, spec: LocalSpec) -> torch.Tensor:
 
 
 def _is_plain(local: torch.Tensor) -> bool:
-    """Whether `local` is an eager tensor of no subclass, such as a fake or float8 tensor."""
+    """Whether `local` is eager, and not of a subclass of Tensor, such as a fake or float8 tensor."""
     return type(local) is torch.Tensor and not torch.compiler.is_compiling()
 
 
 def _finish(local: torch.Tensor, param: DTensor, spec: LocalSpec) -> torch.Tensor:
-    """Return the part of `local`, its local tensor of `param`, that this rank uses."""
+    """Return what this rank uses of `local`, its local tensor of `param`."""
     layout = spec.layout
     if layout.divided_by > 1:
         local = local / layout.divided_by
@@ -341,14 +341,14 @@ Holders = list[tuple[nn.Module, tuple[str, ...]]]
 
 
 def localize_blocks_at_once(blocks: Iterable[nn.Module]) -> None:
-    """Make all local tensors of each of the split `blocks` when its forward begins, by one autograd node.
+    """Make all local tensors of each of the split `blocks` when its forward begins, in one autograd node.
 
-    One node for all halves the host time of their local tensors. Each is made once in a forward, however often it is
-    asked for, and the gradients of a block are passed on together, at the end of its backward.
+    One node for all local tensors halves their host time. Each is made once in a forward, however often it is asked for, and
+    the gradients of a block are passed on together, at the end of its backward.
 
-    Local tensors are still made one by one, when asked for, for parameters outside of blocks, in a compiled block,
-    without gradients, if they need a collective, and if an FSDP module inside the block has not gathered the parameter
-    yet.
+    A local tensor is still made alone, when it is asked for, if the parameter is outside of blocks, if the block is
+    compiled, if gradients are off, if it needs a collective, and if an FSDP module inside the block has not gathered the
+    parameter yet.
     """
     for block in blocks:
         holders: Holders = []
@@ -455,9 +455,9 @@ def _refuse_draw(name: str) -> Any:
         if _is_unsplit(self):
             return getattr(torch.Tensor, name)(self, *args, **kwargs)
         raise PlanError(
-            f"weight.{name}() on a split model would fill this rank's local tensor alone, with numbers equal to or unlike "
-            "the other ranks': call titanplans.modeling.initialize(model, seed=0), or fill it before the split, or load "
-            "full tensors by model.load_state_dict"
+            f"weight.{name}() on a split model would fill only this rank's local tensor, so that shards get equal "
+            "numbers or replicas different ones: call titanplans.modeling.initialize(model, seed=0), or fill it "
+            "before the split, or load full tensors with model.load_state_dict"
         )
 
     return draw
@@ -526,8 +526,8 @@ class LocalWeight(LocalData):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         raise PlanError(
-            "weight.data = ... on a split module would replace only a view of this rank's local tensor: write into it, "
-            "weight.data.copy_(local), or load full tensors by model.load_state_dict"
+            "weight.data = ... on a split module would replace only a view of this rank's local tensor: write into "
+            "it, weight.data.copy_(local), or load full tensors with model.load_state_dict"
         )
 
     def register_hook(self, hook: Any) -> Any:

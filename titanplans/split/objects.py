@@ -19,7 +19,7 @@ def broadcast_object(value: Any) -> Any:
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the `value` of each rank of `group`, in rank order; None: of all ranks. Collective."""
+    """Return the `value` of each rank of `group`, in rank order; None: all ranks. Collective."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size(group)

@@ -1,4 +1,4 @@
-"""The sum of the partial gradients of replicated parameters over their ranks: `sum_partial`.
+"""`sum_partial`: sum the partial gradients of replicated parameters over their ranks.
 
 The gradients of a block's norms, biases and adapters are partial (see `titanplans.styles`) and small. FSDP calls this
 for the gradients of an FSDP module when its backward ends; without FSDP `gradients.align_gradients` calls it before the
@@ -21,7 +21,7 @@ LARGE = 2**20
 
 @torch.no_grad()
 def sum_partial(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return `grads` with each Partial DTensor summed over its ranks: it is Replicate there.
+    """Return `grads` with each Partial DTensor summed over its ranks, so that its placement there is Replicate.
 
     Small gradients of one mesh, dtype and device are concatenated and reduced by one all-reduce.
 

@@ -1,4 +1,4 @@
-"""What a split leaves on a module: one `SplitState`, and subclasses of the module's class, each named for what it adds.
+"""What a split leaves on a module: one `SplitState`, and subclasses of the module's class, each named after what it adds.
 
 A split projection's method resolution order is `SplitLinear_tokens_to_heads`, `SplitLinear_local_parameters`,
 `SplitLinear`, `Linear`. The classes are made at run time, so a split module can't be pickled, but its state dict can.
@@ -36,7 +36,8 @@ class SplitState:
     border: Border | None = None
     """The border of the residual stream; set on the model and on the embedding."""
     uses_all_rows: bool = False
-    """It now multiplies local tokens by all rows that this rank stores, not only by the rows that it uses in a mixer."""
+    """The module now multiplies local tokens by all rows that this rank stores, not only by the rows that it uses in a
+    mixer."""
     heads: Any = None
     """How a projection's output or input is exchanged between context-parallel ranks (`titanplans.split.tokens`)."""
     exchanges: bool = False

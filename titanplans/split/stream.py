@@ -118,7 +118,7 @@ class Stream:
     def begin(self, x: torch.Tensor) -> torch.Tensor:
         """Begin the stream with `x` [B, L, D], replicated: return this rank's shard.
 
-        Earlier work is the same on every rank, and so has to be its gradient: the backward gathers it.
+        Earlier work is the same on every rank, so its gradient has to be the same, too: the backward gathers it.
         """
         if self.shards_sequence:
             # A ShardedSequence has its shard as an attribute; its shape would come from a function, which breaks a graph.
@@ -233,8 +233,8 @@ def follow_forwards(
     """Install hooks: forwards of `model` and of `base` start and end the stream, and the first block begins it.
 
     Args:
-        stream: of the model.
-        model: split.
+        stream: the stream of the model.
+        model: the split model.
         base: the module in it that holds the blocks, or `model` itself.
         begins_at: the first block, if each rank takes its shard there. Then all earlier code sees the full sequence, so
             anything that a model derives from its embeddings (positions, masks, the positions of images) is correct.
@@ -297,9 +297,9 @@ def _begin_at_inputs_embeds(stream: Stream, names: tuple[str, ...], module: nn.M
         return None
     if stream.has_begun:
         raise PlanError(
-            f"{class_name(module)} was called with inputs_embeds that the model made in the same forward from "
-            "this rank's shard of an embedding that begins the stream: let its plan use vocab_embedding() without "
-            "begins_stream, or make them before the model is called"
+            f"{class_name(module)} was called with inputs_embeds that the model made in the same forward from this "
+            "rank's shard of an embedding that begins the stream: let its plan use vocab_embedding() without "
+            "begins_stream, or compute them before the model is called"
         )
     embedded = stream.begin(embedded)
     index = names.index("inputs_embeds") if "inputs_embeds" in names else len(args)
@@ -309,7 +309,7 @@ def _begin_at_inputs_embeds(stream: Stream, names: tuple[str, ...], module: nn.M
 
 
 def _end(stream: Stream, is_model: bool, has_head: bool, module: nn.Module, args, output):
-    if output is None:  # the hook is called always, and the forward has failed
+    if output is None:  # the hook is always called; in this call, the forward has failed
         stream.end()
         return None
     if isinstance(output, torch.Tensor | tuple):

@@ -1,4 +1,4 @@
-"""The base class of styles: its declarations, which resolve a plan, and its methods, which install the split.
+"""`Style`, the base class of styles. Class attributes declare what resolves and checks a plan; methods install the split.
 
 A style is a value: it holds no degree, group or mesh. Its methods take them.
 """
@@ -34,7 +34,7 @@ class Site(NamedTuple):
     """Where a style is installed."""
 
     border: Border
-    """Between the residual stream and this module."""
+    """The border between the residual stream and this module."""
     ranks: HeadRanks
     """The ranks that the module is split over: tp x cp inside a region that mixes tokens, else tp."""
     exchanges_tokens: bool = False
@@ -115,11 +115,11 @@ class Style(ParallelStyle):
         return with_factors(module, {name: layout for name, layout in by_name.items() if layout is not None})
 
     def sizes(self) -> Mapping[str, tuple[int, bool]]:
-        """Return by name other sizes than shards' that the degree has to suit, and whether ranks may share them."""
+        """Return sizes other than the shards' that the degree has to suit: `{name: (size, whether ranks may share it)}`."""
         return {}
 
     def operands(self, degree: int) -> Operands | None:
-        """Return which operands of a Linear's product are sharded over `degree` ranks; None: no operand is."""
+        """Return which operands of a Linear's product are sharded over `degree` ranks; None if none is."""
         return None
 
     def refusal(self, module: nn.Module, over: SplitOver) -> str | None:
@@ -144,10 +144,10 @@ class Style(ParallelStyle):
         raise NotImplementedError
 
     def sends(self, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
-        """Return the collectives of one call under tensor parallelism; `titanplans.observe` compares them to those issued.
+        """Return the collectives of one call under tensor parallelism; `titanplans.observe` compares them with those issued.
 
-        A region returns the collectives of its entry and its exit, even if a module inside reduces its sum. Not called
-        for a module that is never called itself, because other code uses its parameters.
+        A region returns the collectives of its entry and its exit, even if a module inside reduces its sum. `sends` is not
+        called for a module that never runs itself because other code uses its parameters.
         """
         return ()
 
@@ -170,7 +170,8 @@ class ParameterStyle(Style):
 
 
 def direct_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters registered on `module` itself, by name, without an adapter's, which follow the weight's."""
+    """Return the parameters registered on `module` itself, by name, except an adapter's: their layouts follow the
+    weight's."""
     parameters = {name: param for name, param in module._parameters.items() if param is not None}
     return {n: p for n, p in parameters.items() if n not in FACTORS} if is_adapted(module) else parameters
 

@@ -17,9 +17,10 @@ class ByExpert(Style):
         forward   all-to-all of tokens to the ranks of their experts, the experts, all-to-all back
         backward  the same two all-to-alls in reverse order; each expert's gradient is computed on its rank
 
-    For a module with expert parameters [experts, ...] and the attribute `num_experts`, which becomes the local count. Its
-    forward has one of three signatures: hidden states [N, H], expert ids [N, k] and weights [N, k]; tokens sorted by expert,
-    and the count of each expert; or every token for every expert, without biases (`split.experts.interfaces`).
+    The module has parameters [experts, ...] and an attribute `num_experts`, which becomes the number of local experts. Its
+    forward has one of three signatures (`split.experts.interfaces`). It takes hidden states [N, H], expert ids [N, k] and
+    weights [N, k]; or tokens sorted by expert, and the number of tokens per expert; or every token for every expert, if no
+    expert has a bias.
     """
 
     is_inside_region = splits_weights = splits_by_experts = True
@@ -47,7 +48,7 @@ class ByExpert(Style):
         counts = {param.shape[0] for param in direct_parameters(module).values()}
         if counts != {getattr(module, "num_experts", None)}:
             return (
-                f"its parameters count {', '.join(map(str, sorted(counts)))} in their first dimension and num_experts is "
+                f"the first dimension of its parameters is {', '.join(map(str, sorted(counts)))}, but num_experts is "
                 f"{getattr(module, 'num_experts', 'missing')}: expert parallelism needs parameters [num_experts, ...]"
             )
         return None

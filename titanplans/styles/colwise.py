@@ -15,14 +15,14 @@ from titanplans.styles.base import Operands, ParameterStyle, Site, SplitOver, di
 
 
 class Colwise(ParameterStyle):
-    """Shard outputs: those of a Linear's weight [outputs, inputs], a depthwise convolution's channels, a parameter by heads.
+    """Shard the outputs of a Linear, the channels of a depthwise convolution, or the heads of a parameter.
 
         forward   y_BLf = x_BLD @ W_fD.T, x replicated: nothing is sent
         backward  dx_BLD is partial, and the region's entry reduces it; dW_fD is sharded as W
 
     Args:
         dim: the dimension of the parameters that is sharded. 0: the outputs of a Linear. A parameter with fewer dimensions,
-            such as the bias of a transposed weight, is sharded in its last.
+            such as the bias of a transposed weight, is sharded along its last.
         interleaved: the weight is a packed projection in which each head's queries, keys and values are adjacent, so that
             even shards are correct.
     """
@@ -50,7 +50,7 @@ class Colwise(ParameterStyle):
         check_groups(module, self)
 
     def by_tokens(self, module: nn.Module, site: Site) -> None:
-        """Install the all-to-all that exchanges tokens for heads after a mixer's product, which is of local tokens."""
+        """Install, after a mixer's product of local tokens, the all-to-all that exchanges tokens for heads."""
         if not site.exchanges_tokens:
             self.by_weights(module, site)
             return

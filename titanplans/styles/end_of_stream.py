@@ -1,4 +1,4 @@
-"""`end_of_stream()`: the final norm of a model whose code after it needs the full sequence."""
+"""`end_of_stream()`: the final norm of a model whose later code needs the full sequence."""
 
 from functools import partial
 from typing import Any

@@ -1,4 +1,4 @@
-"""`gathered_in_region()`: any norm over a width that is split over the ranks, by gathering the width."""
+"""`gathered_in_region()`: gather a width that is split over the ranks, for any norm over this width."""
 
 from typing import Any
 
@@ -19,11 +19,11 @@ class GatheredInRegion(Style):
         forward   all-gather of x_BLf over the width, y_BLF = norm(x_BLF), this rank's shard of y
         backward  dx_BLF is partial: reduce-scatter over the width; dw is partial
 
-    Correct for any norm, but gathers activations, where `split_norm()` sums one number per token. All positional tensor
-    arguments must be sharded alike.
+    This is correct for any norm, but it gathers activations, whereas `split_norm()` sums one number per token. All
+    positional tensor arguments must be sharded alike.
 
     Args:
-        dim: the dimension of the arguments and of the output that is sharded: the last, or that of heads.
+        dim: the sharded dimension of the arguments and of the output: the last one, or the heads' dimension.
     """
 
     is_inside_region = needs_equal_shards = True

@@ -17,14 +17,14 @@ class Packed(Colwise):
         forward   W is stored sharded by columns; an all-to-all gives each rank its rows; then as colwise()
         backward  dW: the same all-to-all in reverse
 
-    So a checkpoint holds the weight's true rows in their true order. Each rank stores an even shard of the columns (of the
-    largest other dimension), and sends and receives as much as it stores. A parameter without another dimension that the
-    degree divides, such as a bias, is replicated. So is a depthwise convolution's kernel [channels, 1, size]: it is small,
-    and fused kernels use it without calling its module.
+    A checkpoint therefore holds the weight's rows in the order of the unsplit model. Each rank stores an even shard of the
+    columns (of the largest other dimension), and sends and receives as much as it stores. A parameter without another
+    dimension that the degree divides, such as a bias, is replicated. So is a depthwise convolution's kernel [channels, 1,
+    size]: it is small, and fused kernels use it without calling its module.
 
     Args:
-        sections: the rows of each section, in order. An int is split evenly over the ranks, though the last rank may have
-            fewer rows; a `SharedHeads` is split by heads that ranks may share.
+        sections: the number of rows of each section, in order. An int is split evenly over the ranks, though the last rank
+            may have fewer rows; a `SharedHeads` is split by heads, which ranks may share.
         dim: as for `colwise()`.
     """
 
@@ -46,7 +46,7 @@ class Packed(Colwise):
         depthwise = dim == 0 and param.ndim > 2 and param.shape[1] == 1
         if not others or depthwise:
             return Layout(Replicate(), Partial(), rows=rows)
-        # Of equally large dimensions the last: the first is the expert dimension, by which FSDP2 shards.
+        # Of equally large dimensions, take the last: the first is the expert dimension, along which FSDP2 shards.
         stored = max(reversed(others), key=lambda d: param.shape[d])
         return Layout(Shard(stored), Shard(stored), rows=rows)
 

@@ -25,11 +25,11 @@ class Region(Style):
         reduce_output: reduce the module's output [..., sequence, hidden], or the first item of a tuple, at its exit. If
             False, a `rowwise()` inside has to reduce.
         input_name: the keyword of the input [..., sequence, hidden] if it is not the first positional argument.
-        float8_input: only the projections inside use the input, so in a model converted to float8 it may arrive in
-            float8. A call with a token mask gets it in high precision, since the module may drop padding first.
+        float8_input: whether the input may arrive in float8, in a model converted to float8, because only the projections
+            inside use it. A call with a token mask gets it in high precision, since the module may drop padding first.
         mixes_tokens: True for a mixer, or an MLP that shifts tokens: context parallelism gives its code the full
             sequence. False for an MLP or a mixture of experts, which works token by token on the local tokens.
-        shared: only other regions use the output, such as keys and values for several blocks; it is not reduced.
+        shared: whether only other regions use the output, such as keys and values for several blocks. It is not reduced.
         arguments: keyword arguments of each call that override the caller's, to select a code path that can be split.
         may_gather: under context parallelism a mixer's code may gather the hidden states of all tokens: for a token shift, a
             convolution over them, removing padding by a mask. Nothing is gathered until code needs it.
@@ -37,8 +37,8 @@ class Region(Style):
 
     opens = enters_full = True
     remedy = (
-        "its code works on this rank's heads or width: set its counts by local_attributes and mlp_attributes, and split "
-        "its direct parameters by colwise(); if it continues after a rowwise(), reduce at the region's exit: "
+        "its code works on this rank's heads or width: set its counts in local_attributes or mlp_attributes, and "
+        "split its direct parameters with colwise(); if it continues after a rowwise(), reduce at the region's exit: "
         "rowwise(reduce_output=False) in attn_region() or mlp_region()"
     )
 
@@ -91,7 +91,7 @@ class Region(Style):
         shape = (args[0] if args else kwargs[self.input_name]).shape[:-1]
         # While a graph is traced, it is unknown what the module does after its last product.
         leave = border.leave_in_high_precision if torch.compiler.is_compiling() else border.leave
-        # A mixture of experts may return its tokens flattened [B * L, D]: a sequence dimension is needed to reduce over.
+        # A mixture of experts may return its tokens flattened to [B * L, D], but the reduction needs a sequence dimension.
         return map_output(
             lambda x: leave(x.unflatten(0, shape) if len(shape) > 1 and x.ndim == 2 else x), output
         )
@@ -117,8 +117,8 @@ class Region(Style):
 def _has_token_mask(args: Any, kwargs: Any) -> bool:
     """Whether a mask [batch, sequence] is among a module's arguments.
 
-    The module may then drop masked tokens and give its projections only the others, whose float8 scale differs from
-    that of all tokens.
+    The module may then drop masked tokens and give its projections only the other tokens, whose float8 scale differs from
+    the scale of all tokens.
     """
     named = (value for name, value in kwargs.items() if "mask" in name)
     return any(isinstance(value, torch.Tensor) and value.ndim == 2 for value in (*args[1:], *named))

@@ -30,6 +30,6 @@ class ReplicatedInRegion(ParameterStyle):
         return Operands(replicas=degree)
 
     def by_tokens(self, module: nn.Module, site: Site) -> None:
-        """Install, in a mixer, a call of a token-wise module that takes a `ShardedSequence` and uses its local tokens."""
+        """In a mixer, make a token-wise module accept a `ShardedSequence` and work on its local tokens."""
         if site.exchanges_tokens and (is_product(module) or any(hasattr(module, name) for name in EPSILONS)):
             specialise(module, on_local_tokens(type(module)))

@@ -13,7 +13,7 @@ class ReplicatedOffStream(ParameterStyle):
         forward   y = module(x), x replicated: nothing is sent
         backward  dw is the same on every rank, and is not summed
 
-    For a module that prepares the embeddings, such as a vision tower, and for modules inside one with `unsplit()`.
+    For a module that prepares the embeddings, such as a vision tower, and for the modules inside a module with `unsplit()`.
     """
 
     def layout(self, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:

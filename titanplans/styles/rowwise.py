@@ -63,7 +63,7 @@ class Rowwise(Style):
             module.register_forward_hook(partial(_leave, site.border, site.exchanges_tokens))
 
     def by_tokens(self, module: nn.Module, site: Site) -> None:
-        """Install the all-to-all that exchanges heads for tokens before a mixer's product, which is of local tokens."""
+        """Install, before a mixer's product of local tokens, the all-to-all that exchanges heads for tokens."""
         self.by_weights(module, site)
         if site.exchanges_tokens and is_product(module):
             specialise(module, to_tokens_before(type(module)))

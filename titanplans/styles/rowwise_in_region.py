@@ -1,4 +1,4 @@
-"""`rowwise_in_region()`: a sum in the middle of a region that every rank needs in full."""
+"""`rowwise_in_region()`: a projection inside a region whose summed output every rank needs."""
 
 from functools import partial
 from typing import Any
@@ -15,13 +15,14 @@ from titanplans.styles.base import Operands, Site, SplitOver, Style, direct_para
 
 
 class RowwiseInRegion(Style):
-    """Shard a Linear's inputs inside a region, and return the full output on every rank; the region continues.
+    """Shard a Linear's inputs inside a region, and return the full output on every rank, inside the region.
 
         forward   y_BLR = x_BLf @ W_Rf.T is partial: all-reduce
         backward  dy_BLR is partial: all-reduce; dW_Rf is sharded as W
 
-    For a small projection that every rank needs in full, such as Mamba's `x_proj`. A key may name the weight alone if a
-    mixer's own code multiplies by it; `TPPlan.local_functions` then has to sum the product: `self.sum_over_ranks`.
+    For a small projection that every rank needs in full, such as Mamba's `x_proj`. If the mixer's code multiplies by the
+    weight itself, the key names the weight (`x_proj.weight`). `TPPlan.local_functions` then has to replace the function that
+    multiplies by one that also sums over the ranks (`self.sum_over_ranks`).
     """
 
     is_inside_region = splits_weights = True

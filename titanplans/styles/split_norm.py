@@ -16,7 +16,7 @@ from titanplans.split.root_mean_square import EPSILONS, root_ratio
 from titanplans.styles.base import Site, SplitOver, Style
 
 Statistic = Callable[..., torch.Tensor]
-"""Returns the tensor whose mean square the norm takes, given the arguments of the norm's forward."""
+"""Takes the arguments of the norm's forward, and returns the tensor whose mean square the norm computes."""
 
 
 class SplitNorm(Style):
@@ -25,14 +25,16 @@ class SplitNorm(Style):
         forward   y_BLf = norm(x_BLf) * rms(x_BLf) / rms(x_BLF): all-reduce of the mean square [B, L, 1]
         backward  all-reduce of its gradient [B, L, 1]; dw_f is sharded as w
 
-    The module normalises its slice by the slice's RMS, and its output is then scaled by slice RMS / full RMS. So its code
-    and kernels are unchanged; it may scale by weight or by 1 + weight, and gate after the norm. A bias is added after the
-    scaling. Under context parallelism the heads of a mixer are split over all tp x cp ranks, with the same hook.
+    The module normalises its slice by the slice's RMS, and its output is then scaled by slice RMS / full RMS. So the
+    module's code and kernels are unchanged; it may scale by weight or by 1 + weight, and gate after the norm. A bias is
+    added after the scaling. Under context parallelism the heads of a mixer are split over all tp x cp ranks, with the same
+    hook.
 
     Args:
         heads: number of heads in the width, if ranks may share heads; None: equal shards.
         rows: with `heads`, the full width, i.e. the length of the weight.
-        statistic: returns the tensor whose mean square is taken, if it is not the first argument: a gate before the norm.
+        statistic: returns the tensor whose mean square is computed, if it is not the first argument, as with a gate before
+            the norm.
         groups: number of groups of the width, each with its own mean square; neighbouring ranks share a group if there are
             fewer groups than ranks.
     """

@@ -29,8 +29,8 @@ class VocabEmbedding(Style):
         begins_stream: lay the sum out as the stream, which with sequence parallelism halves the bytes sent. For models
             whose code derives nothing (positions, masks, the positions of images) from the embeddings. If False, every
             rank has all embeddings, and the stream begins at the first block.
-        all_tokens: under context parallelism every rank embeds all tokens, for models whose code uses the embeddings
-            before the first block: it adds positions, or inserts images. If False, each rank embeds its local tokens.
+        all_tokens: under context parallelism every rank embeds all tokens, for models whose code uses the embeddings before
+            the first block, to add positions or to insert images. If False, each rank embeds its local tokens.
     """
 
     takes_token_ids = True
@@ -75,10 +75,10 @@ class VocabEmbedding(Style):
 
 @cache
 def _with_vocabulary_shard(cls: type[nn.Module], begins_stream: bool) -> type[nn.Module]:
-    """Subclass an embedding class with a forward that embeds the ids in this rank's shard of the vocabulary, and sums.
+    """Subclass an embedding class with a forward that embeds the ids in this rank's shard, and sums over the ranks.
 
-    It calls the class's own forward on local tensors, so subclasses that do more than look up (a scaled embedding) work
-    unchanged, and `padding_idx` keeps its meaning.
+    The new forward calls the class's own forward on local tensors, so subclasses that do more than look up (a scaled
+    embedding) work unchanged, and `padding_idx` keeps its meaning.
     """
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:

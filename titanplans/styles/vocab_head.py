@@ -102,7 +102,7 @@ def _as_dtensor(shard: torch.Tensor, mesh: DeviceMesh, sizes: Mapping[int, int])
 
 
 def _gather_shards(x: torch.Tensor, border: Border, dim: int, size: int) -> torch.Tensor:
-    """All-gather the shards `x` of a tensor of length `size` in its last dimension `dim`; later code is replicated."""
+    """All-gather the shards `x` of a tensor of length `size` in its last dimension `dim`, for code that is replicated."""
     missing = shard_size(size, border.group[1]) - x.shape[dim]
     padded = nn.functional.pad(x, (0, missing)) if missing else x
     return gather_replicated(padded, dim, size, border.rank, border.group)

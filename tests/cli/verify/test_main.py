@@ -364,7 +364,8 @@ REFUSED = {
         ("verify", f"{OURS}:NoReturn", "--model", "qwen3"), "the plan of self_attn is None, not a dict",
     ),
     "a plan without options": (
-        ("verify", f"{OURS}:NoOptions", "--model", "qwen3"), "NoOptions can't be made of its options: TypeError",
+        ("verify", f"{OURS}:NoOptions", "--model", "qwen3"), "NoOptions can't be created with its options: "
+            "TypeError",
     ),
     "a model that raises": (("verify", f"{OURS}:Unregistered", "--model", f"{OURS}:failing"), "KeyError: 'weights'"),
     "no plan": (("verify", f"{OURS}:small"), "neither a TPPlan class nor a dict"),

@@ -88,7 +88,7 @@ def test_an_adapter_added_after_the_split_is_refused():
 def test_an_adapter_added_before_the_split_is_refused():
     model = Tiny()
     model.layers[1].mlp.down_proj = Adapted(model.layers[1].mlp.down_proj)
-    with pytest.raises(PlanError, match=r"lora_A.* is an adapter's"):
+    with pytest.raises(PlanError, match=r"lora_A.* belongs to an adapter"):
         check_plan(model, Degrees(tp=2), plan=TinyPlan)
 
 

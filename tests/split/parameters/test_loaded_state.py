@@ -74,7 +74,7 @@ def test_a_rank_loads_its_own_shards_and_not_those_of_another(loaded):
         assert own_weights is None
         assert own_moments is None
         assert (
-            "weight is the shard that rank 0 saved, and this is another rank: save full tensors"
+            "weight is the shard that rank 0 saved, but this is another rank: save the full tensors"
             in others_weights
         )
         assert "exp_avg of a parameter" in others_moments

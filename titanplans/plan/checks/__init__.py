@@ -1,4 +1,4 @@
-"""Checks of a plan against a model, before anything changes. They use names and shapes, so they run on meta.
+"""Checks of a plan against a model, before anything changes. They use only names and shapes, so they run on meta.
 
 `keys` runs while a plan is resolved, the others in the order of `titanplans.apply.check`:
 

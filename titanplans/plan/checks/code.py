@@ -62,7 +62,7 @@ def code_of_ranks(plan: ResolvedPlan) -> tuple[dict[str, dict[str, Any]], dict[s
 
 
 def _check(model: nn.Module, name: str, fault: tuple[str, str] | None, hook: str) -> None:
-    """Raise a PlanError if there is a `fault`: a name that the plan's method `hook` returns for a module, and the reason."""
+    """Raise a PlanError if there is a `fault`: a wrong name, returned by the plan's method `hook`, and why it is wrong."""
     if fault is not None:
         attribute, reason = fault
         module = f"{name or 'the model'} ({type(model.get_submodule(name)).__name__})"

@@ -23,7 +23,7 @@ def refuse_foreign_adapters(model: nn.Module) -> None:
     """Refuse adapters of peft, whose parameters have "lora_" in their names: no plan has keys for them."""
     for name, _ in model.named_parameters():
         if "lora_" in name and not is_factor(name):
-            raise PlanError(f"parameter '{name}' is an adapter's, which no plan splits: {ADAPTERS}")
+            raise PlanError(f"parameter '{name}' belongs to an adapter, which no plan splits: {ADAPTERS}")
 
 
 def check_keys(plan: Plan, model: nn.Module, source: "TPPlan") -> None:
@@ -66,7 +66,8 @@ def check_keys(plan: Plan, model: nn.Module, source: "TPPlan") -> None:
 
 
 def _other_names(key: str, parent: str, model: nn.Module, source: "TPPlan") -> str:
-    """Return the advice for an error about the projections of an MLP that have other names than the plan's; else ""."""
+    """Return advice for a key that names a projection of an MLP by the plan's name, which this MLP does not have; else
+    ""."""
     if parent in find_decoder(model, required=False).mlps and key.removeprefix(f"{parent}.") in (
         *source.mlp_in,
         source.mlp_out,
@@ -78,15 +79,15 @@ def _other_names(key: str, parent: str, model: nn.Module, source: "TPPlan") -> s
 def check_coverage(
     plan: Plan, covered: Collection[str], foreign: Collection[str], model: nn.Module, plan_name: str
 ) -> None:
-    """Refuse parameters that no key covers, since they would stay plain tensors among DTensors, or that can't be split.
+    """Refuse parameters that can't be split, or that no key covers: they would stay plain tensors among DTensors.
 
     Args:
         plan: the styles by key.
         covered: the names of parameters that have a layout.
-        foreign: the keys with a foreign style, which declares nothing: parameters that it leaves plain are found after it
-            was applied.
+        foreign: the keys with a foreign style. It declares no layouts, so parameters that it leaves plain are found only
+            after it was applied.
         model: not split yet.
-        plan_name: for errors.
+        plan_name: the name of the plan in errors.
     """
     uncovered: list[tuple[str, nn.Module, str]] = []
     count: Counter[str] = Counter()

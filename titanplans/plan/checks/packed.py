@@ -1,4 +1,4 @@
-"""Find packed projections that a plan shards across section boundaries, by their shapes, and suggest sections."""
+"""Find, by their shapes, packed projections that a plan shards across section boundaries, and suggest sections."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def packed_faults(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
-    """Yield each `colwise` weight of several sections: queries, keys and values; gate and up; a convolution over them."""
+    """Yield the key of each `colwise` weight that packs queries, keys and values, or gate and up, and advice about it."""
     yield from _experts(plan)
     yield from _convolutions(plan)
     decoder = plan.decoder
@@ -41,7 +41,8 @@ def packed_faults(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
 
 
 def _experts(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
-    """Yield each three-dimensional weight of experts that is twice as wide as the weight back to the hidden size."""
+    """Yield each three-dimensional weight of experts that is twice as wide as the one that projects back to the hidden
+    size."""
     stacked = [
         e
         for e in plan.entries
@@ -67,7 +68,8 @@ def _convolutions(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
 
 
 def _span(sections: Sequence[Section], rows: int) -> Sequence[Section]:
-    """Return the consecutive sections that have so many `rows` together; () if there are none, or a single section has."""
+    """Return consecutive sections whose sizes add up to `rows`; () if there are none, or if a single section has this
+    size."""
     sizes = [section if isinstance(section, int) else section.size for section in sections]
     ends = itertools.combinations(range(len(sizes) + 1), 2)
     spans = (sections[first:end] for first, end in ends if sum(sizes[first:end]) == rows)
@@ -81,7 +83,7 @@ def _rows(entry: Entry) -> int:
 def _attention(
     source: "TPPlan", mixer: nn.Module, rows: int, width: int | None
 ) -> tuple[int, int, int] | None:
-    """Return the rows of queries, keys and values if they add up to `rows`; `width`: all queries together, if known."""
+    """Return the row counts of queries, keys and values if they add up to `rows`; `width`: the queries' count, if known."""
     plan = source.plan_of(mixer)
     counts, kv = plan.heads(mixer), plan.kv_heads(mixer)
     queries = next(iter(counts.values()), None)
@@ -98,7 +100,7 @@ def _advice(rows: int, sections: Sequence[Section], what: str, dim: int = 0) -> 
     sizes = [str(s) if isinstance(s, int) else f"self.shared_heads({s.size}, {s.heads})" for s in sections]
     return (
         f"its {rows} rows look like {what} packed into one projection, "
-        f"{' + '.join(str(s if isinstance(s, int) else s.size) for s in sections)}, which even shards "
-        f"would split across section boundaries: write self.packed({', '.join(sizes)}{f', dim={dim}' if dim else ''}), or "
-        "the sections by which its code splits it, or colwise(interleaved=True) if all rows of a head are adjacent"
+        f"{' + '.join(str(s if isinstance(s, int) else s.size) for s in sections)}, which even shards would split "
+        f"across section boundaries: write self.packed({', '.join(sizes)}{f', dim={dim}' if dim else ''}), or the "
+        "sections into which its code splits it, or colwise(interleaved=True) if all rows of a head are adjacent"
     )

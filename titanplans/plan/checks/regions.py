@@ -1,4 +1,4 @@
-"""Check regions, mixers and the ends of the stream: faults of a plan that would give wrong sums, or none."""
+"""Find faults of a plan in regions, mixers and the stream's ends, which would make sums over ranks wrong or missing."""
 
 import inspect
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ Fault = tuple[str, str]
 
 
 def region_faults(plan: ResolvedPlan) -> Iterator[Fault]:
-    """Yield faults that would give wrong sums, or none: of styles, regions, mixers and the ends of the stream."""
+    """Yield the faults of styles, regions, mixers and the stream's ends that would make sums over ranks wrong or missing."""
     yield from _parameter_faults(plan)
     yield from _sum_faults(plan)
     yield from _mixer_faults(plan)
@@ -51,8 +51,8 @@ def _sum_faults(plan: ResolvedPlan) -> Iterator[Fault]:
     opened = {key: style for key, style in ours.items() if style.opens}
     for entry in plan.entries:
         key, style = entry.key, entry.style
-        # Code of blocks may use a parameter that the model holds, such as a bound for each layer's gates: it is inside
-        # regions.
+        # The code of blocks may use a parameter of the model itself, such as a bound for each layer's gates: this use is
+        # inside regions.
         for_blocks = entry.parameter is not None and any(within(region, entry.path) for region in opened)
         if style.is_inside_region and not for_blocks and not any(within(key, region) for region in opened):
             yield (
@@ -69,8 +69,9 @@ def _sum_faults(plan: ResolvedPlan) -> Iterator[Fault]:
         if all_ours and not opener.shared and not sums:
             yield (
                 region,
-                "it opens a region without a rowwise() projection, so every rank would compute the same output and their "
-                "sum would be too large: split it, or remove the region; shared_region() if only regions use its output",
+                "it opens a region without a rowwise() projection, so every rank would compute the same output and "
+                "their sum would be too large: split it, remove the region, or use shared_region() if only regions "
+                "use its output",
             )
         if all_ours and not opener.shared and not closers and not opener.closes:
             yield (
@@ -87,7 +88,7 @@ def _sum_faults(plan: ResolvedPlan) -> Iterator[Fault]:
 
 
 def _mixer_faults(plan: ResolvedPlan) -> Iterator[Fault]:
-    """Yield token mixers that would see only a shard of the sequence, and split ones whose head count is unknown."""
+    """Yield token mixers that would see only a shard of the sequence, and split mixers whose head count is unknown."""
     ours, source = {entry.key: entry.style for entry in plan.entries}, plan.source
     for name, mixer in plan.decoder.mixers.items():
         keys = [key for key in plan.styles if key == name or within(key, name)]
@@ -105,10 +106,10 @@ def _mixer_faults(plan: ResolvedPlan) -> Iterator[Fault]:
         if key is not None and all(count in owner.shared_head_names for count in owner.heads(mixer)):
             yield (
                 key,
-                f"it splits the mixer {name} ({type(mixer).__name__}), whose head count is unknown: neither the "
-                f"module nor its config has {' or '.join(owner.head_names)}: give it this attribute, or set head_names in "
-                f"{type(owner).__name__} to the attribute that counts the split heads; its code gets each rank's count by "
-                "local_attributes",
+                f"it splits the mixer {name} ({type(mixer).__name__}), whose head count is unknown, since neither the "
+                f"module nor its config has {' or '.join(owner.head_names)}: give it this attribute, or set "
+                f"head_names in {type(owner).__name__} to the attribute that counts the split heads; local_attributes "
+                "then sets each rank's count in its code",
             )
 
 
@@ -173,13 +174,13 @@ def _token_faults(plan: ResolvedPlan) -> Iterator[Fault]:
         if not isinstance(style, Style) and (options.has_all_weights or in_mixer):
             yield (
                 key,
-                "context parallelism splits by what a style declares, but this style installs its own hooks: give the "
-                "module a style of titanplans, such as colwise()",
+                "context parallelism splits a module as its style declares, but this style installs its own hooks: "
+                "give the module a style of titanplans, such as colwise()",
             )
 
 
 def _token_argument(module: nn.Module) -> str | None:
-    """Return the argument of the forward of `module` by which it could mix tokens, if it has one."""
+    """Return the first argument of the forward of `module` that code takes only if it mixes tokens, or None."""
     parameters = inspect.signature(module.forward).parameters
     return next(
         (name for name in ("attention_mask", "cu_seqlens", "state", *CACHES) if name in parameters), None

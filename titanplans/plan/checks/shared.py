@@ -10,7 +10,7 @@ from titanplans.text import class_name
 
 
 def shared_module_faults(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
-    """Yield each key that gives a shared module another style than an earlier key."""
+    """Yield each key that gives a shared module a different style than an earlier key, and the reason."""
     first: dict[tuple[int, str | None], Entry] = {}
     for entry in plan.entries:
         other = first.setdefault((id(entry.module), entry.parameter), entry)
@@ -26,7 +26,7 @@ def check_tied(plan: ResolvedPlan) -> None:
     """Refuse two placements of one tensor.
 
     The placements of its gradients, and the rows that a rank uses, may differ: each module has its own layout of the
-        tensor.
+    tensor.
 
     Raises:
         PlanError: names the parameters that are one tensor, and the placement of each.

@@ -37,7 +37,7 @@ def check_degree(plan: ResolvedPlan, dtype: torch.dtype | None) -> None:
 
     Args:
         plan: resolved.
-        dtype: of the weights in products; None: the parameters' dtype.
+        dtype: dtype of the weights in products. None: the parameters' dtype.
 
     Raises:
         PlanError: names the size and the degrees that suit all sizes.
@@ -74,7 +74,7 @@ def _check(plan: ResolvedPlan, degree: int, sizes: list[Size]) -> None:
 
 
 def _head_counts(plan: ResolvedPlan, degree: int) -> Iterator[Size]:
-    """Yield the head counts of the split mixers; they are checked first, because their error says the most."""
+    """Yield the head counts of the split mixers; they are checked first, because their errors say the most."""
     for name, mixer in plan.decoder.mixers.items():
         if plan.split_key(name) is not None:
             shared = any(entry.style.shares_heads for entry in plan.within(name))
@@ -88,7 +88,7 @@ def _shard_sizes(plan: ResolvedPlan) -> Iterator[Size]:
     regions = [entry.key for entry in plan.entries if entry.style.opens]
     equal = [key for key in regions if any(entry.style.needs_equal_shards for entry in plan.within(key))]
     for entry in plan.entries:
-        if not entry.style.splits_by_experts:  # those are in `check_experts`
+        if not entry.style.splits_by_experts:  # `check_experts` checks these
             in_mixer = plan.decoder.mixer_around(entry.key) is not None
             even = in_mixer or any(within(entry.key, region) for region in equal)
             yield from _sizes_of(entry, entry.layouts, plan.degree, even=even)
@@ -97,8 +97,8 @@ def _shard_sizes(plan: ResolvedPlan) -> Iterator[Size]:
 def _sizes_of(entry: Entry, layouts: Mapping[str, Layout], degree: int, *, even: bool) -> Iterator[Size]:
     """Yield the sizes of one entry.
 
-    `even`: the degree must divide them, because in a mixer a shard is a number of complete heads, and a norm over a
-    split width needs equal slices. Otherwise shards may be uneven, as long as no rank's is empty.
+    If `even` is True, the degree must divide them, because in a mixer a shard is a number of complete heads, and a norm over
+    a split width needs equal slices. Otherwise shards may be uneven, as long as no rank's is empty.
     """
     location = f"{entry.key}, {type(entry.module).__name__}"
     for size_name, (value, shared) in entry.style.sizes().items():
@@ -183,7 +183,7 @@ def _divides_either_way(value: int, degree: int) -> bool:
 
 
 def _fills_rows(width: int, elements: int, degree: int) -> bool:
-    """Whether every rank's slice of `width` is a multiple of so many `elements`, or all of it."""
+    """Whether every rank's slice of `width` is a multiple of `elements`; True if one rank has all of it."""
     return degree == 1 or shard_size(width, degree) % elements == width % elements == 0
 
 

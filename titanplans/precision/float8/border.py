@@ -1,6 +1,7 @@
 """The border of a region that is crossed in float8: tensors are cast once with the scale of the full tensor, then gathered.
 
-For the recipe tensorwise, where a tensor has one scale. torchao's float8 parallel styles do the same for DTensors.
+It is used with the recipe tensorwise, in which a tensor has one scale. torchao's float8 parallel styles do the same for
+DTensors.
 
     border   in float8                                      in high precision, because it is summed over the ranks
     enter    activations, used by all projections inside    their gradients
@@ -120,7 +121,7 @@ def _cast_and_gather(
     dtype: torch.dtype,
     role: GemmInputRole,
 ) -> Float8TrainingTensor:
-    """Cast `x` and all-gather it along `dim`. None: `x` is replicated, so it is only cast."""
+    """Cast `x` and all-gather it along `dim`. If `dim` is None, `x` is replicated, and only cast."""
     scale = tensor_to_scale(x, dtype)
     if dim is not None:
         scale = all_reduce(scale, group, "min")  # a larger maximum has a smaller scale

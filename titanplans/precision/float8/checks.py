@@ -152,9 +152,7 @@ def _crossings(plan: ResolvedPlan) -> dict[str, Crossing]:
         output_linears = [e for e in linears if e.style.makes_partial_sum]
         why_plain = plain_border(entry.module)
         if recipe != "tensorwise":
-            why_plain = (
-                f"{recipe} scales the tensors of each product along different dimensions: each module casts"
-            )
+            why_plain = f"{recipe} scales the tensors of each product along different dimensions, so each module casts"
         crossing: dict[Any, str | None] = {}
         if enters:
             crossing["activations"] = why_plain or _why_activations_plain(
@@ -178,7 +176,7 @@ def _why_gradients_plain(style: Style, inside: list[Entry], output_linears: list
     biased = [e.key for e in output_linears if style.opens and e.module.bias is not None]
     others = [e.key for e in inside if e.style.makes_partial_sum and not isinstance(e.module, nn.Linear)]
     if biased:
-        return f"the gradient of the bias of {biased[0]} is a sum of them"
+        return f"the gradient of the bias of {biased[0]} is a sum of these gradients"
     return _why_not_float8(output_linears, "computes the output") or (
         f"{others[0]} is not a Linear, and computes the output" if others else None
     )

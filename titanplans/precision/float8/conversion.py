@@ -79,8 +79,8 @@ def convert_to_float8(model: nn.Module, options: Float8, device_type: str = "cpu
             if not options.filter_unaligned:
                 raise options.error(
                     "filter_fqns",
-                    f"{name} (Linear, {reason}) is not filtered, and float8 products need multiples of {ALIGNMENT}: add "
-                    f"{name.rpartition('.')[2]!r}, or filter all such modules by filter_unaligned = true "
+                    f"{name} (Linear, {reason}) is not filtered, and float8 products need multiples of {ALIGNMENT}: "
+                    f"add {name.rpartition('.')[2]!r}, or filter all such modules with filter_unaligned = true "
                     "(--float8-filter-unaligned)",
                 )
             filtered[name] = f"{reason}: not a multiple of {ALIGNMENT}"
@@ -203,9 +203,9 @@ def check_calls(model: nn.Module) -> None:
 
 
 def refuse_read_weights(model: nn.Module) -> None:
-    """Refuse converted modules whose parent uses their weight instead of calling them, by the source of its forward.
+    """Refuse converted modules if their parent, according to its source code, uses their weight instead of calling them.
 
-    For compiled blocks, whose calls `check_calls` can't observe.
+    This is for compiled blocks, whose calls `check_calls` can't observe.
 
     Raises:
         ParallelError: names the module and its parent.
@@ -218,8 +218,9 @@ def _bypassed_error(bypassed: list[Bypassed]) -> ParallelError:
     name, owner, parent = bypassed[0]
     last_name = name.rpartition(".")[2]
     return ParallelError(
-        f"{name} is converted to float8, but its parent {owner} ({type(parent).__name__}) uses its weight in high precision "
-        "instead of calling it: switch the fused kernel off in the model's config, or leave the module out by "
+        f"{name} is converted to float8, but its parent {owner} ({type(parent).__name__}) uses its weight in high "
+        "precision instead of calling it: switch the fused kernel off in the model's config, or leave the module out "
+        "with "
         f'filter_fqns = ["{last_name}"]'
     )
 

@@ -140,7 +140,7 @@ class _Cast:
         Args:
             tensor: 2-D if the recipe has one scale per row or column.
             cast: the recipe's config for this operand.
-            role: of the operand in the product.
+            role: the operand's role in the product.
             reduced_dim: with a scale per row or column, the dimension whose elements share a scale.
             sharded_dim: the dimension that is sharded over the ranks, if any.
             scale: the scale of the full tensor, if it was computed before; ignored with scales per row or column.

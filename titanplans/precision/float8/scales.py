@@ -21,7 +21,7 @@ def compute_scales_together(model: nn.Module, dtype: torch.dtype | None = None) 
     """Compute the scales of all weights of `model` before each forward.
 
     Args:
-        model: converted by the recipe tensorwise, and split or sharded. Call this after `fsdp.shard`.
+        model: converted with the recipe tensorwise, and split or sharded. Call this after `fsdp.shard`.
         dtype: dtype of the weights in products (mixed precision); None: the dtype in which they are stored.
     """
     scales = model.__dict__["_float8_scales"] = _Scales(model, dtype)
@@ -50,7 +50,7 @@ class _Scales:
     @torch.no_grad()
     def compute(self) -> None:
         # Weights that FSDP2 has not resharded yet are on another mesh than sharded ones. If weights are gathered in float8,
-        # those are skipped, since they are cast already.
+        # the ones not resharded yet are skipped, since they are cast already.
         by_mesh: dict[DeviceMesh, list[Any]] = {}
         for linear in self.linears:
             weight = linear._parameters["weight"]

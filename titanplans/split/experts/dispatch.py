@@ -1,10 +1,11 @@
-"""Send tokens to the ranks of their experts and back: `install_dispatch`. A call needs two all-to-alls, and one of counts.
+"""Send tokens to the ranks of their experts and back: `install_dispatch`. A call has three all-to-alls: one of counts, two
+of tokens.
 
 1. local     a rank of tensor parallelism has all tokens of its TP group in a region, and sends 1 / tp of them
 2. dispatch  each pair of a token and an expert is sent, sorted by expert; with a capacity, not all pairs
-3. compute   by the experts' own forward, with one expert per token, and weights of one
-4. combine   sent back in token order, weighted and summed; the TP group's other tokens are zeros, so that the region's
-             exit sums the ranks' outputs
+3. compute   the experts' own forward runs, with one expert per token, and weights of one
+4. combine   outputs are sent back in token order, weighted and summed; other tokens of the TP group are 0, so that the
+             region's exit sums the ranks' outputs
 """
 
 import inspect
@@ -22,7 +23,7 @@ from titanplans.split.state import make_state, specialise, subclass
 from titanplans.torch_private.autograd import in_backward
 
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""The forward of local experts: of hidden states [N, H], the ids of their experts [N, 1] and weights of one [N, 1]."""
+"""The forward of local experts. It takes hidden states [N, H], the ids of their experts [N, 1] and weights of one [N, 1]."""
 
 
 class ExpertRanks(NamedTuple):
@@ -30,11 +31,12 @@ class ExpertRanks(NamedTuple):
 
     group: Group
     tp: int
-    """Number of neighbouring ranks that have the same tokens: those of tensor parallelism."""
+    """Number of neighbouring ranks that have the same tokens: the tensor-parallel ranks."""
     tp_rank: int
     """This rank's index among them."""
     capacity: float | None = None
-    """An expert takes at most this multiple of the mean number of pairs that a rank sends to an expert; None: all."""
+    """An expert takes from each rank at most this factor times the mean number of tokens that the rank sends to an expert;
+    None: all."""
 
 
 def install_dispatch(module: nn.Module, ranks: ExpertRanks) -> None:
@@ -78,7 +80,7 @@ def _with_sorted_tokens(cls: type[nn.Module]) -> type[nn.Module]:
 
 @cache
 def _with_every_expert(cls: type[nn.Module]) -> type[nn.Module]:
-    """Subclass `cls`, whose forward takes every token for every expert, zeros if not routed to it; the others are sent."""
+    """Subclass `cls`, whose forward takes every token for every expert, as zeros if not routed to it; these are not sent."""
 
     def run(self: Any, tokens: torch.Tensor, ids: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         one_hot = nn.functional.one_hot(ids[:, 0], self.num_experts)
@@ -135,12 +137,12 @@ def _through_experts(
 def _within_capacity(
     module: Any, order: torch.Tensor, counts: torch.Tensor, factor: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Drop pairs beyond an expert's capacity, those of the last tokens first: Switch Transformer, arXiv:2101.03961, 2.2.
+    """Drop pairs beyond an expert's capacity, those of the last tokens first (Switch Transformer, arXiv:2101.03961, 2.2).
 
     Args:
         module: counts the pairs dropped in training; a recomputed forward is not counted again.
         order: pairs sorted by expert, then by token.
-        counts: of pairs, by expert.
+        counts: the number of pairs of each expert.
         factor: the capacity divided by the mean number of pairs of an expert.
     """
     capacity = math.ceil(factor * len(order) / len(counts))

@@ -32,8 +32,8 @@ class ExpertMixture(NamedTuple):
 class Loads:
     """Counts the tokens that each expert of `model` gets in forwards in training; recomputed forwards are not counted.
 
-    Each rank counts its own tokens; tensor-parallel ranks have the same tokens. On any device; make it before the first
-    forward.
+    Each rank counts its own tokens; tensor-parallel ranks have the same tokens. The model may be on any device. Create a
+    `Loads` before the first forward.
     """
 
     def __init__(self, model: nn.Module):
@@ -68,7 +68,7 @@ class Loads:
     def take(self, groups: Iterable[dist.ProcessGroup]) -> torch.Tensor | None:
         """Return the token counts [mixtures, experts] since the last call, summed over all ranks; None without a forward.
 
-        Collective over `groups`, whose product contains each rank with different tokens.
+        Collective over `groups`, which together cover all ranks with different tokens.
         """
         counts = [count for count in self._counts if count is not None]
         self._counts = [None] * len(self.mixtures)
@@ -82,7 +82,7 @@ class Loads:
     def take_dropped(self, groups: Iterable[dist.ProcessGroup]) -> torch.Tensor | None:
         """Return how many pairs of token and expert were dropped since the last call; None if experts have no capacity.
 
-        Collective over `groups`, whose product contains each rank that sends different tokens.
+        Collective over `groups`, which together cover all ranks that send different tokens.
         """
         states = [state for mixture in self.mixtures if (state := state_of(mixture.experts)) is not None]
         if all(state.experts is None or state.experts.capacity is None for state in states):
@@ -98,7 +98,7 @@ class Loads:
     def move_biases(self, loads: torch.Tensor, coefficient: float) -> None:
         """Raise the bias of experts with fewer tokens than the mean by `coefficient`, and lower that of experts with more.
 
-        DeepSeek-V3 (arXiv:2412.19437), section 2.1.2, with gamma = 0.001.
+        This is the update of DeepSeek-V3 (arXiv:2412.19437), section 2.1.2, whose coefficient is gamma = 0.001.
         """
         for mixture, load in zip(self.mixtures, loads, strict=True):
             if (bias := mixture.bias) is None:

@@ -6,7 +6,7 @@ from torch import nn
 
 from titanplans.errors import PlanError
 
-UNSPLIT = "don't split layers: tensor_parallel_degree = 1, context_parallel_degree = 1"
+UNSPLIT = "don't split layers (tensor_parallel_degree = 1, context_parallel_degree = 1)"
 REMEDY = f"set it to 0, or {UNSPLIT}"
 
 

@@ -1,4 +1,4 @@
-"""Checks that run in the first forward of a split model, because earlier their facts are unknown.
+"""Checks that run in the first forward of a split model, because what they check is not known earlier.
 
 All ranks must get the same batch, no parameter may have been added since the split, and the first forward in training
 mode may not draw random numbers. The hooks then remove themselves, so later forwards cost nothing.
@@ -29,14 +29,14 @@ from titanplans.torch_private.fsdp import fsdp_group
 def check_first_forward(
     model: nn.Module, base: nn.Module, mesh: DeviceMesh, distributes: bool, *, sum_over_cp: bool
 ) -> None:
-    """Install the checks before and after the first forward of `model`, or of `base` in it, whichever is called.
+    """Install the checks before and after the first forward of `model`, or of `base` inside it, whichever is called.
 
     Args:
         model: the split model.
         base: the module that holds its blocks; the wrapper of an adapter calls it without calling the model.
         mesh: 1-D, all ranks that work on the same batch.
-        distributes: the parameters are DTensors.
-        sum_over_cp: `align_gradients`, and not FSDP2, sums the gradients over the CP ranks.
+        distributes: whether the parameters are DTensors.
+        sum_over_cp: whether `align_gradients`, and not FSDP2, sums the gradients over the CP ranks.
     """
     hooks = _FirstForward(mesh, distributes, sum_over_cp)
     for module in {model: None, base: None}:
@@ -61,7 +61,8 @@ class _FirstForward:
         self.parameters: dict[int, dict[str, nn.Parameter]] = {}
         """The parameters after the split of each module that may be called, by the module's `id`; {} after a forward."""
         self.generator_state: torch.Tensor | None = None
-        """Before the first forward in training mode, and after each draw of an adapter's dropout."""
+        """The generator's state before the first forward in training mode, renewed after each draw of an adapter's
+        dropout."""
         self.has_drawn = False
         """Something other than an adapter's dropout has drawn random numbers."""
         self.running: nn.Module | None = None
@@ -137,7 +138,7 @@ def _check_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _check_sums(model: nn.Module) -> None:
-    """Refuse an FSDP2 that averages gradients which are partial sums over the context-parallel ranks."""
+    """Refuse FSDP2 modules that average gradients which are partial sums over the context-parallel ranks."""
     for name, module in model.named_modules():
         group = fsdp_group(module) if isinstance(module, FSDPModule) else None
         if group is not None and group.gradient_divide_factor is None:
@@ -155,9 +156,9 @@ def _check_batch(module: nn.Module, args: tuple, kwargs: Mapping[str, Any], mesh
     for rank, (other, first) in _differing_ranks(prints, mesh):
         name = next(name for name in first | other if other.get(name) != first.get(name))
         raise PlanError(
-            f"{class_name(module)} was called with different {name} on model-parallel rank {rank} than on rank 0: "
-            "the ranks that split a model work on one batch, so read data by the rank in the data-parallel mesh, "
-            "not by the global rank, and with one seed"
+            f"{class_name(module)} was called with different {name} on model-parallel rank {rank} than on rank 0: the "
+            "ranks that split a model work on one batch, so select data by the rank in the data-parallel mesh, not by "
+            "the global rank, and use one seed"
         )
 
 
@@ -166,7 +167,7 @@ def _check_seed(state: torch.Tensor, mesh: DeviceMesh) -> None:
     for rank, _ in _differing_ranks(checksum(state), mesh):
         raise PlanError(
             f"adapters have a dropout, and model-parallel rank {rank} would draw other numbers for it than rank 0: "
-            "seed all ranks that split a model equally, by torch.manual_seed, or set lora.dropout to 0"
+            "give all ranks that split a model the same seed (torch.manual_seed), or set lora.dropout to 0"
         )
 
 

@@ -1,6 +1,6 @@
 """Refuse arguments of a forward that the code of a split model would handle wrongly: `guard_forwards`.
 
-Its code sees shards: of the sequence between regions, of the heads inside them, of the vocabulary at the head.
+This code sees shards of the sequence between regions, of the heads inside regions, and of the vocabulary at the head.
 """
 
 from collections.abc import Mapping
@@ -52,9 +52,9 @@ def _without_head(cls: type[nn.Module]) -> type[nn.Module]:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
             raise PlanError(
-                f"the forward of {class_name(self)} uses a weight outside of its module, and the model has no head: if it "
-                "makes logits with the embedding's weight, give it lm_head = nn.Linear(width, vocabulary, bias=False) with "
-                "lm_head.weight = embedding.weight, and call that"
+                f"the forward of {class_name(self)} uses a weight outside of its module, and the model has no head: if "
+                "it makes logits with the embedding's weight, give it lm_head = nn.Linear(width, vocabulary, "
+                "bias=False) with lm_head.weight = embedding.weight, and call lm_head"
             ) from error
 
     return subclass(cls, {"forward": forward}, "without_head")

@@ -1,8 +1,8 @@
-"""Refuse what takes the parameters of a split model for full tensors: `refuse_unsupported_methods`.
+"""Refuse methods that take the parameters of a split model for full tensors: `refuse_unsupported_methods`.
 
 torch's modules and transformers' models have such methods. Each rank would initialise its shard as if it were the full
-tensor, resize its rows, or write a file of shards, without an error. `DistributedDataParallel` fails with an error that
-names nothing.
+tensor, resize its rows, or write a file of shards, without an error. `DistributedDataParallel` fails with an error that does
+not name the cause.
 """
 
 from functools import partial
@@ -16,8 +16,8 @@ from titanplans.split.adapted import ADAPTERS
 from titanplans.text import class_name
 
 _INITIALISE = (
-    "call titanplans.modeling.initialize(model, seed=0) for a model of transformers or FLA, which gives the same values "
-    "however it is split, or load full tensors by load_state_dict"
+    "call titanplans.modeling.initialize(model, seed=0) for a model of transformers or FLA, which gives the same "
+    "values however it is split, or load full tensors with load_state_dict"
 )
 _BEFORE = "call it before the model is split"
 _REFUSED = {
@@ -36,9 +36,9 @@ _REFUSED = {
 
 
 def refuse_unsupported_methods(model: nn.Module) -> None:
-    """Let these methods of `model` and of its modules, and DDP around it, raise a PlanError.
+    """Let the methods in `_REFUSED` of `model` and of its modules, and DDP around the model, raise a PlanError.
 
-    `save_pretrained` only raises without a full state dict.
+    `save_pretrained` raises only if it gets no full state dict.
     """
     if any(isinstance(param, DTensor) for param in model.parameters()):
         model.__dict__["_ddp_params_and_buffers_to_ignore"] = _NoDDP()
@@ -55,8 +55,9 @@ class _NoDDP:
 
     def __iter__(self) -> NoReturn:
         raise PlanError(
-            "DistributedDataParallel around a split model: its parameters are DTensors, which DDP can't reduce: use "
-            "ParallelManager(FSDP2Config(), Degrees(tp=..., dp_replicate=...)), or fully_shard over the data-parallel mesh"
+            "DistributedDataParallel can't wrap a split model, because it can't reduce DTensors, which the parameters "
+            "are: use ParallelManager(FSDP2Config(), Degrees(tp=..., dp_replicate=...)), or fully_shard over the "
+            "data-parallel mesh"
         )
 
 

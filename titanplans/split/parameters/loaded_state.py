@@ -12,13 +12,13 @@ from titanplans.errors import ModelError
 from titanplans.split.parameters.shards import as_shard_of, local_shard
 
 _WEIGHTS = (
-    "save full tensors by titanplans.gather_full_state_dict on every rank, which load_state_dict or "
-    "titanplans.load_full_state_dict loads"
+    "save the full tensors of titanplans.gather_full_state_dict, called on every rank, and load them with "
+    "load_state_dict or titanplans.load_full_state_dict"
 )
 """The remedy if a state has one rank's shards of a model's weights."""
 
 _OPTIMIZER = (
-    "save the state that titanplans.gather_full_optimizer_state_dict returns on every rank, and load it by "
+    "save the state that titanplans.gather_full_optimizer_state_dict returns on every rank, and load it with "
     "titanplans.load_full_optimizer_state_dict"
 )
 """The remedy if a state has one rank's shards of an optimizer's state."""
@@ -77,7 +77,7 @@ def _refuse_shard_of_other_rank(loaded: DTensor, expected: DTensor, name: str, r
         if before != now and not placement.is_replicate():
             rank = int(saved_mesh.mesh[tuple(saved_coordinate)])
             raise ModelError(
-                f"{name} is the shard that rank {rank} saved, and this is another rank: {remedy}"
+                f"{name} is the shard that rank {rank} saved, but this is another rank: {remedy}"
             )
 
 

@@ -30,8 +30,8 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
 def retire_replaced(module: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
     """Retire the parameters in `before` that `module` no longer has: from then on using their `grad` raises an error.
 
-    A tensor can't tell who holds it. But each optimizer of torch and of other libraries gets `grad` before anything
-    else, and so does gradient clipping.
+    A tensor can't tell which optimizer holds it. But every optimizer, of torch or of another library, gets `grad` before
+    anything else, and so does gradient clipping.
     """
     now = parameters_of(module)
     current_ids = {id(parameter) for parameter in now.values()}
@@ -53,8 +53,8 @@ def _retired(cls: type[torch.Tensor]) -> type[torch.Tensor]:
     def refuse(self: Any, *_: Any) -> None:
         raise ParallelError(
             f"parameter '{self.__dict__[_NAME]}' was replaced when its model was split or sharded, so it never gets a "
-            "gradient, and its optimizer would train nothing: make the optimizer on the model's parameters afterwards, or "
-            "pass it to ParallelManager.prepare_optimizer before its first step"
+            "gradient, and its optimizer would train nothing: create the optimizer with the model's parameters "
+            "afterwards, or pass it to ParallelManager.prepare_optimizer before its first step"
         )
 
     members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}

@@ -27,9 +27,9 @@ class _Forward(NamedTuple):
     arguments: Mapping[str, Numbers]
     returned: Mapping[str, Numbers]
     output: Numbers
-    """Of the logits, or of the tensors that a stage sends."""
+    """The expressions of the logits, or of the tensors that a stage sends."""
     tensors: Mapping[str, Hashable]
-    """Of each parameter and buffer, after the forward."""
+    """The expression of each parameter and buffer after the forward."""
     sent: Sequence[torch.Tensor]
     """The tensors that a stage sends to the next one."""
     trained: frozenset[str]
@@ -41,8 +41,8 @@ def check_stages(model: nn.Module, stages: Stages, inputs: Mapping[str, Any]) ->
 
     Args:
         model: the unsplit model, on any device; on meta inside `titanplans.kernels.for_meta`. Copies of it run.
-        stages: of it.
-        inputs: keyword arguments of its forward.
+        stages: the stages of `model`.
+        inputs: keyword arguments of the forward of `model`.
 
     Raises:
         ParallelError: names the first block that computes something else, or the first other difference.
@@ -71,7 +71,7 @@ def _check_mode(
         stage_names = [name for name in names if is_present(name, stages.absent[index])]
         label = f"stage {index} of {len(stages)}"
         expressions.begin(stage_model, received)
-        alone = f"{label} lacks modules and values of other stages, but for what blocks return, and ends with"
+        alone = f"{label} lacks modules and values of other stages, except what blocks return, and ends with"
         with as_user_error(alone, ParallelError):
             forward = partial(stage.run, received, partial(_output, stage_model, inputs))
             staged = _run(expressions, stage_model, stage_names, forward)
@@ -79,13 +79,13 @@ def _check_mode(
         if reason is None and not stage.gives and staged.output != unsplit.output:
             reason = "the logits are made of values that only another stage has"
         if reason is None and (idle := staged.trained - unsplit.trained):
-            reason = f"{min(idle)} gets a gradient of zeros, and none in the unsplit model"
+            reason = f"{min(idle)} gets a gradient of zeros, but none in the unsplit model"
         if reason is not None:
-            raise ParallelError(f"in {label}, {reason}: let blocks pass values on as arguments and results")
+            raise ParallelError(f"in {label}, {reason}. Let blocks pass values on as arguments and results")
         received = [x.detach().requires_grad_(x.requires_grad) for x in staged.sent]
         trained |= staged.trained
     if lost := unsplit.trained - trained:
-        raise ParallelError(f"{min(lost)} gets no gradient in any stage, and one in the unsplit model")
+        raise ParallelError(f"{min(lost)} gets no gradient in any stage, but one in the unsplit model")
 
 
 def _check_unsplit(
@@ -103,8 +103,8 @@ def _check_unsplit(
     first = _run(expressions, model, names, forward)
     if expressions.draws is not None:
         raise ParallelError(
-            f"its forward draws random numbers ({expressions.draws}), which stages would draw equally, and differently in "
-            "a resumed job: draw none"
+            f"its forward draws random numbers ({expressions.draws}), which would be equal in all stages, and would "
+            "differ in a resumed job: draw none"
         )
     if model.training:
         after = dict(model.named_buffers())
@@ -119,8 +119,8 @@ def _check_unsplit(
         if again.output != first.output:
             difference = _difference(again, first, names) or "its logits differ"
             raise ParallelError(
-                f"a second forward of it differs ({difference}), and stages run more of them: keep what changes from "
-                "forward to forward in a buffer"
+                f"its second forward differs from the first ({difference}), and stages run more forwards than the "
+                "unsplit model: keep what changes from forward to forward in a buffer"
             )
     return first
 
@@ -195,13 +195,16 @@ def _trained(output: Any) -> set[int]:
 
 
 def _difference(staged: _Forward, unsplit: _Forward, names: Sequence[str]) -> str | None:
-    """Describe the first of the blocks `names` that returns something else than in the unsplit model; None: none does."""
+    """Describe the first of the blocks `names` that returns other results than in the unsplit model; None: none does."""
     for name in names:
         if staged.returned.get(name) == unsplit.returned[name]:
-            continue  # an argument that differs is not used
+            continue  # the block does not use the arguments that differ
         if staged.arguments.get(name) != unsplit.arguments[name]:
             return f"{name} gets other arguments than in the unsplit model"
-        return f"{name} computes other results from the same arguments, by an attribute, a list or a counter"
+        return (
+            f"{name} computes other results than in the unsplit model, because it depends on an attribute, a list or a "
+            "counter"
+        )
     return None
 
 

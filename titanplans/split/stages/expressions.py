@@ -30,7 +30,7 @@ class Expressions(TorchDispatchMode):
 
     Args:
         model: the unsplit model.
-        inputs: of its forward, and of the forwards of stages.
+        inputs: the inputs of its forward, and of the stages' forwards.
     """
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any]):
@@ -55,7 +55,7 @@ class Expressions(TorchDispatchMode):
         """The first operator that drew random numbers; None: none did."""
 
     def begin(self, model: nn.Module, received: Iterable[torch.Tensor] = ()) -> None:
-        """Forget all tensors except `received`; those of `model` get the expressions that they have before a forward.
+        """Forget all tensors except `received`. The tensors of `model` get the expressions that they have before a forward.
 
         `model` is a copy of the unsplit model, or a stage of it.
         """

@@ -17,7 +17,7 @@ from titanplans.text import counted, show
 from titanplans.torch_private.pipelining import rank_orders
 
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
-"""A backward computes both gradients at once, or first that of the stage's input, and later those of its weights."""
+"""A backward computes all gradients at once, or first the gradient of the stage's input, and later those of its weights."""
 
 
 class Action(NamedTuple):
@@ -53,7 +53,7 @@ SCHEDULES = {
     "ZBVZeroBubble": Schedule(TWO, "v", splits_backward=True),
     "DualPipeV": Schedule(TWO, "v", splits_backward=True),
 }
-"""By torch's names of schedules."""
+"""The schedules by torch's names."""
 
 
 def schedule_of(name: str) -> Schedule:
@@ -68,7 +68,7 @@ def schedule_of(name: str) -> Schedule:
 
 
 def stage_count(schedule: str, ranks: int, blocks: int, layers_per_stage: int | None = None) -> int:
-    """Return the number of stages for `blocks`; without `layers_per_stage`, the fewest that the schedule takes.
+    """Return into how many stages `blocks` blocks are split; without `layers_per_stage`, the fewest that the schedule takes.
 
     Raises:
         ParallelError: there is no such schedule.
@@ -153,7 +153,7 @@ def completed(action: Action) -> Action:
 
 
 def merge_orders(orders: Sequence[Order]) -> tuple[Action, ...]:
-    """Merge the ranks' orders into one, which keeps each of them, and in which an action comes after those it needs.
+    """Merge the ranks' orders into one, which keeps the order of each rank and has each action after those that it needs.
 
     Raises:
         ParallelError: ranks wait for each other.

@@ -18,7 +18,7 @@ class SharedParameters:
     Args:
         names: for each such parameter, its name in each stage that holds it: the values of `Stages.shared`.
         models: the models of the stages on this rank, by stage index.
-        ranks: of each stage, in `group`.
+        ranks: the rank of each stage in `group`.
         group: the pipeline ranks; None: all stages are on this rank.
     """
 
@@ -32,7 +32,7 @@ class SharedParameters:
         self._names, self._models, self._ranks, self._group = names, models, ranks, group
 
     def local_parameters(self) -> list[dict[int, nn.Parameter]]:
-        """Return each such parameter of the stages on this rank, by stage index."""
+        """Return, for each shared parameter, its copies in the stages on this rank, by stage index."""
         if not self._names:
             return []
         named = {i: dict(model.named_parameters(remove_duplicate=False)) for i, model in self._models.items()}
@@ -80,7 +80,7 @@ class SharedParameters:
         ]
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
-        # Summed in the order of the stages, so that all ranks get the same bits.
+        # Sum in the order of the stages, so that all ranks get the same bits.
         total = torch.stack(list(buffers.values())).sum(0)
         for grad in grads.values():
             grad.copy_(total)

@@ -24,10 +24,10 @@ class Stage:
     """A pipeline stage: a model in which stand-ins replace the modules of other stages.
 
     Args:
-        model: with a `StandInBlock` or `StandInModule` for each module of another stage.
+        model: the model, with a `StandInBlock` or `StandInModule` for each module of another stage.
         takes: the values that a forward takes from the previous stage.
         gives: the values that it gives to the next stage; (): this is the last stage, which returns the model's output.
-        received: the values taken, from which the stand-ins return.
+        received: the values taken in the current forward; the stand-ins share this dict, and return them.
     """
 
     def __init__(
@@ -136,7 +136,8 @@ class StandInModule(AbsentModule):
         return self
 
     def compute_in(self, dtype: torch.dtype | None) -> None:
-        """Return zeros of `dtype`, as the embedding would under mixed precision; None: of the dtype of its parameters."""
+        """From now on return zeros of `dtype`, as the embedding would under mixed precision; None: of its parameters'
+        dtype."""
         self.weight = self.weight if dtype is None else self.weight.to(dtype)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

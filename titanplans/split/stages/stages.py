@@ -17,7 +17,7 @@ class Stages:
 
     Args:
         model: the unsplit model, on any device; it is not changed.
-        trace: of a forward of it.
+        trace: the trace of one of its forwards.
         starts: the index of the first block of each stage, ascending from 0.
 
     Raises:
@@ -43,7 +43,7 @@ class Stages:
         return {names[index]: name for name, names in self.shared.items() if index in names}
 
     def build_stage(self, model: nn.Module, index: int) -> Stage:
-        """Make `model`, a copy of the unsplit model, prepared but not split, the stage `index`, in place."""
+        """Turn `model`, a copy of the unsplit model that is prepared but not split, into the stage `index`, in place."""
         received: dict = {}
         for name in self.absent[index]:
             module = model.get_submodule(name)
@@ -87,5 +87,5 @@ def balance_fault(model: nn.Module) -> str | None:
         return None
     return (
         f"output_router_logits = True: {class_name(model)} computes its load-balancing loss from the routers of all "
-        "blocks, which no pipeline stage has; set it to False, and balance by load_balance_coeff"
+        "blocks, which no pipeline stage has; set it to False, and balance with load_balance_coeff"
     )

@@ -1,7 +1,7 @@
 """Trace one forward of a model to find the tensors that have to cross from stage to stage: `trace`.
 
-A value is a tensor that a block returns, or that a module before the blocks returns, such as the embedding. The
-arguments of a block are values, or computed by each stage: masks, positions, rotary tables.
+A value is a tensor that a block returns, or that a module before the blocks returns, such as the embedding. The arguments of
+a block are such values, or tensors that every stage computes itself: masks, positions, rotary tables.
 """
 
 import inspect
@@ -44,7 +44,8 @@ class Returned(NamedTuple):
     constant: Any
     """A leaf that is not a tensor; None for a tensor."""
     argument: int | None
-    """The index of the leaf of the block's arguments that it is, or else of one with its shape; None: there is none."""
+    """The index of the leaf of the block's arguments that is this leaf, or else of one with its shape; None: there is
+    none."""
     value: Value | None
     """None: it is not a tensor, or it is an argument that the block returns unchanged."""
 
@@ -131,12 +132,13 @@ class _Origins(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             if self.block is None and self.of(args[0]):
                 raise ParallelError(
-                    "its code between blocks makes a Python number of hidden states, which other stages do not have"
+                    "its code between blocks converts hidden states to a Python number, which other stages do not have"
                 )
             self.has_read, self._reads = True, self._reads + 1
             if self._reads > MOST_READS:
                 raise ParallelError(
-                    f"it makes more than {MOST_READS:,} Python numbers of tensors, perhaps in a loop that waits for a value"
+                    f"it converts tensors to Python numbers more than {MOST_READS:,} times, perhaps in a loop that "
+                    "waits for a value"
                 )
             if args[0].is_meta:  # for example whether a mask excludes anything
                 return False if args[0].dtype == torch.bool else 0
@@ -150,7 +152,8 @@ class _Origins(TorchDispatchMode):
 def trace(model: nn.Module, decoder: Decoder, inputs: Mapping[str, Any]) -> Trace:
     """Run `model` on `inputs`, keyword arguments of its forward, and record the arguments and results of its blocks.
 
-    On any device; on meta inside `titanplans.kernels.for_meta`, since Triton kernels do not run there.
+    The model may be on any device; on meta, call this inside `titanplans.kernels.for_meta`, since Triton kernels do not run
+    there.
 
     Raises:
         ParallelError: it does not call each block once, in order, or a block returns an object that can't be sent.
@@ -184,7 +187,7 @@ def trace(model: nn.Module, decoder: Decoder, inputs: Mapping[str, Any]) -> Trac
                 )
             if origins.has_read and isinstance(leaf, int | float):
                 raise ParallelError(
-                    f"{name} makes a Python number of a tensor and returns {leaf!r}, which other stages can't know: "
+                    f"{name} converts a tensor to a Python number and returns {leaf!r}, which other stages can't know: "
                     "return a tensor"
                 )
         unchanged = [  # a block that has used a value may return another tensor for other values

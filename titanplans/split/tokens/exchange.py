@@ -3,8 +3,8 @@
     to_heads    [B, L / c, all rows]  ->  [B, L, local rows], with L / c local tokens
     to_tokens   the reverse; each is the backward of the other
 
-Here rows are those of the projection's weight, so the last dimension of its output. Ranks that share a head get the same
-rows; their gradients are summed.
+Here, rows are the rows of the projection's weight, i.e. the last dimension of its output. Ranks that share a head get the
+same rows; their gradients are summed.
 """
 
 from typing import Any, NamedTuple
@@ -23,14 +23,14 @@ class RowAssignment:
     """Which rows of a projection each rank gets.
 
     Args:
-        ranges: by rank, its rows.
-        width: the count of all rows.
+        ranges: the rows of each rank.
+        width: the number of all rows.
     """
 
     def __init__(self, ranges: tuple[RowRanges, ...], width: int):
         self.ranges, self.width = ranges, width
         self.rows = row_count(ranges[0])
-        """The count of rows that a rank gets, the same for all ranks."""
+        """The number of rows that a rank gets, the same for all ranks."""
         self.is_in_order = ranges == tuple(((rank * self.rows, self.rows),) for rank in range(len(ranges)))
         """The ranks' rows are consecutive, in rank order."""
 
@@ -49,7 +49,7 @@ def row_count(ranges: RowRanges) -> int:
 
 def to_heads(local: torch.Tensor, exchange: HeadExchange) -> torch.Tensor:
     """Exchange local tokens of all rows for all tokens of this rank's rows."""
-    if not torch.is_grad_enabled():  # in a backward, for one
+    if not torch.is_grad_enabled():  # for example in a backward
         return _heads(local, exchange)
     return _ToHeads.apply(local, exchange)  # type: ignore[return-value]
 
@@ -91,7 +91,7 @@ def _heads(local: torch.Tensor, exchange: HeadExchange) -> torch.Tensor:
     by_rank = by_rank.reshape(*lead, ranks, assignment.rows)
     received = all_to_all(by_rank.permute(order).contiguous(), tokens.group).movedim(0, dim)
     full = received.reshape(*lead[:dim], ranks * lead[dim], *lead[dim + 1 :], -1).contiguous()
-    # The output of an autograd function may not be a view, or a mixer's code could not change it in place.
+    # The output of an autograd function must not be a view, because a mixer's code could not change it in place.
     return torch.ops.aten._unsafe_view(full, full.shape) if is_view(full) else full
 
 
@@ -127,7 +127,7 @@ def _put_back(x: torch.Tensor, assignment: RowAssignment) -> torch.Tensor:
 
 
 def ranges_within(outer: RowRanges | None, inner: RowRanges) -> RowRanges:
-    """Return the positions of the rows `inner` of a full tensor among its rows `outer`; `outer` None: all rows.
+    """Return where the rows `inner` of a full tensor are among its rows `outer`; `outer` None: all rows.
 
     Raises:
         ValueError: a run of `inner` is not inside a run of `outer`.

@@ -1,7 +1,9 @@
-"""Projections of a sharded sequence multiply local tokens by all weights, and exchange tokens for heads: `to_heads_after`.
+"""Projections under context parallelism. Start at `to_heads_after`.
 
-A real tensor, such as one from which the mixer has removed the padding, is multiplied by this rank's shard of the
-weights, as under tensor parallelism. The output is then partial, and the region's exit sums it.
+A projection of a `ShardedSequence` multiplies this rank's tokens by all rows of the weight that its TP rank stores; an
+all-to-all then exchanges tokens for heads. A plain tensor, such as one from which the mixer has removed the padding, is
+multiplied by this rank's slice of the weight, as under tensor parallelism. The output is then partial, and the region's exit
+sums it.
 """
 
 from functools import cache
@@ -22,13 +24,15 @@ class HeadSplit(NamedTuple):
 
     border: Border
     assignment: RowAssignment
-    """Of the rows that this TP rank stores."""
+    """Which context-parallel rank uses which of the rows that this TP rank stores."""
     closes: bool = False
     """The projection's output leaves the region."""
 
 
 def _multiply_all_rows(module: Any, outputs: int | None, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Multiply local tokens by all rows of `module` that this rank stores; `outputs`: their count, if rows are outputs."""
+    """Multiply local tokens by all rows of `module` that this rank stores.
+
+    `outputs` is the number of these rows if they are outputs of the module; None: they are its inputs."""
     state = module._split
     before, state.uses_all_rows = state.uses_all_rows, True
     # A Conv1D reshapes its output by `nf`, which the plan has set to the count of this rank's rows in the mixer.
@@ -70,8 +74,9 @@ def to_tokens_before(cls: type[nn.Module]) -> type[nn.Module]:
         if x.shape[:-1] != lead:
             if heads.closes:
                 raise PlanError(
-                    f"it got {tuple(x.shape)}, not all tokens {tuple(lead)} of a sequence, so context parallelism can't "
-                    "exchange it: reduce at the region's exit, by rowwise(reduce_output=False) in attn_region()",
+                    f"its input has the shape {tuple(x.shape)}, but context parallelism can exchange only an input "
+                    f"with all tokens {tuple(lead)} of a sequence: sum the output at the region's exit, with "
+                    "rowwise(reduce_output=False) in attn_region()",
                     key=self._split.key,
                     style=self._split.style,
                     module=self,

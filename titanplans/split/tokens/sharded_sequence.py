@@ -1,9 +1,9 @@
 """`ShardedSequence`: a tensor with the shape of a full sequence that holds only this rank's tokens.
 
-The code of a mixer gets one under context parallelism. It asks for `hidden_states.shape`, and calls the projections of
-its plan, which take the local tokens (`projections`). Functions that apply to each token by itself and need no other
-operand also work on the local tokens: casts, scaling by a number, a view in the same shape. Any other function needs
-the tokens of other ranks. They are gathered, once for all functions, if the plan permits it
+The code of a mixer gets a `ShardedSequence` under context parallelism. It asks for `hidden_states.shape`, and calls the
+projections of its plan, which take the local tokens (`projections`). Functions that apply to each token by itself and need
+no other operand also work on the local tokens: casts, scaling by a number, a view in the same shape. Any other function
+needs the tokens of other ranks. They are gathered, once for all functions, if the plan permits it
 (`attn_region(may_gather=True)`); otherwise it raises.
 
     sequence                               gathered to                         gradient of the gathered tensor
@@ -56,13 +56,13 @@ _probe = _Probe()
 
 
 class ShardedSequence(torch.Tensor):
-    """A full sequence of which this rank holds the tokens `shard`; made by `sharded_sequence`."""
+    """A full sequence of which this rank holds only its tokens, `shard`; created by `sharded_sequence`."""
 
     shard: torch.Tensor
     tokens: LocalTokens
     permission: GatherPermission
     partial: bool
-    """A partial sum over the ranks."""
+    """The sequence is a partial sum over the ranks."""
     gathered: dict[bool, torch.Tensor]
     """The full sequence once it has been gathered; by whether gradients were enabled."""
 
@@ -95,7 +95,7 @@ class ShardedSequence(torch.Tensor):
         if name in OF_TOKENS and isinstance(args[0], ShardedSequence):
             if _in_autograd_function(args):
                 if name == "view_as" and args[0] is args[1]:
-                    return _alias(args[0])  # by a function that returns its input, as FSDP2's
+                    return _alias(args[0])  # for a function that returns its input, as FSDP2's
                 return _apply_to_full(func, args, kwargs)
             if (name in VIEWS and _keeps_shape(name, args)) or _is_inactive_dropout(name, args, kwargs):
                 return args[0] if torch.is_grad_enabled() else args[0].like(args[0].shard)
@@ -108,7 +108,7 @@ class ShardedSequence(torch.Tensor):
         if name in EXPORTS or in_python:
             return _apply_to_full(func, args, kwargs)
         try:
-            # A function that only asks for shape, dtype or device never reaches `__torch_dispatch__`. Without a graph,
+            # A function that only asks for shape, dtype or device never reaches `__torch_dispatch__`. Probe without a graph,
             # since a checkpoint would count the tensors that a function saves before it gets there.
             with without_torch_function(), torch.no_grad():
                 _probe.is_active = True
@@ -138,8 +138,8 @@ class ShardedSequence(torch.Tensor):
                 and argument.alias_info.is_write
             ):
                 raise PlanError(
-                    f"{func} changes hidden states in place, but a rank of context parallelism holds only its tokens of "
-                    "them: give it a clone"
+                    f"{func} changes hidden states in place, but a context-parallel rank holds only its own tokens: "
+                    "give it a clone"
                 )
         with torch.no_grad():
             args, kwargs = tree_map(_full, (args, kwargs))
@@ -149,10 +149,10 @@ class ShardedSequence(torch.Tensor):
 def sharded_sequence(
     shard: torch.Tensor, tokens: LocalTokens, permission: GatherPermission, *, partial: bool = False
 ) -> ShardedSequence:
-    """Return the full sequence of which `shard` are this rank's tokens.
+    """Return a `ShardedSequence` whose local tokens are `shard`.
 
-    It takes no memory. It is a node of the autograd graph, so that code which bypasses `__torch_function__` can pass
-    back a gradient of the full sequence.
+    The full shape takes no memory. The sequence is a node of the autograd graph, so that code which bypasses
+    `__torch_function__` can pass back a gradient of the full sequence.
     """
     if not torch.is_grad_enabled():
         shard = shard.detach()
@@ -262,7 +262,7 @@ def _apply_to_full(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     for key, (x, gathered) in full.items():
         if gathered.shape != x.shape:
             raise PlanError(
-                f"{name} changes the shape of hidden states in place, and a rank of context parallelism has only its "
+                f"{name} changes the shape of hidden states in place, but a context-parallel rank holds only its own "
                 "tokens: give it a clone"
             )
         if version(gathered) != before[key]:
@@ -271,8 +271,8 @@ def _apply_to_full(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             )
             if x.partial and any(y.is_floating_point() and y.ndim for y in others):
                 raise PlanError(
-                    f"{name} changes a partial sum in place, and a rank of context parallelism keeps only its tokens of "
-                    "it: write the result to another tensor, x = x + y"
+                    f"{name} changes a partial sum in place, but a context-parallel rank keeps only its own tokens: "
+                    "write the result to another tensor, x = x + y"
                 )
             x.shard, x.gathered = x.tokens.take_local(gathered), {}
             result = x if result is gathered else result
