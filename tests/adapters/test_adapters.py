@@ -118,7 +118,7 @@ def test_initial_values_are_those_of_peft_for_any_layout():
             dict(target_modules=("mlp",)),
             r'model.layers.0.mlp is a Qwen3MLP, .*for the Linear modules in it, write "model.layers.0.mlp.\*"',
         ),
-        (dict(target_modules=("q_norm",)), "q_norm is a Qwen3RMSNorm, and adapters"),
+        (dict(target_modules=("q_norm",)), "q_norm is a Qwen3RMSNorm, and only Linear"),
         (dict(exclude_modules=("x",)), "lora.exclude_modules = .*'x' matches no Linear module"),
         (dict(target_modules=("q_proj",), exclude_modules=("q_proj",)), "no module is left for an adapter"),
         (dict(modules_to_save=("self_attn",)), "self_attn.q_proj gets an adapter already"),
@@ -137,7 +137,7 @@ def test_modules_that_take_no_adapter_are_refused():
     with pytest.raises(OptionError, match=r"gate_up_proj .* is a parameter of MixtralExperts"):
         add_adapters(modeling.build(zoo.config("mixtral")), LoRA(rank=4, target_modules=("gate_up_proj",)))
     model = model_of("hgrn2")
-    with pytest.raises(ParallelError, match=r"o_proj has an adapter, .*reads its weight"):
+    with pytest.raises(ParallelError, match=r"o_proj has an adapter, .*uses its weight"):
         model(input_ids=torch.ones(1, 4, dtype=torch.long))
     with pytest.raises(ParallelError, match="adapters already"):
         add_adapters(model, LoRA(rank=4))

@@ -454,7 +454,7 @@ def test_a_failure_of_the_step_is_raised(two_ranks):
 def test_the_report_as_log_lines(two_ranks):
     report = two_ranks["tp, aot_eager"]["report"]
     (where, what, waits), (first, *_) = at_start(report), after_step(report)
-    assert waits.startswith("compiling blocks by aot_eager in the first step")
+    assert waits.startswith("compiling blocks with aot_eager in the first step")
     assert "fsdp2 on 2 ranks, tp 2 (gloo); applied in order: tensor parallelism, compile, FSDP2" in where
     assert "TinyPlan with sequence parallel and loss parallel" in what
     assert f"compiled by aot_eager: {LAYERS} of {LAYERS} blocks" in what

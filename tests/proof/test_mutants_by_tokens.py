@@ -59,8 +59,8 @@ WRONG = {
     "a balance that each rank counts by itself": (
         ("mixtral", without("mixtral", "balance", None), {}),
         "gradient of the output of model.layers.1.mlp.gate",  # experts' tokens can't be compared: each rank sorts its own
-        "the model adds a loss to the cross entropy, and model_functions of Without is empty, so each rank may add it: "
-        "name the function that computes it there with self.count_once",
+        "the model adds a loss to the cross entropy, and model_functions of Without is empty, so each rank may add "
+        "it: name there the function that computes it, with self.count_once",
     ),
     "a count of all heads": (
         ("mamba2", without("mamba2", "local_attributes", lambda self, attn: {}), {}),

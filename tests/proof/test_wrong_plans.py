@@ -222,7 +222,7 @@ def test_a_missing_gradient_is_rejected():
     assert not case.passed
     text = report.table()
     assert "missing" in text
-    assert "layers.0.attn.q_norm.weight: no gradient, and the unsplit model has one" in text
+    assert "layers.0.attn.q_norm.weight: no gradient, but the unsplit model has one" in text
 
 
 def test_an_additional_gradient_is_rejected():
@@ -241,7 +241,7 @@ def test_an_additional_gradient_is_rejected():
     report = verify_sharded(frozen, plan)
     assert report.cases[0].unexpected == ("layers.0.attn.q_norm.weight",)
     assert not report.passed
-    assert "a gradient, and the unsplit model has none" in report.table()
+    assert "a gradient, but the unsplit model has none" in report.table()
 
 
 def test_untied_weights_are_rejected():

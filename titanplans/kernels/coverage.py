@@ -1,8 +1,8 @@
 """Check whether a model can run on a CPU, that is, whether its code reaches no kernel of FLA that needs a GPU: `check_cpu`.
 
 The search is static: from the `forward` of each FLA module, through the names in its bytecode, to Triton kernels,
-flash-attn and FlexAttention. It stops at replacements. Branches that are never taken count, too; functions in tables or
-accessed by `getattr` are missed. Modules of transformers are plain PyTorch, and not searched.
+flash-attn and FlexAttention. It stops at replacements. Branches that are never taken count, too; functions in tables, or
+accessed with `getattr`, are missed. Modules of transformers are plain PyTorch, and not searched.
 """
 
 import dis

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 MARK = "cpu_function"
-"""Attribute of a replacement: its reference. A second `install`, and `coverage`, recognise replacements by it."""
+"""The attribute of a replacement that holds its reference. A second `install`, and `coverage`, recognise replacements by
+it."""
 
 
 _interpreted = False
@@ -86,7 +87,7 @@ def calls_fla(config: "PretrainedConfig") -> bool:
 
 
 Names = dict[Any, list[tuple[dict[str, Any], str]]]
-"""Of each value the tables that hold it, and under which name there."""
+"""For each value, the tables that hold it, each with its name there."""
 
 
 def _find(place: str) -> tuple[Any, str]:
@@ -125,7 +126,7 @@ def _replace(owner: Any, name: str, reference: Reference, names: Names, *, trito
     elif isinstance(reference, Naive):
         reference = by_naive(original, reference)
     if isinstance(original, type) and issubclass(original, torch.autograd.Function):
-        # Outside of every graph of torch.compile, as the kernels are on a GPU.
+        # Keep it outside of every graph of torch.compile, as the kernels are on a GPU.
         replacement = torch.compiler.disable(_on_cpu(reference, original.apply, triton=triton))
         _rebind(original.apply, replacement, names)
         original.apply = staticmethod(replacement)
@@ -151,7 +152,7 @@ def _on_cpu(
     If Triton is interpreted, CPU tensors go to an `original` that is a Triton kernel, too. With packed documents it is
     outside of graphs, as a kernel is, because it splits them by their lengths, which are values that a graph can't use.
     """
-    # In a tuple, where `parallel.compile.graph_breaks` does not find it: without documents the function stays in graphs.
+    # It is in a tuple, so that `parallel.compile.graph_breaks` does not find it: without documents it stays in graphs.
     out_of_graphs = (torch.compiler.disable(reference),)
 
     @functools.wraps(reference)

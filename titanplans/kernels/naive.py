@@ -27,7 +27,7 @@ class Naive(NamedTuple):
     """A reference implementation."""
 
     place: str
-    """Its module and name: "fla.ops.parallax.naive:naive_parallax"."""
+    """The reference's module and name: "fla.ops.parallax.naive:naive_parallax"."""
     check: Callable[[dict[str, Any]], None] | None = None
     """Refuses arguments that the kernel refuses or interprets differently."""
 

@@ -65,7 +65,7 @@ class Allowances(NamedTuple):
 
 
 def part_of(module: str | None, decoder: Decoder) -> str:
-    """Return the part of the model that a collective belongs to which `module` issues.
+    """Return the part of the model to which a collective belongs that `module` issues.
 
     It is the name of a block, "embedding", "head" (including the final norm), "loss" (None: outside of the model), or else
     the name of the module.
@@ -114,8 +114,8 @@ def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Cal
     Args:
         model: split by `applied`.
         applied: the applied plan.
-        options: of the bound, usually `applied.plan.options`.
-        calls: of one forward (`record_calls`).
+        options: the options of the bound, usually `applied.plan.options`.
+        calls: the calls of one forward (`record_calls`).
     """
     decoder, degree = applied.decoder, applied.border.group[1]
     needed: dict[str, tuple[list[Allowance], list[Allowance]]] = {name: ([], []) for name in decoder.names}
@@ -213,7 +213,7 @@ def _expected_styles(applied: AppliedPlan) -> dict[str, Style]:
 
 
 def _path(key: str, applied: AppliedPlan) -> str:
-    """Return the name of the module of a plan key, which may name a parameter of it."""
+    """Return the name of the module of a plan key, which may name one of the module's parameters."""
     entry = applied.resolved.by_key.get(key)
     return key if entry is None else entry.path
 

@@ -1,7 +1,8 @@
 """The communication of a model that is split by tokens: exchanges of tokens for heads, and gathers of all tokens.
 
 A mixer needs one exchange before its kernel and one after it. Some code needs all tokens: a mixer's token shift before its
-products, or a load-balancing loss. They are gathered for it, which no plan avoids, and the report names that code.
+products, or a load-balancing loss. The tokens are gathered for such code, which no plan avoids, and the report names the
+code.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -155,7 +155,7 @@ def count_communication(
         applied: what `apply_plan` returned.
         run: runs one forward, the loss and its backward. With loss parallelism, a loss that gathers the logits exceeds the
             bound.
-        options: of the bound, usually those of the applied plan.
+        options: the options of the bound, usually those of the applied plan.
 
     Raises:
         PlanError: activations are checkpointed.

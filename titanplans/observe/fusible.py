@@ -154,7 +154,7 @@ class _Capture:
             fake = stages.fake_tensor_prop(module, list(inputs))
         # The graph runs as it was before the passes, so that the backward is captured and code between graphs gets values.
         runnable = stages.make_boxed_func(partial(_run_on_one_rank, copy.deepcopy(module)))
-        # Without the scales of float8, which are reduced by minimum.
+        # Leave out the scales of float8, which are reduced by minimum.
         collectives = [n for n in module.graph.nodes if operation(n) is not None and n.args[1:2] != ("min",)]
         adjacent = {
             node: [

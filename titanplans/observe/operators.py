@@ -94,8 +94,8 @@ class Collective(NamedTuple):
 def received(operation: str, size: int, ranks: int) -> int:
     """Return the bytes that each rank receives on a ring of `ranks`, for a full tensor of `size` bytes.
 
-    (n-1)/n of the size, and 2(n-1)/n in an all-reduce (Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce
-    algorithms"); the full size for an operation to or from a single rank.
+    This is (n-1)/n of the size, or 2(n-1)/n in an all-reduce (Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce
+    algorithms"), or the full size for an operation to or from a single rank.
     """
     passes = _RING_PASSES.get(operation)
     return size if passes is None else passes * size * (ranks - 1) // ranks
@@ -137,7 +137,7 @@ def describe(func: Any, args: Any, kwargs: Any, result: Any) -> Collective | Non
     if fused:
         elements, size = _fused_size(operation, arguments, len(group))
     else:
-        # The full tensor is the largest of all inputs and outputs, whatever the operator. Of an all-to-all, in which ranks
+        # The full tensor is the largest of all inputs and outputs, whatever the operator. For an all-to-all, in which ranks
         # may receive different numbers of rows, it is what this rank receives.
         tensors = (result,) if operation == "all_to_all" else (*arguments.values(), result)
         sizes = [_size(argument) for argument in tensors]

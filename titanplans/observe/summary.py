@@ -21,7 +21,8 @@ def at_start(report: Report) -> list[str]:
     if (compiled := report["compile"]) is not None:
         components = ", ".join("blocks" if name == "model" else name for name in compiled["components"])
         lines.append(
-            f"compiling {components} by {compiled['backend']} in the first step, which may take minutes: its line comes then"
+            f"compiling {components} with {compiled['backend']} in the first step, which may take minutes: its line "
+            "comes then"
         )
     return lines
 
@@ -35,7 +36,7 @@ def _features(report: Report) -> Iterator[str]:
     if (context := report["context_parallel"]) is not None:
         yield f"{context['plan']} over tokens, exchanged for heads in {counted(len(context['regions']), 'mixer')}"
     if (experts := report["expert_parallel"]) is not None:
-        yield f"{experts['plan']} with experts shared out in {counted(len(experts['experts']), 'mixture')}"
+        yield f"{experts['plan']} with experts distributed in {counted(len(experts['experts']), 'mixture')}"
     yield _data_parallel(report["data_parallel"])
     if (recomputed := report["recomputation"]) is not None:
         policy = str(recomputed["policy"]).partition("(")[0]

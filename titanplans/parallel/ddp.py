@@ -123,8 +123,8 @@ def refuse_model(model: nn.Module, mesh: DeviceMesh) -> None:
             raise ParallelError(f"ddp with {name} split over the mesh {axes}: {NOT_FOR_DDP}")
         if tensor.device.type != mesh.device_type:
             raise ParallelError(
-                f"{ddp}: {name} is on {tensor.device} and the mesh on {mesh.device_type}; move the model there first, or "
-                "from meta give it values, since DDP sends rank 0's to all"
+                f"{ddp}: {name} is on {tensor.device} and the mesh on {mesh.device_type}; move the model there first, "
+                "or give it values if it is on meta, since DDP sends rank 0's values to all ranks"
             )
 
 

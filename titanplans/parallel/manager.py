@@ -208,7 +208,7 @@ class ParallelManager:
             model.zero_grad()
 
     def count_tokens(self, labels: torch.Tensor) -> torch.Tensor:
-        """Return the number of `labels` that are not -100, over all ranks; pass those of all micro batches of a step."""
+        """Return the number of `labels` that are not -100, over all ranks; pass all labels of a step's micro batches."""
         return count_tokens(labels, self.mesh.get_mesh("dp"))
 
     def cross_entropy(
@@ -220,7 +220,7 @@ class ParallelManager:
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
     ) -> torch.Tensor:
-        """Return this rank's summand of the mean cross entropy over the global batch; see `loss.cross_entropy`.
+        """Return this rank's term of the mean cross entropy over the global batch; see `loss.cross_entropy`.
 
         Gradients are summed over ranks, so the loss of the local tokens is divided by the token count of all ranks.
 
@@ -294,7 +294,7 @@ def _device_type(requested: str | None) -> str:
         return default if default in supported else "cpu"
     if requested not in supported:
         raise ParallelError(
-            f"device_type = {requested!r}, but the process group has backends for {', '.join(supported)}: initialize it by "
-            f"process_group({requested!r}), or omit device_type"
+            f"device_type = {requested!r}, but the process group has backends for {', '.join(supported)}: initialize "
+            f"it with process_group({requested!r}), or omit device_type"
         )
     return requested

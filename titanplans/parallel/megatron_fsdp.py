@@ -1,4 +1,4 @@
-"""Sharding by the package megatron-fsdp (0.6). Start at `apply_megatron_fsdp`.
+"""Sharding with the package megatron-fsdp (0.6). Start at `apply_megatron_fsdp`.
 
 This code has never run on a GPU, and the package needs CUDA. Tensor parallelism, HSDP, and checkpointed or compiled blocks
 are refused, because they are untested.

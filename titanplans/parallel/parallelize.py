@@ -72,7 +72,7 @@ def parallelize(
     plan: PlanSource = None,
     loss_parallel: bool = True,
 ) -> nn.Module:
-    """Parallelise `model` in place and return it, by the signature of torchtitan's `parallelize_fn`.
+    """Parallelise `model` in place and return it, with the signature of torchtitan's `parallelize_fn`.
 
     The options come either from `config`, or from torchtitan's config sections: a field of a section sets the option of
     the same name.
@@ -83,8 +83,8 @@ def parallelize(
         parallel_dims: torchtitan's ParallelDims, of any `spmd_backend`, or a `Mesh`.
         config: the options; instead of the four sections.
         training, parallelism, compile_config: torchtitan's sections of these names.
-        ac_config: what to recompute: an `ActivationCheckpoint`, a torchtitan ActivationCheckpointing.Config, or None for
-            that of `config`.
+        ac_config: what to recompute, as an `ActivationCheckpoint` or a torchtitan ActivationCheckpointing.Config. None: as
+            `config` says.
         dump_folder: folder for files that a training step writes, such as the picture of a memory budget.
         plan: with torchtitan's sections: a custom plan; None for the registered one. See `apply_plan`.
         loss_parallel: with torchtitan's sections: keep the logits sharded over the vocabulary (a DTensor, `Shard(-1)`).

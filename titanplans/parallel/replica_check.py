@@ -13,8 +13,8 @@ def check_equal_values(model: nn.Module, device: torch.device) -> None:
     """Check that parameters and buffers of `model` are equal on every rank; tensors on meta are skipped.
 
     FSDP and tensor parallelism take each rank's shard from that rank's values, so shards of different values would not form
-    one model. Collective over all ranks: one all-reduce of the number of tensors, and one of two checksums per tensor, of
-    its shape and of its bytes weighted by position.
+    one model. Collective over all ranks: one all-reduce of the number of tensors, and one of two checksums per tensor (of
+    its shape, and of its bytes weighted by position).
 
     Args:
         model: not yet parallelised.
@@ -32,7 +32,7 @@ def check_equal_values(model: nn.Module, device: torch.device) -> None:
     dist.all_reduce(count, dist.ReduceOp.MAX)
     if count[0] != -count[1]:
         raise ParallelError(
-            f"ranks have models of {-count[1]} to {count[0]} tensors with values: build the same model on every rank"
+            f"the ranks' models have {-count[1]} to {count[0]} tensors with values: build the same model on every rank"
         )
     if not named:
         return

@@ -47,7 +47,7 @@ def prove_case(
     names the first module that differs.
 
     Raises:
-        PlanError: strict application refuses the plan.
+        PlanError: the plan's checks refuse it.
     """
     start = time.perf_counter()
     applied: list[AppliedPlan] = []
@@ -80,7 +80,7 @@ def prove_case(
         result = _failed(options, scenario, _place(training), first_line(error))
     result = from_first(world, result)
     if not result.passed and reference.recording and training is not None:
-        # Of a training that failed, what it recorded until then. The names are bound for the closure.
+        # If the training failed, use what it recorded until then. The names are bound for the closure.
         recorded, case = training, result
         resolved = recorded.model.plan if isinstance(recorded.model, PipelinedModel) else applied[0].resolved
         try:
@@ -103,7 +103,7 @@ def split(
         The model to train, and the applied plan of each stage (one if there are no stages).
 
     Raises:
-        PlanError: strict application refuses the plan.
+        PlanError: the plan's checks refuse it.
         VerifyError: the plan changes code that the unsplit model runs, too.
     """
     with unpatched(model):

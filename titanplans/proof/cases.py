@@ -41,7 +41,7 @@ class Proof:
     Args:
         model: the unsplit model.
         plan: as in `verify`.
-        sampler: of the batches.
+        sampler: makes the batches.
         seed: as in `verify`.
         losses: as in `verify`.
         worlds: the ranks.
@@ -128,7 +128,7 @@ class Proof:
         """Prove groups of cases, and explain the failing ones once all are proved.
 
         Args:
-            cases: all of the proof.
+            cases: all cases of the proof.
             groups: indices of the cases that share a reference, from `by_reference`.
             plain: the scenario without conditions.
             group_indices: indices of the groups to prove.
@@ -180,7 +180,7 @@ class Proof:
                 self.progress("more perturbed runs of the unsplit model")
                 reference.draw(draws)
                 result = self.worlds.run(options.degrees.tp_cp, prove)
-        # Notes on a right case name code that calls dist.get_rank(), which may act differently in the other replica.
+        # Notes on a passing case name code that calls dist.get_rank(), which may act differently in the other replica.
         if result.passed and result.notes:
             result = self.worlds.run(options.degrees.tp_cp, prove, replica=0)
         return result

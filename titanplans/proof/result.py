@@ -128,7 +128,7 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Options of one degree that strict application refuses for one reason."""
+    """Options of one degree that the plan's checks refuse for one reason."""
 
     options: tuple[TPOptions, ...]
     reason: str

@@ -34,11 +34,11 @@ from titanplans.split.decoder import find_decoder, set_head
 from titanplans.split.experts.interfaces import interface_of
 
 DEGREES = (*(Degrees(tp=tp) for tp in (2, 4, 8)), Degrees(cp=2), Degrees(tp=2, cp=2))
-"""Proved by default, if the model allows them."""
+"""Degrees that are proved by default, if the model allows them."""
 EXPERT_DEGREES = (Degrees(tp=2, ep=2), Degrees(cp=2, ep=2))
-"""Proved by default of a model with experts that tokens can be sent to."""
+"""Degrees that are proved by default for a model with experts that tokens can be sent to."""
 STAGE_DEGREES = (Degrees(tp=2, pp=2),)
-"""Proved by default of a model with two blocks or more."""
+"""Degrees that are proved by default for a model with two blocks or more."""
 
 
 def verify(
@@ -82,18 +82,19 @@ def verify(
         model_fn: returns the model, with real weights, on the CPU or on the GPU that all ranks share (over a process
             group on the device of its rank). Called once.
         plan: as in `apply_plan`; None: the registered plan.
-        degrees: to prove; an integer is a tensor-parallel degree. None: those of `DEGREES`, `EXPERT_DEGREES` and
+        degrees: the degrees to prove; an integer is a tensor-parallel degree. None: those of `DEGREES`, `EXPERT_DEGREES` and
             `STAGE_DEGREES` that the model allows, or over a process group its size. A process group of 1 rank runs the
             split model's code and kernels, and splits nothing.
         loss_parallel: True or False. None: both, or one value without tensor parallelism, where it changes nothing.
         sequence_parallel: likewise.
         sequence_dim: the dimension of the sequence in the hidden states.
-        inputs: of the model's forward. A function of batch size, sequence length and seed that returns keyword arguments,
-            with tensors on any device; or fixed keyword arguments, the same for every batch; or None for token ids.
+        inputs: inputs of the model's forward. A function of batch size, sequence length and seed that returns keyword
+            arguments, with tensors on any device; or fixed keyword arguments, the same for every batch; or None for token
+            ids.
         seq_len: tokens in a plain sequence; other sequences are longer or shorter.
         batch_size: sequences in a plain batch; other batches have one more, or only one.
-        dtype: of weights and activations, float64 or float32. A few cases are in lower precision.
-        seed: of weights, tokens and labels.
+        dtype: dtype of weights and activations, float64 or float32. A few cases are in lower precision.
+        seed: seed of weights, tokens and labels.
         losses: further losses by name, each a function of logits, labels and the number of labels. Their values and
             their gradients with respect to the logits are compared. The loss whose backward runs through the model is
             `titanplans.parallel.cross_entropy`.
@@ -207,12 +208,12 @@ def accepted_cases(
     *,
     named: bool,
 ) -> tuple[dict[TPOptions, Plan], list[Refusal]]:
-    """Return the options that strict application accepts, with their styles, and the refused options.
+    """Return the options that the plan's checks accept, with their styles, and the refused options.
 
     Args:
         model: a copy of the unsplit model, which may be on meta.
         plan: as in `verify`.
-        degrees: to try, with each choice of options.
+        degrees: the degrees to try, with each choice of options.
         loss_parallel: as in `verify`.
         sequence_parallel: as in `verify`.
         sequence_dim: as in `verify`.
@@ -257,7 +258,7 @@ def degrees_to_prove(
     Args:
         model: unsplit.
         degrees: as in `verify`.
-        size: of the process group; None: ranks are threads.
+        size: size of the process group; None: ranks are threads.
 
     Raises:
         PlanError: degrees split nothing, need another number of ranks, or their ep does not divide the ranks.

@@ -1,4 +1,4 @@
-"""`flash_attn_func` and `flash_attn_varlen_func` on a CPU, by torch's scaled dot product attention.
+"""`flash_attn_func` and `flash_attn_varlen_func` on a CPU, with torch's scaled dot product attention.
 
 FLA's softmax layers call flash-attn, which has no CPU build, and refuse to be constructed without it. Signatures and
 semantics are those of flash-attn 2: inputs [B, L, H, D], grouped key heads, masks and windows aligned to the last key.

@@ -1,4 +1,4 @@
-"""CPU replacements for decoding steps: by the replacement for a whole sequence, or by FLA's reference."""
+"""CPU replacements for decoding steps. They call the replacement for a whole sequence, or FLA's reference."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def mesa_net_step(
 ) -> Result:
     """Return the output [B, H, V] and states [B, H, K, K], [B, H, K, V] after one token: q, k [B, H, K], v [B, H, V].
 
-    The replacement for a sequence computes it, and solves the system exactly.
+    This calls the replacement for a sequence, which solves the system exactly.
     """
     from fla.ops.mesa_net import chunk_mesa_net  # replaced by `formulas.mesa_net`
 

@@ -1,4 +1,4 @@
-"""CPU replacement for `RotaryEmbeddingFunction` in `fla/modules/rotary/ops.py`, by FLA's reference.
+"""CPU replacement for `RotaryEmbeddingFunction` in `fla/modules/rotary/ops.py`, which calls FLA's reference.
 
 FLA's `RotaryEmbedding` computes the cosine and sine tables in float32 and casts them to the dtype of the queries. With
 float64 queries the rotation is in float64, but the tables have the precision of float32.

@@ -213,7 +213,7 @@ def _with_bool_mask(access: Callable[..., Any], at: int) -> Callable[..., Any]:
 
 
 def _libdevice_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of CUDA's libdevice that computes by numpy's `function`."""
+    """Return a function of CUDA's libdevice that computes with numpy's `function`."""
 
     def call(*args: Any, **_: Any) -> Any:
         xs = [_tensor(x) for x in args]

@@ -11,7 +11,7 @@ from titanplans.kernels.precision import accumulation_dtype
 
 
 def gate(g: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return silu(g) or sigmoid(g), by the name that FLA uses.
+    """Return silu(g) or sigmoid(g), as FLA names the `activation`.
 
     Raises:
         KernelError: another activation.
@@ -44,7 +44,7 @@ def elu_plus_one(x: torch.Tensor) -> torch.Tensor:
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
-    """Return gelu(x) by its tanh approximation. FLA's version is compiled, which needs a C++ compiler on a CPU."""
+    """Return gelu(x) in its tanh approximation. FLA's version is compiled, which needs a C++ compiler on a CPU."""
     return F.gelu(x, approximate="tanh")
 
 

@@ -41,7 +41,7 @@ def layer_norm_linear(
     linear_bias: torch.Tensor | None,
     *options: Any,
 ) -> Normed:
-    """Return a linear layer of `layer_norm`, which gets the `options`."""
+    """Return a linear layer, applied to the result of `layer_norm`, which gets the `options`."""
     return _linear(layer_norm(x, norm_weight, norm_bias, *options), linear_weight, linear_bias)
 
 
@@ -72,7 +72,7 @@ def layer_norm_gated_linear(
     linear_bias: torch.Tensor | None,
     *options: Any,
 ) -> Normed:
-    """Return a linear layer of `layer_norm_gated` with silu, which gets the `options`."""
+    """Return a linear layer, applied to the result of `layer_norm_gated` with silu, which gets the `options`."""
     y = layer_norm_gated(x, g, norm_weight, norm_bias, "swish", *options)
     return _linear(y, linear_weight, linear_bias)
 
@@ -153,7 +153,7 @@ def layer_norm_linear_quant(
     residual_in_fp32: bool = False,
     is_rms_norm: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return BitNet's linear layer of the norm of x, with `prenorm` also x + `residual`.
+    """Return BitNet's linear layer, applied to the norm of x; with `prenorm` also x + `residual`.
 
     The norm is rounded to 8 bits per token, and the weight to -1, 0 or 1 times its mean absolute value. Gradients are those
     without rounding (straight-through estimator).

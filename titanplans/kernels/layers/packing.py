@@ -35,8 +35,8 @@ def by_sequence(
 
     Args:
         run: returns outputs [B, T, ...] and any number of final states [N, ...].
-        inputs: by name. The first has one step per token, others may have several.
-        states: by name, [N, ...], where N is the number of packed sequences, or B.
+        inputs: the inputs by name. The first has one step per token, others may have several.
+        states: the initial states by name, [N, ...], where N is the number of packed sequences, or B.
         cu_seqlens: the N + 1 bounds of packed sequences, with B = 1. They are copied to the host, which breaks graphs of
             torch.compile.
         of_tokens: the second result of `run` is [B, T, ...] like the outputs, not a final state.

@@ -71,7 +71,7 @@ def log_linear_mamba2_forward(
     output_attentions: bool | None = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None, Any]:
-    """Replace `LogLinearMamba2.forward` by its GPU branch, whose kernels have replacements."""
+    """Replace `LogLinearMamba2.forward` with its GPU branch, whose kernels have replacements."""
     from fla.layers.utils import get_layer_cache, update_layer_cache
 
     last_state = get_layer_cache(mixer, past_key_values)

@@ -1,4 +1,4 @@
-"""CPU replacement for Mamba 3, by the trapezoidal recurrence of its paper.
+"""CPU replacement for Mamba 3, with the trapezoidal recurrence of its paper.
 
     S_t = e_t S_(t-1) + dt_t (s_t b_t x_t^T + (1 - s_t) e_t b_(t-1) x_(t-1)^T),     y_t = S_t^T c_t + D x_t
 

@@ -93,7 +93,7 @@ def _compute(
         kernel: the kernel's name, for errors.
         formula: a function of `formulas`.
         parameters: the names of the formula's parameters.
-        arguments: by name, without those that are None or False; changed in place.
+        arguments: the arguments by name, without those that are None or False; changed in place.
         of_tokens: the second result is not a final state, but the keys of each token, as in softmax attention.
     """
     dtype = accumulation_dtype(*(value for value in arguments.values() if isinstance(value, torch.Tensor)))

@@ -34,7 +34,7 @@ def apply_activation_checkpointing(
         model: the model, before it is compiled.
         options: an `ActivationCheckpoint`, or a torchtitan ActivationCheckpointing.Config.
         dump_folder: folder for the picture of a memory budget.
-        names: the modules to recompute, for a pipeline stage: they were found in the unsplit model, because a policy counts
+        names: for a pipeline stage, the modules to recompute, which were found in the unsplit model, because a policy counts
             blocks. None: find them in `model`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`Kept`: a module inside a recomputed block, its token mixer, that is not recomputed, whatever its kernels.
+"""`Kept`: a module inside a recomputed block, its token mixer, that is not recomputed, whichever kernels it calls.
 
 Unlike `operators`, it also works for Triton kernels and autograd.Functions, but not in a compiled block.
 """
@@ -24,7 +24,7 @@ class _Call:
 
     def __init__(self) -> None:
         self.outputs: list[tuple[Any, list[int], Any]] = []
-        """For each: the output, the versions of its tensors, and the random state after the module."""
+        """For each module: the output, the versions of its tensors, and the random state after the module."""
         self.next = 0
 
 
@@ -33,7 +33,7 @@ class _Running(threading.local):
 
     def __init__(self) -> None:
         self.calls: list[tuple[_Call, bool]] = []
-        """Each with whether it recomputes."""
+        """Each call, and whether it is a recomputation."""
 
 
 _running = _Running()

@@ -23,7 +23,8 @@ def _present(namespace: str, *names: str) -> frozenset[Any]:
     return frozenset(packet.default for packet in packets if packet is not None)
 
 
-# Products of activations and weights. Not bmm, which computes attention scores, whose size grows with the length squared.
+# Products of activations and weights. Not bmm, which computes attention scores, whose size grows with the square of the
+# length.
 MATMULS = _present("aten", "mm", "addmm", "linear", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")
 ATTENTION = _present(
     "aten",
@@ -114,7 +115,7 @@ def _find(options: ActivationCheckpoint) -> frozenset[Any]:
         if packet is None or (overload and overload not in packet.overloads()):
             raise options.error(
                 _OPERATORS,
-                f'"{name}": no operator of this process: give "namespace::name" of one that is registered by '
+                f'"{name}" is no operator of this process: give "namespace::name" of one that is registered with '
                 "torch.library before the model is parallelised",
             )
         ops = {getattr(packet, each) for each in ([overload] if overload else packet.overloads())}

@@ -37,7 +37,7 @@ class Fused(NamedTuple):
 
 
 def has_nccl(mesh: Any) -> bool:
-    """Whether the ranks of the mesh "tp" have CUDA devices and communicate by NCCL."""
+    """Whether the ranks of the mesh "tp" have CUDA devices and communicate over NCCL."""
     tp = mesh.get_mesh("tp")
     # A group may have a backend for each device: "cpu:gloo,cuda:nccl".
     return (
@@ -52,7 +52,7 @@ def enable(model: nn.Module, mesh: Any) -> None:
     graphs, for which inductor's cache is disabled.
 
     Args:
-        model: split by its plan.
+        model: the model, split by its plan.
         mesh: a `Mesh`, or torchtitan's ParallelDims.
     """
     enable_symmetric_memory(mesh.get_mesh("tp").get_group())
@@ -87,7 +87,7 @@ def prepare(model: nn.Module) -> None:
         mlp.fuse_swiglu = False  # pyrefly: ignore[bad-argument-type]
     if apart:
         _log.info(
-            f"Async TP: {len(apart)} MLPs compute down_proj by itself, to be fused (fuse_swiglu = false)"
+            f"Async TP: {len(apart)} MLPs compute down_proj separately, so that it can be fused (fuse_swiglu = false)"
         )
 
 
@@ -107,8 +107,8 @@ def check_fused(mesh: Any, unfused: str = "error") -> Fused:
     if record is None:
         raise ParallelError(
             "enable_async_tensor_parallel: inductor's graphs are not recorded, so fused collectives can't be counted: "
-            "switch it on by async_tp.enable, and append to torch._inductor.config.post_grad_custom_post_pass instead of "
-            "replacing it"
+            "switch it on with async_tp.enable, and append to torch._inductor.config.post_grad_custom_post_pass "
+            "instead of replacing it"
         )
     group = tuple(dist.get_process_group_ranks(mesh.get_mesh("tp").get_group()))
     collectives = [c for c in record.collectives(group) if c.operation in ("all_gather", "reduce_scatter")]
@@ -119,7 +119,7 @@ def check_fused(mesh: Any, unfused: str = "error") -> Fused:
         _log.info(
             f"Async TP: of {result.total} gathers and scatters in the compiled graphs (equal blocks count once) "
             f"{result.fused} are fused with matrix products, {result.overlapped} more overlapped; titanplans async-tp "
-            "says why not the others"
+            "says why the others are not"
         )
         return result
     unfused_collectives = (

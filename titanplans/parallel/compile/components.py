@@ -61,7 +61,7 @@ def apply_compile(
 
     Args:
         model: the model, with activation checkpointing applied.
-        compile_config: the options of torch.compile; `fullgraph` None: the rule above.
+        compile_config: the options of torch.compile; If its `fullgraph` is None, the rule above holds.
         parallel_dims: has the mesh "tp", for async tensor parallelism.
         async_tensor_parallel: overlap the collectives of the TP group with matrix products.
 

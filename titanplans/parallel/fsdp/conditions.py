@@ -50,7 +50,7 @@ def shard_model(
     check_unsharded(model)
     check_mesh(mesh, config)
     if not conditions:
-        raise ParallelError("no conditions: give at least one, or shard a decoder's blocks by `shard`")
+        raise ParallelError("no conditions: give at least one, or shard a decoder's blocks with `shard`")
     named = dict(conditions) if isinstance(conditions, Mapping) else _named(conditions)
     matched: dict[str, list[str]] = {condition: [] for condition in named}
     for name, module in model.named_modules():

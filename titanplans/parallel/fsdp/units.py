@@ -43,7 +43,7 @@ def find_units(model: nn.Module, towers: Literal["blocks", "root"] = "blocks") -
     """Return the units of a decoder in the order of its forward: root, towers, embedding, blocks, ends.
 
     The ends are the final norm and the head. An embedding that is tied to the head is in one unit with them, at the
-    embedding's position. The root has all parameters of no other unit.
+    embedding's position. The root has all parameters that are in no other unit.
 
     Args:
         model: a decoder, not yet sharded.

@@ -57,7 +57,7 @@ def process_group(
     Args:
         device_type: "cuda", "cpu", ...; None: the accelerator that torch sees, else the CPU.
         cpu_offload: also initialize gloo, for tensors on the CPU, in addition to the accelerator's backend.
-        timeout: of every collective of the default group; `Mesh` sets the same for its groups.
+        timeout: timeout of every collective of the default group; `Mesh` sets the same for its groups.
         threads: intra-op CPU threads of this process, until the end of the body. "auto": the cores of this process'
             affinity mask divided by the number of ranks on this machine; unchanged if the user has set OMP_NUM_THREADS.
 

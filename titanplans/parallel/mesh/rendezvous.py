@@ -16,7 +16,7 @@ _POLL_SECONDS = 0.01
 
 
 def rendezvous_store(ranks: Ranks, timeout: timedelta) -> dist.Store | None:
-    """Open a store for the ranks of the current start of a job alone; None if the store that torch creates is such a store.
+    """Open a store that only the ranks of a job's current start use; None if torch's own store is such a store.
 
     torchrun has one store for all restarts of a job, in which each rank publishes its address under the same key. So a
     restarted rank could read addresses of ranks that no longer run. To avoid it, the ranks of one start agree on a prefix.

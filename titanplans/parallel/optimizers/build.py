@@ -47,10 +47,10 @@ def group_parameters(model: nn.Module, options: Optimizer) -> list[ParameterGrou
 
     Args:
         model: as built, or parallelised by `parallelize`; on any device, meta included.
-        options: of [optimizer].
+        options: the options of [optimizer].
 
     Raises:
-        ConfigError: a group's pattern matches no parameter, a group has an option that none of its optimizers reads, a
+        ConfigError: a group's pattern matches no parameter, a group has an option that none of its optimizers uses, a
             group gives Muon a parameter that is no matrix, or Muon has no parameter.
     """
     roles, unsplit_names = _roles(model), record_of(model).unsplit_names
@@ -78,8 +78,8 @@ def group_parameters(model: nn.Module, options: Optimizer) -> list[ParameterGrou
     if options.name == "Muon" and not is_stage and all(group.optimizer != "Muon" for group in groups):
         raise ConfigError(
             'optimizer.name = "Muon": no trainable parameter is a matrix of a hidden layer, so AdamW would update all: '
-            'set optimizer.name = "AdamW"; or let a group name matrices, as adapters\': [[optimizer.groups]] pattern = '
-            '"lora_", name = "Muon"'
+            'set optimizer.name = "AdamW"; or name matrices in a group, such as those of adapters: [[optimizer.groups]] '
+            'pattern = "lora_", name = "Muon"'
         )
     return groups
 
@@ -89,7 +89,7 @@ def build_optimizers(model: nn.Module, options: Optimizer, **settings: Any) -> l
 
     Args:
         model: parallelised by `parallelize`, or not; it may be on meta.
-        options: of [optimizer].
+        options: the options of [optimizer].
         settings: further arguments of Adam and AdamW, such as capturable=True.
 
     Raises:
@@ -159,8 +159,8 @@ def _split(
             kind = "AdamW" if kind == "Muon" and not role.hidden else kind
         elif kind == "Muon" and role.fault is not None:
             raise ConfigError(
-                f"{_where(index, group)}: {name} is {role.fault}, and Muon takes matrices and stacks of experts'; let the "
-                "pattern leave it out"
+                f"{_where(index, group)}: {name} is {role.fault}, and Muon takes only matrices, and stacks of them; "
+                "change the pattern so that it does not match"
             )
         sets_decay = group is not None and group.weight_decay is not None
         decays = sets_decay or options.decay_all or role.decays

@@ -12,11 +12,11 @@ from titanplans.split.objects import gather_objects
 _COUNTS = ("experts/idle", "experts/dropped")
 
 DEEPSEEK_V3_STEP_SIZE = 1e-3
-"""The default of torchtitan, too."""
+"""The coefficient of DeepSeek-V3, which is also torchtitan's default."""
 
 
 class LoadBalancer:
-    """Count the tokens of each expert of `model`, and balance them by the routers' biases.
+    """Count the tokens of each expert of `model`, and balance them with the routers' biases.
 
     Args:
         model: parallelised and materialised.
@@ -37,7 +37,7 @@ class LoadBalancer:
         self.token_counts: torch.Tensor | None = None
         """Tokens routed to each expert in the latest step, over all ranks: [mixtures, experts]."""
         self.dropped: torch.Tensor | None = None
-        """Number of them that were dropped; None without a capacity."""
+        """Number of these tokens that were dropped; None without a capacity."""
 
     def after_backward(self, *, skipped: bool) -> None:
         """Take the counts of the step, and adjust the biases unless the step is `skipped`. Collective."""

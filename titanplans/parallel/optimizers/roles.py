@@ -41,7 +41,7 @@ class Role(NamedTuple):
     hidden: bool = False
     """Whether it is a matrix of a hidden layer, or a stack of them, which Muon updates by default."""
     fault: str | None = None
-    """Why Muon can't update it: a description of its kind. None: it can."""
+    """Why Muon can't update it, as a description of its kind. None: Muon can."""
     sections: Sections | None = None
     """None: it is one matrix, or no plan has its sections."""
 

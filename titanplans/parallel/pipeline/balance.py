@@ -72,11 +72,11 @@ def stage_starts(names: Sequence[str], split_points: Sequence[str]) -> tuple[int
     """Return the index of each stage's first block.
 
     Args:
-        names: of the blocks, in order.
+        names: the names of the blocks, in order.
         split_points: the name of the first block of each stage after the first one.
 
     Raises:
-        ParallelError: a split point is no block, or does not come after the preceding one.
+        ParallelError: a split point is not a block, or does not come after the preceding one.
     """
     key = "pipeline_parallel_split_points"
     starts = [0]

@@ -31,7 +31,7 @@ def title_of(timeline: Timeline, name: str) -> str:
 
 
 def as_svg(timeline: Timeline, name: str) -> str:
-    """Return the picture as SVG; `name`: of the schedule."""
+    """Return the picture as SVG; `name` is the schedule's."""
     scale = (WIDTH - LEFT - GAP) / timeline.duration
     parts, rows = [], rows_of(timeline)
     for row, (rank, stage, spans) in enumerate(rows):

@@ -19,7 +19,7 @@ class MicroBatch:
     padding: str = ""
     """"left" or "right": the side on which an attention mask marks padding."""
     documents: bool = False
-    """Each sequence holds several documents, by `cu_seqlens` or `position_ids`."""
+    """Each sequence holds several documents, which `cu_seqlens` or `position_ids` mark."""
     ignored: bool = False
     """Some labels are ignored by the loss. Labels of padding always are."""
     repeated: bool = False
@@ -45,7 +45,8 @@ class Scenario:
     differing: bool = False
     """Before the split, every rank but the first has other weights."""
     fused: bool = False
-    """In the last step the split model's head computes the loss in chunks; the unsplit model's loss is of its logits."""
+    """In the last step the split model's head computes the loss in chunks; the unsplit model's loss is computed from
+    logits."""
     dtype: str = "float64"
 
     @property
@@ -57,8 +58,9 @@ class Scenario:
 PLAIN = Scenario()
 
 FROZEN = ("mixers and MLPs", "parameters")
-"""Which parameters are frozen; trainings alternate. The first: all mixers, MLPs and the head, so that embeddings and
-norms train through them. The second: all before the blocks, the first block, and every second parameter of the others."""
+"""Which parameters are frozen; trainings alternate between the two. The first: all mixers, MLPs and the head, so that
+embeddings and norms train through them. The second: all before the blocks, the first block, and every second parameter of
+the others."""
 
 
 def words(scenario: Scenario, plain: Scenario) -> tuple[str, ...]:

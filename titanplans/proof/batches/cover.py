@@ -28,7 +28,7 @@ _EVALUATED = ((1, "longest", "right", 0, 0, 0), (1, "short", "", 0, 0, 0))
 """For each of the first two trainings, a batch of its evaluation. Both lengths are odd, so ranks can't shard the sequence
 equally and the forward runs in full."""
 STEPS = (3, 2, 2, 2)
-"""Number of steps of each training, in total all of `_STEPS`. The first is the longest: a quick proof has it alone."""
+"""Number of steps of each training, in total all of `_STEPS`. The first is the longest: a quick proof has only this one."""
 SHORT = 3
 """Tokens of a short sequence: fewer than there are ranks at degrees 4 and 8."""
 
@@ -101,9 +101,9 @@ def cover(
         grid: options to prove, each at least once in the first dtype.
         trained: the trainings, from `trainings`.
         shared: the same trainings with other lengths, for options that shard the sequence.
-        dtypes: of weights and activations; the first is the proof's main dtype.
-        recompute: the model has blocks that can be recomputed.
-        fuse: the model's head can compute the loss. It does in every second case, and no case is added for that.
+        dtypes: dtypes of weights and activations; the first is the proof's main dtype.
+        recompute: whether the model has blocks that can be recomputed.
+        fuse: whether the model's head can compute the loss. It does so in every second case, and no case is added for that.
         quick: cover every condition once instead of every pair, at the smallest degree only.
     """
     blocks = (False, True) if recompute else (False,)

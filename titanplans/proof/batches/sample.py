@@ -36,10 +36,10 @@ class Sampler:
     """Makes the batches of one model.
 
     Args:
-        model: the unsplit model; its signature and its config are read, and it does not run.
-        inputs: of the forward, as in `verify`.
-        sequence_dim: of token ids, 0 or 1.
-        seed: of tokens and labels.
+        model: the unsplit model; only its signature and its config are used, and it does not run.
+        inputs: inputs of the forward, as in `verify`.
+        sequence_dim: sequence dimension of token ids, 0 or 1.
+        seed: seed of tokens and labels.
 
     Attributes:
         uncovered: conditions that this model or these inputs exclude, each with the reason.
@@ -91,7 +91,7 @@ class Sampler:
 
         Args:
             batch: its conditions.
-            index: of the batch; batches with different indices have different tokens.
+            index: the batch's index; batches with different indices have different tokens.
             cached: the forward fills a cache, so padding is allowed even if batches in training have none.
         """
         seed = self.seed + 10 * index
@@ -121,7 +121,7 @@ class Sampler:
 
         Args:
             batch: its conditions.
-            index: of the batch; batches with different indices have different tokens and labels.
+            index: the batch's index; batches with different indices have different tokens and labels.
             logits: their shape [..., vocabulary]; needed only if the inputs are fixed.
         """
         inputs = self.tokens(batch, index)
@@ -165,7 +165,7 @@ def _document_lengths(batch: MicroBatch, index: int) -> list[list[int]]:
 
 
 def _takes(model: nn.Module, name: str) -> bool:
-    """Whether `model` reads the keyword `name`: its forward names it, or passes all keywords on to a module that does."""
+    """Whether `model` uses the keyword `name`: its forward names it, or passes all keywords on to a module that does."""
     parameters = inspect.signature(model.forward).parameters
     if name in parameters:
         return True
@@ -178,7 +178,7 @@ def _takes(model: nn.Module, name: str) -> bool:
 def longest_block(model: nn.Module) -> int:
     """Return the number of tokens of the largest attention window, or of the largest chunk of a linear mixer.
 
-    At least 128, the largest block of the kernels of PyTorch, FLA and transformers.
+    The result is at least 128, the largest block of the kernels of PyTorch, FLA and transformers.
     """
     names = ("sliding_window", "window_size", "chunk_size", "block_size")
     sizes = [getattr(module, name, None) for module in model.modules() for name in names]
@@ -193,7 +193,7 @@ def randomise(model: nn.Module, seed: int) -> None:
     and scalars often have a meaningful scale (a norm's 1, a decay's logarithm), so 0.3 randn is added to them.
     """
     for name, param in model.named_parameters():
-        # Drawn on the CPU in float64, so that the values are the same on every rank and every device.
+        # Draw on the CPU in float64, so that the values are the same on every rank and every device.
         generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
         if not param.is_floating_point():  # codes of a quantized weight
             param.data.copy_(torch.randint(256, param.shape, generator=generator))

@@ -1,1 +1,1 @@
-"""The whole model's training and the split one's, compared quantity by quantity."""
+"""The trainings of the unsplit and of the split model, compared quantity by quantity."""

@@ -38,7 +38,7 @@ def best_fit(
     Args:
         gathered: the ranks' tensors, in rank order.
         expected: the unsplit model's tensor.
-        difference: of two tensors.
+        difference: returns the difference of two tensors.
         sums: the tensors may be partial, to be summed over the ranks.
         packings: the tensors may be packed with these sections.
         inner: size of the last dimension of a 2-D mesh (tp of cp x tp).
@@ -53,7 +53,7 @@ def best_fit(
 
 
 def _over_inner(gathered: list[torch.Tensor], shape: torch.Size, inner: int) -> Iterator[list[torch.Tensor]]:
-    """Yield the tensors with tp as the outer dimension, the order of heads; then those of each TP rank, gathered over CP."""
+    """Yield the tensors in the order of heads, with tp as the outer dimension; then each TP rank's, gathered over CP."""
     if not 1 < inner < len(gathered):
         return
     by_tp_rank = [gathered[tp_rank::inner] for tp_rank in range(inner)]
@@ -111,7 +111,7 @@ def _packed(
 def _from_2d_shards(gathered: list[torch.Tensor], dim: int, size: int, inner: int) -> torch.Tensor | None:
     """Return the full tensor whose shards over a 2-D mesh, with a last dimension of `inner` ranks, are `gathered`.
 
-    Shards are of tokens, and padded at the end of the shards of either mesh dimension. None if their size is another one.
+    The shards hold tokens, and may be padded at their end along either mesh dimension. None if they have another size.
     """
     outer_size = shard_size(size, len(gathered) // inner)
     if all(tensor.shape[dim] == shard_size(outer_size, inner) for tensor in gathered):

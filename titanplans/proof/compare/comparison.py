@@ -87,7 +87,7 @@ class Comparison:
 
     def _compare_ties(self, training: TrainingRun) -> None:
         if isinstance(training.model, PipelinedModel):
-            # Stages hold a tied parameter each, with equal values.
+            # Each stage holds its own copy of a tied parameter, with equal values.
             tied = [
                 [local_of(p) for p in by_stage.values()]
                 for by_stage in training.model.shared.local_parameters()

@@ -32,8 +32,8 @@ def exact_float8(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     name, linear = next(iter(linears.items()))
     if dtype != torch.float64:
         raise PlanError(
-            f"{name} is float8, and dtype = {dtype}: the rounding of {dtype} moves numbers across float8's steps, each "
-            "by up to an eighth of the number, and the unsplit and the split model can't be compared: use torch.float64"
+            f"{name} is float8, but dtype = {dtype}, whose rounding moves numbers across float8's steps, each by up to "
+            "an eighth of the number, so the unsplit and the split model can't be compared: use torch.float64"
         )
     if not linear.config.emulate:
         raise PlanError(

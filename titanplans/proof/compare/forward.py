@@ -32,8 +32,8 @@ def call(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
 
 def evaluate(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     """Return the output of `model` in evaluation mode and without gradients, and set it to training mode again."""
-    # No loss of the routers: transformers applies the attention mask to this forward's tokens, and with a cache the mask
-    # also covers earlier tokens.
+    # Leave out the routers' loss: transformers applies the attention mask to this forward's tokens, and with a cache the
+    # mask also covers earlier tokens.
     if "output_router_logits" in inspect.signature(model.forward).parameters:
         inputs = {"output_router_logits": False, **inputs}
     model.eval()
@@ -59,7 +59,7 @@ def loss_of(
 ) -> torch.Tensor:
     """Return the loss of `logits` [..., vocabulary], summed and divided by `tokens`, a plain scalar.
 
-    Of float64 logits it is computed in float64, also where the code of the loss asks for float32.
+    For float64 logits it is computed in float64, even where the code of the loss asks for float32.
     """
     with widened(logits.dtype):
         return loss(logits, labels, tokens)

@@ -1,4 +1,4 @@
-"""`unpatched`: refuse plans that replace code which the unsplit model runs, too. Both models would then be wrong alike."""
+"""`unpatched`: refuse plans that replace code which the unsplit model runs, too. Both models would then be equally wrong."""
 
 import sys
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ _CODE = (classmethod, staticmethod, property)
 
 @contextmanager
 def unpatched(model: nn.Module) -> Iterator[None]:
-    """Refuse a body that replaces a method of a class of `model`, or a function of the Python modules of these classes.
+    """Raise an error if the body replaces a method of a class of `model`, or a function of these classes' Python modules.
 
     Raises:
         VerifyError: names the replaced method or function.
@@ -30,8 +30,9 @@ def unpatched(model: nn.Module) -> Iterator[None]:
             if isinstance(holder, type) or _is_code(value_before):
                 where = f"{holder.__module__}.{holder.__qualname__}" if isinstance(holder, type) else holder
                 raise VerifyError(
-                    f"the plan replaced {where}.{name} for every model of this process, and so for the unsplit one of the "
-                    "proof: change the style's own module, by a hook or by module.forward = ..., not its class or library"
+                    f"the plan replaced {where}.{name} for every model of this process, and so for the unsplit one of "
+                    "the proof: change the style's own module, with a hook or with module.forward = ..., not its "
+                    "class or library"
                 )
 
 

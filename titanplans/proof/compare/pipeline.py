@@ -1,6 +1,6 @@
 """A model split into pipeline stages, all of which are on each rank of a proof. Start at `PipelinedModel`.
 
-So nothing is sent between stages. The blocks of a stage, the tensors that pass between stages, shared parameters and the
+Nothing is sent between stages. The blocks of a stage, the tensors that pass between stages, shared parameters and the
 order of the schedule are as in a job. As on several ranks, a stage receives detached tensors, and the backward of the stage
 before it starts with their gradients.
 """
@@ -39,9 +39,9 @@ class PipelinedModel(nn.Module):
     """The stages of a model as one model: same signature, same names of modules and parameters.
 
     Args:
-        stages: in order, each split by the plan.
+        stages: the stages in order, each split by the plan.
         shared: for each parameter that several stages hold, by its name in the unsplit model, its name by stage.
-        plan: of the unsplit model.
+        plan: the plan of the unsplit model.
     """
 
     def __init__(self, stages: Sequence[Stage], shared: Mapping[str, Mapping[int, str]], plan: ResolvedPlan):
@@ -109,7 +109,7 @@ def split_stages(
         The stages as one model, and the applied plan of each stage.
 
     Raises:
-        PlanError: strict application refuses the plan.
+        PlanError: the plan's checks refuse it.
     """
     stages = Stages(model, traced, starts_of(len(find_decoder(model).names), options.degrees.pp))
     built, applied = [], []
@@ -174,9 +174,9 @@ def run_in_order(
     """Run the forwards and backwards of all stages in the order of a schedule with all stages on one rank.
 
     Args:
-        stages: in order.
+        stages: the stages in order.
         schedule: the name of torch's class without "Schedule".
-        microbatches: their number.
+        microbatches: the number of micro batches.
         forward: runs one forward, from a micro batch's index, a stage, and the tensors received from the stage before.
         loss: returns the loss from a micro batch's index and the output of the last stage.
     """
@@ -188,7 +188,7 @@ def run_in_order(
         weights = list(stages[index].model.parameters())
         if kind == "forward":
             sent = outputs.get((index - 1, batch), [])
-            # Detached, as if they were sent: a backward of this stage ends at them.
+            # Detach them, as if they were sent: a backward of this stage ends at them.
             received[here] = [x.detach().requires_grad_(x.requires_grad) for x in sent]
             output = forward(batch, stages[index], received[here])
             outputs[here] = [loss(batch, output)] if is_last else list(copy_views(output))

@@ -29,21 +29,21 @@ class ReferenceRun:
 
     Args:
         pristine: the unsplit model, on its device, with random weights. Only copies of it run.
-        scenario: its training.
-        sampler: of its batches.
-        seed: of perturbations.
+        scenario: the training's conditions.
+        sampler: makes the batches.
+        seed: seed of the perturbations.
         losses: further losses by name, compared at the logits.
         ranks: the largest number of ranks, tp x cp, that it is compared with.
         recording: record the modules' outputs and their gradients.
-        further: the dtype is one of the further ones, so rounding may hide the effect of a wrong plan. Otherwise such a
-            model is refused.
+        further: the dtype is one of the further dtypes, in which rounding may hide the effect of a wrong plan. In the main
+            dtype, a model whose rounding does so is refused.
 
     Attributes:
         pristine: the model in the scenario's dtype, with its frozen parameters.
         expected: each quantity at each point.
-        units: of each quantity at each point.
+        units: the unit of each quantity at each point.
         orders: by point, the keys of the modules' outputs in the order in which they finished, if recording.
-        tolerance: number of units that a correct plan may differ.
+        tolerance: number of units by which a correct plan may differ.
         tied: groups of names of tied parameters.
         draws: number of perturbed trainings that measured the units.
 
@@ -100,7 +100,7 @@ class ReferenceRun:
         self._optimizer = training.optimizer
         self._changes = dict.fromkeys(self.expected, 0.0)
         self.draws = 0
-        # A recorded reference explains a case that failed by all `DRAWS` already.
+        # A recorded reference explains a case that has already failed with all `DRAWS`.
         self.draw(tolerance.DRAWS if self.recording else tolerance.FIRST_DRAWS)
 
     def draw(self, count: int) -> None:

@@ -39,7 +39,7 @@ def leave_out_what_is_refused(model: nn.Module, sampler: Sampler) -> list[str]:
     A keyword without effect is also returned, but batches keep it.
 
     Raises:
-        PlanError: the model fails otherwise than by a refusal.
+        PlanError: the model fails in another way than by refusing.
     """
     batch, left_out = MicroBatch(2, 4), []
     padded, packed = replace(batch, padding="left"), replace(batch, documents=True)
@@ -91,10 +91,10 @@ def why_not_fused(model: nn.Module, sampler: Sampler) -> str | None:
 def _refusal(
     model: nn.Module, sampler: Sampler, batch: MicroBatch, what: str, *, cached: bool = False
 ) -> str | None:
-    """Return the error by which `model` refuses `what` of `batch`, with its source location; None if it runs.
+    """Return the error with which `model` refuses `what` of `batch`, with its source location; None if it runs.
 
     Raises:
-        PlanError: the model fails otherwise than by a refusal of its own code.
+        PlanError: the model fails in another way than by a refusal of its own code.
     """
     model, tokens = copy.deepcopy(model), sampler.tokens(batch, 0, cached=cached)
     inputs, token = _moved(model, tokens), _moved(model, next_token(tokens, sampler))

@@ -52,9 +52,9 @@ DECIDABLE = 0.8
 a wrong plan is a missing contribution of one of R ranks: 1 / R of a gradient to which all contribute equally."""
 
 CHECKED = 16.0
-"""Units that a loss or a norm may differ in bfloat16. Over 1,863 losses and norms of correct plans, of all architectures at
-degree 2, losses differ by at most 2.5 units of three draws, and norms by 1.5; in wider models GLA's by 13. With v_proj
-doubled, Qwen3's losses differ by up to 48 units, and its norms by 14 to 32."""
+"""Number of units by which a loss or a norm may differ in bfloat16. Over 1,863 losses and norms of correct plans, of all
+architectures at degree 2, losses differ by at most 2.5 units of three draws, and norms by 1.5; in wider models GLA's by 13.
+With v_proj doubled, Qwen3's losses differ by up to 48 units, and its norms by 14 to 32."""
 
 CHANCE = 4.0
 """The magnitude of a normal number exceeds 4 times the largest of three others once in 300 draws. This is the case of a
@@ -66,7 +66,7 @@ class Tolerance:
 
     Args:
         model: unsplit.
-        logits: its largest logits [..., vocabulary], of which the shape and the dtype are used.
+        logits: its largest logits [..., vocabulary], only their shape and dtype are used.
         steps: number of optimizer steps.
 
     Attributes:
@@ -82,7 +82,7 @@ class Tolerance:
         self._depth = depth(model, logits) * steps
 
     def allowed(self, ranks: int) -> float:
-        """Return the number of units that a correct plan may differ over this number of ranks."""
+        """Return the number of units by which a correct plan may differ over this number of ranks."""
         if self.checks:
             return CHECKED
         return self._depth if self.exact else CHANCE * (1 + ranks) ** 0.5
@@ -184,10 +184,10 @@ def weight_unit(weight: torch.Tensor, unit: float, steps: int, optimizer: torch.
     float64.
 
     Args:
-        weight: after the steps.
+        weight: the weight after the steps.
         unit: the largest unit of its gradients in any step.
         steps: number of optimizer steps.
-        optimizer: of which lr and e are used.
+        optimizer: the optimizer, whose lr and e are used.
     """
     lr, e = optimizer.defaults["lr"], optimizer.defaults["eps"]
     return torch.finfo(weight.dtype).eps * largest(weight) + 2 * steps * lr * unit / e

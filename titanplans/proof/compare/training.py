@@ -1,4 +1,4 @@
-"""A training of an unsplit or of a split model, by the same code, point by point. Start at `TrainingRun.points`.
+"""Train an unsplit or a split model with the same code, point by point. Start at `TrainingRun.points`.
 
 A point is a moment at which the two models are compared: after a micro batch's backward (loss and logits), after a step's
 backwards (gradients and their norm), after the last step (weights), and after each forward without a backward (logits).
@@ -178,7 +178,7 @@ class TrainingRun:
             yield name, quantities
 
     def _schedule(self, point: str) -> str | None:
-        """Return the schedule by which a pipeline runs the step of `point`; None: it runs as one model, as in step 1."""
+        """Return the schedule with which a pipeline runs the step of `point`; None: it runs as one model, as in step 1."""
         if not isinstance(self.model, PipelinedModel) or self._draws or point.startswith("step 1,"):
             return None
         is_last = point.startswith(f"step {len(self.script.steps)},")
@@ -269,7 +269,7 @@ def _settings(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def recompute(decoder: Decoder) -> None:
-    """Let the backward recompute each block, by torch's checkpointing."""
+    """Let the backward recompute each block, with torch's checkpointing."""
     for block in decoder.blocks:
         dtype = next(block.module.parameters()).dtype
         # A float64 model is widened in the recomputation, too.

@@ -37,15 +37,15 @@ def added_loss_to_name(plan: TPPlan, model: nn.Module, *, adds_loss: bool) -> st
     """Return a hint to name the function that computes an added loss; "" if `plan` names functions or there is no such loss.
 
     Args:
-        plan: of the model.
+        plan: the plan of the model.
         model: unsplit.
         adds_loss: the model added a loss, such as a router's, to the cross entropy.
     """
     if not adds_loss or plan.model_functions(model):
         return ""
     return (
-        f"the model adds a loss to the cross entropy, and model_functions of {type(plan).__name__} is empty, so each rank "
-        "may add it: name the function that computes it there with self.count_once"
+        f"the model adds a loss to the cross entropy, and model_functions of {type(plan).__name__} is empty, so each "
+        "rank may add it: name there the function that computes it, with self.count_once"
     )
 
 
@@ -58,15 +58,16 @@ def summing_style(
 ) -> str:
     """Return the style that sums the gradient of a replicated parameter over the ranks, as a plan calls it.
 
-    `replicated_in_region()` in a region. `replicated_on_stream()` after the region's sum and outside of regions, and only
-    with sequence parallelism, since otherwise the gradient there is replicated. "" if neither is certain.
+    This is `replicated_in_region()` in a region. After the region's sum and outside of regions it is
+    `replicated_on_stream()`, and only with sequence parallelism, since otherwise the gradient there is replicated. Return ""
+    if neither is certain.
 
     Args:
-        name: of the parameter.
-        styles: of the plan.
+        name: the parameter's name.
+        styles: the styles of the plan.
         order: modules in the order in which they finished in the unsplit model's forward.
-        decoder: of the unsplit model.
-        options: of the case.
+        decoder: the parts of the unsplit model.
+        options: the options of the case.
     """
     native, module = native_styles(styles), name.rpartition(".")[0]
     enclosing = [key for key in native if module == key or within(module, key)]

@@ -42,7 +42,7 @@ class _Comparison(NamedTuple):
 
     location: Location
     value: torch.Tensor
-    """The full tensor; of several replicas the first."""
+    """The full tensor; the first of several replicas."""
     partials: list[torch.Tensor] | None
     """Each rank's tensor, if they may be partial and have the full shape."""
     expected: torch.Tensor
@@ -59,9 +59,9 @@ def localise(
     """Return the failing `case` with its first wrong tensor: of the forward, or else of the backward.
 
     Args:
-        training: of the split model, recorded, perhaps until it failed.
-        plan: of the unsplit model.
-        reference: recorded.
+        training: the split model's training, recorded, perhaps only until it failed.
+        plan: the plan of the unsplit model.
+        reference: a recorded reference.
         world: every rank of it calls this.
         case: the result without a finding.
     """
@@ -81,10 +81,10 @@ def localise(
 
 
 def _notes(case: CaseResult) -> Iterator[str]:
-    """Yield the faults that are no wrong tensor."""
+    """Yield the faults that are not a wrong tensor."""
     yield from case.notes
-    yield from (f"{name}: no gradient, and the unsplit model has one" for name in case.missing)
-    yield from (f"{name}: a gradient, and the unsplit model has none" for name in case.unexpected)
+    yield from (f"{name}: no gradient, but the unsplit model has one" for name in case.missing)
+    yield from (f"{name}: a gradient, but the unsplit model has none" for name in case.unexpected)
     for check in case.checks:
         if not check.passed and check.what == "tied":
             yield f"{check.where}: no longer one tensor"
@@ -117,7 +117,7 @@ class _Search:
     def gradients(self) -> list[_Comparison]:
         """Compare, from the loss backwards, the gradient of each module's output and those of the module's parameters.
 
-        Of the newest step alone, since a training ends at the first step with a difference.
+        Only the newest step is compared, since a training ends at the first step with a difference.
         """
         remaining = dict(self.training.raw)
         parameters = self.training.model.named_parameters()

@@ -21,7 +21,7 @@ class RankStopped(BaseException):
 
 
 class Lockstep:
-    """Runs the ranks in turns, from one collective to the next, and detects ranks that call different collectives.
+    """Runs one rank at a time, from one collective to the next, and detects ranks that call different collectives.
 
     Args:
         ranks: number of ranks.

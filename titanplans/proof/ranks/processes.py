@@ -1,4 +1,4 @@
-"""Independent pieces of a proof in forked processes: ranks that are threads take turns, so a process uses one core."""
+"""Prove parts of a proof in forked processes: threads that are ranks run one at a time, so a process uses one core."""
 
 import multiprocessing
 import os

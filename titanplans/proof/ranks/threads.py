@@ -35,13 +35,13 @@ class ThreadWorld:
 
     Attributes:
         mesh: 1-D, "tp": all ranks.
-        mesh_of: returns a mesh of the same ranks for a context-parallel or an expert-parallel degree.
-        is_first: this is the first rank, which compares for all.
+        mesh_of: `mesh_of(cp)` and `mesh_of.of_experts(ep)` return meshes of the same ranks.
+        is_first: this is the first rank, which makes the comparisons for all ranks.
         rank_queries: Python modules, other than torch's and ours, that called `dist.get_rank()`.
     """
 
     exact: bool
-    """The same work gives the same bits on every rank; False on a GPU, where kernels sum by atomic operations."""
+    """The same work gives the same bits on every rank; False on a GPU, where kernels sum with atomic operations."""
 
     def __init__(self, meshes: "Meshes", rank: int, lockstep: Lockstep):
         self.exact = meshes.device_type == "cpu"
@@ -50,7 +50,8 @@ class ThreadWorld:
         self.rank_queries: Collection[str] = lockstep.rank_queries
 
     def gather(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """For each of `tensors`, yield the local tensors of all ranks in rank order. They are not copies: only read them."""
+        """For each of `tensors`, yield the local tensors of all ranks in rank order. Do not modify them: they are no
+        copies."""
         local = [local_of(tensor).detach() for tensor in tensors]
         what = ("gather", ("tensors", len(local)))
         return map(
@@ -67,10 +68,10 @@ class ThreadWorld:
 
 
 class Pool:
-    """Context that holds threads as ranks, one set of threads for each degree and replica, until it ends.
+    """Context manager that keeps one set of threads, which act as ranks, for each degree and replica.
 
     Args:
-        device: of the meshes: the CPU, or one GPU that all ranks share.
+        device: the CPU, or one GPU that all ranks share.
         drawing: the model draws random numbers, so each rank keeps its own state of the default generators.
     """
 
@@ -99,7 +100,7 @@ class Pool:
         Args:
             degree: number of ranks.
             work: is called with each rank's world.
-            replica: data-parallel replica, 0 or 1, that the threads are.
+            replica: the data-parallel replica (0 or 1) whose ranks the threads are.
 
         Raises:
             Exception: from `work` on the first rank that fails.
@@ -119,8 +120,8 @@ class _RankThreads:
         self.degree, self.replica, self.device, self.generators = degree, replica, device, generators
         self._work: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(degree)]
         self._results: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
-        """Of each rank that has finished: the rank, the result of its work, and its error."""
-        # Daemons, so that an interrupted process ends even if they wait.
+        """For each rank that has finished: the rank, the result of its work, and its error."""
+        # The threads are daemons, so that an interrupted process ends even if they wait.
         self._threads = [
             threading.Thread(target=self._serve, args=(rank,), daemon=True) for rank in range(degree)
         ]

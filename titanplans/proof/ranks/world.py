@@ -27,10 +27,11 @@ SMALL = 2**27
 class ProcessWorld:
     """The interface of `ThreadWorld` for the default process group, over gloo or NCCL, with one rank in each process.
 
-    Unlike there, an error in `together` is raised on its rank only, and the other ranks wait until their timeout.
+    Unlike in a `ThreadWorld`, an error in `together` is raised on its rank only, and the other ranks wait until their
+    timeout.
     """
 
-    exact = False  # kernels that sum by atomic operations give each rank different bits
+    exact = False  # kernels that sum with atomic operations give each rank different bits
     rank_queries: Collection[str] = ()
 
     def __init__(self, meshes: threads.Meshes):
@@ -62,7 +63,7 @@ World = threads.ThreadWorld | ProcessWorld
 
 
 class Worlds:
-    """Context that holds the ranks of a proof at every degree, until it ends. `model` is the unsplit one.
+    """Context manager that keeps the ranks of a proof at every degree. `model` is the unsplit model.
 
     On exit it restores torch's number of threads and the states of its default generators.
 
@@ -113,7 +114,7 @@ def from_first(world: World, value: T) -> T:
 
 
 def full_tensors(tensors: Sequence[torch.Tensor], world: World) -> Iterator[list[torch.Tensor]]:
-    """For each of `tensors`, yield its full tensors: one for each replica. They are not copies: only read them.
+    """For each of `tensors`, yield its full tensors: one for each replica. Do not modify them.
 
     A DTensor is assembled from its shards. A plain tensor counts as replicated: the list has every rank's tensor. Every
     rank has to call this, and only the first rank's results are full.

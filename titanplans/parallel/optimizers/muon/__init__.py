@@ -1,4 +1,4 @@
-"""Muon, of whole matrices, however they are sharded: the optimizer, its products, and its communication."""
+"""Muon for matrices with any sharding, computed from full matrices: the optimizer, its products, its communication."""
 
 from titanplans.parallel.optimizers.muon.optimizer import Muon
 

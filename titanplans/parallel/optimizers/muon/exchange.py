@@ -20,7 +20,7 @@ from titanplans.split.parameters.shards import sharding_axes
 from titanplans.torch_private.dtensor import flatten_mesh
 
 Box = tuple[tuple[int, int], ...]
-"""A rectangular part of a tensor: for each dimension (first index, size)."""
+"""A rectangular part of a tensor, as (first index, size) for each dimension."""
 Placements = tuple[Placement, ...]
 
 
@@ -143,7 +143,8 @@ class Exchange:
             yield round_[owner], shards[owner].view([size for _, size in box])
 
     def _sources(self, assignment: Assignment, owner: int) -> list[int]:
-        """Return the positions of the ranks that send to `owner`: of replicas only the one that contains `owner`."""
+        """Return the positions of the ranks that send to `owner`: of several replicas, only the one that contains
+        `owner`."""
         replicated = [
             axis for axis, placement in enumerate(assignment.placements) if isinstance(placement, Replicate)
         ]
@@ -210,7 +211,7 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def view(tensor: torch.Tensor, origin: Box, box: Box) -> torch.Tensor:
-    """Return the view `box` of `tensor`; `tensor` is the part `origin` of a larger tensor, and `box` is a part of that."""
+    """Return the part `box` of a larger tensor, as a view of `tensor`, which is the part `origin` of the larger tensor."""
     for dim, ((start, _), (first, size)) in enumerate(zip(origin, box, strict=True)):
         tensor = tensor.narrow(dim, first - start if size else 0, size)
     return tensor

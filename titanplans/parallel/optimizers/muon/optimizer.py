@@ -41,7 +41,7 @@ class Muon(torch.optim.Optimizer):
         ns_steps: steps of the Newton-Schulz iteration.
         adjust_lr_fn: the factor of the update of a matrix [A, B]: "match_rms_adamw", 0.2 sqrt(max(A, B)), which matches the
             RMS of AdamW's update (arxiv.org/abs/2502.16982), or "original", sqrt(max(1, A / B)).
-        sections: for parameters that pack several matrices, which are orthogonalised one by one.
+        sections: the sections of parameters that pack several matrices, which are orthogonalised one by one.
         replicas: 1-D mesh of ranks that each have all plain tensors, and that the work is distributed over. None: this rank
             computes all updates of plain tensors.
 
