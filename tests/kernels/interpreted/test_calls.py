@@ -45,7 +45,11 @@ def _check(name: str, condition: str, calls: list[Call]) -> None:
                 wide = compare(call)
             deviation = DEVIATIONS.get(call.place)
             if not _wrong(wide):
-                why = deviation.why if deviation else "rounds to 16 bits inside; widened it agrees"
+                why = (
+                    deviation.why
+                    if deviation
+                    else "rounds to 16 bits internally; without this rounding the results agree"
+                )
             elif deviation and _has_states(differences):
                 why = deviation.why
                 without_states = _wrong(compare(call, states=False))

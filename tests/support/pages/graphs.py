@@ -182,7 +182,7 @@ def table(results):
     for name, result in results.items():
         for block in result.blocks:
             breaks = ", ".join(f"{n} x {why}" for why, n in block.breaks.items()) or "none"
-            rows.append(f"| {name} | {block.kind} | {block.graphs or 'that above'} | {breaks} |")
+            rows.append(f"| {name} | {block.kind} | {block.graphs or 'those of the row above'} | {breaks} |")
     return "\n".join(rows) + "\n"
 
 

@@ -17,12 +17,12 @@ from titanplans.kernels.table import NOT_TRITON, REFERENCES
 PAGE = GENERATED / "kernels.md"
 HEAD = """# Kernels compared
 
-FLA's Triton kernels, run by Triton's interpreter, against what computes in their place on a CPU. What it shows, and what
-not: [kernels.md](../kernels.md). `python docs/generate.py kernels.md` writes the tables, from the calls that the layers of
-the tiny models make.
+FLA's Triton kernels, run by Triton's interpreter, compared with the stand-ins that replace them on a CPU. For what this
+shows and does not show see [kernels.md](../kernels.md). `python docs/generate.py kernels.md` writes the tables, from the
+calls that the layers of the tiny models make.
 
 """
-COLUMNS = """| kernel | of models | calls | with documents | with states | backward | worst | where it is more than 1e-5 |
+COLUMNS = """| kernel | models | calls | with documents | with states | backward | worst | why it exceeds 1e-5 |
 |---|---:|---:|---|---|---|---:|---|
 """
 
@@ -34,11 +34,20 @@ def page(lines: Iterable[str]) -> str:
         calls.setdefault((call := json.loads(line))["place"], []).append(call)
     rows = [_row(place, calls[place]) for place in REFERENCES if place in calls]
     not_called = [place for place in REFERENCES if place not in calls and place not in NOT_TRITON]
-    worst = "Worst: the largest relative difference of an output or gradient, by norms, in float32."
+    worst = (
+        "*Models*: how many models call the kernel. *Worst*: the largest difference of an output or "
+        "gradient,\nnorm(difference) / norm(value), in float32."
+    )
     text = HEAD + worst + "\n\n" + COLUMNS + "\n".join(rows)
-    text += "\n\n## Compared by themselves\n\nNo layer here calls them; `tests/kernels/interpreted/test_direct.py` does.\n\n"
+    text += (
+        "\n\n## Compared separately\n\nNo layer here calls these kernels; `tests/kernels/interpreted/test_direct.py` "
+        "compares them.\n\n"
+    )
     text += _listed(not_called)
-    text += "\n\n## Not run\n\nPackages' kernels, torch's, or code around kernels that refuses a CPU.\n\n"
+    text += (
+        "\n\n## Not run\n\nKernels of other packages (flash-attn, ...), kernels of torch, and code that calls a "
+        "kernel and refuses CPU tensors.\n\n"
+    )
     return text + _listed(sorted(NOT_TRITON)) + "\n"
 
 
@@ -51,7 +60,7 @@ def _row(place: str, calls: list[dict]) -> str:
     worst = max(call["worst"] for call in calls)
     reasons = sorted({call["why"] for call in calls} - {""})
     if not reasons and worst > 1e-5:
-        reasons = ["as far from float64 as float32 is"]
+        reasons = ["the kernel and the float32 reference differ equally from float64"]
     cells = [
         f"`{place.removeprefix('fla.')}`",
         models,
