@@ -16,8 +16,7 @@ class MixerPlan(TransformerPlan):
     by_head: tuple[str, ...] = ()
     """Names that are split by the heads that `head_names` count."""
     by_shared_head: tuple[str, ...] = ()
-    """Names that are split by the heads that `shared_head_names` count, or by all heads without these; "
-    "override `by_head`."""
+    """Names split by the heads that `shared_head_names` count, or by all heads if there are none; override `by_head`."""
     replicated: tuple[str, ...] = ()
     """Names that are replicated, since all heads use them."""
     counts: tuple[str, ...] = ()

@@ -27,7 +27,8 @@ def pairs(combination):
 @pytest.fixture(scope="module")
 def results(verdicts):
     run = [c for c, why in verdicts.items() if why is None and c.ranks <= 8]
-    # A compiled combination takes seconds: every option once, and none with GLA, which test_architectures.py compiles.
+    # A compiled combination takes seconds, so have every option once, and none with GLA, which test_architectures.py
+    # compiles.
     compiled = [c for c in run if c.compiled and c.ranks < 8 and c.kind != "gla"]
     return run_on_ranks(
         [*cover([c for c in run if not c.compiled], pairs), *cover(compiled, lambda c: set(options(c)))]

@@ -1,4 +1,4 @@
-"""Options that exclude each other are refused by name before any weight moves, by the entry and by the manager."""
+"""Options that exclude each other are refused before any weight moves, by the entry and by the manager."""
 
 from types import SimpleNamespace
 

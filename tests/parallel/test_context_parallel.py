@@ -1,6 +1,7 @@
-"""Context parallelism by `parallelize`: a step over ranks equals that of one process.
+"""Context parallelism with `parallelize`: a step over ranks equals the step of one process.
 
-Hybrid models, token shifts, adapters, documents. For Qwen3 and GLA, `test_combinations` has every pair of options.
+Tested are hybrid models, token shifts, adapters and documents. For Qwen3 and GLA, `test_combinations` has every pair of
+options.
 """
 
 import functools
@@ -68,7 +69,7 @@ def test_a_step_equals_that_of_one_process():
 
 
 def documents(rank):
-    """Return by model the losses of packed documents: of the unsplit model, of the split one, and with a fused loss."""
+    """Return, for each model, the losses of packed documents: of the unsplit and the split model, and with a fused loss."""
     from titanplans import kernels
     from titanplans.loss import FusedLoss
     from titanplans.parallel import cross_entropy

@@ -153,7 +153,7 @@ def with_buffer(value):
 
 
 def abandoned(how, **options):
-    """Return the gradient norm of a step after one that was abandoned between micro batches, and that of the step alone."""
+    """Return the gradient norm of a step that follows one abandoned between micro batches, and of the same step alone."""
     norms = []
     for is_abandoned in (True, False):
         manager = ParallelManager(FSDP2Config(**options), Degrees(dp_replicate=2), device_type="cpu")

@@ -1,4 +1,4 @@
-"""Megatron-FSDP: options reach the package by its names, and the need for CUDA is checked first.
+"""Megatron-FSDP: options reach the package under its names, and the need for CUDA is checked first.
 
 With the package installed, its signatures and its optimizer are tested; without it, the error. Nothing is trained here,
 which would take two GPUs.

@@ -1,4 +1,4 @@
-"""Strict application: errors of a plan are raised before any weight moves, in one line that says what would work."""
+"""The checks of a plan: errors are raised before any weight moves, in one line that says what would work."""
 
 import copy
 import re
@@ -263,7 +263,7 @@ def test_heads_under_mixed_names_and_in_the_config():
     mixer.num_key_value_heads = 2
     assert plan.heads(mixer) == {"num_attention_heads": 16, "num_key_value_heads": 2}
     mixer.config = None
-    assert plan.queries_per_group(mixer) == {}, "no number is divisible; strict application refuses it"
+    assert plan.queries_per_group(mixer) == {}, "no number is divisible; the checks refuse it"
 
 
 def test_tied_weights_with_two_layouts_are_refused():

@@ -1,4 +1,4 @@
-"""Plans are found in `titanplans.plans` and by the entry points of the group of that name."""
+"""Plans are found in `titanplans.plans`, and through the entry points of the group "titanplans.plans"."""
 
 import copy
 import sys

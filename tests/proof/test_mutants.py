@@ -25,7 +25,8 @@ COUNTS = {
     "gemma3_text": (38, 2),
     "gemma3": (130, 13),
 }
-"""Counts of mutants, and of equivalent ones, whose sums README has. Fewer would mean that operators no longer apply."""
+"""Counts of mutants, and of equivalent ones, whose sums docs/plans.md has. Fewer would mean that operators no longer
+apply."""
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)

@@ -37,7 +37,7 @@ def test_the_fused_loss_is_proved(reference):
 
 
 def one_rank_alone(monkeypatch):
-    """The sums of exponentials are not summed over the ranks."""
+    """The statistics of the shards are not combined over the ranks."""
     monkeypatch.setattr(sharded_logits, "_over_ranks", lambda log_sum, own, sums, group: (log_sum, own, sums))
 
 

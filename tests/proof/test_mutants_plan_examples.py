@@ -106,12 +106,12 @@ def summed_twice(plan, style):
 
 
 def unsummed(plan, style):
-    """Each rank continues with its own summand, which is not reduced."""
+    """Each rank continues with its own partial sum, which is not reduced."""
     return leaving(style, lambda border, module, output: add_deferred_bias(module, output))
 
 
 def gradient_unsummed(plan, style):
-    """The gradient of each rank's summand is not summed over the ranks."""
+    """The gradient of each rank's partial sum is not summed over the ranks."""
     return leaving(
         style, lambda border, module, output: add_deferred_bias(module, sum_ranks(output, border.group))
     )

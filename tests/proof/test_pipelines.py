@@ -39,7 +39,7 @@ def test_stages_train_as_the_unsplit_model_does(name, degrees, fields):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name in (*zoo.ARCHITECTURES, *zoo.FAMILIES) if name != "tiny"])
 def test_every_architecture_is_proved_in_two_stages(name):
-    """By two schedules, with two ranks for each stage."""
+    """Two schedules are used, with two ranks for each stage."""
     fields = {"nsa": dict(num_hidden_layers=2)}.get(name, {})  # its tiny config has one block
 
     def build():

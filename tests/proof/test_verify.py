@@ -25,7 +25,7 @@ def one_case(model_fn=Tiny, plan=TinyPlan, **arguments):
 
 
 def test_the_grid_of_degrees_and_options_is_proved():
-    """tp = 8 does not divide four heads: the report has the message of strict application, and no failure."""
+    """tp = 8 does not divide four heads: the report has the message of the plan's checks, and no failure."""
     lines = []
     # The same biases each time, whatever random numbers other tests drew before.
     report = verify(lambda: zoo.build("tiny"), TinyPlan, progress=lines.append)

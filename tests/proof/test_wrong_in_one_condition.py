@@ -324,7 +324,7 @@ def test_a_weight_that_is_copied_once_is_rejected():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_sum_rounded_to_bfloat16_is_rejected(dtype):
-    """In float32 a bound by the worst case of all roundings would allow it: the error is 16,000 of 19,008 epsilons."""
+    """In float32 a bound for the worst case of all roundings would allow it: the error is 16,000 of 19,008 epsilons."""
     fault = Fault(lambda c: True, "", key="o_proj", effect=lambda c: c.output.bfloat16().to(c.output.dtype))
     report = proved("tiny", plan_of(fault), dtype=dtype)
     assert not any(case.passed for case in report.cases)

@@ -172,7 +172,7 @@ class OnStream(TinyPlan):
     ],
 )
 def test_the_style_that_sums_a_gradient_is_named(model_fn, plan, module, style):
-    """The style named would be right: the plans have no other fault."""
+    """The named style would be right: the plans have no other fault."""
     (case,) = verify_sharded(model_fn, plan).cases
     assert case.finding.first.name == f"layers.1.{module}.weight"
     assert f"not summed over the ranks; {style} sums it;" in str(case.finding)
@@ -202,7 +202,7 @@ def test_replicated_after_the_sum_is_right_on_a_sharded_sequence():
 
 
 def test_a_row_has_the_errors_of_its_own_training():
-    """In epsilons of its own precision, although the module is located by a plain step in float64."""
+    """They are in epsilons of its own precision, although the module is located with a plain step in float64."""
     plan = tiny_plan_with(q_norm=lambda p: p.replicated_off_stream())
     report = verify_sharded(Tiny, plan, conditions="pairs")
     worst = {}

@@ -24,7 +24,7 @@ SHAPES = [(1, 6, 4), (2, 6, 4), (2, 7, 4), (1, 4, 2), (5, 2), (7,)]
 
 
 def _both(work):
-    """Return the results of `work` by calls on the process group, and by operators."""
+    """Return the results of `work`, with calls of the process group and with operators."""
     direct = work()
     with OperatorCounts() as operators:
         by_operators = work()

@@ -13,7 +13,7 @@
         (Automodel #2995)
     fewer tokens than ranks of tensor parallelism (torchtitan #3622)              one token, of the first test
 
-Proofs are over threads, in float64, by one plain step unless a test says otherwise.
+Proofs use threads, float64 and one plain step, unless a test says otherwise.
 """
 
 import copy
@@ -220,7 +220,7 @@ MUTANTS = {
     "a sum over replicas": (replicas_unsummed, DEGREES[3:], {"replicas", *GRADIENTS}),
     "others' norms": (norm_of_local_experts, [(1, 2, 2), (2, 2, 4), (1, 4, 2)], {"norm", "replicas"}),
 }
-"""Patch, degrees at which it is a fault, and wrong quantities, by name of the missing or wrong step."""
+"""For each missing or wrong step: the patch, the degrees at which it is a fault, and the quantities that are wrong."""
 
 
 @pytest.mark.parametrize(

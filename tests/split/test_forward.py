@@ -80,7 +80,7 @@ def test_hidden_states_are_full(name):
 
 
 def heads(model):
-    """Return a value head's loss on hidden states of the base model, which is called by itself."""
+    """Return a value head's loss on hidden states of the base model, which is called directly."""
     return model.model(ids()).last_hidden_state.cos().mean()
 
 
@@ -301,7 +301,7 @@ def test_the_loss_of_the_model_itself(name):
 def test_the_loss_of_the_model_itself_with_the_load_balancing_loss():
     """Every rank computes the full load-balancing loss inside regions whose gradients are summed.
 
-    FLA's mixture of memories adds it to the loss that it computes itself; a user's loop calls `added_loss`.
+    FLA's mixture of memories adds this loss to the cross entropy that it computes itself; a user's loop calls `added_loss`.
     """
 
     def work(split, unsplit):
@@ -404,7 +404,7 @@ def test_the_sequence_is_sharded_equally_in_training_and_not_without_a_gradient(
 
 
 def test_an_embedding_called_on_shards_is_not_recomputed_on_full_sequences():
-    """Nothing tells which call of the embedding is recomputed, and so on which tokens it works."""
+    """It is unknown which call of the embedding is recomputed, and therefore which tokens it gets."""
 
     def work(split, unsplit):
         split(ids()).logits.sum().backward()
@@ -432,7 +432,7 @@ def test_a_module_of_the_model_called_by_itself_is_refused():
 
 
 def test_the_module_at_which_the_stream_ends_called_by_itself_is_refused():
-    """It would gather an input that every rank has in full already."""
+    """The module would gather an input that every rank already has in full."""
 
     def work(split, unsplit):
         split(ids())

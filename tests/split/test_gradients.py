@@ -31,7 +31,7 @@ MODELS = {
     "fsdp 4": dict(),
     "hsdp 2 x 2": dict(dp_replicate=2),
 }
-CALLS = dict(zip(MODELS, (1, 2, 1, 1, 1), strict=True))  # all-reduces of one norm
+CALLS = dict(zip(MODELS, (1, 2, 1, 1, 1), strict=True))  # number of all-reduces for one norm
 MIXES = 16
 
 

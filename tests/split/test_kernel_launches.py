@@ -44,7 +44,7 @@ def of_layout(launches: Callable[[Layout], int]) -> Callable[[Split], int]:
 
 
 def rows_of_replicas(layout: Layout) -> int:
-    """Launches for a rank's rows of a replica: a slice for one run of rows; for more, copies and a tensor of zeros too."""
+    """Return the launches for a rank's rows of a replica: a slice for one run of rows; for more, also copies and zeros."""
     if layout.rows is None or isinstance(layout.placement, Shard):
         return 0
     runs = len(layout.rows.runs)

@@ -114,7 +114,7 @@ def test_a_load_balancing_loss_added_by_the_user(axis):
 
 
 def parameters_outside(rank, axis):
-    """The rule of docs/context.md: a loss of full tensors is divided by cp, and all gradients are summed over cp."""
+    """Follow the rule of docs/context.md: a loss of full tensors is divided by cp, and all gradients are summed over cp."""
     torch.manual_seed(0)
     model = zoo.build("llama").double().train()
     width, ids = model.config.hidden_size, torch.randint(64, (2, 10))

@@ -97,8 +97,7 @@ class LowRankDropout(nn.Module):
         super().__init__()
         self.p = p
         self.split: tuple[int, int, int] | None = None
-        """This rank's shard of the inputs: (first input, number of inputs in the shard, number of all inputs). None: not
-        sharded."""
+        """This rank's shard of the inputs: (first input, inputs in the shard, all inputs). None: it has all inputs."""
         self.border: Border | None = None
         """The border of the split model; None: the model is not split."""
 

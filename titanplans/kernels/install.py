@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 MARK = "cpu_function"
-"""The attribute of a replacement that holds its reference. A second `install`, and `coverage`, recognise replacements by
-it."""
+"""Attribute of a replacement that holds its reference. A second `install`, and `coverage`, look for it."""
 
 
 _interpreted = False

@@ -17,8 +17,7 @@ from titanplans.torch_private.autograd import version
 from titanplans.torch_private.dispatch import without_torch_function
 
 PROBE = torch.linspace(-100, 100, 41, dtype=torch.float64)
-"""Values at which the function that the model's code applies after the head is compared with the one that the head
-applied."""
+"""Values at which the function of the model's code after the head is compared with the one that the head applied."""
 
 _ELEMENTWISE = frozenset(
     (

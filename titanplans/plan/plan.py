@@ -219,8 +219,7 @@ class TPPlan(PlanStyles):
         return owner(self.options)
 
     def full_plan(self, model: nn.Module) -> Plan:
-        """Return the styles of the model by fully qualified name; a key with `*` is replaced by the names that it
-        matches."""
+        """Return the styles of the model by full name; a key with `*` is replaced by the names that it matches."""
         plan = prefixed("", self.model_plan(model))
         for block in find_decoder(model).blocks:
             for key, style in prefixed(block.name, self.layer_plan(block.module)).items():

@@ -57,8 +57,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def with_factors(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
-    """Return `layouts`, the layouts of the parameters of `module`, and those of its adapter's factors if it has an
-    adapter."""
+    """Return `layouts` of the parameters of `module`, and the layouts of its adapter's factors if it has an adapter."""
     base = "weight" if "weight" in layouts else "nf4_codes"
     if not is_adapted(module) or base not in layouts:
         return dict(layouts)

@@ -1,5 +1,4 @@
-"""Collectives on plain local tensors, with gradients; start at `gather`. Collectives without gradients are in
-`raw_collectives`.
+"""Collectives on plain local tensors, with gradients; start at `gather`. `raw_collectives` has those without gradients.
 
     function            forward         backward
     gather              all-gather      reduce-scatter   each rank's gradient of the full tensor is partial
@@ -51,14 +50,12 @@ __all__ = [
 
 
 def gather(x: torch.Tensor, dim: int, length: int, group: Group) -> torch.Tensor:
-    """Concatenate the ranks' shards `x` along `dim` to `length`. Later work is split, so the result's gradient is
-    partial."""
+    """Concatenate the ranks' shards `x` along `dim` to `length`. Later work is split: the gradient is partial."""
     return _Gather.apply(x, dim, length, group) if _has_gradient(x) else all_gather(x, dim, length, group)
 
 
 def gather_replicated(x: torch.Tensor, dim: int, length: int, rank: int, group: Group) -> torch.Tensor:
-    """Concatenate the ranks' shards `x` along `dim` to `length`. Later work is replicated, and so is the result's
-    gradient."""
+    """Concatenate the ranks' shards `x` along `dim` to `length`. Later work is replicated, and so is the gradient."""
     return (
         _GatherReplicated.apply(x, dim, length, rank, group)
         if _has_gradient(x)

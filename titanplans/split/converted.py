@@ -16,7 +16,7 @@ Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 RECIPES: tuple[Recipe, ...] = get_args(Recipe)
 
 ALIGNMENT = 16
-"""Both sizes of each matrix in a float8 product must be multiples of this number: cuBLAS's and CUTLASS's kernels load 16
+"""Both sizes of each matrix in a float8 product must be multiples of this: cuBLAS's and CUTLASS's kernels load 16
 bytes."""
 
 _PLAIN = "_plain_border"

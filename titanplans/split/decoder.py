@@ -118,8 +118,7 @@ def find_decoder(model: nn.Module, *, required: bool = True) -> Decoder:
 
 
 def find_head(model: nn.Module) -> str | None:
-    """Return the name of the head: the module to which the plan gives `vocab_head()`; without a plan, one with a usual
-    name."""
+    """Return the head's name: the module to which the plan gives `vocab_head()`; without a plan, one with a usual name."""
     return model.__dict__.get(_HEAD) or _first(HEADS, model)
 
 

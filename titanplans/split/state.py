@@ -36,8 +36,7 @@ class SplitState:
     border: Border | None = None
     """The border of the residual stream; set on the model and on the embedding."""
     uses_all_rows: bool = False
-    """The module now multiplies local tokens by all rows that this rank stores, not only by the rows that it uses in a
-    mixer."""
+    """The module now multiplies local tokens by all rows that this rank stores, not only by its own in a mixer."""
     heads: Any = None
     """How a projection's output or input is exchanged between context-parallel ranks (`titanplans.split.tokens`)."""
     exchanges: bool = False

@@ -170,8 +170,7 @@ class ParameterStyle(Style):
 
 
 def direct_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters registered on `module` itself, by name, except an adapter's: their layouts follow the
-    weight's."""
+    """Return the parameters of `module` itself by name, except an adapter's, whose layouts follow the weight's."""
     parameters = {name: param for name, param in module._parameters.items() if param is not None}
     return {n: p for n, p in parameters.items() if n not in FACTORS} if is_adapted(module) else parameters
 

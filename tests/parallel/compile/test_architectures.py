@@ -1,6 +1,7 @@
 """Architectures compiled on two gloo ranks have the losses of eager mode.
 
-By default, architectures with different blocks, one of them by inductor; exhaustively, every one by inductor.
+By default, these are architectures with different blocks, one of which inductor compiles; in exhaustive tests inductor
+compiles every architecture.
 """
 
 import functools

@@ -51,7 +51,7 @@ def border(mesh):
 
 
 def run(border):
-    """Compile the region by inductor; run forward and backward."""
+    """Compile the region with inductor, and run forward and backward."""
     torch._dynamo.reset()
     x = torch.randn(TOKENS // RANKS, BATCH, WIDTH, requires_grad=True)
     up, down = (torch.randn(WIDTH, WIDTH, requires_grad=True) for _ in range(2))

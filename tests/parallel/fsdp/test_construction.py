@@ -1,4 +1,4 @@
-"""The work to parallelise a model does not grow with the number of ranks, by counts of groups and operators."""
+"""The work to parallelise a model does not grow with the number of ranks: groups and operators are counted."""
 
 import itertools
 

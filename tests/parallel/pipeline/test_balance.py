@@ -14,7 +14,7 @@ NAMES = [f"model.layers.{index}" for index in range(12)]
 
 
 def best_of_all(costs, first, last, stages):
-    """Return the bounds of the stage split with the lowest cost by the rule of `balance`, from all splits."""
+    """Return the bounds of the best of all stage splits, according to the rule of `balance`."""
     blocks = len(costs)
 
     def order(bounds):

@@ -1,4 +1,5 @@
-"""The conditions that a proof covers: every pair of a batch's and of a case's. A failing case is reduced to those needed."""
+"""The conditions that a proof covers: every pair of conditions of a batch, and of a case. A failing case is reduced to the
+conditions that it needs."""
 
 import inspect
 import itertools

@@ -70,7 +70,7 @@ def rounding(plan):
 
 
 def test_a_quantisation_step_crossed_by_rounding_is_tolerated():
-    """For one seed in fifty, depending on the CPU, three perturbed runs cross no step, and the split model does."""
+    """For one seed in fifty, depending on the CPU, three perturbed runs cross no step, but the split model does."""
     for seed in range(400):
         report = verify_sharded(quantised, TinyPlan, dtype=torch.float32, seed=seed)
         assert report.passed, report.table()

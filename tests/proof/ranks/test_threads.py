@@ -44,7 +44,7 @@ def test_plans_are_proved_at_odd_sizes(architecture):
 
 
 class ByTheFirst(TinyPlan):
-    """The rank `adds` alone adds the bias to its summand: correct if `rank` returns a rank's index in the mesh."""
+    """Only the rank `adds` adds the bias to its partial sum: correct if `rank` returns a rank's index in the mesh."""
 
     adds = 0
 

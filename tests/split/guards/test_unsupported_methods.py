@@ -1,4 +1,4 @@
-"""Methods that expect full weights: full state dicts are distributed, methods of transformers are refused by name."""
+"""Methods that expect full weights: full state dicts are distributed, and transformers' methods are refused."""
 
 import pytest
 import torch

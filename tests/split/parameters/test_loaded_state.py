@@ -36,7 +36,7 @@ def weights(model):
 
 
 def loads(rank):
-    """Return by split the errors of each rank that loads its own file and that of rank 0; check the next step."""
+    """For each split, return the errors of each rank that loads its own file, and rank 0's; check the next step."""
     folder = Path(gather_objects(tempfile.mkdtemp())[0])
     errors = {}
     for split, degrees in SPLITS.items():

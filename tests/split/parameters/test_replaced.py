@@ -1,6 +1,6 @@
 """Optimizers built before the split: `prepare_optimizer` carries them over; otherwise their step is refused.
 
-test_manager.py compares training with an optimizer that was carried over.
+Training with an optimizer that was carried over is compared in test_manager.py.
 """
 
 import copy
@@ -30,7 +30,8 @@ def backward(
 
 
 def after_the_split(tied):
-    """Return the errors of optimizers built before `apply_plan`; and of one built after it, and of a copy made before."""
+    """Return two lists of errors: of optimizers built before `apply_plan`; of one built after it and one copied before
+    it."""
     model = Tiny(tied)
     params = list(model.parameters())
     matrices = [param for param in params if param.ndim == 2]
@@ -65,7 +66,7 @@ def between_split_and_shard():
 
 
 def by_a_manager(make=torch.optim.AdamW, prepare=True, step=False, strategy=TP, **options):
-    """Return the error of `prepare_optimizer`, or of a step without it, for an optimizer built before `parallelize`."""
+    """Return the error of `prepare_optimizer`, or else of a step, for an optimizer that was built before `parallelize`."""
     manager = ParallelManager(strategy[0].replace(**options), strategy[1], device_type="cpu")
     model = build()
     optimizer = make(model.parameters(), lr=0.1)

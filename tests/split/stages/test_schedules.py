@@ -1,4 +1,5 @@
-"""Orders of every schedule of torch: each computation once, no deadlock, and refusals before torch's."""
+"""Orders of torch's schedules: each computation occurs once, nothing deadlocks, and what torch refuses is refused
+earlier."""
 
 import itertools
 from typing import get_args
@@ -73,7 +74,7 @@ def test_each_computation_occurs_once_and_after_its_inputs():
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_orders_that_torch_refuses_are_refused(schedule):
-    """Torch accepts one of these: a looped schedule with one stage per rank, which is then 1F1B or GPipe."""
+    """One more is refused: a looped schedule with one stage per rank, which torch accepts (it is then 1F1B or GPipe)."""
     for _, ranks, each, microbatches in (size for size in SIZES if size[0] == schedule):
         if schedule in ("GPipe", "1F1B") and each > 1:
             continue  # torch is given one stage

@@ -1,6 +1,6 @@
 """Stages that run one after the other in one process have the logits of the unsplit model, bit for bit, and its gradients.
 
-A parameter of several stages, such as a tied embedding, gets the sum of their gradients.
+A parameter that several stages hold, such as a tied embedding, gets the sum of the stages' gradients.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Stages of a job for models of the user: bit-identical to the model, or refused by name before a process starts."""
+"""Stages of a job for models of the user: bit-identical to the model, or refused before a process starts."""
 
 import copy
 import re

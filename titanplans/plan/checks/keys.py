@@ -66,8 +66,7 @@ def check_keys(plan: Plan, model: nn.Module, source: "TPPlan") -> None:
 
 
 def _other_names(key: str, parent: str, model: nn.Module, source: "TPPlan") -> str:
-    """Return advice for a key that names a projection of an MLP by the plan's name, which this MLP does not have; else
-    ""."""
+    """Return advice for a key of an MLP's projection, which has another name in this MLP than in the plan; else ""."""
     if parent in find_decoder(model, required=False).mlps and key.removeprefix(f"{parent}.") in (
         *source.mlp_in,
         source.mlp_out,

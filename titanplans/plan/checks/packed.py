@@ -41,8 +41,7 @@ def packed_faults(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
 
 
 def _experts(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
-    """Yield each three-dimensional weight of experts that is twice as wide as the one that projects back to the hidden
-    size."""
+    """Yield each 3-D weight of experts that is twice as wide as the one that projects back to the hidden size."""
     stacked = [
         e
         for e in plan.entries
@@ -68,8 +67,7 @@ def _convolutions(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
 
 
 def _span(sections: Sequence[Section], rows: int) -> Sequence[Section]:
-    """Return consecutive sections whose sizes add up to `rows`; () if there are none, or if a single section has this
-    size."""
+    """Return consecutive sections whose sizes add up to `rows`; () if there are none, or if one section has this size."""
     sizes = [section if isinstance(section, int) else section.size for section in sections]
     ends = itertools.combinations(range(len(sizes) + 1), 2)
     spans = (sections[first:end] for first, end in ends if sum(sizes[first:end]) == rows)

@@ -45,8 +45,7 @@ class Scenario:
     differing: bool = False
     """Before the split, every rank but the first has other weights."""
     fused: bool = False
-    """In the last step the split model's head computes the loss in chunks; the unsplit model's loss is computed from
-    logits."""
+    """In the last step the split model's head computes the loss in chunks; the unsplit model's is computed from logits."""
     dtype: str = "float64"
 
     @property

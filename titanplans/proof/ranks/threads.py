@@ -50,8 +50,7 @@ class ThreadWorld:
         self.rank_queries: Collection[str] = lockstep.rank_queries
 
     def gather(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """For each of `tensors`, yield the local tensors of all ranks in rank order. Do not modify them: they are no
-        copies."""
+        """For each of `tensors`, yield all ranks' local tensors in rank order. Do not modify them: they are not copies."""
         local = [local_of(tensor).detach() for tensor in tensors]
         what = ("gather", ("tensors", len(local)))
         return map(

@@ -1,5 +1,4 @@
-"""Send tokens to the ranks of their experts and back: `install_dispatch`. A call has three all-to-alls: one of counts, two
-of tokens.
+"""Send tokens to the ranks of their experts and back: `install_dispatch`. A call has three all-to-alls, one of counts.
 
 1. local     a rank of tensor parallelism has all tokens of its TP group in a region, and sends 1 / tp of them
 2. dispatch  each pair of a token and an expert is sent, sorted by expert; with a capacity, not all pairs

@@ -61,8 +61,7 @@ class _FirstForward:
         self.parameters: dict[int, dict[str, nn.Parameter]] = {}
         """The parameters after the split of each module that may be called, by the module's `id`; {} after a forward."""
         self.generator_state: torch.Tensor | None = None
-        """The generator's state before the first forward in training mode, renewed after each draw of an adapter's
-        dropout."""
+        """The generator's state before the first forward in training mode, and after each draw of an adapter's dropout."""
         self.has_drawn = False
         """Something other than an adapter's dropout has drawn random numbers."""
         self.running: nn.Module | None = None

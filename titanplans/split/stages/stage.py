@@ -136,8 +136,7 @@ class StandInModule(AbsentModule):
         return self
 
     def compute_in(self, dtype: torch.dtype | None) -> None:
-        """From now on return zeros of `dtype`, as the embedding would under mixed precision; None: of its parameters'
-        dtype."""
+        """Return zeros of `dtype` from now on, as the embedding would in mixed precision; None: its parameters' dtype."""
         self.weight = self.weight if dtype is None else self.weight.to(dtype)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -44,8 +44,7 @@ class Returned(NamedTuple):
     constant: Any
     """A leaf that is not a tensor; None for a tensor."""
     argument: int | None
-    """The index of the leaf of the block's arguments that is this leaf, or else of one with its shape; None: there is
-    none."""
+    """The index of the leaf of the block's arguments that is this leaf, or else has its shape; None: there is none."""
     value: Value | None
     """None: it is not a tensor, or it is an argument that the block returns unchanged."""
 

@@ -143,8 +143,7 @@ class Exchange:
             yield round_[owner], shards[owner].view([size for _, size in box])
 
     def _sources(self, assignment: Assignment, owner: int) -> list[int]:
-        """Return the positions of the ranks that send to `owner`: of several replicas, only the one that contains
-        `owner`."""
+        """Return the positions of the ranks that send to `owner`: only those of the replica that contains `owner`."""
         replicated = [
             axis for axis, placement in enumerate(assignment.placements) if isinstance(placement, Replicate)
         ]
