@@ -94,7 +94,7 @@ def _compute(kernel: str, naive: Callable[..., Any], arguments: dict[str, Any]) 
 
 
 def _sequences(inputs: dict[str, torch.Tensor], bounds: Any) -> Iterator[tuple[int | None, dict[str, Any]]]:
-    """Yield the index and the inputs of each sequence; `bounds` may be a pair: of the queries, and of keys and values."""
+    """Yield the index and the inputs of each sequence; `bounds` may be a pair, for queries and for keys and values."""
     if not isinstance(bounds, tuple):
         yield from sequences(inputs, bounds)
         return

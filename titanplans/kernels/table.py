@@ -83,7 +83,7 @@ _WRAPPERS: dict[str, Reference] = {
     "fla.ops.moba.parallel:parallel_moba": attention_parts.parallel_moba,
     "fla.ops.nsa.naive:naive_nsa_selection": attention_parts.nsa_selection,
 }
-"""Of functions of packages and of torch, and of wrappers that refuse a CPU."""
+"""References of functions of other packages and of torch, and of wrappers that refuse a CPU."""
 
 REFERENCES: dict[str, Reference] = {
     "fla.modules.norm.layernorm:LayerNormFunction": norms.layer_norm,

@@ -121,7 +121,7 @@ def _reader(logits: torch.Tensor) -> Read:
 def _over_ranks(
     log_sum: torch.Tensor, label_logit: torch.Tensor, sums: torch.Tensor | None, group: Group
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Combine the statistics of all shards into those of the full vocabulary, by one all-gather."""
+    """Combine the shards' statistics into the statistics of the full vocabulary, with one all-gather."""
     local = torch.stack([log_sum, label_logit] if sums is None else [log_sum, label_logit, sums])
     by_rank = all_gather(local[None], 0, group[1], group)  # [ranks, statistics, tokens]
     totals = by_rank[:, 1:].sum(0)

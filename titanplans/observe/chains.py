@@ -135,7 +135,7 @@ def _concatenations(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
 
 
 def _split_input(chunk: torch.fx.Node) -> torch.fx.Node | None:
-    """Return the tensor of which `chunk` is a slice, or an output of a split; None if it is neither."""
+    """Return the tensor that `chunk` is a slice of, or an output of a split of; None if it is neither."""
     if name_of(chunk) == "slice":
         return chunk.all_input_nodes[0]
     if name_of(chunk) == "getitem" and name_of(split := chunk.all_input_nodes[0]).startswith("split"):

@@ -33,13 +33,13 @@ class Communication:
     """The collectives of one forward and backward of a split model, and the bound."""
 
     collectives: tuple[Collective, ...]
-    """In the order in which they were issued."""
+    """The collectives, in the order in which they were issued."""
 
     bounds: Mapping[str, Allowances]
     """The needed collectives of each part of the model, such as a block, by name (see `titanplans.observe.bound`)."""
 
     gradients: Mapping[str, int]
-    """By name, the bytes of each replicated parameter whose gradient is summed over the ranks once a step."""
+    """The bytes of each replicated parameter whose gradient is summed over the ranks once a step, by name."""
 
     decoder: Decoder
 

@@ -2,7 +2,7 @@
 
 The operators are of torch's functional collectives (`_c10d_functional`), process groups (`c10d`), DTensor, and symmetric
 memory, whose fused operators overlap the collective with a matrix product. `recorder` describes operators as they run, and
-`graphs` those of compiled graphs.
+`graphs` describes the operators of compiled graphs.
 """
 
 from collections.abc import Mapping
@@ -78,7 +78,7 @@ class Collective(NamedTuple):
     """Issued by an FSDP module."""
 
     overlapped: bool = False
-    """In a compiled graph, matrix products run between it and its wait."""
+    """In a compiled graph, matrix products run between the collective and its wait."""
 
     @property
     def ranks(self) -> int:

@@ -10,7 +10,7 @@ _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 
 
 def memory(device: torch.device) -> int:
-    """Return the total memory in bytes, used or free: of a GPU, or of the machine within its container's limit."""
+    """Return the total memory (used and free) of a GPU, or of the machine within its container's limit, in bytes."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory  # creates no CUDA context
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

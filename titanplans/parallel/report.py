@@ -201,7 +201,7 @@ class ParallelismReport:
         )
 
     def _graphs(self, places: ModuleTracker, record: CompileRecord) -> dict[str, Any]:
-        """The compiler's graphs: of the blocks, by class, and outside of blocks."""
+        """The compiler's graphs of each class of blocks, and those outside of blocks."""
         kinds: dict[str, list[str]] = {}
         for block in self.blocks if self._to_compile("model") else ():
             kinds.setdefault(self._class(block), []).append(block)

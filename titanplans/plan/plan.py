@@ -40,9 +40,9 @@ class TPPlan(PlanStyles):
     """
 
     head_names: tuple[str, ...] = ("num_heads", "num_attention_heads")
-    """Attributes of a mixer or of its config, one of which counts its query heads, or other units that it is split by."""
+    """Attributes in which a mixer or its config may count the query heads, or other units that the mixer is split by."""
     shared_head_names: tuple[str, ...] = ("num_kv_heads", "num_key_value_heads")
-    """Attributes, one of which may count its key/value heads; ranks may share heads if there are fewer heads than ranks."""
+    """Attributes that may count the mixer's key/value heads, which ranks may share if there are fewer heads than ranks."""
 
     mlp_in: tuple[str, ...] = ("gate_proj", "up_proj")
     """The projections of an MLP from the hidden size to its width."""

@@ -55,7 +55,7 @@ class LocalTokens:
         self.group: Group = ("", 1) if mesh is None else group_of(mesh)
         self.rank = 0 if mesh is None else mesh.get_local_rank()
         self.permission = GatherPermission(False, "")
-        """Of the latest region that mixes tokens."""
+        """The permission of the latest region that mixes tokens."""
         self.region_shape = torch.Size()
         """The shape of the full sequence in the latest region that mixes tokens; empty if its forward runs in full."""
 

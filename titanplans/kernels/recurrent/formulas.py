@@ -166,7 +166,7 @@ def path_attn(
     g: Tensor | None = None,
     use_cache: bool = False,
 ) -> Result:
-    """Softmax attention to keys, each of which every later token t multiplies by I - beta_t w_t w_t^T.
+    """Softmax attention to keys; every later token t multiplies a key by I - beta_t w_t w_t^T.
 
     With `use_cache` also return the keys [B, T, H, K] after the last token, for decoding.
     """

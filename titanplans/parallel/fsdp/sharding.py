@@ -204,7 +204,7 @@ def _depth(unit: FSDPUnit) -> int:
 
 
 def _reshards(unit: FSDPUnit, config: FSDP2Config, stage: bool) -> bool | int:
-    """Return the argument reshard_after_forward of `fully_shard` for `unit`; `stage`: of a pipeline stage."""
+    """Return the argument reshard_after_forward of `fully_shard` for `unit`; `stage`: the model is a pipeline stage."""
     match config.fsdp_reshard_after_forward:
         case "default" if stage:  # otherwise each micro batch would gather it again
             return False

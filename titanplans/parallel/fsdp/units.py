@@ -1,6 +1,6 @@
 """FSDP units: modules whose parameters are gathered, and whose gradients are reduced, in one collective.
 
-`find_units` finds those of a decoder before it is sharded; `dtypes` adds inner units, `sharding` applies them, and
+`find_units` finds the units of a decoder before it is sharded; `dtypes` adds inner units, `sharding` applies them, and
 `conditions` finds units by the caller's conditions.
 """
 

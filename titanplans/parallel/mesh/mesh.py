@@ -42,7 +42,7 @@ class Mesh:
 
     Construction is collective: every rank constructs it with the same degrees, and in the same order relative to other
     groups and meshes. All meshes but those of expert parallelism are slices of one root mesh, so that FSDP2 can combine its
-    mesh with that of tensor parallelism.
+    mesh with the tensor-parallel mesh.
 
     Args:
         degrees: at most one of them -1, which is computed from the world size.

@@ -27,7 +27,7 @@ class Process:
     """The rank and the device of this process."""
 
     device: torch.device
-    """With an index, unless it is the CPU."""
+    """The device, with an index unless it is the CPU."""
     rank: int
     """0 to `world_size` - 1."""
     world_size: int

@@ -33,7 +33,7 @@ class ParameterGroup:
     where: str
     """A description of the parameters, for the log."""
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
-    """By their names in state dicts."""
+    """The parameters by their names in state dicts."""
 
     def __str__(self) -> str:
         count = sum(parameter.numel() for parameter in self.parameters.values())

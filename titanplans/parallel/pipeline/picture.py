@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 from titanplans.parallel.pipeline.timeline import Span, Timeline
 
 FILE, MEASURED_FILE = "pipeline.svg", "pipeline_measured.svg"
-"""Files in a job's dump folder: the timeline computed from the schedule, and that of a measured step."""
+"""Files in a job's dump folder: the timeline computed from the schedule, and the timeline of a measured step."""
 COLOURS = {
     "forward": "#8ab4f8",
     "backward": "#f4a261",

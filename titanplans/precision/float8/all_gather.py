@@ -1,4 +1,4 @@
-"""All-gather of FSDP2 in float8, with a quarter of the bytes of float32 and half of those of bfloat16.
+"""All-gather of FSDP2 in float8, with a quarter of the bytes of float32 and half the bytes of bfloat16.
 
 torchao wraps each converted weight in a tensor subclass that FSDP2 casts before its all-gather. The scale of the full weight
 is computed before the forward (`scales`), or reduced over the ranks in each gather.

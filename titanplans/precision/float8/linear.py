@@ -10,7 +10,7 @@ Placements in the product of x [tokens, inputs] and w [inputs, outputs]:
     w                       sharded over outputs      sharded over inputs      replicated
     gradient of output      sharded over outputs      replicated               partial
 
-Recipes, casts and products are torchao's. On one rank the result is bitwise equal to that of its `Float8Linear`.
+Recipes, casts and products are torchao's. On one rank the result is bitwise equal to the result of torchao's `Float8Linear`.
 """
 
 from dataclasses import dataclass

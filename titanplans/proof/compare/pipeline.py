@@ -1,4 +1,4 @@
-"""A model split into pipeline stages, all of which are on each rank of a proof. Start at `PipelinedModel`.
+"""A model split into pipeline stages; each rank of a proof has all stages. Start at `PipelinedModel`.
 
 Nothing is sent between stages. The blocks of a stage, the tensors that pass between stages, shared parameters and the
 order of the schedule are as in a job. As on several ranks, a stage receives detached tensors, and the backward of the stage

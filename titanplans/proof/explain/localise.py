@@ -56,7 +56,7 @@ def localise(
     world: World,
     case: CaseResult,
 ) -> CaseResult:
-    """Return the failing `case` with its first wrong tensor: of the forward, or else of the backward.
+    """Return the failing `case` with the first wrong tensor of its forward, or else of its backward.
 
     Args:
         training: the split model's training, recorded, perhaps only until it failed.
@@ -115,7 +115,7 @@ class _Search:
         return [output for output in outputs if output is not None]
 
     def gradients(self) -> list[_Comparison]:
-        """Compare, from the loss backwards, the gradient of each module's output and those of the module's parameters.
+        """Compare, from the loss backwards, the gradients of each module's output and of the module's parameters.
 
         Only the newest step is compared, since a training ends at the first step with a difference.
         """

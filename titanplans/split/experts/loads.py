@@ -96,7 +96,7 @@ class Loads:
 
     @torch.no_grad()
     def move_biases(self, loads: torch.Tensor, coefficient: float) -> None:
-        """Raise the bias of experts with fewer tokens than the mean by `coefficient`, and lower that of experts with more.
+        """Raise biases of experts with fewer tokens than the mean by `coefficient`, and lower biases of experts with more.
 
         This is the update of DeepSeek-V3 (arXiv:2412.19437), section 2.1.2, whose coefficient is gamma = 0.001.
         """

@@ -59,7 +59,7 @@ def _take_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata
 
 
 def _refuse_shard_of_other_rank(loaded: DTensor, expected: DTensor, name: str, remedy: str) -> None:
-    """Refuse `loaded` if another rank saved it and its shard differs from that of `expected`, this rank's tensor.
+    """Refuse `loaded` if another rank saved it and its shard differs from the shard of `expected`, this rank's tensor.
 
     torch.load restores a DTensor with the mesh of the rank that saved it. That mesh equals this rank's except for the
     coordinate, so torch takes the shard for this rank's.

@@ -56,7 +56,7 @@ class BlockCall(NamedTuple):
     """The values that its arguments are, or are computed from."""
     returned: tuple[Returned, ...]
     structure: TreeSpec
-    """Of its result."""
+    """The structure of its result."""
 
 
 class OutsideCall(NamedTuple):
@@ -80,7 +80,7 @@ class Trace(NamedTuple):
     end: frozenset[Value]
     """The values that the logits are computed from."""
     outside: Mapping[str, OutsideCall]
-    """By name, the modules outside of the blocks that hold parameters and no other modules, and were called."""
+    """The called modules outside of the blocks that hold parameters and no other modules, by name."""
 
     def crossing(self, index: int) -> tuple[Value, ...]:
         """Return the values made before the block `index` that this block, a later one or the logits need."""

@@ -56,7 +56,7 @@ _probe = _Probe()
 
 
 class ShardedSequence(torch.Tensor):
-    """A full sequence of which this rank holds only its tokens, `shard`; created by `sharded_sequence`."""
+    """A full sequence, although this rank holds only its own tokens, `shard`; created by `sharded_sequence`."""
 
     shard: torch.Tensor
     tokens: LocalTokens
