@@ -1,4 +1,4 @@
-"""docs/generated/options.md: every key of a job, and what becomes of other projects' names.
+"""Generates docs/generated/options.md: all keys of a job, and the keys of other projects that are renamed or refused.
 
 python docs/generate.py options.md
 """
@@ -15,8 +15,8 @@ from titanplans.text import show
 
 HEAD = """# Options
 
-`titanplans train --help` prints these from `titanplans/config/sections/`; `--help SECTION` one section. How a job is
-written: [config.md](../config.md).
+All keys of a job. `titanplans train --help` prints the same list, and `--help SECTION` prints one section. How to write a
+job is in [config.md](../config.md).
 
 """
 
@@ -40,12 +40,15 @@ def page() -> str:
         (", ".join(f"`{key}`" + _off(row.off) for key, row in group), reason)
         for reason, group in groupby(REFUSED.items(), key=lambda item: item[1].reason)
     ]
-    parts += ["## Other names", _table(("key", "known from", "read as"), renamed)]
+    parts += ["## Other names", _table(("key", "known from", "key here"), renamed)]
     parts += [
         "## Keys that do nothing without another",
-        _table(("key", "accepted, with a note, without"), switches),
+        _table(("key", "has an effect only with (otherwise accepted, and logged)"), switches),
     ]
-    parts += ["## Refused keys", _table(("key (accepted as)", "why, and what instead"), refused)]
+    parts += [
+        "## Refused keys",
+        _table(("key (values that are accepted)", "why, and what to do instead"), refused),
+    ]
     return HEAD + "\n\n".join(parts) + "\n"
 
 

@@ -265,7 +265,7 @@ def test_a_file_of_that_name_in_a_subfolder_is_suggested(write, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     for name in ("gla_debug.toml", "gla_debg.toml"):
         assert refusal([name]) == f"{name}: no such job file; did you mean configs/gla_debug.toml?"
-    assert refusal(["zzz.toml"]) == "zzz.toml: no such job file; name one that is there"
+    assert refusal(["zzz.toml"]) == "zzz.toml: no such job file; name one that exists"
 
 
 @pytest.mark.parametrize(

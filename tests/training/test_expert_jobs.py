@@ -117,7 +117,7 @@ def test_the_report_names_the_degree_and_the_mixtures(folder, four_ranks):
     [
         ([TP, "--parallelism.expert_parallel_degree=3"], "tensor_parallel_degree = 2, .* 2 or 4 would work"),
         (["--parallelism.data_parallel_strategy=ddp", EP], "DDP replicates the full model"),
-        ([EP, "--parallelism.expert_tensor_parallel_degree=2"], "experts that processes share out"),
+        ([EP, "--parallelism.expert_tensor_parallel_degree=2"], "each rank holds some experts in full"),
     ],
 )
 def test_options_that_exclude_expert_parallelism_are_refused(folder, arguments, message):

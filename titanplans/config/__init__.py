@@ -1,4 +1,4 @@
-"""Every option, declared once, for jobs, strategies, the command line and the documentation. Imports no torch.
+"""All options, each declared once for jobs, strategies, the command line and the documentation. Imports no torch.
 
     job = load_job(["configs/gla_debug.toml", "--training.steps", "50"])
     FSDP2Config(enable_sequence_parallel=False, compile={"enable": True})

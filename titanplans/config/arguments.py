@@ -1,4 +1,4 @@
-"""The command line `titanplans train JOB.toml [--section.key value ...] [--print-config] [--help]`, and its help."""
+"""Parse the command line `titanplans train JOB.toml [--section.key value ...]`, and print its help."""
 
 import argparse
 from itertools import groupby
@@ -13,13 +13,13 @@ from titanplans.text import paragraph, show
 
 
 def parse_arguments(argv: list[str]) -> tuple[str | None, list[tuple[str, str]], set[str]]:
-    """Return the job file, which --job.config_file may also name, the overrides by key, and the flags "help" and "print".
+    """Return the job file, the overrides as pairs of key and value, and which of the flags "help" and "print" are set.
 
-    A value follows its option after a space or an equals sign. For a boolean key `--section.key` alone is true and
-    `--section.no-key` false. Hyphens may be used for underscores.
+    The file may also be named by --job.config_file. A value follows its option after a space or an equals sign. For a
+    boolean key, `--section.key` alone means true, and `--section.no-key` false. Hyphens may be used for underscores.
 
     Raises:
-        ConfigError: a second job file, an option without its value, or a value for an option that takes none.
+        ConfigError: there is a second job file, an option without its value, or a value for an option that takes none.
     """
     paths, options, flags = [], [], set()
     words = list(argv)
@@ -55,7 +55,7 @@ def parse_arguments(argv: list[str]) -> tuple[str | None, list[tuple[str, str]],
 
 
 def take_max_restarts(argv: list[str]) -> tuple[int, list[str]]:
-    """Return N of `--max-restarts N`, an option of the launcher, 0 by default; and the command line without it."""
+    """Return N of the launcher's option `--max-restarts N` (default 0), and the command line without it."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--max-restarts", "--max_restarts", nargs="?", default="0", const="")
     options, rest = parser.parse_known_args(argv)
@@ -70,12 +70,12 @@ Train the job in JOB.toml; options override it. Under torchrun, every process
 is given the same line.
 
   --section.key value     override one key; --section.key=value is the same
-  --section.flag          true; --section.no-flag is false
-  --max-restarts N        start all ranks again, N times at most, where one
-                          fails or is killed
+  --section.flag          set a flag to true; --section.no-flag sets it to false
+  --max-restarts N        start all ranks again if one fails or is killed, at
+                          most N times
   --print-config          print the job as it would run, as TOML, and start
                           nothing
-  --help SECTION          the keys of one section, or one key
+  --help SECTION          print the keys of one section, or one key
 """
 
 
@@ -83,7 +83,7 @@ def usage(of: str | None = None) -> str:
     """Return the text of `--help`: every section with its keys, types, defaults and documentation.
 
     Args:
-        of: only this section and its subsections, or only the keys of this name, in any section.
+        of: return only this section and its subsections, or only the keys of this name, in any section.
 
     Raises:
         ConfigError: there is no such section or key.

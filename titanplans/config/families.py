@@ -1,6 +1,7 @@
-"""Read the named models from the TOML files of `titanplans.models` and of packages that add theirs.
+"""Read the named models (families) from the TOML files of `titanplans.models` and of other packages.
 
-No model library is imported. `titanplans.models` describes the files; `titanplans.modeling.configs` makes config objects.
+No model library is imported. `titanplans.models` describes the files, and `titanplans.modeling.configs` creates config
+objects from them.
 """
 
 import sys
@@ -20,7 +21,7 @@ DEFAULT_NAME, DEFAULT_FLAVOR = "gla", "debug"
 """The model of a job that names none."""
 
 MODELS, PLANS = "titanplans.models", "titanplans.plans"
-"""The packages of the files and of the plans, and the groups of entry points by which other packages add theirs."""
+"""The packages with the models' files and the plans, and the groups of entry points with which other packages add theirs."""
 
 
 @dataclass(frozen=True)
@@ -28,38 +29,40 @@ class Family:
     """A named model: the config class that builds it, and its flavors."""
 
     source: str
-    """The file, for errors."""
+    """The file that describes it, for errors."""
     config_class: str | None
     """Module and name of the class, "transformers.LlamaConfig"; None if `own_class` is set."""
     flavors: Mapping[str, dict[str, Any]]
-    """Flavor -> config fields that differ from the class's defaults."""
+    """The config fields that differ from the class's defaults, by flavor."""
     undeclared: tuple[str, ...] = ()
     """Keywords that the class accepts without declaring a field of that name."""
     own_class: str | None = None
-    """"module:Class" of a user's model; a flavor has the keywords of its constructor."""
+    """"module:Class" of a user's model. Its flavors have keyword arguments of the constructor instead of config fields."""
 
 
 class Found(NamedTuple):
-    """The families by name, in alphabetical order, and why those of some other packages can't be read."""
+    """All families that can be read."""
 
     families: dict[str, Family]
+    """The families by name, in alphabetical order."""
     faults: tuple[str, ...]
+    """Why families of other packages can't be read: one sentence for each package that has a fault."""
 
 
 def families() -> dict[str, Family]:
     """Return the families by name, in alphabetical order.
 
     Raises:
-        ModelError: a file of this project is not as `titanplans.models` describes; the message names it.
+        ModelError: a file of this project does not have the format that `titanplans.models` describes; names the file.
     """
     return find_families().families
 
 
 def find_flavor(name: str, flavor: str) -> Family:
-    """Return the family with this name and flavor. Other packages are imported only if no file here has the name.
+    """Return the family `name`, which must have this flavor. Other packages are imported only if no file here has the name.
 
     Raises:
-        ModelError: there is no such family or flavor; the message names the nearest, or all.
+        ModelError: there is no such family or flavor; the message names the nearest one, or all.
     """
     own = dict(_files(resources.files(MODELS)))
     known = {name: read_family(own[name])} if name in own else families()
@@ -79,9 +82,9 @@ def find_flavor(name: str, flavor: str) -> Family:
 
 
 def plan_names() -> list[str] | None:
-    """Return the names of the registered plans, which are those of the families, without importing a plan.
+    """Return the names of the registered plans without importing a plan: each family here has a plan of its name.
 
-    None if there may be others: another package adds plans, or the registry was imported and has to be asked.
+    Return None if there may be other plans: another package adds plans, or the registry has been imported, which knows all.
     """
     if "titanplans.plan.registry" in sys.modules or metadata.entry_points(group=PLANS):
         return None
@@ -92,7 +95,7 @@ def check_plan(plan: object) -> None:
     """Check that a plan of this name may exist, without importing one.
 
     Raises:
-        PlanError: it is not registered, or its package is not installed.
+        PlanError: the plan is not registered, or its package is not installed.
     """
     if isinstance(plan, str) and ":" in plan:
         check_package(plan, f"plan = '{plan}'")
@@ -101,7 +104,7 @@ def check_plan(plan: object) -> None:
 
 
 def unknown_plan(plan: str, known: Iterable[str], faults: Iterable[str] = ()) -> PlanError:
-    """Return the error for a plan that is not registered, with the nearest name, or all."""
+    """Return the error for a plan that is not registered. It names the nearest plan, or all plans."""
     return PlanError(
         f"plan = '{plan}': not registered; a plan of your own is named 'module:Class'; {did_you_mean(plan, list(known))}"
         f"{''.join(f'. Not loaded: {fault}' for fault in faults)}"
@@ -110,10 +113,10 @@ def unknown_plan(plan: str, known: Iterable[str], faults: Iterable[str] = ()) ->
 
 @cache
 def find_families() -> Found:
-    """Return all families. A fault in another package is returned as a sentence, so that the others can be used.
+    """Return all families. A fault in another package does not prevent the use of the others.
 
     Raises:
-        ModelError: as `families`.
+        ModelError: like `families`.
     """
     found = {name: read_family(file) for name, file in _files(resources.files(MODELS))}
     faults = []
@@ -132,17 +135,17 @@ def find_families() -> Found:
 
 
 def _files(package: Traversable) -> Iterator[tuple[str, Traversable]]:
-    """Yield the name of the family and the file, for each TOML file of a package."""
+    """Yield the family's name and the file, for each TOML file of a package."""
     for file in package.iterdir():
         if file.name.endswith(".toml"):
             yield file.name.removesuffix(".toml"), file
 
 
 def read_family(file: Traversable) -> Family:
-    """Return the family of one file.
+    """Return the family that a file describes.
 
     Raises:
-        ModelError: the file is not as `titanplans.models` describes.
+        ModelError: the file does not have the format that `titanplans.models` describes.
     """
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -168,7 +171,7 @@ def read_family(file: Traversable) -> Family:
 
 
 def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `fields` updated by `changes`, key by key in nested tables, too.
+    """Return `fields` updated with `changes`; nested tables are updated key by key.
 
     >>> merged({"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": 4}})
     {'a': 1, 'b': {'c': 2, 'd': 4}}
@@ -181,7 +184,7 @@ def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 
 
 def _none(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a deep copy with None for "none"; a copy, because config classes write defaults into nested tables."""
+    """Return a deep copy with None in place of "none"; a copy, since config classes write defaults into nested tables."""
     return {
         key: _none(value) if isinstance(value, dict) else None if value == "none" else value
         for key, value in fields.items()

@@ -13,38 +13,40 @@ from titanplans.errors import OptionError
 
 @dataclass(frozen=True)
 class KeyInFile:
-    """A key or section of a TOML document, as messages name it: "job.toml, line 3: training.steps"."""
+    """Location of a key or section in a TOML document. As a string: "job.toml, line 3: training.steps"."""
 
     document: str
     file: Path | None = None
-    """The document's file; None if it has none, and no line is named."""
+    """The document's file; None if it has none, in which case messages name no line."""
     key: str = ""
 
     def __str__(self) -> str:
         return f"{self.line()}: {self.key}"
 
     def line(self, key: str = "", value: Any = None) -> str:
-        """Return the document and the line of `key` with this value, or of this key by default: "job.toml, line 3"."""
+        """Return the document and a line, "job.toml, line 3": the line of `key` with this value if it is found, else of this
+        location's key.
+        """
         text = self.file.read_text(encoding="utf-8") if self.file else ""
         line = (key and line_of(text, key, value)) or line_of(text, self.key)
         return f"{self.document}, line {line}" if line else self.document
 
 
 def located(error: OptionError, location: object) -> OptionError:
-    """Return the error with the file and the line of its option, if `location` is in a file."""
+    """Return the error with the file and line of its option, if `location` is a `KeyInFile`."""
     if not isinstance(location, KeyInFile):
         return error
     return OptionError(error.option, error.value, error.reason, location.line(error.option, error.value))
 
 
 def line_of(text: str, key: str, value: Any = None) -> int | None:
-    """Return the line number at which a dotted key (with this value) or a section first appears; None if it does not."""
+    """Return the number of the first line with a dotted key (and this value) or a section; None if there is none."""
     return next((line for line, document in _documents(text) if _has(document, key, value)), None)
 
 
 @functools.cache
 def _documents(text: str) -> list[tuple[int, dict[str, Any]]]:
-    """Return the documents of the first lines of a text, each with the line at which its last value begins."""
+    """Parse each beginning of a text that is valid TOML; return it with the line number at which its last value begins."""
     found, begin, lines = [], 1, text.split("\n")
     for end in range(1, len(lines) + 1):
         with suppress(ValueError):

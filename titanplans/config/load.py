@@ -15,12 +15,12 @@ from titanplans.errors import ConfigError, ModelError, OptionError
 
 
 def load_job(argv: list[str], command: str = "train") -> JobConfig:
-    """Return the job of a command line, which is given without the program's name and `command`.
+    """Return the job of a command line without the program's name and `command`.
 
-    `--help` and `--print-config` print on rank 0 and end the process with status 0.
+    With `--help` or `--print-config`, print on rank 0, and end the process with status 0.
 
     Raises:
-        ConfigError: the job can't be read, contradicts itself, or names a model or flavor that does not exist; one line.
+        ConfigError: the job can't be read, contradicts itself, or names a model or flavor that does not exist.
     """
     name, options, flags = parse_arguments(argv)
     if "help" in flags:
@@ -73,7 +73,7 @@ def _resolve(parsed: ParsedKeys) -> JobConfig:
 
 
 def _select_configuration(values: dict[str, Any], name: str) -> str:
-    """Append flame's training.dataset_name to a Hugging Face data set, as its configuration; return the note."""
+    """Append flame's training.dataset_name, a configuration, to the name of the Hugging Face data set; return the note."""
     dataset = values.get("training.dataset")
     if dataset is None or ":" in dataset:
         raise ConfigError(
@@ -85,7 +85,7 @@ def _select_configuration(values: dict[str, Any], name: str) -> str:
 
 
 def _documents(values: dict[str, Any], *, varlen: bool, length: int | None) -> str:
-    """Set data.documents by flame's training.varlen and context_len; return the note."""
+    """Set data.documents according to flame's training.varlen and context_len; return the note."""
     seq_len = values.get("training.seq_len", keys()["training.seq_len"].default)
     if varlen and length is not None and length < seq_len:
         raise ConfigError(
@@ -97,7 +97,7 @@ def _documents(values: dict[str, Any], *, varlen: bool, length: int | None) -> s
 
 
 def _our_model(values: dict[str, Any]) -> list[str]:
-    """Replace torchtitan's name and flavor of a model by those here; return the note, if any."""
+    """Replace torchtitan's name and flavor of a model with those here; return a list with the note, if they differ."""
     name, flavor = values.get("model.name"), values.get("model.flavor")
     ours = MODELS_OF_OTHERS.get(name or "", {}).get(flavor or "")
     if ours is None:

@@ -1,7 +1,7 @@
-"""`Options`, the base class of groups of options: a frozen pydantic model whose errors name the option. And TOML files.
+"""`Options`, the base class of groups of options, a frozen pydantic model whose errors name the option; and `read_toml`.
 
-A subclass declares fields with type, default and, as a string below each, documentation. Their types are in `values`,
-contradictions between options in `compatibility`.
+A subclass declares fields with a type, a default and, in a string below each field, its documentation. The types are in
+`values`, and contradictions between options in `compatibility`.
 """
 
 import functools
@@ -27,7 +27,7 @@ from titanplans.errors import ConfigError, OptionError, did_you_mean, either, ne
 from titanplans.text import show
 
 Refusals = Iterator[tuple[str, str]]
-"""Pairs of an option, "compile.mode" for one of a nested group, and the reason with the remedy."""
+"""Pairs of an option ("compile.mode" if it is in a nested group) and a text with the reason and the remedy."""
 
 
 class Field(NamedTuple):
@@ -38,14 +38,14 @@ class Field(NamedTuple):
     default: Any
     doc: str
     section: str = ""
-    """The section of a job's key."""
+    """The section, if it is a job's key."""
 
 
 class Options(BaseModel):
-    """A group of options. Subclasses declare fields; making one checks every value.
+    """A group of options. Subclasses declare fields, and creating an instance checks every value.
 
     Raises:
-        OptionError: no such option, a value of another type, or one that contradicts another; names the option.
+        OptionError: an option is unknown, has a value of another type, or contradicts another option; names the option.
     """
 
     model_config = ConfigDict(
@@ -58,13 +58,13 @@ class Options(BaseModel):
     )
 
     section: ClassVar[str] = ""
-    """The prefix of its options' names in messages: "compile" for "compile.mode"."""
+    """The prefix of the options' names in messages: "compile" in "compile.mode"."""
 
     of_bool: ClassVar[dict[bool, dict[str, Any]]] = {}
-    """If the group may be given as a bool: the options that true and false stand for."""
+    """The options that true and false stand for, if the group may be given as a bool."""
 
     refuses: ClassVar[Callable[[Any], Refusals] | None] = None
-    """Yields the contradictions within the group."""
+    """Function that yields the contradictions within the group."""
 
     def __init_subclass__(
         cls,
@@ -90,7 +90,7 @@ class Options(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
-        # In strict mode pydantic takes no dict for a model. The fields stay strict.
+        # In strict mode pydantic accepts no dict in place of a model. The fields stay strict.
         return handler(source) | {"strict": False}
 
     @model_validator(mode="before")
@@ -118,7 +118,7 @@ class Options(BaseModel):
 
     @classmethod
     def _refusal(cls, error: ValidationError, values: dict[str, Any]) -> OptionError:
-        """Return the error of the first option that is unknown; if there is none, of the first with a wrong value."""
+        """Return the error of the first unknown option or, if all are known, of the first one with a wrong value."""
         faults = error.errors(include_url=False)
         fault = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
         known = {field.name: field for field in options_of(cls)}
@@ -135,15 +135,15 @@ class Options(BaseModel):
 
     @classmethod
     def full_name(cls, option: str) -> str:
-        """Return the name of an option with its group: "compile.mode"."""
+        """Return the name of an option with that of its group: "compile.mode"."""
         return f"{cls.section}.{option}".lstrip(".")
 
     def error(self, option: str, why: str) -> OptionError:
-        """Return the error for the value of `option`, which may be one of a nested group: "compile.mode"."""
+        """Return the error for the value of `option`, which may be in a nested group: "compile.mode"."""
         return OptionError(self.full_name(option), get(self, option), why)
 
     def replace(self, **changes: Any) -> Self:
-        """Return the options with these changed."""
+        """Return a copy of the options with `changes`."""
         return type(self)(**dict(self) | changes)
 
     def to_dict(self, *, exclude_none: bool = False) -> dict[str, Any]:
@@ -155,10 +155,10 @@ class Options(BaseModel):
         try:
             return to_jsonable_python(self, exclude_none=exclude_none)
         except PydanticSerializationError:
-            raise self.error("plan", "a Python object has no form in TOML; give its name") from None
+            raise self.error("plan", "a Python object can't be written in TOML; give its name") from None
 
     def to_toml(self) -> str:
-        """Return the options as TOML, without those that are None, which TOML can't express; raises as `to_dict`."""
+        """Return the options as TOML, without those that are None, which TOML can't express. Raises like `to_dict`."""
         return tomli_w.dumps(self.to_dict(exclude_none=True))
 
 
@@ -177,14 +177,18 @@ def options_of(cls: type[Options]) -> tuple[Field, ...]:
 
 
 def get(options: Any, option: str) -> Any:
-    """Return the value of an option, "compile.mode" for one of a nested group."""
+    """Return the value of an option, which may be in a nested group: "compile.mode"."""
     for name in option.split("."):
         options = getattr(options, "class_" if name == "class" else name)
     return options
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
-    """Return the values of a TOML text, or raise a ConfigError with line and column; `where` begins its message."""
+    """Return the values of a TOML text.
+
+    Raises:
+        ConfigError: it is not TOML. The message begins with `where`, and has the line and the column.
+    """
     try:
         return tomli.loads(text)
     except tomli.TOMLDecodeError as error:
@@ -192,15 +196,18 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
         raise ConfigError(
             f"{where}, line {error.lineno}, column {error.colno}: {error.msg}, in {line!r}"
         ) from None
-    except (ValueError, RecursionError) as error:  # thousands of digits, a thousand nested arrays
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # e.g. a number of thousands of digits, or a thousand nested arrays
         raise ConfigError(f"{where}: {error}; no key needs that") from None
 
 
 def read_toml(path: Path, what: str = "job file") -> dict[str, Any]:
-    """Parse a TOML file, which messages call `what`.
+    """Return the values of a TOML file, which messages call `what`.
 
     Raises:
-        ConfigError: it can't be read (the message names other files), or is not TOML (with line and column).
+        ConfigError: it can't be read (the message names other files), or it is not TOML.
     """
     try:
         if path.is_file():  # opening a pipe would block
@@ -208,8 +215,8 @@ def read_toml(path: Path, what: str = "job file") -> dict[str, Any]:
                 kind = f"a {path.suffix} file" if path.suffix else "a file without an ending"
                 kind = "YAML, probably another tool's" if path.suffix in (".yaml", ".yml") else kind
                 raise ConfigError(
-                    f"{path} is {kind}, and a {what} is TOML, with a name that ends in .toml; docs/config.md says how its "
-                    "keys are named here"
+                    f"{path} is {kind}, but a {what} is TOML, with a name that ends in .toml; docs/config.md lists the "
+                    "names of other tools' keys here"
                 )
             return parse_toml(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:
@@ -222,12 +229,12 @@ def read_toml(path: Path, what: str = "job file") -> dict[str, Any]:
     below = [file for file in sorted(folder.glob("*/*.toml")) if not file.parent.name.startswith(".")]
     by_name = {file.name: str(file) for file in [*below, *others]}
     instead = f"did you mean {by_name[meant]}?" if (meant := nearest(path.name, by_name)) else ""
-    instead = instead or (f"there are {', '.join(map(str, others))}" if others else "name one that is there")
+    instead = instead or (f"there are {', '.join(map(str, others))}" if others else "name one that exists")
     raise ConfigError(f"{path}: no such {what}; {instead}")
 
 
 def needs(options: Any, switch: str, values: tuple[Any, ...], *names: str) -> Refusals:
-    """Yield refusals of options that are set and have no effect unless `switch` has one of `values`."""
+    """Refuse the options `names` that are set, if they have no effect because `switch` has none of `values`."""
     value, choices = get(options, switch), either([show(choice) for choice in values])
     for name in names:
         if value not in values and get(options, name) != default(options, name):
@@ -238,12 +245,12 @@ def needs(options: Any, switch: str, values: tuple[Any, ...], *names: str) -> Re
 
 
 def default(options: Any, name: str) -> Any:
-    """Return the default of an option of this group, which for a job may differ from that of the section's class."""
+    """Return the default of an option of this group. A job may have another default than the section's class."""
     first, _, rest = name.partition(".")
     value = fields(type(options))[first]
     return get(value, rest) if rest else value
 
 
 def fields(*groups: Any) -> dict[str, Any]:
-    """Return the options of some groups, by name, and their defaults."""
+    """Return the defaults of all options of some groups, by name."""
     return {field.name: field.default for group in groups for field in options_of(group)}

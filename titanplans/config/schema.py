@@ -1,4 +1,4 @@
-"""`JobConfig`, the tree of a job's sections; its keys by dotted name; and the strategy of a job."""
+"""`JobConfig`, the tree of a job's sections; `keys`, a job's keys by dotted name; and `strategy_of`, a job's strategy."""
 
 import functools
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ from titanplans.errors import OptionError
 
 
 class JobConfig(Options, refuses=job.refusals):
-    """A job. Sections and keys are those of torchtitan up to 0.2.2, and more.
+    """A job. It has the sections and keys of torchtitan up to 0.2.2, and further ones.
 
-    Defaults that differ from those of the section's class are set here.
+    A job's default that differs from the default of the section's class is set here.
     """
 
     job: Job = Job()
@@ -47,7 +47,7 @@ class JobConfig(Options, refuses=job.refusals):
     experimental: Experimental = Experimental()
 
     notes: ClassVar[tuple[str, ...]] = ()
-    """Not a section: lines that rank 0 logs when the job starts: the description, and keys that were renamed."""
+    """Lines that rank 0 logs when the job starts: the description, and notes on keys that were renamed. Not a section."""
 
 
 @functools.cache
@@ -70,7 +70,7 @@ def _keys(options: Options, section: str) -> list[Field]:
 
 
 def build_job(values: dict[str, Any]) -> JobConfig:
-    """Return the job with these values by dotted key, and defaults for all other keys.
+    """Return the job with these values (by dotted key), and defaults for all other keys.
 
     Raises:
         OptionError: two options contradict each other.
@@ -89,12 +89,12 @@ def _build(default: Any, section: str, values: dict[str, Any]) -> Any:
 
 
 def strategy_of(job: JobConfig) -> FSDP2Config | DDPConfig:
-    """Return the strategy of a job, whose options are in several of its sections.
+    """Return the strategy of a job, whose options are in several of the job's sections.
 
-    Without [compile] enable, [quantize.linear.float8] recipe_name or [lora] rank, those sections have no effect.
+    The sections [compile], [quantize.linear.float8] and [lora] are left out if enable, recipe_name or rank is not set.
 
     Raises:
-        OptionError: two options exclude each other; it names the job's keys.
+        OptionError: two options exclude each other; names the job's keys.
     """
     nested = {
         "activation_checkpoint": job.activation_checkpoint,
@@ -115,7 +115,7 @@ def strategy_of(job: JobConfig) -> FSDP2Config | DDPConfig:
 
 @contextmanager
 def rename_option_errors() -> Iterator[None]:
-    """Within the context, OptionErrors of a strategy name the job's keys."""
+    """In the body, make OptionErrors of a strategy name the job's keys."""
     try:
         yield
     except OptionError as error:
@@ -126,7 +126,7 @@ def rename_option_errors() -> Iterator[None]:
 
 @functools.cache
 def _flat_keys() -> dict[str, str]:
-    """Return the job's keys by the options of strategies: "parallelism.fsdp_towers" for "fsdp_towers"."""
+    """Return the job's keys by the names of strategies' options: {"fsdp_towers": "parallelism.fsdp_towers", ...}."""
     strategies = [field.name for cls in (FSDP2Config, DDPConfig) for field in options_of(cls)]
     sections = ("parallelism", "training", "model", "ddp")
     return {

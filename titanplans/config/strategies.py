@@ -1,4 +1,4 @@
-"""Strategies: the configs of `parallelize` and `ParallelManager`, with the options of a job's sections.
+"""Strategies: the configs that `parallelize` and `ParallelManager` take. Their options are those of a job's sections.
 
 FSDP2Config(mixed_precision_param="bfloat16", compile={"enable": True}).to_toml()
 FSDP2Config(activation_checkpointing=True)          # NeMo Automodel's name
@@ -31,7 +31,7 @@ from titanplans.errors import ConfigError, did_you_mean
 
 
 class StrategyOptions(Freezing):
-    """Options of both strategies, which are applied before data parallelism."""
+    """Options of both FSDP2 and DDP, which are applied before data parallelism."""
 
     lora: LoRA = LoRA()
     """Low-rank adapters; all other parameters are frozen. Off by default."""
@@ -56,7 +56,7 @@ class FSDP2Config(
     TensorParallel,
     refuses=strategy.fsdp2,
 ):
-    """FSDP2 over the data-parallel ranks, with tensor and context parallelism; the degrees are those of the mesh."""
+    """FSDP2 over the data-parallel ranks, with tensor, context and expert parallelism. The mesh sets the degrees."""
 
     title: ClassVar[str] = "fsdp2"
 
@@ -68,18 +68,18 @@ class DDPConfig(StrategyOptions, Autocast, PlanOption, DDP, section="", refuses=
 
 
 class MegatronFSDPConfig(Options):
-    """FSDP by the package megatron-fsdp, on NVIDIA GPUs, without tensor parallelism."""
+    """FSDP of the package megatron-fsdp, on NVIDIA GPUs, without tensor parallelism."""
 
     title: ClassVar[str] = "megatron_fsdp"
 
     fsdp_unit_modules: Annotated[tuple[str, ...], Constraint("at least one", bool)] | None = None
-    """Classes whose modules are FSDP modules, by name; unset: the class of the decoder's blocks."""
+    """Names of the classes whose modules become FSDP modules; unset: the class of the decoder's blocks."""
 
     zero_dp_strategy: Annotated[int, Ge(0), Le(3)] = 3
     """What is sharded: nothing (0), optimizer states (1), gradients too (2), parameters too (3)."""
 
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """Switches of megatron_fsdp.fully_shard_model, and dtypes of its MixedPrecisionPolicy, by their names there."""
+    """Switches of megatron_fsdp.fully_shard_model and dtypes of its MixedPrecisionPolicy, with megatron-fsdp's names."""
 
 
 Strategy = FSDP2Config | DDPConfig | MegatronFSDPConfig
@@ -90,11 +90,11 @@ _STRATEGIES: dict[str, type[Strategy]] = {
 
 
 def read_strategy(source: str | Mapping[str, Any]) -> Strategy:
-    """Return the strategy of a TOML text or a dict, which has its name, `strategy`, and its options.
+    """Return the strategy that a TOML text or a dict describes: its name is the key `strategy`, the others are options.
 
     Raises:
         ConfigError: the text is not TOML, or `strategy` is missing or unknown.
-        OptionError: an option is unknown, or has a value that it can't have.
+        OptionError: an option is unknown or has a wrong value.
     """
     if not isinstance(source, str | Mapping):
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Translate the keys of a job file and a command line to the keys here.
 
-A key of an earlier release or of another project is renamed, with a note, or refused with the reason; an unknown key is
-refused with the nearest one.
+A key of an earlier release or of another project is renamed, with a note, or refused with the reason. An unknown key is
+refused, with the nearest key as a suggestion.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,14 +16,14 @@ from titanplans.errors import ConfigError, OptionError, nearest
 from titanplans.text import show
 
 Read = Callable[[Any, Any, object], Any]
-"""Converts a raw value to a type; the third argument begins the message of an error."""
+"""Converts a raw value to a type; the third argument is the beginning of an error's message."""
 
 PENDING = {"training.dataset_name": str, "training.varlen": bool, "training.context_len": int}
-"""flame's keys that only make sense together with others, and their types: see `load`."""
+"""flame's keys that can be translated only together with other keys, and their types: see `load`."""
 
 CONVERTERS = "model.converters"
 _FLOAT8_CONVERTERS = (("quantize.linear.float8",), ("float8",))
-"""torchtitan's names, in 0.2 and before, of the converter that is the section [quantize.linear.float8] here."""
+"""Values of model.converters, in torchtitan 0.2 and before, that ask for the section [quantize.linear.float8] here."""
 
 
 class RefusedKey(NamedTuple):
@@ -32,22 +32,22 @@ class RefusedKey(NamedTuple):
     location: object
     raw: Any
     has_effect: bool
-    """Whether its value differs from those that have no effect."""
+    """False if the value is one of those that have no effect."""
 
     def error(self, key: str) -> ConfigError:
-        """Return the error that refuses the key."""
+        """Return the error that refuses this key, `key`."""
         return ConfigError(f"{self.location} = {show(self.raw)} is not supported: {REFUSED[key].reason}")
 
 
 class ParsedKeys:
-    """The values of a job file and a command line, by the keys here. If both have a key, the last that is added counts.
+    """The values of a job file and a command line, by the keys here. A value that is added later replaces an earlier one.
 
     Attributes:
         values: checked values by dotted key.
-        refused: keys of REFUSED.
+        refused: the keys in REFUSED that the job has.
         notes: one line for each key that was renamed.
-        pending: values of the keys of PENDING, and the location of CONVERTERS.
-        locations: location of each value by dotted key: a `KeyInFile`, or the option on the command line.
+        pending: values of the keys in PENDING, and the location of CONVERTERS.
+        locations: where each value is from, by dotted key: a `KeyInFile`, or the option on the command line.
     """
 
     def __init__(self) -> None:
@@ -59,10 +59,11 @@ class ParsedKeys:
         self._written: dict[tuple[Read, str], str] = {}
 
     def add(self, key: str, raw: Any, read: Read, location: object) -> None:
-        """Add the raw value of a key as it was written; `read` converts it to the key's type.
+        """Add the raw value of a key, which may have another project's name; `read` converts the value to the key's type.
 
         Raises:
-            ConfigError: unknown key, value of another type, a key given under two names, or a module that adds keys.
+            ConfigError: the key is unknown, has a value of another type, is given under two names, or names a module that
+                adds keys.
         """
         if key in PENDING:
             self.pending[key] = read(raw, PENDING[key], location)
@@ -75,7 +76,7 @@ class ParsedKeys:
                 location, raw, not any(_is(raw, off, read) for off in REFUSED[key].off)
             )
             if self.refused[key].has_effect and key == "job.custom_config_module":
-                # At once, since the keys that the module adds are unknown here.
+                # It is refused first, since the keys that the module adds are unknown here.
                 raise self.refused[key].error(key)
         else:
             self._take(key, raw, read, location)
@@ -99,7 +100,7 @@ class ParsedKeys:
         """Add a parsed TOML document.
 
         Raises:
-            ConfigError: some keys are unknown or have values of another type (all are named), or one is refused.
+            ConfigError: keys are unknown or have values of another type (names all of them), or a key is refused.
         """
         values = list(flatten(document))
         # A custom config module adds keys, so it is refused before unknown ones.
@@ -110,7 +111,7 @@ class ParsedKeys:
         )
 
     def add_options(self, options: Iterable[tuple[str, str]]) -> None:
-        """Add pairs of a key and a word of the command line; the last one of a key counts. Raises as `add_tables`."""
+        """Add pairs of a key and a word of the command line; the last pair of a key counts. Raises like `add_tables`."""
         self._add_all(
             ((key, word, from_text, f"--{key}") for key, word in dict(options).items()), "the command line"
         )
@@ -135,10 +136,10 @@ def _is(raw: Any, value: Any, read: Read) -> bool:
 
 
 def refuse_or_note(refused: dict[str, RefusedKey], values: dict[str, Any]) -> list[str]:
-    """Refuse keys of other projects for features that do not exist here; return one note of the keys without effect.
+    """Refuse keys of other projects for features that do not exist here; return a list with a note on keys without effect.
 
     Args:
-        refused: keys of REFUSED in the job.
+        refused: the keys in REFUSED that the job has.
         values: the job's values, by the keys here.
     """
 
@@ -161,7 +162,7 @@ def refuse_or_note(refused: dict[str, RefusedKey], values: dict[str, Any]) -> li
 
 
 def is_known(key: str) -> bool:
-    """Whether this is a key here, or of another project."""
+    """Whether this is a key here or a known key of another project."""
     return any(key in known for known in (keys(), RENAMED, REFUSED, PENDING))
 
 
@@ -174,7 +175,7 @@ def takes_no_value(key: str) -> bool:
 
 
 def unknown(key: str) -> str:
-    """Return the sentence that there is no such key, and which one may be meant."""
+    """Return a sentence that says that there is no such key, and which one may be meant."""
     section, _, name = key.rpartition(".")
     if key in _sections():
         return f"is a section, not a key; write [{key}]"
@@ -184,7 +185,7 @@ def unknown(key: str) -> str:
         return unknown_section(section)
     if meant := _meant(section, name):
         return f"no such key; did you mean {meant}?"
-    return f"no such key; titanplans train --help {section} prints those there are"
+    return f"no such key; titanplans train --help {section} prints the keys of this section"
 
 
 def _meant(section: str, name: str) -> str | None:
@@ -196,21 +197,21 @@ def _meant(section: str, name: str) -> str | None:
 
 
 def unknown_section(section: str, keys_in_it: Iterable[str] = ()) -> str:
-    """Return the sentence that there is no such section, and which one may be meant, or where its keys are here."""
+    """Return a sentence that says that there is no such section, and which one may be meant, or where its keys are here."""
     names = list(dict.fromkeys(key.section for key in keys().values()))
     if meant := nearest(section, names, cutoff=0.8):
         return f"no section [{section}]; did you mean {meant}?"
     by_name = {key.name: dotted for dotted, key in reversed(keys().items())} | ELSEWHERE
     if here := [f"{name} is {by_name[name]}" for name in keys_in_it if name in by_name]:
         return f"no section [{section}]; here {', '.join(here)}"
-    return f"no section [{section}]; titanplans train --help prints those there are"
+    return f"no section [{section}]; titanplans train --help prints all sections"
 
 
 def refuse_unknown(values: Iterable[tuple[str, Any]], location: KeyInFile) -> None:
-    """Refuse all unknown keys and sections of a document in one error, which says which ones may be meant.
+    """Refuse all unknown keys and sections of a document in one error, which suggests the ones that may be meant.
 
     Raises:
-        ConfigError: there are some; each is named with its line.
+        ConfigError: some are unknown; names each of them with its line.
     """
     reasons = [
         f"{location.line(key)}: {unknown_section(key, raw)}"
@@ -232,7 +233,7 @@ def _raise_all(errors: Sequence[ConfigError], document: str, what: str) -> None:
 
 
 def _sections() -> set[str]:
-    """Return every known section, here and in other projects, with those that only contain sections."""
+    """Return all known sections, here and in other projects, including those that contain only sections."""
     found = set()
     for key in [*keys(), *RENAMED, *REFUSED, *PENDING]:
         parts = key.split(".")

@@ -1,4 +1,4 @@
-"""The types of options, against which pydantic checks values from TOML, the command line and Python.
+"""The types of options; pydantic checks values from TOML, the command line and Python against them.
 
 An option is annotated with `bool`, `int`, `float`, `str`, a `Literal` of strings, `tuple[T, ...]`, `dict[str, T]`, other
 `Options`, a union of these with or without None, or `Annotated[T, ...]` with a bound of annotated_types or a `Constraint`.
@@ -31,12 +31,12 @@ from titanplans.text import show
 
 
 class Mismatch(ValueError):
-    """A value does not have its option's type. The message ends a sentence: "expected an integer, at least 1"."""
+    """A value does not have its option's type. The message ends with what is expected: "expected an integer, at least 1"."""
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """A condition on values. `says` ends the sentence "expected an integer, ..."."""
+    """A condition on values. `says` is the end of the sentence "expected an integer, ..."."""
 
     says: str
     holds: Callable[[Any], bool]
@@ -69,7 +69,7 @@ def _as_list(value: Any) -> Any:
 
 
 Strings = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
-"""A list of strings, or one string for a list of one, as in peft's target_modules = "all-linear"."""
+"""A list of strings, or one string in place of a list of one, as in peft's target_modules = "all-linear"."""
 Name = Annotated[str, Constraint("not empty", lambda value: bool(value.strip()))]
 
 _WORDS = {Any: "of any kind", bool: "true or false", int: "an integer", float: "a number", str: "a string"}
@@ -77,7 +77,7 @@ _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 STRICT: Any = {"strict": True, "allow_inf_nan": False}
-"""pydantic converts an integer to a float, and nothing else."""
+"""Settings with which pydantic converts integers to floats, and nothing else."""
 
 
 def fit(value: Any, hint: Any) -> Any:
@@ -85,7 +85,7 @@ def fit(value: Any, hint: Any) -> Any:
 
     Raises:
         Mismatch: the value is of another type, not among the choices, or violates a constraint.
-        OptionError: nested options refuse it.
+        OptionError: a group of nested options refuses it.
     """
     try:
         return _adapter(hint).validate_python(writable(value))
@@ -106,7 +106,7 @@ def mismatch(faults: Sequence[Mapping[str, Any]], hint: Any) -> Mismatch | Optio
 
 
 def writable(value: Any) -> Any:
-    """Return a value with tuples for lists.
+    """Return a value with tuples in place of lists.
 
     Raises:
         Mismatch: an integer or a string can't be written in TOML.
@@ -116,7 +116,7 @@ def writable(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {writable(key): writable(item) for key, item in value.items()}
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise Mismatch("expected an integer of at most 64 bits, as TOML has them")
+        raise Mismatch("expected an integer of at most 64 bits, as in TOML")
     if isinstance(value, str) and any(letter == "\0" or "\ud800" <= letter <= "\udfff" for letter in value):
         raise Mismatch("expected a string without NUL and unpaired surrogates")
     return value
@@ -131,9 +131,9 @@ def from_toml(value: Any, hint: Any, where: object) -> Any:
 
 
 def from_text(text: str, hint: Any, where: object) -> Any:
-    """Convert a word of the command line to type `hint`, or raise a ConfigError.
+    """Convert a word of the command line to type `hint`, or raise a ConfigError that begins with `where`.
 
-    Lists are `a,b` or `["a", "b"]`, tables `{"a" = "b"}`, and `none` is None if that is allowed.
+    A list is written `a,b` or `["a", "b"]`, a table `{"a" = "b"}`, and None, if the type allows it, `none`.
     """
     reasons, general = [], f"expected {describe(hint)}"
     for value in _readings(text):
@@ -145,7 +145,7 @@ def from_text(text: str, hint: Any, where: object) -> Any:
 
 
 def _readings(word: str) -> Iterator[Any]:
-    """Yield the values that a word may be read as, a string last."""
+    """Yield the values that a word of the command line can stand for, the word itself last."""
     if word.lower() == "none":
         yield None
     if word.lower() in ("true", "false"):
@@ -155,7 +155,7 @@ def _readings(word: str) -> Iterator[Any]:
         if document.keys() == {"value"} and not isinstance(document["value"], str):
             yield document["value"]
     with contextlib.suppress(ValueError):
-        yield float(word)  # .5 and 5., which TOML does not have
+        yield float(word)  # TOML has no .5 or 5.
     if not word.startswith("["):
         yield [part.strip() for part in word.split(",") if part.strip()]
     yield word
@@ -167,7 +167,7 @@ def is_options(hint: Any) -> bool:
 
 
 def describe(hint: Any) -> str:
-    """Describe the values of a type other than None: "an integer, at least 1"."""
+    """Describe the values of a type, except None: "an integer, at least 1"."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         said = [describe(arguments[0])] if arguments[0] is not Any else []

@@ -25,7 +25,7 @@ def activation_checkpoint(c: Any) -> Refusals:
     if get(c, shapes) and c.per_op_sac_matmuls == "none":
         yield (
             shapes,
-            'these are exceptions to per_op_sac_matmuls, which is "none"; remove one of the two',
+            'it lists exceptions to per_op_sac_matmuls, which is "none"; remove one of the two',
         )
     kept = (c.per_op_sac_keep_attention, c.per_op_sac_keep_collectives, c.per_op_sac_keep_operators)
     if c.per_op_sac_matmuls == "none" and not any(kept):
@@ -139,14 +139,14 @@ def checkpoint(c: Any) -> Refusals:
     if c.create_seed_checkpoint and (c.initial_load_path is not None or c.initial_load_in_hf):
         yield (
             "create_seed_checkpoint",
-            "a seed checkpoint has new initial weights, so nothing is loaded; remove this key or initial_load_path",
+            "a seed checkpoint holds new initial weights, so nothing is loaded; remove this key or initial_load_path",
         )
     if c.last_save_in_hf and not c.last_save_model_only:
         yield "last_save_in_hf", "a Hugging Face folder holds only weights; set last_save_model_only = true"
     if c.last_save_in_hf and c.create_seed_checkpoint:
         yield (
             "last_save_in_hf",
-            "a seed is saved as a distributed checkpoint; convert it by titanplans export",
+            "a seed is saved as a distributed checkpoint; convert it with titanplans export",
         )
     if c.initial_load_in_hf and not c.initial_load_model_only:
         yield "initial_load_model_only", "a Hugging Face folder holds only weights; remove this key"
@@ -166,7 +166,7 @@ def debug(d: Any) -> Refusals:
 
 
 def optimizer_group(g: Any) -> Refusals:
-    """Yield the contradictions of a group of [optimizer], and its keys without effect."""
+    """Yield the contradictions within a group of [optimizer], and its keys that have no effect."""
     set_keys = [name for name in fields(type(g)) if name != "pattern" and getattr(g, name) is not None]
     if not set_keys:
         yield (

@@ -15,7 +15,7 @@ from titanplans.errors import near_multiples
 
 STRATEGY = "parallelism.data_parallel_strategy"
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-"""Pipeline schedules that compute gradients of weights later than those of inputs."""
+"""Pipeline schedules that compute the gradients of weights later than the gradients of inputs."""
 
 
 WITHOUT_STAGES = (
@@ -25,11 +25,11 @@ WITHOUT_STAGES = (
     "training.enable_cpu_offload",
     "validation.unshard",
 )
-"""Options that pipeline stages do not support: torch sums the gradients of all micro batches at once."""
+"""Options that pipeline stages do not support, e.g. because torch sums the gradients of all micro batches at once."""
 
 
 def schedule_steps(job: Any) -> int:
-    """Return the number of steps of the learning-rate schedule, by default those of the run, but at least the warm-up."""
+    """Return the length of the learning-rate schedule in steps: by default that of the run, but at least the warm-up."""
     return job.lr_scheduler.total_steps or max(job.training.steps, job.lr_scheduler.warmup_steps)
 
 
@@ -87,7 +87,7 @@ def _parallelism(job: Any) -> Refusals:
 
 
 def _length(p: Any, length: int) -> Refusals:
-    """Yield a sequence length that sequence and context parallelism can't split evenly. Validation accepts any length."""
+    """Refuse a sequence length that sequence and context parallelism can't split evenly. Validation accepts any length."""
     degrees = {"tensor_parallel_degree": p.tensor_parallel_degree if p.enable_sequence_parallel else 1}
     degrees["context_parallel_degree"] = p.context_parallel_degree
     # torchtitan requires this factor, for the load balancing of its context parallelism.
@@ -155,13 +155,13 @@ def pipeline(job: Any) -> Refusals:
     if schedule in SPLIT_BACKWARD and job.loss.fused:
         yield (
             "loss.fused",
-            f"{schedule} runs a backward in two passes, but gradients that the head has computed are kept for one; remove "
-            "this key, or use Interleaved1F1B",
+            f"{schedule} runs a backward in two passes, but the gradients that the head computes are kept for only one; "
+            "remove this key, or use Interleaved1F1B",
         )
     if job.checkpoint.last_save_in_hf and job.lora.rank is not None:
         yield (
             "checkpoint.last_save_in_hf",
-            "adapters of a pipeline's stages are not gathered; convert the last checkpoint by titanplans export",
+            "adapters of a pipeline's stages are not gathered; convert the last checkpoint with titanplans export",
         )
 
 
@@ -179,8 +179,8 @@ def _data(job: Any) -> Refusals:
     if job.checkpoint.last_save_in_hf and len(templates) > 1:
         yield (
             "checkpoint.last_save_in_hf",
-            f"its folder has one chat template, but sources have {' and '.join(sorted(templates))}; set the same for all, "
-            "or convert the last checkpoint by titanplans export --chat-template",
+            f"its folder has one chat template, but the sources have {' and '.join(sorted(templates))}; set the same for "
+            "all, or convert the last checkpoint with titanplans export --chat-template",
         )
     for key in ("dataset", "dataset_path", "dataset_split", "text_column", "chat.enable"):
         if sources and get(t, key) != default(t, key):

@@ -14,8 +14,8 @@ _NOT_COMPILED = 'no block is compiled; set compile.enable = true with "model" in
 def no_float8(context: int) -> str:
     """Return the reason why float8 excludes context parallelism."""
     return (
-        f"with context_parallel_degree = {context} a rank has only some tokens, but a float8 scale depends on all; remove "
-        "float8, or set context_parallel_degree = 1"
+        f"with context_parallel_degree = {context} a rank has only some tokens, but a float8 scale depends on all of them; "
+        "remove float8, or set context_parallel_degree = 1"
     )
 
 
@@ -69,7 +69,7 @@ def fsdp2(c: Any) -> Refusals:
 
 
 def async_tensor_parallel(option: str, config: Any, compiled: Any, **more: bool) -> Refusals:
-    """Yield `option` if async tensor parallelism is enabled and a requirement is not met; `more` are added requirements."""
+    """Refuse `option` if async tensor parallelism is enabled and a requirement, e.g. one of `more`, is not met."""
     requirements = {
         "enable_sequence_parallel = true": config.enable_sequence_parallel,
         'compile.enable = true with "model" in compile.components': compiled.blocks,
@@ -105,7 +105,7 @@ def ddp(c: Any) -> Refusals:
 
 @dataclass(frozen=True)
 class StrategyOnMesh:
-    """A strategy with properties of its mesh, device and model. It is not a group of options."""
+    """A strategy, and the properties of its mesh, device and model that its options depend on."""
 
     config: Any
     """An FSDP2Config or a DDPConfig."""

@@ -16,7 +16,7 @@ LoadStep = Annotated[int, Ge(-1)]
 
 
 class Checkpoint(Options, section="checkpoint", refuses=groups.checkpoint):
-    """Distributed checkpoints, in step-N folders. A run whose folder holds any resumes from the newest."""
+    """Distributed checkpoints, in folders step-N. If the job's folder has checkpoints, the job resumes from the newest."""
 
     enable: bool = False
     """Save and load checkpoints."""
@@ -28,41 +28,45 @@ class Checkpoint(Options, section="checkpoint", refuses=groups.checkpoint):
     """Steps from one checkpoint to the next; the last step is always saved."""
 
     initial_load_path: FilePath | None = None
-    """Checkpoint (a step-N folder) to start from, while the job's own folder holds none."""
+    """Checkpoint (a folder step-N) to start from, as long as the job's own folder holds none."""
 
     initial_load_in_hf: bool = False
-    """Start from a Hugging Face folder: initial_load_path, or model.hf_assets_path. Its model and tokenizer are used,
-    too."""
+    """Start from a Hugging Face folder, which is initial_load_path or model.hf_assets_path, with the config and the
+    tokenizer of that folder."""
 
     initial_load_model_only: bool = True
     """Load only the weights of initial_load_path, and begin at step 1; false: resume from it."""
 
     initial_adapter_path: FilePath | None = None
-    """Under lora.rank: adapters to start from, a folder of peft's, while the job's own folder holds no checkpoint."""
+    """Under lora.rank: adapters to start from (a folder that peft saved), as long as the job's own folder holds no
+    checkpoint."""
 
     save_adapters_only: bool = False
-    """Under lora.rank: save only what trains; a resumed job loads the other weights from initial_load_path again."""
+    """Under lora.rank: save only the weights that train; a resumed job loads the others from initial_load_path again."""
 
     last_save_model_only: bool = True
     """Save only the weights at the last step: smaller, but training cannot resume from it."""
 
     last_save_in_hf: bool = False
-    """Save the last step as a Hugging Face folder, which from_pretrained loads; adapters are added, and kept in adapter/."""
+    """Save the last step as a Hugging Face folder, which from_pretrained loads; adapters are merged into the weights, and
+    also saved in adapter/."""
 
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
     """Type in which the last step's weights are saved, under last_save_model_only."""
 
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """Save while training goes on: from a thread (async), or a process with page-locked memory (CUDA)."""
+    """Save while training goes on: in a thread ("async"), or in a process that gets the state in page-locked memory
+    ("async_with_pinned_mem", CUDA)."""
 
     keep_latest_k: KeepLatest = 10
     """Number of newest checkpoints to keep; 0: all."""
 
     load_step: LoadStep = -1
-    """Step to load; a job that saves starts from the newest alone. -1: the newest that training can go on from."""
+    """Step to load. Without load_only it must be the newest, so that no later checkpoint is overwritten. -1: the newest
+    that training can resume from."""
 
     exclude_from_loading: tuple[Literal["optimizer", "lr_scheduler", "dataloader", "train_state"], ...] = ()
-    """States that are not loaded with the weights."""
+    """Training states that are not loaded, e.g. "optimizer"."""
 
     enable_first_step_checkpoint: bool = False
     """Save after step 1, too, to see at once whether saving works."""
@@ -71,7 +75,7 @@ class Checkpoint(Options, section="checkpoint", refuses=groups.checkpoint):
     """Save the initial weights as step-0, on one process, and stop."""
 
     save_on_signal: bool = False
-    """At SIGTERM, save after two more steps at most, and end with exit status 0; another signal ends at once."""
+    """At SIGTERM, save after two more steps at most, and end with exit status 0; any further signal ends the job at once."""
 
     load_only: bool = False
     """Load checkpoints, but never save."""

@@ -26,9 +26,9 @@ class DataLoader(Options, section="dataloader"):
 class Chat(
     Options, section="training.chat", of_bool={True: {"enable": True}, False: {}}, refuses=groups.chat
 ):
-    """Conversations instead of text: written out by a chat template, and only the assistant's words count in the loss.
+    """Conversations instead of text, in training and validation.
 
-    Holds for validation, too.
+    A chat template writes them out, and by default only the assistant's answers count in the loss.
     """
 
     enable: bool = False
@@ -48,11 +48,11 @@ class Chat(
     """Key of a message's text; unset: "content", or "value" under format = "sharegpt"."""
 
     roles: dict[str, Name] | None = None
-    """The template's role for each role in the data; roles without one are refused. Under format = "sharegpt" they are
-    added to its own."""
+    """The chat template's role for each role in the data; other roles are refused. Under format = "sharegpt" these are
+    added to the roles of that format."""
 
     prompt_column: Name | None = None
-    """Column or field with the prompt, a text or messages, in rows without a list of messages; unset: "prompt" or
+    """Column or field with the prompt (a text or messages), for rows without a list of messages; unset: "prompt" or
     "instruction"."""
 
     input_column: Name | None = None
@@ -60,7 +60,7 @@ class Chat(
     format = "alpaca"."""
 
     completion_column: Name | None = None
-    """Column or field with the assistant's answer to the prompt, a text or messages; unset: "completion" or "output"."""
+    """Column or field with the assistant's answer to the prompt (a text or messages); unset: "completion" or "output"."""
 
     system_column: Name | None = None
     """Column or field with the system message; unset: none, or "system" under format = "sharegpt" and "alpaca", if it
@@ -76,17 +76,18 @@ class Chat(
     """Variables of the template, such as enable_thinking or date_string."""
 
     truncation: Literal["drop", "left", "right", "error"] = "drop"
-    """What happens to a conversation longer than seq_len: it is left out ("drop"), truncated on the "left" or "right",
-    or ends the job ("error")."""
+    """What to do with a conversation longer than seq_len: leave it out ("drop"), truncate it on the "left" or "right", or
+    end the job ("error")."""
 
     packing: bool = True
-    """Pack several whole conversations, which do not see each other, into a sequence; false: one, and padding."""
+    """Pack several whole conversations, which do not attend to each other, into a sequence; false: one conversation per
+    sequence, padded."""
 
 
 class SourceChat(
     Chat, section="data.sources.chat", of_bool={True: {"enable": True}, False: {}}, refuses=groups.chat
 ):
-    """As [training.chat], of one source."""
+    """Like [training.chat], for one source."""
 
 
 class Corpus(Options):
@@ -96,10 +97,10 @@ class Corpus(Options):
     """"stdlib" (Python's standard library), "local", or a Hugging Face name ("owner/name:config"), which is streamed."""
 
     dataset_path: FilePath | None = None
-    """File, folder or glob of .txt, .jsonl or .parquet files; with a Hugging Face name, a local copy of it."""
+    """File, folder or glob of .txt, .jsonl or .parquet files; with a Hugging Face name, a local copy of that data set."""
 
     dataset_split: Name = "train"
-    """Split of the data set: "train", "validation" or "all"; for a Hugging Face name, one of its own splits."""
+    """Split of the data set: "train", "validation" or "all"; for a Hugging Face name, one of that data set's splits."""
 
     text_column: Name = "text"
     """Column or field that holds the text, in a data set with columns; "content.body" is a nested field."""
@@ -112,33 +113,35 @@ class DataSource(Corpus, section="data.sources", refuses=groups.source):
     """Name of the source in metrics, messages and checkpoints; unset: its path, or its data set."""
 
     weight: NaturalFloat = 1.0
-    """Fraction of the sequences, relative to the weights of the other sources; 0: none. It may change when a job resumes."""
+    """Fraction of the sequences, relative to the weights of the other sources; 0: none. It may be changed when a job is
+    resumed."""
 
     chat: SourceChat = SourceChat()
+    """The keys of [training.chat], for this source."""
 
     @property
     def title(self) -> str:
-        """The name, or what stands for it."""
+        """The name; if it is unset, the path or the data set."""
         return self.name or self.dataset_path or self.dataset
 
 
 class Data(Options, section="data", refuses=groups.data):
-    """How documents become rows of seq_len tokens, and the sources that they are from."""
+    """How documents become sequences of seq_len tokens, and the sources that they come from."""
 
     documents: Literal["apart", "joined"] | None = None
-    """Whether the documents of a sequence see each other: "apart", no; "joined", yes; unset: apart, if the model can
-    keep them apart."""
+    """Whether tokens see those of other documents in their sequence: no ("apart") or yes ("joined"); unset: "apart", if
+    the model supports it."""
 
     packing: Literal["cut", "best_fit"] = "cut"
-    """How documents become sequences: put end to end and cut ("cut"), or whole, where they fit best, with padding
-    ("best_fit")."""
+    """How documents become sequences: concatenate them and cut after every seq_len tokens ("cut"), or keep them whole,
+    put each where it fits best, and pad ("best_fit")."""
 
     long_documents: Literal["cut", "drop"] = "cut"
     """Under packing = "best_fit": a document longer than a sequence is cut ("cut") or left out ("drop")."""
 
     exhausted: Literal["repeat", "end"] = "repeat"
-    """What happens when a source has been read: it begins anew in another order ("repeat"), or the job ends once all
-    have been read ("end")."""
+    """What to do when all documents of a source have been read: read them again in another order ("repeat"), or end the
+    job once this is so for all sources ("end")."""
 
     sources: tuple[DataSource, ...] = ()
     """A mixture: tables [[data.sources]] with the keys below, in place of training.dataset."""

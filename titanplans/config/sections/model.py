@@ -50,10 +50,11 @@ class Model(PlanOption, section="model", refuses=groups.model):
     """The model: a name and a flavor, a config.json, or a class of your own."""
 
     name: Name | None = None
-    """Architecture, such as "gla" or "transformer"; unset, and no config or Hugging Face folder: "gla"."""
+    """Architecture, such as "gla" or "transformer"; unset: "gla", if neither config nor a Hugging Face folder names the
+    model."""
 
     flavor: Name | None = None
-    """Size, such as "debug" or "1.3B"; unset, and no config or Hugging Face folder: "debug"."""
+    """Size, such as "debug" or "1.3B"; unset: "debug", if neither config nor a Hugging Face folder names the model."""
 
     config: FilePath | None = None
     """Path of a Hugging Face config.json, FLA's model types included; instead of name and flavor."""
@@ -63,7 +64,8 @@ class Model(PlanOption, section="model", refuses=groups.model):
     names."""
 
     class_: Name | None = Field(None, alias="class")
-    """A model of your own, "module:Class", an nn.Module that transformers need not know; instead of name and flavor."""
+    """A model of your own, "module:Class": any nn.Module, which does not have to be a class of transformers; instead of
+    name and flavor."""
 
     arguments: dict[str, bool | int | float | str] | None = None
     """Keyword arguments of the constructor of `class`."""
@@ -79,8 +81,8 @@ class Batches(Corpus):
     """Sequences that one data-parallel rank processes at a time."""
 
     global_batch_size: PositiveOrAuto = -1
-    """Sequences in one optimizer step, over all ranks; what exceeds a local batch per data-parallel rank is accumulated.
-    -1: by gradient_accumulation_steps."""
+    """Sequences in one optimizer step, over all ranks. If they exceed one local batch per data-parallel rank, gradients
+    are accumulated. -1: set by gradient_accumulation_steps."""
 
     gradient_accumulation_steps: PositiveInt = 1
     """Under global_batch_size = -1: local batches that each data-parallel rank accumulates in one optimizer step."""
@@ -89,20 +91,20 @@ class Batches(Corpus):
     """Tokens in a sequence."""
 
     max_norm: NormLimit = 1.0
-    """Largest 2-norm of the gradient: a larger one is scaled down to it. 0: the norm is only measured."""
+    """Largest 2-norm of the gradient: a gradient with a larger norm is scaled down to it. 0: the norm is only measured."""
 
     skip_nan_inf: bool = False
     """Skip a step whose gradient is not finite. false: a loss or gradient that is not finite ends the job."""
 
     skip_nan_inf_limit: PositiveInt = 20
-    """Under skip_nan_inf: skipped steps in a row that end the job."""
+    """Under skip_nan_inf: number of consecutive skipped steps after which the job ends."""
 
     steps: PositiveInt = 10000
-    """Optimizer steps in all; a resumed job counts those before it resumed."""
+    """Optimizer steps in all, including those before a job was resumed."""
 
     epochs: PositiveInt | None = None
-    """Passes over the data after which the job ends, unless training.steps end it before; unset: training.steps alone
-    end it."""
+    """Passes over the data after which the job ends, unless training.steps ends it earlier; unset: only training.steps
+    ends it."""
 
 
 class Training(
@@ -114,7 +116,7 @@ class Training(
     """Type in which parameters, gradients and optimizer states are kept."""
 
     gc_freq: PositiveInt = 50
-    """Steps between two garbage collections of Python, which all ranks make in the same step."""
+    """Steps between two garbage collections of Python; all ranks collect in the same step."""
 
     gc_debug: bool = False
     """Collect garbage at every step, and report reference cycles that hold tensors; slow."""
@@ -128,19 +130,19 @@ class Validation(Options, section="validation"):
     """The loss on held-out text during training."""
 
     enable: bool = False
-    """Validate at step 1, every freq steps, and the last step."""
+    """Validate at step 1, every freq steps, and at the last step."""
 
     dataset: Name | None = None
-    """As training.dataset; unset: the same data set, path and text column."""
+    """Like training.dataset; unset: the data set, path and text column of training."""
 
     dataset_path: FilePath | None = None
-    """As training.dataset_path; unset, and no dataset given: the training path."""
+    """Like training.dataset_path; unset: training's path, if validation.dataset is unset, too."""
 
     dataset_split: Name = "validation"
-    """As training.dataset_split."""
+    """Like training.dataset_split."""
 
     text_column: Name | None = None
-    """As training.text_column; unset: the training column."""
+    """Like training.text_column; unset: training's column."""
 
     local_batch_size: PositiveInt | None = None
     """Sequences that one data-parallel rank validates at a time; unset: training.local_batch_size."""
@@ -155,6 +157,6 @@ class Validation(Options, section="validation"):
     """Batches per validation; -1: the whole split, once."""
 
     unshard: bool = False
-    """Gather FSDP2's weights once for all batches of a validation: full weights on each rank."""
+    """Gather FSDP2's weights once for all batches of a validation; each rank then holds full weights."""
 
     dataloader: DataLoader = DataLoader()

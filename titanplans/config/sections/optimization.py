@@ -31,11 +31,11 @@ ScaleRule = Literal["match_rms_adamw", "original"]
 
 
 class OptimizerGroup(Options, section="optimizer.groups", refuses=groups.optimizer_group):
-    """Parameters whose names match a pattern, and their own settings. Unset keys are those of [optimizer]."""
+    """Settings of the parameters whose names match a pattern. A key that is unset has its value in [optimizer]."""
 
     pattern: Pattern = ""
-    """Regular expression that is searched in the names of trainable parameters, as state dicts have them. The first
-    group whose pattern is found in a name has the parameter."""
+    """Regular expression that is searched in the names of trainable parameters, as they are in the state dict. A
+    parameter belongs to the first group whose pattern matches its name."""
 
     name: Literal["Adam", "AdamW", "Muon"] | None = None
     """Optimizer."""
@@ -53,7 +53,7 @@ class OptimizerGroup(Options, section="optimizer.groups", refuses=groups.optimiz
     """Of Adam and AdamW: added to the denominator of the update."""
 
     weight_decay: NaturalFloat | None = None
-    """Weight decay of every parameter of the group, norms and biases among them."""
+    """Weight decay of every parameter of the group, norms and biases included."""
 
     momentum: FractionBelowOne | None = None
     """Of Muon: decay of the momentum."""
@@ -65,11 +65,11 @@ class OptimizerGroup(Options, section="optimizer.groups", refuses=groups.optimiz
     """Of Muon: steps of the Newton-Schulz iteration."""
 
     adjust_lr_fn: ScaleRule | None = None
-    """Of Muon: how the update is scaled by the shape of its matrix."""
+    """Of Muon: how the update is scaled according to the shape of the matrix."""
 
 
 class Optimizer(Options, section="optimizer", refuses=groups.optimizer):
-    """How parameters are updated; groups of them may differ."""
+    """How parameters are updated; groups of parameters may have other settings."""
 
     name: Literal["Adam", "AdamW", "Muon"] = "AdamW"
     """Optimizer. Muon updates the matrices of hidden layers, and AdamW the embedding, head, norms, biases and
@@ -88,7 +88,8 @@ class Optimizer(Options, section="optimizer", refuses=groups.optimizer):
     """Of Adam and AdamW: added to the denominator of the update."""
 
     weight_decay: NaturalFloat = 0.1
-    """Weight decay. Vectors, norms and what a model marks `_no_weight_decay` have none, unless decay_all is set."""
+    """Weight decay. Vectors, norms and parameters that a model marks `_no_weight_decay` have none, unless decay_all is
+    set."""
 
     decay_all: bool = False
     """Apply weight_decay to every parameter, norms, biases and marked ones included."""
@@ -103,19 +104,19 @@ class Optimizer(Options, section="optimizer", refuses=groups.optimizer):
     """Of Muon: steps of the Newton-Schulz iteration."""
 
     adjust_lr_fn: ScaleRule = "match_rms_adamw"
-    """Of Muon: how the update of a matrix [A, B] is scaled: by 0.2 sqrt(max(A, B)), which suits AdamW's learning rates
-    (Moonlight), or by sqrt(max(1, A / B)) (Keller Jordan)."""
+    """Of Muon: factor of the update of a matrix [A, B]: 0.2 sqrt(max(A, B)), which suits AdamW's learning rates
+    (Moonlight, "match_rms_adamw"), or sqrt(max(1, A / B)) (Keller Jordan, "original")."""
 
     load_balance_coeff: NaturalFloat | None = None
-    """Step size of the router biases that keep experts equally busy (DeepSeek-V3, GLM-4.5); unset: 0.001 where a router
-    has them. 0: they stay."""
+    """Step size of the router biases that keep experts equally busy (DeepSeek-V3, GLM-4.5); unset: 0.001, if a router
+    has such biases. 0: the biases are not changed."""
 
     implementation: Literal["for-loop", "foreach", "fused", "fused_opt_states_bf16"] = "fused"
-    """Adam and AdamW: one kernel for all parameters ("fused"), a few ("foreach") or one per parameter ("for-loop");
-    fused_opt_states_bf16: with moments in bfloat16 (CUDA)."""
+    """Of Adam and AdamW: one kernel for all parameters ("fused"), several for all parameters ("foreach"), or several for
+    each parameter ("for-loop"); "fused_opt_states_bf16" is "fused" with moments in bfloat16 (CUDA)."""
 
     groups: tuple[OptimizerGroup, ...] = ()
-    """Groups of parameters by pattern, each a table [[optimizer.groups]], with the keys below."""
+    """Groups of parameters with other settings: tables [[optimizer.groups]] with the keys below."""
 
 
 class LRScheduler(Options, section="lr_scheduler"):
@@ -125,11 +126,12 @@ class LRScheduler(Options, section="lr_scheduler"):
     """Steps over which the learning rate rises to optimizer.lr."""
 
     total_steps: PositiveInt | None = None
-    """Schedule length in steps, if it differs from training.steps: a shorter run keeps the curve. Unset: training.steps."""
+    """Schedule length in steps, if it differs from training.steps, e.g. so that a shorter run follows the same curve.
+    Unset: training.steps."""
 
     decay_ratio: Fraction | None = None
-    """Fraction of the schedule, at its end, in which the learning rate decays; 0: it never does; unset: all of it after
-    the warm-up."""
+    """Fraction of the schedule, at its end, in which the learning rate decays. 0: it never decays. Unset: it decays from
+    the end of the warm-up."""
 
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
@@ -142,8 +144,9 @@ class Loss(Options, section="loss", refuses=groups.loss):
     """The cross entropy of the next token, and how it is computed."""
 
     fused: bool | None = None
-    """Compute the loss in the head, chunk by chunk, so that only a chunk of logits exists at a time; unset: where the
-    head is a plain Linear (no float8, no adapters) and the model does nothing with its logits but what its config says."""
+    """Compute the loss in the head, chunk by chunk, so that only a chunk of logits exists at a time; unset: if the head is
+    a plain Linear (no float8, no adapters) and the model changes its logits only in ways that its config names, such as a
+    soft cap."""
 
     chunk_tokens: PositiveInt = 512
     """Tokens in a chunk of the fused loss."""
@@ -152,4 +155,5 @@ class Loss(Options, section="loss", refuses=groups.loss):
     """Label smoothing: probability spread evenly over the vocabulary (training only)."""
 
     z_loss: NaturalFloat = 0.0
-    """Weight of the z-loss, the squared log-sum-exp of the logits, which is added in training; PaLM uses 1e-4. 0: none."""
+    """Weight of the z-loss (the squared log-sum-exp of the logits), which is added to the loss in training; PaLM uses
+    1e-4. 0: none."""

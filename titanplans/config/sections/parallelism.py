@@ -1,6 +1,6 @@
 """The sections [parallelism], [ddp], [activation_checkpoint] and [compile].
 
-A group of options here may be part of a section and of a strategy (`titanplans.config.strategies`).
+A group of options here can be part of both a section and a strategy (`titanplans.config.strategies`).
 """
 
 from typing import Annotated, Literal
@@ -19,7 +19,7 @@ from titanplans.config.values import (
 )
 
 Dtype = Literal["bfloat16", "float32"]
-"""float16 is not among them: its gradients underflow without a scaler, and no loop here has one."""
+"""float16 is not among them: its gradients underflow without a gradient scaler, which no training loop here has."""
 
 LayerOrOp = Annotated[
     str, Constraint('"op", or a number of layers such as "2"', lambda value: value == "op" or _counts(value))
@@ -35,14 +35,15 @@ class ParallelDegrees(Options):
 
     data_parallel_strategy: Literal["fsdp2", "ddp", "megatron_fsdp"] = "fsdp2"
     """"fsdp2" shards parameters, also under tensor parallelism; "ddp" keeps a full model in each process;
-    "megatron_fsdp" works in a loop of your own only."""
+    "megatron_fsdp" works only in a training loop of your own."""
 
     data_parallel_replicate_degree: PositiveInt = 1
-    """Replicas of the model, each with other data (HSDP, if the shard degree is above 1); under ddp the number of
+    """Replicas of the model, each with different data (HSDP, if the shard degree is above 1); under ddp the number of
     processes."""
 
     data_parallel_shard_degree: PositiveOrAuto = -1
-    """Ranks over which FSDP shards each replica, each with other data; -1: all that the other degrees leave, under ddp 1."""
+    """Ranks over which FSDP shards each replica, each with different data; -1: all that the other degrees leave, or 1
+    under ddp."""
 
     tensor_parallel_degree: PositiveInt = 1
     """Ranks over which each layer is split by its plan."""
@@ -51,7 +52,7 @@ class ParallelDegrees(Options):
     """Pipeline stages: ranks over which the layers are distributed."""
 
     context_parallel_degree: PositiveInt = 1
-    """Ranks over which each sequence is sharded; inside a token mixer each has all tokens of its heads."""
+    """Ranks over which each sequence is sharded; inside a token mixer, each rank has all tokens of some of the heads."""
 
     expert_parallel_degree: PositiveInt = 1
     """Ranks that experts are distributed over, taken from the other dimensions. 1: no expert parallelism; tensor
@@ -59,7 +60,7 @@ class ParallelDegrees(Options):
 
     @property
     def shard_degree(self) -> int:
-        """Ranks over which FSDP shards each replica; -1: all that the other degrees leave."""
+        """Ranks over which FSDP shards each replica, or -1 for all that the other degrees leave; under ddp -1 becomes 1."""
         unset = self.data_parallel_shard_degree == -1
         return 1 if unset and self.data_parallel_strategy == "ddp" else self.data_parallel_shard_degree
 
@@ -68,21 +69,23 @@ class TensorParallel(Options):
     """How a plan splits a layer; the degree is in `ParallelDegrees`."""
 
     enable_sequence_parallel: bool = True
-    """Under tensor parallelism: shard hidden states along the sequence between attention and MLP; false: replicate them."""
+    """Under tensor parallelism: shard hidden states along the sequence outside of the mixers and MLPs; false: replicate
+    them."""
 
     disable_loss_parallel: bool = False
-    """Under tensor parallelism: gather the logits; false: the loss is computed from logits sharded over the vocabulary."""
+    """Under tensor parallelism: gather the logits for the loss; false: compute it from logits that are sharded over the
+    vocabulary."""
 
     expert_capacity_factor: PositiveFloat | None = None
-    """Under expert parallelism: an expert takes at most this many times the mean number of tokens that a rank sends to
-    one, and drops the last of them; unset: none is dropped."""
+    """Under expert parallelism: of each rank's tokens, an expert takes at most this factor times the mean number of
+    tokens per expert; the rank drops the others, which are the last ones of its batch. Unset: none is dropped."""
 
     enable_async_tensor_parallel: bool = False
     """Overlap tensor-parallel communication with the matrix products (CUDA, compiled model, sequence parallel)."""
 
     async_tensor_parallel_unfused: Literal["error", "warn"] = "error"
-    """Under enable_async_tensor_parallel: what happens if the first step overlapped nothing: it ends the job ("error"),
-    or is logged ("warn")."""
+    """Under enable_async_tensor_parallel: if nothing was overlapped in the first step, end the job ("error") or log it
+    ("warn")."""
 
 
 class PipelineParallel(Options):
@@ -97,13 +100,14 @@ class PipelineParallel(Options):
         "ZBVZeroBubble",
         "DualPipeV",
     ] = "1F1B"
-    """Pipeline schedule, by torch's name; those from LoopedBFS on have several stages per rank."""
+    """Pipeline schedule, with torch's name; all but GPipe and 1F1B have several stages per rank."""
 
     pipeline_parallel_microbatch_size: PositiveInt = 1
-    """Sequences in a microbatch; training.local_batch_size must be a multiple."""
+    """Sequences in a micro batch; training.local_batch_size must be a multiple of it."""
 
     pipeline_parallel_layers_per_stage: PositiveInt | None = None
-    """Layers per stage, which sets the number of stages; unset: one stage per rank, two under schedules with several."""
+    """Layers per stage, which determines the number of stages; unset: one stage per rank, or two under schedules with
+    several."""
 
     pipeline_parallel_split_points: tuple[Name, ...] = ()
     """Names of the layers at which the second and later stages begin, such as model.layers.8; empty: stages of equal
@@ -111,12 +115,12 @@ class PipelineParallel(Options):
 
 
 class FSDP2(Options):
-    """FSDP2's gathers and sums."""
+    """When FSDP2 gathers weights and reduces gradients."""
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] | PositiveInt = "default"
-    """Weights that FSDP2 frees between forward and backward: all but what the backward needs first ("default"), all
-    ("always"), none ("never"), or, by a number, as default but down to shards over so many ranks. A pipeline's default
-    is none."""
+    """Weights that FSDP2 frees between forward and backward: all but those that the backward needs first ("default"), all
+    ("always"), none ("never"), or a number n: as "default", but the weights are resharded over only n ranks. With a
+    pipeline, "default" frees none."""
 
     fsdp_forward_prefetch: NaturalInt = 0
     """FSDP modules that are gathered ahead in the forward; 0: none."""
@@ -125,15 +129,15 @@ class FSDP2(Options):
     """FSDP modules that are gathered ahead in the backward; 0: torch's own rule, which is one."""
 
     fsdp_towers: Literal["blocks", "root"] = "blocks"
-    """Whether each block of a vision tower is an FSDP module ("blocks"), or the tower belongs to the root ("root"), as
-    batches need in which some ranks have images and others none."""
+    """Whether each block of a vision tower is an FSDP module ("blocks"), or the tower belongs to the root module ("root").
+    "root" is needed if some ranks' batches have images and others' have none."""
 
     fsdp_defer_grad_sync: Literal["all", "replicas", "nothing"] = "nothing"
-    """Gradient sums that wait for the last accumulated batch: "nothing"; under HSDP those over "replicas"; or "all", for
-    which each rank holds full gradients."""
+    """Gradient reductions that are deferred to the last accumulated batch: none ("nothing"), those over replicas under
+    HSDP ("replicas"), or all ("all"; each rank then holds full gradients)."""
 
     fsdp_keep_gathered: bool = False
-    """Keep weights gathered from one accumulated batch to the next: full weights on each rank."""
+    """Keep weights gathered from one accumulated batch to the next; each rank then holds full weights."""
 
     enable_fsdp_symm_mem: bool = False
     """Let FSDP communicate through symmetric memory (CUDA, compute capability 9.0 or newer)."""
@@ -144,10 +148,10 @@ class Parallelism(FSDP2, PipelineParallel, TensorParallel, ParallelDegrees, sect
 
 
 class MixedPrecision(Options):
-    """Types of FSDP2's compute and communication; parameters and optimizer states stay as they are kept."""
+    """Types in which FSDP2 computes and communicates; parameters and optimizer states are kept in training.dtype."""
 
     mixed_precision_param: Dtype | None = None
-    """Type in which layers compute, by FSDP2's mixed precision or, under ddp, by autocast; unset: training.dtype."""
+    """Type in which layers compute: FSDP2's mixed precision or, under ddp, autocast; unset: training.dtype."""
 
     mixed_precision_reduce: Dtype | None = None
     """Type in which FSDP2 sums gradients over ranks; unset: the type in which layers compute."""
@@ -156,7 +160,7 @@ class MixedPrecision(Options):
     """Type to which FSDP2 casts the logits; unset: the type in which they were computed."""
 
     mixed_precision_cast_inputs: bool = False
-    """Let FSDP2 cast each layer's floating-point inputs to mixed_precision_param, such as images of another type."""
+    """Let FSDP2 cast each layer's floating-point inputs, such as images, to mixed_precision_param."""
 
 
 class Offload(Options):
@@ -173,21 +177,23 @@ class Autocast(Options):
     """torch.autocast around the forward."""
 
     autocast_dtype: Dtype | None = None
-    """Type of torch.autocast, which casts operator by operator; unset: no autocast, except under ddp in
+    """Type of torch.autocast, which casts operator by operator; unset: no autocast, except under ddp, which uses
     mixed_precision_param."""
 
 
 class DDP(Options, section="ddp"):
-    """Under parallelism.data_parallel_strategy = "ddp": each rank has the full model, and gradients are summed over them."""
+    """Under parallelism.data_parallel_strategy = "ddp": each rank has the full model, and gradients are summed over the
+    ranks."""
 
     bucket_cap_mb: PositiveFloat | None = None
-    """Bucket size in MiB: the gradients that one all-reduce sums; unset: torch's 25, and 1 for the first."""
+    """Size in MiB of a bucket, the gradients that are summed in one all-reduce; unset: torch's 25, and 1 for the first
+    bucket."""
 
     find_unused_parameters: bool = False
-    """Look in each forward for parameters that the loss does not depend on, whose gradients would be waited for."""
+    """Look in each forward for parameters that the loss does not depend on, for whose gradients DDP would wait."""
 
     static_graph: bool = False
-    """Promise that every step uses the same parameters equally often, which DDP learns in the first. Needs
+    """Promise that every step uses the same parameters equally often; DDP records this in the first step. Needs
     defer_grad_sync = false."""
 
     gradient_as_bucket_view: bool = False
@@ -197,10 +203,11 @@ class DDP(Options, section="ddp"):
     """Broadcast rank 0's buffers before each forward in training; false: only at the start."""
 
     defer_grad_sync: bool = True
-    """Sum gradients over ranks once per step, in the backward of the last accumulated batch; false: in each."""
+    """Sum gradients over ranks once per step, in the backward of the last accumulated batch; false: in every backward."""
 
     split_compiled_blocks: bool = False
-    """Split a compiled block's graph at the ends of buckets; for blocks larger than a bucket."""
+    """Split a compiled block's graph at the ends of buckets, so that a block larger than a bucket does not delay the
+    sums."""
 
 
 class ActivationCheckpoint(
@@ -209,7 +216,7 @@ class ActivationCheckpoint(
     of_bool={True: {"mode": "full"}, False: {"mode": "none"}},
     refuses=groups.activation_checkpoint,
 ):
-    """Activations that are computed again in the backward pass, instead of kept."""
+    """Activations that are recomputed in the backward instead of kept."""
 
     mode: Literal["selective", "full", "mlp", "keep_mixer", "memory_budget", "none"] = "none"
     """What is recomputed in the backward: every layer ("full"), some layers or operations ("selective"), each layer's
@@ -217,14 +224,15 @@ class ActivationCheckpoint(
     ("none")."""
 
     scope: Literal["all", "language", "vision"] = "all"
-    """Which layers: the decoder's (language), those of vision towers (vision), or all of them."""
+    """Layers whose activations are recomputed: the decoder's ("language"), those of vision towers ("vision"), or
+    "all"."""
 
     selective_ac_option: LayerOrOp = "2"
     """Under mode = "selective": a number n recomputes every n-th layer; "op" keeps the costly operations of every layer
     and recomputes the others."""
 
     per_op_sac_matmuls: Literal["all", "every second", "none"] = "every second"
-    """Under selective_ac_option = "op": which products of activations and weights are kept."""
+    """Under selective_ac_option = "op": which matrix products of activations and weights are kept."""
 
     per_op_sac_keep_attention: bool = True
     """Under selective_ac_option = "op": keep the results of fused attention."""
@@ -233,18 +241,19 @@ class ActivationCheckpoint(
     """Under selective_ac_option = "op": keep the results of collectives."""
 
     per_op_sac_keep_operators: Strings = ()
-    """Under selective_ac_option = "op": more operators whose results are kept, "namespace::name" of torch.library."""
+    """Under selective_ac_option = "op": further operators whose results are kept, with torch.library's names,
+    "namespace::name"."""
 
     per_op_sac_force_recompute_mm_shapes_by_fqns: Strings = ()
-    """Under selective_ac_option = "op": parts of Linear modules' names; products with weights of their shapes are always
-    recomputed."""
+    """Under selective_ac_option = "op": parts of names of Linear modules; products with weights of the same shapes as
+    theirs are always recomputed."""
 
     memory_budget: Fraction = 0.5
-    """Under mode = "memory_budget": fraction of the activation memory that may be kept; 0 recomputes everything in a
-    compiled region, 1 what the compiler would anyway."""
+    """Under mode = "memory_budget": fraction of the activation memory that may be kept. 0: everything in a compiled
+    region is recomputed; 1: only what the compiler recomputes by default."""
 
     visualize_memory_budget_pareto: bool = False
-    """Under mode = "memory_budget": draw time against memory for budgets from 0 to 1, into
+    """Under mode = "memory_budget": plot time against memory for budgets from 0 to 1, into
     dump_folder/memory_budget_pareto."""
 
     preserve_rng_state: bool = True
@@ -257,7 +266,7 @@ class ActivationCheckpoint(
     """Stop a recomputation at the last tensor that the backward needs."""
 
     debug: bool = False
-    """Record recomputed operators for the error message of a mismatch; slow."""
+    """Record the recomputed operators, so that the error message of a mismatch names them; slow."""
 
 
 class Compile(
@@ -269,7 +278,7 @@ class Compile(
     """Compile the components with torch.compile; false: the other keys of this section do nothing."""
 
     components: tuple[Literal["model", "loss", "optimizer"], ...] = ("model", "loss")
-    """What is compiled: each layer of the model, the loss, the optimizer's step (not the fused implementations)."""
+    """What is compiled: each layer of the model, the loss, the optimizer's step (unless its implementation is fused)."""
 
     backend: Name = "inductor"
     """torch.compile's backend."""
@@ -278,10 +287,12 @@ class Compile(
     """Inductor's preset of options; unset: its default."""
 
     fullgraph: bool | None = None
-    """Whether each component must compile to one graph; unset: layers must, except FLA's and those with recorded routers."""
+    """Whether each component must compile to one graph; unset: layers must, except FLA's, those under context or expert
+    parallelism, and those of a model with output_router_logits."""
 
     dynamic: bool | None = None
-    """Compile once for all sizes (true) or again for each (false); unset: again, until a size changes."""
+    """Compile once for all sizes (true) or once for each size (false); unset: for the first size, and once a size
+    changes, for all sizes."""
 
     options: dict[str, bool | int | float | str] | None = None
     """Inductor's settings by name, instead of mode."""

@@ -25,14 +25,14 @@ class Job(Options, section="job"):
     """What the job is for; printed when it starts."""
 
     print_config: bool = False
-    """Log the values of the job, as JSON, then train. (--print-config prints the job and stops.)"""
+    """Log the values of the job as JSON, then train. (The flag --print-config prints the job and stops.)"""
 
     save_config_file: FilePath | None = None
     """File, relative to dump_folder, into which the values of the job are written as JSON."""
 
 
 class Metrics(Options, section="metrics"):
-    """The log: its figures, interval and destinations."""
+    """The metrics: how often they are logged, and where."""
 
     log_freq: PositiveInt = 10
     """Steps between two log lines; the first step is always logged."""
@@ -47,7 +47,7 @@ class Metrics(Options, section="metrics"):
     """Folder of the TensorBoard and W&B files, relative to dump_folder."""
 
     save_for_all_ranks: bool = False
-    """Write metrics of every rank, each into a folder of its own; false: of rank 0."""
+    """Write the metrics of every rank, each into a folder of its own; false: only of rank 0."""
 
     enable_wandb: bool = False
     """Send the metrics to Weights & Biases, too (WANDB_PROJECT, WANDB_RUN_NAME, ... are read from the environment)."""
@@ -56,7 +56,7 @@ class Metrics(Options, section="metrics"):
     """Write the metrics into dump_folder/metrics.jsonl, too: one JSON object per logged step."""
 
     measure_first_step: bool = True
-    """Record what the first step communicates and compiles, and time a pipeline, in dump_folder/parallelism.json."""
+    """Write into dump_folder/parallelism.json what the first step communicates and compiles, and a pipeline's times."""
 
 
 class Profiling(Options, section="profiling", refuses=groups.profiling):
@@ -72,7 +72,7 @@ class Profiling(Options, section="profiling", refuses=groups.profiling):
     """Steps from one trace to the next; at least profiler_warmup + profiler_active."""
 
     profiler_active: PositiveInt = 1
-    """Steps that each trace holds."""
+    """Steps that each trace records."""
 
     profiler_warmup: NaturalInt = 3
     """Steps that the profiler runs before each trace, unrecorded."""
@@ -106,7 +106,7 @@ class Comm(Options, section="comm"):
     """Timeout of a collective after the first step, in seconds."""
 
     trace_buf_size: Natural32 | None = None
-    """Events that torch's flight recorder keeps; 0: it is off; unset: 20,000, and 0 over gloo, which writes none."""
+    """Events that torch's flight recorder keeps; 0: it is off; unset: 20,000, or 0 with gloo, which records none."""
 
     save_traces_folder: FilePath = "comm_traces"
     """Folder of the flight recorder's dumps, relative to dump_folder."""
@@ -119,7 +119,7 @@ class Debug(Options, section="debug", refuses=groups.debug):
     """Reproducibility and checks."""
 
     seed: Seed | None = None
-    """Seed of the weights and of every random choice; unset: rank 0 draws one."""
+    """Seed of the initial weights and of every random choice; unset: rank 0 draws one."""
 
     deterministic: bool = False
     """Use deterministic algorithms only; slower."""
@@ -132,7 +132,7 @@ class Debug(Options, section="debug", refuses=groups.debug):
 
 
 class Experimental(Options, section="experimental"):
-    """Code of the user's own."""
+    """The user's own code."""
 
     custom_import: str = ""
     """Module to import before the model is built, by dotted name: where a package registers its plans."""
