@@ -248,7 +248,7 @@ def test_a_file_of_another_format_is_refused_with_its_format(tmp_path, name, kin
     path.write_text("# A title, which would be a job of defaults\n")
     message = refusal([str(path)])
     assert message.startswith(f"{path} {kind}")
-    assert "and a job file is TOML" in message
+    assert "but a job file is TOML" in message
 
 
 def test_a_missing_file_names_the_others_of_its_directory(write, tmp_path):

@@ -309,7 +309,7 @@ class Survival:
             shutil.rmtree(self.checkpoints / advised[1])
             self.next_step = int(advised[2]) + 1
         else:
-            if "no other is intact" not in output or len(present) > 1:
+            if "no other checkpoint is intact" not in output or len(present) > 1:
                 self.problem("unexplained", f"none of the steps {present} is offered", life)
             shutil.rmtree(self.checkpoints)
             self.next_step = 1

@@ -1,4 +1,4 @@
 """Train a job from a TOML file: `launch/` starts it, `job/` checks it, `trainer/trainer.py` has the training loop.
 
-Importing this package imports nothing. Only `cli` imports from it, as its modules need torchtitan.
+Importing this package imports none of its modules. Only `cli` imports from it, since its modules need torchtitan.
 """

@@ -87,7 +87,7 @@ def test_a_finished_job_is_not_trained_again(job, at):
         assert job.run(*options) == 2
     assert "another job writes to" in job.err
     assert job.run("--training.steps=3", "--checkpoint.load_step=2", IN_HF) == 2
-    assert "step-2 holds the weights alone (checkpoint.last_save_in_hf)" in job.err
+    assert "step-2 holds only the weights (checkpoint.last_save_in_hf)" in job.err
 
 
 def test_a_prolonged_job_logs_which_steps_it_repeats(job, at):
@@ -165,7 +165,7 @@ def test_a_folder_becomes_a_seed_that_a_job_starts_from(job, at, capsys):
     seed = job.folder / "seed" / "step-0"
     status, message = run(capsys, "import", at / "step-2", seed)
     assert status == 0, message
-    assert message.endswith("; a job starts from it by checkpoint.initial_load_path\n")
+    assert message.endswith("; a job starts from it with checkpoint.initial_load_path\n")
     assert damage(seed) is None
     weights, saved = weights_of(seed), load_file(at / "step-2" / "model.safetensors")
     assert weights.keys() == saved.keys()

@@ -72,7 +72,7 @@ def changed_options(rank: int, folder: Path) -> dict:
     keys = ("weight_decay", "betas", "lr")
     return {
         "groups": [{key: group[key] for key in keys} for group in optimizer.param_groups],
-        "lines": [line for line in lines if "is of a job with other values" in line],
+        "lines": [line for line in lines if "was saved by a job with other values" in line],
         "name": type(optimizer).__name__,
         "step": next(iter(optimizer.state.values()))["step"],
     }

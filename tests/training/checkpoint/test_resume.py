@@ -58,8 +58,8 @@ REFUSED = [
     ({"load_step": 4}, "", "there is no .*/step-4"),
     ({"load_step": 4}, "4 8", r'later checkpoints, up to step-8, .*initial_load_path = ".*/step-4"'),
     ({"load_step": 4}, "4 10", "later checkpoints, up to step-10"),
-    ({"load_step": 8}, "4 8w", "step-8 holds the weights alone .* leave load_step out"),
-    ({}, "4w 8w", "step-8 holds the weights alone .* and so do all others; start in a new folder"),
+    ({"load_step": 8}, "4 8w", "step-8 holds only the weights .* leave load_step out"),
+    ({}, "4w 8w", "step-8 holds only the weights .* and so do all others; start in a new folder"),
 ]
 
 
@@ -133,7 +133,9 @@ def test_a_damaged_manifest_is_refused_and_the_newest_intact_checkpoint_offered(
     for step in (0, 2, 4):
         manifest = tmp_path / f"step-{step}" / MANIFEST
         manifest.write_bytes(b"")
-    assert "no other is intact; move the folder away" in refused(tmp_path)
+    assert "no other checkpoint is intact and has the training state; move the folder away" in refused(
+        tmp_path
+    )
 
 
 def test_a_checkpoint_that_was_renamed_is_not_taken_for_another_step(tmp_path):

@@ -316,7 +316,7 @@ def test_a_parameter_that_had_no_gradient_needs_no_state(job, tmp_path, weights)
 
 def test_a_checkpoint_of_the_weights_alone_starts_a_job_but_resumes_none(job, tmp_path, weights):
     write_checkpoint(tmp_path / "outputs" / "checkpoint" / "step-5", weights)
-    assert "holds the weights alone" in refusal(job(checkpoint__enable="true"))
+    assert "holds only the weights" in refusal(job(checkpoint__enable="true"))
     initial = str(tmp_path / "outputs" / "checkpoint" / "step-5")
     elsewhere = {
         "checkpoint__enable": "true",
@@ -324,7 +324,7 @@ def test_a_checkpoint_of_the_weights_alone_starts_a_job_but_resumes_none(job, tm
         "checkpoint__initial_load_path": initial,
     }
     check_job(job(**elsewhere), 1)
-    assert "holds the weights alone" in refusal(job(**elsewhere, checkpoint__initial_load_model_only="false"))
+    assert "holds only the weights" in refusal(job(**elsewhere, checkpoint__initial_load_model_only="false"))
 
 
 def test_truncated_files_of_a_checkpoint_without_manifest_are_named(job, tmp_path, weights):

@@ -51,7 +51,7 @@ def test_every_checkpoint_is_validated_source_by_source(job):
     assert steps == [1, 4, 6], "the last step too"
     before = files(job)
     newest = evaluated(job, STEPS)
-    assert "step-6\nsource" in job.out, "it holds the weights alone"
+    assert "step-6\nsource" in job.out, "it holds only the weights"
     assert set(newest) == {"text", "other"}
     at_five = evaluated(job, STEPS, "--checkpoint.load_step=5")
     assert at_five != newest

@@ -1,4 +1,5 @@
-"""Checkpoints of a job: saved by `manager.py`, described by a manifest (`manifest.py`), chosen by `resume.py`.
+"""Checkpoints of a job: `manager.py` saves them, each with a manifest (`manifest.py`); `resume.py` chooses one to load.
 
-`match.py` compares a checkpoint with the job. `export.py` converts to Hugging Face folders, `convert.py` from them.
+`match.py` compares a checkpoint with the job. `export.py` converts checkpoints to Hugging Face folders, and `convert.py` does
+the reverse.
 """

@@ -1,4 +1,4 @@
-"""`titanplans import`: convert a Hugging Face folder to a distributed checkpoint, in one process on a CPU, by tensor."""
+"""`titanplans import`: convert a Hugging Face folder to a distributed checkpoint, on a CPU, one tensor at a time."""
 
 import re
 import shutil
@@ -26,16 +26,16 @@ from titanplans.weights.lazy import LazyTensor
 def import_folder(
     folder: Path, checkpoint: Path, *, config: str | None = None, dtype: str | None = None
 ) -> str:
-    """Write a Hugging Face folder as a distributed checkpoint of step 0, a seed; return a sentence about it.
+    """Write a Hugging Face folder as a distributed checkpoint of step 0 (a seed); return a sentence about the checkpoint.
 
     Args:
-        folder: the folder, with safetensors files and config.json.
-        checkpoint: where to write; must not exist. Its name is step-0, or not of the form step-N.
-        config: a config.json, or its folder; None: the folder's.
-        dtype: of the floating-point tensors; None: as in the folder.
+        folder: the Hugging Face folder, with safetensors files and config.json.
+        checkpoint: the folder to write, which must not exist. Its name must not be step-N, except step-0.
+        config: a config.json or a folder with one; None: `folder`'s.
+        dtype: dtype of the floating-point tensors; None: unchanged.
 
     Raises:
-        ConfigError, ModelError: the folder is damaged, or of another model.
+        ConfigError, ModelError: the folder is damaged, or holds another model.
         NotSaved: the disk is full, or refuses to write.
     """
     if re.fullmatch(r"step-[0-9]+", checkpoint.name) and checkpoint.name != "step-0":
@@ -56,7 +56,8 @@ def import_folder(
         dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
     except FileExistsError as error:
         raise ConfigError(
-            f"import: {writing} exists: another process is writing it, or was killed; in that case remove it"
+            f"import: {writing} exists: another process writes it, or was killed while it wrote it; in the latter case, "
+            "remove it"
         ) from error
     except (CheckpointException, OSError, NotSaved) as error:
         shutil.rmtree(writing, ignore_errors=True)
@@ -66,7 +67,9 @@ def import_folder(
                 f"{cause.filename or checkpoint} can't be written ({disk.reason(cause)})"
             ) from error
         raise cause from error
-    return f"{checkpoint}: {describe_size(checkpoint)}; a job starts from it by checkpoint.initial_load_path"
+    return (
+        f"{checkpoint}: {describe_size(checkpoint)}; a job starts from it with checkpoint.initial_load_path"
+    )
 
 
 def describe_size(folder: Path) -> str:
@@ -79,9 +82,9 @@ class _LazyPlanner(DefaultSavePlanner):
     """Reads and casts each tensor only when it is saved.
 
     Args:
-        tensors: by name.
-        dtype: what floating-point tensors are cast to; None: no cast.
-        keeps_dtype: returns whether the tensor of this name is not cast.
+        tensors: the tensors by name.
+        dtype: the dtype that floating-point tensors are cast to; None: they are not cast.
+        keeps_dtype: returns whether the tensor of a name is exempt from the cast.
 
     Attributes:
         meta_tensors: the state dict to save, on meta.

@@ -5,8 +5,8 @@
     .step-N.replaced    an older checkpoint of the same step, until the new one has its name
     .step-N.removed     a checkpoint that is being removed
 
-Renames are atomic, so these states hold whenever the process is killed. Other files are neither read nor removed. Imports no
-torch.
+Renames are atomic, so a checkpoint is in one of these states even if the process is killed. Other files are neither read nor
+removed. Imports no torch.
 """
 
 import re
@@ -60,8 +60,9 @@ def remedy(damaged: Path, damage: Callable[[Path], str | None] = damage) -> str:
     """Return a phrase that says how a job can resume although a checkpoint in its folder is damaged.
 
     Args:
-        damaged: the checkpoint.
-        damage: returns what is wrong with a checkpoint, or None; called for the others, newest first, until one is intact.
+        damaged: the damaged checkpoint.
+        damage: returns what is wrong with a checkpoint, or None. It is called for the others, newest first, until one is
+            intact and has the training state.
     """
     to_remove = []
     for step in reversed(steps(damaged.parent)):
@@ -73,7 +74,7 @@ def remedy(damaged: Path, damage: Callable[[Path], str | None] = damage) -> str:
                 f"remove {' and '.join(to_remove)}, and the same command resumes from {checkpoint.name}, the newest intact "
                 "one"
             )
-    return "no other is intact; move the folder away"
+    return "no other checkpoint is intact and has the training state; move the folder away"
 
 
 def commit(checkpoint: Path) -> None:
@@ -99,8 +100,8 @@ def tidy(folder: Path, states: Collection[str] = ("writing", "replaced", "remove
     """Remove what a killed process has left in `folder`, to which no other process may be writing.
 
     Args:
-        folder: of the checkpoints.
-        states: which names to remove, see the module; after a failed save only ["writing"].
+        folder: the folder of the checkpoints.
+        states: suffixes of the names to remove (see the module's docstring); pass ["writing"] after a failed save.
     """
     for path in list(_entries(folder)):
         name, state = match.groups() if (match := _INCOMPLETE.fullmatch(path.name)) else ("", None)
@@ -111,7 +112,7 @@ def tidy(folder: Path, states: Collection[str] = ("writing", "replaced", "remove
 
 
 def _is_checkpoint(checkpoint: Path) -> bool:
-    """Return whether there is a checkpoint; raise a ConfigError for anything else that is there."""
+    """Return whether the path is a checkpoint; raise a ConfigError if it is anything else, except an empty folder."""
     if (checkpoint / MANIFEST).is_file():
         return True
     # An empty folder does not count: a checkpoint can be renamed over it.
@@ -119,12 +120,12 @@ def _is_checkpoint(checkpoint: Path) -> bool:
         return False
     raise ConfigError(
         f"checkpoint.folder: {checkpoint} has no {MANIFEST}: another program or an older titanplans wrote it; move it "
-        "away, and if it is a checkpoint, start from it by checkpoint.initial_load_path"
+        "away, and if it is a checkpoint, start from it with checkpoint.initial_load_path"
     )
 
 
 def _erase(path: Path) -> None:
-    """Remove an incomplete checkpoint; of a symbolic link, only the link."""
+    """Remove an incomplete checkpoint. For a symbolic link, remove only the link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

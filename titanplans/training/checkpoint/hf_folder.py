@@ -25,7 +25,7 @@ from titanplans.weights.merged import full_tensors
 from titanplans.weights.save import write_folder
 
 ADAPTER = "adapter"
-"""The subfolder of peft's files. Not the step's folder: from_pretrained would add the adapters to the weights again."""
+"""The subfolder for peft's files. In the step's folder, from_pretrained would add the adapters to the weights again."""
 
 
 def save_hf_folder(
@@ -39,25 +39,25 @@ def save_hf_folder(
     dtype: torch.dtype,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Write a step-N folder in Hugging Face's format. Collective; rank 0 writes.
+    """Write a folder step-N in Hugging Face's format. Collective; rank 0 writes.
 
     Trained adapters are merged into the weights, and also written as peft's files into the subfolder ADAPTER.
 
     Args:
-        models, group: as for `full_tensors`.
-        checkpoint: the step-N folder.
-        manifest: without files, which are added.
-        config, tokenizer, chat_template, dtype: as for `write_folder`.
+        models, group: arguments of `full_tensors`.
+        checkpoint: the folder step-N.
+        manifest: the manifest without `files`, which are added here.
+        config, tokenizer, chat_template, dtype: arguments of `write_folder`.
 
     Raises:
-        NotSaved: on every rank: the disk is full, or refuses to write. Incomplete files are left in
+        NotSaved: the disk is full, or refuses to write. It is raised on every rank, and incomplete files are left in
             `folder.writing_path(checkpoint)`.
     """
     writing = folder.writing_path(checkpoint)
     files: dict[str, tuple[int, str]] = {}
 
     def record(path: Path) -> None:
-        # Called with each complete file: its checksum is taken while its bytes are still in the page cache.
+        # Called for each file once it is complete, so that its bytes are still in the page cache for the checksum.
         sync(path)
         name = path.relative_to(writing).as_posix()
         files[name] = path.stat().st_size, file_checksum(path)

@@ -1,6 +1,6 @@
 """`CheckpointManager` saves and loads a job with torch's distributed checkpoints. Start at `save` and `load`.
 
-`resume.py` decides what is loaded; `folder.py` says how a checkpoint becomes visible once it is complete.
+`resume.py` decides what is loaded. `folder.py` gives a checkpoint its name once it is complete.
 """
 
 import gc
@@ -62,10 +62,10 @@ class CheckpointManager:
     A checkpoint holds the model's tensors by name and, if training can be resumed from it, all of `states`.
 
     Args:
-        job: the job, which has been checked; with checkpoint.enable = false, nothing is saved or loaded.
+        job: the job, which has been checked. With checkpoint.enable = false, nothing is saved or loaded.
         models: the model, or this rank's stages of a pipeline.
         states: "optimizer", "lr_scheduler", "dataloader" and "train_state", each with `state_dict` and `load_state_dict`.
-        hf_config: of the unsplit model.
+        hf_config: the config of the unsplit model.
         is_finite: returns whether losses, norms and weights are finite on all ranks; called before each save.
         pipeline: the process group of the pipeline ranks; None without a pipeline.
     """
@@ -86,23 +86,25 @@ class CheckpointManager:
         self._saves = self.options.enable and not self.options.load_only
         self._saved_step: int | None = None
         self._job_values, self._hf_config = job_values(job), hf_config
-        # Saves in the background need a separate process group: their thread must not use the one of training.
+        # Saves in the background need a separate process group, since their thread must not use the one of training.
         is_async = self._saves and self.options.async_mode != "disabled"
         self._group = dist.new_group(backend="gloo") if is_async else None
         self._saving: Future | None = None
         self._staging: Future | None = None
         self._stager: DefaultStager | None = None
-        self._remover = ThreadPoolExecutor(1)  # removes old checkpoints; its thread starts with the first one
+        self._remover = ThreadPoolExecutor(
+            1
+        )  # its thread is started when the first old checkpoint is removed
         self._chat_template: str | None = None
         if not self._saves:
             return
         if dist.get_rank() == 0:
             folder.tidy(self.path)
         if self.options.last_save_in_hf:
-            # Now, not after the last step: names that can't be exported are refused before training, and the template's
-            # file may change while the job runs.
+            # Names that can't be exported are refused now, before training. The template is read now, since its file may
+            # change while the job runs.
             check_names(modeling.build(self._hf_config), full_tensors(models, pipeline))
-            # One at most: jobs with several chat templates have been refused.
+            # There is at most one, since jobs with several chat templates have been refused.
             template = next(iter(chat_templates_of(self._job_values)), None)
             self._chat_template = template and Path(template).read_text(encoding="utf-8")
 
@@ -113,7 +115,8 @@ class CheckpointManager:
 
         Raises:
             Diverged: a loss, a gradient norm or a weight since the last save was not finite.
-            NotSaved: the disk is full, or refuses to write this checkpoint, or an earlier one in the background.
+            NotSaved: this checkpoint can't be written, or an earlier one could not be written in the background, e.g.
+                because the disk is full.
         """
         options = self.options
         is_first = options.enable_first_step_checkpoint and step == 1
@@ -124,7 +127,7 @@ class CheckpointManager:
         """Save `step` with the training state, whether or not a save is due, unless it has been saved.
 
         Raises:
-            Diverged, NotSaved: as `save`.
+            Diverged, NotSaved: like `save`.
         """
         if self._saves and self._saved_step != step:
             self._save(step, is_last=False)
@@ -158,7 +161,7 @@ class CheckpointManager:
         holds: Literal["weights", "training"],
         mode: Literal["disabled", "async", "async_with_pinned_mem"],
     ) -> None:
-        """Write `state` as a distributed checkpoint; `mode` is an option of checkpoint.async_mode."""
+        """Write `state` as a distributed checkpoint; `mode` is a value of checkpoint.async_mode."""
         if self.options.save_adapters_only:
             state = keep_tensors(
                 state, names={name for model in self.models for name in trained_names(model)}
@@ -166,9 +169,8 @@ class CheckpointManager:
         manifest = Manifest(step, holds, compared_fields(self._hf_config), self._job_values, {})
         writer = CheckpointWriter(folder.checkpoint_path(self.path, step), manifest)
         self._refuse_full(state)
-        # An asynchronous save leaves its copies of the state in reference cycles. Automatic collection is off in the
-        # training loop, whose own collections visit young objects only, and these copies are old by the time they are
-        # written.
+        # An asynchronous save leaves its copies of the state in reference cycles. In the training loop automatic collection
+        # is off, and the loop's own collections visit only young objects. The copies are old by the time they are written.
         gc.collect()
         with self._raise_one_line(f"step {step} can't be saved in {self.path}"):
             if mode == "disabled":
@@ -230,8 +232,8 @@ class CheckpointManager:
         note = ""
         if self._job_values.get("lora.quantize_base") is not None:
             note = (
-                "; adapters are added to weights rounded to NF4: an export of "
-                f"{ADAPTER}/ adds them to the unrounded base weights"
+                "; adapters were merged into the base weights as rounded to NF4; to merge them into the unrounded weights, "
+                f"export {ADAPTER}/"
             )
         _log.info(f"{checkpoint} is a Hugging Face folder, in {self.options.export_dtype}{note}")
 
@@ -257,7 +259,7 @@ class CheckpointManager:
             raise NotSaved(f"{error}; {self.resume_point()}") from None
 
     def wait_for_staging(self) -> None:
-        """Wait until an asynchronous save has copied the state; call it before the optimizer's step changes that."""
+        """Wait until an asynchronous save has copied the state. Call this before the optimizer's step changes the state."""
         if self._staging is not None:
             self._staging.result()
             self._staging = None
@@ -289,7 +291,7 @@ class CheckpointManager:
 
     @torch.no_grad()
     def load(self) -> None:
-        """Load the checkpoint that `decide_resume` chooses; if it chooses none, the drawn weights stay.
+        """Load the checkpoint that `decide_resume` chooses; if it chooses none, the randomly initialised weights are kept.
 
         Raises:
             ConfigError: a file of the checkpoint is damaged.
@@ -301,7 +303,7 @@ class CheckpointManager:
         resume = cast(Resume, broadcast_object(resume))
         is_own = resume.key == FOLDER_OPTION
         if resume.source is None:
-            _log.info("nothing is loaded: training starts from drawn weights")
+            _log.info("nothing is loaded: training starts from randomly initialised weights")
         else:
             began = time.monotonic()
             if is_own:
@@ -318,10 +320,10 @@ class CheckpointManager:
             _log.info(f"the adapters are those of {adapter}")
 
     def load_weights(self, source: Path) -> int:
-        """Load only the weights of a step-N folder or a Hugging Face folder; return its step, 0 if it has no manifest.
+        """Load only the weights of a folder step-N or a Hugging Face folder; return its step, or 0 if it has no manifest.
 
         Raises:
-            ConfigError: a file of it is damaged.
+            ConfigError: a file of the folder is damaged.
         """
         self._refuse_damaged(source)
         if (source / ".metadata").is_file():
@@ -335,13 +337,15 @@ class CheckpointManager:
         self._refuse_damaged(checkpoint)
         is_own = checkpoint.parent == self.path
         if is_own and (changes := describe_changes(read_manifest(checkpoint).job, self._job_values)):
-            _log.info(f"{checkpoint.name} is of a job with other values, which this one's replace: {changes}")
+            _log.info(
+                f"{checkpoint.name} was saved by a job with other values; the values of this job are used: {changes}"
+            )
         excluded = self.options.exclude_from_loading
         states = {name: state for name, state in self.states.items() if name not in excluded}
         self._load_distributed(checkpoint, {**self._weights(), **states})
 
     def _load_distributed(self, checkpoint: Path, state: dict[str, Any]) -> None:
-        """Load `state` from a distributed checkpoint; with save_adapters_only, the base weights from their folder first."""
+        """Load `state` from a distributed checkpoint; with save_adapters_only, first load the base weights elsewhere."""
         if self.options.save_adapters_only and checkpoint.parent == self.path:
             base = resolve.hf_weights_folder(self.job) or self.options.initial_load_path
             _log.info(f"the base weights are those of {base}")
@@ -350,8 +354,8 @@ class CheckpointManager:
             reader = CheckpointReader(checkpoint)
             saved = reader.read_metadata().state_dict_metadata
             if any(map(adapted, self.models)):
-                # A checkpoint of adapters only, or of the base only, lacks other tensors. `check_saved` has refused one
-                # that lacks more.
+                # A checkpoint may hold only the adapters, or only the base weights: load what it has. `check_saved` has
+                # refused checkpoints that lack anything else.
                 state = keep_tensors(state, names=saved)
             if OPTIMIZER in state:
                 state = state | {
@@ -380,7 +384,10 @@ class CheckpointManager:
 
     @contextmanager
     def _raise_one_line(self, what: str) -> Iterator[None]:
-        """Replace torch's CheckpointException, raised on all ranks if some failed, by an error of one line about `what`."""
+        """Replace torch's CheckpointException, which it raises on all ranks if one failed, with an error of one line.
+
+        The line begins with `what`.
+        """
         try:
             yield
         except CheckpointException as failed:
@@ -398,8 +405,8 @@ class CheckpointManager:
 class SavedOptimizerState:
     """Loads the optimizer states that a checkpoint has; other parameters begin with a new state.
 
-    A parameter that had no gradient before the save has no state in the checkpoint, e.g. those of a vision tower after
-    batches of text.
+    Parameters that had no gradient before the save, e.g. those of a vision tower after text-only batches, have no state in
+    the checkpoint.
 
     Args:
         optimizers: the job's `Optimizers`.
@@ -410,7 +417,7 @@ class SavedOptimizerState:
         self._optimizers, self._parameters = optimizers, parameters
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizers' state without the parameters that the checkpoint lacks, as the destination of a load."""
+        """Return the optimizers' state, into which a checkpoint is loaded, without parameters that the checkpoint lacks."""
         state = self._optimizers.state_dict()
         parameter_of = {
             key: key.removeprefix("state.").rpartition(".")[0] for key in state if key.startswith("state.")
@@ -422,18 +429,18 @@ class SavedOptimizerState:
         return {key: value for key, value in state.items() if parameter_of.get(key) not in missing}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state; parameters that it lacks lose their state, and begin with a new one."""
+        """Load `state_dict`; parameters that it lacks begin with a new state."""
         self._optimizers.load_state_dict(state_dict)
 
 
 def keep_tensors(state: dict[str, Any], *, names: Collection[str]) -> dict[str, Any]:
-    """Return `state` without the tensors that are not in `names`; what is no tensor stays."""
+    """Return `state` without the tensors that are not in `names`; values that are not tensors are kept."""
     return {
         name: value for name, value in state.items() if name in names or not isinstance(value, torch.Tensor)
     }
 
 
 def _damage_on_any_rank(checkpoint: Path) -> str | None:
-    """Return what `damage` says, with the files distributed over the ranks. Collective."""
+    """Return the result of `damage` for a checkpoint whose files are distributed over the ranks. Collective."""
     faults = gather_objects(damage(checkpoint, dist.get_rank(), dist.get_world_size()))
     return next((fault for fault in faults if fault is not None), None)

@@ -1,6 +1,6 @@
 """The manifest of a checkpoint, `titanplans.json`: what it holds, the job that saved it, and every file's checksum.
 
-It is written last, so a folder with a manifest is complete. Its last key is a checksum of itself. Imports no torch.
+The manifest is written last, so a folder that has one is complete. Its last key is its own checksum. Imports no torch.
 """
 
 import json
@@ -27,29 +27,29 @@ class Manifest:
     """The fields of a manifest, which are keys of the file."""
 
     step: int
-    """Number of steps taken."""
+    """Number of optimizer steps taken."""
 
     holds: Literal["training", "weights"]
     """"training": everything needed to resume; "weights": the weights only."""
 
     model: Mapping[str, Any]
-    """The fields of the model's config that matter for its weights (`match.compared_fields`)."""
+    """The fields of the model's config that are compared with a job's (`match.compared_fields`)."""
 
     job: Mapping[str, Any]
-    """The job's options by dotted key, with TOML's values."""
+    """The job's options by dotted key, with the values that TOML has."""
 
     files: Mapping[str, tuple[int, str]]
     """Size in bytes and checksum (XXH3, 128 bits, hexadecimal) of each file but the manifest."""
 
     @property
     def weights_only_reason(self) -> str:
-        """The predicate of a sentence that says why a checkpoint of weights only can't be resumed from."""
+        """Why training can't be resumed from a checkpoint of weights only, as a sentence without its subject."""
         option = "last_save_model_only" if ".metadata" in self.files else "last_save_in_hf"
-        return f"holds the weights alone (checkpoint.{option}), so training can't be resumed from it"
+        return f"holds only the weights (checkpoint.{option}), so training can't be resumed from it"
 
 
 def initial_weights_folder(job: Mapping[str, Any]) -> str | None:
-    """Return the folder that a job loaded its initial weights from, given `Manifest.job`; None if it drew them."""
+    """Return the folder from which a job loaded its initial weights, given `Manifest.job`; None if it loaded none."""
     folder = job.get("checkpoint.initial_load_path")
     return folder or (job.get("model.hf_assets_path") if job.get("checkpoint.initial_load_in_hf") else None)
 
@@ -104,7 +104,7 @@ def damage(
 
     Args:
         checkpoint: its folder.
-        rank, ranks: check every `ranks`-th file, beginning with `rank`. The manifest is checked always.
+        rank, ranks: check every `ranks`-th file, beginning with file `rank`. The manifest is always checked.
         names: check only these files; None: all.
     """
     try:
@@ -138,9 +138,9 @@ def file_checksum(path: Path) -> str:
 def describe_changes(
     saved: Mapping[str, Any], current: Mapping[str, Any], ignored: Collection[str] = ()
 ) -> str:
-    """Return in words the first five keys whose values differ: "lr = 0.1, now 0.2"; "" if there are none.
+    """Describe the first five keys whose values differ: "lr = 0.1, now 0.2"; return "" if there are none.
 
-    Keys of a config within a config are dotted, and `ignored` has them without the prefix.
+    Keys of a nested config are dotted; `ignored` has them without the prefix.
     """
     changes = [
         f"{key} = {', now '.join('unset' if value is None else show(value) for value in values)}"

@@ -1,6 +1,7 @@
 """Compare a checkpoint with a job before its ranks start: `check_saved` (the model), `check_optimizer`, `check_finished`.
 
-The manifest has the model's config. A checkpoint without a manifest, such as torchtitan's, is compared by its shapes.
+The model's config is compared with the one in the manifest. Without a manifest, as in torchtitan's checkpoints, only the
+names and shapes of the weights are compared.
 """
 
 import json
@@ -46,11 +47,11 @@ _RESULT_OPTIONS = re.compile(
     r"(lora|data|optimizer|lr_scheduler|loss|quantize)\..*|training\.(?!steps|gc_|dataloader).*|debug\.seed|"
     r"model\.hf_assets_path|checkpoint\.initial_.*"
 )
-"""Options of a job that decide what it learns, except the model's and the number of steps."""
+"""Options that affect the trained weights, except those of the model and the number of steps."""
 
 
 def compared_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
-    """Return the fields of a config that must be equal for two models to have the same weights: `Manifest.model`."""
+    """Return the fields of a config that must be equal if one model's weights are loaded into another: `Manifest.model`."""
     return _without_ignored(json.loads(hf_config.to_json_string(use_diff=False)))
 
 
@@ -69,13 +70,13 @@ def describe_model_changes(
     *,
     token_ids: bool = True,
 ) -> str:
-    """Return in words how a saved model differs from the one of `config`, as `describe_changes` does; "" if it does not.
+    """Describe how a saved model differs from that of `config`, in the words of `describe_changes`; "" if it does not.
 
     Args:
         saved: `Manifest.model`.
-        config: the job's.
+        config: the config of the job's model.
         ignored: fields that may differ.
-        token_ids: whether the ids of special tokens count.
+        token_ids: whether the ids of special tokens are compared.
     """
     # Manifests of earlier versions have more fields of nested configs.
     before, now = _without_ignored(saved), compared_fields(config)
@@ -122,17 +123,18 @@ def check_finished(last: Path, job: JobConfig) -> None:
 def check_saved(
     checkpoint: Path, model: PreTrainedModel, key: str, *, resumes: bool, overrides: Collection[str] = ()
 ) -> None:
-    """Refuse a step-N folder of another model, or one that training can't be resumed from.
+    """Refuse a checkpoint of another model, or one that training can't be resumed from.
 
     Args:
-        checkpoint: the folder: a distributed checkpoint, or a Hugging Face folder with a manifest.
-        model: the job's model, compared by names and shapes of its weights; may be on meta.
+        checkpoint: a distributed checkpoint, or a Hugging Face folder with a manifest.
+        model: the job's model, which may be on meta.
         key: the option that names the checkpoint, for the message.
         resumes: whether the job loads the training state, not only the weights.
         overrides: fields of the model's config that may differ.
 
     Raises:
-        ConfigError: names what differs; or the checkpoint is damaged, or holds only weights though `resumes`.
+        ConfigError: the models differ (names what differs), the checkpoint is damaged, or it holds only weights although
+            `resumes` is set.
     """
     # Without this check, a checkpoint of another model fails on every rank deep in torch's planner, or not at all if only
     # heads or norms differ.
@@ -169,7 +171,7 @@ def check_saved(
 def _shape_differences(
     saved: Mapping[str, Any], model: PreTrainedModel, manifest: Manifest | None, *, is_own: bool
 ) -> str:
-    """Return in words how the weights in a checkpoint's index differ from the model's; "" if they don't."""
+    """Describe how the weights in a checkpoint's index differ from the model's in names and shapes; "" if they don't."""
     saved_shapes = {name: tensor.shape for name, tensor in tensors_of(saved).items()}
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     if adapted(model):
@@ -193,7 +195,7 @@ def tensors_of(saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def check_optimizer(checkpoint: Path, groups: Iterable[ParameterGroup], key: str) -> None:
     """Refuse a checkpoint whose optimizer state does not belong to the job's optimizers.
 
-    A parameter may have no state: it had no gradient before the save, and begins with a new state.
+    A parameter without a state is accepted: it had no gradient before the save, and begins with a new state.
 
     Args:
         checkpoint: a distributed checkpoint.
@@ -201,7 +203,7 @@ def check_optimizer(checkpoint: Path, groups: Iterable[ParameterGroup], key: str
         key: the option that names the checkpoint, for the message.
 
     Raises:
-        ConfigError: names the first parameter whose state is another optimizer's; or there is no state at all.
+        ConfigError: a parameter's state is that of another optimizer (names the parameter), or there is no state at all.
     """
     saved = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
     if not parameters_with_state(saved):
@@ -217,7 +219,7 @@ def check_optimizer(checkpoint: Path, groups: Iterable[ParameterGroup], key: str
             if saved_states and state not in saved_states:
                 raise ConfigError(
                     f"{key}: {checkpoint} holds {' and '.join(saved_states)} of {name}, but "
-                    f"{group.optimizer}, which trains it in this job, needs {state}; return to that run's optimizer, or "
+                    f"{group.optimizer}, which trains it in this job, needs {state}; use the optimizer of that run, or "
                     'start afresh with exclude_from_loading = ["optimizer"] in [checkpoint]'
                 )
 
@@ -236,7 +238,7 @@ def damaged(checkpoint: Path, key: str, fault: str) -> ConfigError:
 
 def truncated(checkpoint: Path, index: Metadata) -> str | None:
     """Return a sentence about the first file that is missing or shorter than the index says; None if there is none."""
-    # All that can be checked without a manifest, which has the checksums.
+    # Without a manifest there are no checksums, so only existence and size can be checked.
     sizes: dict[str, int] = {}
     for entry in (index.storage_data or {}).values():
         sizes[entry.relative_path] = max(sizes.get(entry.relative_path, 0), entry.offset + entry.length)

@@ -1,4 +1,4 @@
-"""`decide_resume`: what a job loads before its first step. Its checks, its launcher and its trainer all call it."""
+"""`decide_resume`: what a job loads before its first step. The job's checks, launcher and trainer all call it."""
 
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -16,10 +16,10 @@ class Resume(NamedTuple):
     """What a job loads before its first step."""
 
     source: Path | None = None
-    """A step-N folder or a Hugging Face folder; None: nothing is loaded, and the job draws its weights."""
+    """A folder step-N or a Hugging Face folder; None: nothing is loaded, and the weights are initialised randomly."""
 
     contents: Literal["weights", "training"] = "weights"
-    """What is loaded: the weights only, and training begins at step 1; or the training state, and training continues."""
+    """Whether only the weights are loaded, and training begins at step 1, or the training state, and training continues."""
 
     key: str = ""
     """The option that names `source`, for errors; `FOLDER_OPTION` for the job's own folder."""
@@ -28,14 +28,14 @@ class Resume(NamedTuple):
     """Whether `source` is a Hugging Face folder."""
 
     is_finished: bool = False
-    """Whether all steps have been taken: `source` is the last one, and nothing is loaded."""
+    """Whether all steps have been taken: `source` is the last checkpoint, and nothing is loaded."""
 
 
 def decide_resume(job: JobConfig, folder: Path, *, restarted: bool) -> Resume:
     """Decide what `job` loads, from its options and the checkpoints in its folder; change nothing.
 
-    The first matching row of the table applies. "Newest" is the highest step. Step 0 is a seed: weights that training starts
-    from.
+    The first matching row of the table applies. The newest checkpoint is the one with the highest step. Step 0 is a seed:
+    weights that training starts from. A job that "draws its weights" initialises them randomly.
 
     | options                 | the job's folder                             | the job                                |
     |-------------------------|----------------------------------------------|----------------------------------------|
@@ -57,17 +57,17 @@ def decide_resume(job: JobConfig, folder: Path, *, restarted: bool) -> Resume:
     | load_step = -1          | the newest holds the training state          | resumes from it                        |
     | load_step = -1          | the newest holds weights only, an earlier    | resumes from the earlier one, and      |
     |                         | one the training state                       | repeats the steps after it             |
-    | load_step = -1          | none holds the training state, there is a    | loads the seed's weights               |
-    |                         | seed                                         |                                        |
+    | load_step = -1          | none holds the training state, but there is  | loads the seed's weights               |
+    |                         | a seed                                       |                                        |
     | load_step = -1          | all hold weights only                        | is refused                             |
 
     Args:
         job: the job.
-        folder: of its checkpoints.
-        restarted: whether a launcher has started the job's ranks before.
+        folder: the folder of the job's checkpoints.
+        restarted: whether a launcher has restarted the job's ranks.
 
     Raises:
-        ConfigError: the job is refused, or the manifest of the checkpoint is damaged; says what would work.
+        ConfigError: the job is refused, or the manifest of the checkpoint is damaged. The message says what would work.
     """
     checkpoint = job.checkpoint
     if not checkpoint.enable:
@@ -119,11 +119,11 @@ def _initial(job: JobConfig) -> Resume:
 
 
 def _resume_at(folder: Path, step: int) -> Resume | None:
-    """Return how a job continues from a step of its folder; None if it can't, as the step holds weights only."""
+    """Return how a job continues from a step of its folder; None if it can't, since the checkpoint holds only weights."""
     checkpoint = folders.checkpoint_path(folder, step)
     if step == 0:
         return Resume(checkpoint, key=FOLDER_OPTION)
-    # Only the manifest is checked here: the files' checksums take longer, and are checked when they are loaded.
+    # Only the manifest is checked here. The files' checksums, which take longer, are checked when the files are loaded.
     if (fault := damage(checkpoint, names=())) is not None:
         raise ConfigError(f"{FOLDER_OPTION}: {fault}; {folders.remedy(checkpoint)}")
     return (

@@ -1,4 +1,4 @@
-"""torch's distributed checkpoints on a file system: written with checksums, read without running code in their pickles."""
+"""Write torch's distributed checkpoints with checksums, and read them without running code in their pickles."""
 
 import io
 import pickle
@@ -24,10 +24,11 @@ from titanplans.training.checkpoint.manifest import Manifest, write_manifest
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writes a checkpoint and its manifest into a temporary folder, and renames that when it is complete."""
+    """Writes a checkpoint and its manifest into a temporary folder, and renames the folder when it is complete."""
 
-    # The checksum of a file is taken as it is written. Each rank attaches its checksums to the results that torch sends to
-    # the rank that finishes the save. That works for a save in this thread, in another thread and in another process.
+    # The checksum of a file is computed while it is written. Each rank attaches its checksums to the results that torch
+    # sends to the rank that finishes the save. This works for a save in this thread, in another thread and in another
+    # process.
 
     def __init__(self, checkpoint: Path, manifest: Manifest):
         super().__init__(folder.writing_path(checkpoint))
@@ -44,7 +45,7 @@ class CheckpointWriter(FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write torch's index and the manifest, and rename the folder. One rank calls it, after all have written."""
+        """Write torch's index and the manifest, and rename the folder. Called on one rank, after all ranks have written."""
         super().finish(metadata, results)
         # torch writes the index under this name and renames it.
         checksums = {".metadata": self.hashing.checksums[".metadata.tmp"]}
@@ -62,7 +63,7 @@ class _HashedResults(list[WriteResult]):
 
 
 class _HashingFileSystem(FileSystem):
-    """torch's file system, recording size and checksum of each file that is written."""
+    """torch's file system, which also records size and checksum of each file that is written."""
 
     def __init__(self) -> None:
         self.checksums: dict[str, tuple[int, str]] = {}
@@ -77,7 +78,7 @@ class _HashingFileSystem(FileSystem):
             try:
                 yield hashing  # type: ignore[misc]
             except Exception as error:
-                # torch.save replaces the OSError of a full disk by a RuntimeError: raise the original one.
+                # torch.save replaces the OSError of a full disk with a RuntimeError: raise the original error.
                 if hashing.error is not None:
                     raise hashing.error from error
                 raise
@@ -106,7 +107,7 @@ class _HashingStream:
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads a checkpoint of ours or of torchtitan's; reads the index once for any number of loads."""
+    """Reads a checkpoint of titanplans or torchtitan. The index is read only once, for any number of loads."""
 
     _index: Metadata | None = None
 
@@ -137,14 +138,14 @@ class CheckpointReader(FileSystemReader):
 
 
 def cause_of(failed: CheckpointException) -> BaseException:
-    """Return the most telling error of the ranks that failed: a UserError before an OSError before any other."""
+    """Return the most telling error of the ranks that failed: a UserError if there is one, else an OSError, else any."""
     causes = [cause for cause, _ in failed.failures.values()]
     kinds = (UserError, OSError, BaseException)
     return next(cause for kind in kinds for cause in causes if isinstance(cause, kind))
 
 
 class Planner(DefaultLoadPlanner):
-    """torch's load planner, but objects other than tensors are loaded without running code."""
+    """torch's load planner, but it refuses objects that could run code when they are loaded."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Load an object that consists of numbers, strings, tensors, lists and dicts.
@@ -157,14 +158,15 @@ class Planner(DefaultLoadPlanner):
             torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
             raise ConfigError(
-                f"{read_item.storage_index.fqn} in it is damaged, or holds what could run code; take another checkpoint"
+                f"{read_item.storage_index.fqn} in it is damaged, or holds objects that could run code; take another "
+                "checkpoint"
             ) from error
         value.seek(0)
         super().load_bytes(read_item, value)
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickles the classes of a checkpoint's index, and refuses any other, which could run code."""
+    """Unpickles the classes of a checkpoint's index, and refuses all others, since they could run code."""
 
     _ALLOWED: ClassVar = {
         "torch.distributed.checkpoint.metadata": {

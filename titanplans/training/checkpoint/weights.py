@@ -34,18 +34,18 @@ _logger = logging.getLogger(__name__)
 
 
 def checkpoint_weights(checkpoint: Path, what: str) -> dict[str, LazyTensor]:
-    """Return the weights of a distributed checkpoint, a step-N folder.
+    """Return the weights of a distributed checkpoint.
 
     Args:
-        checkpoint: the folder.
-        what: how an error's message begins.
+        checkpoint: the folder step-N.
+        what: the beginning of an error's message.
 
     Raises:
-        ConfigError: it is not a distributed checkpoint, or damaged; also when a tensor is read.
+        ConfigError: it is not a distributed checkpoint, or it is damaged. Reading a tensor may raise it, too.
     """
     if not os.path.isfile(checkpoint / ".metadata"):
         is_hf_folder = os.path.isfile(checkpoint / "config.json")
-        hint = "it already is a Hugging Face folder" if is_hf_folder else "name a step-N folder"
+        hint = "it already is a Hugging Face folder" if is_hf_folder else "name a folder step-N"
         raise ConfigError(f"{what}: it holds no distributed checkpoint (.metadata); {hint}")
     reader = CheckpointReader(checkpoint)
     metadata = reader.read_metadata()
@@ -66,15 +66,15 @@ def checkpoint_weights(checkpoint: Path, what: str) -> dict[str, LazyTensor]:
 
 
 def hf_folder_weights(plain: PreTrainedModel, folder: Path, what: str) -> dict[str, LazyTensor]:
-    """Return the weights of a Hugging Face folder by parameter name, tied weights under each of their names.
+    """Return the weights of a Hugging Face folder by parameter name; tied weights have an entry under each of their names.
 
     Args:
         plain: the unsplit model, on meta.
         folder: the folder.
-        what: how an error's message begins.
+        what: the beginning of an error's message.
 
     Raises:
-        ModelError: the folder is damaged, of another model, or has different values for tied weights.
+        ModelError: the folder is damaged, holds another model, or has different values for tied weights.
     """
     match = match_folder(plain, open_folder(folder))
     check_tied_copies(match.tied_copies, match.tensors, match.tied, what)
@@ -84,10 +84,10 @@ def hf_folder_weights(plain: PreTrainedModel, folder: Path, what: str) -> dict[s
 
 
 def adapter_weights(model: nn.Module, folder: Path) -> dict[str, LazyTensor]:
-    """Return the tensors of peft's files in `folder` by the parameter names of `model`, which has these adapters.
+    """Return the tensors of peft's files in `folder`, by the names of `model`'s parameters; the model has adapters.
 
     Raises:
-        ModelError: the files are of other adapters, or damaged.
+        ModelError: the files are damaged, or do not fit the model's adapters.
     """
     check_adapter(model, folder)
 
@@ -102,16 +102,16 @@ def adapter_weights(model: nn.Module, folder: Path) -> dict[str, LazyTensor]:
 def base_weights(
     plain: PreTrainedModel, base: Path, what: str, overrides: Collection[str] = ()
 ) -> dict[str, LazyTensor]:
-    """Return the base weights of adapters from a Hugging Face folder or a distributed checkpoint.
+    """Return the base weights for adapters, from a Hugging Face folder or a distributed checkpoint.
 
     Args:
         plain: the unsplit model without adapters, on meta.
-        base: the folder.
-        what: how an error's message begins.
+        base: the folder of the base weights.
+        what: the beginning of an error's message.
         overrides: fields of the model's config that may differ.
 
     Raises:
-        ConfigError, ModelError: the weights are damaged, or of another model.
+        ConfigError, ModelError: the weights are damaged, or another model's.
     """
     fields: Mapping[str, Any] | None = None
     if os.path.isfile(base / ".metadata"):
@@ -136,13 +136,13 @@ def add_base_weights(
     adapters: Mapping[str, nn.Module],
     least_dtype: torch.dtype | None,
 ) -> dict[str, LazyTensor]:
-    """Return the trained tensors together with the base weights, which are quantised where the job had them in NF4.
+    """Return the trained tensors together with the base weights, of which those that the job had in NF4 are quantised.
 
     Args:
         trained: tensors of adapters and of other trained modules; they replace base weights of the same name.
         base: the base weights, by the names of the model without adapters.
         adapters: the modules with adapters, by name.
-        least_dtype: cast floating-point base weights to at least this dtype; None: leave them.
+        least_dtype: cast floating-point base weights to a dtype at least as wide as this one; None: do not cast.
     """
     tensors = {}
     quantised = {f"{name}.weight": name for name, adapter in adapters.items() if is_quantised(adapter)}
