@@ -22,7 +22,7 @@ def test_conversations_mark_tokens_outside_of_the_loss(capsys):
     assert "   1 | [[<|bos|>\\nuser: What is " in message
     assert "\\nassistant:]] " in message
     assert "     | answers end in '<|eos|>'" in message
-    assert "conversations are read (dataset_split = 'train')" in message
+    assert "conversations are used (dataset_split = 'train')" in message
     assert "stop token" not in message
     assert "documents apart; padding " in message
     assert "tokens/s in this process" in message
@@ -85,7 +85,7 @@ def test_the_table_is_of_one_pass_or_of_a_sample(capsys, mixture, monkeypatch):
     assert main(["data", CHAT, *arguments]) == 0
     table = capsys.readouterr().out.split("\n\n")[1].splitlines()
     assert table[:2] == [
-        "80 of 80 conversations are read (dataset_split = 'all')",
+        "80 of 80 conversations are used (dataset_split = 'all')",
         f"every source was read to its end, {table[1].split()[-2]} sequences:",
     ]
     assert table[3].endswith("1.00 epochs, 80 documents of 80")

@@ -48,7 +48,7 @@ def test_a_job_logs_how_biases_move_and_keeps_them_in_float32(tmp_path):
     arguments = ("--model.config=config.json", "--training.steps=2", "--checkpoint.interval=1")
     dtypes = ("--training.dtype=bfloat16", "--checkpoint.export_dtype=bfloat16")
     assert job.run(*arguments, *dtypes) == 0, job.err
-    assert "keep experts equally busy, in 1 routers, move by 0.001 a step" in job.out + job.err
+    assert "keep experts equally busy, in 1 routers, change by 0.001 per step" in job.out + job.err
     for step in (1, 2):
         reader = CheckpointReader(tmp_path / "out" / "checkpoint" / f"step-{step}")
         saved = tensors_of(reader.read_metadata().state_dict_metadata)

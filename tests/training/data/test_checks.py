@@ -41,7 +41,7 @@ def test_usable_data_sets_pass(tmp_path):
         (("local", "/"), "train", "dataset_path = '/': "),
         (("local", "/proc"), "train", "dataset_path = '/proc': "),
         (("parquet",), "train", "dataset = 'parquet': needs a dataset_path"),
-        (("local", "csv"), "train", "holds .csv; the extensions read are .txt, .md, .py, .jsonl, .json, .parquet"),
+        (("local", "csv"), "train", "holds .csv; the supported extensions are .txt, .md, .py, .jsonl, .json, .parquet"),
         (("stdlib",), "test", "dataset_split = 'test': a local corpus has the splits 'train', 'validation', 'all'"),
         (("local", "one/train.jsonl"), "dev", "dataset_split = 'dev'"),
         (("local", "one/train.jsonl"), "train", "holds no document for dataset_split = 'train'"),
@@ -93,7 +93,7 @@ def test_tokenizers_are_checked(tmp_path):
         assert message.startswith(f"hf_assets_path = {str(path)!r}: {reason}")
         assert remedy in message
     os.mkfifo(tmp_path / "tokenizer.json")
-    assert "tokenizer.json is no file" in refused(check_tokenizer, str(tmp_path))
+    assert "tokenizer.json is not a file" in refused(check_tokenizer, str(tmp_path))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -171,7 +171,7 @@ TOKENIZER = json.loads((Path(default_tokenizer_path()) / "tokenizer.json").read_
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("tokenizer.json", json.dumps(TOKENIZER)[:900], "tokenizer.json is no tokenizer ("),
+        ("tokenizer.json", json.dumps(TOKENIZER)[:900], "tokenizer.json is not a tokenizer ("),
         ("tokenizer_config.json", "[1]", "its tokenizer can't be used (AttributeError"),
         ("tokenizer_config.json", {"bos_token": 3}, "its tokenizer can't be used (ValueError"),
         ("chat_template.jinja", b"\xff", "no chat_template.jinja can be read there (UnicodeDecodeError"),

@@ -300,7 +300,7 @@ def test_a_corpus_that_changed_is_refused(build, tmp_path):
     state = first.state_dict() | {}
     build(config).load_state_dict(state)
     (tmp_path / "3.txt").write_text(TEXTS[3].replace("x", "y"))  # the size is unchanged
-    with pytest.raises(DataError, match=r"^since the checkpoint files have changed \(.*/3\.txt\), and "):
+    with pytest.raises(DataError, match=r"^since the checkpoint files have changed \(.*/3\.txt\), which "):
         build(config).load_state_dict(state)
     (tmp_path / "3.txt").write_text(TEXTS[3])
     moved = tmp_path.rename(tmp_path.parent / "moved")
@@ -309,7 +309,7 @@ def test_a_corpus_that_changed_is_refused(build, tmp_path):
     (tmp_path / "3.txt").unlink()
     (tmp_path / "90.txt").write_text("new")
     with pytest.raises(
-        DataError, match=r"files are new \(.*/90\.txt\), files can't be found \(3\.txt\), and "
+        DataError, match=r"files are new \(.*/90\.txt\), files can't be found \(3\.txt\), which "
     ):
         build(config).load_state_dict(state)
 
@@ -328,7 +328,7 @@ def test_a_file_repaired_after_the_position_is_accepted(build, tmp_path, packing
         (tmp_path / f"{i}.txt").write_text("repaired " + text)
         with suppress(DataError):
             _, (message,) = build(config, **sizes).check_state(state)
-            assert f"{i}.txt); what was read before its position is the same" in message
+            assert f"{i}.txt); the text up to its position is the same" in message
             may.append(i)
         (tmp_path / f"{i}.txt").write_text(text)
     assert 5 < len(may) < 28

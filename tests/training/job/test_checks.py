@@ -187,7 +187,7 @@ def test_options_that_need_cuda_are_refused(job, options):
     [
         (
             {"parallelism__data_parallel_strategy": "ddp"},
-            'training.mixed_precision_param = "bfloat16" is autocast here, which flash-linear-attention',
+            'training.mixed_precision_param = "bfloat16" means autocast here, which flash-linear-attention',
         ),
         ({"training__autocast_dtype": "bfloat16"}, "on this CPU leave it out"),
     ],

@@ -58,12 +58,12 @@ def test_every_option_of_a_written_path_is_tested_here():
 @pytest.mark.parametrize(
     ("path", "reason"),
     [
-        ("file/x", "file is a file, or a link that leads nowhere, and not a directory"),
+        ("file/x", "file is a file or a broken link, not a folder"),
         ("x" * 300, "File name too long"),
         ("y/" * 2500, "File name too long"),
-        ("loop/x", "loop is a file, or a link that leads nowhere"),
+        ("loop/x", "loop is a file or a broken link"),
         ("nowhere/x", "nowhere"),
-        ("/proc/x", "can't be made (No such file or directory)"),
+        ("/proc/x", "can't be created (No such file or directory)"),
         ("/dev/null/x", "/dev/null is a file"),
     ],
 )

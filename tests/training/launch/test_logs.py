@@ -28,7 +28,7 @@ def test_a_job_continues_if_its_log_is_closed():
         "ours, theirs = os.pipe(); os.close(ours); os.dup2(theirs, 1);"
         "[logging.getLogger('titanplans').info('words') for _ in range(3)]",
     )
-    assert (done.returncode, done.stderr) == (0, "stdout was closed: the job goes on without its log\n")
+    assert (done.returncode, done.stderr) == (0, "stdout was closed: the job continues without its log\n")
 
 
 def test_filtered_functions_exist_in_torchtitan():

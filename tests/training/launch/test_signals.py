@@ -90,7 +90,7 @@ def test_ctrl_c_to_the_group_while_it_saves_is_one_line(job, mode):
     ranks = descendants(process.pid)
     os.killpg(process.pid, signal.SIGINT)
     assert job.end(process) == 130
-    assert error_lines(job) == ["stopped by SIGINT; finished checkpoints are complete"]
+    assert error_lines(job) == ["stopped by SIGINT; saved checkpoints are intact"]
     assert have_ended(ranks, 1)
 
 

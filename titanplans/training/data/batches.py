@@ -1,6 +1,6 @@
 """`StepBatches`: the batches of one data-parallel rank, step by step, from any position of a run; and their metrics.
 
-A position holds no tokens: a resumed run tokenises the documents again in which its readers stopped.
+A position holds no tokens. A resumed run tokenises again the documents in which its readers stopped.
 """
 
 import itertools
@@ -38,17 +38,17 @@ class ReadSequence(NamedTuple):
 
 
 class StepBatch(NamedTuple):
-    """A rank's slice of one global batch, each tensor `[slice, seq_len]` int64."""
+    """A rank's slice of one global batch. Each tensor is `[slice, seq_len]` int64."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
     labels: torch.Tensor
     by_reader: dict[int, ReaderPosition]
-    """The positions after this batch of the readers that it was read from."""
+    """The positions, after this batch, of the readers that it was read from."""
     lengths: list[tuple[int, int]]
-    """For each sequence the index of its source, and the number of its tokens without padding."""
+    """For each sequence, the index of its source and the number of its tokens without padding."""
     long: list[int]
-    """For each source the number of documents longer than a sequence since the last batch; they were cut or dropped."""
+    """For each source, the number of documents longer than a sequence, which were cut or dropped, since the last batch."""
 
 
 class Exhausted(NamedTuple):
@@ -56,15 +56,15 @@ class Exhausted(NamedTuple):
 
 
 class StepBatches(IterableDataset):
-    """Iterates over the batches of one rank. Each of n workers of a DataLoader makes every n-th batch.
+    """Iterates over the batches of one rank. Each of a DataLoader's n workers yields every n-th batch.
 
     Args:
         sources: the sources.
         seq_len: tokens per sequence.
         batch_slice: the rank's slice of a global batch.
-        start: where the next `iter` begins.
-        weights: of the sources in the mixture; None: read them one after another.
-        epochs: passes over the data; the last global batch is padded with ignored labels. None: no end.
+        start: the position at which the next `iter` begins.
+        weights: the weights of the sources in the mixture; None: the sources are read one after another.
+        epochs: passes over the data, after which the last global batch is padded with ignored labels; None: unlimited.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class StepBatches(IterableDataset):
             yield self._batch(sequences, {sequence.reader: sequence.after for sequence in sequences})
 
     def _remaining_batches(self, start: DataPosition, worker: int) -> Iterator[StepBatch]:
-        """Yield batches of what remains of all readers, one after another; every worker of every rank reads all of it."""
+        """Yield batches of the remaining sequences of all readers, one reader after another. Each worker reads them all."""
         rank, by_reader = self._slice, dict[int, ReaderPosition]()
         sequences = itertools.chain.from_iterable(
             self._sequences_of(reader, start) for reader in range(start.readers.count)
@@ -123,7 +123,7 @@ class StepBatches(IterableDataset):
                 yield self._batch(global_batch[rank.rank * rank.size :][: rank.size], dict(by_reader))
 
     def _sequences_of(self, reader: int, start: DataPosition) -> Iterator[ReadSequence]:
-        """Yield the sequences of a reader until all its sources have ended."""
+        """Yield the sequences of a reader until all its sources are exhausted."""
         position = start.by_reader.get(reader, ReaderPosition())
         positions = list(position.sources or (SourcePosition(),) * len(self._sources))
         sequences = [
@@ -147,7 +147,7 @@ class StepBatches(IterableDataset):
             yield ReadSequence(tokens, source, reader, ReaderPosition(index + 1, tuple(positions)))
 
     def _batch(self, sequences: list[ReadSequence], by_reader: dict[int, ReaderPosition]) -> StepBatch:
-        """Return a batch of `sequences`; at the end of the data there may be fewer, and padding takes their place."""
+        """Return a batch of `sequences`; if there are too few, as at the end of the data, the others are padding."""
         shape = self._slice.size, self._seq_len
         tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
         positions = np.tile(np.arange(self._seq_len), (self._slice.size, 1))
@@ -180,7 +180,8 @@ def _position_after(sequence: TokenSequence) -> SourcePosition:
     (epoch, document, digest), last = sequence.next_document, sequence.last_read
     ahead = None
     if last is not None:
-        # Packed across epochs, ("", "") matches no document: a change of files can't be checked up to there.
+        # If a group of sequences spans two epochs, a change of files can't be checked up to its last document: ("", "")
+        # matches no document.
         ahead = (json.dumps(last[1]), last[2]) if last[0] == epoch else ("", "")
     return SourcePosition(epoch, document, sequence.next_offset, digest, ahead, sequence.packed)
 
@@ -214,11 +215,11 @@ class DataMetrics:
 
 
 class AnyRank:
-    """Tells whether a condition holds on any rank. Collective."""
+    """Function that returns whether a condition is true on any rank. Collective."""
 
     def __init__(self) -> None:
         self._has_ranks = dist.is_initialized() and dist.get_world_size() > 1
-        # gloo, on the CPU: a collective of NCCL would wait for the accelerator in every step.
+        # gloo runs on the CPU. A collective of NCCL would wait for the accelerator in every step.
         needs_group = self._has_ranks and dist.get_backend() != "gloo"
         self._group = dist.new_group(backend="gloo") if needs_group else None
 

@@ -1,6 +1,6 @@
-"""Checks of the data before a process group exists; the loader would raise the same errors later, on every rank.
+"""Checks of the data before a process group exists. The loader would raise the same errors later, on every rank.
 
-.jsonl and .parquet files that are converted here are in the cache of the `datasets` library when the ranks open them.
+.jsonl and .parquet files are converted here, and are in the cache of the `datasets` library when the ranks open them.
 """
 
 import itertools
@@ -24,13 +24,13 @@ def check_dataset(
 ) -> list[str]:
     """Refuse a data set that the loader could not use.
 
-    Texts must hold the tokens of at least one sequence; with `chat`, there must be at least one conversation.
+    Texts must have enough tokens for at least one sequence; with `chat`, there must be at least one conversation.
 
     Returns:
-        Lines about conversations: how many are read, and a warning if no answer ends in a stop token.
+        Lines about conversations: how many are used, and a warning if no answer ends in a stop token.
 
     Raises:
-        DataError: as `open_source`, or there is too little data.
+        DataError: there is too little data, or `open_source` raises it.
     """
     source, split = open_source(corpus, chat=chat), corpus.dataset_split
     shown = corpus.dataset_path or corpus.dataset
@@ -62,7 +62,7 @@ def read_position(folder: str | Path) -> dict[str, str]:
     """Return the loader's state in a distributed checkpoint (`…/step-N`); {} if it has none.
 
     Raises:
-        DataError: the state is torchtitan's, a pickle for each data-parallel rank.
+        DataError: the state is one of torchtitan's, a pickle for each data-parallel rank.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -74,7 +74,8 @@ def read_position(folder: str | Path) -> dict[str, str]:
     if saved and f"dataloader.{STATE_KEY}" not in saved:
         raise DataError(
             f"{folder}: its position in the data is a pickle for each data-parallel rank (torchtitan's, or an earlier "
-            'version\'s), which is not read; start the data anew with exclude_from_loading = ["dataloader"] in [checkpoint]'
+            'version\'s), which is not supported; start the data anew with exclude_from_loading = ["dataloader"] in '
+            "[checkpoint]"
         )
     if not saved:
         return {}

@@ -1,4 +1,4 @@
-"""Turn faults of a user's data files into a `DataError` of one line: `as_data_error` and `expect`."""
+"""Report faults in a user's data files as a `DataError` of one line: `as_data_error` and `expect`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 @contextmanager
 def as_data_error(problem: str, remedy: str = "repair the file or leave it out") -> Iterator[None]:
-    """Turn an exception of a library in the body into a DataError: "problem (reason); remedy".
+    """Replace an exception that a library raises in the body with a DataError: "problem (reason); remedy".
 
-    A UserError of the body is raised unchanged, also if the library has raised another exception from it.
+    A UserError that the body raises is raised unchanged, also if a library has raised another exception from it.
 
     Raises:
         DataError, UserError: see above.
@@ -36,7 +36,7 @@ def as_data_error(problem: str, remedy: str = "repair the file or leave it out")
 
 
 def expect(value: Any, kind: type[T], where: str, expected: str, remedy: str) -> T:
-    """Return `value` if it is of type `kind`, and, if it is a string, can be encoded in UTF-8.
+    """Return `value` if it is of type `kind` and, if a string, can be encoded in UTF-8.
 
     Args:
         value: a value of a row.
@@ -46,7 +46,7 @@ def expect(value: Any, kind: type[T], where: str, expected: str, remedy: str) ->
         remedy: the end of the message.
 
     Raises:
-        DataError: it has another type, or can't be encoded.
+        DataError: the value has another type, or can't be encoded.
     """
     problem = None
     if not isinstance(value, kind):

@@ -37,13 +37,13 @@ class TextDataLoader:
     beginning of each document. TP, CP and PP ranks of one `dp_rank` get the same batches; different `dp_rank`s share no
     sequence.
 
-    The batches of all ranks for one optimizer step together hold the same sequences for any number of ranks.
+    The sequences that all ranks together read for an optimizer step do not depend on the number of ranks.
 
     Args:
         config: what to read and how.
         dp_world_size: the data-parallel degree.
         dp_rank: the data-parallel rank.
-        tokenizer: of the job.
+        tokenizer: the job's tokenizer.
         seq_len: tokens per sequence.
         local_batch_size: sequences per batch.
 
@@ -51,8 +51,8 @@ class TextDataLoader:
         DataError: the data can't be used, or a loaded state belongs to another job.
     """
 
-    # torchtitan's loader is not used: it saves a position for each data-parallel rank as a pickle, so that a run can only be
-    # resumed on the same number of ranks.
+    # torchtitan's loader is not used: it saves a pickled position for each data-parallel rank, so that a run can be resumed
+    # only on the same number of ranks.
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -65,7 +65,7 @@ class TextDataLoader:
         """[data] with all `sources`; `documents` is "apart" or "joined"."""
 
         infinite: bool = True
-        """Mix the sources by weight until `epochs` are over, if set; False: read the sources once, one after another."""
+        """Mix the sources by weight, for `epochs` if it is set; False: read the sources once, one after another."""
 
         epochs: int | None = None
         """Passes over the data; None: unlimited."""
@@ -74,7 +74,7 @@ class TextDataLoader:
         """Seed of the order of the documents."""
 
         global_batch_size: int | None = None
-        """Sequences in one optimizer step, over all ranks; None: one batch of each data-parallel rank."""
+        """Sequences in one optimizer step, over all ranks; None: one local batch per data-parallel rank."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class TextDataLoader:
             DataLoader,
             self._step_batches,
             batch_size=None,
-            # Without a batch size it is called with a single item.
+            # Without a batch size, collate_fn is called with a single item.
             collate_fn=_return_unchanged,  # pyrefly: ignore[bad-argument-type]
             num_workers=workers.num_workers,
             worker_init_fn=partial(end_with_rank, os.getpid()) if has_workers else None,
@@ -150,7 +150,7 @@ class TextDataLoader:
     def _begin(
         self, position: DataPosition, loader: DataLoader[Any]
     ) -> Iterator[StepBatch | DataError | Exhausted]:
-        """Start an iteration of `loader` at `position`; later ones begin at the beginning unless told otherwise."""
+        """Start an iteration of `loader` at `position`; the next one starts at the beginning again."""
         self._step_batches.start = position
         batches = iter(loader)  # which copies `start` to the workers
         self._step_batches.start = self._step_batches.beginning
@@ -170,8 +170,8 @@ class TextDataLoader:
                     raise errors[0]
                 # A reader is exhausted: drop this step on all ranks, and read the remaining readers one after another.
                 position = replace(merged(gather_objects(position)), is_sequential=True)
-                # DataLoader draws a seed here. With a separate generator torch's default one stays as in a job that resumes
-                # later, which does not draw it.
+                # DataLoader draws a seed here. A separate generator leaves torch's default one in the same state as in a job
+                # that resumes later, which does not draw this seed.
                 batches = self._begin(position, self._open(generator=torch.Generator()))
                 continue
             assert isinstance(batch, StepBatch)
@@ -185,7 +185,7 @@ class TextDataLoader:
     def _batches(
         self, steps: Iterator[tuple[StepBatch, DataPosition]]
     ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        """Split the rank's batch of each step into local batches; the position moves with the last one of a step."""
+        """Split the rank's batch of each step into local batches; the position changes with the last one of a step."""
         for batch, position in steps:
             self._metrics.count(batch)
             local_batches = [
@@ -201,7 +201,7 @@ class TextDataLoader:
         return self._metrics.take(self._slice.ranks) if self._has_metrics else {}
 
     def epochs_read(self) -> dict[str, tuple[float, str]]:
-        """Return how often each source was read, by source name, as a number and in words. Collective."""
+        """Return by source name how often the source was read, as a number and in words. Collective."""
         position = merged(gather_objects(self._position))
         return {
             source.name: source.epochs_read(
@@ -215,9 +215,9 @@ class TextDataLoader:
         }
 
     def state_dict(self) -> dict[str, str]:
-        """Return the position after the last complete step, and what identifies the data, as one JSON text.
+        """Return the position after the last complete step, and values that identify the data, as one JSON text.
 
-        Collective; the same on all ranks.
+        Collective. The result is the same on all ranks.
         """
         self._fingerprints = self._fingerprints or [
             fingerprint(source.source.files) for source in self._sources
@@ -242,7 +242,7 @@ class TextDataLoader:
         """Continue with the batch that would have followed when `state_dict` was saved, on any number of ranks and workers.
 
         Raises:
-            DataError: as `check_state`.
+            DataError: `check_state` refuses the state.
         """
         if not state_dict:  # a checkpoint without a position, such as another program's
             return
@@ -262,7 +262,7 @@ class TextDataLoader:
         if (size := state["global_batch_size"]) != self._slice.global_batch:
             notes.append(
                 f"a global batch has {self._slice.global_batch} sequences now, and had {size} in the checkpoint: training "
-                f"continues with the same text in other batches; training.global_batch_size = {size} keeps them"
+                f"continues with the same text in other batches; training.global_batch_size = {size} would keep the batches"
             )
         return position, notes
 
@@ -272,7 +272,7 @@ def _return_unchanged(batch: StepBatch | DataError | Exhausted) -> StepBatch | D
 
 
 def _describe(tokenizer: HuggingFaceTokenizer) -> str:
-    """Return the vocabulary's size and a digest of how a text with all tokens is encoded, which depends on the merges."""
+    """Return the vocabulary's size and a digest of the encoding of a text with all tokens, which depends on the merges."""
     size = tokenizer.get_vocab_size()
     ids = tokenizer.encode(_PROBE + tokenizer.decode(list(range(size))), add_bos=True, add_eos=True)
     return f"{size} tokens, {hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:8]}"

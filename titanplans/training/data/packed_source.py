@@ -19,18 +19,18 @@ from titanplans.training.data.positions import SourcePosition
 
 
 class PackedSource:
-    """Makes sequences of the documents of a source. Texts get the tokenizer's bos and eos, if it has them.
+    """Packs the documents of a source into sequences. Texts get the tokenizer's bos and eos, if it has them.
 
     Args:
         name: the source's title.
-        source: its documents.
-        data: [data], how they are packed.
-        tokenizer: for texts.
+        source: the source's documents.
+        data: the options in [data], which say how documents are packed.
+        tokenizer: the tokenizer for texts.
         seq_len: tokens per sequence.
-        chat: how rows become conversations; None: the documents are texts.
+        chat: the format of conversations; None: the documents are texts.
 
     Attributes:
-        identity: values that must be as in a checkpoint for a position to mean the same sequence.
+        identity: values that must equal those in a checkpoint for its position to mean the same sequence.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class PackedSource:
     def sequences(
         self, reader: int, readers: int, start: SourcePosition, *, epochs: int | None
     ) -> Iterator[TokenSequence]:
-        """Return the sequences of reader `reader` of `readers` from `start` on, for so many epochs; None: without end."""
+        """Return the sequences of `reader` (of `readers`) from `start` on, for this many epochs; None: unlimited."""
         documents, apart = self._documents(reader, readers, start, epochs), self._data.documents == "apart"
         if self._chat is not None:
-            # Conversations are not cut: the offset is 1 if the first one has been used, else 0.
+            # Conversations are not cut, so the offset is 1 if the first conversation has been used, else 0.
             return pack_conversations(documents, self._seq_len, start.offset, packing=self._chat.packing)
         if self._data.packing == "cut":
             return pack(documents, self._seq_len, start.offset, apart=apart)
@@ -67,16 +67,16 @@ class PackedSource:
         )
 
     def take_long(self) -> int:
-        """Return how many documents were longer than a sequence since the last call; counted for best fit only."""
+        """Return how many documents since the last call were longer than a sequence. Counted only for best fit."""
         count, self._long = self._long, 0
         return count
 
     def _documents(
         self, reader: int, readers: int, start: SourcePosition, epochs: int | None
     ) -> Iterator[tuple[tuple[int, Any, str], Any]]:
-        """Yield documents from `start` on, each as (epoch, the source's position, digest up to it) and its tokens."""
+        """Yield the documents from `start` on: (epoch, position in the source, digest up to and with it), and the tokens."""
         epoch, document = start.epoch, start.document
-        # The digest of a position includes its document, which is read again first.
+        # The digest of a position includes its document, which is the first that is read again.
         digest, includes_document = (_EMPTY_DIGEST, False) if document is None else (start.digest, True)
         while True:
             has_tokens = False
@@ -90,7 +90,7 @@ class PackedSource:
             if epochs is not None and epoch + 1 >= epochs:
                 return
             if not has_tokens and document is None:
-                # A complete epoch without any token: without an error the loop would never end.
+                # A complete epoch had no token. Without an error the loop would never end.
                 missing = "no text"
                 if self._chat is not None:
                     missing = self._chat.describe_exclusions()
@@ -105,7 +105,7 @@ class PackedSource:
             epoch, document, digest = epoch + 1, None, _EMPTY_DIGEST
 
     def is_unchanged(self, reader: int, readers: int, position: SourcePosition) -> bool:
-        """Return whether the documents up to `position`, in its epoch, are the same as when the position was saved."""
+        """Return whether the documents of the epoch up to `position` are the same as when the position was saved."""
         if position.document is None:
             return True
         expected = {json.dumps(position.document): position.digest}
@@ -120,7 +120,7 @@ class PackedSource:
         return False
 
     def epochs_read(self, readers: int, positions: dict[int, SourcePosition]) -> tuple[float, str]:
-        """Return how often the source was read, given the positions of its readers, as a number and in words."""
+        """Return how often the source was read, as a number and in words, given the positions of its readers."""
         epoch = max((position.epoch for position in positions.values()), default=0)
         if (size := self.source.size) is None:
             return float(epoch), f"in epoch {epoch + 1}"
@@ -133,7 +133,7 @@ class PackedSource:
         return epochs, f"{epochs:.2f} epochs, {counted(documents, 'document')} of {size:,}"
 
     def _is_used(self, tokens: int) -> bool:
-        """Return whether any token of a document with so many tokens goes into a sequence."""
+        """Return whether any token of a document with this many tokens goes into a sequence."""
         if not self._is_best_fit:
             return tokens > 0
         return tokens > 1 and (self._data.long_documents == "cut" or tokens <= self._seq_len + 1)
@@ -149,13 +149,13 @@ _EMPTY_DIGEST = "-"
 
 
 def _extend_digest(digest: str, document: "str | Tokens") -> str:
-    """Return the digest of the documents so far and `document`; an unknown digest, "", stays unknown."""
+    """Return the digest of the earlier documents, extended by `document`; an unknown digest, "", stays unknown."""
     content = document.encode("utf-8", "surrogatepass") if isinstance(document, str) else document.to_bytes()
     return digest and xxhash.xxh3_64(digest.encode() + content).hexdigest()[:12]
 
 
 def _packing_identity(data: Data, seq_len: int) -> dict[str, Any]:
     """Return the settings of packing that must be equal for a position to mean the same sequence."""
-    if data.packing == "cut":  # a position is an offset in a document, whatever the length of sequences
+    if data.packing == "cut":  # a position is an offset in a document, whatever the sequence length
         return {"packing": "cut"}
     return {"packing": data.packing, "long_documents": data.long_documents, "seq_len": seq_len}

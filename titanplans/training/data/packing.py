@@ -1,6 +1,6 @@
 """Pack documents of tokens into sequences: `pack` cuts them, `pack_best_fit` and `pack_conversations` keep them together.
 
-It is arithmetic on arrays, without files, tokenizer or ranks.
+This is arithmetic on arrays, without files, tokenizer or ranks.
 """
 
 import itertools
@@ -20,7 +20,7 @@ class TokenSequence:
     """A sequence, and the position of the next one."""
 
     inputs: np.ndarray
-    """`[n]`: token ids; n = seq_len, or less at the end of the documents and where documents are kept together."""
+    """`[n]`: token ids; n = seq_len, or less at the end of the documents or if documents are kept together."""
 
     labels: np.ndarray
     """`[n]`: the token after each input, or -100 if it does not count."""
@@ -38,7 +38,7 @@ class TokenSequence:
     """For best fit: the position of the last document that was read for the group of this sequence."""
 
     packed: Sequence[tuple[int, int]] = ()
-    """For best fit: how the documents from `next_document` on were packed by other lengths; see `pack_best_fit`."""
+    """For best fit: how documents from `next_document` on were packed with other sequence lengths; see `pack_best_fit`."""
 
 
 def pack(
@@ -46,19 +46,19 @@ def pack(
 ) -> Iterator[TokenSequence]:
     """Concatenate documents and cut them into sequences.
 
-    A sequence is made of `seq_len + 1` tokens, and its last token is the first of the next sequence: every token but the
+    A sequence takes `seq_len + 1` tokens, and its last token is also the first of the next sequence, so every token but the
     very first is predicted once. To continue after a sequence, pass the documents from its `next_document` on, and its
     `next_offset`.
 
     Args:
-        documents: positions and tokens `[any length, also 0]`.
+        documents: pairs of a position and tokens `[n]`; n may be 0.
         seq_len: inputs in a sequence.
-        offset: the index in the first document at which the first sequence begins.
-        apart: positions restart with each document, and its first token is not predicted; else positions count through the
+        offset: the index of the token in the first document at which the first sequence begins.
+        apart: positions restart with each document, and its first token is not predicted; else positions are those in the
             sequence.
 
     Yields:
-        Full sequences; at the end of the documents one shorter sequence, if a token is left to predict.
+        Full sequences; and at the end of the documents a shorter one, if a token is left to predict.
     """
     buffer: deque[tuple[Any, np.ndarray]] = deque()
     buffered_tokens = -offset
@@ -75,7 +75,7 @@ def pack(
 
 
 def _take_sequence(buffer: deque[tuple[Any, np.ndarray]], offset: int, n: int, apart: bool) -> TokenSequence:
-    """Return a sequence of the `n + 1` tokens from `offset` on; remove documents from `buffer` that it has used up."""
+    """Return a sequence of the `n + 1` tokens from `offset` on; remove the documents from `buffer` that are used up."""
     fragments: list[np.ndarray] = []
     missing = n + 1
     while True:
@@ -100,7 +100,7 @@ def _take_sequence(buffer: deque[tuple[Any, np.ndarray]], offset: int, n: int, a
 
 
 SEQUENCES_AT_ONCE = 32
-"""Sequences that best fit fills together. They are in memory, and a resumed run tokenises their documents again."""
+"""Sequences that best fit fills together. They are kept in memory, and a resumed run tokenises their documents again."""
 
 
 def pack_best_fit(
@@ -119,12 +119,12 @@ def pack_best_fit(
     length, `next_offset`) to `packed`.
 
     Args:
-        documents: positions and tokens; documents of less than two tokens are dropped.
+        documents: pairs of a position and tokens; documents of less than two tokens are dropped.
         seq_len: inputs in a sequence.
         offset: the number of sequences of the group that have been used, plus `SEQUENCES_AT_ONCE` times the number of
             fragments of the first document that belong to earlier groups.
-        packed: pairs of sequence length and offset by which the first documents were packed before, oldest first.
-        apart: as for `pack`.
+        packed: pairs of sequence length and offset with which the first documents were packed before, oldest first.
+        apart: see `pack`.
         drop: drop documents longer than a sequence; else cut them into fragments.
     """
     last_read: Any = None
@@ -140,7 +140,7 @@ def pack_best_fit(
     fragment, used = divmod(offset, SEQUENCES_AT_ONCE)
     for sequences, first, begin, end in _groups(remaining, seq_len, fragment, drop):
         for count, sequence in enumerate(sequences[used:], used + 1):
-            # Within a group the position is the group's beginning; after its last sequence, that of the next group.
+            # Within a group the position is the beginning of the group; after its last sequence, that of the next group.
             document, fragment = begin if count < len(sequences) else end
             positions = [np.arange(len(tokens) - 1) for tokens in sequence]
             yield TokenSequence(
@@ -160,7 +160,7 @@ class _Document(NamedTuple):
 
     position: Any
     tokens: list[np.ndarray]
-    """Its tokens: in one array, or the fragments that sequences of another length have not used."""
+    """The tokens: one array, or the fragments that sequences of another length have not used."""
     fragments: list[np.ndarray]
     """The same tokens, cut so that each fragment fits into a sequence."""
 
@@ -177,15 +177,15 @@ def _groups(
 ) -> Iterator[tuple[list[list[np.ndarray]], Any, _Fragment, _Fragment]]:
     """Yield groups of sequences that are filled together.
 
-    Each group comes as its sequences (lists of fragments), the position of the first of all documents, the first fragment
-    of the group, and the first fragment of the next one. The first group begins with `fragment` of the first document.
+    A group is a tuple of its sequences (lists of fragments), the position of the first of all documents, the first fragment
+    of the group, and the first fragment of the next group. The first group begins with `fragment` of the first document.
     """
 
     def cut(position: Any, arrays: list[np.ndarray]) -> _Document:
         fragments = []
         for tokens in arrays:
             if len(tokens) - 1 <= seq_len or not drop:
-                # The last token of a fragment is the first of the next one: it is a label here and an input there.
+                # The last token of a fragment is the first of the next one: a label in the former, an input in the latter.
                 starts = range(0, len(tokens) - 1, seq_len)
                 fragments += [tokens[start : start + seq_len + 1] for start in starts]
         return _Document(position, arrays, fragments)
@@ -221,9 +221,9 @@ def _groups(
 def _unused_documents(
     documents: Iterator[tuple[Any, list[np.ndarray]]], seq_len: int, offset: int, drop: bool
 ) -> Iterator[tuple[Any, list[np.ndarray]]]:
-    """Yield the documents that sequences of `seq_len` have not used at `offset`.
+    """Yield the documents that sequences of `seq_len` have not used up to `offset`.
 
-    The fragments of the group that is partly used come first, as if they were one document, with its first position.
+    The unused fragments of a partly used group come first, as if they were one document at the first position.
     """
     fragment, used = divmod(offset, SEQUENCES_AT_ONCE)
     for sequences, first, _, (document, index) in _groups(documents, seq_len, fragment, drop):
@@ -238,16 +238,16 @@ def _unused_documents(
 def pack_conversations(
     documents: Iterable[tuple[Any, Tokens]], seq_len: int, offset: int = 0, *, packing: bool = True
 ) -> Iterator[TokenSequence]:
-    """Put conversations into sequences in their order, without cutting any.
+    """Pack conversations into sequences, in their order and without cutting any.
 
     No token of a conversation is predicted from another conversation. To continue after a sequence, pass the documents from
     its `next_document` on, and its `next_offset`.
 
     Args:
-        documents: positions and conversations of at most `seq_len + 1` tokens, each with a token that counts.
+        documents: pairs of a position and a conversation of at most `seq_len + 1` tokens, of which at least one counts.
         seq_len: inputs in a sequence.
         offset: 1 to skip the first conversation, else 0.
-        packing: put as many conversations into a sequence as fit; else one.
+        packing: put as many conversations into a sequence as fit; else one conversation.
     """
     packed: list[Tokens] = []
     inputs, last = 0, None

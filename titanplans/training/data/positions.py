@@ -1,9 +1,9 @@
 """Which reader each sequence of a run comes from, whatever the number of ranks; and a run's position in the data.
 
 When a run begins, its documents are divided among readers. A reader is an iterator over its documents. The sequences of
-the run are numbered: the first global batch of G sequences has indices 0 to G - 1, the next one G to 2G - 1. The index
-determines the reader, and how many sequences that reader yields before. So the number of ranks may change between two
-steps: a rank takes its slice of each global batch and opens the readers of that slice.
+the run are numbered: the first global batch of G sequences has indices 0 to G - 1, the next one G to 2G - 1. The index of a
+sequence determines its reader, and how many sequences that reader yields before it. So the number of ranks may change
+between two steps: a rank takes its slice of each global batch and opens the readers of that slice.
 """
 
 import math
@@ -17,32 +17,34 @@ class SourcePosition(NamedTuple):
 
     epoch: int = 0
     document: Any = None
-    """The source's position of a document, a JSON value; None: the first document of the epoch."""
+    """The position of a document in the source, a JSON value; None: the first document of the epoch."""
     offset: int = 0
-    """The index of a token in that document; for best fit, of a sequence in the group that is packed together."""
+    """The index of a token in that document; for best fit, see the argument `offset` of `packing.pack_best_fit`."""
     digest: str = ""
     """Digest of the epoch's documents up to that one; "" if unknown."""
     ahead: tuple[Any, str] | None = None
-    """For best fit: the last document that was read for the group of sequences, and the digest up to it."""
+    """For best fit: the position of the last document that was read for the group of sequences, and the digest up to it."""
     packed: Sequence[tuple[int, int]] = ()
-    """For best fit: the (sequence length, offset) pairs by which documents were packed before `seq_len` changed."""
+    """For best fit: the (sequence length, offset) pairs with which documents were packed before `seq_len` changed."""
 
 
 class ReaderPosition(NamedTuple):
     """The position of a reader."""
 
     sequences: int = 0
-    """The number of sequences that it has yielded."""
+    """The number of sequences that the reader has yielded."""
     sources: tuple[SourcePosition, ...] = ()
-    """Its position in each source; () at the beginning."""
+    """The reader's position in each source; () at the beginning."""
 
 
 @dataclass(frozen=True)
 class Readers:
-    """The number of readers, and how many consecutive sequences come from one reader before the next one's turn."""
+    """How the sequences of a run are distributed over readers, which take turns."""
 
     count: int
+    """Number of readers."""
     sequences_per_turn: int = 1
+    """Number of consecutive sequences that come from one reader before it is the next one's turn."""
 
     def locate(self, sequence: int) -> tuple[int, int]:
         """Return the reader of a sequence, and how many sequences that reader yields before it."""
@@ -79,13 +81,13 @@ class BatchSlice:
 
 
 def divide(choose: Callable[[Sequence[int]], int], batch_slice: BatchSlice) -> Readers:
-    """Choose the readers so that no two ranks, and no two workers, open the same one, if there are enough documents.
+    """Choose the readers so that no two ranks, and no two workers, open the same reader, if there are enough documents.
 
-    Ideally each sequence of a global batch has its own reader, and each worker different readers.
+    Ideally each sequence of a global batch has its own reader, and each worker has different readers.
 
     Args:
-        choose: picks one of the numbers of readers that it is given, best first, or returns 1 if none is possible.
-        batch_slice: of any rank of the job that begins.
+        choose: called with numbers of readers, the best first; returns one of them, or 1 if none is possible.
+        batch_slice: the slice of any rank of the job that begins.
     """
     slots = batch_slice.global_batch * batch_slice.workers
     counts = [slots // n for n in range(1, batch_slice.size + 1) if batch_slice.size % n == 0]
@@ -95,20 +97,21 @@ def divide(choose: Callable[[Sequence[int]], int], batch_slice: BatchSlice) -> R
 
 @dataclass(frozen=True)
 class DataPosition:
-    """The position of a run: the number of `sequences` that it has used, and the positions of its readers."""
+    """The position of a run in the data."""
 
     readers: Readers
     sequences: int = 0
+    """The number of sequences that the run has used."""
     by_reader: Mapping[int, ReaderPosition] = field(default_factory=dict)
-    """Positions of the readers that have begun."""
+    """Positions of the readers that have been opened."""
     weighted_since: int = 0
-    """The index of the sequence since which the current weights of the sources apply."""
+    """The index of the first sequence to which the current weights of the sources apply."""
     is_sequential: bool = False
-    """Whether readers are read one after another, from `by_reader` on, since one of them is exhausted."""
+    """Whether one reader is exhausted, so that the others are read one after another, from their positions on."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict for `json.dumps`."""
-        # The keys are older than the names of the fields, and checkpoints have them.
+        # Checkpoints have these keys, which are older than the names of the fields.
         return {
             "streams": self.readers.count,
             "in_a_row": self.readers.sequences_per_turn,
@@ -120,7 +123,7 @@ class DataPosition:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "DataPosition":
-        """Return the position from a dict that `to_json` returned."""
+        """Return the position that `to_json` has converted to a dict."""
         by_reader = {
             int(reader): ReaderPosition(sequences, tuple(SourcePosition(*source) for source in sources))
             for reader, (sequences, sources) in values["cursors"].items()
@@ -130,10 +133,10 @@ class DataPosition:
 
 
 def source_of(sequence: int, weights: Sequence[float]) -> int:
-    """Return the index of the source that a sequence comes from, by arithmetic that is the same on every rank.
+    """Return the index of the source that a sequence comes from. It depends only on the arguments, so all ranks agree.
 
-    The first source gets the fraction of all sequences that its weight says, evenly spread, the second its fraction of the
-    others, and so on. Weights are fractions of sequences, however long a source's documents are.
+    The first source gets its fraction (weight / sum of weights) of all sequences, evenly spaced; the second gets its
+    fraction of the remaining ones, and so on. Weights are fractions of sequences, however long a source's documents are.
     """
     for source, weight in enumerate(weights):
         fraction = weight / sum(weights[source:]) if weight else 0.0

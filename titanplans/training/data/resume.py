@@ -1,4 +1,4 @@
-"""`resume`: translate a checkpoint's position in the data to the job's sources, or refuse it; `fingerprint` of files."""
+"""`resume`: adapt a checkpoint's position in the data to the job's sources, or refuse it; `fingerprint` of files."""
 
 import os
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from titanplans.training.data.positions import DataPosition, SourcePosition
 
 VERSION = 2
 """Version of a loader's state."""
-_REMEDY = 'keep the checkpoint\'s, or start the data anew with exclude_from_loading = ["dataloader"] in [checkpoint]'
+_REMEDY = 'keep the checkpoint\'s value, or start the data anew with exclude_from_loading = ["dataloader"] in [checkpoint]'
 
 
 def resume(
@@ -29,16 +29,17 @@ def resume(
 
     Args:
         state: a loader's state in a checkpoint.
-        sources: the job's sources; those of the checkpoint are found by name.
-        weights: the job's, by source name.
-        identity: settings of the job that must be as in the checkpoint, besides those of the sources.
+        sources: the job's sources, which are matched with the checkpoint's by name.
+        weights: the job's weights, by source name.
+        identity: settings of the job that must equal the checkpoint's, besides those of the sources.
 
     Raises:
         DataError: data or settings differ from the checkpoint's, or a text that was read has changed.
     """
     if state.get("version") != VERSION:
         raise DataError(
-            f"the checkpoint's position in the data was written by another version, which is not supported; {_REMEDY}"
+            "the checkpoint's position in the data was written by another version, which is not supported; start the data "
+            'anew with exclude_from_loading = ["dataloader"] in [checkpoint]'
         )
     saved = state["sources"]
     _check_identity(state["identity"], identity)
@@ -67,11 +68,11 @@ def resume(
             notes.append(_check_source(index, source, saved[source.name], position, several=len(sources) > 1))
         elif source.source.choose_readers([position.readers.count]) != position.readers.count:
             raise DataError(
-                f"data.sources, {source.name}: it has fewer documents than the {position.readers.count} readers among "
-                "which the checkpoint divides the data; give it more, or start a new run"
+                f"data.sources, {source.name}: it has fewer documents than there are readers in the checkpoint "
+                f"({position.readers.count}); give it more, or start a new run"
             )
     saved_weights = {name: values["weight"] for name, values in saved.items()}
-    # Another order of the sources, too, changes which sequence comes from which source.
+    # Which sequence comes from which source also depends on the order of the sources.
     if list(saved_weights.items()) != list(weights.items()):
         position = replace(position, weighted_since=position.sequences)
     if saved_weights != weights:
@@ -91,7 +92,7 @@ def _check_source(
     if files and hashes == saved_hashes:
         saved_identity["dataset"] = identity["dataset"]  # the same files in another folder
     for values in (saved_identity, identity):
-        values.pop(_SEQ_LEN, None)  # which `_with_seq_len` deals with
+        values.pop(_SEQ_LEN, None)  # `_with_seq_len` takes care of it
     suffix = f" of {source.name}" if several else ""
     _check_identity(
         *({f"{key}{suffix}": value for key, value in values.items()} for values in (saved_identity, identity))
@@ -110,19 +111,21 @@ def _check_source(
         source.is_unchanged(reader, position.readers.count, reader_position.sources[index])
         for reader, reader_position in position.by_reader.items()
     ):
-        return f"since the checkpoint {changes}; what was read before its position is the same, so training continues"
+        return (
+            f"since the checkpoint {changes}; the text up to its position is the same, so training continues"
+        )
     raise DataError(
-        f"since the checkpoint {changes}, and with that the order of the documents or a text that was read: restore the "
-        'files, or give up the position, and read the data anew, by exclude_from_loading = ["dataloader"] in [checkpoint]'
+        f"since the checkpoint {changes}, which changes the order of the documents or a text that was read; restore the "
+        'files, or read the data anew, with exclude_from_loading = ["dataloader"] in [checkpoint]'
     )
 
 
 _SEQ_LEN = "seq_len"
-"""The key of a source's identity; sources that cut documents have none, as their position does not depend on it."""
+"""A key in a source's identity. Sources that cut documents lack it, since their position does not depend on it."""
 
 
 def _with_seq_len(position: SourcePosition, saved: dict[str, Any], source: PackedSource) -> SourcePosition:
-    """Return a position for sequences of the job's length: what best fit has not used by the saved length is packed anew."""
+    """Return a position for sequences of the job's length. Documents that best fit has not used yet are packed again."""
     saved_seq_len = saved["identity"].get(_SEQ_LEN)
     if position.document is None or saved_seq_len == source.identity.get(_SEQ_LEN):
         return position
@@ -140,14 +143,14 @@ def _check_identity(saved: dict[str, Any], current: dict[str, Any]) -> None:
 
 _BLOCK = 4096
 _TOTAL_BLOCKS = 4096
-"""Blocks that are read of all files together; at least 3 and at most 64 of each."""
+"""Blocks that are read from all files together; at least 3 and at most 64 from each."""
 
 
 def fingerprint(files: Sequence[tuple[str, Path]]) -> dict[str, str]:
     """Return a hash of each file's size and samples, by name.
 
-    A file is sampled in blocks that are spread over it evenly; a small file is read completely. A change between the blocks
-    of a large file that keeps its size is not noticed.
+    The samples are blocks that are spread evenly over a file; a small file is read completely. A change between the
+    blocks of a large file is not noticed if the file's size stays the same.
 
     Args:
         files: pairs of name and path.

@@ -1,4 +1,4 @@
-"""`TextTokenizer`: torchtitan's tokenizer, for texts. `chat/template.py` tokenises conversations by transformers."""
+"""`TextTokenizer`: torchtitan's tokenizer, for texts. `chat/template.py` tokenises conversations, with transformers."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ class TextTokenizer(HuggingFaceTokenizer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(HuggingFaceTokenizer.Config):
-        """The config of torchtitan's tokenizer; `build` makes a `TextTokenizer`."""
+        """The config of torchtitan's tokenizer; its `build` returns a `TextTokenizer`."""
 
     def set_chat_template(self, template: str) -> None:
-        """Ignore the template: torchtitan's Jinja does not support {% generation %}, which transformers does."""
+        """Ignore the template, since torchtitan's Jinja does not support {% generation %}, unlike transformers."""

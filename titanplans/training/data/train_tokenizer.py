@@ -15,7 +15,8 @@ from tokenizers.trainers import BpeTrainer
 from titanplans.training.data.corpus.local import TextFiles, stdlib_files, stdlib_root
 from titanplans.training.data.vocabulary import default_tokenizer_path
 
-# Small: embedding and head of a debug model stay small, and a run of two minutes sees every token often enough to learn it.
+# The vocabulary is small, so that embedding and head of a debug model stay small, and a run of two minutes sees every token
+# often enough to learn it.
 VOCAB_SIZE = 4096
 BOS, EOS = "<|bos|>", "<|eos|>"
 

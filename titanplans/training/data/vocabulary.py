@@ -1,4 +1,4 @@
-"""The folder of a tokenizer: the default one, loading it, and the number of its tokens."""
+"""Load and check the tokenizer in a folder; and the default folder."""
 
 import logging
 import os
@@ -11,25 +11,25 @@ from titanplans.training.data.data_errors import as_data_error
 
 
 def default_tokenizer_path() -> str:
-    """Return the folder of the tokenizer in this package, the default of model.hf_assets_path (4096 tokens)."""
+    """Return the folder of this package's tokenizer (4096 tokens), which is the default of model.hf_assets_path."""
     return str(Path(__file__).parent / "tokenizer")
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """Load the tokenizer of the folder `path`, without the bos/eos handling that torchtitan adds.
+    """Load the tokenizer in the folder `path`, without the bos/eos handling that torchtitan adds.
 
     Raises:
         DataError: the folder or its tokenizer.json is missing, or the file can't be loaded.
     """
     text = _read(path, "tokenizer.json")
-    with as_data_error(f"hf_assets_path = {path!r}: tokenizer.json is no tokenizer", _remedy()):
+    with as_data_error(f"hf_assets_path = {path!r}: tokenizer.json is not a tokenizer", _remedy()):
         return Tokenizer.from_str(text)
 
 
 def check_tokenizer(path: str) -> int:
-    """Return the vocabulary size that a model needs for the tokenizer of the folder `path`: its largest id plus one.
+    """Return the vocabulary size that a model needs for the tokenizer in the folder `path`: its largest id plus one.
 
-    The tokenizer is loaded as the trainer loads it, with tokenizer_config.json and chat_template.jinja if they exist.
+    The tokenizer is loaded like in the trainer, with tokenizer_config.json and chat_template.jinja if they exist.
 
     Raises:
         DataError: the folder or its tokenizer.json is missing, or one of the files can't be used.
@@ -55,7 +55,7 @@ def _read(path: str, name: str) -> str:
     file = Path(path) / name
     with as_data_error(f"hf_assets_path = {path!r}: no {name} can be read there", _remedy()):
         if file.exists() and not file.is_file():  # reading a pipe would block
-            raise DataError(f"hf_assets_path = {path!r}: {name} is no file; {_remedy()}")
+            raise DataError(f"hf_assets_path = {path!r}: {name} is not a file; {_remedy()}")
         return file.read_text(encoding="utf-8")
 
 

@@ -1,1 +1,1 @@
-"""Check and resolve a job before it runs: `check_job` in `checks.py`, values of unset options in `resolve.py`."""
+"""Check a job before it runs (`check_job` in `checks.py`), and determine values that it leaves open (`resolve.py`)."""

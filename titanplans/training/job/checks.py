@@ -1,7 +1,6 @@
-"""`check_job`: check before any rank starts that a job can run on this machine, with its data, model and checkpoint.
+"""`check_job`: check, before any rank starts, that a job can run on this machine with its data, model and checkpoint.
 
-`titanplans.config.compatibility` has refused options that contradict each other; `titanplans.training.checkpoint.match`
-compares a checkpoint with the job.
+Before that, `titanplans.config.compatibility` has refused options that contradict each other.
 """
 
 import json
@@ -71,7 +70,7 @@ _log = logging.getLogger(__name__)
 def check_job(job: JobConfig, world_size: int) -> None:
     """Refuse a job that can't run on `world_size` processes like this one.
 
-    It communicates nothing: under torchrun every rank calls it, and all come to the same result.
+    It communicates nothing: under torchrun every rank calls it and comes to the same result.
 
     Raises:
         UserError: names the first fault: the option, its value and what would work.
@@ -118,12 +117,13 @@ def check_job(job: JobConfig, world_size: int) -> None:
     if job.loss.fused:
         FusedLoss(model)  # raises if the head can't compute the loss
     check_experts(job, model)
-    # Raises for groups that match no parameter. After `check_parallelism`, which has put the adapters into the model.
+    # Raises for groups that match no parameter. `check_parallelism` has already added the adapters to the model.
     group_parameters(model, job.optimizer)
     check_memory(job, model, world_size, device_type)
     if job.checkpoint.create_seed_checkpoint and world_size != 1:
         raise ConfigError(
-            f"checkpoint.create_seed_checkpoint = true saves unsharded weights from 1 process, not {world_size}; start one"
+            f"checkpoint.create_seed_checkpoint = true needs 1 process, which saves unsharded weights, not {world_size}; "
+            "start one"
         )
     if job.checkpoint.enable:
         check_checkpoint(job, model, world_size)
@@ -163,7 +163,7 @@ def import_custom(job: JobConfig) -> None:
 
 
 def check_data(job: JobConfig) -> tuple[int, list[str]]:
-    """Refuse data sets and a tokenizer that can't be read; return the vocabulary's size in tokens, and lines to log."""
+    """Refuse data sets and a tokenizer that can't be read; return the vocabulary size, and lines to log."""
     tokenizer = resolve.tokenizer_path(job)
     vocab_size, notes = check_tokenizer(tokenizer), list[str]()
     settings = {"": resolve.training_data(job)}
@@ -177,31 +177,31 @@ def check_data(job: JobConfig) -> tuple[int, list[str]]:
                 lines = check_dataset(source, tokenizer_path=tokenizer, seq_len=data.seq_len, chat=chat)
             except DataError as error:
                 raise DataError(f"{section}{title}{error}") from None
-            # Training and validation may use the same split, and give the same line twice.
+            # Training and validation may use the same split, and have the same line.
             notes += [line for line in (f"{title}{line}" for line in lines) if line not in notes]
             vocab_size = max(vocab_size, chat.vocabulary if chat else 0)
     return vocab_size, notes
 
 
 def check_positions(job: JobConfig, model: PreTrainedModel) -> None:
-    """Refuse sequences longer than the model's learned position embeddings; log if they exceed its config's limit."""
+    """Refuse sequences longer than the model's learned position embeddings; log if they exceed the limit in its config."""
     config, length = model.config.get_text_config(), job.training.seq_len
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and length > positions:
         for name, module in model.named_modules():
             if isinstance(module, nn.Embedding) and module.num_embeddings == positions != config.vocab_size:
                 raise ConfigError(
-                    f"training.seq_len = {length}: {name} has {positions} learned positions; lower it to that, or train a "
-                    "model with more"
+                    f"training.seq_len = {length}: {name} has only {positions} learned positions; lower seq_len to "
+                    f"{positions}, or train a model with more"
                 )
         _log.info(
-            f"training.seq_len = {length} exceeds the model's max_position_embeddings = {positions}, which its config.json "
-            "keeps; [model.config_overrides] changes it, and how rope scales"
+            f"training.seq_len = {length} exceeds the model's max_position_embeddings = {positions}, which stays in its "
+            "config.json; [model.config_overrides] can change it, and the scaling of rope"
         )
 
 
 def check_parallelism(job: JobConfig, strategy: FSDP2Config | DDPConfig, model: nn.Module) -> None:
-    """Refuse a model that float8, adapters, the plan, the degrees or recomputation don't fit, as `dry_run` finds."""
+    """Refuse a model that does not support the job's float8, adapters, plan, degrees or recomputation; see `dry_run`."""
     with rename_option_errors():
         p = job.parallelism
         degrees = Degrees(
@@ -211,14 +211,14 @@ def check_parallelism(job: JobConfig, strategy: FSDP2Config | DDPConfig, model: 
     if default_device_type() == "cpu" and strategy.autocast_dtype is not None and has_fla_module(model):
         key = "autocast_dtype" if job.training.autocast_dtype else "mixed_precision_param"
         raise ConfigError(
-            f'training.{key} = "{strategy.autocast_dtype}" is autocast here, which flash-linear-attention follows on '
-            "accelerators only: on this CPU "
+            f'training.{key} = "{strategy.autocast_dtype}" means autocast here, which flash-linear-attention supports only '
+            "on accelerators: on this CPU "
             + ('set it to "float32"' if key == "mixed_precision_param" else "leave it out")
         )
 
 
 def check_pipeline(job: JobConfig, model: PreTrainedModel) -> Stages | None:
-    """Return a job's pipeline stages, None without a pipeline; refuse what the model or the schedule does not allow."""
+    """Return a job's pipeline stages, or None without a pipeline; refuse what the model or the schedule does not support."""
     p, batch = job.parallelism, job.training.local_batch_size
     if (ranks := p.pipeline_parallel_degree) == 1:
         return None
@@ -257,7 +257,7 @@ def check_stages_train(stages: Stages, model: nn.Module) -> None:
 
 
 def check_experts(job: JobConfig, model: PreTrainedModel) -> None:
-    """Log how the model's router biases move; refuse load_balance_coeff for a model without router biases."""
+    """Log how the model's router biases change; refuse load_balance_coeff for a model without router biases."""
     biases = [mixture for mixture in find_mixtures(model) if mixture.bias is not None]
     coefficient = job.optimizer.load_balance_coeff
     if coefficient is not None and not biases:
@@ -268,9 +268,9 @@ def check_experts(job: JobConfig, model: PreTrainedModel) -> None:
     if biases:
         step_size = DEEPSEEK_V3_STEP_SIZE if coefficient is None else coefficient
         change = (
-            f"move by {step_size:g} a step (optimizer.load_balance_coeff)"
+            f"change by {step_size:g} per step (optimizer.load_balance_coeff)"
             if step_size
-            else "stay as they are (optimizer.load_balance_coeff = 0)"
+            else "are not changed (optimizer.load_balance_coeff = 0)"
         )
         _log.info(f"the biases that keep experts equally busy, in {len(biases)} routers, {change}")
 
@@ -289,9 +289,9 @@ def check_checkpoint(job: JobConfig, model: PreTrainedModel, world_size: int) ->
         return
     if not is_own and not os.path.isfile(resume.source / ".metadata"):
         is_hf_folder = os.path.isfile(resume.source / "config.json")
-        hint = "; checkpoint.initial_load_in_hf = true takes a Hugging Face folder" if is_hf_folder else ""
+        hint = "; checkpoint.initial_load_in_hf = true loads a Hugging Face folder" if is_hf_folder else ""
         raise ConfigError(
-            f'{resume.key} = "{resume.source}" is not a checkpoint (a step-N directory with .metadata){hint}'
+            f'{resume.key} = "{resume.source}" is not a checkpoint (a folder step-N with .metadata){hint}'
         )
     resumes = resume.contents == "training"
     check_saved(resume.source, model, resume.key, resumes=resumes, overrides=() if is_own else overrides)
@@ -302,7 +302,7 @@ def check_checkpoint(job: JobConfig, model: PreTrainedModel, world_size: int) ->
 
 
 def _check_resumed(job: JobConfig, model: PreTrainedModel, world_size: int, saved: Path, key: str) -> None:
-    """Refuse a checkpoint whose position in the data, or whose optimizer state, the job can't continue from."""
+    """Refuse a checkpoint if the job can't continue from its position in the data or its optimizer state."""
     if "dataloader" not in job.checkpoint.exclude_from_loading:
         from titanplans.training.job.loaders import open_training_data  # which imports torchtitan
 
@@ -313,7 +313,7 @@ def _check_resumed(job: JobConfig, model: PreTrainedModel, world_size: int, save
                     0
                 ].check_state(position)
         except (CheckpointException, json.JSONDecodeError):
-            # A damaged file fails in many ways: checksums, which take longer, name it.
+            # A damaged file can cause many errors. The checksums, which take longer, tell which file it is.
             if (fault := damage(saved)) is not None:
                 raise damaged(saved, key, fault) from None
             raise
@@ -330,14 +330,14 @@ def check_hf_folder(folder: str, model: PreTrainedModel, overrides: Collection[s
         overrides: fields of the config that may differ.
 
     Raises:
-        ConfigError: its config.json differs from the job's.
-        ModelError: names the tensors whose names, shapes or dtypes differ.
+        ConfigError: the folder's config.json differs from the job's model.
+        ModelError: the folder is damaged, or tensors differ in names, shapes or dtypes (names them).
     """
     if not is_user_model(model.config) and os.path.exists(os.path.join(folder, "config.json")):
         folder_fields = compared_fields(modeling.load_config_file(folder))
         if differences := describe_model_changes(folder_fields, model.config, overrides, token_ids=False):
             raise ConfigError(
-                f"the job's model is not the one of {folder} ({differences}): remove model.name, flavor and config to use "
-                "the folder's; model.config_overrides can change lengths, rope and dropout"
+                f"the job's model is not that of {folder} ({differences}): remove model.name, flavor and config to use the "
+                "folder's model; model.config_overrides can change lengths, rope and dropout"
             )
     match_folder(model, open_folder(folder))

@@ -1,4 +1,4 @@
-"""`titanplans evaluate`: turn a job into one that validates a checkpoint of it and writes nothing."""
+"""`titanplans evaluate`: convert a job to one that validates one of its checkpoints and writes nothing."""
 
 import os
 from pathlib import Path
@@ -15,8 +15,8 @@ from titanplans.training.job.checks import check_hf_folder, check_job
 def make_evaluation_job(job: JobConfig) -> tuple[JobConfig, Path]:
     """Return a job that validates a checkpoint of `job`, and the path of that checkpoint.
 
-    The checkpoint is step checkpoint.load_step of the job's folder, by default the newest step, even if it holds only
-    weights. If the folder holds none, it is checkpoint.initial_load_path, or the Hugging Face folder.
+    The checkpoint is step checkpoint.load_step in the job's folder, by default the newest step, even if it holds only
+    weights. If the folder holds no checkpoint, it is checkpoint.initial_load_path or the Hugging Face folder.
 
     Raises:
         ConfigError: there is no such checkpoint.
@@ -28,7 +28,7 @@ def make_evaluation_job(job: JobConfig) -> tuple[JobConfig, Path]:
     initial = resolve.hf_weights_folder(job) or options.initial_load_path
     if not steps and initial is None:
         raise ConfigError(
-            f"evaluate: {own_folder} holds no checkpoint; name the job's job.dump_folder, or a checkpoint by "
+            f"evaluate: {own_folder} holds no checkpoint; name the job's job.dump_folder, or a checkpoint in "
             "checkpoint.initial_load_path"
         )
     step = steps[-1] if options.load_step == -1 and steps else options.load_step
@@ -48,13 +48,13 @@ def check_evaluation(job: JobConfig, checkpoint: Path, world_size: int) -> None:
     """Refuse an evaluation job that can't run on `world_size` processes, or a checkpoint of another model.
 
     Args:
-        job, checkpoint: what `make_evaluation_job` returned.
+        job, checkpoint: the results of `make_evaluation_job`.
         world_size: number of ranks.
 
     Raises:
         UserError: names the first fault: the option, its value and what would work.
     """
-    # With checkpoints disabled, as `check_job` would check whether training can resume from one.
+    # Checkpoints are disabled, since `check_job` would check whether training can resume from one.
     without_checkpoints = job.checkpoint.model_copy(update={"enable": False})
     check_job(job.model_copy(update={"checkpoint": without_checkpoints}), world_size)
     model = modeling.build(resolve.hf_config(job))

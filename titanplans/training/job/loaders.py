@@ -1,4 +1,4 @@
-"""Build a job's data loaders for training and validation from several sections of its options. Imports torchtitan."""
+"""Build a job's data loaders for training and validation. Imports torchtitan."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from titanplans.training.job import resolve
 
 
 def training_loader(job: JobConfig, world_size: int, *, documents_apart: bool) -> TextDataLoader.Config:
-    """Return the config of the training data's loader; `documents_apart`: documents of a sequence do not see each other."""
+    """Return the config of the training data's loader; `documents_apart`: tokens do not see those of other documents."""
     return replace(
         _loader(
             job,
@@ -29,8 +29,8 @@ def open_training_data(
 ) -> tuple[TextDataLoader, TextTokenizer]:
     """Open the training data without a process group; return the loader of data-parallel rank 0, and its tokenizer.
 
-    With `as_single_rank` the loader yields the data of all ranks, and reads a single source once. A mixture of several
-    sources has no end.
+    With `as_single_rank` the loader yields the data of all ranks. It then reads a single source only once, but a mixture of
+    several sources without end.
     """
     tokenizer = TextTokenizer.Config().build(tokenizer_path=resolve.tokenizer_path(job))
     config = training_loader(job, world_size, documents_apart=documents_apart)
@@ -50,7 +50,9 @@ def open_training_data(
 def validation_loader(
     job: JobConfig, data: resolve.DataSettings, world_size: int, *, documents_apart: bool
 ) -> TextDataLoader.Config:
-    """Return the config of a loader of validation `data`; a new loader, at the beginning, is built for each validation."""
+    """Return the config of a loader of validation `data`. A new loader, which starts at the beginning, is built for each
+    validation.
+    """
     infinite = job.validation.steps != -1
     loader = _loader(job, data, job.validation.dataloader, documents_apart=documents_apart, infinite=infinite)
     batch = data.local_batch_size * resolve.data_parallel_degree(job, world_size)
@@ -63,7 +65,7 @@ def _loader(
     return TextDataLoader.Config(
         data=job.data.replace(sources=data.sources, documents="apart" if documents_apart else "joined"),
         infinite=infinite,
-        # Without debug.seed too, a job that resumes must shuffle the documents in the same order.
+        # Also without debug.seed, a job that resumes must shuffle the documents in the same order.
         seed=job.debug.seed or 0,
         workers=workers,
     )

@@ -1,4 +1,4 @@
-"""The paths that a job writes to: `check_outputs` tries them before a rank starts, `locked` locks the job's folders."""
+"""The paths that a job writes to: `check_outputs` tests them before a rank starts, and `locked` locks the job's folders."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ from titanplans.training.trainer.parallelism_report import FILE
 
 
 def outputs(job: JobConfig) -> Iterator[tuple[str, Path, bool]]:
-    """Yield the paths that `job` writes to, each as (option that names it, path, whether it is a file)."""
+    """Yield each path that `job` writes to, as (option that names it, path, whether it is a file)."""
     dump = Path(job.job.dump_folder)
     yield "job.dump_folder", dump, False
     names = [FILE, LOCK, *([FILE_NAME] if job.metrics.enable_jsonl else [])]
@@ -42,17 +42,18 @@ def outputs(job: JobConfig) -> Iterator[tuple[str, Path, bool]]:
 
 
 def check_outputs(job: JobConfig) -> None:
-    """Refuse a path that this job can't write to, and files of metrics that it can't continue; change nothing.
+    """Refuse a path that the job can't write to, and files of metrics that it can't continue; change nothing.
 
     Raises:
         ConfigError: names the first option at fault, and the system's reason.
     """
-    # Tried now, as the libraries create their folders late, some at the first checkpoint, and each fails in another way.
+    # They are tested now, since the libraries create their folders late, some at the first checkpoint, and report errors in
+    # different ways.
     for key, path, is_file in outputs(job):
         try:
             reason = _obstacle(path, is_file)
         except OSError as error:
-            reason = f"{path} can't be made ({error.strerror})"
+            reason = f"{path} can't be created ({error.strerror})"
         if reason is not None:
             raise ConfigError(f"{key} = {show(attrgetter(key)(job))}: {reason}; name another path")
     if job.metrics.enable_jsonl:
@@ -66,12 +67,12 @@ def _obstacle(path: Path, is_file: bool) -> str | None:
     if is_file and path.exists():
         if not path.is_file():
             return f"{path} is not a regular file"
-        return None if os.access(path, os.W_OK) else f"{path} may not be written"
+        return None if os.access(path, os.W_OK) else f"{path} is not writable"
     inside = Path(os.path.abspath(path if is_file else path / "file"))
     existing = next(folder for folder in inside.parents if os.path.lexists(folder))
     if not existing.is_dir():
-        return f"{existing} is a file, or a link that leads nowhere, and not a directory"
-    # The missing folders are created in a temporary folder: ranks of torchrun try at the same time, and nothing is left.
+        return f"{existing} is a file or a broken link, not a folder"
+    # The missing folders are created in a temporary folder: ranks of torchrun do so at the same time, and nothing is left.
     with tempfile.TemporaryDirectory(prefix=".titanplans-", dir=existing) as probe:
         file = Path(probe) / inside.relative_to(existing)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -81,10 +82,10 @@ def _obstacle(path: Path, is_file: bool) -> str | None:
 
 @contextlib.contextmanager
 def locked(job: JobConfig) -> Iterator[None]:
-    """Create the folders that `job` writes to, and lock them in the body: dump_folder, and the checkpoints' if it saves any.
+    """Create and lock the folders that `job` writes to: dump_folder, and the folder of checkpoints if it saves any.
 
     Raises:
-        ConfigError: another process has locked one; names the process, its machine and the time.
+        ConfigError: another process has locked one of them; names the process, its machine and the time.
     """
     folders = [("job.dump_folder", job.job.dump_folder, Path(job.job.dump_folder))]
     if job.checkpoint.enable and not job.checkpoint.load_only:

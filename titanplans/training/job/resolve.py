@@ -1,4 +1,4 @@
-"""Values that a job leaves open or that follow from several options, such as batch sizes and the data-parallel degree."""
+"""Values that a job leaves open or that follow from several options, e.g. batch sizes and the data-parallel degree."""
 
 import math
 from typing import NamedTuple
@@ -18,21 +18,21 @@ from titanplans.training.data.vocabulary import default_tokenizer_path
 
 
 def hf_weights_folder(job: JobConfig) -> str | None:
-    """Return the Hugging Face folder that a job loads its initial weights from; None if it uses none."""
+    """Return the Hugging Face folder from which a job loads its initial weights; None if it uses none."""
     if not job.checkpoint.initial_load_in_hf:
         return None
     return job.checkpoint.initial_load_path or job.model.hf_assets_path
 
 
 def hf_weights_option(job: JobConfig) -> str:
-    """Return the option that names `hf_weights_folder`."""
+    """Return the option that names the folder that `hf_weights_folder` returns."""
     return (
         "model.hf_assets_path" if job.checkpoint.initial_load_path is None else "checkpoint.initial_load_path"
     )
 
 
 def model_name(job: JobConfig) -> tuple[str, str]:
-    """Return the model's name and flavor: (path, "config") for a config file, (class, "own") for a class of the user."""
+    """Return the model's name and flavor; for a config file (path, "config"), for a user's class (class, "own")."""
     if job.model.class_ is not None:
         return job.model.class_, "own"
     is_named = job.model.name or job.model.flavor
@@ -45,7 +45,7 @@ def hf_config(job: JobConfig) -> PretrainedConfig:
     """Return the model's configuration.
 
     Raises:
-        ModelError: an unknown name or flavor, a file that is no Hugging Face configuration, or a configuration that changes
+        ModelError: the name or flavor is unknown, the file is not a Hugging Face configuration, or the configuration changes
             the model's built-in loss (use_l2warp), which a job does not use.
     """
     if job.model.class_ is not None:
@@ -68,7 +68,7 @@ def tokenizer_path(job: JobConfig) -> str:
 
 
 class DataSettings(NamedTuple):
-    """What one data loader reads: the sources, the tokens per sequence, the sequences per batch and rank."""
+    """What one data loader reads: the sources, the tokens per sequence, and the sequences per local batch."""
 
     sources: tuple[DataSource, ...]
     seq_len: int
@@ -98,12 +98,12 @@ def validation_data(job: JobConfig) -> DataSettings:
         }
         sources.append(source.replace(**corpus, text_column=v.text_column or source.text_column, weight=1.0))
     if v.dataset is not None or v.dataset_path is not None:
-        sources = sources[:1]  # the data set of [validation] replaces all training sources
+        sources = sources[:1]  # one data set, that of [validation], replaces all training sources
     return DataSettings(tuple(sources), v.seq_len or t.seq_len, v.local_batch_size or t.local_batch_size)
 
 
 def fewest_processes(job: JobConfig) -> int:
-    """Return the least number of processes that the degrees of `job` need."""
+    """Return the smallest number of processes that the degrees of `job` allow."""
     p = job.parallelism
     degrees = [p.tensor_parallel_degree, p.context_parallel_degree, p.pipeline_parallel_degree]
     shards = _shards_for_experts(p) if p.shard_degree == -1 else p.shard_degree
@@ -111,14 +111,14 @@ def fewest_processes(job: JobConfig) -> int:
 
 
 def _shards_for_experts(p: Parallelism) -> int:
-    """Return the least shard degree for which expert_parallel_degree divides shard degree x TP x CP."""
+    """Return the smallest shard degree for which expert_parallel_degree divides shard degree x TP x CP."""
     return p.expert_parallel_degree // math.gcd(
         p.expert_parallel_degree, p.tensor_parallel_degree * p.context_parallel_degree
     )
 
 
 def data_parallel_degree(job: JobConfig, world_size: int) -> int:
-    """Return the data-parallel degree, the number of ranks with different batches: replicate times shard degree.
+    """Return the data-parallel degree, i.e. replicate degree x shard degree: the number of ranks with different batches.
 
     Raises:
         ConfigError: the degrees don't multiply to `world_size`, or expert_parallel_degree does not divide the ranks that
@@ -151,14 +151,14 @@ def data_parallel_degree(job: JobConfig, world_size: int) -> int:
         divisors = either([n for n in range(1, world_size + 1) if world_size % n == 0])
         reason = f"does not divide the number of processes, {world_size}: {divisors} would"
     else:
-        reason = f"is not the number of processes, {world_size}: make it so"
+        reason = f"is not the number of processes, {world_size}: change a degree"
         if p.data_parallel_strategy != "ddp":
             reason += " (data_parallel_shard_degree = -1 takes the remaining ones)"
     raise ConfigError(f"parallelism.{product_text} {reason}, or start {product}")
 
 
 def trace_buf_size(job: JobConfig) -> int:
-    """Return the number of events that torch's flight recorder holds; unset: 0 on a CPU, as only NCCL writes them out."""
+    """Return how many events torch's flight recorder keeps. If unset, it is 0 on a CPU, since only NCCL records them."""
     size = job.comm.trace_buf_size
     return size if size is not None else 0 if default_device_type() == "cpu" else 20_000
 
@@ -170,7 +170,7 @@ def global_batch_size(job: JobConfig, data_parallel: int) -> int:
         ConfigError: it is not a multiple of local_batch_size x data-parallel degree.
     """
     training = job.training
-    sequences = training.local_batch_size * data_parallel  # of one forward on all ranks
+    sequences = training.local_batch_size * data_parallel  # in one forward on all ranks
     if training.global_batch_size == -1:
         return sequences * training.gradient_accumulation_steps
     if training.global_batch_size % sequences:

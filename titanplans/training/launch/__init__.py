@@ -1,1 +1,1 @@
-"""Start a job: from the command line (`main.py`) to the ranks (`rank.py`) and to an exit status."""
+"""Start a job: `main.py` reads the command line, `launcher.py` starts the ranks, `rank.py` runs one of them."""

@@ -1,7 +1,8 @@
-"""How a process ends: a refusal prints one line, a failure its traceback, each with its exit status.
+"""How a process ends: a refusal prints one line, a failure prints its traceback, and each has its exit status.
 
-When several ranks fail, usually all but the first fail because that one is gone. The launcher finds the first and prints it
-once: ours by the report files of the ranks (`failures`), torchrun by the file that TORCHELASTIC_ERROR_FILE names.
+When several ranks fail, usually the first one causes the failures of the others. The launcher finds the first failure and
+prints only this one: our launcher uses the ranks' report files (`failures`), torchrun the files that TORCHELASTIC_ERROR_FILE
+names.
 """
 
 import atexit
@@ -35,25 +36,26 @@ def refuse(error: UserError | RunError, rank: int) -> int:
     elif rank == 0:
         say(f"error: {line}")
     else:
-        # Rank 0 usually has the same error, and torchrun stops this rank once rank 0 has exited. If not, this one prints it.
+        # Rank 0 usually has the same error, and torchrun stops this rank once rank 0 has exited. If it does not, this rank
+        # prints the error.
         time.sleep(3.0)
         say(f"error: rank {rank}: {line}")
     return 1 if isinstance(error, RunError) else 2
 
 
 def fail(error: Exception, rank: int) -> int:
-    """Report `error` with its traceback; return exit status 1. Call it in the `except` block that handles `error`."""
-    # The first line only: libraries add advice and C++ stack frames to their messages.
+    """Report `error` with its traceback; return exit status 1. Call this in the `except` block that handles `error`."""
+    # Only the first line is used: libraries add advice and C++ stack frames to their messages.
     summary = f"{type(error).__name__}: {error}".strip().partition("\n")[0] + describe_untested(error)
     lines = "".join(traceback.format_exception(error))
     if REPORTS in os.environ:
         leave_report(rank, how=f"failed: {summary}", traceback=lines)
     elif "TORCHELASTIC_ERROR_FILE" in os.environ:
-        # Not at the top: a mistake in a TOML file is reported without importing torch.
+        # Imported here, so that a mistake in a TOML file is reported without importing torch.
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        # torchrun orders failures by time in whole seconds. Ranks that fail because this one is gone do so after it has
-        # exited, at least a second later.
+        # torchrun orders failures by time in whole seconds. This rank exits a second later, so that ranks that fail because
+        # it is gone have a later time.
         time.sleep(1.0)
         get_error_handler().record_exception(error)
     else:
@@ -72,7 +74,7 @@ def finish(status: int) -> NoReturn:
 
     Freeing them takes two seconds once the model libraries are imported.
     """
-    atexit._run_exitfuncs()  # W&B's and the data loader's, which ends its workers; Python has no public function for it
+    atexit._run_exitfuncs()  # those of W&B, and of the data loader, which ends its workers; there is no public function
     exit_now(status)
 
 
@@ -93,7 +95,7 @@ class Failure(NamedTuple):
     how: str
     """How it ended, as the end of a sentence: "was killed by SIGTERM"."""
     time: int = 0
-    """When it wrote its report, in nanoseconds; 0: it wrote none."""
+    """When the rank wrote its report, in nanoseconds; 0: it wrote none."""
     line: str = ""
     """The message of a `UserError` or `RunError`; for other errors there is a traceback."""
     traceback: str = ""
@@ -109,14 +111,14 @@ def leave_report(rank: int, *, how: str = "", line: str = "", traceback: str = "
 
 
 def failures(processes: list[BaseProcess], folder: Path) -> list[Failure]:
-    """Return the ranks that have failed, the one to report first."""
+    """Return the ranks that have failed, beginning with the one to report."""
     failed = []
     for rank, process in enumerate(processes):
         if status := process.exitcode:
             path = folder / f"rank_{rank}.json"
             report = json.loads(path.read_text()) if path.exists() else {"how": _describe_exit(status)}
             failed.append(Failure(rank, process.pid, status, **report))
-    # A rank that was killed leaves no report and has time 0: it counts as the first, as the others fail without it.
+    # A rank that was killed leaves no report and has time 0. It counts as the first, since the others fail without it.
     failed.sort(key=lambda failure: failure.time)
     if failed and failed[0].line:
         # Errors in one line are usually the same on all ranks: report the lowest rank's.
@@ -125,7 +127,7 @@ def failures(processes: list[BaseProcess], folder: Path) -> list[Failure]:
 
 
 def is_decided(failed: list[Failure]) -> bool:
-    """Return whether `failed[0]` is the failure to report, whatever happens to the ranks that still run."""
+    """Return whether `failed[0]` is certainly the failure to report, whatever happens to the ranks that still run."""
     return failed[0].time == 0 or (failed[0].line != "" and failed[0].rank == 0)
 
 

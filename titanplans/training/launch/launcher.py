@@ -1,4 +1,4 @@
-"""`launch`: start the ranks of a job on this machine without torchrun, and start them again if one fails.
+"""`launch`: start the ranks of a job on this machine without torchrun, and restart them if one fails.
 
 There is one process per rank, with the environment variables that torchrun sets. Jobs on several machines need torchrun.
 """
@@ -33,7 +33,7 @@ from titanplans.training.launch.rank import run_rank
 from titanplans.training.launch.signals import Stopped, stop_on_signals
 
 _GRACE_SECONDS = 2.0
-"""How long the other ranks may take to end after one has failed: by themselves, and then again after SIGTERM."""
+"""How long the other ranks may take to end after one has failed: first by themselves, and then, again, after SIGTERM."""
 _POLL_SECONDS = 0.02
 _HOST = "127.0.0.1"
 
@@ -41,7 +41,7 @@ _HOST = "127.0.0.1"
 def local_ranks(job: JobConfig) -> int:
     """Return the number of ranks to start on this machine: the product of the degrees.
 
-    `data_parallel_shard_degree = -1` takes the GPUs that the other degrees leave. On a CPU, and under DDP, it counts as 1.
+    `data_parallel_shard_degree = -1` uses the GPUs that the other degrees leave. On a CPU, and under DDP, it counts as 1.
 
     Raises:
         UserError: the degrees need more GPUs than this machine has.
@@ -65,27 +65,27 @@ def local_ranks(job: JobConfig) -> int:
 def launch(job: JobConfig, ranks: int, restarts: int = 0, evaluated_checkpoint: Path | None = None) -> int:
     """Run a checked job and return its exit status.
 
-    When a rank fails, the others are stopped. The rank that failed first is reported with its traceback, the others in a
-    line each.
+    When a rank fails, the others are stopped. The rank that failed first is reported with its traceback, each other one in a
+    line.
 
     Args:
         job: the job, which has been checked.
         ranks: number of processes to start.
-        restarts: how often to start all ranks again after one has failed or was killed. There is no restart after an error
-            that would come again: a job that can't be run, a loss that is not finite, a full disk.
+        restarts: how often to restart all ranks after one has failed or was killed. There is no restart after an error that
+            would occur again: a job that can't be run, a loss that is not finite, a full disk.
         evaluated_checkpoint: a checkpoint to validate instead of training.
 
     Raises:
         Stopped: SIGINT or SIGTERM arrived; all processes have ended.
     """
-    # Not at the top: a spawned rank imports this file before it has set up logging, and the libraries log on import.
+    # Imported here, since a spawned rank imports this file before it has set up logging, and the libraries log on import.
     from titanplans.training.checkpoint.resume import decide_resume
 
     # The launcher hosts the store, so that it outlives every rank and its port is known before they start.
     store = _local_store()
     method = start_method(job)
     if method == "fork":
-        # Imported once here instead of in every rank.
+        # Import it once here instead of in every rank.
         importlib.import_module("titanplans.training.trainer.trainer")
     for restarts_left in range(restarts, -1, -1):
         stop_requested, failed = _run_ranks(
@@ -105,19 +105,19 @@ def launch(job: JobConfig, ranks: int, restarts: int = 0, evaluated_checkpoint: 
             say(f"{description} after {resume.source} was saved: the job is finished")
             return 0
         origin = "the newest checkpoint" if job.checkpoint.enable else "step 1, as checkpoint.enable = false"
-        say(f"{description}: all ranks start again, from {origin}; {restarts_left - 1} restarts left")
+        say(f"{description}: all ranks are restarted from {origin}; {restarts_left - 1} restarts left")
     if first.traceback:
         say(f"rank {first.rank}: {first.traceback.rstrip()}")
     for failure in failed[1:]:
         say(f"rank {failure.rank} {failure.how}")
-    resume_hint = ". Finished checkpoints are complete: the same command resumes from the newest"
+    resume_hint = ". Saved checkpoints are intact: the same command resumes from the newest"
     say(f"error: {description}; the other ranks were stopped{resume_hint if job.checkpoint.enable else ''}")
     return 1
 
 
 def _local_store() -> TCPStore:
     """Return a store that only this machine can reach."""
-    # TCPStore has no authentication, and by itself listens on all interfaces: it is given a socket bound to localhost.
+    # TCPStore has no authentication, and by default listens on all interfaces. So it gets a socket bound to localhost.
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listening.bind((_HOST, 0))
     port = listening.getsockname()[1]
@@ -132,10 +132,10 @@ def _run_ranks(
     method: Literal["fork", "spawn"],
     evaluated_checkpoint: Path | None,
 ) -> tuple[bool, list[Failure]]:
-    """Start the ranks and wait until all have ended; return whether SIGTERM arrived, and the failures, the first one first.
+    """Start the ranks and wait until all have ended; return whether SIGTERM arrived, and what `failures` returns.
 
     Raises:
-        Stopped: as `launch`.
+        Stopped: SIGINT or SIGTERM arrived; all processes have ended.
     """
     stop_requested = threading.Event()
     processes: list[BaseProcess] = []
@@ -145,7 +145,7 @@ def _run_ranks(
         for process in processes:
             process.terminate()
 
-    # Not a TemporaryDirectory: its finalizer would also run in a forked rank that exits, and remove the folder.
+    # The finalizer of a TemporaryDirectory would also run in a forked rank that exits, and remove the folder.
     folder = tempfile.mkdtemp(prefix="titanplans-")
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder)
@@ -174,7 +174,7 @@ def _run_ranks(
         except Stopped as stopped:
             # Longer than the 5 seconds that `stop_on_signals` allows a rank.
             _terminate(processes, 3 * _GRACE_SECONDS)
-            say(f"stopped by {stopped}; finished checkpoints are complete")
+            say(f"stopped by {stopped}; saved checkpoints are intact")
             stopped.is_reported = True
             raise
         _terminate(processes, _GRACE_SECONDS)
@@ -182,7 +182,7 @@ def _run_ranks(
 
 
 def start_method(job: JobConfig) -> Literal["fork", "spawn"]:
-    """Return how to start the ranks: fork where that is safe, else spawn, which imports the libraries anew (9 s each)."""
+    """Return how to start the ranks: fork if it is safe, else spawn, with which each rank imports the libraries (9 s)."""
     # A fork lacks its parent's threads, and code of the user may have started some.
     has_user_code = job.experimental.custom_import or job.model.class_ or ":" in str(job.model.plan)
     # A fork can use neither an accelerator that its parent has queried, nor macOS's system libraries.
@@ -202,7 +202,7 @@ def _rank_process(
 ) -> None:
     """Run one rank in this process, with torchrun's environment: https://docs.pytorch.org/docs/stable/elastic/run.html."""
     end_with_parent(launcher)
-    # A fork has its parent's handlers, and would write its signals to the pipe that its parent's thread reads.
+    # A fork inherits its parent's handlers, and would write its signals to the pipe that its parent's thread reads.
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_DFL)
@@ -226,14 +226,14 @@ def _rank_process(
 def _wait_until(
     processes: list[BaseProcess], is_enough: Callable[[list[int | None]], bool], seconds: float = math.inf
 ) -> None:
-    """Wait until `is_enough` accepts the exit codes (None: still running), at most so many seconds."""
+    """Wait until `is_enough` accepts the exit codes (None: still running), but at most `seconds`."""
     deadline = time.monotonic() + seconds
     while not is_enough([process.exitcode for process in processes]) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
 
 
 def _terminate(processes: list[BaseProcess], seconds: float) -> None:
-    """Send SIGTERM to the processes, and SIGKILL to those that still run after so many seconds."""
+    """Send SIGTERM to the processes, and SIGKILL to those that still run after `seconds`."""
     for process in processes:
         process.terminate()
     _wait_until(processes, lambda codes: None not in codes, seconds)

@@ -1,4 +1,4 @@
-"""`init_logging`: print rank 0's progress and every rank's warnings and errors, but not the progress of other libraries."""
+"""`init_logging`: print rank 0's progress, and every rank's warnings and errors, but no progress of other libraries."""
 
 import logging
 import os
@@ -19,7 +19,7 @@ _HIDDEN = {
 def init_logging(rank: int) -> None:
     """Log to stdout: INFO and above on rank 0, WARNING and above on the others, with the rank as prefix.
 
-    Call it before importing the libraries, as some log on import.
+    Call this before the libraries are imported, since some log on import.
     """
     handler = _StdoutHandler(sys.stdout)
     prefix = "" if rank == 0 else f"rank {rank}: "
@@ -29,25 +29,25 @@ def init_logging(rank: int) -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     silence(training=rank == 0)
-    # It warns of redistributions in several steps: advice for those who write a library, and torch has its own handler.
+    # It warns of redistributions in several steps, which is advice for authors of libraries; and torch has its own handler.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     threading.excepthook = _thread_excepthook
     os.environ["KINETO_LOG_LEVEL"] = "5"  # silences the profiler's native log
 
 
 class _StdoutHandler(logging.StreamHandler):
-    """Writes to stdout: a closed stdout does not end the job, a full disk does."""
+    """Writes to stdout. A closed stdout does not end the job, but a full disk does."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exception()
         if isinstance(error, BrokenPipeError):
             mute_stdout()
-            print("stdout was closed: the job goes on without its log", file=sys.stderr)
+            print("stdout was closed: the job continues without its log", file=sys.stderr)
         elif not is_refusal(error):
             super().handleError(record)
         elif threading.current_thread() is threading.main_thread():
-            # Only in the main thread: the threads that save and remove checkpoints finish their work, and the next line of
-            # the main thread meets the same error.
+            # Raise only in the main thread. The threads that save and remove checkpoints should finish their work, and the
+            # main thread's next line meets the same error.
             mute_stdout()  # buffered output would fail again when the process exits
             with name_file_in_errors("stdout"):
                 raise
@@ -60,7 +60,7 @@ def _thread_excepthook(args: threading.ExceptHookArgs) -> None:
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
-    """Return whether a record is printed, by its level and logger."""
+    """Return whether a record is printed. This depends on its level and its logger."""
     if record.levelno >= logging.ERROR:
         return True
     if record.name == "root":

@@ -1,10 +1,10 @@
 """`main`: read a job from the command line, check it, run it, and return an exit status.
 
-    0          trained, or printed what was asked for; or ended by SIGTERM after it has saved (checkpoint.save_on_signal)
-    1          a rank failed: its traceback is printed, and the other ranks were stopped; or the loss is not finite, or
-               the disk is full: one line
-    2          the job can't be run as written: one line says why
-    128 + N    stopped by signal N
+    0          the job has trained, or printed what was asked for, or saved and ended at SIGTERM (checkpoint.save_on_signal)
+    1          a rank failed, and the others were stopped: its traceback is printed; or the loss is not finite, or the disk
+               is full: one line is printed
+    2          the job can't be run as written: one line is printed
+    128 + N    the job was stopped by signal N
 
 Under torchrun this process is one rank of the job. Otherwise it starts as many ranks as the degrees need; a job of one rank
 runs in this process.
@@ -32,17 +32,17 @@ _ALONE |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 def main(argv: list[str], command: str = "train") -> int:
     """Run `command`, "train" or "evaluate", for the job that `argv` describes; return the exit status.
 
-    `titanplans.config.load_job` defines `argv`.
+    `argv` is the argument of `titanplans.config.load_job`.
     """
     rank = 0
     try:
         with stop_on_signals():
-            # MASTER_ADDR and MASTER_PORT do not count: cluster scripts export them where no torchrun is used.
+            # MASTER_ADDR and MASTER_PORT do not count, since cluster scripts export them even without torchrun.
             torchrun_variables = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} & os.environ.keys()
             torchrun = read_ranks(os.environ) if torchrun_variables else None
             rank = torchrun.rank if torchrun else 0
             if torchrun and "TORCHELASTIC_RUN_ID" in os.environ:
-                # Only torchrun's agent: the parent under another launcher may exit by design.
+                # The parent is torchrun's agent. Under another launcher, the parent may exit by design.
                 end_with_parent(os.getppid())
             restarts, argv = take_max_restarts(argv)
             job = load_job(argv, command)
@@ -64,7 +64,7 @@ def main(argv: list[str], command: str = "train") -> int:
 
 def _run(job: JobConfig, torchrun: Ranks | None, restarts: int) -> int:
     """Check the job and train, as the launcher of its ranks or as one of them; return the exit status."""
-    # Not at the top: a mistake in the TOML is refused before torch and the model libraries are imported.
+    # Imported here, so that a mistake in the TOML is refused before torch and the model libraries are imported.
     from titanplans import kernels
     from titanplans.training.checkpoint.manifest import damage
     from titanplans.training.checkpoint.resume import decide_resume
@@ -78,8 +78,8 @@ def _run(job: JobConfig, torchrun: Ranks | None, restarts: int) -> int:
     rank = torchrun.rank if torchrun else 0
     ranks = _ranks(job, torchrun)
     check_job(job, ranks)
-    # Locked by this process, which outlives every rank. Only then can a finished job be told from one that still trains in
-    # the folder.
+    # This process, which outlives every rank, holds the lock. Only with the lock can a finished job be told from one that
+    # still trains in the folder.
     with locked(job) if rank == 0 else nullcontext():
         resume = decide_resume(job, checkpoint_folder(job), restarted=restarted(os.environ))
         if resume.is_finished and (last := resume.source) is not None:
@@ -98,7 +98,7 @@ def _run(job: JobConfig, torchrun: Ranks | None, restarts: int) -> int:
 
 
 def _evaluate(job: JobConfig, torchrun: Ranks | None) -> int:
-    """Check the job and a checkpoint, and compute its validation loss; as the launcher of the ranks or as one of them."""
+    """Compute a checkpoint's validation loss, after checks, as the launcher of the ranks or as one of them."""
     from titanplans import kernels
     from titanplans.training.job.evaluation import check_evaluation, make_evaluation_job
     from titanplans.training.launch.launcher import launch
@@ -117,13 +117,13 @@ def _evaluate(job: JobConfig, torchrun: Ranks | None) -> int:
 
 
 def _ranks(job: JobConfig, torchrun: Ranks | None) -> int:
-    """Return the number of ranks of the job: torchrun's, or what the degrees need on this machine."""
+    """Return the number of the job's ranks: torchrun's, or as many as the degrees need on this machine."""
     import torch
 
     from titanplans.training.launch.launcher import local_ranks
 
     ranks = torchrun.world_size if torchrun else local_ranks(job)
     if not torchrun and ranks > 1:
-        # Ranks may be forked, and a fork has none of the threads of its parent's pool
+        # Ranks may be forked, and a fork has none of the threads in its parent's pool.
         torch.set_num_threads(1)
     return ranks

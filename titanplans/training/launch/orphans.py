@@ -1,4 +1,4 @@
-"""End ranks and data-loader workers whose parent process is gone, as nothing else would stop or restart them.
+"""End ranks and data-loader workers whose parent process is gone, since nothing else would stop or restart them.
 
 Imports no torch, so that a rank that torchrun has started can call `end_with_parent` first.
 """
@@ -15,9 +15,9 @@ _POLL_SECONDS = 1.0
 
 
 def end_with_parent(parent: int) -> None:
-    """Have this process killed when its parent ends, or at once if it has ended.
+    """Have this process killed when its parent ends, or at once if the parent has ended.
 
-    On Linux the kernel does it (prctl(2), PR_SET_PDEATHSIG), whatever the process is doing; elsewhere a thread polls.
+    On Linux the kernel does this (prctl(2), PR_SET_PDEATHSIG), whatever the process is doing; elsewhere a thread polls.
 
     Args:
         parent: the process id of the parent.
@@ -41,13 +41,13 @@ def _watch(parent: int) -> None:
 
 
 def end_with_rank(rank: int, worker: int) -> None:
-    """Make a data-loader worker end with its rank and not before; a `worker_init_fn` of torch's DataLoader.
+    """Make a data-loader worker end with its rank and not before. Used as `worker_init_fn` of torch's DataLoader.
 
-    On Linux the worker ignores a SIGTERM of anyone but its rank. A scheduler signals every process, and the rank, which may
-    save before it ends, still needs the worker. Python sends SIGTERM to the worker when the rank exits, and waits for it.
+    On Linux the worker ignores SIGTERM, unless its rank sends it. A scheduler signals every process, but the rank, which may
+    save before it ends, still needs the worker. When the rank exits, Python sends SIGTERM to the worker and waits for it.
 
     Args:
-        rank: the process id of the rank. Not `os.getppid()` in the worker: the rank may have ended already.
+        rank: the process id of the rank. `os.getppid()` in the worker would be wrong if the rank has ended already.
         worker: the index of the worker, which DataLoader passes; unused.
     """
     end_with_parent(rank)

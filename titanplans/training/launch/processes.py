@@ -34,7 +34,7 @@ def _start_process_group(job: JobConfig, device: torch.device) -> None:
     # As in torchtitan's trainer: a backward runs on the thread that called it, also on a GPU.
     torch.autograd.set_multithreading_enabled(False)
     comm, buffer_size = job.comm, resolve.trace_buf_size(job)
-    # 3 (no abort by the watchdog): a collective that timed out must not be aborted before the flight recorder is written
+    # 3: the watchdog does not abort. A collective that timed out must not be aborted before the flight recorder is written
     # (pytorch #121055).
     os.environ |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "TORCH_FR_BUFFER_SIZE": str(buffer_size)}
     if buffer_size:
@@ -49,8 +49,8 @@ def _start_process_group(job: JobConfig, device: torch.device) -> None:
 
 
 def lower_timeouts(job: JobConfig, mesh: Mesh, device: torch.device) -> None:
-    """Set the timeout of training steps on every process group, after the step that connects and compiles. Collective."""
-    # Without the barrier a rank that is ahead would wait with the short timeout for a rank that still compiles.
+    """Set the timeout of training steps on every process group. Called after the first step. Collective."""
+    # Without the barrier, a fast rank would wait with the short timeout for a rank that still compiles.
     dist.barrier(device_ids=[device.index or 0] if device.type != "cpu" else None)
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

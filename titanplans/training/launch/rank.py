@@ -1,4 +1,4 @@
-"""`run_rank`: train or evaluate a checkpoint as one rank, started by our launcher, by torchrun, or as the only process."""
+"""`run_rank`: train a job, or evaluate a checkpoint, as one rank. Our launcher, torchrun, or the only process calls it."""
 
 import gc
 import math
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def run_rank(job: JobConfig, evaluated_checkpoint: Path | None = None) -> int:
     """Run one rank of a checked job and return its exit status.
 
-    With more than one rank, a failure does not return but ends the process at once. With checkpoint.save_on_signal, the
-    first SIGTERM to any rank makes all ranks save and end.
+    With more than one rank, the function does not return after a failure: it ends the process at once. With
+    checkpoint.save_on_signal, the first SIGTERM to any rank makes all ranks save and end.
 
     Args:
         job: the job, which has been checked.
@@ -47,13 +47,13 @@ def run_rank(job: JobConfig, evaluated_checkpoint: Path | None = None) -> int:
     except Stopped as stopped:
         ended_by, status = stopped, stopped.exit_status
         if rank == 0 and REPORTS not in os.environ:  # else our launcher prints it
-            print(f"stopped by {stopped}; finished checkpoints are complete", file=sys.stderr)
+            print(f"stopped by {stopped}; saved checkpoints are intact", file=sys.stderr)
     except Exception as error:  # noqa: BLE001
         # The other ranks may wait for this one, so after any error it must end at once and report why.
         ended_by, status = error, fail(error, rank)
     if world_size > 1:
         exit_now(status)
-    # The exception's frames hold the trainer, whose destruction waits for the loader's workers. Do that before returning.
+    # The exception's frames hold the trainer, whose destruction waits for the loader's workers. Wait before returning.
     del ended_by
     return status
 
@@ -64,7 +64,7 @@ def _train(job: JobConfig, rank: int, stop_requested: threading.Event) -> None:
 
     if job.checkpoint.save_on_signal:
         trainer.graceful_stop = GracefulStop(stop_requested.is_set)
-    # The libraries have half a million objects. Frozen, they are not traversed by the garbage collection before each save.
+    # The libraries have half a million objects. Freezing them exempts them from the garbage collection before each save.
     gc.freeze()
     with disk.raise_not_saved(trainer.resume_point):
         try:
@@ -88,7 +88,7 @@ def _evaluate(job: JobConfig, rank: int, checkpoint: Path) -> None:
 def _trainer(job: JobConfig, rank: int) -> "Trainer":
     init_logging(rank)
     device_type = prepare_device()
-    # Imported after logging is set up, as the libraries log on import.
+    # Imported after logging is set up, since the libraries log on import.
     from titanplans import kernels
     from titanplans.training.job.checks import import_custom
     from titanplans.training.trainer.trainer import Trainer

@@ -1,4 +1,4 @@
-"""`stop_on_signals`: turn SIGINT and SIGTERM into an exception, or the first SIGTERM into a request."""
+"""`stop_on_signals`: convert SIGINT and SIGTERM to an exception, or the first SIGTERM to a request."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from types import FrameType
 
 _SECONDS_TO_STOP = 5.0
 _REPEAT_SECONDS = 2.0
-"""A signal so soon after another is a duplicate: a scheduler signals every process, and launchers forward the signal."""
+"""A signal this soon after another is a duplicate: a scheduler signals every process, and launchers forward the signal."""
 
 _BODY_ENDED = b"\0"
 """Tells the thread that the body of `stop_on_signals` has ended."""
@@ -20,10 +20,10 @@ _BODY_ENDED = b"\0"
 class Stopped(KeyboardInterrupt):
     """A signal to stop has arrived."""
 
-    # A KeyboardInterrupt, which libraries do not catch as they catch an Exception.
+    # Libraries catch an Exception, but not a KeyboardInterrupt.
 
     is_reported = False
-    """Whether a line about it has been printed."""
+    """Whether a line about the signal has been printed."""
 
     def __init__(self, signum: int):
         self.signum = signum
@@ -31,7 +31,7 @@ class Stopped(KeyboardInterrupt):
 
     @property
     def exit_status(self) -> int:
-        """128 + the signal's number, as shells report it."""
+        """128 + the signal's number, as in shells."""
         return 128 + self.signum
 
 
@@ -39,15 +39,15 @@ class Stopped(KeyboardInterrupt):
 def stop_on_signals(*more: int, first_sigterm: Callable[[], None] | None = None) -> Iterator[None]:
     """Raise `Stopped` in the main thread at the first SIGINT, SIGTERM or signal of `more`.
 
-    Any other exception that leaves the body after the signal is replaced by that `Stopped`. The process exits at once on a
-    second signal, and 5 seconds after the first one at the latest.
+    Any other exception that leaves the body after the signal is replaced with that `Stopped`. The process exits at once at a
+    second signal, and at the latest 5 seconds after the first one.
 
     Args:
         more: other signals that stop.
-        first_sigterm: called by the first SIGTERM, in another thread, instead of stopping; the next signal stops.
+        first_sigterm: called at the first SIGTERM, in another thread, instead of stopping; the next signal stops.
     """
     # Python's handlers run in the main thread, between two bytecodes, and that thread may be waiting in a collective for a
-    # rank that is gone. So another thread decides: the C handler writes each signal to it through a pipe.
+    # rank that is gone. So another thread decides. The C handler sends each signal to it through a pipe.
     watch = _SignalWatch((signal.SIGINT, signal.SIGTERM, *more), first_sigterm)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -85,13 +85,13 @@ class _SignalWatch:
         self.is_raised = False
 
     def raise_if_stopped(self, signum: int, frame: FrameType | None) -> None:
-        """Raise `stopped` once, in the main thread; Python's handler of each signal."""
+        """Handle a signal in Python: raise `stopped` once, in the main thread."""
         if self.stopped is not None and not self.is_raised:
             self.is_raised = True
             raise self.stopped
 
     def run(self, reader: int) -> None:
-        """Handle signals until the body ends, or exit the process when it takes too long to end."""
+        """Handle signals until the body ends; exit the process if the body takes too long to end."""
         deadline, last, is_requested = None, -_REPEAT_SECONDS, False
         with os.fdopen(reader, "rb", buffering=0) as pipe, selectors.DefaultSelector() as selector:
             selector.register(pipe, selectors.EVENT_READ)

@@ -1,1 +1,1 @@
-"""Pipeline parallelism of a job: the stages of a process and the schedule that runs them (`pipeline.py`)."""
+"""Pipeline parallelism of a job: a rank's stages and the schedule that runs them. Start at `pipeline.py`."""

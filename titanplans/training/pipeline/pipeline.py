@@ -1,4 +1,4 @@
-"""`Pipeline`: this rank's stages of a model and the torch schedule that runs them; `build_pipeline` makes it."""
+"""`Pipeline`: this rank's stages of a model and the torch schedule that runs them. `build_pipeline` creates it."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +20,12 @@ from titanplans.training.pipeline.stage import ScheduledStage, stages_of
 
 
 class Pipeline:
-    """Runs this rank's stages of a model by one of torch's schedules.
+    """Runs this rank's stages of a model with one of torch's schedules.
 
     Args:
-        make_stages: returns new torch stages of this rank, around the same parallelised `LanguageModel`s each time.
+        make_stages: returns new torch stages for this rank; they wrap the same parallelised `LanguageModel`s each time.
         shared: for each parameter that several stages hold, its name in each stage, by stage index.
-        description: what `report.describe` returned.
+        description: the result of `report.describe`.
 
     Attributes:
         model_parts: the `LanguageModel`s of this rank's stages.
@@ -58,13 +58,13 @@ class Pipeline:
         microbatches: int,
         valid_tokens: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run a batch through all stages and return its loss, the same on every rank.
+        """Run a batch through all stages and return its loss, which is the same on every rank.
 
         Args:
             tokens, labels, positions: each `[local_batch_size, seq_len]`, the same on every pipeline rank.
             microbatches: number of equal slices that the schedule splits the batch into.
-            valid_tokens: number of labels of the step that count, on all ranks: run forward and backward, divide the loss
-                by it. None, for validation: run the forward only, and sum the loss over tokens.
+            valid_tokens: in training, the number of labels in the step that count, over all ranks; the loss is divided by
+                it. None (validation): only the forward runs, and the loss is the sum over tokens.
         """
         is_validation = valid_tokens is None
         schedule, stages = self._schedule(is_validation, microbatches)
@@ -81,16 +81,17 @@ class Pipeline:
         return total
 
     def _schedule(self, is_validation: bool, microbatches: int) -> tuple[Any, Sequence[ScheduledStage]]:
-        """Return the schedule for training or validation with so many micro batches, and its stages."""
+        """Return the schedule for training or validation with `microbatches` micro batches, and its stages."""
         key = is_validation, microbatches
         if key not in self._schedules:
-            # Each schedule has its own stages: torch's keep the shapes that are sent, and validation may have others.
+            # Each schedule has its own stages: a torch stage remembers the shapes that it sends, and validation may have
+            # other shapes.
             stages, schedule_class = self._make_stages(), self._schedule_class
             is_multi = issubclass(schedule_class, PipelineScheduleMulti)
             schedule = schedule_class(
                 list(stages) if is_multi else stages[0],
                 n_microbatches=microbatches,
-                # The last stage returns the loss. A copy, as torch detaches the stage's output in place.
+                # The last stage returns the loss. It is copied, since torch detaches the stage's output in place.
                 loss_fn=lambda loss, _: loss.clone(),
                 scale_grads=False,
             )
@@ -100,11 +101,11 @@ class Pipeline:
         return self._schedules[key]
 
     def report(self, micro_batches: int, dump_folder: str) -> PipelineReport:
-        """Return this pipeline's section of the parallelism report, for batches of so many micro batches."""
+        """Return this pipeline's section of the parallelism report, for batches of `micro_batches` micro batches."""
         return PipelineReport(self._description, self.training_stages, micro_batches, Path(dump_folder))
 
     def training_stages(self) -> list[ScheduledStage]:
-        """Return this rank's torch stages for training, which the first step makes; before it, none."""
+        """Return this rank's torch stages for training. They are created by the first step; before it the list is empty."""
         schedules = self._schedules.items()
         return [
             stage for (is_validation, _), (_, stages) in schedules if not is_validation for stage in stages
@@ -115,7 +116,7 @@ class Pipeline:
         self._shared.sum_gradients()
 
     def counted(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the `parameters` that count into a norm on this rank: those that an earlier stage holds don't."""
+        """Return the `parameters` that a norm covers on this rank: all but those that an earlier stage holds, too."""
         copies = self._shared.duplicates()
         return [parameter for parameter in parameters if id(parameter) not in copies]
 
@@ -131,21 +132,21 @@ def build_pipeline(
     loss: Any,
     dump_folder: str,
 ) -> Pipeline:
-    """Split a model into stages, parallelise this rank's, and return them with their schedule.
+    """Split a model into stages, parallelise this rank's stages, and return them with their schedule.
 
     Args:
         model: the unsplit `LanguageModel`, on meta.
-        options: [parallelism].
+        options: the options in [parallelism].
         strategy: how each stage is parallelised.
         parallel_dims: a `Mesh`.
-        seq_len: tokens of a training sequence.
-        device: of this rank.
+        seq_len: tokens in a training sequence.
+        device: this rank's device.
         loss: the job's `CrossEntropyLoss`.
-        dump_folder: of the job.
+        dump_folder: the job's dump folder.
 
     Raises:
-        ParallelError: the model can't be split into so many stages, or can't be traced on meta.
-        PlanError, OptionError: as `parallelize`.
+        ParallelError: the model can't be split into that many stages, or can't be traced on meta.
+        PlanError, OptionError: `parallelize` raises it.
     """
     mesh, group = parallel_dims.get_mesh("pp"), parallel_dims.get_mesh("pp").get_group()
     stages = stages_of(model.lm, options, mesh.size(), seq_len)

@@ -1,4 +1,4 @@
-"""A job's pipeline in its parallelism report: its stages, and its computed and measured timeline with the idle share."""
+"""The pipeline's section in the parallelism report: stages, and computed and measured timelines with their idle fraction."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,17 +21,17 @@ from titanplans.split.stages.stages import Stages
 from titanplans.training.pipeline.stage import ScheduledStage, untimed
 
 _MAX_LOGGED_LINES = 11
-"""A timeline of more lines than this is written to a file, but not logged."""
+"""A timeline with more lines than this is written to a file, but not logged."""
 
 
 def describe(model: Any, stages: Stages, schedule: str, ranks: int, seq_len: int) -> dict[str, Any]:
-    """Return the report's section on the stages of `model`, the unsplit Hugging Face model on meta."""
+    """Return the report's values for the stages of `model`, which is the unsplit Hugging Face model, on meta."""
     stages_by_rank, names = stages_of_ranks(schedule, ranks, len(stages)), stages.decoder.names
     cost = flops_of_blocks(model, stages.decoder, seq_len)
     descriptions = []
     for index, absent in enumerate(stages.absent):
         first, last = stages.bounds[index : index + 2]
-        # The first stage also has the embedding, the last one the head.
+        # The first stage also has the embedding, and the last one the head.
         ends = cost.first * (index == 0) + cost.last * (index == len(stages) - 1)
         descriptions.append(
             {
@@ -55,10 +55,10 @@ class PipelineReport:
     """Computes, measures and draws the pipeline of a job.
 
     Args:
-        description: what `describe` returned.
+        description: the result of `describe`.
         stages: returns this rank's stages for training, which exist after the first step.
-        micro_batches: of a batch.
-        folder: where the pictures are written.
+        micro_batches: number of micro batches in a batch.
+        folder: the folder that the pictures are written to.
 
     Attributes:
         values: the section "pipeline" of the parallelism report.
@@ -73,7 +73,7 @@ class PipelineReport:
     ):
         stage_values, schedule = description["stages"], description["schedule"]
         self._stages, self._folder, self._title = stages, folder, f"{schedule}, {micro_batches} micro batches"
-        # A computation takes as long as its FLOPs, and sending takes no time.
+        # The time of a computation is proportional to its FLOPs, and sending takes no time.
         self._computed = timeline(
             orders(schedule, description["ranks"], len(stage_values), micro_batches),
             lambda kind, stage: UNITS[kind] * stage_values[stage]["flops_per_token"],
@@ -86,11 +86,11 @@ class PipelineReport:
         }
 
     def text(self) -> list[str]:
-        """Return the computed timeline as lines of text; if there are many, only the title and the picture's path."""
+        """Return the computed timeline as lines of text, or, if there are too many, its title and the picture's path."""
         title, *lines = as_text(self._computed, self._title).splitlines()
         if len(lines) > _MAX_LOGGED_LINES:
             return [f"{title}: {self._folder / FILE}"]
-        return [f"{title}, if stages take the time of their FLOPs and sending none", *lines]
+        return [f"{title}, if stages take time in proportion to their FLOPs and sending takes none", *lines]
 
     def draw(self) -> None:
         """Write the computed timeline as a picture, and the measured one once there is one."""
@@ -100,7 +100,7 @@ class PipelineReport:
 
     @contextmanager
     def measuring(self, step: int) -> Iterator[None]:
-        """Time the training step in the body. Not the first step, in which the stages are made. Collective."""
+        """Time the training step in the body. It must not be the first step, which creates the stages. Collective."""
         with measure(self._stages()) as times:
             yield
         measured = times.gather()
@@ -118,8 +118,8 @@ class StageTimes:
     def __init__(self, stages: Sequence[ScheduledStage]):
         self._group, self._on_gpu = stages[0].group, stages[0].device.type == "cuda"
         self._marks: list[tuple[Action, Any, Any]] = []
-        # Each rank counts from the end of a barrier. Ranks leave it within the time of a message, so that their times are
-        # comparable.
+        # Each rank counts from the end of a barrier. All ranks leave it within the time that a message takes, so their times
+        # can be compared.
         dist.barrier(self._group)
         self._zero = self._now()
 

@@ -1,4 +1,4 @@
-"""`stages_of` splits a job's model into pipeline stages, without a process group; `ScheduledStage` is one for torch."""
+"""`stages_of` splits a job's model into pipeline stages, without a process group; `ScheduledStage` is a torch stage."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -24,27 +24,27 @@ from titanplans.user_code import as_user_error
 
 
 def untimed(action: Action) -> AbstractContextManager[None]:
-    """Return a context that does nothing: `ScheduledStage.timing` while nothing is measured."""
+    """Return a context that does nothing. It is `ScheduledStage.timing` while nothing is measured."""
     return nullcontext()
 
 
 class ScheduledStage(PipelineStage):
-    """A stage as torch's schedules run it, around a `LanguageModel`. Every stage gets the tokens of a micro batch.
+    """A torch stage, for torch's schedules, that runs a `LanguageModel`. Every stage gets the tokens of a micro batch.
 
-    The last stage returns the loss instead of the logits: torch would keep the logits of all micro batches, and they may be
-    sharded DTensors.
+    The last stage returns the loss instead of the logits, since torch would keep the logits of all micro batches, and they
+    may be sharded DTensors.
 
     Args:
         language_model: the stage's `LanguageModel`.
-        index: of the stage.
-        stages: number of stages of the model.
-        device: of this rank.
+        index: the index of the stage.
+        stages: the number of stages of the model.
+        device: this rank's device.
         group: the process group of the pipeline ranks.
         loss: the job's `CrossEntropyLoss`.
 
     Attributes:
-        valid_tokens: number of labels of the step that count, by which the loss is divided; None, in validation: the loss is
-            summed over tokens.
+        valid_tokens: in training, the number of labels in the step that count, by which the loss is divided. None
+            (validation): the loss is the sum over tokens.
         timing: returns the context in which a computation of a micro batch runs.
     """
 
@@ -60,7 +60,7 @@ class ScheduledStage(PipelineStage):
         group: torch.distributed.ProcessGroup,
         loss: Any,
     ):
-        # The Hugging Face model, not the `LanguageModel`: torch looks for FSDP2's state on the module of a stage.
+        # torch looks for FSDP2's state on the module of a stage, so this is the Hugging Face model, not the `LanguageModel`.
         super().__init__(language_model.lm, index, stages, device, group=group)
         self.language_model, self.loss = language_model, loss
         self._buffers_before: dict[str, torch.Tensor] = {}
@@ -71,23 +71,23 @@ class ScheduledStage(PipelineStage):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Run torch's backward of a micro batch, timed; with `full_backward = False` only the gradients of inputs."""
+        """Run torch's backward of a micro batch, timed; with `full_backward = False`, only for the gradients of inputs."""
         kind: Kind = "backward_input" if kwargs.get("full_backward") is False else "backward"
         with self.timing(Action(self.stage_index, kind, bwd_chunk_id)):
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Run torch's second pass of a split backward, the gradients of weights, timed."""
+        """Run the second pass of torch's split backward, which computes the gradients of weights, timed."""
         with self.timing(Action(self.stage_index, "backward_weight", bwd_chunk_id)):
             return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def forward_maybe_with_nosync(
         self, *received: torch.Tensor, tokens: torch.Tensor, labels: torch.Tensor, **inputs: Any
     ) -> Any:
-        """Run the forward of a micro batch; `received` are the tensors from the stage before."""
+        """Run the forward of a micro batch; `received` are the tensors from the previous stage."""
         for x in received:
             if x.requires_grad:
-                # torch sends the gradient of x to the stage before, and can send contiguous tensors only.
+                # torch sends the gradient of x to the previous stage, and can send only contiguous tensors.
                 x.register_hook(torch.Tensor.contiguous)
         output = self.language_model(tokens, labels=labels, received=received, **inputs)
         if self.is_last:
@@ -102,8 +102,8 @@ class ScheduledStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False
     ) -> Any:
-        """Run torch's backward, but for gradients of weights keep the graph until all of them are computed."""
-        # torch goes through the graph once for each group of weights, and its own code frees what several groups need with
+        """Run torch's backward. For gradients of weights, keep the graph until all of them are computed."""
+        # torch traverses the graph once for each group of weights. Its own code frees buffers that several groups need after
         # the first group.
         if backward_type != "weight":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
@@ -113,7 +113,7 @@ class ScheduledStage(PipelineStage):
     def _post_metadata_inference_cleanup(self) -> None:  # private: torch PipelineStage
         super()._post_metadata_inference_cleanup()
         self.language_model.after_shape_inference()
-        # The forward of shape inference belongs to no step: restore the buffers that it has changed.
+        # The forward for shape inference belongs to no step: restore the buffers that it has changed.
         buffers = dict(self.submod.named_buffers())
         with torch.no_grad():
             for name, before in self._buffers_before.items():
@@ -126,12 +126,12 @@ def stages_of(model: Any, options: PipelineParallel, ranks: int, seq_len: int) -
 
     Args:
         model: a Hugging Face model.
-        options: [parallelism].
+        options: the options in [parallelism].
         ranks: the pipeline-parallel degree.
         seq_len: tokens per sequence.
 
     Raises:
-        ParallelError: the model can't be split into so many stages, or can't be traced on meta.
+        ParallelError: the model can't be split into that many stages, or can't be traced on meta.
     """
     decoder = find_decoder(model)
     if options.pipeline_parallel_split_points:
@@ -155,12 +155,12 @@ def trace_on_meta(model: Any, seq_len: int) -> Trace:
 
 
 def check_stages_on_meta(model: Any, stages: Stages, seq_len: int) -> None:
-    """Refuse stages that do not compute what `model`, on meta, computes for sequences of `seq_len` tokens.
+    """Refuse stages that compute something else than `model` (on meta) for sequences of `seq_len` tokens.
 
     Raises:
         ParallelError: names the first block that differs.
     """
-    # Two sequences where the trace had one: a count of sequences that the trace has recorded as a constant shows.
+    # The trace had one sequence, this check has two. So a number of sequences that became a constant in the trace is found.
     with _on_meta(model, seq_len, sequences=2) as (copied, inputs):
         check_stages(copied, stages, inputs)
 

@@ -166,8 +166,8 @@ def test_marks_are_used_if_earlier_answers_are_rewritten(chat):
         ({"messages": [message("user", "a") | {"train": True}]}, "but what 'user' says is not in the loss; leave train out"),
         ({"prompt": [message("user", "a"), message("assistant", "b") | {"train": True}], "completion": "c"},
          "message 2 has train = true, but a prompt is not in the loss"),
-        ({"messages": TALK, "weight": 0.5}, "here has weight = 0.5, but rows of a source weigh the same"),
-        ({"messages": TALK, "weight": 0}, "here has weight = 0, but rows"),
+        ({"messages": TALK, "weight": 0.5}, "here has weight = 0.5, but all rows of a source have the same weight"),
+        ({"messages": TALK, "weight": 0}, "here has weight = 0, but all rows"),
     ],
 )  # fmt: skip
 def test_unsupported_weights_are_refused(chat, row, reason):
@@ -199,10 +199,12 @@ def test_answers_without_an_end_are_logged_in_one_line(chat, rows_file):
         return check_dataset("local", path, split="all", chat=form(chat(template, **options)))
 
     for template in (MARKED, PLAIN):
-        assert notes(template) == ["3 of 3 conversations are read (dataset_split = 'all')"]
+        assert notes(template) == ["3 of 3 conversations are used (dataset_split = 'all')"]
     outside = MARKED.replace(" + eos_token }}{% endgeneration %}", " }}{% endgeneration %}{{ eos_token }}")
     _, line = notes(outside)
-    assert "no answer ends in a stop token ('<|eos|>', by eos_token in tokenizer_config.json" in line
+    assert (
+        "no answer ends in a stop token ('<|eos|>', according to eos_token in tokenizer_config.json" in line
+    )
     assert "put one inside its {% generation %} marks" in line
     assert len(notes(outside, train_on="all")) == 1
     _, line = notes(PLAIN.replace("+ eos_token", ""))
@@ -387,8 +389,9 @@ def test_conversations_that_are_too_long_are_dropped_or_truncated_and_counted(ch
 
     dropped = read()
     assert dropped.summary == (
-        "4 of 7 conversations are read (dataset_split = 'all'); left out, as nothing in them counts: 1 (the first: "
-        f"{path}, line 6); left out for their length: 2 (the first: {path}, line 5, 127 tokens)"
+        "4 of 7 conversations are used (dataset_split = 'all'); left out because none of their "
+        f"tokens count: 1 (the first: {path}, line 6); left out because they are too long: 2 (the first: {path}, line 5, "
+        "127 tokens)"
     )
     right = read(truncation="right")  # only the question remains of the first
     assert len(right._corpus) == 5
@@ -396,7 +399,7 @@ def test_conversations_that_are_too_long_are_dropped_or_truncated_and_counted(ch
     assert len(left._corpus) == 6
     longest = max((left._corpus.document(i) for i in range(6)), key=len)
     assert len(longest) == 65
-    assert "cut to seq_len = 64: 2 (the first" in left.summary
+    assert "truncated to seq_len = 64: 2 (the first" in left.summary
     with pytest.raises(DataError, match=r"line 5 has 127 tokens, .*seq_len \+ 1 = 65"):
         read(truncation="error")
 
@@ -409,9 +412,9 @@ def test_a_streamed_corpus_counts_what_it_drops(chat, rows_file, tmp_path, caplo
     with caplog.at_level("INFO", "titanplans"):
         assert len(list(stream.documents(0, 0, 1, None))) == 3
     lines = [record.message for record in caplog.records if "left out" in record.message]
-    assert "left out or cut 1 conversations; the newest: " in lines[0]
+    assert "left out or truncated 1 conversations; the newest: " in lines[0]
     assert lines[0].endswith("line 4, 127 tokens") or lines[0].endswith("row 4, 127 tokens")
-    assert lines[1].endswith("row 5, nothing in it counts")
+    assert lines[1].endswith("row 5, none of its tokens count")
 
 
 def test_keys_of_other_rows_are_not_added(chat, tmp_path):
@@ -458,7 +461,7 @@ def test_a_checkpoint_of_other_settings_is_refused(chat, rows_file):
         ({"messages": [{"role": "user", "content": 3}]}, "holds a value of type int where there should be a text"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
-            "FILE, line 2, message 1 of 'messages' has a part of type 'image'",
+            "FILE, line 2, message 1 of 'messages' has content of type 'image'",
         ),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "holds an unpaired surrogate"),
         ({"messages": [message("judge", "a")]}, "can't write the conversation (TemplateError: no role judge)"),

@@ -1,6 +1,6 @@
-"""`ChatFormat` turns rows into conversations of tokens, and decides which tokens count in the loss.
+"""`ChatFormat` converts rows to tokens of conversations, and decides which tokens count in the loss.
 
-`messages.py` says which messages a row holds, `template.py` how the chat template writes them.
+`messages.py` reads a row's messages, and `template.py` writes them with the chat template.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from titanplans.training.data.chat.template import ChatTemplate
 
 _log = logging.getLogger(__name__)
 _VERSION = 4
-"""Version of what these modules make of a row. Raise it with a change, so that caches of earlier versions are not used."""
+"""Version of the tokens that are cached for a row. Raise it when they change, so that older caches are not used."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Tokens:
     ids: np.ndarray
     """`[n]` int32."""
     counted: np.ndarray
-    """`[n]` bool: whether a token counts in the loss."""
+    """`[n]` bool: which tokens count in the loss."""
 
     def to_bytes(self) -> bytes:
         """Return ids and `counted` in 4 bytes per token."""
@@ -60,24 +60,24 @@ class Tokens:
 
 
 class ChatFormat:
-    """Reads rows as conversations, as `TextColumn` reads rows as text.
+    """Reads rows as conversations; the counterpart of `TextColumn`, which reads rows as text.
 
     Args:
-        chat: [training.chat], or the one of a source.
+        chat: the options in [training.chat], or in the chat of a source.
         folder: the folder of the tokenizer and its chat template.
         seq_len: tokens per sequence.
 
     Attributes:
         vocabulary: the tokenizer's largest id plus one.
         stops: ids of the tokens that end generation.
-        key, identity: as of `TextColumn`.
+        key, identity: see `TextColumn`.
 
     Raises:
         DataError: the tokenizer or the template is missing, or can't be used.
     """
 
     features = {"conversation": "binary", "where": "string"}  # noqa: RUF012
-    """Arrow's columns of a row that has been read: its tokens, and its file and row."""
+    """Names and types of the Arrow columns of a row that has been read: its tokens, and its file and row."""
 
     def __init__(self, chat: Chat, folder: str, seq_len: int):
         import transformers
@@ -92,30 +92,30 @@ class ChatFormat:
         self.identity = {"chat": f"{digest}, train_on = {chat.train_on!r}"}
 
     def columns(self, available: Sequence[str], where: str) -> list[str]:
-        """Return the columns to read of the `available` ones. Raises DataError if one is missing."""
+        """Return which of the `available` columns to read. Raises DataError if one is missing."""
         names = find_columns(available, self._chat, where)
         columns = [getattr(names, field) for field in names._fields if field.endswith("_column")]
         return [*filter(None, columns), *sorted({"tools", "weight"} & set(available))]
 
     def read(self, row: object, where: str) -> dict[str, Any]:
-        """Return a row's conversation as Arrow stores it; without tokens if nothing in it counts."""
+        """Return a row's conversation in the form in which Arrow stores it; without tokens if none of them count."""
         tokens = self.tokens(read_conversation(row, self._chat, where), where)
         return {"conversation": tokens.to_bytes() if tokens.has_counted_tokens else b"", "where": where}
 
     def fragments(self, record: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the record: a conversation is one document."""
+        """Yield the record, since a conversation is one document."""
         yield record
 
     def document(self, fragment: dict[str, Any]) -> Tokens | None:
-        """Return the tokens of a conversation as they go into a sequence; None if it is left out."""
+        """Return the tokens of a conversation, truncated to a sequence if necessary; None if it is left out."""
         tokens, where = Tokens.from_bytes(fragment["conversation"]), fragment["where"]
         fitted = self.fit(tokens, where)
         if fitted is None or len(fitted) < len(tokens):
             self._shortened_count += 1
             if self._shortened_count.bit_count() == 1:  # log the 1st, 2nd, 4th, 8th and so on
-                reason = f"{len(tokens):,} tokens" if len(tokens) else "nothing in it counts"
+                reason = f"{len(tokens):,} tokens" if len(tokens) else "none of its tokens count"
                 _log.info(
-                    f"this process has left out or cut {self._shortened_count:,} conversations; the newest: {where}, "
+                    f"this process has left out or truncated {self._shortened_count:,} conversations; the newest: {where}, "
                     f"{reason}"
                 )
         return fitted
@@ -123,9 +123,9 @@ class ChatFormat:
     def tokens(self, conversation: Conversation, where: str) -> Tokens:
         """Return a conversation's tokens, and which of them count.
 
-        The chat template marks what the assistant says by `{% generation %}`. Without marks, an answer begins where the
-        conversation before it, with the template's generation prompt, ends. A token that lies partly in an answer counts, as
-        in transformers.
+        The chat template may mark what the assistant says with `{% generation %}`. Without marks, an answer begins where the
+        text of the conversation before it, including the template's generation prompt, ends. A token that lies partly in an
+        answer counts, as in transformers.
 
         Raises:
             DataError: the template can't write the conversation, or what the assistant says can't be located.
@@ -163,7 +163,8 @@ class ChatFormat:
             answer = overlaps(*self._message_span(conversation, n, text, where, prompt=True))
             counted |= answer
             after = int(np.flatnonzero(answer)[-1]) + 1 if answer.any() else len(ids)
-            # In templates like GLM's the role of the next message ends the turn. It counts if the answer has no stop token.
+            # In templates like GLM's the role token of the next message ends the turn. It counts if the answer has no stop
+            # token.
             if after < len(ids) and ids[after] in self.stops and not self.stops & set(ids[answer].tolist()):
                 counted[after] = True
         return Tokens(ids, counted)
@@ -171,7 +172,7 @@ class ChatFormat:
     def _message_span(
         self, conversation: Conversation, n: int, text: str, where: str, *, prompt: bool
     ) -> tuple[int, int]:
-        """Return the span of message `n` in `text`, in characters; with `prompt`, without the generation prompt."""
+        """Return the span of message `n` in `text`, in characters; with `prompt`, it excludes the generation prompt."""
         first, last = self._template.prefix_length(conversation, n, text, where, prompt=prompt), len(text)
         if n + 1 < len(conversation.messages):
             last = self._template.prefix_length(conversation, n + 1, text, where, prompt=False)
@@ -186,14 +187,14 @@ class ChatFormat:
         if len(answers) == sum(message["role"] == "assistant" for message in messages):
             yield from marks
             return
-        # The marks of an answer are those that the conversation up to it has more than the conversation before it.
+        # The conversation up to an answer has more marks than the conversation before it: these are the answer's marks.
         for n in answers:
             before = len(self._template.marks(conversation, n, where)) if n else 0
             after = len(self._template.marks(conversation, n + 1, where))
             if not before < after <= len(marks):
                 raise DataError(
-                    f"{where}: {self._template.origin} has no marks of message {n + 1} alone, which tell it from answers "
-                    "that are not in the loss; put {% generation %} around each answer, or leave the row out"
+                    f"{where}: {self._template.origin} does not mark message {n + 1} by itself, so it can't be told from "
+                    "answers that are not in the loss; put {% generation %} around each answer, or leave the row out"
                 )
             yield from marks[before:after]
 
@@ -209,16 +210,16 @@ class ChatFormat:
         if self._template.has_marks:
             remedy = "put one inside its {% generation %} marks"
         return (
-            f"{self._template.origin}: no answer ends in a stop token ({names}, by eos_token in tokenizer_config.json and "
-            f"eos_token_id in generation_config.json), so the model does not learn to end its turn; {remedy}, or name "
-            "the token that ends a turn in eos_token_id"
+            f"{self._template.origin}: no answer ends in a stop token ({names}, according to eos_token in "
+            "tokenizer_config.json and eos_token_id in generation_config.json), so the model does not learn to end its "
+            f"turn; {remedy}, or name the token that ends a turn in eos_token_id"
         )
 
     def fit(self, tokens: Tokens, where: str) -> Tokens | None:
-        """Truncate a conversation to a sequence as the options say; None if it is left out, or nothing in it counts.
+        """Truncate a conversation to a sequence, as the options say; return None if it is left out or none of it counts.
 
         Raises:
-            DataError: it is too long, with truncation = "error".
+            DataError: the conversation is too long, and truncation = "error".
         """
         limit = self.seq_len + 1
         if len(tokens) > limit:

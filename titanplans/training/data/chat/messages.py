@@ -1,4 +1,4 @@
-"""`read_conversation`: read a row's messages by the names of its format's columns and keys, and check each message."""
+"""`read_conversation`: read and check a row's messages. `resolve_columns` returns the names of their columns and keys."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,19 +11,19 @@ from titanplans.training.data.data_errors import expect
 
 _REMEDY = "repair the row or leave it out"
 TRAINED_KEYS = ("weight", "loss", "train")
-"""Keys by which a message says whether it is trained on; 0 or false excludes it from the loss."""
+"""Keys with which a message says whether it is trained on; 0 or false excludes it from the loss."""
 OTHER_CONTENT_KEYS = (("tool_calls",), ("function_call",), ("reasoning_content", "reasoning", "thinking"))
-"""Keys of what an assistant says besides its content. The keys of a group are names of the same thing in different rows."""
+"""Keys of what an assistant says besides its content. The keys of a group mean the same thing, in different data sets."""
 
 
 class Columns(NamedTuple):
-    """The names of a row's columns and of a message's keys, as in [training.chat]; None: no such column is read."""
+    """The names of a row's columns and of a message's keys, like those in [training.chat]; None: no such column is read."""
 
     messages_column: str | None = None
     role_key: str = "role"
     content_key: str = "content"
     roles: Mapping[str, str] = {}
-    """The role in a row -> the role for the template; empty: rows have the template's roles."""
+    """The template's role, by the role in a row; empty: rows have the template's roles."""
     prompt_column: str | None = None
     input_column: str | None = None
     completion_column: str | None = None
@@ -42,11 +42,11 @@ FORMATS = {
         prompt_column="instruction", input_column="input", completion_column="output", system_column="system"
     ),
 }
-"""The names that each training.chat.format stands for."""
+"""The names that each value of training.chat.format stands for."""
 
 
 def resolve_columns(chat: Chat) -> Columns:
-    """Return the names of columns and keys: those that the job sets, and its format's for the others."""
+    """Return the names of columns and keys: those that the job sets, and the defaults of its format for the others."""
     options: dict[str, Any] = {
         name: value for name in Columns._fields if (value := getattr(chat, name)) is not None
     }
@@ -56,7 +56,7 @@ def resolve_columns(chat: Chat) -> Columns:
 
 
 def find_columns(available: Sequence[str], chat: Chat, where: str) -> Columns:
-    """Return the columns to read of a row: messages, or a prompt and its completion; None for those that it lacks.
+    """Return the columns of a row to read: messages, or a prompt and its completion; None for those that the row lacks.
 
     Args:
         available: the names of the row's columns.
@@ -123,7 +123,7 @@ class Conversation(NamedTuple):
     tools: list[Any] | None
     """The tools of the assistant, from the row's column "tools"."""
     prompt: int
-    """The number of messages at the beginning that are a prompt, in which nothing counts."""
+    """The number of messages at the beginning that are a prompt, whose tokens do not count in the loss."""
     excluded: frozenset[int] = frozenset()
     """Indices of messages that the row excludes from the loss."""
 
@@ -134,18 +134,18 @@ def read_conversation(row: Any, chat: Chat, where: str) -> Conversation:
     Args:
         row: the row.
         chat: the job's options.
-        where: its file and row, for messages.
+        where: the row's file and number, for messages.
 
     Raises:
-        DataError: the row lacks the columns, has a weight other than 1 or no messages, or a message lacks a known role or a
-            content that is a text and not empty.
+        DataError: the row lacks the columns, has a weight other than 1, or has no messages; or a message has no known role,
+            or no content that is a text and not empty.
     """
     row = expect(row, dict, where, "an object", _REMEDY)
     names = find_columns(list(row), chat, where)
     if (weight := row.get("weight")) is not None and weight != 1:
         raise DataError(
-            f"{where} has weight = {show(weight)}, but rows of a source weigh the same; leave the row out, or give sources "
-            "of other weights ([[data.sources]] weight)"
+            f"{where} has weight = {show(weight)}, but all rows of a source have the same weight; leave the row out, or put "
+            "rows of different weights into different sources ([[data.sources]] weight)"
         )
     if names.messages_column is not None:
         messages, prompt_length = _read_messages(row, names.messages_column, names, where), 0
@@ -182,7 +182,7 @@ def read_conversation(row: Any, chat: Chat, where: str) -> Conversation:
 
 
 def _pop_is_trained(message: dict[str, Any], train_on: str, where: str, *, in_prompt: bool) -> bool:
-    """Remove TRAINED_KEYS from a message, as templates don't know them; return whether they leave it in the loss."""
+    """Remove TRAINED_KEYS, which templates don't know, from a message; return whether it stays in the loss."""
     is_trained = True
     for key in TRAINED_KEYS:
         value = message.pop(key, None)
@@ -190,7 +190,7 @@ def _pop_is_trained(message: dict[str, Any], train_on: str, where: str, *, in_pr
             continue
         if not isinstance(value, int | float) or value not in (0, 1):
             raise DataError(
-                f"{where} has {key} = {show(value)}: a message is in the loss (true, 1) or is not (false, 0); {_REMEDY}"
+                f"{where} has {key} = {show(value)}: a message is in the loss (true, 1) or not (false, 0); {_REMEDY}"
             )
         counts = message["role"] == "assistant" and not in_prompt
         if value is True and train_on != "all" and not counts:
@@ -206,7 +206,7 @@ def _pop_is_trained(message: dict[str, Any], train_on: str, where: str, *, in_pr
 def _read_messages(
     row: dict[str, Any], column: Any, names: Columns, where: str, role: str | None = None
 ) -> list[dict[str, Any]]:
-    """Return the messages of a cell: a list, or with a `role` also a text of that role; without, also JSON of a list."""
+    """Return the messages in a cell: a list, or a text, which is one message if `role` is given, and else a list in JSON."""
     value, expected = row[column], f"{'a text or ' * (role is not None)}a list of messages"
     if isinstance(value, str):
         if role is not None:
@@ -237,7 +237,7 @@ def _parse_json(text: str, column: str, where: str) -> Any:
 def _read_message(message: Any, names: Columns, where: str) -> dict[str, Any]:
     role_key, content_key = names.role_key, names.content_key
     fields = expect(message, dict, where, f"{{{role_key}, {content_key}}}", _REMEDY)
-    # Arrow gives each message the keys of all others, with the value null.
+    # Arrow gives each message the keys of all other messages, with the value null.
     message = {key: value for key, value in fields.items() if value is not None}
     has_only_calls = content_key not in message and message.get("tool_calls")
     role = message.pop(role_key, None)
@@ -256,12 +256,12 @@ def _read_message(message: Any, names: Columns, where: str) -> dict[str, Any]:
     if has_only_calls:
         return message | {"role": role}
     content = message.pop(content_key)
-    if isinstance(content, list):  # of texts, in the form of vision models
+    if isinstance(content, list):  # a list of texts, as for vision models
         for item in content:
             kind = item.get("type") if isinstance(item, dict) else type(item).__name__
             if kind != "text" or not isinstance(item.get("text"), str):
                 raise DataError(
-                    f"{where} has a part of type {kind!r}: only texts are trained on; take it out, or leave the row out"
+                    f"{where} has content of type {kind!r}, but only texts are trained on; remove it, or leave the row out"
                 )
         content = "".join(item["text"] for item in content)
     # A message of a tool, or one with tool calls or thoughts, needs no text.

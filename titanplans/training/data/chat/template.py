@@ -1,4 +1,4 @@
-"""`ChatTemplate`: write and tokenise conversations by a chat template, as transformers applies it, and refuse bad ones."""
+"""`ChatTemplate`: write and tokenise conversations with a chat template, as transformers does; refuse faulty templates."""
 
 import contextlib
 import copy
@@ -17,13 +17,14 @@ from titanplans.training.data.data_errors import as_data_error
 
 _MARKS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""The pattern by which transformers looks for it."""
+"""The pattern with which transformers looks for `{% generation %}`."""
 _LOOKS_LIKE_A_TOKEN = re.compile("<[|\uff5c][^<>|\uff5c\\s{}]+[|\uff5c]>")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _REMEDY = "repair the template or the row, or leave the row out"
 _DATE = (
-    "; the date (strftime_now) is not available to a template, since a run on another day would read other data: give the "
-    "variable that the template takes instead in chat_template_kwargs, such as date_string, or give a template of your own"
+    "; the date (strftime_now) is not available to a template, since a run on another day would have different data: set "
+    "the variable that the template accepts instead, such as date_string, in chat_template_kwargs, or give a template of "
+    "your own"
 )
 
 
@@ -31,14 +32,14 @@ class ChatTemplate:
     """Writes conversations as text and tokenises them, with the tokenizer and the chat template of a folder.
 
     Args:
-        chat: [training.chat], or the one of a source.
-        folder: of the tokenizer.
+        chat: the options in [training.chat], or in the chat of a source.
+        folder: the folder of the tokenizer.
 
     Attributes:
         origin: where the template is from, for messages.
-        has_marks: whether it marks what the assistant says by `{% generation %}`.
+        has_marks: whether the template marks what the assistant says with `{% generation %}`.
         vocabulary: the tokenizer's largest id plus one.
-        stops: the tokens that end generation, according to the files of the folder: id -> text.
+        stops: the texts of the tokens that end generation, by id, according to the files of the folder.
         depends_on: JSON values that the tokens of a conversation depend on.
 
     Raises:
@@ -73,7 +74,7 @@ class ChatTemplate:
                 f"{self.origin} writes {unset[0]}, which tokenizer_config.json does not define, so the text would lack it; "
                 f"define it, or give {unset[0]} in chat_template_kwargs"
             )
-        # With strftime_now = None a template that asks for the date fails: the data would depend on the day of the run.
+        # strftime_now = None makes a template that asks for the date fail: the data would depend on the day of the run.
         self._variables: dict[str, Any] = tokenizer.special_tokens_map | variables | {"strftime_now": None}
         self.vocabulary = max(tokenizer.get_vocab().values()) + 1
         self._unknown_marks = set(_LOOKS_LIKE_A_TOKEN.findall(self._template)) - tokenizer.get_vocab().keys()
@@ -86,7 +87,7 @@ class ChatTemplate:
         ]
 
     def write(self, conversation: Conversation, where: str) -> str:
-        """Return a conversation as text; `where` is its file and row, for messages.
+        """Return a conversation as text; `where` is the file and row of the conversation, for messages.
 
         Raises:
             DataError: the template refuses it, leaves a message out, or writes a mark that is not a token.
@@ -103,7 +104,7 @@ class ChatTemplate:
             content = message.get("content", "")
             if content.strip() in text:
                 continue
-            # The content may be written in another form. It is left out if a change of it changes nothing.
+            # The content may be written in another form. If changing it changes nothing in the text, it is left out.
             other = [*messages[:n], message | {"content": f"{content} x"}, *messages[n + 1 :]]
             if self._text(conversation._replace(messages=other), len(messages), where) == text:
                 raise DataError(
@@ -125,7 +126,7 @@ class ChatTemplate:
     ) -> bool:
         """Return whether the template writes `values`, fields of message `n` other than its content.
 
-        The conversation is ended with that message.
+        The check writes only the conversation up to that message.
         """
         if any(isinstance(value, str) and value.strip() in text for value in values.values()):
             return True
@@ -136,7 +137,7 @@ class ChatTemplate:
         try:
             return text_with != self._text(conversation._replace(messages=[*before, without]), n + 1, where)
         except DataError:
-            return True  # the template refuses the message without them, so it uses them
+            return True  # the template refuses the message without these fields, so it uses them
 
     def with_parsed_arguments(self, conversation: Conversation, where: str) -> Conversation:
         """Return the conversation, with the arguments of tool calls parsed if the template does not take them as JSON text.
@@ -144,8 +145,8 @@ class ChatTemplate:
         Raises:
             DataError: an argument is not valid JSON.
         """
-        # OpenAI's format has JSON texts. Some templates take objects, and quote a text a second time or refuse it; others
-        # take texts.
+        # In OpenAI's format the arguments are JSON texts. Some templates expect objects, and quote a text a second time or
+        # refuse it; others expect texts.
         texts = [call["arguments"] for call in _calls(conversation) if isinstance(call["arguments"], str)]
         if not texts:
             return conversation
@@ -171,9 +172,9 @@ class ChatTemplate:
 
     def marks(self, conversation: Conversation, messages: int, where: str) -> list[tuple[int, int]]:
         """Return the spans between the marks of `{% generation %}` in the first `messages`, in characters."""
-        # Not by transformers' assistant_masks, which before 5.24 is wrong for a tokenizer that leaves spaces out of its
-        # offsets, such as Llama 3's: a span that begins with a space and all later ones are lost, and a span that ends with
-        # a space goes on to the end of the conversation.
+        # transformers' assistant_masks is not used. Before 5.24 it is wrong for a tokenizer that leaves spaces out of its
+        # offsets, such as Llama 3's: a span that begins with a space and all later spans are lost, and a span that ends with
+        # a space extends to the end of the conversation.
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with as_data_error(f"{where}: {self.origin} can't write the conversation", _REMEDY):
@@ -189,9 +190,9 @@ class ChatTemplate:
     def prefix_length(
         self, conversation: Conversation, messages: int, text: str, where: str, *, prompt: bool
     ) -> int:
-        """Return the number of characters of the first `messages` in `text`, which `write` returned.
+        """Return the number of characters that the first `messages` take in `text`, which `write` returned.
 
-        With `prompt` it includes the generation prompt, the template's beginning of an answer.
+        With `prompt` this includes the generation prompt, with which the template begins an answer.
 
         Raises:
             DataError: the template writes these messages differently when others follow.
@@ -223,7 +224,7 @@ class ChatTemplate:
 
 
 def _calls(conversation: Conversation) -> Iterator[dict[str, Any]]:
-    """Yield the functions with arguments of all tool calls."""
+    """Yield the function of each tool call that has arguments."""
     for message in conversation.messages:
         calls = message.get("tool_calls")
         for call in calls if isinstance(calls, list) else []:
@@ -245,7 +246,7 @@ def _stop_ids(tokenizer: Any, folder: Path) -> set[int]:
 
 @functools.lru_cache(maxsize=1)
 def _load(folder: str, _states: tuple[tuple[str, int], ...]) -> Any:
-    """Load transformers' tokenizer of a folder; cached, as each validation needs it, until a file's state changes."""
+    """Load a folder's tokenizer with transformers. Since each validation needs it, it is cached until a file changes."""
     import transformers
 
     return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -267,7 +268,7 @@ def _find_template(path: str | None, tokenizer: Any, where: str) -> tuple[str, s
 
 
 def _unset_tokens(template: str, defined: Collection[str]) -> list[str]:
-    """Return the special tokens that are not defined, and that a template uses without checking that they are."""
+    """Return the special tokens that are not defined, although a template uses them without a check."""
     # Jinja would write nothing for them.
     from jinja2 import Environment, nodes
 

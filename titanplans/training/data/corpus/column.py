@@ -1,4 +1,4 @@
-"""`TextColumn` reads a column of texts; `boundary` says where long texts are cut into documents."""
+"""`TextColumn` reads a column of texts; `boundary` decides where long texts are cut into documents."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -7,19 +7,19 @@ from titanplans.errors import DataError
 from titanplans.training.data.data_errors import expect
 
 FRAGMENT_BYTES = 64 * 1024
-"""The approximate maximum of bytes in a document; longer text files and rows are cut."""
+"""The approximate maximum size of a document in bytes; longer text files and rows are cut."""
 
 
 class TextColumn:
     """Reads a column of texts.
 
     Args:
-        name: of the column; dotted for a field within a field, "content.body".
+        name: the name of the column; dotted for a nested field, "content.body".
 
     Attributes:
         key: a JSON value that cached rows depend on, besides the files.
-        features: names and types of Arrow's columns for a row that has been read.
-        identity: values that must be as in a checkpoint for a position to mean the same document.
+        features: names and types of the Arrow columns of a row that has been read.
+        identity: values that must equal those in a checkpoint for its position to mean the same document.
     """
 
     def __init__(self, name: str):
@@ -28,10 +28,10 @@ class TextColumn:
         self.identity = {"text_column": name, "piece_bytes": FRAGMENT_BYTES}
 
     def columns(self, available: Sequence[str], where: str) -> list[str]:
-        """Return the columns to read of the `available` ones. Raises DataError if the column is missing."""
+        """Return which of the `available` columns to read. Raises DataError if the column is missing."""
         first = self.name.partition(".")[0]
         if self.name not in available and first in available:
-            return [first]  # a field within a field
+            return [first]  # a nested field
         if self.name not in available:
             names = ", ".join(map(repr, sorted(available)))
             raise DataError(
@@ -40,7 +40,7 @@ class TextColumn:
         return [self.name]
 
     def read(self, row: object, where: str) -> dict[str, str]:
-        """Return a row as Arrow stores it. Raises DataError, which names `where`, if it can't be used."""
+        """Return a row in the form in which Arrow stores it. Raises DataError, which names `where`, if it can't be used."""
         fields = expect(row, dict, where, f"an object with {self.name!r}", "repair the file or leave it out")
         (column,) = self.columns(list(fields), where)
         value = fields[column]
@@ -51,7 +51,7 @@ class TextColumn:
         return {self.name: expect(value, str, where, "texts", remedy)}
 
     def fragments(self, record: dict[str, str]) -> Iterator[dict[str, str]]:
-        """Yield the documents of a row, each as Arrow stores it."""
+        """Yield the documents of a row, in the form in which Arrow stores them."""
         return ({self.name: fragment} for fragment in fragments(self.read(record, "a row")[self.name]))
 
     def document(self, fragment: dict[str, str]) -> str:
@@ -62,12 +62,12 @@ class TextColumn:
 def boundary(read: Callable[[int, int], bytes | memoryview], offset: int, length: int, size: int) -> int:
     """Return where to cut a text near byte `offset`: at the first line that begins there or at most `length` bytes later.
 
-    If no line begins there, cut after the first space; else at the end of the text, if that is within `length` bytes; else
-    before the first character, in the sense of UTF-8.
+    If no line begins there, cut after the first space; if there is none, at the end of the text, if that is within `length`
+    bytes; otherwise before the first UTF-8 character that begins there.
 
     Args:
-        read: returns the bytes from an offset on, as many as asked for, or fewer at the end.
-        offset: where the cut would be without lines.
+        read: `read(offset, n)` returns the n bytes from `offset` on, or fewer at the end.
+        offset: where the cut would be if lines were ignored.
         length: the length of a fragment, in bytes.
         size: the size of the text, in bytes.
     """
@@ -85,7 +85,7 @@ def boundary(read: Callable[[int, int], bytes | memoryview], offset: int, length
 
 def fragments(text: str) -> Iterator[str]:
     """Yield the documents that a row's text is cut into; a short text is one document."""
-    # A character has at most 4 bytes, so most texts need not be encoded to see that they are short.
+    # A character has at most 4 bytes, so that most texts are known to be short without being encoded.
     if len(text) * 4 <= FRAGMENT_BYTES or len(encoded := text.encode()) <= FRAGMENT_BYTES:
         yield text
         return

@@ -1,6 +1,6 @@
 """`HubDocuments`: a data set of the Hugging Face hub, or a local copy of one, streamed by the `datasets` library.
 
-Nothing is downloaded ahead or indexed: documents come in the data set's order, shard by shard, and a position is the
+Nothing is downloaded in advance or indexed: documents come in the data set's order, shard by shard, and a position is the
 library's state. `datasets.distributed.split_dataset_by_node` divides the shards among readers.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import pyarrow
     from datasets import ArrowBasedBuilder, IterableDataset
 
-# torchtitan's names for data sets -> the hub's `name:config`, and the split where the name implies one.
+# The hub's `name:config`, and the split if the name implies one, by torchtitan's names of data sets.
 _TORCHTITAN_NAMES = {"c4": ("allenai/c4:en", None), "c4_validation": ("allenai/c4:en", "validation")}
 
 
@@ -32,7 +32,7 @@ class HubDocuments:
         name: `owner/name`, `owner/name:config`, or a folder that `datasets.load_dataset` can read.
         path: a local copy to read instead; None: the hub.
         split: the name of one of the data set's splits.
-        row_format: reads the rows.
+        row_format: converts rows to documents.
 
     Raises:
         DataError: the data set, the split or a column does not exist, or the hub can't be reached.
@@ -46,11 +46,11 @@ class HubDocuments:
         self._data, first = _open(name, path or repository, config or None, split, row_format)
         if first is None:
             raise DataError(f"dataset = {name!r}: its split {split!r} holds no document")
-        # `_open` replaces the reader of files only. A builder of another kind yields the columns of its rows.
+        # `_open` can replace only the reader of files. A builder of another kind yields the columns of its rows.
         if not row_format.features.keys() <= first.keys():
             row_format.columns(list(first), f"dataset = {name!r}")
             raise DataError(
-                f"dataset = {name!r}: its files are no .jsonl, .json or .parquet, the formats of conversations; "
+                f"dataset = {name!r}: its files are not .jsonl, .json or .parquet, the formats of conversations; "
                 "convert them"
             )
         self.identity = {
@@ -60,21 +60,23 @@ class HubDocuments:
             "piece_bytes": FRAGMENT_BYTES,
         }
         folder = Path(path or repository).expanduser()
-        with as_data_error(f"dataset = {name!r}: {folder} can't be read", "name a folder that may be"):
+        with as_data_error(f"dataset = {name!r}: {folder} can't be read", "name a readable folder"):
             files = [file for file in sorted(walk(folder)) if file.is_file()]
         self.files = [(file.relative_to(folder).as_posix(), file) for file in files]
 
     def choose_readers(self, counts: Sequence[int]) -> int:
-        """Return the first of `counts` that divides the shards, else the last; see `Shuffled.choose_readers`.
+        """Return the first of `counts` that divides the number of shards, else the last; see `Shuffled.choose_readers`.
 
-        If the shards are not divided evenly, each reader reads all of them and keeps its documents.
+        If the shards are not divided evenly, each reader reads all shards and keeps only its documents.
         """
         return next((count for count in counts if self._data.num_shards % count == 0), counts[-1])
 
     def documents(
         self, epoch: int, reader: int, readers: int, start: list[Any] | None
     ) -> Iterator[tuple[list[Any], Any]]:
-        """Yield documents as `Shuffled.documents`; a position is the library's state before a row and a document's index."""
+        """Yield documents like `Shuffled.documents`. A position is the library's state before a row, and the index of a
+        document in that row.
+        """
         from datasets.distributed import split_dataset_by_node
 
         data = split_dataset_by_node(self._data, rank=reader, world_size=readers)
@@ -82,7 +84,7 @@ class HubDocuments:
         state, first = start or (None, 0)
         if state is not None:
             data.load_state_dict(state)
-        # Not `iter(data)`, which would divide the data once more among a loader's workers.
+        # `iter(data)` would divide the data once more among a loader's workers.
         batches = iter(data.iter(batch_size=1))
         while True:
             with (
@@ -105,8 +107,8 @@ def _generate_tables(
     """Replace a builder's `_generate_tables`: yield its rows as `row_format` reads them."""
     import pyarrow
 
-    # Without features the library casts nothing. It would cast the values of each file to the types of the first file:
-    # numbers, booleans and dates would become texts.
+    # Without features the library casts nothing. With features it would cast the values of each file to the types of the
+    # first file: numbers, booleans and dates would become texts.
     builder.info.features = None
     tables, rows = type(builder)._generate_tables(builder, **shards), 0
     file = next(iter(shards.get("base_files") or shards.get("files") or [builder.dataset_name]))
@@ -128,13 +130,13 @@ def _generate_tables(
 def _open(
     name: str, path: str, config: str | None, split: str, row_format: RowFormat
 ) -> tuple["IterableDataset", dict[str, list[Any]] | None]:
-    """Return the data set and its first row, None if it is empty."""
+    """Return the data set and its first row, or None if it is empty."""
     from datasets import ArrowBasedBuilder, Features, Value, load_dataset_builder
 
     local = os.path.expanduser(path)
     remedy = (
-        "give 'stdlib', a data set of the hub ('owner/name' or 'owner/name:config') and one of its splits as dataset_split, "
-        "or 'local' with a dataset_path"
+        "give 'stdlib', a data set of the hub ('owner/name' or 'owner/name:config') with one of its splits as "
+        "dataset_split, or 'local' with a dataset_path"
     )
     with quiet_datasets(), as_data_error(f"dataset = {name!r}: can't be opened", remedy):
         # Fails if the hub can't be reached, the data set, config or split does not exist, or a file can't be parsed.

@@ -1,6 +1,6 @@
 """Local corpora: the files that a path names (`find_files`), their split, and text files cut into documents (`TextFiles`).
 
-`rows.py` reads the rows of .jsonl and .parquet files, `sources.py` decides the order of an epoch.
+`rows.py` reads the rows of .jsonl and .parquet files, and `sources.py` decides the order of an epoch.
 """
 
 import glob
@@ -18,25 +18,25 @@ from titanplans.training.data.corpus.column import FRAGMENT_BYTES, boundary
 from titanplans.training.data.data_errors import as_data_error
 
 FORMATS = {"text": (".txt", ".md", ".py"), "json": (".jsonl", ".json"), "parquet": (".parquet",)}
-"""Format -> the extensions of its files. The names are those of the `datasets` library's builders."""
+"""The extensions of files, by format. The formats have the names of the `datasets` library's builders."""
 SPLITS = ("train", "validation", "all")
 VALIDATION_EVERY = 20
-"""One in this many files or documents is for validation. No random state is involved: a split is the same on every rank, in
-every run and for every seed."""
+"""One in this many files or documents is for validation. The split involves no random state: it is the same on every rank,
+in every run and for every seed."""
 
 
 def find_files(path: str, file_format: str | None = None) -> tuple[Path, list[Path], str]:
-    """Return the files that `path` names: a file, a folder or a glob, in which `**` descends.
+    """Return the files that `path` names: a file, a folder or a glob, in which `**` stands for any subfolders.
 
     Args:
         path: the job's `dataset_path`.
-        file_format: a key of FORMATS; None: decide by the extensions.
+        file_format: a key of FORMATS; None: decided by the extensions.
 
     Returns:
         The folder that names of files are relative to, the files sorted by name, and their format.
 
     Raises:
-        DataError: there is no file with content, none of a known format, or files of several formats.
+        DataError: all files are empty, none has a known format, or they have several formats.
     """
     shown = f"dataset_path = {path!r}"
     try:
@@ -45,11 +45,11 @@ def find_files(path: str, file_format: str | None = None) -> tuple[Path, list[Pa
     except OSError as error:  # e.g. a name that is too long, or a folder that may not be read
         where = f" {error.filename}" if error.filename not in (None, path) else ""
         raise DataError(
-            f"{shown}:{where} can't be read ({error.strerror}); name a folder that holds texts only, and may be read"
+            f"{shown}:{where} can't be read ({error.strerror}); name a readable folder that holds only texts"
         ) from error
     if not candidates:
         raise DataError(
-            f"{shown}: there is no file with anything in it; give a file, a folder or a glob such as 'corpus/*.jsonl'"
+            f"{shown}: there is no file, or all are empty; give a file, a folder or a glob such as 'corpus/*.jsonl'"
         )
     if file_format is not None and not Path(path).is_dir():
         return root, candidates, file_format
@@ -62,7 +62,7 @@ def find_files(path: str, file_format: str | None = None) -> tuple[Path, list[Pa
     supported = ", ".join(extension for extensions in formats.values() for extension in extensions)
     if not by_format:
         extensions = ", ".join(sorted({file.suffix or file.name for file in candidates})[:8])
-        raise DataError(f"{shown}: holds {extensions}; the extensions read are {supported}")
+        raise DataError(f"{shown}: holds {extensions}; the supported extensions are {supported}")
     if len(by_format) > 1:
         counts = " and ".join(f"{len(files)} {name}" for name, files in by_format.items())
         raise DataError(
@@ -73,7 +73,7 @@ def find_files(path: str, file_format: str | None = None) -> tuple[Path, list[Pa
 
 
 def _candidate_files(path: str) -> tuple[Path, list[Path]]:
-    """Return the folder that `path` starts from, and all files that it names; of a folder, without hidden files."""
+    """Return the folder that `path` starts from, and all files that it names; hidden files of a folder are left out."""
     path_ = Path(path)
     if path_.is_file():
         return path_.parent, [path_]
@@ -88,7 +88,7 @@ def _candidate_files(path: str) -> tuple[Path, list[Path]]:
         )
     if root.resolve() == Path(root.anchor or "/") and (path_.is_dir() or "**" in path_.parts):
         raise DataError(
-            f"dataset_path = {path!r}: that is every file of this machine; name the folder with the texts"
+            f"dataset_path = {path!r}: these are all files of this machine; name the folder with the texts"
         )
     return root, list(files)
 
@@ -109,8 +109,8 @@ def walk(folder: Path) -> Iterator[Path]:
 def split_names(names: Sequence[str], split: str) -> list[int]:
     """Return the indices of the `names` that belong to `split`; names are paths relative to the corpus.
 
-    Validation gets the names with the smallest hashes, one in 20, rounded up. So it is never empty, and moving the corpus
-    to another folder does not change the split.
+    The validation split has the names with the smallest hashes, one in 20, rounded up. So it is never empty, and moving the
+    corpus to another folder does not change the split.
     """
     by_hash = sorted(range(len(names)), key=lambda i: hashlib.sha256(names[i].encode()).digest())
     validation = set(by_hash[: -(-len(names) // VALIDATION_EVERY)])
@@ -118,16 +118,16 @@ def split_names(names: Sequence[str], split: str) -> list[int]:
 
 
 def in_split(indices: np.ndarray, split: str) -> np.ndarray:
-    """Return whether each document, by its index, belongs to `split`: every 20th, beginning with 0, is for validation."""
+    """Return which documents belong to `split`, given their indices. Every 20th, beginning with 0, is for validation."""
     return (split == "all") | ((indices % VALIDATION_EVERY == 0) == (split == "validation"))
 
 
 class TextFiles:
-    """Documents cut from UTF-8 text files at line ends, about `fragment_bytes` each.
+    """Documents of about `fragment_bytes` bytes, cut from UTF-8 text files at line ends.
 
-    The constructor reads only the files' sizes. A fragment holds the lines that begin in its range of bytes (longer lines
-    are cut), so that the fragments of a file concatenate to the file. 20 files or more are split by file; of fewer files,
-    every 20th fragment is for validation.
+    The constructor reads only the files' sizes. A document consists of the lines that begin in its range of bytes (longer
+    lines are cut), so the documents of a file concatenate to the file. If there are 20 files or more, whole files are for
+    validation; otherwise every 20th document is.
 
     Args:
         root: the folder that names of files are relative to.
@@ -164,7 +164,7 @@ class TextFiles:
 
             def read(offset: int, length: int) -> bytes:
                 file.seek(offset)
-                # Not beyond the size at the beginning of the job: the file may have grown.
+                # Do not read beyond the size at the beginning of the job: the file may have grown.
                 return file.read(min(length, size - offset))
 
             begin, end = (
@@ -185,8 +185,8 @@ class TextFiles:
             ) from error
 
 
-# Third-party packages; tests (half of the bytes, many of them tables of expected values); and generated files: character
-# tables, and the settings of the build, which contain paths of the machine that built Python.
+# These are left out: third-party packages; tests, which are half of the bytes, many of them tables of expected values; and
+# generated files, i.e. character tables, and build settings with paths of the machine that built Python.
 _EXCLUDED_FOLDERS = {
     "site-packages",
     "dist-packages",
@@ -198,11 +198,11 @@ _EXCLUDED_FOLDERS = {
 }
 _EXCLUDED_PREFIXES = ("_sysconfigdata", "config-")
 STDLIB_FRAGMENT_BYTES = 1024
-"""Short, so that a small batch of, say, 2,000 tokens has text of several files."""
+"""Documents are short, so that a small batch of, say, 2,000 tokens has text of several files."""
 
 
 def stdlib_root() -> Path:
-    """Return the folder of the standard library's sources; in a virtual environment, the base Python's."""
+    """Return the folder of the standard library's sources, also in a virtual environment."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 

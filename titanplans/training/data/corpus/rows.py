@@ -1,4 +1,4 @@
-"""`RowDocuments`: rows of .jsonl and .parquet files as documents, converted to Arrow in the cache of the `datasets` library.
+"""`RowDocuments`: rows of .jsonl and .parquet files as documents. They are converted to Arrow in the `datasets` cache.
 
 A `RowFormat` reads a row as a text (`column.py`) or a conversation (`chat.py`).
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _ROW = "row"
 _LAYOUT = 3
-"""Version of what is stored of a file. Raise it with a change, so that caches of earlier versions are not used."""
+"""Version of the cached rows. Raise it when their form changes, so that caches of earlier versions are not used."""
 
 
 RowFormat = TextColumn | ChatFormat
@@ -34,14 +34,14 @@ RowFormat = TextColumn | ChatFormat
 
 
 class RowDocuments:
-    """Documents that are rows of files, each read from the cache when it is needed. Every 20th row is for validation.
+    """Documents that are rows of files. A row is read from the cache when it is needed; every 20th is for validation.
 
     Args:
         root: the folder that names of files are relative to.
         files: the files.
         file_format: "json" or "parquet".
         split: "train", "validation" or "all".
-        reader: reads the rows.
+        reader: converts rows to documents.
 
     Raises:
         DataError: a file can't be read, or a row can't be used; names the file, and the line or row.
@@ -92,7 +92,7 @@ def cache_folder() -> Path:
 
 
 def _cached_dataset(files: Sequence[Path], file_format: str, reader: RowFormat) -> "Dataset":
-    """Return the converted documents from the library's cache; the first process converts, and others wait for its lock."""
+    """Return the converted documents from the cache. The first process converts them, and others wait for its lock."""
     from datasets import Dataset, Features, Value
 
     states = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -133,13 +133,13 @@ def _read_parquet(file: str, reader: RowFormat) -> Iterator[dict[str, Any]]:
 def read_table(
     table: "pyarrow.Table | pyarrow.RecordBatch", file: str, before: int, reader: RowFormat
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a table as Arrow stores them.
+    """Yield the rows of a table in the form in which they are stored in Arrow.
 
     Args:
         table: some rows of a file.
-        file: its name, for messages.
+        file: the file's name, for messages.
         before: the number of the file's rows before the table.
-        reader: reads the rows.
+        reader: converts the rows.
 
     Raises:
         DataError: a column is missing, or a row can't be used; names the file and the row, counted from 1.
@@ -153,7 +153,7 @@ def read_table(
 
 
 def _cell_value(scalar: Any) -> Any:
-    """Return the value of a cell, without the null keys that Arrow adds to an object for the keys of other rows."""
+    """Return the value of a cell. Arrow gives each object the keys of all rows' objects; null values are removed."""
 
     def without_none(value: Any) -> Any:
         if isinstance(value, list):
@@ -169,13 +169,13 @@ def _cell_value(scalar: Any) -> Any:
 
 
 def read_json(file: str, reader: RowFormat) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a JSON file, which has one value per line or is one array.
+    """Yield the rows of a JSON file, which has one value per line or holds one array.
 
     Raises:
         DataError: a row can't be used; names its line.
     """
-    # Not by the `datasets` library (4.7): it converts texts that look like dates, and numbers to texts if an earlier row has
-    # a text, and refuses a row that lacks a field of another row.
+    # The `datasets` library (4.7) is not used: it converts texts that look like dates, converts numbers to texts if an
+    # earlier row has a text, and refuses a row that lacks a field of another row.
     with open(file, "rb") as lines:
         if next((line for line in lines if line.strip()), b"").lstrip().startswith(b"["):
             lines.seek(0)
@@ -193,7 +193,7 @@ def read_json(file: str, reader: RowFormat) -> Iterator[dict[str, Any]]:
 
 
 class Conversations(RowDocuments):
-    """Documents that are conversations, one per row. Which rows are left out is decided when it is constructed.
+    """Documents that are conversations, one per row. The constructor decides which rows are left out.
 
     Raises:
         DataError: a conversation is too long, with truncation = "error".
@@ -223,18 +223,18 @@ class Conversations(RowDocuments):
 
     @property
     def summary(self) -> str:
-        """How many conversations are read, left out and truncated, each with the first one, as a line for the log."""
+        """A line for the log: how many conversations are used, left out and truncated, and the first of each kind."""
         phrases = [
-            f"{len(self):,} of {self._row_count:,} conversations are read (dataset_split = {self._split!r})"
+            f"{len(self):,} of {self._row_count:,} conversations are used (dataset_split = {self._split!r})"
         ]
         if len(self._empty):
             phrases.append(
-                f"left out, as nothing in them counts: {len(self._empty):,}{self._describe_first(self._empty)}"
+                f"left out because none of their tokens count: {len(self._empty):,}{self._describe_first(self._empty)}"
             )
         if truncated := len(self._long) - self._dropped_count:
-            phrases.append(f"cut to seq_len = {self._chat.seq_len}: {truncated:,}")
+            phrases.append(f"truncated to seq_len = {self._chat.seq_len}: {truncated:,}")
         if self._dropped_count:
-            phrases.append(f"left out for their length: {self._dropped_count:,}")
+            phrases.append(f"left out because they are too long: {self._dropped_count:,}")
         if len(self._long):
             phrases[-1] += self._describe_first(self._long)
         return "; ".join(phrases)

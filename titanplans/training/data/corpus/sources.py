@@ -1,6 +1,6 @@
-"""`open_source`: open the corpus that `dataset`, `dataset_path` and `dataset_split` name, as documents in an order.
+"""`open_source`: open the corpus that `dataset`, `dataset_path` and `dataset_split` name, as ordered documents.
 
-`local.py` and `rows.py` read files, `hub.py` data sets of the hub; `Shuffled` gives files an order for each epoch.
+`local.py` and `rows.py` read files, and `hub.py` reads data sets of the hub. `Shuffled` orders the documents of files.
 """
 
 import functools
@@ -27,13 +27,13 @@ from titanplans.training.data.corpus.rows import Conversations, RowDocuments
 
 
 class Shuffled:
-    """Documents with an index, in another order in each epoch, drawn from (seed, epoch).
+    """Documents of local files, in a random order that depends on (seed, epoch).
 
     Attributes:
-        identity: values that must be as in a checkpoint for a position to mean the same document.
-        summary: for conversations, a line that says how many are read and how many are left out; else None.
-        size: documents in an epoch; None if they are not counted.
-        files: pairs of name and path; names are relative to the corpus. Empty if it is not on this machine.
+        identity: values that must equal those in a checkpoint for its position to mean the same document.
+        summary: for conversations, a line that says how many are used and how many are left out; else None.
+        size: the number of documents in an epoch; None if they are not counted.
+        files: pairs of name and path; names are relative to the corpus. Empty if the corpus is not on this machine.
     """
 
     def __init__(self, corpus: TextFiles | RowDocuments, identity: dict[str, Any], seed: int) -> None:
@@ -43,18 +43,17 @@ class Shuffled:
         self.identity = identity | corpus.identity | {"seed": seed}
 
     def choose_readers(self, counts: Sequence[int]) -> int:
-        """Return the first of `counts`, numbers of readers, into which the corpus can be divided; 1 if there is none.
+        """Return the first of `counts`, which are numbers of readers, that does not exceed the number of documents, else 1.
 
-        With 1, ranks and workers use the same reader in turn, as there are fewer documents than ranks and workers.
+        If it is 1, there are too few documents, and all ranks and workers read from the same reader in turn.
         """
         return next((count for count in counts if count <= len(self._corpus)), 1)
 
     def documents(self, epoch: int, reader: int, readers: int, start: Any) -> Iterator[tuple[int, Any]]:
-        """Yield the documents of `epoch` that belong to `reader` of `readers`, from `start` on, each with its position.
+        """Yield positions and documents of `epoch` that belong to `reader` (of `readers`), from position `start` on.
 
         A document is a text, or the `Tokens` of a conversation. A position is a JSON value, here the document's index in the
-        reader's order; passed as `start`, it begins with that document. The readers of an epoch are disjoint and together
-        cover the corpus.
+        reader's order. The readers of an epoch are disjoint and together cover the corpus.
         """
         order = _order(self._seed, epoch, len(self._corpus))[reader::readers]
         for position in range(start or 0, len(order)):
@@ -65,7 +64,7 @@ Source = Shuffled | HubDocuments
 """Documents in a fixed order for each epoch."""
 
 
-# All readers of an epoch use the same order. Two entries, as readers begin the next epoch at different steps.
+# All readers of an epoch use the same order. Two epochs are cached, since readers begin the next epoch at different steps.
 @functools.lru_cache(maxsize=2)
 def _order(seed: int, epoch: int, documents: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(documents)
@@ -77,8 +76,8 @@ def open_source(corpus_options: Corpus, *, seed: int = 0, chat: ChatFormat | Non
     | dataset                | dataset_path    | corpus                                                  |
     |------------------------|-----------------|---------------------------------------------------------|
     | "stdlib"               | None            | the sources of Python's standard library                |
-    | "stdlib" (the default) | a path          | local files, by their extensions                        |
-    | "local"                | a path          | local files, by their extensions                        |
+    | "stdlib" (the default) | a path          | local files, whose extensions tell their format         |
+    | "local"                | a path          | local files, whose extensions tell their format         |
     | one of `FORMATS`       | a path          | local files in this format, whatever their extensions   |
     | any other              | None, or a path | a data set of the Hugging Face hub, or a local copy     |
 
@@ -86,8 +85,8 @@ def open_source(corpus_options: Corpus, *, seed: int = 0, chat: ChatFormat | Non
 
     Args:
         corpus_options: the settings.
-        seed: of the order of the documents.
-        chat: reads rows as conversations; None: read texts.
+        seed: the seed of the order of the documents.
+        chat: reads rows as conversations; None: the documents are texts.
 
     Raises:
         DataError: the corpus does not exist, can't be read, or is empty.
@@ -108,7 +107,7 @@ def open_source(corpus_options: Corpus, *, seed: int = 0, chat: ChatFormat | Non
         root, files, file_format = find_files(path, dataset if dataset in FORMATS else None)
     if file_format == "text" and chat is not None:
         raise DataError(
-            f"dataset = {shown!r}: holds texts, and chat.enable = true reads conversations; give .jsonl or .parquet files, "
+            f"dataset = {shown!r}: holds texts, but chat.enable = true needs conversations; give .jsonl or .parquet files, "
             "or leave chat out"
         )
     corpus: TextFiles | RowDocuments
@@ -123,7 +122,7 @@ def open_source(corpus_options: Corpus, *, seed: int = 0, chat: ChatFormat | Non
     if len(corpus) == 0:
         missing = chat.describe_exclusions() if chat else "no document"
         raise DataError(
-            f"dataset = {shown!r}: holds {missing} for dataset_split = {split!r}; every twentieth, from the first on, is "
-            "for validation: give more documents, or a separate dataset_path for validation"
+            f"dataset = {shown!r}: holds {missing} for dataset_split = {split!r}, since every twentieth document, beginning "
+            "with the first, is for validation; give more documents, or a separate dataset_path for validation"
         )
     return Shuffled(corpus, {"dataset": shown, "split": split}, seed)
